@@ -1,0 +1,104 @@
+"""The `phalanx` command: finds the command's module, and turns what it raises into an exit code.
+
+Every command is a module with `main(argv) -> int`, imported only when it is asked for. The rules that hold
+for all of them live here: bad usage is one line on stderr and exit code 2, help goes to stdout, an interrupt
+is 130, a reader that went away (`phalanx env | head`) ends the command without a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# name → (module, what it is for); --help shows them in this order.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("phalanx.cli.run", "run a script as a group of workers, like torchrun"),
+    "env": ("phalanx.cli.env", "print what belongs in a bug report"),
+    "completion": ("phalanx.cli.completion", "print a completion script for bash, zsh or fish"),
+    "help": ("phalanx.cli.help", "explain a command: phalanx help run"),
+}
+
+USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the value is the exit code of the process."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        from phalanx.cli.help import overview
+
+        sys.stderr.write(overview())
+        return USAGE
+    first = words[0]
+    if first in COMMANDS:
+        return invoke(first, words[1:])
+    if first in ("-h", "--help"):
+        return invoke("help", words[1:])
+    if first in ("-V", "--version"):
+        from phalanx import __version__
+
+        print(f"phalanx {__version__}")
+        return 0
+    return complain("", _unknown_command(first))
+
+
+def invoke(command: str, argv: Sequence[str]) -> int:
+    """Run a command's `main` under the rules common to all commands."""
+    from phalanx.options import InformationRequested
+
+    try:
+        # Not importlib.import_module: `__import__` is there already, importlib is one more module to load.
+        module = COMMANDS[command][0]
+        __import__(module)
+        code: int = sys.modules[module].main(list(argv))
+        if command != "run":
+            sys.stdout.flush()  # here, where a reader that left can still be told from a crash
+        return code
+    except InformationRequested as asked:
+        return (
+            invoke("completion", [asked.value]) if asked.what == "completion" else invoke("help", [command])
+        )
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        if command == "run":
+            raise  # there it is not known to be ours
+        _abandon_stdout()
+        return 141  # 128 + SIGPIPE, what the shell shows for a program that died of it
+    except ValueError as error:
+        from phalanx.errors import UsageError
+
+        if not isinstance(error, UsageError):
+            raise
+        return complain(command, str(error))
+
+
+def complain(command: str, message: str) -> int:
+    """One line about bad usage, on stderr; the exit code that goes with it."""
+    line = " ".join(message.splitlines())
+    sys.stderr.write(f"phalanx{' ' * bool(command)}{command}: {line}\n")
+    return USAGE
+
+
+def _abandon_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush does not fail a second time."""
+    import os
+
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def _unknown_command(word: str) -> str:
+    import difflib
+    import os
+
+    near = difflib.get_close_matches(word, COMMANDS, 1, 0.6)
+    if near:
+        return f"{word}: no such command; did you mean phalanx {near[0]}?"
+    if word.startswith("-") or word.endswith(".py") or os.path.isfile(word):
+        return f"{word}: no such command; to start a script write: phalanx run {word} …"
+    return f"{word}: no such command; there are {', '.join(COMMANDS)}"

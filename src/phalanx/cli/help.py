@@ -1,0 +1,92 @@
+"""Help texts, drawn from the option table when somebody asks.
+
+Grouped by what people want to do, at most 80 columns, no box art: it must read well in a pager and in a log.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from phalanx.cli import COMMANDS
+from phalanx.options import OPTIONS, Option, usage_error
+
+WIDTH = 80
+_INDENT = 30
+
+EXAMPLES = """\
+Examples:
+  phalanx run --nproc-per-node gpu train.py --lr 0.1
+      one worker for each GPU of this machine
+  phalanx run --nproc-per-node 8 --max-restarts 3 -t 3 --log-dir logs train.py
+      eight workers, up to three restarts, output kept in files as well
+  phalanx run --nnodes 2:4 --rdzv-backend phalanx --rdzv-endpoint node0:29400 \\
+      --rdzv-id job7 --nproc-per-node gpu -m package.train
+      the same line on two to four machines
+"""
+
+NOTES = """\
+Any option may be spelled with _ for - and shortened while it stays unique. A
+variable sets a default: PET_NNODES=2 is --nnodes 2 and PHALANX_GRACE=5 is
+--grace 5. What follows the script belongs to the script. Exit code: 0, that of
+the first failing worker (128+n for signal n), 130 or 143 when interrupted, 2
+for bad usage.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """`phalanx help [command]`."""
+    topic = argv[0] if argv else ""
+    if topic and topic not in COMMANDS:
+        raise usage_error(f"{topic}: no such command; there are {', '.join(COMMANDS)}")
+    if topic == "run":
+        print(run_help(), end="")
+    elif topic and topic != "help":
+        return _own_help(topic)
+    else:
+        print(overview(), end="")
+    return 0
+
+
+def _own_help(command: str) -> int:
+    """Commands other than run explain themselves."""
+    from importlib import import_module
+
+    try:
+        code: int = import_module(COMMANDS[command][0]).main(["--help"])
+    except SystemExit as leaving:  # argparse leaves this way after printing
+        return int(leaving.code or 0)
+    return code
+
+
+def overview() -> str:
+    """What `phalanx --help` says."""
+    lines = ["usage: phalanx COMMAND …", "", "Runs a group of workers as one unit. Commands:", ""]
+    lines += [f"  {name:<12} {about}" for name, (_, about) in COMMANDS.items()]
+    lines += ["", "phalanx help COMMAND says more; phalanx --version says which version this is."]
+    return "\n".join(lines) + "\n"
+
+
+def run_help() -> str:
+    """What `phalanx run --help` says."""
+    lines = ["usage: phalanx run [options] SCRIPT [arguments of the script]", "", EXAMPLES.rstrip()]
+    group = ""
+    for option in OPTIONS:
+        if option.group != group:
+            group = option.group
+            lines += ["", f"{group}:"]
+        lines += _entry(option)
+    return "\n".join([*lines, "", NOTES])
+
+
+def _entry(option: Option) -> list[str]:
+    short = [flag for flag in option.flags if len(flag) == 2]
+    names = ", ".join([*short, option.name])
+    left = f"  {names}" if option.kind == "flag" else f"  {names} {option.metavar}"
+    shown = option.default if option.kind in ("str", "int", "float") else None
+    about = f"{option.help} [{shown}]" if shown not in (None, "") else option.help
+    # Words only: a list such as SIGTERM,SIGINT,… must stay in one piece to be copied.
+    wrapped = textwrap.wrap(about, WIDTH - _INDENT, break_long_words=False, break_on_hyphens=False)
+    if len(left) > _INDENT - 2:
+        return [left, *(" " * _INDENT + line for line in wrapped)]
+    return [left.ljust(_INDENT) + wrapped[0], *(" " * _INDENT + line for line in wrapped[1:])]

@@ -1,0 +1,150 @@
+"""What the core may ask of a key-value store, and what comes back: plain tuples, no behaviour.
+
+The store is a map from text keys to bytes in which every change has a number, the revision. A
+transaction changes everything it names in one revision or nothing at all, and may be conditional on
+the revision at which a key was made (`create`), last changed (`mod`), or on its value. Keys may
+hang on a lease and go when it does. A watch tells every change of a key or prefix once, in order.
+
+These are the words of etcd's v3 interface, so that an adapter translates and does not emulate.
+Named tuples rather than dataclasses: they are their own compact wire form, and compare by value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """A key as the store holds it; an absent key has `mod` 0."""
+
+    key: str
+    value: bytes = b""
+    create: int = 0
+    mod: int = 0
+    lease: int = 0
+
+
+class Change(NamedTuple):
+    """One step in the life of a key; `deleted` entries carry the revision of the deletion in `mod`."""
+
+    entry: Entry
+    deleted: bool = False
+
+
+class When(NamedTuple):
+    """A condition of a transaction: `what` is "mod", "create" (both against `number`) or "value"."""
+
+    key: str
+    what: str
+    number: int = 0
+    value: bytes = b""
+
+
+class Put(NamedTuple):
+    """Set a key; with a lease it goes when the lease does."""
+
+    key: str
+    value: bytes
+    lease: int = 0
+
+
+class Delete(NamedTuple):
+    """Remove a key, or everything under a prefix; the reply's number counts what went."""
+
+    key: str
+    prefix: bool = False
+
+
+class Get(NamedTuple):
+    """Read a key, or everything under a prefix in key order."""
+
+    key: str
+    prefix: bool = False
+
+
+class Txn(NamedTuple):
+    """All of it in one revision if every condition holds; the reply shows the keys of the conditions."""
+
+    when: tuple[When, ...]
+    puts: tuple[Put, ...] = ()
+    deletes: tuple[Delete, ...] = ()
+
+
+class Add(NamedTuple):
+    """Add to a decimal counter (absent counts as 0); the reply's number is the sum."""
+
+    key: str
+    amount: int
+
+
+class Grant(NamedTuple):
+    """A new lease; the reply's number names it."""
+
+    ttl: float
+
+
+class KeepAlive(NamedTuple):
+    """Start a lease's time again; not ok when it is gone."""
+
+    lease: int
+
+
+class Revoke(NamedTuple):
+    """End a lease and every key on it."""
+
+    lease: int
+
+
+class Watch(NamedTuple):
+    """Hear of changes from revision `start`; start 0: the reply shows what is there, then changes follow."""
+
+    watch: int
+    key: str
+    prefix: bool = False
+    start: int = 0
+
+
+class Unwatch(NamedTuple):
+    """No more of this watch."""
+
+    watch: int
+
+
+class Compact(NamedTuple):
+    """Forget the history up to and including a revision; current keys stay."""
+
+    revision: int
+
+
+Command = (
+    Put | Delete | Get | Txn | Add | Grant | KeepAlive | Revoke | Watch | Unwatch | Compact
+)  # fmt: skip
+
+
+class Reply(NamedTuple):
+    """The answer to any command; `error` is "" or one of the words in ERRORS, with what to know about it."""
+
+    ok: bool
+    revision: int
+    entries: tuple[Entry, ...] = ()
+    number: int = 0
+    error: str = ""
+
+
+class Notice(NamedTuple):
+    """Changes for one watch, oldest first; `reset`: they are all there is, older knowledge is void."""
+
+    watch: int
+    changes: tuple[Change, ...]
+    revision: int
+    reset: bool = False
+
+
+ERRORS = {
+    "condition": "a condition of the transaction did not hold; the entries show why",
+    "compacted": "the history before `number` is gone: read again and watch from there",
+    "lease": "the lease is not there (any more)",
+    "number": "the value is not a decimal number",
+    "stale": "a request that the client itself has already counted as answered",
+    "future": "the revision lies ahead of the store: it is not the store this client knew",
+}

@@ -1,0 +1,277 @@
+"""Which rank fell first, and which ranks only fell because of it.
+
+Pure: how every worker ended goes in, a `Diagnosis` comes out. No clock, no files, no processes.
+
+Rules, in the order in which they are applied:
+
+1. **Moment.** A failure happened when its error record says so. A record with a fraction of a second is
+   taken as it is; one with whole seconds only narrows down the exit time; an impossible one (after the exit,
+   before the start) is ignored and the exit time counts.
+2. **Victims.** A worker that ended after the parent had signalled it, whatever its code, is a victim of the
+   stop and not a failure, unless its error record shows that it had failed before the signal.
+3. **Echoes.** A failure that only says "my peer is gone" (see `ECHOES`) ranks below every real failure,
+   whatever the times: a peer's socket often closes before the dying peer has written down its own error.
+4. **Root cause** is the earliest real failure; without one the earliest echo; else the earliest victim. Ties
+   go to the lower rank, so that the answer never depends on the order of the input.
+
+Invariant: `failed`, `echoes` and `victims` are disjoint, sorted by moment, and hold every ending whose code
+is not 0. `reason` says in one sentence why the root is the root.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+# A record may be stamped a hair after the exit was seen: two clock reads in two processes.
+CLOCK_SLACK = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """What a worker wrote about its own failure."""
+
+    message: str
+    traceback: str = ""
+    at: float | None = None
+    precise: bool = False  # False: `at` is in whole seconds
+    code: int | None = None  # replaces the exit code in reports
+    data: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How one worker ended; `code` is negative for a signal, times are wall-clock seconds."""
+
+    rank: int
+    pid: int
+    code: int
+    at: float
+    error: ErrorRecord | None = None
+    stopped_at: float | None = None
+    tail: str = ""
+    host: str = ""
+    evidence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Failures that are the same but for rank, pid, port and address."""
+
+    ranks: tuple[int, ...]
+    first: Ending
+    echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Who failed first, who failed too, who only noticed, who was stopped; and why we think so."""
+
+    root: Ending
+    failed: list[Ending]
+    echoes: list[Ending]
+    victims: list[Ending]
+    reason: str
+    groups: list[Group]
+
+    @property
+    def exit_code(self) -> int:
+        """What the whole job should exit with: the root cause's status as a shell would show it."""
+        return shell_status(self.root.code) or 1
+
+
+# The ways in which a healthy worker says that it lost a peer. Matched, without regard to case, on the text of
+# the exception that came first in its chain; on the last lines of stderr only when there is no error record.
+ECHOES: tuple[tuple[str, str], ...] = (
+    (r"connection reset by peer|ConnectionResetError", "connection reset by a peer"),
+    (
+        r"connection (was )?closed by (remote )?peer|remote end closed|peer closed",
+        "connection closed by a peer",
+    ),
+    (r"connection (was )?aborted|ConnectionAbortedError", "connection aborted by a peer"),
+    (r"broken pipe|BrokenPipeError", "broken pipe to a peer"),
+    # A bare EOFError is a closed connection; one with words is a truncated pickle or a closed stdin.
+    (r"^EOFError:?\s*$|EOF (read )?from (remote|peer)|IncompleteReadError", "end of stream from a peer"),
+    (r"failed to recv, got 0 bytes|recvValue failed|sendBytes failed", "store connection lost"),
+    (r"socket (was )?closed unexpectedly|ncclSocket\w*.*(closed|failed)", "connection closed by a peer"),
+    (r"ncclRemoteError|nccl.*remote (process|error)|remote process exited", "NCCL lost a remote process"),
+    (r"ncclSystemError.*(socket|connection|peer)", "NCCL lost a connection"),
+    (r"NCCL communicator was aborted|communicator.{0,40}aborted", "NCCL communicator aborted"),
+    (r"gloo.*(connection|timed out waiting|read error|write error)", "gloo lost a peer"),
+    (r"process group (has been |was )?(destroyed|aborted)", "process group destroyed"),
+    (
+        r"watchdog.*(timeout|timed out)|collective operation timeout",
+        "collective timed out waiting for a peer",
+    ),
+    (r"timed out waiting for .*(rank|peer|recv|send)", "timed out waiting for a peer"),
+    (r"waiting for clients\. \d+/\d+|wait timeout after \d+ ?ms, keys", "timed out waiting for a peer"),
+    (r"(MPI_ABORT|ORTE|PMIX).*(peer|remote|abort)", "MPI lost a peer"),
+    (
+        r"GRPC.*unavailable|StatusCode\.UNAVAILABLE|coordination service.*(unavailable|shut)",
+        "coordinator unavailable",
+    ),
+)
+_SIGABRT = 6
+# CPython prints one of these between the links of an exception chain, oldest first.
+_CHAIN = (
+    r"\n(?:The above exception was the direct cause of the following exception:"
+    r"|During handling of the above exception, another exception occurred:)\n"
+)
+
+
+def echo_of(ending: Ending) -> str:
+    """What kind of lost-peer echo this failure is, or an empty string when it is a failure of its own."""
+    if ending.error is not None and not ending.error.message.startswith("Fatal Python error"):
+        text = _first_in_chain(ending.error)
+    elif ending.code > 0 or ending.code == -_SIGABRT:
+        # Watchdog threads abort the process. No other signal can be the echo of a lost connection.
+        text = ending.tail
+    else:
+        return ""
+    # Compiled on first use (re keeps them): importing this module is on the way to the first worker.
+    for pattern, meaning in ECHOES:
+        if re.search(pattern, text, re.IGNORECASE | re.MULTILINE):
+            return meaning
+    return ""
+
+
+def _first_in_chain(error: ErrorRecord) -> str:
+    # A real error followed by a failing clean-up ends in "connection closed", and a lost peer wrapped in the
+    # user's own exception does not: the first link of the chain tells both apart, the last one neither.
+    links = re.split(_CHAIN, error.traceback)
+    if len(links) < 2:
+        return error.message
+    lines = links[0].rstrip().splitlines()
+    start = next((i for i in range(len(lines) - 1, -1, -1) if lines[i].startswith("  File ")), -1)
+    text = [line for line in lines[start + 1 :] if not line.startswith("    ")]
+    return "\n".join(text) or error.message
+
+
+def moment(ending: Ending, started_at: float | None = None) -> float:
+    """The wall-clock second at which this worker failed, as exactly as can be told."""
+    error = ending.error
+    if error is None or error.at is None or error.at <= 0 or error.at > ending.at + CLOCK_SLACK:
+        return ending.at
+    if started_at is not None and error.at + (0.0 if error.precise else 1.0) < started_at - CLOCK_SLACK:
+        return ending.at
+    if error.precise:
+        return min(error.at, ending.at)
+    return min(ending.at, error.at + 0.999)
+
+
+def is_victim(ending: Ending, started_at: float | None = None) -> bool:
+    """Whether this worker ended because the parent stopped it."""
+    if ending.stopped_at is None or ending.at < ending.stopped_at:
+        return False
+    if ending.error is None:
+        return True
+    when = moment(ending, started_at)
+    # A record we do not believe says nothing about what came first.
+    return when >= ending.stopped_at
+
+
+def diagnose(endings: Iterable[Ending], started_at: float | None = None) -> Diagnosis:
+    """Find the root cause among the endings of one group of workers."""
+
+    def order(ending: Ending) -> tuple[int, int]:
+        # Whole milliseconds: finer differences are noise of the clock and the scheduler.
+        return (int(moment(ending, started_at) * 1000 + 0.5), ending.rank)
+
+    everyone = sorted(endings, key=order)
+    if not everyone:
+        raise ValueError("diagnose: no endings were given; at least one worker must have ended")
+    bad = [e for e in everyone if e.code != 0]
+    victims = [e for e in bad if is_victim(e, started_at)]
+    own = [e for e in bad if not is_victim(e, started_at)]
+    echoes = [e for e in own if echo_of(e)]
+    failed = [e for e in own if not echo_of(e)]
+    root = (failed or echoes or victims or everyone)[0]
+    reason = _reason(root, failed, echoes, victims, started_at)
+    groups = _groups(failed, echo=False) + _groups(echoes, echo=True)
+    return Diagnosis(root, failed, echoes, victims, reason, groups)
+
+
+def _reason(
+    root: Ending, failed: list[Ending], echoes: list[Ending], victims: list[Ending], started_at: float | None
+) -> str:
+    who = f"rank {root.rank}"
+    if failed:
+        when = moment(root, started_at)
+        early = [e for e in echoes if moment(e, started_at) < when]
+        if early:
+            names = ranks_text(e.rank for e in early)
+            return f"{who} failed by itself; {names} ended earlier but only noticed a lost peer"
+        others = failed[1:] + echoes
+        if others:
+            second = min(others, key=lambda e: moment(e, started_at))
+            gap = (moment(second, started_at) - when) * 1000
+            lead = f"{gap:.0f} ms before" if gap >= 0.5 else "in the same millisecond as"
+            return f"{who} failed first, {lead} rank {second.rank}"
+        return f"{who} is the only one that failed by itself" if victims else f"{who} failed"
+    if echoes:
+        return (
+            f"every failure here only notices a lost peer; {who} noticed first ({echo_of(root)}), "
+            "the cause is likely on another node"
+        )
+    if victims:
+        return "no rank failed by itself: every one of them ended after it had been told to stop"
+    return "no rank ended with an error"
+
+
+def _groups(endings: list[Ending], *, echo: bool) -> list[Group]:
+    found: dict[str, list[Ending]] = {}
+    for ending in endings:
+        found.setdefault(fingerprint(ending), []).append(ending)
+    return [Group(tuple(sorted(e.rank for e in same)), same[0], echo) for same in found.values()]
+
+
+_VARYING: tuple[tuple[str, str], ...] = (
+    (r"0x[0-9a-fA-F]+", "0x*"),
+    (r"\b((?:global|local|role|group)?[ _-]?rank)(\s*[=:]?\s*)\d+", r"\1\2*"),
+    (r"\b((?:p|t)id|process|thread)(\s*[=:]?\s*)\d+", r"\1\2*"),
+    (r"\b(cuda|xpu|hpu|npu|gpu|device)([ :=]\s*)\d+", r"\1\2*"),
+    (r"(\d{1,3}(?:\.\d{1,3}){3}\]?|localhost|\]):\d+", r"\1:*"),
+)
+
+
+def normalise(text: str) -> str:
+    """Text without what differs between ranks that fail alike: addresses, ranks, pids, devices, ports."""
+    for pattern, plain in _VARYING:
+        text = re.sub(pattern, plain, text, flags=re.IGNORECASE)
+    return text.strip()
+
+
+def fingerprint(ending: Ending) -> str:
+    """Equal for two endings that a person would call the same failure."""
+    error = ending.error
+    if error is not None:
+        return f"{ending.code}\n{normalise(error.traceback or error.message)}"
+    return f"{ending.code}\n{normalise(ending.evidence)}\n{normalise(last_line(ending.tail))}"
+
+
+def last_line(text: str) -> str:
+    """The last line with anything on it; of a progress bar its last state."""
+    return text.rstrip().rpartition("\n")[2].rpartition("\r")[2]
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-3, 7`."""
+    numbers = sorted(set(ranks))
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    # "4, 5" reads better than "4-5"; a dash starts to pay at three.
+    parts = (", ".join(map(str, s)) if s[-1] - s[0] < 2 else f"{s[0]}-{s[-1]}" for s in spans)
+    return "ranks " + ", ".join(parts)
+
+
+def shell_status(code: int) -> int:
+    """An exit code as a shell shows it: 128+n for signal n."""
+    return 128 - code if code < 0 else code

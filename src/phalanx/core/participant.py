@@ -1,0 +1,470 @@
+"""One node's part in the rendezvous: events in, actions out; no clock, no sockets, no processes.
+
+The shell feeds `step` with what happened (answers and notices of the store, the connection's fate,
+the end of workers, a request to leave) and does what comes out. `step` is level-triggered: it takes
+the event into its state, then asks the same short list of questions every time, so that no order of
+events, loss or repetition needs a case of its own.
+
+Fencing, the promise on which `core.rounds` builds: this node runs workers only while its lease is
+surely alive.
+- An answered keep-alive proves the lease from the moment it was *sent*, for the lease's time.
+- A connection that ended gives the store reason to shorten the lease to `linger`, counted from the
+  end of the connection at the earliest; so we count from there as well.
+- An address that actively refuses a connection proves that the store was down at that moment. A
+  store that comes back starts every lease again, so workers may run on from there. This is what
+  lets a job outlive a restart of its store, where plain silence (a partition) does not.
+- A tenth of the time is kept back for killing workers and for clocks that run at different speeds.
+
+`now` must come from a monotonic clock that also counts time asleep (CLOCK_BOOTTIME on Linux), and
+the first event after a sleep is checked against the fence before anything else is believed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from phalanx.core.commands import (
+    Change,
+    Command,
+    Entry,
+    Grant,
+    KeepAlive,
+    Notice,
+    Put,
+    Reply,
+    Revoke,
+    Txn,
+    Unwatch,
+    Watch,
+    When,
+)
+from phalanx.core.node_events import (
+    Action,
+    Answer,
+    Connected,
+    Disconnected,
+    End,
+    Event,
+    Leave,
+    Noticed,
+    Refused,
+    Send,
+    Start,
+    Stop,
+    StoreLost,
+    WorkersEnded,
+    WorkersStopped,
+)
+from phalanx.core.rounds import (
+    ACTIVE,
+    CLOSED,
+    Decision,
+    NodeInfo,
+    NodeRecord,
+    Options,
+    Result,
+    Round,
+    View,
+    decide,
+    decode_round,
+    encode,
+)
+
+CONTROL = 1  # the watch that every node has; a leader's own gets a new number each time
+FENCE = 0.9
+QUIET = 0.005  # a leader of thousands decides at most this often
+
+
+class _Pending(NamedTuple):
+    kind: str
+    generation: int
+    sent: float
+
+
+class Participant:
+    """The state of one node between events."""
+
+    def __init__(self, info: NodeInfo, options: Options) -> None:
+        self.info, self.options = info, options
+        self.round: Round | None = None
+        self.reason = "joining"
+        self.running: int | None = None  # the round whose workers this node has
+        self.rank = -1
+        self.ended: End | None = None
+        self._round_mod = 0
+        self._leader = Entry("")
+        self._control = False  # whether the control keys are known
+        self._over: WorkersEnded | None = None
+        self._stopping = False
+        self._started = (0, 0)
+        self._leaving = ""
+        self.lease = self._old_lease = 0
+        self._generation = 1
+        self._incarnation = self._node_mod = self._ready = 0
+        self._told_leaving = False
+        self._proof = self._heard = self._waiting_since = 0.0
+        self._cap: float | None = None
+        self._next_beat = 0.0
+        self._view: View | None = None
+        self._everything = CONTROL
+        self._view_complete = self._dirty = False
+        self._decided = self._status_at = float("-inf")
+        self._lead_wake: float | None = None
+        self._sent_decision = Decision((), "")
+        self._pending: dict[int, _Pending] = {}
+        self._tags = 0
+        self._out: list[Action] = []
+
+    @property
+    def leading(self) -> bool:
+        """Whether this node decides for the job."""
+        return self._view is not None
+
+    def start(self, now: float) -> list[Action]:
+        """The first actions of a node."""
+        self._heard = self._waiting_since = now
+        self._send(now, "control", Watch(CONTROL, self._key("ctl/"), prefix=True))
+        self._send(now, "grant", Grant(self.options.ttl))
+        return self._drain()
+
+    def step(self, now: float, event: Event) -> list[Action]:
+        """Take in one event; say what to do."""
+        if self.ended is None:
+            # The fence comes first: after a sleep nothing else may be believed before it.
+            self._check_fence(now)
+            self._take_in(now, event)
+            self._go_on(now)
+        return self._drain()
+
+    def wake_at(self) -> float | None:
+        """When to send a Tick if nothing else happens."""
+        if self.ended is not None:
+            return None
+        times = [self._heard + self.options.store_grace]
+        if self.lease:
+            times.append(self._fence_at())
+            if not self._asking("beat"):
+                times.append(self._next_beat)
+        if self._lead_wake is not None and self._incarnation and not self._asking("publish"):
+            times.append(self._lead_wake)
+        if self.running is None:
+            times.append(self._give_up_at())
+        return min(times)
+
+    # Taking in
+
+    def _take_in(self, now: float, event: Event) -> None:
+        match event:
+            case Answer(tag, reply):
+                self._heard = now
+                pending = self._pending.pop(tag, None)
+                if pending is not None and pending.generation in (0, self._generation):
+                    self._answered(now, pending, reply)
+            case Noticed(notice):
+                self._heard = now
+                self._noticed(now, notice)
+            case Connected():
+                self._heard = now
+                self._next_beat = now
+            case Disconnected() if self.lease:
+                self._cap = now + self.options.linger * FENCE
+            case Refused(at):
+                self._proof = max(self._proof, at)
+                self._cap = None
+            case StoreLost(why):
+                self._quit(End("store", why, self.round))
+            case WorkersStopped(number) if number == self.running:
+                self._idle(now)
+            case WorkersEnded(number) if number == self.running and not self._stopping:
+                self._over = event
+                self._report(now, event)
+            case Leave(reason):
+                self._leaving = self._leaving or reason
+
+    def _answered(self, now: float, pending: _Pending, reply: Reply) -> None:
+        kind = pending.kind
+        if kind == "control":
+            self._control = True
+            self._noticed(now, Notice(CONTROL, tuple(map(Change, reply.entries)), reply.revision, True))
+        elif kind == "everything" and self._view is not None:
+            self._view_complete = self._dirty = True
+            self._view.learn(now, tuple(map(Change, reply.entries)), reset=True)
+        elif kind == "grant":
+            self.lease, self._proof, self._cap = reply.number, pending.sent, None
+            self._next_beat = pending.sent + self.options.ttl / 3
+        elif kind == "revoke":
+            self._old_lease = 0
+            if not self._leaving:
+                self._send(now, "grant", Grant(self.options.ttl))
+        elif kind == "beat":
+            self._beaten(now, pending.sent, reply)
+        elif kind == "publish":
+            self._published(now, reply)
+        elif kind in ("register", "update", "campaign", "report"):
+            self._wrote(now, kind, reply)
+
+    def _beaten(self, now: float, sent: float, reply: Reply) -> None:
+        if not reply.ok:
+            self._fence(now, "the store gave our lease up")
+            return
+        self._proof, self._cap = max(self._proof, sent), None
+        self._next_beat = max(self._next_beat, sent + self.options.ttl / 3)
+
+    def _wrote(self, now: float, kind: str, reply: Reply) -> None:
+        """A write that was conditional on our own key: its failure may mean that we are out."""
+        mine = reply.entries[0]
+        if reply.error == "lease" or (mine.lease != self.lease and kind != "register"):
+            self._fence(now, "the store no longer knows this node")
+        elif kind == "register":
+            # Not ok but on our lease: a retry of a write that had been done (etcd has no memory of it).
+            if mine.lease == self.lease:
+                self._incarnation = mine.create
+                self._node_mod = mine.mod
+        elif kind == "update":
+            self._node_mod = mine.mod
+            if not reply.ok:  # what we knew of our own key was old: write again
+                self._ready, self._told_leaving = 0, False
+        elif kind == "campaign":
+            self._learn_leader(now, reply.entries[1])
+
+    def _noticed(self, now: float, notice: Notice) -> None:
+        if notice.watch != CONTROL:
+            if self._view is not None and self._view_complete and notice.watch == self._everything:
+                self._view.learn(now, notice.changes, notice.reset)
+                self._dirty = True
+            return
+        if notice.reset and not any(c.entry.key.endswith("leader") for c in notice.changes):
+            self._learn_leader(now, Entry("", mod=notice.revision))
+        for entry, deleted in notice.changes:
+            if entry.key == self._key("ctl/round") and not deleted and entry.mod > self._round_mod:
+                self._round_mod, self.round = entry.mod, decode_round(entry.value)
+                if self._view is None:
+                    self.reason = self.round.reason
+            elif entry.key == self._key("ctl/leader"):
+                self._learn_leader(now, Entry("", mod=entry.mod) if deleted else entry)
+
+    def _learn_leader(self, now: float, entry: Entry) -> None:
+        if entry.mod and entry.mod < self._leader.mod:
+            return
+        self._leader = entry
+        ours = entry.lease != 0 and entry.lease == self.lease
+        if self._view is not None and (not ours or entry.create != self._view.term):
+            self._step_down(now)
+        if ours and self._view is None:
+            self._view = View(self.options, entry.create, since=now)
+            self._read_everything(now)
+
+    def _step_down(self, now: float) -> None:
+        self._view, self._view_complete, self._lead_wake = None, False, None
+        for tag in [t for t, p in self._pending.items() if p.kind in ("publish", "everything")]:
+            del self._pending[tag]
+        self._send(now, "unwatch", Unwatch(self._everything))
+
+    def _read_everything(self, now: float) -> None:
+        # A fresh number, so that nothing said about an older watch can be taken for this one.
+        if self._view_complete:
+            self._send(now, "unwatch", Unwatch(self._everything))
+        self._view_complete = False
+        self._everything += 1
+        self._send(now, "everything", Watch(self._everything, self.options.prefix, prefix=True))
+
+    # Fencing
+
+    def _fence_at(self) -> float:
+        surely = self._proof + self.options.ttl * FENCE
+        return surely if self._cap is None else min(surely, self._cap)
+
+    def _check_fence(self, now: float) -> None:
+        if self.lease and now >= self._fence_at():
+            self._fence(now, f"no word from the store for {now - self._proof:.1f} s, the lease may be over")
+
+    def _fence(self, now: float, why: str) -> None:
+        """Out of the group: stop at once, then come back as somebody new."""
+        if self._view is not None:
+            self._step_down(now)
+        self._old_lease, self.lease = self.lease, 0
+        self._generation += 1
+        self._incarnation = self._node_mod = self._ready = 0
+        self._told_leaving = False
+        self.reason = why
+        if self._over is not None:
+            self._idle(now)
+        if self.running is not None:
+            # Also when a stop is under way: a grace that outlasts the lease would break the promise.
+            self._stopping = True
+            self._out.append(Stop(self.running, why, at_once=True))
+        self._send(now, "revoke", Revoke(self._old_lease))
+
+    # Going on
+
+    def _go_on(self, now: float) -> None:
+        """The questions that are asked after every event."""
+        if self.ended is not None:
+            return
+        if now >= self._heard + self.options.store_grace:
+            self._quit(
+                End("store", f"no word from the store for {self.options.store_grace:.0f} s", self.round)
+            )
+            return
+        current = self.round
+        if self.lease and now >= self._next_beat and not self._asking("beat"):
+            self._send(now, "beat", KeepAlive(self.lease))
+            self._next_beat = now + self.options.ttl / 3
+        if current is not None and self.info.id in current.out:
+            self._leaving = self._leaving or "drained on request"
+        self._maybe_stop(now)
+        if self._incarnation:
+            self._update(now)
+            self._lead(now)
+        if self.running is None:
+            self._while_idle(now)
+
+    def _while_idle(self, now: float) -> None:
+        current = self.round
+        if current is not None and current.phase == CLOSED:
+            self._quit(End(current.outcome, current.reason, current))
+        elif self._leaving:
+            if self.lease:
+                self._send(now, "revoke", Revoke(self.lease))
+                self.lease = 0
+                self._waiting_since = now
+            # An answer is a courtesy: without one the lease runs out by itself.
+            answered = not self._asking("revoke") and not self._old_lease
+            if answered or now >= self._give_up_at():
+                self._quit(End("left", self._leaving, current))
+        elif now >= self._give_up_at():
+            self._quit(
+                End("timeout", f"{self.reason}; gave up after {now - self._waiting_since:.0f} s", current)
+            )
+        elif self.lease and self._control and not self._incarnation:
+            self._register(now)
+        elif current is not None and current.phase == ACTIVE:
+            rank = current.rank_of(self.info.id, self._incarnation) if self._incarnation else -1
+            if rank >= 0 and self._started != (current.number, self._incarnation):
+                self._started = (current.number, self._incarnation)
+                self.running, self.rank, self._over = current.number, rank, None
+                self._out.append(Start(current, rank))
+            elif len(current.members) >= self.options.max_nodes:
+                self._waiting_since = now  # a spare waits as long as it is one
+
+    def _maybe_stop(self, now: float) -> None:
+        if self.running is None or self._stopping:
+            return
+        current = self.round
+        assert current is not None
+        if self._leaving:
+            why = self._leaving
+        elif current.phase == CLOSED or current.number != self.running:
+            why = current.reason
+        else:
+            return
+        if self._over is not None:
+            self._idle(now)
+            return
+        self._stopping = True
+        self._out.append(Stop(self.running, why))
+
+    def _idle(self, now: float) -> None:
+        self.running, self.rank, self._stopping, self._over = None, -1, False, None
+        self._waiting_since = now
+
+    def _wanted_ready(self) -> int:
+        if self.round is None:
+            return 1
+        return self.round.number + (self.round.phase == ACTIVE)
+
+    def _register(self, now: float) -> None:
+        if self._asking("register"):
+            return
+        self._ready = self._wanted_ready()
+        key = self._key("node/" + self.info.id)
+        record = encode(NodeRecord(self.info, self._ready))
+        self._send(now, "register", Txn((When(key, "mod", 0),), (Put(key, record, self.lease),)))
+
+    def _update(self, now: float) -> None:
+        """Keep our own key true: which round we are ready for, and whether we are leaving."""
+        leaving = bool(self._leaving) and not self._told_leaving
+        wanted = self._wanted_ready() if self.running is None else self._ready
+        in_round = self.round is not None and self.round.rank_of(self.info.id, self._incarnation) >= 0
+        if self._asking("update") or not (leaving or (wanted > self._ready and not in_round)):
+            return
+        self._ready, self._told_leaving = max(wanted, self._ready), bool(self._leaving)
+        key = self._key("node/" + self.info.id)
+        record = encode(NodeRecord(self.info, self._ready, self._leaving))
+        self._send(now, "update", Txn((When(key, "mod", self._node_mod),), (Put(key, record, self.lease),)))
+
+    def _report(self, now: float, end: WorkersEnded) -> None:
+        key = self._key("node/" + self.info.id)
+        result = Put(self._key(f"result/{end.round}/{self.info.id}"), encode(Result(end.ok, end.detail)))
+        self._send(now, "report", Txn((When(key, "create", self._incarnation),), (result,)))
+
+    def _lead(self, now: float) -> None:
+        """Stand for election when there is no leader; decide when we are it."""
+        if self._view is None:
+            closed = self.round is not None and self.round.phase == CLOSED
+            if not (self._leader.lease or self._leaving or closed or self._asking("campaign")):
+                node, key = self._key("node/" + self.info.id), self._key("ctl/leader")
+                guards = (When(node, "create", self._incarnation), When(key, "mod", 0))
+                self._send(now, "campaign", Txn(guards, (Put(key, self.info.id.encode(), self.lease),)))
+            return
+        due = self._dirty or (self._lead_wake is not None and now >= self._lead_wake)
+        if not due or not self._view_complete or self._asking("publish"):
+            return
+        if now < self._decided + QUIET:
+            self._lead_wake = self._decided + QUIET
+            return
+        self._decided, self._dirty = now, False
+        decision = decide(now, self._view, self.options)
+        self.reason, self._lead_wake = decision.reason, decision.wake_at
+        for command in decision.commands:
+            self._send(now, "publish", command)
+        if not decision.commands and now >= self._status_at + 1.0:
+            self._status_at = now
+            guard = When(self._key("ctl/leader"), "create", self._view.term)
+            self._send(now, "status", Txn((guard,), (Put(self._key("status"), self.reason.encode()),)))
+        self._sent_decision = decision
+
+    def _published(self, now: float, reply: Reply) -> None:
+        if self._view is None:
+            return
+        self._dirty = True
+        if reply.ok:
+            txn = self._sent_decision.commands[0]
+            assert isinstance(txn, Txn)
+            made = tuple(Change(Entry(put.key, put.value, mod=reply.revision)) for put in txn.puts)
+            self._view.learn(now, made)
+        elif reply.entries[0].create != self._view.term:
+            self._learn_leader(now, reply.entries[0])
+        else:  # decided upon an old view: read everything again
+            self._read_everything(now)
+
+    # Small things
+
+    def _give_up_at(self) -> float:
+        if self._leaving:
+            return self._waiting_since + self.options.ttl
+        # Later than the leader, so that everybody normally hears the same reason from it.
+        return self._waiting_since + self.options.join_timeout + 2 * self.options.ttl
+
+    def _quit(self, end: End) -> None:
+        if self.running is not None and not self._stopping and self._over is None:
+            self._out.append(Stop(self.running, end.reason))
+        self.ended, self.reason = end, end.reason
+        self._out.append(end)
+
+    def _asking(self, kind: str) -> bool:
+        return any(p.kind == kind and p.generation in (0, self._generation) for p in self._pending.values())
+
+    def _key(self, name: str) -> str:
+        return self.options.prefix + name
+
+    def _send(self, now: float, kind: str, command: Command) -> None:
+        self._tags += 1
+        # What the node asks as itself is void once it is somebody new; the control watch stays.
+        generation = 0 if kind == "control" else self._generation
+        self._pending[self._tags] = _Pending(kind, generation, now)
+        self._out.append(Send(self._tags, command))
+
+    def _drain(self) -> list[Action]:
+        out, self._out = self._out, []
+        return out

@@ -1,0 +1,5 @@
+"""`torch.distributed.elastic.multiprocessing.errors.error_handler`, at the same names."""
+
+from phalanx.processes.record import ErrorHandler
+
+__all__ = ["ErrorHandler"]

@@ -1,0 +1,123 @@
+"""Every exception Phalanx raises on purpose, in one tree.
+
+    PhalanxError
+    ├── UsageError (ValueError)             a command line, variable or option is wrong → exit code 2
+    ├── StartError (RuntimeError)           workers could not be started; nothing is left half-started
+    ├── UnkillableError (RuntimeError)      a worker outlived SIGKILL (uninterruptible sleep)
+    ├── SignalException                     a signal asked the agent to stop
+    ├── ChildFailedError                    workers failed; carries the failures and prints the report
+    ├── StoreError
+    │   ├── StoreConnectionError (ConnectionError)
+    │   ├── StoreAuthError                  the token was refused
+    │   └── StoreTimeoutError (TimeoutError)
+    └── RendezvousError
+        ├── RendezvousClosedError
+        ├── RendezvousTimeoutError
+        ├── RendezvousConnectionError
+        ├── RendezvousStateError
+        └── RendezvousGracefulExitError     leaving was asked for; not a failure
+
+A message says what happened, the value, and what to do about it.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # importing typing and signal would cost every start some milliseconds
+if TYPE_CHECKING:
+    import signal
+
+    from phalanx.processes.failure import ProcessFailure
+
+
+class PhalanxError(Exception):
+    """The root of the tree."""
+
+
+class UsageError(PhalanxError, ValueError):
+    """Bad input from a person: shown as one line, exit code 2, before anything starts."""
+
+
+class StartError(PhalanxError, RuntimeError):
+    """The group could not be started; every process made on the way is gone again."""
+
+
+class UnkillableError(PhalanxError, RuntimeError):
+    """Processes that outlived SIGKILL, named with pid and state."""
+
+
+class SignalException(PhalanxError):  # torch's name, which people catch
+    """Raised in the main thread when a handled signal arrives."""
+
+    def __init__(self, msg: str, sigval: signal.Signals) -> None:
+        super().__init__(msg)
+        self.sigval = sigval
+
+
+class ChildFailedError(PhalanxError):
+    """A group of workers failed; `str()` is the report a person reads, made when it is asked for."""
+
+    def __init__(self, name: str, failures: dict[int, ProcessFailure]) -> None:
+        if not failures:
+            raise ValueError(f"ChildFailedError({name!r}): needs at least one failure to report")
+        # These are the arguments of the exception too, which is what makes it picklable.
+        super().__init__(name, failures)
+        self.name = name
+        self.failures = failures
+
+    def __str__(self) -> str:
+        return "\n" + self.format_msg()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(name={self.name!r}, ranks={sorted(self.failures)})"
+
+    def get_first_failure(self) -> tuple[int, ProcessFailure]:
+        """The rank and failure that is the root cause."""
+        from phalanx.observe.report import root_cause
+
+        return root_cause(self.failures)
+
+    def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
+        """The whole report as plain text."""
+        from phalanx.observe.report import format_report
+
+        return format_report(self.name, self.failures, border=boarder_delim, section=section_delim)
+
+
+class StoreError(PhalanxError):
+    """Something about the key-value store."""
+
+
+class StoreConnectionError(StoreError, ConnectionError):
+    """The store cannot be reached, or the connection to it was lost."""
+
+
+class StoreAuthError(StoreError):
+    """The two sides do not hold the same token."""
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """A key or a number of arrivals did not come in time."""
+
+
+class RendezvousError(PhalanxError):
+    """Something about forming the group of nodes."""
+
+
+class RendezvousClosedError(RendezvousError):
+    """The rendezvous was closed: the job is over."""
+
+
+class RendezvousTimeoutError(RendezvousError):
+    """Not enough nodes came in time."""
+
+
+class RendezvousConnectionError(RendezvousError):
+    """The rendezvous backend cannot be reached."""
+
+
+class RendezvousStateError(RendezvousError):
+    """What the backend holds makes no sense."""
+
+
+class RendezvousGracefulExitError(RendezvousError):
+    """This node was asked to leave; the job goes on without it."""

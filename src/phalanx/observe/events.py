@@ -1,0 +1,375 @@
+"""Structured events: what happened to agents, workers, rendezvous, and how each incident was recovered.
+
+A destination is a name: `null` (nothing), `console` (standard error), `file` (JSON lines appended to the
+file of `set_file`, else of the variable PHALANX_EVENTS_FILE), or one added with `register`. A sink takes
+one line of text.
+
+Invariants: nothing is computed for `null` (pass `record` a function to build the event only if somebody
+listens); metadata values are plain (str, int, float, bool, None) by the time they leave; a line reaches a
+file in one write, so that several agents may share it; a sink that fails never fails the job: it is named
+once on standard error and left out from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    import logging
+
+EventMetadataValue: TypeAlias = str | int | float | bool | None
+Sink: TypeAlias = Callable[[str], None]
+
+FILE_VARIABLE = "PHALANX_EVENTS_FILE"
+RENDEZVOUS = "dynamic_rendezvous"
+"""The destination of rendezvous events, under torch's name; silent until somebody registers a sink for it."""
+
+
+class EventSource(str, Enum):  # noqa: UP042 - str() gives "EventSource.AGENT", as in torch
+    """Who reports."""
+
+    AGENT = "AGENT"
+    WORKER = "WORKER"
+
+
+class NodeState(str, Enum):  # noqa: UP042 - as above
+    """The state of a node in a rendezvous."""
+
+    INIT = "INIT"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+
+@dataclass
+class Event:
+    """Something that happened to an agent or a worker; `timestamp` is the caller's, in seconds."""
+
+    name: str
+    source: EventSource
+    timestamp: int = 0
+    metadata: dict[str, EventMetadataValue] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.serialize()
+
+    @staticmethod
+    def deserialize(data: str | Event) -> Event:
+        """The event of a serialized line; an event is returned as it is."""
+        if isinstance(data, Event):
+            return data
+        values = _load(data, "event")
+        values["source"] = EventSource[values["source"]]
+        return Event(**values)
+
+    def serialize(self) -> str:
+        """One line of JSON."""
+        metadata = {str(key): plain(value) for key, value in self.metadata.items()}
+        return _dump(
+            {
+                "name": self.name,
+                "source": self.source.value,
+                "timestamp": self.timestamp,
+                "metadata": metadata,
+            }
+        )
+
+
+@dataclass
+class RdzvEvent:
+    """Something that happened in a rendezvous."""
+
+    name: str
+    run_id: str
+    message: str
+    hostname: str
+    pid: int
+    node_state: NodeState
+    master_endpoint: str = ""
+    rank: int | None = None
+    local_id: int | None = None
+    error_trace: str = ""
+
+    def __str__(self) -> str:
+        return self.serialize()
+
+    @staticmethod
+    def deserialize(data: str | RdzvEvent) -> RdzvEvent:
+        """The event of a serialized line; an event is returned as it is."""
+        if isinstance(data, RdzvEvent):
+            return data
+        values = _load(data, "rendezvous event")
+        values["node_state"] = NodeState[values["node_state"]]
+        return RdzvEvent(**values)
+
+    def serialize(self) -> str:
+        """One line of JSON."""
+        return _dump({**vars(self), "node_state": self.node_state.value})
+
+
+class Incident(NamedTuple):
+    """One incident and what its recovery cost; a time is None where that stage was not reached.
+
+    Stop and re-form run side by side, both from the moment of detection, so the stages add up to more
+    than `total_ms`, which runs from the failure to the first line of user code.
+    """
+
+    reason: str
+    round: int = 0
+    attempt: int = 0
+    kind: str = "failure"
+    node: str = ""
+    rank: int | None = None
+    pid: int | None = None
+    exit_code: int | None = None
+    timestamp: float = 0.0
+    detect_ms: float | None = None
+    stop_ms: float | None = None
+    reform_ms: float | None = None
+    start_ms: float | None = None
+    first_line_ms: float | None = None
+    total_ms: float | None = None
+
+    def event(self) -> Event:
+        """The incident as an event of the agent."""
+        return Event("incident", EventSource.AGENT, int(self.timestamp), self._asdict())
+
+    def serialize(self) -> str:
+        """One line of JSON."""
+        return self.event().serialize()
+
+
+class IncidentMarks:
+    """Collects the moments of one recovery (monotonic seconds) and turns them into an `Incident`."""
+
+    STAGES = ("failed", "detected", "stopped", "reformed", "started", "first_line")
+
+    def __init__(self, incident: Incident) -> None:
+        self._incident = incident
+        self._at: dict[str, float] = {}
+
+    def mark(self, stage: str, now: float) -> None:
+        """Note the moment of a stage; the first one counts."""
+        if stage not in self.STAGES:
+            raise ValueError(f"stage {stage!r} is not known: use one of {', '.join(self.STAGES)}")
+        self._at.setdefault(stage, now)
+
+    def incident(self) -> Incident:
+        """The incident with the stages reached so far."""
+        at = self._at
+        ready = max((at[s] for s in ("stopped", "reformed") if s in at), default=None)
+        return self._incident._replace(
+            detect_ms=_ms(at.get("failed"), at.get("detected")),
+            stop_ms=_ms(at.get("detected"), at.get("stopped")),
+            reform_ms=_ms(at.get("detected"), at.get("reformed")),
+            start_ms=_ms(ready, at.get("started")),
+            first_line_ms=_ms(at.get("started"), at.get("first_line")),
+            total_ms=_ms(at.get("failed", at.get("detected")), at.get("first_line")),
+        )
+
+
+def _ms(begin: float | None, end: float | None) -> float | None:
+    """Milliseconds between two marks; never negative, because marks come from different threads."""
+    return None if begin is None or end is None else round(max(0.0, end - begin) * 1000, 3)
+
+
+# ---- destinations ------------------------------------------------------------------------------------
+
+
+def _console(line: str) -> None:
+    # The stream is looked up at each line: it may have been replaced since.
+    print(line, file=sys.stderr, flush=True)
+
+
+def _file(line: str) -> None:
+    path = _path or os.environ.get(FILE_VARIABLE)
+    if not path:
+        raise ValueError(f"no file for events: set {FILE_VARIABLE} or call set_file()")
+    # Opened for each line: events are rare, and a file that was moved away or whose disk came back is
+    # then simply written again; there is no descriptor to leak into workers either.
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        rest = memoryview((line + "\n").encode("utf-8", "backslashreplace"))
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+    finally:
+        os.close(fd)
+
+
+_path: str | None = None
+_broken: set[str] = set()
+_sinks: dict[str, Sink | None] = {"null": None, "console": _console, "file": _file, RENDEZVOUS: None}
+
+
+def set_file(path: str | os.PathLike[str] | None) -> None:
+    """Where the `file` destination writes; None goes back to the variable."""
+    global _path
+    _path = None if path is None else os.fspath(path)
+    _broken.discard("file")
+
+
+def register(name: str, sink: Sink | None) -> None:
+    """Add or replace a destination; None makes it silent."""
+    _sinks[name] = sink
+    _broken.discard(name)
+
+
+def destinations() -> tuple[str, ...]:
+    """The names that `record` knows."""
+    return tuple(_sinks)
+
+
+def is_silent(destination: str) -> bool:
+    """Whether an event for this destination would go nowhere, so that it need not be made."""
+    return _sink(destination) is None
+
+
+def _sink(destination: str) -> Sink | None:
+    try:
+        return _sinks[destination]
+    except KeyError:
+        known = ", ".join(_sinks)
+        raise KeyError(f"event handler {destination!r} is not known: use one of {known}") from None
+
+
+def _send(destination: str, sink: Sink, line: str) -> None:
+    """Write a line; a destination that fails is named once and then left alone."""
+    if destination in _broken:
+        return
+    try:
+        sink(line)
+    except Exception as error:  # noqa: BLE001 - whatever a sink does, the job must go on
+        _broken.add(destination)
+        print(f"phalanx: events: {destination} is switched off: {error}", file=sys.stderr, flush=True)
+
+
+def record(event: Event | Callable[[], Event], destination: str = "null") -> None:
+    """Send an event, or what the function builds if anybody listens, to a destination."""
+    sink = _sink(destination)
+    if sink is None:
+        return
+    if not isinstance(event, Event):
+        event = event()
+    _send(destination, sink, event.serialize())
+
+
+def record_incident(incident: Incident, destination: str = "null") -> None:
+    """Send an incident to a destination."""
+    record(incident.event, destination)
+
+
+def record_rdzv_event(event: RdzvEvent) -> None:
+    """Send a rendezvous event to whoever registered for them."""
+    sink = _sinks[RENDEZVOUS]
+    if sink is not None:
+        _send(RENDEZVOUS, sink, event.serialize())
+
+
+def construct_and_record_rdzv_event(
+    run_id: str,
+    message: str,
+    node_state: NodeState,
+    name: str = "",
+    hostname: str = "",
+    pid: int | None = None,
+    master_endpoint: str = "",
+    local_id: int | None = None,
+    rank: int | None = None,
+) -> None:
+    """Build and send a rendezvous event; without a name it is that of the caller's file and function."""
+    if _sinks[RENDEZVOUS] is None:
+        return
+    if not name:
+        code = sys._getframe(1).f_code
+        name = f"{os.path.basename(code.co_filename)}:{code.co_name}"
+    trace = ""
+    if node_state is NodeState.FAILED and sys.exc_info()[0] is not None:
+        import traceback
+
+        trace = traceback.format_exc()
+    record_rdzv_event(
+        RdzvEvent(
+            name=name,
+            run_id=run_id,
+            message=message,
+            hostname=hostname or os.uname().nodename,
+            pid=os.getpid() if pid is None else pid,
+            node_state=node_state,
+            master_endpoint=master_endpoint,
+            rank=rank,
+            local_id=local_id,
+            error_trace=trace,
+        )
+    )
+
+
+def get_logging_handler(destination: str = "null") -> logging.Handler:
+    """A logging handler that writes each message to a destination."""
+    import logging
+
+    found = _sink(destination)
+    if found is None:
+        return logging.NullHandler()
+    sink: Sink = found
+
+    class SinkHandler(logging.Handler):
+        """Hands each formatted record to the sink."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            _send(destination, sink, self.format(record))
+
+    return SinkHandler()
+
+
+# ---- what the agent reports --------------------------------------------------------------------------
+
+
+def timed(
+    name: str,
+    source: EventSource,
+    metadata: Mapping[str, EventMetadataValue] | None = None,
+    *,
+    duration_ms: float | None = None,
+    exit_code: int | None = None,
+    worker_pid: int | None = None,
+) -> Event:
+    """An event of now, with the facts that most of them carry; what is None is left out."""
+    facts = {"duration_ms": duration_ms, "exit_code": exit_code, "worker_pid": worker_pid}
+    known: dict[str, EventMetadataValue] = dict(metadata or {})
+    known.update({key: value for key, value in facts.items() if value is not None})
+    return Event(name, source, int(time.time()), known)
+
+
+def plain(value: Any) -> EventMetadataValue:
+    """The value as JSON can hold it: enums by value, numbers of other libraries as numbers, else text."""
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None or type(value) in (str, bool, int):
+        return value  # type: ignore[no-any-return]  # narrowed by the exact types above
+    if isinstance(value, float):
+        # NaN and the infinities are no JSON; a reader would reject the whole line.
+        return float(value) if value - value == 0 else str(value)
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return plain(value.item())
+    return str(value)
+
+
+def _dump(values: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(values)
+
+
+def _load(data: str, what: str) -> dict[str, Any]:
+    import json
+
+    values = json.loads(data)
+    if not isinstance(values, dict):
+        raise ValueError(f"{data[:80]!r} is no {what}: a JSON object is needed")
+    return values

@@ -1,0 +1,385 @@
+"""The options of `phalanx run` as one table, and the scanner that reads argv against it.
+
+Everything else about an option is derived from its row: both spellings, its variable, the help, the
+completion scripts and the argparse parser that torch's `get_args_parser` callers expect.
+
+Invariants:
+- scanning stops at the first positional word; it and everything after it belong to the script, untouched;
+- an option may be shortened as long as what is left names one option (argparse's rule, except that the two
+  spellings of one option do not make it ambiguous);
+- the scanner reads words, never their meaning: values are checked in `phalanx.config`.
+
+`phalanx run` itself does not use argparse. Importing it and building a parser costs more than everything
+else that happens before the workers are started, and its messages cannot name a variable or suggest a flag.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # type checkers take it as true; importing `typing` for it would cost milliseconds
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from phalanx.errors import UsageError
+
+SHELLS = ("bash", "zsh", "fish")
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+# Words people bring from other launchers, too far from our names for a spelling suggestion.
+_ELSEWHERE = {
+    "-n": "--nproc-per-node",
+    "-np": "--nproc-per-node",
+    "--np": "--nproc-per-node",
+    "--num-processes": "--nproc-per-node",
+    "--num-gpus": "--nproc-per-node",
+    "--num-machines": "--nnodes",
+    "--num-nodes": "--nnodes",
+    "--machine-rank": "--node-rank",
+    "--main-process-port": "--master-port",
+    "--main-process-ip": "--master-addr",
+    "--run-id": "--rdzv-id",
+    "--timeout": "--shutdown-timeout",
+}
+
+
+class Option:
+    """One row: what it is called, what it takes, where else its value may come from."""
+
+    __slots__ = ("choices", "default", "dest", "env", "flags", "group", "help", "kind", "metavar")
+
+    def __init__(
+        self,
+        flags: str,
+        kind: str,
+        default: Any,
+        help: str,
+        *,
+        env: str | None = "PET_",
+        choices: tuple[str, ...] = (),
+        metavar: str = "",
+    ) -> None:
+        spelled: list[str] = []
+        for flag in flags.split():
+            spelled.append(flag)
+            if "-" in flag[2:]:
+                spelled.append("--" + flag[2:].replace("-", "_"))
+        self.flags = tuple(spelled)
+        long = next(flag for flag in spelled if flag.startswith("--"))
+        self.dest = long[2:].replace("-", "_")
+        self.kind = kind  # str | int | float | flag | list
+        self.default = default
+        self.help = help
+        self.env = env + self.dest.upper() if env in ("PET_", "PHALANX_") else env
+        self.choices = choices
+        self.metavar = metavar or self.dest.rpartition("_")[2].upper()
+        self.group = ""
+
+    @property
+    def name(self) -> str:
+        """The spelling used in messages and help: long, with dashes."""
+        return next(flag for flag in self.flags if flag.startswith("--"))
+
+
+def _grouped(groups: dict[str, tuple[Option, ...]]) -> tuple[Option, ...]:
+    for title, members in groups.items():
+        for option in members:
+            option.group = title
+    return tuple(option for members in groups.values() for option in members)
+
+
+OPTIONS: tuple[Option, ...] = _grouped(
+    {
+        "What to run": (
+            Option("-m --module", "flag", False, "the script is a module name, as in python -m"),
+            Option("--no-python", "flag", False, "the script is a program, not Python"),
+            Option("--run-path", "flag", False, "always this interpreter, also with --no-python"),
+        ),
+        "Workers": (
+            Option(
+                "--nproc-per-node", "str", "1", "workers here: a number, auto, gpu, xpu or cpu", metavar="N"
+            ),
+            Option("--role", "str", "default", "name of this group of workers", metavar="NAME"),
+            Option(
+                "--numa-binding",
+                "str",
+                None,
+                "keep each worker on CPUs near its GPU: node, socket, exclusive or core-complex",
+                env=None,
+                choices=("node", "socket", "exclusive", "core-complex"),
+                metavar="MODE",
+            ),
+            Option("--virtual-local-rank", "flag", False, "each worker sees one GPU, as LOCAL_RANK 0"),
+            Option(
+                "--start-method",
+                "str",
+                "spawn",
+                "for function entrypoints: spawn, fork or forkserver",
+                choices=("spawn", "fork", "forkserver"),
+            ),
+            Option(
+                "--attach", "int", None, "this rank reads the terminal (for pdb)", env=None, metavar="RANK"
+            ),
+        ),
+        "Nodes": (
+            Option("--standalone", "flag", False, "one node, no address needed; ignores --rdzv-*"),
+            Option("--nnodes", "str", "1:1", "number of nodes, or MIN:MAX", metavar="N"),
+            Option("--node-rank", "int", 0, "number of this node, from 0"),
+            Option("--master-addr", "str", "127.0.0.1", "static: address of node 0"),
+            Option("--master-port", "int", None, "static: port on node 0 (29500)"),
+            Option("--local-addr", "str", None, "address of this node as the others see it"),
+            Option("--rdzv-backend", "str", "static", "phalanx (or c10d), static, etcd, or a plug-in"),
+            Option("--rdzv-endpoint", "str", "", "where the nodes meet", metavar="HOST:PORT"),
+            Option("--rdzv-id", "str", "none", "name of the job, the same on every node"),
+            Option("--rdzv-conf", "str", "", "more settings: key=value,key=value", metavar="K=V,…"),
+        ),
+        "Restarts and stopping": (
+            Option("--max-restarts", "int", 0, "restarts for the whole job", metavar="N"),
+            Option(
+                "--restart-window",
+                "float",
+                None,
+                "only count restarts of the last S seconds",
+                env="PHALANX_",
+                metavar="S",
+            ),
+            Option(
+                "--no-restart-on",
+                "str",
+                "",
+                "exit codes or signals that end the job at once: 2,SIGABRT",
+                env="PHALANX_",
+                metavar="CODES",
+            ),
+            Option(
+                "--grace",
+                "float",
+                None,
+                "seconds between asking and killing (30)",
+                env="PHALANX_",
+                metavar="S",
+            ),
+            Option(
+                "--shutdown-timeout", "int", None, "the same under torchrun's name; --grace wins", metavar="S"
+            ),
+            Option(
+                "--signals-to-handle",
+                "str",
+                DEFAULT_SIGNALS,
+                "signals passed on to the workers, by name",
+                metavar="NAMES",
+            ),
+            Option(
+                "--monitor-interval", "float", 0.1, "for agents that poll; ours wakes on events", metavar="S"
+            ),
+        ),
+        "Output": (
+            Option("--log-dir", "str", None, "keep logs below this directory"),
+            Option(
+                "-r --redirects",
+                "str",
+                "0",
+                "to files: 1 stdout, 2 stderr, 3 both, or RANK:N,…",
+                metavar="STD",
+            ),
+            Option("-t --tee", "str", "0", "to files and the console, same values as -r", metavar="STD"),
+            Option(
+                "--local-ranks-filter", "str", "", "only these local ranks on the console", metavar="RANKS"
+            ),
+            Option(
+                "--log-line-prefix-template",
+                "str",
+                None,
+                "what stands before console lines, as in [${role_name}${local_rank}]:",
+                env="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+            ),
+            Option(
+                "--duplicate-stdout-filters", "list", (), "copy matching lines to one file", metavar="WORDS"
+            ),
+            Option("--duplicate-stderr-filters", "list", (), "the same for stderr", metavar="WORDS"),
+            Option(
+                "--logs-specs", "str", None, "plug-in that decides where logs go", env=None, metavar="NAME"
+            ),
+            Option("--event-log-handler", "str", "null", "where events go: null, console or a plug-in"),
+            Option("-q --quiet", "flag", False, "only failures", env="PHALANX_"),
+            Option("--verbose", "flag", False, "say what is decided, and why", env="PHALANX_"),
+        ),
+        "Other": (
+            Option("--dry-run", "flag", False, "show what would be started, start nothing", env=None),
+            Option("--detach", "flag", False, "leave the terminal and go on in the background", env=None),
+            Option(
+                "--print-completion",
+                "str",
+                None,
+                "completion script for bash, zsh or fish",
+                env=None,
+                choices=SHELLS,
+                metavar="SHELL",
+            ),
+            Option("-h --help", "flag", False, "this text", env=None),
+        ),
+    }
+)
+
+BY_DEST: dict[str, Option] = {option.dest: option for option in OPTIONS}
+_BY_FLAG: dict[str, Option] = {flag: option for option in OPTIONS for flag in option.flags}
+
+
+class InformationRequested(Exception):
+    """The words ask for help or a completion script instead of a run."""
+
+    def __init__(self, what: str, value: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.value = value
+
+
+class Scan:
+    """What argv says: raw values with how they were written, the script, and its arguments."""
+
+    __slots__ = ("script", "script_args", "values")
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.script: str | None = None
+        self.script_args: tuple[str, ...] = ()
+
+
+def usage_error(message: str) -> UsageError:
+    """Build the error lazily: a command line that is fine never pays for the exception tree."""
+    from phalanx.errors import UsageError
+
+    return UsageError(message)
+
+
+def scan(argv: Sequence[str]) -> Scan:
+    """Split argv into options, script and script arguments; raise `UsageError` on words it cannot place."""
+    found = Scan()
+    rest = list(argv)
+    position = 0
+    while position < len(rest):
+        word = rest[position]
+        position += 1
+        if word == "--":
+            break
+        if not _is_option(word):
+            position -= 1
+            break
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") and len(name) > 2:
+            position = _scan_cluster(found, word, rest, position)
+            continue
+        option = find_option(name)
+        if option.kind == "flag":
+            if equals:
+                raise usage_error(f"{word}: {option.name} takes no value; write {option.name} alone")
+            value = "1"
+        elif not equals:
+            value = _take_value(option, rest, position)
+            position += 1
+        _store(found, option, value)
+    if position < len(rest):
+        found.script = rest[position]
+        found.script_args = tuple(rest[position + 1 :])
+    return found
+
+
+def _scan_cluster(found: Scan, word: str, rest: list[str], position: int) -> int:
+    """Short options written together: -r3, -mt1, -mr 3."""
+    letters = word[1:]
+    while letters:
+        option = _BY_FLAG.get("-" + letters[0])
+        if option is None:
+            raise _unknown(word)
+        letters = letters[1:]
+        if option.kind == "flag":
+            _store(found, option, "1")
+            continue
+        value = letters.removeprefix("=")
+        if not letters:
+            value = _take_value(option, rest, position)
+            position += 1
+        _store(found, option, value)
+        break
+    return position
+
+
+def _store(found: Scan, option: Option, value: str) -> None:
+    if option.dest == "help":
+        raise InformationRequested("help")
+    if option.dest == "print_completion":
+        if value not in SHELLS:
+            raise usage_error(
+                f"--print-completion {value}: no such shell here; use one of {', '.join(SHELLS)}"
+            )
+        raise InformationRequested("completion", value)
+    found.values[option.dest] = value
+
+
+def _take_value(option: Option, rest: list[str], position: int) -> str:
+    if position < len(rest):
+        value = rest[position]
+        if not value.startswith("-") or value == "-" or " " in value or _is_number(value):
+            return value
+        raise usage_error(
+            f"{option.name} needs a value, but {value!r} follows; "
+            f"if that is the value, write {option.name}={value}"
+        )
+    raise usage_error(f"{option.name} needs a value: {option.name} {option.metavar}")
+
+
+def _is_option(word: str) -> bool:
+    """Whether a word before the script is meant as an option (argparse's rules)."""
+    if not word.startswith("-") or len(word) == 1:
+        return False
+    if word.partition("=")[0] in _BY_FLAG:
+        return True
+    return not _is_number(word) and " " not in word.partition("=")[0]
+
+
+def _is_number(word: str) -> bool:
+    body = word.removeprefix("-")
+    return body.replace(".", "", 1).isdigit()
+
+
+def find_option(name: str) -> Option:
+    """The option a flag names, spelled in full or shortened."""
+    exact = _BY_FLAG.get(name)
+    if exact is not None:
+        return exact
+    matches: list[Option] = []
+    if name.startswith("--"):
+        for flag, option in _BY_FLAG.items():
+            if flag.startswith(name) and option not in matches:
+                matches.append(option)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        names = ", ".join(option.name for option in matches)
+        raise usage_error(f"{name} could be {names}; write it out")
+    raise _unknown(name)
+
+
+def _unknown(word: str) -> UsageError:
+    import difflib
+
+    name = word.partition("=")[0]
+    dashed = name.replace("_", "-")
+    near = [_ELSEWHERE[dashed]] if dashed in _ELSEWHERE else []
+    near = near or difflib.get_close_matches(dashed, [option.name for option in OPTIONS], 1, 0.6)
+    hint = f"did you mean {near[0]}?" if near else "options of the script go after its name"
+    return usage_error(f"{word}: no such option; {hint}")
+
+
+def split_list(value: str) -> list[str]:
+    """Words between single commas; a doubled comma stands for one inside a word."""
+    return [part.replace("\0", ",") for part in value.replace(",,", "\0").split(",")]
+
+
+def truth(value: str) -> bool | None:
+    """The meaning of a flag's variable, None when it has none."""
+    word = value.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off", ""):
+        return False
+    return bool(int(word)) if _is_number(word) and "." not in word else None

@@ -1,0 +1,484 @@
+"""A group of worker processes on this host: start all, wait for all or the first failure, stop all.
+
+start.py has the kinds of worker (programs, functions) and `start_processes`.
+
+    new ──start──► running ──an exit decides──► stopping ──nothing left──► done
+                      └────────────close─────────────┘
+
+* All or nothing: `wait` has a result when every worker succeeded, or when one failed and the rest is
+  stopped. A poll (`wait(0)`) only asks for that stop; it never sits out a grace period.
+* Everything is an event of the spawner's socket: an exit wakes a wait at once.
+* What the workers wrote before they ended is on the console before the result is given.
+* Whatever ends a group, all of it is given back: processes, descriptors, threads, signal handlers.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from phalanx.processes.child import ERROR_FILE, TALLY_FD
+from phalanx.processes.signals import SignalScope
+from phalanx.processes.spawner import Exit, HelpersLost, Job, Place, Spawner, Stopped
+
+if TYPE_CHECKING:
+    from phalanx.processes.evidence import Snapshot
+    from phalanx.processes.failure import ProcessFailure
+    from phalanx.processes.logs import LogsDest, LogsSpecs
+    from phalanx.processes.numa import NumaOptions
+    from phalanx.processes.tee import Tee
+
+_STRAY_GRACE = 2.0  # for what successful workers left running behind them
+_ANSWER = 7.0  # over the grace: the zygote answers before that, or it is not going to
+_TAIL_LINES = 20
+_TAIL_BYTES = 1 << 14
+
+
+@dataclass
+class RunProcsResult:
+    """How a group ended, by local rank. `stopped`: workers that were ended because of the failures."""
+
+    return_values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    stdouts: dict[int, str] = field(default_factory=dict)
+    stderrs: dict[int, str] = field(default_factory=dict)
+    stopped: dict[int, ProcessFailure] = field(default_factory=dict, kw_only=True)
+
+    def is_failed(self) -> bool:
+        """Whether any worker failed."""
+        return len(self.failures) > 0
+
+
+class PContext(abc.ABC):
+    """A group of workers; see the module's top for the rules. Made by `start_processes`."""
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any] | str,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        nprocs = len(args)
+        check_ranks("args", args, nprocs)
+        check_ranks("envs", envs, nprocs)
+        if nprocs == 0:
+            raise RuntimeError(f"group {name!r} has no workers: args and envs are empty")
+        self.name = name
+        self.entrypoint = entrypoint
+        self.args = args
+        self.envs = envs
+        self.nprocs = nprocs
+        self.stop_timeout = 30.0  # grace for the rest of the group when one fails
+        self.spawner: Spawner | None = None  # set before start: use this one, and leave it open
+        self.numa_options: NumaOptions | None = None
+        self.handles_signals = True  # False: the owner has its own handlers
+        self.unkillable: tuple[str, ...] = ()
+        self.started_at = 0.0
+        self.logs: LogsDest = logs_specs.reify(envs)
+        self.stdouts = self.logs.stdouts
+        self.stderrs = self.logs.stderrs
+        self.error_files = self.logs.error_files
+        self._prefixes = log_line_prefixes
+        self._filters = (duplicate_stdout_filters, duplicate_stderr_filters)
+        self._lock = threading.RLock()
+        self._state = "new"
+        self._pids: dict[int, int] = {}
+        self._exits: dict[int, Exit] = {}
+        self._result: RunProcsResult | None = None
+        self._tee: Tee | None = None
+        self._tally = -1
+        self._signals = SignalScope()
+        self._before: Snapshot | None = None
+        self._owns_spawner = False
+        self._drain_until = 0.0
+
+    # -- what a kind of worker fills in -----------------------------------------------------------
+
+    @abc.abstractmethod
+    def _job(self, rank: int, env: dict[str, str]) -> Job:
+        """What this rank runs; raises StartError when it cannot be run."""
+
+    @abc.abstractmethod
+    def _new_spawner(self) -> Spawner:
+        """The helpers this kind of worker needs."""
+
+    @abc.abstractmethod
+    def _return_value(self, rank: int) -> Any:
+        """What a rank that exited with 0 returned."""
+
+    def _give_back(self) -> None:  # noqa: B027 - most kinds hold nothing of their own
+        """Release what the kind of worker holds."""
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start every worker, or none: on an error nothing is left behind."""
+        with self._lock:
+            if self._state != "new":
+                raise RuntimeError(f"group {self.name!r} was started already; make a new one to start again")
+            self._state = "running"
+        if self.handles_signals:
+            self._signals.__enter__()
+        try:
+            jobs = [self._complete(rank) for rank in range(self.nprocs)]
+            if self._tally >= 0:
+                os.ftruncate(self._tally, 16 * self.nprocs)
+            from phalanx.processes.evidence import snapshot
+
+            self._before = snapshot()
+            self._start_tee()
+            if self.spawner is None:
+                self.spawner = self._new_spawner()
+                self._owns_spawner = True
+            self.started_at = time.time()
+            self._pids = self.spawner.spawn(jobs, os.environ)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _complete(self, rank: int) -> Job:
+        """A kind's job plus what all kinds have: environment, logs, processors."""
+        env = {key: str(value) for key, value in self.envs[rank].items()}
+        if self.error_files.get(rank):
+            env[ERROR_FILE] = self.error_files[rank]
+        job = self._job(rank, env)
+        job.env = env
+        job.stdout = self.stdouts.get(rank) or ""
+        job.stderr = self.stderrs.get(rank) or ""
+        if self.numa_options is not None:
+            from phalanx.processes.numa import cpus_for
+
+            job.cpus = sorted(cpus_for(rank, self.nprocs, self.numa_options) or ())
+        return job
+
+    def _options(self, rank: int) -> str:
+        """For child.prepare: which streams are log files, and the rank's place in the tally."""
+        streams = ("o" if self.stdouts.get(rank) else "") + ("e" if self.stderrs.get(rank) else "")
+        return f"{streams}:{16 * rank}" if streams else ""
+
+    def _tally_place(self, rank: int, number: int = TALLY_FD) -> list[Place]:
+        if not self._options(rank):
+            return []
+        if self._tally < 0:
+            from phalanx.processes.function import anonymous_file
+
+            self._tally = anonymous_file("phalanx-tally")
+        return [("tally", self._tally, number)]
+
+    def _start_tee(self) -> None:
+        streams = (
+            (self.logs.tee_stdouts, self.stdouts, sys.stdout, self._filters[0], self.logs.filtered_stdout),
+            (self.logs.tee_stderrs, self.stderrs, sys.stderr, self._filters[1], self.logs.filtered_stderr),
+        )
+        if not any(shown or (filters and combined) for shown, _, _, filters, combined in streams):
+            return
+        from phalanx.processes.tee import Tee
+
+        self._tee = Tee(self.name)
+        for shown, files, console, filters, combined in streams:
+            for rank in range(self.nprocs):
+                prefix = self._prefix(rank)
+                if shown.get(rank) and console is not None:
+                    self._tee.follow(shown[rank], console, prefix)
+                if filters and combined and files.get(rank):
+                    self._tee.follow(files[rank], combined, prefix, line_filter=contains_any(filters))
+        self._tee.start()
+
+    def _prefix(self, rank: int) -> str:
+        if self._prefixes is not None and rank in self._prefixes:
+            return self._prefixes[rank]
+        return f"[{self.name}{rank}]:"
+
+    def _abandon(self) -> None:
+        """A start that failed: nothing may be left of it."""
+        with self._lock:
+            self._state = "done"
+            if self.spawner is not None and not self._owns_spawner:
+                self.spawner.stop(signal.SIGKILL, 0)
+        self._release()
+
+    # -- wait -------------------------------------------------------------------------------------
+
+    def pids(self) -> dict[int, int]:
+        """Local rank → pid of every worker that was started."""
+        return dict(self._pids)
+
+    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        """The result, or None when there is none after `timeout` (0: poll, negative: wait forever).
+
+        `period` bounds how long one sleep may last; nothing is polled at that rate.
+        """
+        if timeout == 0:
+            return self._step(0.0)
+        end = None if timeout < 0 else time.monotonic() + timeout
+        while True:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return self._step(0.0)
+            result = self._step(period if left is None else min(left, period))
+            if result is not None:
+                return result
+
+    def _step(self, patience: float) -> RunProcsResult | None:
+        """Take in what happened, waiting up to `patience` for it, and decide."""
+        if self._result is not None:
+            return self._result
+        self.advance(patience)
+        self._decide()
+        return self.outcome(patience)
+
+    # For an owner that decides by itself (the agent): the same in single steps.
+
+    def fileno(self) -> int:
+        """Readable when `advance` has something to take in."""
+        assert self.spawner is not None
+        return self.spawner.fileno()
+
+    def advance(self, patience: float = 0.0) -> None:
+        """Take in what happened; changes nothing in the world."""
+        if self._state == "new":
+            raise RuntimeError(f"group {self.name!r} was not started")
+        if self._state != "done":
+            assert self.spawner is not None
+            self._take_in(self.spawner.events(patience))
+
+    def failed(self) -> dict[int, ProcessFailure]:
+        """The failures known so far, by local rank."""
+        bad = [exit for exit in self._exits.values() if exit.code != 0 and not exit.signalled_at]
+        return {exit.rank: self._failure(exit) for exit in bad}
+
+    @property
+    def all_succeeded(self) -> bool:
+        """Whether every worker exited with 0."""
+        return len(self._exits) == self.nprocs and not any(exit.code for exit in self._exits.values())
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing of the group is left."""
+        return self._state == "done"
+
+    def ask_stop(self, sig: int, grace: float) -> None:
+        """Begin to stop, or hurry a stop that has begun; returns at once."""
+        with self._lock:
+            if self._state in ("running", "stopping"):
+                self._ask_stop(sig, grace)
+
+    def outcome(self, patience: float = 0.0) -> RunProcsResult | None:
+        """The result once nothing of the group is left and its output is shown; then all is given back."""
+        if self._state != "done" or not self._drained(patience):
+            return self._result
+        with self._lock:
+            if self._result is None:
+                self._result = self._conclude()
+        return self._result
+
+    def _take_in(self, events: list[Any]) -> None:
+        with self._lock:
+            for event in events:
+                if isinstance(event, Exit):
+                    self._exits[event.rank] = event
+                elif isinstance(event, Stopped):
+                    self._state = "done"
+                    self.unkillable = event.unkillable
+                elif isinstance(event, HelpersLost):
+                    self._lose_helpers()
+
+    def _lose_helpers(self) -> None:
+        """Keeper and zygote were killed; the kernel kills the workers with them."""
+        for rank, pid in self._pids.items():
+            self._exits.setdefault(rank, Exit(rank, pid, -signal.SIGKILL, time.time(), 0.0))
+        if self._state != "new":
+            self._state = "done"
+        _log("the helper process of the group was killed; its workers ended with it")
+
+    def _decide(self) -> None:
+        with self._lock:
+            if self._state != "running":
+                return
+            if any(exit.code != 0 for exit in self._exits.values()):
+                self._ask_stop(signal.SIGTERM, self.stop_timeout)
+            elif len(self._exits) == self.nprocs:
+                # Nobody to stop but what they may have left behind.
+                self._ask_stop(signal.SIGTERM, min(_STRAY_GRACE, self.stop_timeout))
+
+    def _ask_stop(self, sig: int, grace: float) -> None:
+        assert self.spawner is not None
+        self._state = "stopping"
+        self.spawner.stop(sig, grace)
+
+    def _drained(self, patience: float) -> bool:
+        """Whether all output is on the console; a blocked console gets 30 s in all, then is given up."""
+        if self._tee is None:
+            return True
+        self._drain_until = self._drain_until or time.monotonic() + 30.0
+        left = self._drain_until - time.monotonic()
+        # Without patience (a poll) a moment must do; what is not out by then is tried again.
+        return self._tee.drain(max(0.0, min(left, max(patience, 0.05)))) == 0 or left <= 0
+
+    def _conclude(self) -> RunProcsResult:
+        """Build the result from how every worker ended, and give everything back."""
+        result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
+        try:
+            failed = {rank: exit for rank, exit in self._exits.items() if exit.code != 0}
+            ended = {rank: self._failure(exit) for rank, exit in sorted(failed.items())}
+            result.failures = {rank: failure for rank, failure in ended.items() if not failure.is_victim}
+            result.stopped = {rank: failure for rank, failure in ended.items() if failure.is_victim}
+            if not result.failures and len(self._exits) - len(failed) < self.nprocs:
+                # Closed by the caller while it ran: no failure is the cause, but it is no success.
+                result.failures, result.stopped = result.stopped, {}
+            if not result.failures:
+                result.return_values = {rank: self._return_value(rank) for rank in range(self.nprocs)}
+        finally:
+            self._release()
+        return result
+
+    def _failure(self, exit: Exit) -> ProcessFailure:
+        from phalanx.processes.evidence import explain
+        from phalanx.processes.failure import ProcessFailure
+
+        rank = exit.rank
+        stopped = exit.signalled_at or None
+        return ProcessFailure(
+            rank,
+            exit.pid,
+            exit.code,
+            self.error_files.get(rank, ""),
+            exited_at=exit.at,
+            stopped_at=stopped,
+            tail=tail_of(self.stderrs.get(rank, "")),
+            evidence="" if stopped else explain(exit.code, exit.pid, self._before),
+            stdout_path=self.stdouts.get(rank, ""),
+            stderr_path=self.stderrs.get(rank, ""),
+        )
+
+    # -- stop -------------------------------------------------------------------------------------
+
+    def send_signal(self, sig: int, ranks: set[int] | None = None) -> None:
+        """Pass a signal to workers that run on (a preemption notice, say)."""
+        if self.spawner is not None and self._state == "running":
+            self.spawner.signal(sig, set(range(self.nprocs)) if ranks is None else ranks)
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
+        """Stop everything: `death_sig` (SIGTERM), then SIGKILL after `timeout` seconds. Idempotent.
+
+        A signal to this process meanwhile ends the patience at once, and is raised when all is done.
+        """
+        if self._state == "new":
+            self._state = "done"
+            self._result = RunProcsResult()
+            self._release()
+            return
+        if self._result is not None or self.spawner is None:
+            return
+        with self._signals.deferred(self._hurry):
+            with self._lock:
+                if self._state != "done":
+                    self._ask_stop(death_sig or signal.SIGTERM, timeout)
+            end = time.monotonic() + timeout + _ANSWER
+            while self._state != "done" and time.monotonic() < end:
+                self._take_in(self.spawner.events(min(1.0, max(0.0, end - time.monotonic()))))
+            if self._state != "done":
+                self._state = "done"  # the zygote hangs; releasing the spawner ends it by force
+                _log(f"group {self.name!r}: the helper process does not answer; it is killed")
+            if self.unkillable:
+                _log(f"group {self.name!r}: SIGKILL did not end {', '.join(self.unkillable)}")
+            while not self._drained(1.0):
+                pass
+            with self._lock:
+                if self._result is None:
+                    self._result = self._conclude()
+
+    def _hurry(self) -> None:
+        if self.spawner is not None:
+            self.spawner.stop(signal.SIGKILL, 0)
+
+    def _release(self) -> None:
+        """Give back everything but the result; idempotent."""
+        try:
+            if self._tee is not None:
+                self._tee.stop()
+            self._say_losses()
+            self._remove_empty_stacks()
+            if self._owns_spawner and self.spawner is not None:
+                self.spawner.close()
+        finally:
+            self._give_back()
+            if self._tally >= 0:
+                os.close(self._tally)
+                self._tally = -1
+            self._signals.__exit__(None, None, None)
+
+    def _say_losses(self) -> None:
+        if self._tally < 0:
+            return
+        for rank in range(self.nprocs):
+            for index, files in enumerate((self.stdouts, self.stderrs)):
+                lost = int.from_bytes(os.pread(self._tally, 8, 16 * rank + 8 * index), "little")
+                if lost:
+                    _log(f"rank {rank}: {lost} bytes did not fit into {files.get(rank)} (is the disk full?)")
+
+    def _remove_empty_stacks(self) -> None:
+        for rank in self._pids:
+            path = self.error_files.get(rank)
+            if path:
+                try:
+                    if os.stat(path + ".stack").st_size == 0:
+                        os.unlink(path + ".stack")
+                except OSError:
+                    pass
+
+    def __enter__(self) -> PContext:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_ranks(what: str, given: Mapping[int, object], nprocs: int) -> None:
+    """The keys of a rank map must be exactly 0..n-1."""
+    expected = set(range(nprocs))
+    if set(given) != expected:
+        raise RuntimeError(
+            f"{what}: the local ranks are {sorted(given, key=str)}, but for {nprocs} workers they must be "
+            f"{sorted(expected)}"
+        )
+
+
+def contains_any(parts: list[str]) -> Callable[[str], bool]:
+    """A line filter: whether any of the substrings is in the line."""
+    return lambda line: any(part in line for part in parts)
+
+
+def tail_of(path: str) -> str:
+    """The last lines of a log file, for the report."""
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            data = file.read(_TAIL_BYTES)
+    except OSError:
+        return ""
+    lines = data.decode("utf-8", "replace").splitlines()
+    if size > _TAIL_BYTES and len(lines) > 1:
+        lines = lines[1:]  # the first one is cut
+    return "\n".join(lines[-_TAIL_LINES:])
+
+
+def _log(message: str) -> None:
+    import logging
+
+    logging.getLogger("phalanx").warning(message)

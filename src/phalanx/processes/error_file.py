@@ -1,0 +1,341 @@
+"""The error file: what a failing worker leaves behind for its parent.
+
+The writer runs inside the user's process, at its worst moment; the reader runs in the parent, on a file that
+anything may have written. So:
+
+- the writer never raises, never leaves a half-written file under the final name (temporary file and rename),
+  and caps what it writes; a full disk or a missing directory means no error file, nothing else;
+- the reader never hangs (no fifo, no device), never holds more than `limit` bytes, and answers with a reason
+  instead of an exception;
+- an exception is written once: the outer layers that see it again leave the first, exacter, record alone.
+
+Every worker imports this module before user code runs, hence two imports and no more.
+
+Shape, as other launchers write it, plus `timestampNs`:
+`{"message": {"message": "Type: text", "extraInfo": {"py_callstack": …, "timestamp": …, "timestampNs": …}}}`
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any
+
+    from phalanx.core.failures import ErrorRecord
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+STACK_SUFFIX = ".stack"
+READ_LIMIT = 2 << 20
+MESSAGE_CAP = 32 << 10
+# Six bytes per character at worst (\u0000), so a file that we write always stays below READ_LIMIT.
+TRACEBACK_CAP = 256 << 10
+_MARK = "_phalanx_error_file"
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+# ---------------------------------------------------------------- writing, in the worker
+
+
+def write_exception(path: str, exc: BaseException, *, now_ns: int | None = None) -> bool:
+    """Record `exc` in the error file; False when that was not possible (which is never an error)."""
+    now = time.time_ns() if now_ns is None else now_ns
+    if getattr(exc, _MARK, None) == path:
+        return True
+    try:
+        data = exception_data(exc, now)
+    except Exception:  # noqa: BLE001 - a hostile exception object must not hide the failure itself
+        data = message_data(type(exc).__name__, "", now)
+    done = write_data(path, data)
+    if done:
+        mark_recorded(exc, path)
+    return done
+
+
+def mark_recorded(exc: BaseException, path: str) -> None:
+    """Let later layers know that `exc` is already told in `path`."""
+    try:
+        setattr(exc, _MARK, path)
+    except Exception:  # noqa: BLE001 - exceptions without a __dict__, or with a hostile one
+        pass
+
+
+def write_data(path: str, data: dict[str, Any]) -> bool:
+    """Put `data` into `path` as JSON, whole or not at all."""
+    import json
+
+    temporary = f"{path}.{os.getpid()}.{time.monotonic_ns()}.tmp"
+    try:
+        body = json.dumps(data, ensure_ascii=False, default=repr).encode("utf-8", "backslashreplace")
+        folder = os.path.dirname(path)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except (OSError, ValueError, TypeError, RecursionError, MemoryError):
+        return False
+    try:
+        try:
+            while body:
+                body = body[os.write(fd, body) :]
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+    except OSError:
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass
+        return False
+    return True
+
+
+def exception_data(exc: BaseException, now_ns: int) -> dict[str, Any]:
+    """The error file's content for an exception."""
+    kind = type(exc).__name__
+    try:
+        text = str(exc)
+    except Exception:  # noqa: BLE001 - user code; any failure of it means the same
+        text = f"<str() of this {kind} failed>"
+    return message_data(f"{kind}: {text}", _traceback_text(exc), now_ns)
+
+
+def message_data(
+    message: str, traceback: str, now_ns: int | None = None, code: int | None = None
+) -> dict[str, Any]:
+    """The error file's content for any failure."""
+    now = time.time_ns() if now_ns is None else now_ns
+    told: dict[str, Any] = {
+        "message": _clean(_cut(message, MESSAGE_CAP)),
+        "extraInfo": {
+            "py_callstack": _clean(_cut(traceback, TRACEBACK_CAP)),
+            "timestamp": str(now // 1_000_000_000),
+            # A string: JSON numbers lose digits beyond 2**53 in many readers.
+            "timestampNs": str(now),
+        },
+    }
+    if code is not None:
+        told["errorCode"] = code
+    return {"message": told}
+
+
+def _traceback_text(exc: BaseException) -> str:
+    import traceback
+
+    tb = _user_frames(exc)
+    try:
+        # The walk honours __suppress_context__, notes and groups; compact drops what would not be shown.
+        lines = traceback.TracebackException(type(exc), exc, tb, compact=True).format()
+        return "".join(lines)
+    except Exception:  # noqa: BLE001 - user-defined __str__, __notes__ or loaders may raise here
+        frames = "".join(traceback.format_tb(tb))
+        return f"Traceback (most recent call last):\n{frames}{type(exc).__name__}\n"
+
+
+def _user_frames(exc: BaseException) -> TracebackType | None:
+    # The outer frames are the launcher's own way into user code; nobody debugs those.
+    tb = exc.__traceback__
+    while tb is not None and is_launcher_frame(tb.tb_frame.f_code.co_filename):
+        tb = tb.tb_next
+    if tb is None and not isinstance(exc, SyntaxError):
+        return exc.__traceback__
+    return tb
+
+
+def is_launcher_frame(filename: str) -> bool:
+    """Whether a stack frame belongs to Phalanx or to runpy rather than to the user."""
+    ours = (_PACKAGE, "<frozen runpy>", "<frozen importlib")
+    return filename.startswith(ours) or filename.endswith("/runpy.py")
+
+
+def _cut(text: str, cap: int) -> str:
+    if len(text) <= cap:
+        return text
+    left = len(text) - cap
+    return f"{text[: cap // 2]}\n... {left} characters left out ...\n{text[-cap // 2 :]}"
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+# ---------------------------------------------------------------- reading, in the parent
+
+
+def read(path: str, limit: int = READ_LIMIT) -> ErrorRecord | None:
+    """What the worker said about its failure, or None."""
+    return read_with_reason(path, limit)[0]
+
+
+def read_with_reason(path: str, limit: int = READ_LIMIT) -> tuple[ErrorRecord | None, str]:
+    """The error record, or None and why there is none."""
+    body, reason = _read_bytes(path, limit)
+    if reason:
+        return None, reason
+    import json
+
+    try:
+        data = json.loads(body.decode("utf-8"))
+    except (ValueError, RecursionError) as exc:
+        return None, f"error file {path} is not valid JSON ({len(body)} bytes: {str(exc)[:100]})"
+    if not isinstance(data, dict) or not isinstance(data.get("message"), (str, dict)):
+        return None, f"error file {path} has no 'message' that is a text or an object"
+    return _to_record(data), ""
+
+
+def _read_bytes(path: str, limit: int) -> tuple[bytes, str]:
+    import stat
+
+    if not path:
+        return b"", "no error file was named for this worker"
+    try:
+        # Non-blocking, so that a fifo in its place cannot hold us; checked after opening, so that nobody can
+        # swap it in between.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return b"", f"error file {path} was not written"
+    except (OSError, ValueError) as exc:
+        return b"", f"error file {path!r} cannot be opened: {exc}"
+    try:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):
+            return b"", f"error file {path} is not a regular file"
+        if about.st_size > limit:
+            return b"", f"error file {path} is too large to read ({about.st_size} bytes, limit {limit})"
+        parts: list[bytes] = []
+        size = 0
+        while size <= limit:
+            part = os.read(fd, min(1 << 16, limit + 1 - size))
+            if not part:
+                return b"".join(parts), "" if size else f"error file {path} is empty"
+            parts.append(part)
+            size += len(part)
+        return b"", f"error file {path} grows while it is read (limit {limit} bytes)"
+    except OSError as exc:
+        return b"", f"error file {path} cannot be read: {exc}"
+    finally:
+        os.close(fd)
+
+
+def _to_record(data: dict[str, Any]) -> ErrorRecord:
+    from phalanx.core.failures import ErrorRecord
+
+    told = data["message"]
+    if isinstance(told, str):
+        extra = data.get("extraInfo")
+        told = {"message": told, "extraInfo": extra, "errorCode": data.get("errorCode")}
+    extra = told.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    exact = _number(extra.get("timestampNs"))
+    at = exact / 1e9 if exact is not None else _number(extra.get("timestamp"))
+    code = _number(told.get("errorCode"))
+    stack = extra.get("py_callstack")
+    return ErrorRecord(
+        message=_clean(str(told.get("message") or "")),
+        traceback=_clean(stack) if isinstance(stack, str) else "",
+        at=at,
+        precise=exact is not None or (at is not None and at != int(at)),
+        code=int(code) if code is not None and abs(code) < 2**31 else None,
+        data=data,
+    )
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    # The comparison also refuses NaN and the infinities.
+    return number if -1e20 < number < 1e20 else None
+
+
+# ---------------------------------------------------------------- faulthandler's output
+
+
+def read_crash(error_file: str, limit: int = READ_LIMIT) -> ErrorRecord | None:
+    """The stack that faulthandler left in `<error_file>.stack` when a signal killed the worker."""
+    path = error_file if error_file.endswith(STACK_SUFFIX) else error_file + STACK_SUFFIX
+    body, reason = _read_bytes(path, limit)
+    if reason:
+        return None
+    parsed = parse_crash(body.decode("utf-8", "backslashreplace"))
+    if parsed is None:
+        return None
+    from phalanx.core.failures import ErrorRecord
+
+    try:
+        at: float | None = os.stat(path).st_mtime
+    except OSError:
+        at = None
+    return ErrorRecord(parsed[0], parsed[1], at, precise=at is not None)
+
+
+def crash_stack(path: str, limit: int = READ_LIMIT) -> str:
+    """The traceback of a crash, oldest call first like any other; empty when there is none."""
+    record = read_crash(path, limit)
+    return record.traceback if record else ""
+
+
+def parse_crash(text: str) -> tuple[str, str] | None:
+    """Turn faulthandler's text into a headline and a traceback in the usual order."""
+    start = text.rfind("Fatal Python error:")
+    if start < 0:
+        return None
+    lines = text[start:].splitlines()
+    headline, rest = lines[0].strip(), lines[1:]
+    heads = ("Current thread 0x", "Stack (", "Thread 0x")
+    threads = [i for i, line in enumerate(rest) if line.startswith(heads)]
+    current = next((i for i in threads if rest[i].startswith(heads[:2])), None)
+    frames: list[tuple[str, str, str]] = []
+    if current is not None:
+        for line in rest[current + 1 :]:
+            frame = _parse_frame(line)
+            if frame is None:
+                break
+            frames.append(frame)
+    frames.reverse()
+    while len(frames) > 1 and is_launcher_frame(frames[0][0]):
+        frames.pop(0)
+    body = ["Traceback (most recent call last):"] if frames else []
+    for filename, number, function in frames:
+        body.append(f'  File "{filename}", line {number}, in {function}')
+        source = _source_line(filename, number)
+        if source:
+            body.append(f"    {source}")
+    body.append(headline)
+    others = len(threads) - (current is not None)
+    if others > 0:
+        body.append(f"({others} other thread{'s' if others > 1 else ''} not shown)")
+    return headline, "\n".join(body) + "\n"
+
+
+def _parse_frame(line: str) -> tuple[str, str, str] | None:
+    # `  File "/path/x.py", line 3 in f`; a path may itself hold quotes, so it is taken apart from the right.
+    if not line.startswith('  File "'):
+        return None
+    place, found, function = line[8:].rpartition(" in ")
+    filename, quoted, number = place.rpartition('", line ')
+    return (filename, number, function) if found and quoted and number.isdigit() else None
+
+
+def _source_line(filename: str, number: str) -> str:
+    body, reason = _read_bytes(filename, 1 << 20)
+    if reason:
+        return ""
+    lines = body.decode("utf-8", "replace").splitlines()
+    index = int(number) - 1 if len(number) < 9 else -1
+    return lines[index].strip()[:200] if 0 <= index < len(lines) else ""
+
+
+def read_failure(path: str, code: int, limit: int = READ_LIMIT) -> tuple[ErrorRecord | None, str]:
+    """What is known about a dead worker from its files: its own record, else its crash stack."""
+    record, reason = read_with_reason(path, limit)
+    if record is not None:
+        return record, ""
+    # Only for a death by signal: the stack of a crash that a handler survived says nothing about this end.
+    crash = read_crash(path, limit) if path and code < 0 else None
+    return crash, "" if crash else reason

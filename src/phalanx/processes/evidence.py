@@ -1,0 +1,307 @@
+"""Why a worker ended, told from outside it: exit codes in words, and signs that memory ran out.
+
+A SIGKILL says nothing about its sender. The kernel's out-of-memory killer leaves traces, though, and
+`explain` claims exactly as much as the traces it finds:
+
+- the kernel log names the pid: certain;
+- a counter of OOM kills went up since the snapshot, in the worker's own memory cgroup or only machine-wide:
+  probable, or possible;
+- nothing: it says that it found nothing, and what it could not look at.
+
+`snapshot()` reads a handful of small kernel files and opens nothing for longer than that. Nothing is read
+when this module is imported, and no function here raises.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+SIGKILL = 9
+_INIT_PID_NAMESPACE = "pid:[4026531836]"
+_KMSG_LIMIT = 20_000
+# printk stamps with the scheduler's clock, which drifts a little from CLOCK_MONOTONIC.
+_KMSG_SLACK_US = 2_000_000
+
+
+class Snapshot:
+    """OOM kill counters at one moment: by cgroup file (nearest first), and machine-wide."""
+
+    # A plain class: it is made at every start, and importing dataclasses would cost more than all of this.
+    __slots__ = ("cgroups", "machine", "monotonic_us")
+
+    def __init__(
+        self, cgroups: dict[str, int] | None = None, machine: int | None = None, monotonic_us: int = 0
+    ) -> None:
+        self.cgroups = cgroups or {}
+        self.machine = machine
+        self.monotonic_us = monotonic_us
+
+
+# ---------------------------------------------------------------- counters
+
+
+def snapshot(pid: int | None = None) -> Snapshot:
+    """The counters that an OOM kill of this process (or of `pid`) would move; under a millisecond."""
+    who = "self" if pid is None else str(pid)
+    counters = {path: count for path in _counter_files(who) if (count := _oom_kills(path)) is not None}
+    return Snapshot(counters, _oom_kills("/proc/vmstat"), time.monotonic_ns() // 1000)
+
+
+def _read(path: str) -> str:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return ""
+    try:
+        parts = []
+        while part := os.read(fd, 1 << 16):
+            parts.append(part)
+        return b"".join(parts).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
+
+
+def _oom_kills(path: str) -> int | None:
+    for line in _read(path).splitlines():
+        name, _, count = line.partition(" ")
+        if name == "oom_kill" and count.isdigit():
+            return int(count)
+    return None
+
+
+def _counter_files(who: str) -> list[str]:
+    """`memory.events` (v2) and `memory.oom_control` (v1) of the process's cgroup and of those above it."""
+    mounts = _cgroup_mounts()
+    files: list[str] = []
+    for line in _read(f"/proc/{who}/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            kind, name = "v2", "memory.events"
+        elif "memory" in controllers.split(","):
+            kind, name = "v1", "memory.oom_control"
+        else:
+            continue
+        if kind not in mounts:
+            continue
+        point, root = mounts[kind]
+        # In a container the mount may show only a part of the tree, or a tree that the path is relative to.
+        inside = path[len(root) :] if root != "/" and path.startswith(root) else path
+        folder = os.path.normpath(point + "/" + inside.strip("/"))
+        while folder.startswith(point):
+            files.append(os.path.join(folder, name))
+            if folder == point:
+                break
+            folder = os.path.dirname(folder)
+    return files
+
+
+def _cgroup_mounts() -> dict[str, tuple[str, str]]:
+    mounts: dict[str, tuple[str, str]] = {}
+    for line in _read("/proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.partition(" ")
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(" ")[-1].split(",")):
+            words = left.split(" ")
+            key = "v2" if kind == "cgroup2" else "v1"
+            mounts.setdefault(key, (_unescape(words[4]), _unescape(words[3])))
+    return mounts
+
+
+def _unescape(path: str) -> str:
+    # mountinfo writes blanks, tabs, newlines and backslashes in octal.
+    if "\\" not in path:
+        return path
+    import re
+
+    return re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), path)
+
+
+# ---------------------------------------------------------------- the kernel's log
+
+
+def oom_lines(since_us: int, path: str = "/dev/kmsg") -> list[str] | None:
+    """The kernel's lines about kills for memory since then; None when the log is not readable."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    found: list[str] = []
+    try:
+        for _ in range(_KMSG_LIMIT):
+            try:
+                record = os.read(fd, 8192)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:
+                continue  # records were overwritten while we read; the next read goes on after the gap
+            if not record:
+                break
+            head, _, text = record.decode("utf-8", "replace").partition(";")
+            fields = head.split(",")
+            stamp = int(fields[2]) if len(fields) > 2 and fields[2].isdigit() else 0
+            if stamp + _KMSG_SLACK_US >= since_us and ("Killed process" in text or "oom-kill:" in text):
+                found.append(text.split("\n", 1)[0])
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return found
+
+
+def _names_pid(line: str, pid: int) -> bool:
+    import re
+
+    return re.search(rf"Killed process {pid} |[, ]pid={pid}[, ]", line + " ") is not None
+
+
+def _memory_of(line: str) -> str:
+    import re
+
+    found = re.search(r"anon-rss:(\d+)kB", line)
+    return f", it held {int(found[1]) / 1024:.0f} MiB" if found else ""
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def explain(code: int, pid: int, before: Snapshot | None = None) -> str:
+    """What the machine can tell about this end, worded as carefully as the evidence; empty when nothing."""
+    if code in (-SIGKILL, 128 + SIGKILL):
+        return _explain_kill(pid, before or Snapshot())
+    number = -code if code < 0 else code - 128
+    if number > 0 and signal_label(number) == "SIGBUS":
+        return _explain_bus_error()
+    return ""
+
+
+def _explain_kill(pid: int, before: Snapshot) -> str:
+    log = oom_lines(before.monotonic_us)
+    named = [line for line in log or [] if _names_pid(line, pid)]
+    if named:
+        held = next((text for line in named if (text := _memory_of(line))), "")
+        limited = any("emory cgroup" in line or "CONSTRAINT_MEMCG" in line for line in named)
+        where = "its memory limit (cgroup)" if limited else "the end of the machine's memory"
+        if _own_pid_namespace():
+            # The log counts pids in the outermost namespace, where this number may be somebody else.
+            return f"probably out of memory: the kernel log names pid {pid} as killed at {where}{held}"
+        return f"out of memory: the kernel killed pid {pid} at {where}{held} (kernel log)"
+    grown = [path for path, count in before.cgroups.items() if (_oom_kills(path) or 0) > count]
+    if grown:
+        near = grown[0] == next(iter(before.cgroups))
+        if near:
+            return (
+                "probably out of memory: the kernel's count of out-of-memory kills in its cgroup went up "
+                f"({os.path.dirname(grown[0])})"
+            )
+        return (
+            "possibly out of memory: the kernel killed a process for memory in an enclosing cgroup "
+            f"({os.path.dirname(grown[0])}), maybe this one"
+        )
+    now = _oom_kills("/proc/vmstat")
+    if now is not None and before.machine is not None and now > before.machine:
+        return (
+            "possibly out of memory: the kernel killed a process of this machine for memory, maybe this one"
+        )
+    if before.machine is None and not before.cgroups:
+        return "SIGKILL from outside Phalanx; whether memory ran out could not be checked here"
+    unread = "" if log is not None else " (the kernel log is not readable)"
+    return f"SIGKILL from outside Phalanx; no sign that memory ran out{unread}"
+
+
+def _own_pid_namespace() -> bool:
+    try:
+        return os.readlink("/proc/self/ns/pid") != _INIT_PID_NAMESPACE
+    except OSError:
+        return True
+
+
+def _explain_bus_error() -> str:
+    try:
+        about = os.statvfs("/dev/shm")
+    except OSError:
+        return ""
+    size, free = about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize
+    if size and free < max(size // 100, 1 << 20):
+        return f"/dev/shm is full ({size >> 20} MiB, {free >> 10} KiB free): a usual reason for SIGBUS"
+    return ""
+
+
+# ---------------------------------------------------------------- words
+
+_SIGNALS = {
+    "SIGABRT": "the program aborted itself",
+    "SIGBUS": "bad memory access, often a full /dev/shm or a truncated mapped file",
+    "SIGFPE": "arithmetic error in native code",
+    "SIGHUP": "terminal closed",
+    "SIGILL": "illegal instruction: code built for another CPU",
+    "SIGINT": "interrupted",
+    "SIGKILL": "killed by the kernel or another process",
+    "SIGPIPE": "wrote to a closed pipe",
+    "SIGQUIT": "asked to quit",
+    "SIGSEGV": "invalid memory access in native code",
+    "SIGSYS": "forbidden system call: a sandbox or seccomp rule",
+    "SIGTERM": "asked to terminate",
+    "SIGTRAP": "hit a breakpoint or a failed native check",
+    "SIGXCPU": "CPU time limit exceeded",
+    "SIGXFSZ": "file size limit exceeded",
+}
+
+
+def signal_label(number: int) -> str:
+    """`SIGKILL`, `SIGRTMIN+3`, or `signal 99`."""
+    import signal
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        pass
+    low, high = int(getattr(signal, "SIGRTMIN", 0)), int(getattr(signal, "SIGRTMAX", -1))
+    return f"SIGRTMIN+{number - low}" if low <= number <= high else f"signal {number}"
+
+
+def code_in_words(code: int) -> str:
+    """An exit code or (negative) signal as a person reads it."""
+    if code < 0:
+        name = signal_label(-code)
+        meaning = _SIGNALS.get(name)
+        number = f"{name} (signal {-code})" if name.startswith("SIG") else name
+        return f"{number}: {meaning}" if meaning else number
+    if code == 126:
+        return "exit code 126 (found but not executable)"
+    if code == 127:
+        return "exit code 127 (command or shared library not found)"
+    if 128 < code <= 128 + 64:
+        name = signal_label(code - 128)
+        return f"exit code {code} (a shell or wrapper reports {name}: {_SIGNALS.get(name, 'a signal')})"
+    if code == 255:
+        return "exit code 255 (exit(-1), or ssh could not connect)"
+    return f"exit code {code}"
+
+
+_NEXT = {
+    "SIGKILL": "who sent it: `dmesg`, the scheduler's or container's events, another user",
+    "SIGSEGV": "native code crashed: look at the last frame above and the extension modules it calls",
+    "SIGABRT": "the last lines of stderr usually name the check that failed",
+    "SIGBUS": "check free space in /dev/shm (`df -h /dev/shm`) and files that were truncated while mapped",
+    "SIGILL": "a native library was built for another CPU: compare `lscpu` with where it was built",
+    "SIGTERM": "something outside Phalanx asked this rank to stop: the scheduler, a time limit, another user",
+    "SIGINT": "it was interrupted from the keyboard or by its own code",
+    "SIGXCPU": "raise the CPU time limit (`ulimit -t`) or the scheduler's",
+    "SIGXFSZ": "raise the file size limit (`ulimit -f`)",
+    "SIGPIPE": "it wrote to a pipe whose reader had gone",
+    "SIGSYS": "look at the sandbox's or container's seccomp profile",
+}
+
+
+def next_step(code: int) -> str:
+    """What to look at when the exit status is all there is; empty when the logs are all there is."""
+    if code == 126:
+        return "make the file executable (`chmod +x`) and check its first line (`#!…`)"
+    if code == 127:
+        return "check the command's name, PATH, and `ldd` for missing libraries"
+    number = -code if code < 0 else code - 128 if 128 < code <= 192 else 0
+    return _NEXT.get(signal_label(number), "") if number else ""

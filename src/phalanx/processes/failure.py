@@ -1,0 +1,126 @@
+"""`ProcessFailure`: one worker's end, as the parent can tell it.
+
+Built from the exit status and whatever the worker left in its error file. The file is read once, when the
+object is made, so that a failure can be pickled, sent to another node and reported after the log directory is
+gone. A missing, huge or broken error file still gives a correct failure, from the exit status alone.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.core.failures import Ending, ErrorRecord, is_victim, moment, shell_status
+from phalanx.processes import error_file as files
+from phalanx.processes.evidence import code_in_words, signal_label
+
+NO_FILE = "<N/A>"
+NO_MESSAGE = "<NONE>"
+SYSTEM_TERMINATED = {"category": "system_terminated_error", "retryability": "False"}
+
+
+@dataclass
+class ProcessFailure:
+    """A failed worker: where, when, how, and in its own words if it left any."""
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str
+    error_file_data: dict[str, Any] = field(init=False, repr=False)
+    message: str = field(init=False)
+    timestamp: float = field(init=False)
+    exited_at: float | None = field(default=None, kw_only=True)
+    stopped_at: float | None = field(default=None, kw_only=True)
+    tail: str = field(default="", kw_only=True, repr=False)
+    evidence: str = field(default="", kw_only=True)
+    host: str = field(default="", kw_only=True)
+    stderr_path: str = field(default="", kw_only=True)
+    stdout_path: str = field(default="", kw_only=True)
+    global_rank: int | None = field(default=None, kw_only=True)
+    role: str = field(default="", kw_only=True)
+    error: ErrorRecord | None = field(init=False, repr=False, compare=False)
+    no_error_reason: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.exited_at is None:
+            self.exited_at = time.time()
+        self.error, self.no_error_reason = files.read_failure(self.error_file, self.exitcode)
+        if self.error is None:
+            self.error_file_data = {"message": NO_MESSAGE, "errorTraits": dict(SYSTEM_TERMINATED)}
+            self.message = self._status_message()
+        elif self.error.data:
+            self.error_file_data = self.error.data
+            self.message = self.error.message or self._status_message()
+        else:
+            # A crash stack: the worker was ended by the system, and this is the last it could say.
+            at = int((self.error.at or self.exited_at) * 1e9)
+            about = files.message_data(self.error.message, self.error.traceback, at)
+            self.error_file_data = {**about, "errorTraits": dict(SYSTEM_TERMINATED)}
+            self.message = self.error.message
+            self.error_file += files.STACK_SUFFIX
+        self.timestamp = moment(self.ending())
+        if "was not written" in self.no_error_reason or not self.error_file:
+            self.error_file = NO_FILE
+
+    def ending(self, rank: int | None = None) -> Ending:
+        """This failure as the plain data that `core.failures` decides on."""
+        assert self.exited_at is not None
+        return Ending(
+            rank=self.rank if rank is None else rank,
+            pid=self.pid,
+            code=self.exitcode,
+            at=self.exited_at,
+            error=self.error,
+            stopped_at=self.stopped_at,
+            tail=self.tail,
+            host=self.host,
+            evidence=self.evidence,
+        )
+
+    @property
+    def rank(self) -> int:
+        """The global rank where it is known, else the local one."""
+        return self.local_rank if self.global_rank is None else self.global_rank
+
+    @property
+    def is_victim(self) -> bool:
+        """Whether the parent stopped this worker, rather than it failing by itself."""
+        return is_victim(self.ending())
+
+    @property
+    def reported_exitcode(self) -> int:
+        """The exit code to show: the error file's own `errorCode` where it has one."""
+        code = self.error.code if self.error is not None else None
+        return self.exitcode if code is None else code
+
+    @property
+    def shell_status(self) -> int:
+        """The exit code as a shell would show it (128+n for a signal)."""
+        return shell_status(self.exitcode)
+
+    @property
+    def traceback(self) -> str:
+        """The worker's traceback or crash stack; empty when there is none."""
+        return self.error.traceback if self.error is not None else ""
+
+    def signal_name(self) -> str:
+        """`SIGKILL` and so on; `<N/A>` when no signal ended it, or one without a name."""
+        name = signal_label(-self.exitcode) if self.exitcode < 0 else ""
+        return name if name.startswith("SIG") else NO_FILE
+
+    def timestamp_isoformat(self) -> str:
+        """The moment of failure in local time, to the millisecond, with the offset from UTC."""
+        import datetime
+
+        try:
+            when = datetime.datetime.fromtimestamp(self.timestamp).astimezone()
+        except (ValueError, OverflowError, OSError):
+            return NO_FILE
+        return when.isoformat(timespec="milliseconds")
+
+    def _status_message(self) -> str:
+        if self.exitcode < 0:
+            return f"Signal {-self.exitcode} ({self.signal_name()}) ended process {self.pid}"
+        return f"Process {self.pid} ended with {code_in_words(self.exitcode)} and left no traceback"

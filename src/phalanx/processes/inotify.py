@@ -1,0 +1,103 @@
+"""Tells which files changed, by event where the platform can (Linux inotify through ctypes).
+
+Invariants
+- A file watch is one-shot: it says "this file grew since you armed it" once and is gone. A follower that is
+  busy copying a fast writer's output therefore costs that writer nothing; a lasting watch would queue one
+  event per `write` of every worker.
+- Nothing here raises for want of a resource. Where inotify cannot be had (macOS, no instances left, no
+  watches left) `watch_*` answers -1 and the caller looks at that file now and then instead.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_IN_MODIFY = 0x2
+_IN_MOVED_TO = 0x80
+_IN_CREATE = 0x100
+_IN_DELETE_SELF = 0x400
+_IN_Q_OVERFLOW = 0x4000
+_IN_ONESHOT = 0x80000000
+_IN_NONBLOCK = 0o4000
+_IN_CLOEXEC = 0o2000000
+
+_HEADER = struct.Struct("iIII")  # wd, mask, cookie, length of the name that follows
+_READ_SIZE = 65536
+
+
+class Watcher:
+    """One inotify instance; `fd` is readable when something changed, -1 where there is none."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self.why_not = ""
+        self._add: Callable[[int, bytes, int], int] | None = None
+        self._remove: Callable[[int, int], int] | None = None
+        try:
+            # Imported here: ctypes takes milliseconds, and only a run that shows output needs it.
+            import ctypes
+
+            libc: Any = ctypes.CDLL(None, use_errno=True)
+            init, add, remove = libc.inotify_init1, libc.inotify_add_watch, libc.inotify_rm_watch
+            add.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32]
+            self.fd = int(init(_IN_NONBLOCK | _IN_CLOEXEC))
+            if self.fd < 0:
+                self.why_not = f"inotify_init1: {os.strerror(ctypes.get_errno())}"
+                return
+            self._add, self._remove = add, remove
+        except (ImportError, OSError, AttributeError) as error:
+            self.fd = -1
+            self.why_not = f"this platform has no inotify ({error})"
+
+    def watch_file(self, fd: int, path: str) -> int:
+        """Arms a one-shot watch for growth of the open file `fd`; the watch number, or -1."""
+        # By descriptor first: a path may by now name another file, or none.
+        wd = self._watch(f"/proc/self/fd/{fd}", _IN_MODIFY | _IN_ONESHOT)
+        return wd if wd >= 0 else self._watch(path, _IN_MODIFY | _IN_ONESHOT)
+
+    def watch_dir(self, path: str) -> int:
+        """Watches a directory for new names until `unwatch`; the watch number, or -1."""
+        return self._watch(path, _IN_CREATE | _IN_MOVED_TO | _IN_DELETE_SELF)
+
+    def unwatch(self, wd: int) -> None:
+        """Forgets a watch; one that fired or vanished already is no error."""
+        if self._remove is not None and wd >= 0:
+            self._remove(self.fd, wd)
+
+    def read(self) -> tuple[set[int], bool]:
+        """The watches that fired, and whether events were lost (then anything may have changed)."""
+        fired: set[int] = set()
+        overflow = False
+        while self.fd >= 0:
+            try:
+                data = os.read(self.fd, _READ_SIZE)
+            except (BlockingIOError, InterruptedError):
+                break
+            at = 0
+            while at < len(data):
+                wd, mask, _cookie, length = _HEADER.unpack_from(data, at)
+                at += _HEADER.size + length
+                if mask & _IN_Q_OVERFLOW:
+                    overflow = True
+                else:
+                    fired.add(wd)
+            if len(data) < _READ_SIZE // 2:
+                break
+        return fired, overflow
+
+    def close(self) -> None:
+        """Frees the instance and all its watches."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+        self._add = self._remove = None
+
+    def _watch(self, path: str, mask: int) -> int:
+        if self._add is None:
+            return -1
+        return int(self._add(self.fd, os.fsencode(path), mask))

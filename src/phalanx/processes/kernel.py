@@ -1,0 +1,102 @@
+"""The few kernel services that Python does not offer, each with what happens where they are missing.
+
+Linux only: the parent-death signal, the child subreaper and pidfds. Elsewhere the calls are no-ops
+that return False, and docs/design.md says what is weaker there. ctypes is the price of having no
+compiled extension; it is loaded on first use, because the zygote is the only one that always needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+LINUX = sys.platform == "linux"
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc_prctl = None
+
+
+def _prctl(option: int, arg: int | bytes) -> bool:
+    global _libc_prctl
+    if not LINUX:
+        return False
+    if _libc_prctl is None:
+        import ctypes
+
+        # The process itself is a handle on libc: no name to guess, no find_library (which forks).
+        _libc_prctl = ctypes.CDLL(None, use_errno=True).prctl
+    return bool(_libc_prctl(option, arg, 0, 0, 0) == 0)
+
+
+def die_with_parent(sig: int = signal.SIGKILL) -> bool:
+    """Ask the kernel to signal this process when the *thread* that forked it ends."""
+    return _prctl(_PR_SET_PDEATHSIG, int(sig))
+
+
+def become_subreaper() -> bool:
+    """Inherit descendants whose own parents die, instead of losing them to init."""
+    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_name(name: str) -> bool:
+    """The short name `ps -o comm` and `top` show (15 bytes)."""
+    return _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when `pid` ends; None where the kernel has none to give."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def children() -> list[int]:
+    """The pids whose parent is this process, adopted ones included; never anybody else's.
+
+    The kernel's own list where it is compiled in, a scan of /proc otherwise. A child that this
+    process has not waited for keeps its pid, so none of these numbers can be somebody else's.
+    """
+    me = os.getpid()
+    try:
+        with open(f"/proc/self/task/{me}/children") as listing:
+            return [int(pid) for pid in listing.read().split()]
+    except OSError:
+        pass
+    try:
+        entries = os.listdir("/proc")
+    except OSError:
+        return []
+    return [int(entry) for entry in entries if entry.isdigit() and _parent_of(entry) == me]
+
+
+def _parent_of(pid: str) -> int | None:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def _stat(pid: str | int) -> list[str] | None:
+    """The fields of /proc/<pid>/stat after the name, which may itself hold blanks and brackets."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            line = stat.read().decode("ascii", "replace")
+    except OSError:
+        return None
+    return line.rpartition(")")[2].split() or None
+
+
+def describe(pid: int) -> str:
+    """`pid 123 (python, state D)`: enough for a person to go and look."""
+    fields = _stat(pid)
+    if not fields:
+        return f"pid {pid} (gone)"
+    try:
+        with open(f"/proc/{pid}/comm") as comm:
+            name = comm.read().strip()
+    except OSError:
+        name = "?"
+    return f"pid {pid} ({name}, state {fields[0]})"

@@ -1,0 +1,101 @@
+"""Signals of the agent: a scope in which they raise SignalException, and after which all is as before.
+
+Python runs handlers in the main thread only, so the scope does nothing (and says so) in another one.
+While a stop is under way the exception would tear it apart, so the scope can be told to defer: a
+signal then calls `hurry` at once, and the exception is raised when the stop is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+from phalanx.errors import SignalException
+
+SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+def signals_to_handle(text: str | None = None) -> list[signal.Signals]:
+    """The signals named in a comma-separated list; names that do not exist are said and left out."""
+    if text is None:
+        text = os.environ.get(SIGNALS_VARIABLE, DEFAULT_SIGNALS)
+    found = []
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            found.append(signal.Signals[name])
+        except KeyError:
+            _warn(f"{SIGNALS_VARIABLE}: {name!r} is no signal on this system; it is left out")
+    return found
+
+
+class SignalScope:
+    """Handlers that raise SignalException, from `__enter__` to `__exit__`."""
+
+    def __init__(self, signals: list[signal.Signals] | None = None) -> None:
+        self._signals = signals
+        self._before: dict[signal.Signals, Any] = {}
+        self._hurry: Callable[[], None] | None = None
+        self.seen: list[signal.Signals] = []
+
+    def __enter__(self) -> SignalScope:
+        wanted = signals_to_handle() if self._signals is None else self._signals
+        if threading.current_thread() is not threading.main_thread():
+            if wanted:
+                _warn("not in the main thread: signals are not turned into a stop of the workers")
+            return self
+        for sig in wanted:
+            before = signal.getsignal(sig)
+            if sig == getattr(signal, "SIGHUP", None) and before is signal.SIG_IGN:
+                continue  # nohup: whoever ignored it meant it
+            if before is None:
+                continue  # set by C code; it could not be restored
+            try:
+                self._before[sig] = signal.signal(sig, self._handle)
+            except (OSError, ValueError) as error:  # SIGKILL, SIGSTOP
+                _warn(f"{SIGNALS_VARIABLE}: {sig.name} cannot be handled: {error}")
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # the handlers can only be put back where they were set
+        while self._before:
+            sig, before = self._before.popitem()
+            signal.signal(sig, before)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        sig = signal.Signals(number)
+        self.seen.append(sig)
+        if self._hurry is not None:
+            self._hurry()
+            return
+        raise SignalException(f"process {os.getpid()} got {sig.name}", sig)
+
+    @contextmanager
+    def deferred(self, hurry: Callable[[], None]) -> Iterator[None]:
+        """Within: a signal calls `hurry`. Afterwards: the first signal of this scope is raised."""
+        if self._hurry is not None:  # nested: the outer one raises
+            yield
+            return
+        first = not self.seen
+        self._hurry = hurry
+        try:
+            yield
+        finally:
+            self._hurry = None
+        if first and self.seen:
+            sig = self.seen[0]
+            raise SignalException(f"process {os.getpid()} got {sig.name} while it was stopping", sig)
+
+
+def _warn(message: str) -> None:
+    import logging
+
+    logging.getLogger("phalanx").warning(message)

@@ -1,0 +1,307 @@
+"""The agent's handle on its helpers (keeper.py, zygote.py): start workers, hear of their ends, stop them.
+
+A Spawner may serve one group after another, so that a restart does not pay for new helpers. It has at
+most one group at a time: whatever the zygote adopts then belongs to that group, and ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from phalanx.errors import StartError, UnkillableError
+from phalanx.processes import kernel
+from phalanx.processes.channel import Channel
+
+_PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_SOCKET_FD = 3  # where a freshly started helper finds its end of the socket
+_CLOSE_PATIENCE = 6.0  # longer than the zygote's own patience with processes that outlive SIGKILL
+
+
+Place = tuple[str, int, int]  # name, descriptor here, number in the worker (-1: any, for forks)
+
+
+@dataclass
+class Job:
+    """What one worker runs. `argv` empty: a function, run in a fork of the zygote."""
+
+    rank: int
+    argv: list[str] = field(default_factory=list)
+    path: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    stdout: str = ""
+    stderr: str = ""
+    fds: list[Place] = field(default_factory=list)
+    cpus: list[int] = field(default_factory=list)
+    name: str = ""  # for a function: the name of its process,
+    options: str = ""  # and what child.prepare is to do
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a worker ended. `signalled_at` is 0.0 unless the zygote had signalled it before."""
+
+    rank: int
+    pid: int
+    code: int
+    at: float
+    signalled_at: float
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Nothing of the group is left, but for the processes named here, which outlived SIGKILL."""
+
+    unkillable: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HelpersLost:
+    """Keeper and zygote are gone: so are all workers, by the parent-death signal."""
+
+
+Event = Exit | Stopped | HelpersLost
+
+
+class Spawner:
+    """Keeper and zygote, started on construction."""
+
+    def __init__(self, how: str = "exec", runner: Callable[[dict[str, Any]], NoReturn] | None = None) -> None:
+        """`how`: exec (a bare interpreter), forkserver (a whole one), fork (of this very process)."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.channel = Channel(ours)
+        self._lock = threading.RLock()  # a signal handler may ask for a stop while a wait is reading
+        self._early: list[Event] = []
+        self._lost = False
+        self._closed = False
+        self.running: set[int] = set()
+        try:
+            if how == "fork":
+                self.pid = _fork_helpers(ours, theirs, runner)
+            else:
+                self.pid = _exec_helpers(theirs, bare=how == "exec")
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+
+    def fileno(self) -> int:
+        """Readable when `events` has something to tell."""
+        return self.channel.fileno()
+
+    def spawn(self, jobs: list[Job], env: Mapping[str, str]) -> dict[int, int]:
+        """Start the whole group or nothing: rank → pid, or StartError that names the rank and why."""
+        fds: list[int] = []
+        specs = [_wire(job, fds) for job in jobs]
+        null = None
+        std = []
+        for number in (0, 1, 2):
+            try:
+                os.fstat(number)
+            except OSError:  # closed in this process; a worker must not get a random file there
+                null = os.open(os.devnull, os.O_RDWR) if null is None else null
+                number = null
+            std.append(len(fds))
+            fds.append(number)
+        ignored = [int(s) for s in (signal.SIGHUP,) if signal.getsignal(s) is signal.SIG_IGN]
+        request = {"workers": specs, "env": dict(env), "cwd": os.getcwd(), "std": std, "ignored": ignored}
+        try:
+            with self._lock:
+                self.channel.send(("spawn", request), fds)
+                return self._started()
+        except (OSError, EOFError) as error:
+            raise StartError(
+                f"the helper process (pid {self.pid}) ended while workers were started: {error}"
+            ) from None
+        finally:
+            if null is not None:
+                os.close(null)
+
+    def _started(self) -> dict[int, int]:
+        while True:
+            message, _ = self.channel.receive()
+            if message[0] == "started":
+                pids: dict[int, int] = message[1]
+                self.running = set(pids)
+                return pids
+            if message[0] == "refused":
+                raise StartError(f"rank {message[1]} could not be started: {message[2]}")
+            self._note(message)  # news of a former group
+
+    def events(self, timeout: float | None = None) -> list[Event]:
+        """What happened, waiting up to `timeout` seconds (None: forever) for the first of it."""
+        with self._lock:
+            early, self._early = self._early, []
+            if early:
+                return early
+        if timeout != 0 and not self._lost:
+            poll = select.poll()
+            poll.register(self.channel.fileno(), select.POLLIN)
+            poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
+        with self._lock:
+            messages, gone = self.channel.pending() if not self._lost else ([], False)
+            for message in messages:
+                self._note(message)
+            if gone:
+                self._lost = True
+                self._early.append(HelpersLost())
+            early, self._early = self._early, []
+            return early
+
+    def _note(self, message: tuple[Any, ...]) -> None:
+        if message[0] == "exit":
+            event = Exit(*message[1:])
+            self.running.discard(event.rank)
+            self._early.append(event)
+        elif message[0] == "stopped":
+            self._early.append(Stopped(tuple(message[1])))
+
+    def stop(self, sig: int, grace: float) -> None:
+        """Ask for the group's end: `sig` now, SIGKILL after `grace`; answered by a Stopped event.
+
+        Only sends, so that it can be called from a signal handler and from a poll.
+        """
+        self._send(("stop", int(sig), float(max(0.0, grace))))
+
+    def signal(self, sig: int, ranks: set[int]) -> None:
+        """Pass a signal on to some workers, without stopping the group."""
+        self._send(("signal", int(sig), sorted(ranks)))
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        try:
+            self.channel.send(message)
+        except OSError:
+            pass  # helpers are gone; `events` tells
+
+    def close(self) -> None:
+        """End helpers and whatever they still have; idempotent and bounded."""
+        if self._closed:
+            return
+        self._closed = True
+        self.channel.close()  # the zygote kills everything when its socket closes
+        if not _reaped(self.pid, _CLOSE_PATIENCE):
+            from phalanx.processes.keeper import CLEAR_NOW
+
+            os.kill(self.pid, CLEAR_NOW)
+            if not _reaped(self.pid, _CLOSE_PATIENCE):
+                what = kernel.describe(self.pid)
+                os.kill(self.pid, signal.SIGKILL)
+                raise UnkillableError(f"the helper process did not end: {what}")
+
+
+def _wire(job: Job, fds: list[int]) -> dict[str, Any]:
+    places = []
+    for name, fd, target in job.fds:
+        places.append((name, len(fds), target))
+        fds.append(fd)
+    return {
+        "rank": job.rank,
+        "argv": list(job.argv),
+        "path": job.path,
+        "env": dict(job.env),
+        "stdout": job.stdout,
+        "stderr": job.stderr,
+        "fds": places,
+        "cpus": list(job.cpus),
+        "name": job.name,
+        "options": job.options,
+    }
+
+
+def _exec_helpers(theirs: socket.socket, bare: bool) -> int:
+    """Start a fresh interpreter as keeper and zygote.
+
+    posix_spawn, because the agent may be large, threaded and full of CUDA: nothing of it is copied.
+    Its own session, so that Ctrl-C on the terminal reaches the agent alone.
+    """
+    high = _above(theirs.fileno(), 10)
+    flags = ["-I", "-S"] if bare else interpreter_flags()
+    runner = "" if bare else ", runner()"
+    code = (
+        f"import sys; sys.path.insert(0, {_PACKAGE_ROOT!r}); "
+        f"from phalanx.processes.keeper import close_others, main; "
+        f"close_others({_SOCKET_FD}); "
+        + ("" if bare else "from phalanx.processes.function import runner; ")
+        + f"main({_SOCKET_FD}, {os.getpid()}{runner})"
+    )
+    everything = [s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP)]
+    try:
+        return os.posix_spawn(
+            sys.executable,
+            [sys.executable, *flags, "-c", code],
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, high, _SOCKET_FD)],
+            setsid=True,
+            setsigmask=[],
+            setsigdef=everything,
+        )
+    except OSError as error:
+        raise StartError(f"cannot start a helper process ({sys.executable}): {error.strerror}") from None
+    finally:
+        os.close(high)
+
+
+def interpreter_flags() -> list[str]:
+    from subprocess import _args_from_interpreter_flags  # type: ignore[attr-defined]  # as multiprocessing
+
+    flags: list[str] = _args_from_interpreter_flags()
+    return flags
+
+
+def _fork_helpers(
+    ours: socket.socket, theirs: socket.socket, runner: Callable[[dict[str, Any]], NoReturn] | None
+) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()  # else every copy would write what is still in the buffer
+    agent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        ours.close()
+        os.setsid()
+        from phalanx.processes.keeper import main
+
+        main(theirs.detach(), agent, runner)
+    finally:
+        os._exit(1)
+
+
+def _above(fd: int, floor: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor)
+
+
+def _reaped(pid: int, patience: float) -> bool:
+    """Wait for our child by event where the kernel has pidfds, else by looking now and then."""
+    end = time.monotonic() + patience
+    fd = kernel.pidfd(pid)
+    try:
+        while True:
+            try:
+                done, _ = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:  # somebody in this process waits for all children
+                return True
+            if done:
+                return True
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            poll = select.poll()
+            if fd is not None:
+                poll.register(fd, select.POLLIN)
+            poll.poll((left if fd is not None else min(left, 0.01)) * 1000)
+    finally:
+        if fd is not None:
+            os.close(fd)

@@ -1,0 +1,190 @@
+"""The two kinds of worker, programs and functions, and `start_processes`, which starts either."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from phalanx.processes.child import TALLY_FD
+from phalanx.processes.command import BOOTSTRAP, find_program, worker_argv
+from phalanx.processes.context import PContext, RunProcsResult
+from phalanx.processes.spawner import Job, Spawner, interpreter_flags
+
+if TYPE_CHECKING:
+    from phalanx.processes.function import Parcel
+    from phalanx.processes.logs import LogsSpecs
+    from phalanx.processes.numa import NumaOptions
+
+
+class SubprocessContext(PContext):
+    """Workers that are programs."""
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: str,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        numa_options: NumaOptions | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            entrypoint,
+            args,
+            envs,
+            logs_specs,
+            log_line_prefixes,
+            duplicate_stdout_filters,
+            duplicate_stderr_filters,
+        )
+        self.numa_options = numa_options
+
+    def _job(self, rank: int, env: dict[str, str]) -> Job:
+        assert isinstance(self.entrypoint, str)
+        path = find_program(self.entrypoint, {**os.environ, **env})
+        args = [os.fspath(arg) if isinstance(arg, os.PathLike) else str(arg) for arg in self.args[rank]]
+        argv = worker_argv(self.entrypoint, path, args, self._options(rank))
+        return Job(rank, argv=argv, path=path, fds=self._tally_place(rank))
+
+    def _new_spawner(self) -> Spawner:
+        return Spawner("exec")
+
+    def _return_value(self, rank: int) -> None:
+        return None
+
+
+class MultiprocessContext(PContext):
+    """Workers that are functions: `spawn`, `forkserver` or `fork`."""
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any],
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        start_method: str,
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        numa_options: NumaOptions | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        if start_method not in ("spawn", "fork", "forkserver"):
+            raise ValueError(f"start_method {start_method!r}: it is one of spawn, fork, forkserver")
+        super().__init__(
+            name,
+            entrypoint,
+            args,
+            envs,
+            logs_specs,
+            log_line_prefixes,
+            duplicate_stdout_filters,
+            duplicate_stderr_filters,
+        )
+        self.start_method = start_method
+        self.numa_options = numa_options
+        self._parcel: Parcel | None = None
+
+    def start(self) -> None:
+        """As PContext.start; what cannot be pickled is refused before anything is started."""
+        if self._state == "new":
+            from phalanx.processes.function import Parcel
+
+            assert callable(self.entrypoint)
+            self._parcel = Parcel(list(range(self.nprocs)))
+            try:
+                if self.start_method != "fork":
+                    self._parcel.fill(self.entrypoint, self.args)
+            except BaseException:
+                self.close()
+                raise
+        super().start()
+
+    def _job(self, rank: int, env: dict[str, str]) -> Job:
+        assert self._parcel is not None
+        name = f"{self.name}{rank}"
+        options = self._options(rank)
+        number = -1 if self.start_method == "fork" else TALLY_FD
+        fds = [*self._parcel.fds(rank), *self._tally_place(rank, number)]
+        if self.start_method != "spawn":
+            return Job(rank, fds=fds, name=name, options=options)
+        argv = [sys.executable, *interpreter_flags(), BOOTSTRAP, "function", options, name]
+        return Job(rank, argv=argv, path=sys.executable, fds=fds)
+
+    def _new_spawner(self) -> Spawner:
+        if self.start_method == "spawn":
+            return Spawner("exec")
+        if self.start_method == "forkserver":
+            return Spawner("forkserver")
+        from phalanx.processes.function import fork_runner
+
+        assert callable(self.entrypoint)
+        return Spawner("fork", fork_runner(self.entrypoint, self.args))
+
+    def _return_value(self, rank: int) -> Any:
+        assert self._parcel is not None
+        tag, value = self._parcel.result(rank)
+        if tag == b"" and value is not None:
+            raise RuntimeError(f"the return value of rank {rank} {value}")
+        return value
+
+    def error(self, rank: int) -> BaseException | None:
+        """The exception that ended a rank, where it could be pickled."""
+        return self._errors.get(rank)
+
+    def _conclude(self) -> RunProcsResult:
+        self._errors: dict[int, BaseException] = {}
+        if self._parcel is not None:
+            for rank, exit in self._exits.items():
+                if exit.code != 0:
+                    tag, value = self._parcel.result(rank)
+                    if tag == b"E" and isinstance(value, BaseException):
+                        self._errors[rank] = value
+        return super()._conclude()
+
+    def _give_back(self) -> None:
+        if self._parcel is not None:
+            self._parcel.close()
+            self._parcel = None
+
+
+def start_processes(
+    name: str,
+    entrypoint: Callable[..., Any] | str,
+    args: dict[int, tuple[Any, ...]],
+    envs: dict[int, dict[str, str]],
+    logs_specs: LogsSpecs,
+    log_line_prefixes: dict[int, str] | None = None,
+    start_method: str = "spawn",
+    numa_options: NumaOptions | None = None,
+    duplicate_stdout_filters: list[str] | None = None,
+    duplicate_stderr_filters: list[str] | None = None,
+) -> PContext:
+    """Start one worker per local rank: a function, or a program named by a string."""
+    context: PContext
+    common: dict[str, Any] = {
+        "name": name,
+        "args": args,
+        "envs": envs,
+        "logs_specs": logs_specs,
+        "log_line_prefixes": log_line_prefixes,
+        "numa_options": numa_options,
+        "duplicate_stdout_filters": duplicate_stdout_filters,
+        "duplicate_stderr_filters": duplicate_stderr_filters,
+    }
+    if isinstance(entrypoint, str):
+        context = SubprocessContext(entrypoint=entrypoint, **common)
+    elif callable(entrypoint):
+        context = MultiprocessContext(entrypoint=entrypoint, start_method=start_method, **common)
+    else:
+        raise TypeError(
+            f"entrypoint {entrypoint!r}: give a function, or the path or name of a program as a string"
+        )
+    context.start()
+    return context

@@ -1,0 +1,172 @@
+"""Shows what workers write: follows their log files and puts whole lines on the console.
+
+Workers write straight into their own files, so nothing that happens here can block or lose a worker's
+output. One thread (`follower.py`) follows all files of a group. That it is one is the point: lines of
+different workers never mix on a destination, also when stdout and stderr are the same pipe.
+
+Invariants
+- After `drain` everything the files held at the call is on the destinations, or counted as not shown.
+- No call here waits on a destination without a bound.
+- Each loss is counted (`lost`, by reason in `losses`) and each reason said once on the logger "phalanx".
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from select import POLLOUT, poll
+from typing import TYPE_CHECKING, TextIO
+
+from phalanx.processes.follower import STOP_FLUSH, Follower
+from phalanx.processes.sinks import Sink, open_sink
+from phalanx.processes.sources import Containing, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["Containing", "Tee"]
+
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+
+
+class Tee:
+    """Follows the log files of a group of workers to its destinations."""
+
+    def __init__(self, name: str, poll_interval: float = 0.1) -> None:
+        self.name = name
+        self.lost = 0  # bytes not shown
+        self.losses: dict[str, int] = {}  # ... by reason
+        self._follower = Follower(name, poll_interval, self._lose, self._say)
+        self._streams: list[TextIO] = []  # kept alive: sinks are told apart by identity
+        self._prefixes: dict[str, int] = {}
+        self._started = False
+        self._unsaid: list[str] = []
+
+    def follow(
+        self,
+        path: str | os.PathLike[str],
+        dst: TextIO | str | os.PathLike[str],
+        prefix: str = "",
+        line_filter: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Shows the lines of a file (which need not exist yet) on a stream, or appends them to a path."""
+        if self._follower.stopping:
+            raise RuntimeError(f"tee {self.name!r} was stopped; make a new one to follow {os.fspath(path)}")
+        key, sink = open_sink(dst)
+        with self._follower.cond:
+            known = self._follower.sinks.get(key)
+            if known is None:
+                sink.lose = self._lose
+                self._follower.sinks[key] = sink
+                if not isinstance(dst, str | os.PathLike):
+                    self._streams.append(dst)
+            else:
+                sink.close()
+                sink = known
+            number = self._prefixes.setdefault(prefix, len(self._prefixes))
+        source = Source(os.fspath(path), sink, _paint(prefix, number, sink), line_filter)
+        self._follower.post(lambda: self._follower.adopt(source))
+        if self._started:
+            self._follower.run_thread()
+
+    def start(self) -> Tee:
+        """Starts to follow; without any file no thread is made."""
+        self._started = True
+        if self._follower.inbox:
+            self._follower.run_thread()
+        return self
+
+    def drain(self, stall: float = 30.0) -> int:
+        """Shows all that the files hold now and stops following them; the number of bytes not shown.
+
+        For after the workers' exit. Ends early on a destination that accepts nothing for `stall` seconds.
+        """
+        if self._follower.stopping or not (self._follower.inbox or self._follower.thread):
+            return 0
+        sources: list[Source] = []
+        taken = threading.Event()
+        self._follower.post(lambda: self._follower.finish_all(sources, taken))
+        self._follower.run_thread()
+        begun = time.monotonic()
+        with self._follower.cond:
+            while True:
+                now = time.monotonic()
+                left = [s for s in sources if not s.done]
+                if taken.is_set() and not left:
+                    break
+                # A sink's clock starts at the call: it may have been quiet for hours before.
+                ends = [max(s.sink.moved, begun) + stall for s in left] or [begun + stall]
+                if max(ends) <= now:
+                    if not taken.is_set():  # the thread is stuck in a stream's own write
+                        sources.extend(left := [s for s in self._follower.sources if not s.done])
+                    self._give_up(left, stall)
+                    break
+                self._follower.cond.wait(max(ends) - now)
+        self._say_left()
+        return sum(s.lost for s in sources)
+
+    def stop(self) -> None:
+        """Ends following at once (call `drain` first for completeness); bounded, idempotent."""
+        self._follower.stopping = True
+        thread = self._follower.thread
+        if thread is None:
+            for sink in self._follower.sinks.values():
+                sink.close()
+            self._follower.sinks.clear()
+            return
+        if thread is threading.current_thread():
+            return
+        self._follower.wake()
+        thread.join(STOP_FLUSH + 1.0)  # a stream of the user's may block for ever; a daemon thread may too
+        self._say_left()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the following thread runs."""
+        return self._follower.thread is not None and self._follower.thread.is_alive()
+
+    def _lose(self, sink: Sink, source: Source | None, count: int, why: str) -> None:
+        if source is not None:
+            source.lost += count
+        self.lost += count
+        first = why not in self.losses
+        self.losses[why] = self.losses.get(why, 0) + count
+        if first:
+            self._say(f"tee {self.name}: {why}. What it does not show ({count} bytes so far) is counted.")
+
+    def _say(self, line: str) -> None:
+        # Never log into a blocked stderr: the handler's lock would then hold up the whole agent.
+        room = poll()
+        room.register(2, POLLOUT)
+        if not room.poll(0):
+            self._unsaid.append(line)
+            return
+        try:
+            import logging
+        except (ImportError, OSError):  # out of descriptors, and logging was never imported
+            self._unsaid.append(line)
+            return
+        logging.getLogger("phalanx").warning(line)
+
+    def _say_left(self) -> None:
+        unsaid, self._unsaid = self._unsaid, []
+        for line in unsaid:
+            self._say(line)
+
+    def _give_up(self, left: Iterable[Source], stall: float) -> None:
+        """Counts what a stalled destination did not take, in the caller: the thread itself may be stuck."""
+        for source in left:
+            sink = source.sink
+            count = source.unshown() + (sink.unshown() if sink.pending_source is source else 0)
+            source.done = True
+            self._lose(sink, source, count, f"{sink.name} accepted nothing for {stall:g} s")
+            self._follower.post(lambda source=source: self._follower.forget(source))  # type: ignore[misc]  # bound per turn
+
+
+def _paint(prefix: str, number: int, sink: Sink) -> bytes:
+    """The prefix as bytes; on a terminal in a colour of its own, unless NO_COLOR says otherwise."""
+    plain = prefix.encode("utf-8", "surrogateescape")
+    if not prefix or not sink.tty or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return plain
+    return b"\x1b[%dm%b\x1b[0m" % (_COLOURS[number % len(_COLOURS)], plain)

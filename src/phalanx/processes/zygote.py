@@ -1,0 +1,437 @@
+"""The helper that is the parent of every worker: it forks them, sees them end, and ends them.
+
+    agent ──► keeper ──► zygote ──► worker … (each the leader of its own session)
+
+* Only what it made: the zygote signals its workers' own process groups while they are unreaped (so
+  the number cannot belong to anybody else) and the children it has, adopted ones included. It never
+  looks for processes anywhere else.
+* Whoever of the three dies, the others clear the field. Agent gone: the zygote's socket closes and
+  it kills everything. Zygote gone: workers die by the parent-death signal, and the keeper (keeper.py)
+  inherits and kills what they had started. Keeper gone: the zygote kills everything and ends.
+* All or nothing: workers are forked, set up, and held at a gate; only when every one of them stands
+  there may any of them run the user's program.
+* Single-threaded, standard library only: it must be safe to fork at any time.
+
+Messages from the agent:  ("spawn", request) ("stop", signal, grace) ("signal", number, ranks)
+Messages to the agent:    ("started", {rank: pid}) ("refused", rank, text) ("stopped", [text, …])
+                          ("exit", rank, pid, code, when, signalled_at)
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+
+from phalanx.processes import kernel
+
+TYPE_CHECKING = False  # importing typing would cost more than everything else here together
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
+
+    from phalanx.processes.channel import Channel
+
+    # Runs a worker inside a fork of this process (no exec); must not return.
+    Runner = Callable[[dict[str, Any]], NoReturn]
+
+_KILL_TICK = 0.02  # how often SIGKILL is repeated on descendants that are still being adopted
+_FIRST_LOOK = 0.05  # adoption is no event, so a stop looks for adopted children: soon,
+_LOOK_AGAIN = 0.25  # and then now and then, because a look may cost a scan of /proc
+_GIVE_UP = 5.0  # a process that outlives SIGKILL for this long sits in uninterruptible sleep
+
+
+class Worker:
+    """One child that runs user code."""
+
+    __slots__ = ("pid", "rank", "signalled_at")
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.signalled_at = 0.0
+
+
+class Stop:
+    """A stop in progress: when patience ends, and who has been told already."""
+
+    __slots__ = ("give_up_at", "kill_at", "look_at", "sig", "told")
+
+    def __init__(self, sig: int, now: float, grace: float) -> None:
+        self.sig = sig
+        self.kill_at = now + grace
+        self.give_up_at = self.kill_at + _GIVE_UP
+        self.look_at = now + _FIRST_LOOK
+        self.told: set[int] = set()
+
+    def hurry(self, now: float, grace: float) -> None:
+        """Asked again: patience can only get shorter."""
+        self.kill_at = min(self.kill_at, now + grace)
+        self.give_up_at = self.kill_at + _GIVE_UP
+
+
+class Zygote:
+    """The event loop of the helper process."""
+
+    def __init__(self, channel: Channel, keeper_fd: int, runner: Runner | None = None) -> None:
+        self.channel = channel
+        self.keeper_fd = keeper_fd
+        self.runner = runner
+        self.workers: dict[int, Worker] = {}  # by pid, until reaped
+        self.stop: Stop | None = None
+        self._statuses: set[int] = set()  # pipes to workers that are being started
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        signal.signal(signal.SIGCHLD, _nothing)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        """Serve until the agent or the keeper is gone; then leave nothing behind."""
+        poll = select.poll()
+        for fd in (self.channel.fileno(), self.keeper_fd, self._wake_read):
+            poll.register(fd, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll(self._patience())}
+            if self._wake_read in ready:
+                _drain(self._wake_read)
+            self._reap()
+            if self.keeper_fd in ready:
+                break
+            if self.channel.fileno() in ready and not self._serve():
+                break
+            if self.stop:
+                self._advance(self.stop)
+        self._clear_the_field()
+
+    def _patience(self) -> float | None:
+        if not self.stop:
+            return None
+        now = time.monotonic()
+        if now < self.stop.kill_at:
+            return (min(self.stop.kill_at, self.stop.look_at) - now) * 1000 + 1
+        return _KILL_TICK * 1000
+
+    def _serve(self) -> bool:
+        try:
+            message, fds = self.channel.receive()
+        except (EOFError, OSError):
+            return False
+        try:
+            if message[0] == "spawn":
+                self._spawn(message[1], fds)
+            elif message[0] == "stop":
+                self._stop(message[1], message[2])
+            elif message[0] == "signal":
+                self._signal(message[1], set(message[2]))
+        except (BrokenPipeError, ConnectionError):
+            return False
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    # -- starting ---------------------------------------------------------------------------------
+
+    def _spawn(self, request: dict[str, Any], fds: list[int]) -> None:
+        self.stop = None
+        gate_read, gate_write = os.pipe()
+        made: list[tuple[Worker, int]] = []
+        refusal: tuple[int, str] | None = None
+        try:
+            for spec in request["workers"]:
+                try:
+                    made.append(self._fork(request, spec, fds, gate_read, gate_write))
+                except OSError as error:
+                    refusal = (spec["rank"], f"cannot fork: {error.strerror}")
+                    break
+            refusal = refusal or _first_refusal(made, b"ready")
+            if refusal is None:
+                os.write(gate_write, b"g" * len(made))
+                refusal = _first_refusal(made, b"")
+        finally:
+            os.close(gate_read)
+            os.close(gate_write)
+            for status in self._statuses:
+                os.close(status)
+            self._statuses.clear()
+        if refusal is None:
+            self.channel.send(("started", {worker.rank: worker.pid for worker, _ in made}))
+            return
+        self._kill_all([worker.pid for worker, _ in made])
+        self.channel.send(("refused", *refusal))
+
+    def _fork(
+        self, request: dict[str, Any], spec: dict[str, Any], fds: list[int], gate_read: int, gate_write: int
+    ) -> tuple[Worker, int]:
+        status_read, status_write = os.pipe()
+        zygote = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(status_read)
+            os.close(status_write)
+            raise
+        if pid:
+            os.close(status_write)
+            worker = Worker(spec["rank"], pid)
+            self.workers[pid] = worker
+            self._statuses.add(status_read)
+            return worker, status_read
+        floor = max([3, *(target + 1 for _, _, target in spec["fds"])])
+        try:
+            os.close(status_read)
+            os.close(gate_write)  # else this child would keep the gate open for itself
+            # Our own two must not be where a descriptor of the worker is going to be put.
+            gate_read, status_write = _moved(gate_read, floor), _moved(status_write, floor)
+            self._become_worker(request, spec, fds, zygote, gate_read, status_write)
+        except BaseException as error:  # noqa: BLE001 - the only way out of a forked child is _exit
+            _say(status_write, _in_words(error, spec))
+        os._exit(127)
+
+    def _become_worker(
+        self,
+        request: dict[str, Any],
+        spec: dict[str, Any],
+        fds: list[int],
+        zygote: int,
+        gate_read: int,
+        status: int,
+    ) -> NoReturn:
+        os.setsid()
+        kernel.die_with_parent()
+        if os.getppid() != zygote:  # it died before the line above took effect
+            os._exit(127)
+        signal.set_wakeup_fd(-1)
+        _default_signals(request["ignored"])
+        std = [fds[index] for index in request["std"]]
+        for number, key in ((1, "stdout"), (2, "stderr")):
+            if spec[key]:
+                std[number] = os.open(spec[key], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        spec["places"] = _place(std, [(name, fds[i], target) for name, i, target in spec["fds"]])
+        os.chdir(request["cwd"])
+        if spec["cpus"]:
+            os.sched_setaffinity(0, spec["cpus"])
+        _say(status, "ready")
+        if os.read(gate_read, 1) != b"g":
+            os._exit(127)
+        if spec["argv"]:
+            os.execve(spec["path"], spec["argv"], {**request["env"], **spec["env"]})
+        assert self.runner is not None
+        # What an exec would have closed. Descriptors of the process that asked for "fork" stay open.
+        ours = {self.channel.fileno(), self.keeper_fd, self._wake_read, self._wake_write, gate_read, status}
+        for fd in (ours | set(fds) | self._statuses) - set(spec["places"].values()) - {0, 1, 2}:
+            os.close(fd)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.environ.update(spec["env"])
+        self.runner(spec)
+
+    # -- watching ---------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            worker = self.workers.pop(pid, None)
+            if worker:
+                code = os.waitstatus_to_exitcode(status)
+                self._tell(("exit", worker.rank, pid, code, time.time(), worker.signalled_at))
+
+    def _tell(self, message: tuple[Any, ...]) -> None:
+        try:
+            self.channel.send(message)
+        except OSError:
+            pass  # the agent is gone; its closed socket ends the loop in a moment
+
+    # -- stopping ---------------------------------------------------------------------------------
+
+    def _signal(self, sig: int, ranks: set[int]) -> None:
+        for worker in self.workers.values():
+            if worker.rank in ranks:
+                _signal_group(worker.pid, sig)
+
+    def _stop(self, sig: int, grace: float) -> None:
+        self._reap()  # who is gone by now was not stopped by us, and must not be told so
+        now = time.monotonic()
+        if self.stop:
+            self.stop.hurry(now, grace)
+        else:
+            self.stop = Stop(sig, now, grace)
+
+    def _advance(self, stop: Stop) -> None:
+        """Tell who has not been told, kill who outstayed, and answer once nobody is left."""
+        if not _has_children():
+            self._stopped([])
+            return
+        now = time.monotonic()
+        kill = now >= stop.kill_at
+        for worker in self.workers.values():
+            if worker.pid in stop.told and not kill:
+                continue
+            worker.signalled_at = worker.signalled_at or time.time()
+            _signal_group(worker.pid, signal.SIGKILL if kill else stop.sig)
+            if not kill:
+                _signal_group(worker.pid, signal.SIGCONT)  # one that is stopped must hear it too
+            stop.told.add(worker.pid)
+        if kill or now >= stop.look_at or not self.workers:
+            stop.look_at = now + _LOOK_AGAIN
+            for pid in self._adopted():
+                if kill or pid not in stop.told:
+                    _signal_one(pid, signal.SIGKILL if kill else stop.sig)
+                    stop.told.add(pid)
+        if kill:
+            self._reap()
+        if not _has_children():
+            self._stopped([])
+        elif now >= stop.give_up_at:
+            self._stopped([kernel.describe(pid) for pid in [*self.workers, *self._adopted()]])
+
+    def _adopted(self) -> list[int]:
+        """Descendants of workers whose own parents are gone: ours by inheritance."""
+        return [pid for pid in kernel.children() if pid not in self.workers]
+
+    def _stopped(self, unkillable: list[str]) -> None:
+        self.stop = None
+        self._tell(("stopped", unkillable))
+
+    def _kill_all(self, pids: list[int]) -> None:
+        """End children that never ran user code, and forget them."""
+        for pid in pids:
+            _signal_group(pid, signal.SIGKILL)
+            _signal_one(pid, signal.SIGKILL)  # it may not have its own session yet
+        for pid in pids:
+            self.workers.pop(pid, None)
+            try:
+                os.waitpid(pid, 0)
+            except ChildProcessError:
+                pass
+
+    def _clear_the_field(self) -> None:
+        clear_the_field(list(self.workers))
+
+
+def clear_the_field(sessions: list[int]) -> None:
+    """SIGKILL to every child, and to those that are adopted on the way, until there is none."""
+    give_up_at = time.monotonic() + _GIVE_UP
+    for pid in sessions:
+        _signal_group(pid, signal.SIGKILL)
+    poll = select.poll()
+    while time.monotonic() < give_up_at:
+        for pid in kernel.children():
+            _signal_one(pid, signal.SIGKILL)
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                break
+        poll.poll(2)  # a pause between rounds of killing, not a wait for an event: adoption has none
+
+
+def _first_refusal(made: list[tuple[Worker, int]], expected: bytes) -> tuple[int, str] | None:
+    for worker, status in made:
+        said = os.read(status, 4096)
+        if said != expected:
+            return worker.rank, said.decode(errors="replace") or "ended while it was being set up"
+    return None
+
+
+def _in_words(error: BaseException, spec: dict[str, Any]) -> str:
+    if isinstance(error, OSError):
+        name = error.filename or (spec["argv"] or [""])[0]
+        where = os.fsdecode(name) if isinstance(name, bytes | str) else ""
+        hint = ""
+        if error.errno == 8:  # ENOEXEC
+            hint = " (not a program for this machine, or a script without a '#!' line)"
+        return f"{where}: {error.strerror}{hint}" if where else str(error.strerror)
+    return f"{type(error).__name__}: {error}"
+
+
+def _above(fd: int, floor: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor)
+
+
+def _moved(fd: int, floor: int) -> int:
+    moved = _above(fd, floor)
+    os.close(fd)
+    return moved
+
+
+def _place(std: list[int], extra: list[tuple[str, int, int]]) -> dict[str, int]:
+    """Put the standard descriptors at 0-2 and the extra ones at their numbers (-1: any), inheritable."""
+    floor = max([3, *(target + 1 for _, _, target in extra)])
+    # First out of the way of all targets, so that no dup2 overwrites a source still needed.
+    sources = [_above(fd, floor) for fd in (*std, *(fd for _, fd, _ in extra))]
+    places = {}
+    names = ["0", "1", "2", *(name for name, _, _ in extra)]
+    targets = [0, 1, 2, *(target for _, _, target in extra)]
+    for name, source, target in zip(names, sources, targets, strict=True):
+        if target < 0:
+            places[name] = source
+            continue
+        os.dup2(source, target)
+        os.close(source)
+        places[name] = target
+    return places
+
+
+def _default_signals(ignored: list[int]) -> None:
+    """Start from the defaults, but for what the agent itself was told to ignore (nohup's SIGHUP)."""
+    for sig in signal.valid_signals():
+        if sig in (signal.SIGKILL, signal.SIGSTOP):
+            continue
+        if sig in ignored:
+            signal.signal(sig, signal.SIG_IGN)
+        elif signal.getsignal(sig) not in (signal.SIG_DFL, None):
+            signal.signal(sig, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _signal_group(pid: int, sig: int) -> None:
+    try:
+        os.killpg(pid, sig)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _signal_one(pid: int, sig: int) -> None:
+    try:
+        os.kill(pid, sig)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _say(fd: int, text: str) -> None:
+    try:
+        os.write(fd, text.encode(errors="replace")[:4000])
+    except OSError:
+        pass
+
+
+def _drain(fd: int) -> None:
+    try:
+        while os.read(fd, 4096):
+            pass
+    except BlockingIOError:
+        pass
+
+
+def _nothing(_signum: int, _frame: object) -> None:
+    """A handler must exist for the wake-up descriptor to be written."""

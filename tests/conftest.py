@@ -1,0 +1,76 @@
+"""Shared by all tests: nothing may be left behind, and how long is 'hung'."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+HUNG = 30.0  # seconds; no claim about speed, only about ever coming back
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout: float = HUNG) -> None:
+    """For facts that no event announces (a process of somebody else's is gone): look until true."""
+    end = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {timeout:.0f} s: {what}")
+        select.select([], [], [], 0.005)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; a zombie that nobody reaped yet has."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _descendants() -> set[int]:
+    return {p.pid for p in psutil.Process().children(recursive=True) if not gone(p.pid)}
+
+
+def _fds() -> dict[int, str]:
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            pass
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After every test: no new process, thread, descriptor, or file in the temp directory of others."""
+    private = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setenv("TMPDIR", str(private))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    processes, threads, fds = _descendants(), set(threading.enumerate()), _fds()
+    yield
+    wait_until(lambda: _descendants() <= processes, f"the end of processes {_descendants() - processes}", 5)
+    wait_until(
+        lambda: {t for t in threading.enumerate() if t.is_alive()} <= threads,
+        f"the end of threads {set(threading.enumerate()) - threads}",
+        5,
+    )
+    new = {fd: where for fd, where in _fds().items() if fd not in fds}
+    # pytest's own capture files come and go.
+    leaked = {fd: where for fd, where in new.items() if str(Path(where)) and "pytest" not in where}
+    assert not leaked, f"descriptors left open: {leaked}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`long` tests only when asked for with -m long; they are not skipped but left out."""
+    if "long" in (config.getoption("-m") or ""):
+        return
+    left_out = [item for item in items if item.get_closest_marker("long")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]

@@ -1,0 +1,142 @@
+"""A job in which everything goes wrong for a while, and then nothing does: it must end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from simulator import Agent, Broken, Simulation
+
+from phalanx.core.node_events import Start
+from phalanx.core.rounds import Options
+
+
+class Outcome(NamedTuple):
+    """How a run ended; equal for equal seeds."""
+
+    seed: int
+    ends: tuple[tuple[str, str], ...]
+    rounds: int
+    finished_at: float
+    messages: tuple[int, int, int]
+    trace: tuple[str, ...]
+
+
+class Chaos:
+    """One seeded run: a plan of faults over a simulation."""
+
+    def __init__(self, seed: int, *, tracing: bool = False) -> None:
+        pick = Simulation(seed, Options()).random
+        nodes = pick.randint(1, 7)
+        low = pick.randint(1, nodes)
+        high = pick.choice([low, nodes, nodes + 2])
+        options = Options(
+            min_nodes=low,
+            max_nodes=max(low, high),
+            max_restarts=pick.randint(0, 4),
+            join_timeout=pick.choice([20.0, 60.0]),
+            last_call=pick.choice([0.0, 0.5, 2.0]),
+            ttl=pick.choice([2.0, 6.0]),
+            store_grace=40.0,
+            prefix="job/",
+        )
+        worst = pick.choice([0.005, 0.05, 0.4])
+        self.sim = Simulation(seed + 1_000_003, options, latency=(0.0005, worst))
+        self.sim.tracing = tracing
+        self.sim.on_start = self._workers
+        self.sim.stop_time = lambda: self.sim.random.choice([0.0, 0.05, 1.5])
+        self.seed, self.nodes = seed, nodes
+        self.work = pick.choice([0.1, 5.0, 25.0])
+        self.fail_chance = pick.choice([0.0, 0.1, 0.5])
+        self.calm_at = 50.0
+        self.sim.duplicates = pick.choice([0.0, 0.2])
+        self.sim.reorder = pick.choice([0.0, 0.2])
+        self.born = 0
+
+    def run(self) -> Outcome:
+        """Play it to the end; raises Broken when an invariant fails or nothing more happens."""
+        sim, chance = self.sim, self.sim.random
+        for _ in range(self.nodes):
+            sim.at(chance.choice([0.0, chance.uniform(0, 5), chance.uniform(0, 30)]), self._new_node)
+        for _ in range(chance.randint(0, 14)):
+            sim.at(chance.uniform(0, self.calm_at), self._fault)
+        sim.at(self.calm_at, self._calm)
+        # After the last fault: a re-form, the work, or a time-out, each a few times over.
+        limit = self.calm_at + 400.0
+        sim.run(limit, stop=lambda: sim.now > self.calm_at and not self._alive())
+        stuck = [a.id for a in self._alive()]
+        if stuck:
+            raise Broken(f"seed {self.seed}: {' '.join(stuck)} neither ended nor progressed")
+        ends = tuple((a.id, a.ended.outcome if a.ended else "dead") for a in sim.agents.values())
+        m = sim.messages
+        return Outcome(
+            self.seed,
+            ends,
+            max(sim.rounds, default=0),
+            round(sim.now, 6),
+            (m["requests"], m["replies"], m["notices"]),
+            tuple(sim.trace),
+        )
+
+    def _alive(self) -> list[Agent]:
+        return [a for a in self.sim.agents.values() if a.alive and a.ended is None]
+
+    def _new_node(self) -> None:
+        self.born += 1
+        name = f"node{self.sim.random.randint(1, 12)}"
+        self.sim.join(name, node_id=f"{name}.{self.born}")
+
+    def _calm(self) -> None:
+        self.fail_chance = self.sim.duplicates = self.sim.reorder = 0.0
+
+    def _workers(self, agent: Agent, start: Start) -> None:
+        chance, run = self.sim.random, agent.run_number
+        ok = chance.random() >= self.fail_chance
+        when = self.work if ok else chance.uniform(0, self.work)
+
+        def end() -> None:
+            if agent.alive and agent.workers == start.round.number and agent.run_number == run:
+                self.sim.end_workers(agent, ok, "exit code 1")
+
+        self.sim.at(self.sim.now + when, end)
+
+    def _fault(self) -> None:
+        sim, chance = self.sim, self.sim.random
+        alive = self._alive()
+        kind = chance.choice(["crash", "host", "sleep", "cut", "cut1", "break", "store", "leave", "drain", "join"])
+        if kind == "store":
+            if sim.store_up:
+                sim.stop_store(chance.choice([0.05, 3.0, 15.0]))
+            return
+        if kind == "join":
+            self._new_node()
+            return
+        if not alive:
+            return
+        agent = chance.choice(alive)
+        if kind in ("crash", "host"):
+            sim.crash(agent, host=kind == "host")
+            if chance.random() < 0.6:
+                sim.at(sim.now + chance.choice([0.1, 5.0]), self._new_node)
+        elif kind == "sleep":
+            sim.sleep(agent, chance.choice([0.5, 4.0, 15.0]))
+        elif kind == "cut":
+            victims = [agent] if chance.random() < 0.5 else alive[: max(1, len(alive) // 2)]
+            seconds = chance.choice([0.5, 3.0, 12.0])
+            for victim in victims:
+                sim.cut(victim, seconds)
+        elif kind == "cut1":
+            up = chance.random() < 0.5
+            sim.cut(agent, chance.choice([1.0, 10.0]), up=up, down=not up)
+        elif kind == "break":
+            if not agent.asleep:
+                agent.locked_out = sim.now + chance.choice([0.0, 0.8, 3.0])
+                sim.break_connection(agent)
+        elif kind == "leave":
+            sim.leave(agent, "SIGTERM")
+        elif kind == "drain" and sim.store_up:
+            sim.put(f"{sim.options.prefix}drain/{agent.id}", b"")
+
+
+def run_seed(seed: int, *, tracing: bool = False) -> Outcome:
+    """One run from nothing but its seed."""
+    return Chaos(seed, tracing=tracing).run()

@@ -1,0 +1,430 @@
+"""A job in virtual time: the real participants and the real store model over a network that misbehaves.
+
+Nothing here reads a clock or the outside world; all chance comes from one seeded generator, so a
+seed is a run. `Simulation` is the mechanism; `chaos` (in chaos.py) decides what goes wrong.
+
+The network: each agent has one connection at a time. What the store sends on a connection stays in
+order (TCP), what agents send may be delayed past each other and delivered twice, also on
+connections that the agent has long given up. A cut holds messages back until it heals, in one
+direction or both. A connection that an agent closes is closed for the store a little later.
+
+Checked all the time (`Broken` is raised at the first violation):
+- two nodes that are awake never run workers of different rounds at the same moment;
+- all nodes start a round with the same members, each rank once, ranks 0..n-1;
+- the store never gives up the lease of a node that is awake and runs workers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.core import node_events as happen
+from phalanx.core.commands import Command, Notice, Put, Reply, Watch
+from phalanx.core.node_events import End, Send, Start, Stop
+from phalanx.core.participant import Participant
+from phalanx.core.rounds import NodeInfo, Options
+from phalanx.store.model import Model
+from phalanx.store.session import Request, Session
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Connection:
+    """One TCP connection: each side may think it open or closed."""
+
+    def __init__(self, agent: Agent, epoch: int) -> None:
+        self.agent, self.epoch = agent, epoch
+        self.client_open = self.server_open = True
+        self.queue: deque[tuple[float, Callable[[], None]]] = deque()  # from the store, in order
+
+
+class Agent:
+    """A node: the real participant and session, and pretended workers."""
+
+    def __init__(self, name: str, node_id: str, options: Options, **info: Any) -> None:
+        self.name, self.id = name, node_id
+        self.participant = Participant(NodeInfo(node_id, name, **info), options)
+        self.session = Session()
+        self.tags: dict[int, int] = {}
+        self.connection: Connection | None = None
+        self.alive, self.asleep, self.asleep_until = True, False, 0.0
+        self.inbox: list[Callable[[], None]] = []
+        self.workers: int | None = None
+        self.ended: End | None = None
+        self.cut_up = self.cut_down = 0.0  # until when nothing goes to / comes from the store
+        self.locked_out = 0.0  # until when it gets no new connection
+        self.timer = 0
+        self.run_number = 0
+
+
+class Simulation:
+    """Virtual time, one store, any number of agents."""
+
+    def __init__(self, seed: int, options: Options, *, latency: tuple[float, float] = (0.001, 0.03)) -> None:
+        self.random = random.Random(seed)
+        self.options, self.latency = options, latency
+        self.now = 0.0
+        self.agents: dict[str, Agent] = {}
+        self.store = Model(history=200)
+        self.store_up, self.epoch, self.store_down_until = True, 1, 0.0
+        self.current: dict[str, Connection] = {}
+        self.duplicates = self.reorder = 0.0
+        self.messages = {"requests": 0, "replies": 0, "notices": 0, "bytes": 0}
+        self.rounds: dict[int, tuple[Any, ...]] = {}
+        self.started: dict[tuple[int, int], str] = {}
+        self.trace: list[str] = []
+        self.tracing = False
+        self.on_start: Callable[[Agent, Start], None] = lambda agent, start: None
+        self.stop_time: Callable[[], float] = lambda: 0.1
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._expiry = float("inf")
+
+    # Time
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        """Call `what` at a virtual time."""
+        self._count += 1
+        heapq.heappush(self._heap, (max(when, self.now), self._count, what))
+
+    def run(self, until: float, *, stop: Callable[[], bool] = lambda: False) -> None:
+        """Let time pass."""
+        while self._heap and self._heap[0][0] <= until and not stop():
+            self.now, _, what = heapq.heappop(self._heap)
+            what()
+        if not stop():
+            self.now = max(self.now, until)
+
+    def say(self, agent: str, text: str) -> None:
+        """A line of the trace."""
+        if self.tracing:
+            self.trace.append(f"{self.now:8.3f}  {agent}: {text}")
+
+    # Agents
+
+    def join(self, name: str, *, node_id: str = "", **info: Any) -> Agent:
+        """A new agent process on a host."""
+        agent = Agent(name, node_id or name, self.options, **info)
+        self.agents[agent.id] = agent
+        self.say(agent.id, "process starts")
+        self._act(agent, agent.participant.start(self.now))
+        self._connect(agent)
+        return agent
+
+    def crash(self, agent: Agent, *, host: bool = False) -> None:
+        """SIGKILL: the workers die with the agent and the kernel closes its socket; or the host dies."""
+        self.say(agent.id, "host lost" if host else "process killed")
+        agent.alive, agent.workers = False, None
+        if not host:
+            self._close_from_client(agent)
+
+    def sleep(self, agent: Agent, seconds: float) -> None:
+        """SIGSTOP now, SIGCONT later: the workers run on meanwhile."""
+        self.say(agent.id, f"process stopped for {seconds:.1f} s")
+        agent.asleep, agent.asleep_until = True, max(agent.asleep_until, self.now + seconds)
+        self.at(self.now + seconds, lambda: self._wake_up(agent))
+
+    def cut(self, agent: Agent, seconds: float, *, up: bool = True, down: bool = True) -> None:
+        """Partition one host from the store."""
+        self.say(agent.id, f"cut off for {seconds:.1f} s{'' if up and down else ' in one direction'}")
+        agent.cut_up = self.now + seconds if up else agent.cut_up
+        agent.cut_down = self.now + seconds if down else agent.cut_down
+
+    def end_workers(self, agent: Agent, ok: bool, detail: str = "") -> None:
+        """The workers of a node end by themselves."""
+        number, agent.workers = agent.workers, None
+        if number is not None:
+            self.say(agent.id, f"workers {'succeeded' if ok else 'failed: ' + detail}")
+            self._tell(agent, happen.WorkersEnded(number, ok, detail))
+
+    def leave(self, agent: Agent, reason: str) -> None:
+        """SIGTERM or a preemption notice."""
+        self._tell(agent, happen.Leave(reason))
+
+    def put(self, key: str, value: bytes) -> None:
+        """A write by somebody outside the job (a drain or close request)."""
+        _, notices = self.store.apply("operator", self._count, self._count, Put(key, value), self.now)
+        self._count += 1
+        self._notify(notices)
+
+    def _tell(self, agent: Agent, event: happen.Event) -> None:
+        if not agent.alive or agent.ended is not None:
+            return
+        if agent.asleep:
+            agent.inbox.append(lambda: self._tell(agent, event))
+            return
+        before = (agent.participant.leading, agent.participant.reason)
+        actions = agent.participant.step(self.now, event)
+        if agent.participant.leading and not before[0]:
+            self.say(agent.id, "leads")
+        if agent.participant.leading and agent.participant.reason != before[1]:
+            self.say(agent.id, f"({agent.participant.reason})")
+        self._act(agent, actions)
+
+    def _wake_up(self, agent: Agent) -> None:
+        if agent.alive and agent.asleep and agent.asleep_until <= self.now:
+            agent.asleep = False
+            self.say(agent.id, "process continued")
+            inbox, agent.inbox = agent.inbox, []
+            self._tell(agent, happen.Tick())
+            self._check_one_round(agent)
+            for deliver in inbox:
+                deliver()
+
+    def _act(self, agent: Agent, actions: list[happen.Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(tag, command):
+                    self._ask(agent, tag, command)
+                case Start():
+                    self._start(agent, action)
+                case Stop(number, reason, at_once):
+                    self._stop(agent, number, reason, at_once)
+                case End(outcome, reason):
+                    self.say(agent.id, f"ends: {outcome} ({reason})")
+                    agent.ended, agent.workers = action, None
+                    # What is still to be said is said before the connection closes.
+                    self.at(self.now + self.latency[1], lambda: self._close_from_client(agent))
+        agent.timer += 1
+        wake = agent.participant.wake_at()
+        if wake is not None and agent.ended is None:
+            timer = agent.timer
+            self.at(wake, lambda: self._tell(agent, happen.Tick()) if agent.timer == timer else None)
+
+    def _start(self, agent: Agent, start: Start) -> None:
+        members = tuple((m.id, m.incarnation) for m in start.round.members)
+        number = start.round.number
+        self.say(agent.id, f"starts workers: round {number}, rank {start.rank} of {len(members)}")
+        if self.rounds.setdefault(number, members) != members:
+            raise Broken(f"round {number} has two sets of members: {self.rounds[number]} and {members}")
+        if members[start.rank][0] != agent.id or len(set(members)) != len(members):
+            raise Broken(f"{agent.id} starts as rank {start.rank} of {members}")
+        if self.started.setdefault((number, start.rank), agent.id) != agent.id:
+            raise Broken(f"rank {start.rank} of round {number} was started twice")
+        if agent.workers is not None:
+            raise Broken(f"{agent.id} starts round {number} over round {agent.workers}")
+        agent.workers, agent.run_number = number, agent.run_number + 1
+        self._check_one_round(agent)
+        self.on_start(agent, start)
+
+    def _stop(self, agent: Agent, number: int, reason: str, at_once: bool) -> None:
+        self.say(agent.id, f"stops workers{' at once' if at_once else ''}: {reason}")
+        run = agent.run_number
+
+        def stopped() -> None:
+            if agent.alive and agent.run_number == run:
+                agent.workers = None
+                self._tell(agent, happen.WorkersStopped(number))
+
+        if at_once:
+            agent.workers = None
+            self.at(self.now, stopped)
+        else:
+            self.at(self.now + self.stop_time(), stopped)
+
+    def _check_one_round(self, agent: Agent) -> None:
+        if agent.workers is None:
+            return
+        for other in self.agents.values():
+            if other.workers not in (None, agent.workers) and not other.asleep:
+                raise Broken(
+                    f"at {self.now:.3f} {agent.id} runs round {agent.workers}, {other.id} round {other.workers}"
+                )
+
+    # The agent's end of the network
+
+    def _delay(self) -> float:
+        return self.random.uniform(*self.latency)
+
+    def _connect(self, agent: Agent) -> None:
+        began = self.now
+
+        def arrive() -> None:
+            if not agent.alive or agent.ended is not None:
+                return
+            if agent.asleep:
+                self.at(agent.asleep_until + 0.001, lambda: self._connect(agent))
+            elif max(agent.cut_up, agent.cut_down, agent.locked_out) > self.now:
+                self.at(self.now + 0.5, lambda: self._connect(agent))
+            elif not self.store_up:
+                self._tell(agent, happen.Refused(began))
+                self.at(self.now + 0.2, lambda: self._connect(agent))
+            else:
+                agent.connection = Connection(agent, self.epoch)
+                old = self.current.get(agent.id)
+                if old is not None:
+                    old.server_open = False
+                    self.store.hang_up(agent.id)
+                self.current[agent.id] = agent.connection
+                for request in agent.session.resume():
+                    self._transmit(agent, request)
+                self._tell(agent, happen.Connected())
+
+        self.at(self.now + self._delay(), arrive)
+
+    def break_connection(self, agent: Agent) -> None:
+        """The agent finds its connection dead and makes a new one."""
+        if agent.connection is not None and agent.alive and agent.ended is None:
+            self.say(agent.id, "connection lost")
+            self._close_from_client(agent)
+            self._tell(agent, happen.Disconnected())
+            self._connect(agent)
+
+    def _close_from_client(self, agent: Agent) -> None:
+        connection, agent.connection = agent.connection, None
+        if connection is not None:
+            connection.client_open = False
+            self._up(agent, connection, lambda: self._server_hears_close(connection))
+
+    def _ask(self, agent: Agent, tag: int, command: Command) -> None:
+        request = agent.session.ask(command)
+        agent.tags[request.number] = tag
+        if agent.connection is not None:
+            self._transmit(agent, request)
+
+    def _transmit(self, agent: Agent, request: Request) -> None:
+        connection = agent.connection
+        assert connection is not None
+        copies = 2 if self.random.random() < self.duplicates else 1
+        for _ in range(copies):
+            self.messages["requests"] += 1
+            self._up(agent, connection, lambda: self._serve(connection, request))
+        watched = request.number
+        self.at(self.now + self.options.ttl / 2, lambda: self._miss(agent, connection, watched))
+
+    def _miss(self, agent: Agent, connection: Connection, number: int) -> None:
+        """No answer for long: the client gives the connection up."""
+        if agent.connection is connection and number in agent.tags and not agent.asleep:
+            self.break_connection(agent)
+
+    def _up(self, agent: Agent, connection: Connection, what: Callable[[], None]) -> None:
+        delay = self._delay() + (self.random.uniform(0, 0.5) if self.random.random() < self.reorder else 0)
+
+        def arrive() -> None:
+            if agent.cut_up > self.now:
+                self.at(agent.cut_up + self._delay(), arrive)
+            elif connection.server_open and connection.epoch == self.epoch and self.store_up:
+                what()
+
+        self.at(self.now + delay, arrive)
+
+    # The store's end
+
+    def stop_store(self, seconds: float) -> None:
+        """Kill the store; it comes back with its journal."""
+        self.say("store", f"down for {seconds:.1f} s")
+        self.store_up, self.epoch = False, self.epoch + 1
+        self.store_down_until = self.now + seconds
+        for connection in list(self.current.values()):
+            self.store.hang_up(connection.agent.id)
+            agent = connection.agent
+            self.at(self.now + self._delay(), lambda a=agent, c=connection: self._store_hung_up(a, c))
+        self.current.clear()
+        self.at(self.now + seconds, self._store_back)
+
+    def _store_hung_up(self, agent: Agent, connection: Connection) -> None:
+        if agent.connection is not connection or not agent.alive:
+            return
+        if agent.asleep or agent.cut_down > self.now:
+            late = max(agent.cut_down, agent.asleep_until)
+            self.at(late + 0.001, lambda: self._store_hung_up(agent, connection))
+        else:
+            self.break_connection(agent)
+
+    def _store_back(self) -> None:
+        if self.now >= self.store_down_until and not self.store_up:
+            self.say("store", "up again")
+            self.store_up = True
+            self.store.renew_all(self.now)
+            self._watch_leases()
+
+    def _server_hears_close(self, connection: Connection) -> None:
+        connection.server_open = False
+        if self.current.get(connection.agent.id) is connection:
+            del self.current[connection.agent.id]
+            self.store.hang_up(connection.agent.id)
+            self.store.shorten(connection.agent.id, self.now + self.options.linger)
+            self._watch_leases()
+
+    def _serve(self, connection: Connection, request: Request) -> None:
+        session = connection.agent.id
+        if self.current.get(session) is not connection and isinstance(request.command, Watch):
+            return
+        reply, notices = self.store.apply(session, *request, self.now)
+        self._down(connection, lambda: self._answered(connection, request.number, reply), reply.entries)
+        self.messages["replies"] += 1
+        if isinstance(request.command, Watch):
+            missed = self.store.replay(session, request.command)
+            if missed is not None:
+                notices = [(session, missed), *notices]
+        self._notify(notices)
+        self._watch_leases()
+
+    def _notify(self, notices: list[tuple[str, Notice]]) -> None:
+        for session, notice in notices:
+            connection = self.current.get(session)
+            if connection is not None:
+                self.messages["notices"] += 1
+                told = lambda c=connection, n=notice: self._noticed(c, n)  # noqa: E731 - bound here
+                self._down(connection, told, [c.entry for c in notice.changes])
+
+    def _down(self, connection: Connection, what: Callable[[], None], entries: Any = ()) -> None:
+        self.messages["bytes"] += sum(len(e.value) for e in entries)
+        ready = self.now + self._delay()
+        connection.queue.append((ready, what))
+        self.at(ready, lambda: self._pump(connection))
+
+    def _pump(self, connection: Connection) -> None:
+        """Hand over what has arrived, in order, unless the way is cut or the agent sleeps."""
+        agent, queue = connection.agent, connection.queue
+        while queue and queue[0][0] <= self.now and connection.client_open and agent.alive:
+            if agent.asleep or agent.cut_down > self.now:
+                self.at(max(agent.cut_down, agent.asleep_until) + 0.001, lambda: self._pump(connection))
+                return
+            queue.popleft()[1]()
+
+    def _answered(self, connection: Connection, number: int, reply: Reply) -> None:
+        agent = connection.agent
+        if not connection.client_open or agent.ended is not None:
+            return
+        requests, result = agent.session.answered(number, reply)
+        for request in requests:
+            self._transmit(agent, request)
+        tag = agent.tags.pop(number, None)
+        if isinstance(result, Notice):
+            self._tell(agent, happen.Noticed(result))
+        elif result is not None and tag is not None:
+            self._tell(agent, happen.Answer(tag, result))
+
+    def _noticed(self, connection: Connection, notice: Notice) -> None:
+        if connection.client_open and connection.agent.ended is None:
+            fresh = connection.agent.session.noticed(notice)
+            if fresh is not None:
+                self._tell(connection.agent, happen.Noticed(fresh))
+
+    def _watch_leases(self) -> None:
+        due = self.store.next_expiry(self.now)
+        if due is not None and due < self._expiry:
+            self._expiry = due
+            self.at(due, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = float("inf")
+        if self.store_up:
+            for number in self.store.expired(self.now):
+                notices = self.store.revoke(number)
+                self._check_lease(number)
+                self._notify(notices)
+            self._watch_leases()
+
+    def _check_lease(self, number: int) -> None:
+        for agent in self.agents.values():
+            if agent.workers is None or agent.asleep or agent.participant.lease != number:
+                continue
+            raise Broken(f"at {self.now:.3f} the lease of {agent.id} ended while it ran round {agent.workers}")

@@ -1,0 +1,217 @@
+"""The `phalanx` command: dispatch, exit codes, help, completion, and the bug report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phalanx import __version__, cli
+from phalanx.cli import completion, env, main
+from phalanx.cli import help as help_module
+from phalanx.config import parse
+from phalanx.options import OPTIONS
+
+
+@pytest.fixture
+def fake_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[list[str]], int]], None]:
+    """Put a function in the place of the real launch: what is tested here is the way to it."""
+
+    def install(body: Callable[[list[str]], int]) -> None:
+        module = types.ModuleType("fake_run_command")
+        module.main = body  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "fake_run_command", module)
+        monkeypatch.setitem(cli.COMMANDS, "run", ("fake_run_command", "run a script"))
+
+    return install
+
+
+def parsing(argv: list[str]) -> int:
+    parse(argv, {})
+    return 0
+
+
+def test_run_gets_its_words_and_its_code_comes_back(fake_run: Callable[..., None]) -> None:
+    seen: list[list[str]] = []
+    fake_run(lambda argv: seen.append(argv) or 17)
+    assert main(["run", "--tee", "3", "s.py", "-h"]) == 17
+    assert seen == [["--tee", "3", "s.py", "-h"]]
+
+
+def test_bad_usage_is_one_line_and_code_2(
+    fake_run: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_run(parsing)
+    assert main(["run", "--nnodes", "4:2", __file__]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "phalanx run: --nnodes 4:2: the minimum is larger than the maximum\n"
+
+
+def test_a_value_error_of_the_program_is_not_taken_for_bad_usage(fake_run: Callable[..., None]) -> None:
+    def broken(argv: list[str]) -> int:
+        raise ValueError("a bug")
+
+    fake_run(broken)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["run"])
+
+
+def test_interrupt_is_130(fake_run: Callable[..., None]) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    fake_run(interrupted)
+    assert main(["run"]) == 130
+
+
+@pytest.mark.parametrize("argv", [["run", "--help"], ["run", "--nnodes", "x", "-h"], ["help", "run"]])
+def test_help_of_run(
+    fake_run: Callable[..., None], capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    fake_run(parsing)
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out == help_module.run_help()
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert out.count("  phalanx run ") == 3
+    for option in OPTIONS:
+        assert option.name in out
+
+
+@pytest.mark.parametrize("example", range(3))
+def test_the_examples_in_the_help_are_valid(
+    example: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "package").mkdir()
+    monkeypatch.setattr("phalanx.checks.resolve_nproc", lambda *_, **__: 4)
+    lines = help_module.EXAMPLES.replace("\\\n", "").splitlines()
+    commands = [line.split() for line in lines if line.startswith("  phalanx run")]
+    assert parse(commands[example][2:], {}).local_world_size == 4
+
+
+def test_overview_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in cli.COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"phalanx {__version__}\n"
+    assert main([]) == 2
+    assert "Commands" in capsys.readouterr().err
+    assert main(["rnu"]) == 2
+    assert "did you mean phalanx run?" in capsys.readouterr().err
+    assert main(["train.py"]) == 2
+    assert "phalanx run train.py" in capsys.readouterr().err
+    assert main(["help", "nothing"]) == 2
+    assert main(["env", "--yaml"]) == 2
+    assert main(["completion", "tcsh"]) == 2
+    assert main(["help", "env"]) == 0
+
+
+def complete(words: list[str], tmp_path: Path) -> set[str]:
+    """Press Tab at the end of these words in a real bash."""
+    quoted = " ".join(f"'{word}'" for word in words)
+    code = (
+        f"{completion.script('bash')}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}\n"
+        '_phalanx; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "--norc", "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
+def test_bash_completion(tmp_path: Path) -> None:
+    assert complete(["phalanx", "r"], tmp_path) == {"run"}
+    assert complete(["phalanx", "run", "--nproc"], tmp_path) == {"--nproc-per-node"}
+    assert complete(["phalanx", "run", "--nproc_per_node", ""], tmp_path) == {"auto", "gpu", "xpu", "cpu"}
+    assert complete(["phalanx", "run", "--tee", "3", "--numa-binding", "s"], tmp_path) == {"socket"}
+    assert complete(["phalanx", "run", "--standalone", "train.py", "--n"], tmp_path) == set()
+    assert complete(["phalanx", "completion", "z"], tmp_path) == {"zsh"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_name_every_option_and_parse(shell: str, tmp_path: Path) -> None:
+    text = completion.script(shell)
+    for option in OPTIONS:
+        assert (option.name if shell != "fish" else f"-l {option.name[2:]} ") in text + " "
+    program = shutil.which(shell)
+    if program:
+        path = tmp_path / "completion"
+        path.write_text(text)
+        subprocess.run([program, "-n", str(path)], check=True, timeout=60)
+
+
+def test_completion_is_reached_from_run(
+    fake_run: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_run(parsing)
+    assert main(["run", "--print-completion", "bash"]) == 0
+    assert capsys.readouterr().out == completion.script("bash")
+
+
+def test_report_has_every_section_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PHALANX_TOKEN", "hunter2")
+    monkeypatch.setenv("NCCL_AUTH_THING", "hunter2")
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "http://me:hunter2@host:1")
+    monkeypatch.setenv("PET_NNODES", "2:4")
+    monkeypatch.setenv("UNRELATED_THING", "not to be seen")
+    assert main(["env", "--json"]) == 0
+    text = capsys.readouterr().out
+    facts = json.loads(text)
+    assert {"versions", "machine", "devices", "limits", "container", "packages", "variables"} <= facts.keys()
+    assert not [name for name, section in facts.items() if "failed" in section]
+    assert facts["versions"]["phalanx"] == __version__
+    assert facts["variables"]["PET_NNODES"] == "2:4"
+    assert facts["variables"]["PET_RDZV_ENDPOINT"].endswith("@host:1")
+    assert main(["env"]) == 0
+    text += capsys.readouterr().out
+    assert "hunter2" not in text
+    assert "not to be seen" not in text
+
+
+def test_report_survives_a_section_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> int:
+        raise OSError("driver on fire")
+
+    monkeypatch.setattr("phalanx.launch.devices.count_gpus", broken)
+    facts = env.collect({})
+    assert facts["devices"] == {"failed": "OSError: driver on fire"}
+    assert "kernel" in facts["machine"]
+
+
+def test_report_into_a_closed_pipe_is_quiet() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", "env"],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert done.stderr == b""
+    assert done.returncode == 141
+
+
+def test_python_m_phalanx() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"phalanx {__version__}\n"

@@ -1,0 +1,424 @@
+"""The command line and the variables of a run: torchrun's, ours, and what is refused with which words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx import config as config_module
+from phalanx.config import (
+    InformationRequested,
+    RunConfig,
+    from_namespace,
+    get_args_parser,
+    parse,
+    worker_command,
+)
+from phalanx.errors import UsageError
+from phalanx.options import OPTIONS, scan, split_list
+
+PATH = {"PATH": os.environ.get("PATH", os.defpath)}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n")
+    return str(path)
+
+
+def ask(*argv: str, **environ: str) -> RunConfig:
+    return parse(argv, {**PATH, **environ})
+
+
+def refusal(*argv: str, **environ: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        ask(*argv, **environ)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- the same as torchrun -------------------------------------------------------------------------------
+
+
+def torch_parser() -> Any:
+    return pytest.importorskip("torch.distributed.run").get_args_parser()
+
+
+def options_of(parser: Any) -> dict[str, Any]:
+    return {action.dest: action for action in parser._actions}
+
+
+def test_every_torchrun_option_has_the_same_names_default_and_choices() -> None:
+    ours = options_of(get_args_parser({}))
+    for dest, theirs in options_of(torch_parser()).items():
+        mine = ours[dest]
+        assert mine.option_strings == list(theirs.option_strings), dest
+        assert mine.default == theirs.default, dest
+        assert (mine.choices or None) == (theirs.choices or None), dest
+        assert mine.nargs == theirs.nargs, dest
+        assert mine.const == theirs.const, dest
+
+
+def test_every_torchrun_option_reads_the_same_variable(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    samples = {"int": "7", "float": "7.5", "flag": "1", "list": "a,b", "str": "7"}
+    names = {option.dest: samples[option.kind] for option in OPTIONS}
+    pretend = {f"PET_{dest.upper()}": value for dest, value in names.items()}
+    for name, value in pretend.items():
+        monkeypatch.setenv(name, value)
+    theirs = vars(torch_parser().parse_args([script]))
+    mine = vars(get_args_parser(pretend).parse_args([script]))
+    assert {dest: mine[dest] for dest in theirs} == theirs
+
+
+ARGVS = [
+    ["s.py"],
+    ["--nnodes", "2:4", "--nproc_per_node=3", "s.py", "--nnodes", "9", "-h", "--", "x"],
+    ["--", "s.py", "--", "a"],
+    ["--nproc-per-node", "2", "--", "--odd.py", "a"],
+    ["-r3", "-t=1", "s.py"],
+    ["-mt1", "mod", "-m"],
+    ["-mr", "0:3,1:0", "mod"],
+    ["--redirect", "3", "--no-pyth", "echo", "hi"],
+    ["--role", "a b", "s.py"],
+    ["--role=-x", "s.py"],
+    ["--node-rank", "-1", "s.py"],
+    ["--rdzv-conf=", "s.py"],
+    ["--max-restarts", "1", "--max_restarts", "2", "s.py"],
+    ["-"],
+    ["-5", "s.py"],
+    ["s.py", ""],
+    ["--duplicate-stdout-filters", "a,,b,c", "s.py"],
+]
+
+
+@pytest.mark.parametrize("argv", ARGVS, ids=" ".join)
+def test_words_are_split_as_torchrun_splits_them(argv: list[str]) -> None:
+    theirs = torch_parser().parse_args(argv)
+    found = scan(argv)
+    assert (found.script, list(found.script_args)) == (theirs.training_script, theirs.training_script_args)
+    defaults = torch_parser().parse_args(["s.py"])
+    for dest, value in vars(theirs).items():
+        if not dest.startswith("training") and value != getattr(defaults, dest):
+            raw = found.values[dest]
+            assert value in (raw, raw == "1", split_list(raw)) or value == float(raw)
+
+
+# fmt: off
+_WORDS = st.sampled_from([
+    "--nnodes", "--nproc_per_node", "--standalone", "-m", "-r", "-r3", "-t=2", "-mt1", "--redirect",
+    "--rdzv-conf=a=b", "--role=x", "--no-python", "2", "0", "s.py", "-1", "--grace", "5", "a=b", "-q",
+])
+# fmt: on
+
+
+@given(st.lists(_WORDS, max_size=7))
+def test_scanner_and_argparse_agree_on_any_words(argv: list[str]) -> None:
+    parser = get_args_parser({})
+    parser.error = lambda message: (_ for _ in ()).throw(ValueError(message))  # type: ignore[method-assign]
+    argv = [*argv, "s.py"]
+    try:
+        theirs = parser.parse_args(argv)
+    except ValueError:
+        return  # where argparse refuses we may refuse later, when the value is checked
+    found = scan(argv)
+    assert (found.script, list(found.script_args)) == (theirs.training_script, theirs.training_script_args)
+
+
+# --- sources and defaults -------------------------------------------------------------------------------
+
+
+def test_defaults(script: str) -> None:
+    run = ask(script, "--lr", "0.1")
+    assert (run.local_world_size, run.min_nodes, run.max_nodes, run.role) == (1, 1, 1, "default")
+    assert (run.max_restarts, run.monitor_interval, run.shutdown_timeout) == (0, 0.1, 30.0)
+    assert (run.rdzv_backend, run.rdzv_endpoint, run.standalone) == ("phalanx", "localhost:0", True)
+    assert (run.redirects, run.tee, run.log_dir, run.local_ranks_filter) == ("0", "0", None, None)
+    assert (run.omp_num_threads, run.start_method, run.warnings) == (None, "spawn", ())
+    assert worker_command(run) == (sys.executable, (script, "--lr", "0.1"))
+
+
+def test_argument_beats_variable_beats_default(script: str) -> None:
+    assert ask("--nproc-per-node", "3", script, PET_NPROC_PER_NODE="2").local_world_size == 3
+    assert ask(script, PET_NPROC_PER_NODE="2").local_world_size == 2
+    assert ask(script, PET_NPROC_PER_NODE="").local_world_size == 1
+    assert ask(script, PHALANX_GRACE="4", PET_TEE="3").tee == "3"
+
+
+def test_grace_has_two_names_and_an_argument_beats_any_variable(script: str) -> None:
+    assert ask("--grace", "2.5", "--shutdown-timeout", "9", script).shutdown_timeout == 2.5
+    assert ask("--shutdown-timeout", "9", script, PHALANX_GRACE="4").shutdown_timeout == 9
+    assert ask("--grace", "0", script, PET_SHUTDOWN_TIMEOUT="9").shutdown_timeout == 0
+    assert ask(script, PHALANX_GRACE="4", PET_SHUTDOWN_TIMEOUT="9").shutdown_timeout == 4
+    assert ask(script, PET_SHUTDOWN_TIMEOUT="9", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").shutdown_timeout == 9
+    assert ask(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").shutdown_timeout == 7
+
+
+def test_threads_are_limited_only_when_workers_share_and_nobody_chose(script: str) -> None:
+    assert ask("--nproc-per-node", "2", script).omp_num_threads == 1
+    assert ask("--nproc-per-node", "2", script, OMP_NUM_THREADS="3").omp_num_threads is None
+    assert ask(script).omp_num_threads is None
+
+
+def test_script_arguments_are_never_touched(script: str) -> None:
+    tail = ("--nnodes", "9", "-h", "--", "--help", "", "--nproc_per_node=x", "${local_rank}")
+    run = ask("--tee", "3", script, *tail)
+    assert run.script_args == tail
+    assert run.max_nodes == 1
+    assert ask("--", script, *tail).script_args == tail
+
+
+def test_prefix_template_flag_beats_variable(script: str) -> None:
+    name = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+    assert ask(script, **{name: "A"}).log_line_prefix_template == "A"
+    assert ask("--log-line-prefix-template", "B", script, **{name: "A"}).log_line_prefix_template == "B"
+
+
+def test_a_shortened_option_may_match_both_spellings_of_one(script: str) -> None:
+    assert ask("--nproc", "2", script).local_world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), ("phalanx", "localhost:0", True)),
+        (("--nnodes", "1"), ("phalanx", "localhost:0", True)),
+        (("--master-addr", "localhost"), ("phalanx", "localhost:0", True)),
+        (("--standalone", "--rdzv-endpoint", "elsewhere:1"), ("phalanx", "localhost:0", True)),
+        (("--rdzv-backend", "c10d"), ("phalanx", "localhost:0", False)),
+        (("--rdzv-backend", "c10d", "--rdzv-endpoint", "h:5"), ("phalanx", "h:5", False)),
+        (("--master-port", "29777"), ("static", "127.0.0.1:29777", False)),
+        (("--master-port", "0"), ("static", "127.0.0.1:0", False)),
+        (("--rdzv-endpoint", "localhost:29888"), ("static", "localhost:29888", False)),
+        (("--nnodes", "2"), ("static", "127.0.0.1:29500", False)),
+        (("--nnodes", "2", "--master-addr", "fe80::1"), ("static", "[fe80::1]:29500", False)),
+        (("--nnodes", "2", "--master-addr", "[::1]", "--master-port", "7"), ("static", "[::1]:7", False)),
+        (("--nnodes", "1:4", "--rdzv-backend", "phalanx"), ("phalanx", "localhost:29400", False)),
+    ],
+)
+def test_where_nodes_meet(script: str, argv: tuple[str, ...], expected: tuple[str, str, bool]) -> None:
+    run = ask(*argv, script)
+    assert (run.rdzv_backend, run.rdzv_endpoint, run.standalone) == expected
+
+
+def test_run_id_is_unique_unless_given(script: str) -> None:
+    assert ask(script).run_id != ask(script).run_id
+    assert ask("--rdzv-id", "job7", script).run_id == "job7"
+    assert ask("--nnodes", "2", script).run_id == "none"
+
+
+def test_worker_commands(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    python = sys.executable
+    assert worker_command(ask("-m", "train", "a")) == (python, ("-m", "train", "a"))
+    assert worker_command(ask("-m", "json.tool")) == (python, ("-m", "json.tool"))
+    assert worker_command(ask("--no-python", "sh", "-c", "x")) == ("sh", ("-c", "x"))
+    assert worker_command(ask("--run-path", "--no-python", script, "a")) == (python, (script, "a"))
+    assert worker_command(ask(script, PYTHON_EXEC="sh")) == ("sh", (script,))
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("")
+    assert worker_command(ask("package")) == (python, ("package",))
+
+
+def test_lists_and_settings(script: str) -> None:
+    run = ask(
+        "--rdzv-conf", "a=1, b = x=y ,", "--local-ranks-filter", "0, 1", "--nproc-per-node", "2", script
+    )
+    assert run.rdzv_conf == {"a": "1", "b": "x=y"}
+    assert run.local_ranks_filter == {0, 1}
+    assert ask("--duplicate-stdout-filters", "a,,b,c", script).duplicate_stdout_filters == ("a,b", "c")
+    assert ask("--no-restart-on", "2,137,SIGABRT,-11", script).no_restart_on == {2, 137, 134, 139}
+
+
+def test_namespace_gives_the_same_run(script: str) -> None:
+    argv = [
+        "--nproc-per-node",
+        "2",
+        "--tee",
+        "3",
+        "--duplicate-stderr-filters",
+        "a,,b,c",
+        "--rdzv-id",
+        "j",
+        script,
+        "-h",
+    ]
+    environ = {**PATH, "PET_MAX_RESTARTS": "4", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
+    assert from_namespace(get_args_parser(environ).parse_args(argv), environ) == parse(argv, environ)
+
+
+def test_a_run_cannot_be_changed_only_copied(script: str) -> None:
+    run = ask(script)
+    with pytest.raises(AttributeError, match="replace"):
+        run.role = "other"
+    assert run.replace(role="other").role == "other"
+    assert run.role == "default"
+    with pytest.raises(TypeError, match="rol"):
+        run.replace(rol="other")
+
+
+def test_help_and_completion_stop_the_parse() -> None:
+    for argv, what in (
+        (["-h"], "help"),
+        (["--nnodes", "x", "--help"], "help"),
+        (["--print-completion", "zsh"], "completion"),
+    ):
+        with pytest.raises(InformationRequested) as caught:
+            parse(argv, {})
+        assert caught.value.what == what
+
+
+# --- refused, with the value and what to do ---------------------------------------------------------------
+
+REFUSED = [
+    (["--nnodes", "4:2"], "--nnodes 4:2: the minimum is larger"),
+    (["--nnodes", "0"], "--nnodes 0: at least one"),
+    (["--nnodes", "1:2:3"], "--nnodes 1:2:3: use a number"),
+    (["--nnodes", "two"], "--nnodes two:"),
+    (["--nnodes", "2:4"], "static needs a fixed number"),
+    (["--standalone", "--nnodes", "2"], "--standalone with --nnodes 2"),
+    (["--nproc-per-node", "0"], "--nproc-per-node 0: at least one"),
+    (["--nproc-per-node", "-2"], "--nproc-per-node -2: at least one"),
+    (["--nproc-per-node", "many"], "--nproc-per-node many: use a number, auto"),
+    (["--max-restarts", "-1"], "--max-restarts -1: must be 0 or more"),
+    (["--max-restarts", "1.5"], "--max-restarts 1.5: not a whole number"),
+    (["--monitor-interval", "0"], "--monitor-interval 0: must be"),
+    (["--monitor-interval", "nan"], "--monitor-interval nan: must be"),
+    (["--master-port", "70000"], "--master-port 70000: must be between 0 and 65535"),
+    (["--node-rank", "-1"], "--node-rank -1: must be 0 or more"),
+    (["--nnodes", "2", "--node-rank", "2"], "--node-rank 2: node ranks go from 0 to 1"),
+    (["--rdzv-endpoint", "host:port"], "--rdzv-endpoint host:port: write HOST:PORT"),
+    (["--rdzv-endpoint", "host:"], "--rdzv-endpoint host:: write HOST:PORT"),
+    (["--rdzv-conf", "a"], "'a' is not key=value"),
+    (["--rdzv-backend", "etcd-v2"], "v3"),
+    (["--rdzv-backend", "etcd"], "needs --rdzv-endpoint"),
+    (["--rdzv-backend", "zoo"], "--rdzv-backend zoo: no such backend"),
+    (["--rdzv-id", "../x"], "--rdzv-id ../x:"),
+    (["--rdzv-id", "a\nb"], "--rdzv-id a"),
+    (["--role", "a/b"], "--role a/b:"),
+    (["--role="], "--role: a role is"),
+    (["--start-method", "thread"], "--start-method thread: choose one of spawn"),
+    (["--numa-binding", "near"], "--numa-binding near: choose one of node"),
+    (["-r", "4"], "--redirects 4: use 0, 1, 2 or 3"),
+    (["-t", "0:3,x"], "--tee 0:3,x: use"),
+    (["--tee="], "--tee: use"),
+    (["--local-ranks-filter", "a,b"], "--local-ranks-filter a,b: write local ranks"),
+    (["--shutdown-timeout", "-1"], "--shutdown-timeout -1: must be 0 or more"),
+    (["--grace", "inf"], "--grace inf: must be"),
+    (["--restart-window", "0"], "--restart-window 0: must be"),
+    (["--no-restart-on", "2,SIGFOO"], "'SIGFOO' is neither"),
+    (["--no-restart-on", "0"], "'0' is neither"),
+    (["--logs-specs", "nope"], "--logs-specs nope: no such plug-in"),
+    (["--attach", "1"], "--attach 1: ranks go from 0 to 0"),
+    (["--attach", "0", "--detach"], "--attach 0 and --detach"),
+    (["-q", "--verbose"], "--quiet and --verbose"),
+    (["-m", "--no-python"], "--module and --no-python"),
+    (["--standalone=1"], "--standalone takes no value"),
+    (["--role", "--tee", "3"], "--role needs a value, but '--tee' follows"),
+    (["--nproc-per-nod3", "2"], "did you mean --nproc-per-node?"),
+    (["--nproc_per_nodes", "2"], "did you mean --nproc-per-node?"),
+    (["--num_processes", "2"], "did you mean --nproc-per-node?"),
+    (["-n", "2"], "did you mean --nproc-per-node?"),
+    (["--lr", "2"], "--lr: no such option"),
+    (["-x"], "-x: no such option"),
+    (["--log", "d"], "--log could be --log-dir"),
+    (["--print-completion", "tcsh"], "--print-completion tcsh:"),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), REFUSED, ids=lambda value: str(value)[:40])
+def test_bad_input_is_refused_in_one_line_that_names_the_value(
+    script: str, argv: list[str], words: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse([*argv, script], PATH)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("PET_NNODES", "4:2", "the minimum is larger"),
+        ("PET_NPROC_PER_NODE", "lots", "use a number"),
+        ("PET_MAX_RESTARTS", "x", "not a whole number"),
+        ("PET_STANDALONE", "maybe", "use 1 or 0"),
+        ("PET_START_METHOD", "thread", "choose one of"),
+        ("PET_MASTER_PORT", "70000", "must be between"),
+        ("PHALANX_GRACE", "-3", "must be 0 or more"),
+        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon", "number of seconds"),
+        ("PYTHON_EXEC", "/no/such/python", "no such program"),
+    ],
+)
+def test_a_bad_variable_is_named(script: str, name: str, value: str, words: str) -> None:
+    message = refusal(script, **{name: value})
+    assert message.startswith(f"{name}={value}: ")
+    assert words in message
+
+
+def test_no_gpu_is_said_with_what_hides_it(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.launch.devices.nvidia_gpus", lambda root: [])
+    monkeypatch.setattr("phalanx.launch.devices._amd_gpus", lambda root: 0)
+    assert "no GPU is visible here (CUDA_VISIBLE_DEVICES='')" in refusal(
+        "--nproc-per-node", "gpu", script, CUDA_VISIBLE_DEVICES=""
+    )
+
+
+def test_scripts_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").write_text("")
+    (tmp_path / "folder").mkdir()
+    assert "no script given" in refusal()
+    assert "no script given" in refusal("--tee", "3")
+    assert "absent.py: no such script" in refusal("absent.py")
+    assert "did you mean here.py?" in refusal("here")
+    assert "--no-python" in refusal("sh")
+    assert "folder: a directory without __main__.py" in refusal("folder")
+    assert "not found on PATH" in refusal("--no-python", "no-such-program-anywhere")
+    assert "not an executable file" in refusal("--no-python", "./here.py")
+    assert "write ./here.py" in refusal("--no-python", "here.py")
+    assert "drop -m" in refusal("-m", "here.py")
+    assert "no module 'absent_module'" in refusal("-m", "absent_module.train")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_script(script: str) -> None:
+    os.chmod(script, 0)
+    assert "cannot be read" in refusal(script)
+
+
+def test_log_dir_that_is_a_file(script: str) -> None:
+    assert "is a file" in refusal("--log-dir", script, script)
+
+
+def test_doubtful_input_is_a_warning_not_an_end(script: str) -> None:
+    run = ask("--signals-to-handle", "SIGTERM,SIGFOO", "-r", "5:3", "--local-ranks-filter", "9", script)
+    assert len(run.warnings) == 3
+    assert "SIGFOO" in run.warnings[0]
+    assert run.signals_to_handle == "SIGTERM,SIGFOO"
+
+
+def test_a_flag_here_overrules_a_variable_that_says_the_opposite(script: str) -> None:
+    run = ask("--verbose", script, PHALANX_QUIET="1")
+    assert (run.quiet, run.verbose) == (False, True)
+
+
+def test_import_stays_cheap() -> None:
+    """The launcher's start is measured in milliseconds: none of the costly modules may creep in."""
+    costly = "argparse dataclasses typing re inspect enum logging signal subprocess json asyncio"
+    code = (
+        "import sys; before = set(sys.modules); import phalanx.config as c\n"
+        f"c.parse(['--standalone', '--nproc-per-node', '2', {config_module.__file__!r}], {{}})\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert not set(costly.split()) & set(done.stdout.split())

@@ -1,0 +1,216 @@
+"""The root cause of a failed group: golden cases from failures/*.txt, and the rules one by one."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.core.failures import (
+    Diagnosis,
+    Ending,
+    ErrorRecord,
+    diagnose,
+    echo_of,
+    fingerprint,
+    is_victim,
+    moment,
+    ranks_text,
+    shell_status,
+)
+
+
+def golden_cases() -> list[tuple[str, str, str]]:
+    cases = []
+    for path in sorted(Path(__file__).with_name("failures").glob("*.txt")):
+        for block in path.read_text().split("\n== ")[1:]:
+            title, body = block.split("\n", 1)
+            given_text, expected = body.split("----\n")
+            cases.append((f"{path.stem}: {title}", given_text, expected.strip()))
+    return cases
+
+
+def parse(text: str) -> tuple[list[Ending], float | None]:
+    endings, started = [], None
+    for line in filter(None, text.splitlines()):
+        words = dict(word.split("=", 1) for word in shlex.split(line))
+        if "started" in words:
+            started = float(words["started"])
+            continue
+        error = None
+        if "error" in words:
+            message, _, at = words["error"].rpartition("@")
+            error = ErrorRecord(message, at=float(at), precise="." in at)
+        endings.append(
+            Ending(
+                int(words["rank"]),
+                100 + int(words["rank"]),
+                int(words["code"]),
+                float(words["at"]),
+                error,
+                float(words["stop"]) if "stop" in words else None,
+                words.get("tail", ""),
+            )
+        )
+    return endings, started
+
+
+def describe(d: Diagnosis, started: float | None) -> str:
+    lines = [f"root {d.root.rank} at {moment(d.root, started):.3f}, job exits with {d.exit_code}"]
+    for name in ("failed", "echoes", "victims"):
+        if getattr(d, name):
+            lines += [" ".join([name, *(str(e.rank) for e in getattr(d, name))])]
+    lines += [f"group {ranks_text(g.ranks)}" for g in d.groups if len(g.ranks) > 1]
+    return "\n".join([*lines, f"reason: {d.reason}"])
+
+
+@pytest.mark.parametrize(
+    ("given_text", "expected"),
+    [pytest.param(g, e, id=title) for title, g, e in golden_cases()],
+)
+def test_golden(given_text: str, expected: str) -> None:
+    endings, started = parse(given_text)
+    for order in itertools.islice(itertools.permutations(endings), 24):
+        assert describe(diagnose(order, started), started) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "EOFError: ",
+        "DistBackendError: NCCL error in: x.cpp:1, remote process exited or there was a network error",
+        "DistNetworkError: failed to recv, got 0 bytes",
+        "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1",
+        "RuntimeError: [gloo/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv",
+        "RuntimeError: Process group has been destroyed",
+        "ncclRemoteError: A call failed, possibly a network error or a remote process that went away",
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE)",
+    ],
+)
+def test_lost_peer_is_an_echo(text: str) -> None:
+    assert echo_of(Ending(0, 1, 1, 1.0, ErrorRecord(text)))
+    assert echo_of(Ending(0, 1, 1, 1.0, None, tail=f"noise\n{text}\n"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ValueError: rank 3 has no data",
+        "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'data.bin'",
+        "AssertionError: connection pool size must be positive",
+        "EOFError: Ran out of input",
+        "EOFError: EOF when reading a line",
+        "TimeoutError: the dataset server did not answer",
+    ],
+)
+def test_a_failure_of_its_own_is_no_echo(text: str) -> None:
+    assert not echo_of(Ending(0, 1, 1, 1.0, ErrorRecord(text)))
+
+
+CHAIN = """Traceback (most recent call last):
+  File "a.py", line 1, in f
+    step()
+{first}
+
+{link}
+
+Traceback (most recent call last):
+  File "a.py", line 2, in f
+    cleanup()
+{last}
+"""
+CAUSE = "The above exception was the direct cause of the following exception:"
+CONTEXT = "During handling of the above exception, another exception occurred:"
+
+
+@pytest.mark.parametrize("link", [CAUSE, CONTEXT])
+def test_first_link_of_an_exception_chain_decides(link: str) -> None:
+    lost, real = "ConnectionResetError: [Errno 104] Connection reset by peer", "ValueError: bad"
+    wrapped = CHAIN.format(first=lost, link=link, last=real)
+    assert echo_of(Ending(0, 1, 1, 1.0, ErrorRecord(real, wrapped)))
+    teardown = CHAIN.format(first=real, link=link, last=lost)
+    assert not echo_of(Ending(0, 1, 1, 1.0, ErrorRecord(lost, teardown)))
+
+
+def test_a_kill_is_never_an_echo() -> None:
+    assert not echo_of(Ending(0, 1, -9, 1.0, tail="Connection reset by peer"))
+    assert echo_of(Ending(0, 1, -6, 1.0, tail="Watchdog caught collective operation timeout"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0, 1"),
+        ([7, 0, 1, 2, 3], "ranks 0-3, 7"),
+        ([5, 1, 2, 9, 10, 11], "ranks 1, 2, 5, 9-11"),
+    ],
+)
+def test_ranks_text(ranks: list[int], text: str) -> None:
+    assert ranks_text(ranks) == text
+
+
+def test_shell_status() -> None:
+    assert [shell_status(c) for c in (0, 3, -9, -15)] == [0, 3, 137, 143]
+
+
+def test_fingerprint_keeps_what_differs() -> None:
+    one = Ending(0, 1, 1, 1.0, ErrorRecord("ValueError: step 7 of 10"))
+    two = Ending(1, 2, 1, 1.0, ErrorRecord("ValueError: step 8 of 10"))
+    assert fingerprint(one) != fingerprint(two)
+    assert fingerprint(Ending(0, 1, 1, 1.0, tail="a\nb\n")) != fingerprint(
+        Ending(1, 2, 1, 1.0, tail="a\nc\n")
+    )
+    assert fingerprint(Ending(0, 1, 1, 1.0, tail="a\nb\n")) == fingerprint(Ending(1, 2, 1, 1.0, tail="c\nb"))
+    assert fingerprint(Ending(0, 1, -9, 1.0)) != fingerprint(Ending(0, 1, -11, 1.0))
+
+
+def test_nothing_ended() -> None:
+    with pytest.raises(ValueError, match="at least one worker"):
+        diagnose([])
+
+
+times = st.floats(min_value=1.0, max_value=100.0)
+endings_strategy = st.lists(
+    st.builds(
+        Ending,
+        rank=st.integers(0, 50),
+        pid=st.integers(1, 99),
+        code=st.integers(-15, 5),
+        at=times,
+        error=st.none()
+        | st.builds(
+            ErrorRecord,
+            message=st.sampled_from(["ValueError: x", "Connection reset by peer"]),
+            at=st.none() | times,
+            precise=st.booleans(),
+        ),
+        stopped_at=st.none() | times,
+    ),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda e: e.rank,
+)
+
+
+@given(endings_strategy)
+def test_every_ending_has_one_place_and_the_root_is_the_best_of_them(endings: list[Ending]) -> None:
+    d = diagnose(endings)
+    placed = [e.rank for e in [*d.failed, *d.echoes, *d.victims]]
+    assert sorted(placed) == sorted(e.rank for e in endings if e.code != 0)
+    for group in (d.failed, d.echoes, d.victims):
+        stamps = [int(moment(e) * 1000 + 0.5) for e in group]
+        assert stamps == sorted(stamps)
+    best = d.failed or d.echoes or d.victims
+    assert not best or d.root is best[0]
+    assert all(is_victim(e) for e in d.victims)
+    assert sorted(r for g in d.groups for r in g.ranks) == sorted(e.rank for e in [*d.failed, *d.echoes])
+    assert d.reason
+    assert 0 < d.exit_code < 256

@@ -1,0 +1,159 @@
+"""Ranks of workers and the order of nodes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.core.ranks import (
+    Candidate,
+    NodeInfo,
+    WorkerRanks,
+    assign,
+    assign_identical,
+    assign_to,
+    master,
+    natural_key,
+    order_nodes,
+)
+
+
+def test_heterogeneous_roles() -> None:
+    nodes = [NodeInfo(2, "trainer", 1), NodeInfo(0, "trainer", 2), NodeInfo(1, "reader", 3)]
+    assert assign(nodes) == [
+        [WorkerRanks(0, 0, 0, 6, 3), WorkerRanks(1, 1, 1, 6, 3)],
+        [WorkerRanks(0, 2, 0, 6, 3), WorkerRanks(1, 3, 1, 6, 3), WorkerRanks(2, 4, 2, 6, 3)],
+        [WorkerRanks(0, 5, 2, 6, 3)],
+    ]
+
+
+node_lists = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), min_size=1, max_size=12).map(
+    lambda items: [NodeInfo(rank, role, size) for rank, (role, size) in enumerate(items)]
+)
+
+
+@given(node_lists, st.randoms())
+def test_ranks_are_unique_and_contiguous_whatever_the_order(
+    nodes: list[NodeInfo], rng: random.Random
+) -> None:
+    shuffled = list(nodes)
+    rng.shuffle(shuffled)
+    result = assign(shuffled)
+    flat = [worker for node in result for worker in node]
+    assert [w.global_rank for w in flat] == list(range(len(flat)))
+    assert {w.world_size for w in flat} == {len(flat)}
+    for role in {node.role for node in nodes}:
+        of_role = [w for n in nodes if n.role == role for w in result[n.rank]]
+        assert [w.role_rank for w in of_role] == list(range(len(of_role)))
+        assert {w.role_world_size for w in of_role} == {len(of_role)}
+    for node in nodes:
+        assert [w.local_rank for w in result[node.rank]] == list(range(node.local_world_size))
+        assert assign_to(shuffled, node.rank) == result[node.rank]
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_identical_nodes_need_no_exchange(nodes: int, size: int) -> None:
+    exchanged = assign([NodeInfo(rank, "default", size) for rank in range(nodes)])
+    assert [assign_identical(rank, nodes, size) for rank in range(nodes)] == exchanged
+
+
+@pytest.mark.parametrize(
+    ("nodes", "text"),
+    [
+        ([NodeInfo(0, "a", 1), NodeInfo(0, "a", 1)], r"node ranks \[0, 0\]"),
+        ([NodeInfo(1, "a", 1)], r"node ranks \[1\]"),
+        ([NodeInfo(0, "a", 0)], "brings 0 workers"),
+    ],
+)
+def test_impossible_rounds_are_refused(nodes: list[NodeInfo], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        assign(nodes)
+
+
+def test_ranks_outside_the_round_are_refused() -> None:
+    with pytest.raises(ValueError, match="node rank 2"):
+        assign_to([NodeInfo(0, "a", 1)], 2)
+    with pytest.raises(ValueError, match="node rank 3"):
+        assign_identical(3, 3, 1)
+    with pytest.raises(ValueError, match="local_world_size=0"):
+        assign_identical(0, 3, 0)
+    with pytest.raises(ValueError, match="no master"):
+        master([])
+
+
+def test_natural_order() -> None:
+    names = ["node10", "node2", "node1", "node02", "rack2-n1", "rack10-n1", "rack2-n11", "10", "9", "", "a"]
+    ordered = sorted(names, key=natural_key)
+    assert ordered == [
+        "9",
+        "10",
+        "a",
+        "node1",
+        "node02",
+        "node2",
+        "node10",
+        "rack2-n1",
+        "rack2-n11",
+        "rack10-n1",
+        "",
+    ]
+    assert sorted(set(names), key=natural_key) == ordered
+
+
+C = Candidate
+ORDERS = [
+    ("hosts", [C("x", "n10"), C("y", "n2"), C("z", "n1")], {}, "z y x"),
+    ("same host: by name", [C("b", "h"), C("a", "h")], {}, "a b"),
+    ("scheduler", [C("x", "a", scheduled=5), C("y", "b", scheduled=1), C("z", "0")], {}, "y x z"),
+    ("given", [C("x", given=2), C("y", given=0), C("z", given=1)], {}, "y z x"),
+    ("given with gaps sorts", [C("x", given=9), C("y", given=4), C("z")], {}, "y x z"),
+    ("given beats former rank", [C("x", given=1), C("y")], {"x": 0, "y": 1}, "y x"),
+    ("sticky", [C("a"), C("b"), C("c")], {"c": 0, "a": 1, "b": 2}, "c a b"),
+    ("a replacement takes the hole", [C("a"), C("new"), C("c")], {"a": 0, "b": 1, "c": 2}, "a new c"),
+    ("shrinking moves only who must", [C("a"), C("c"), C("d")], {"a": 0, "b": 1, "c": 2, "d": 3}, "a d c"),
+    ("growing", [C("z"), C("a"), C("y")], {"z": 0, "y": 1}, "z y a"),
+    ("master lost", [C("b"), C("c")], {"a": 0, "b": 1, "c": 2}, "c b"),
+]
+
+
+@pytest.mark.parametrize(("why", "present", "previous", "expected"), ORDERS, ids=[case[0] for case in ORDERS])
+def test_order_of_nodes(why: str, present: list[Candidate], previous: dict[str, int], expected: str) -> None:
+    assert order_nodes(present, previous) == expected.split(), why
+    assert order_nodes(present[::-1], previous) == expected.split(), "arrival order must not matter"
+    assert master(order_nodes(present, previous)) == expected.split()[0]
+
+
+@given(
+    st.lists(st.text("abn019", min_size=1, max_size=4), unique=True, max_size=12),
+    st.dictionaries(st.text("abn019", min_size=1, max_size=4), st.integers(-2, 15)),
+    st.randoms(),
+)
+def test_order_is_total_deterministic_and_sticky(
+    names: list[str], previous: dict[str, int], rng: random.Random
+) -> None:
+    present = [Candidate(name, name, scheduled=len(name) if "9" in name else None) for name in names]
+    order = order_nodes(present, previous)
+    assert sorted(order) == sorted(names)
+    rng.shuffle(present)
+    assert order_nodes(present, previous) == order
+    # The next round with the same nodes changes nothing.
+    again = {name: rank for rank, name in enumerate(order)}
+    assert order_nodes(present, again) == order
+    # Losing one node moves only nodes that have to move.
+    if order:
+        lost = rng.choice(order)
+        fewer = order_nodes([node for node in present if node.name != lost], again)
+        moved = [name for name in fewer if fewer.index(name) != again[name]]
+        assert len(moved) <= 1
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'a' and 'b' were both given rank 1"):
+        order_nodes([C("a", given=1), C("b", given=1)])
+    with pytest.raises(ValueError, match="given rank -1"):
+        order_nodes([C("a", given=-1)])
+    with pytest.raises(ValueError, match=r"\['a'\] are listed twice"):
+        order_nodes([C("a"), C("a")])
