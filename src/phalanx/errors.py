@@ -56,13 +56,20 @@ class SignalException(PhalanxError):  # torch's name, which people catch
 class ChildFailedError(PhalanxError):
     """A group of workers failed; `str()` is the report a person reads, made when it is asked for."""
 
-    def __init__(self, name: str, failures: dict[int, ProcessFailure]) -> None:
+    def __init__(
+        self,
+        name: str,
+        failures: dict[int, ProcessFailure],
+        stopped: dict[int, ProcessFailure] | None = None,
+    ) -> None:
+        """`stopped`: the workers that were ended because of the failures; named in the report."""
         if not failures:
             raise ValueError(f"ChildFailedError({name!r}): needs at least one failure to report")
-        # These are the arguments of the exception too, which is what makes it picklable.
-        super().__init__(name, failures)
         self.name = name
         self.failures = failures
+        self.stopped = stopped or {}
+        # These are the arguments of the exception too, which is what makes it picklable.
+        super().__init__(name, failures, self.stopped)
 
     def __str__(self) -> str:
         return "\n" + self.format_msg()
@@ -80,7 +87,8 @@ class ChildFailedError(PhalanxError):
         """The whole report as plain text."""
         from phalanx.observe.report import format_report
 
-        return format_report(self.name, self.failures, border=boarder_delim, section=section_delim)
+        everyone = {**self.failures, **self.stopped}
+        return format_report(self.name, everyone, border=boarder_delim, section=section_delim)
 
 
 class StoreError(PhalanxError):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from simulator import Agent, Broken, Simulation
-
 from phalanx.core.node_events import Start
 from phalanx.core.rounds import Options
+from tests.simulation.simulator import Agent, Broken, Simulation
 
 
 class Outcome(NamedTuple):
@@ -102,7 +101,9 @@ class Chaos:
     def _fault(self) -> None:
         sim, chance = self.sim, self.sim.random
         alive = self._alive()
-        kind = chance.choice(["crash", "host", "sleep", "cut", "cut1", "break", "store", "leave", "drain", "join"])
+        kind = chance.choice(
+            ["crash", "host", "sleep", "cut", "cut1", "break", "store", "leave", "drain", "join"]
+        )
         if kind == "store":
             if sim.store_up:
                 sim.stop_store(chance.choice([0.05, 3.0, 15.0]))

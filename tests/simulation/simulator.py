@@ -47,7 +47,9 @@ class Connection:
 class Agent:
     """A node: the real participant and session, and pretended workers."""
 
-    def __init__(self, name: str, node_id: str, options: Options, **info: Any) -> None:
+    def __init__(
+        self, name: str, node_id: str, options: Options, running_in: dict[int, set[Agent]], **info: Any
+    ) -> None:
         self.name, self.id = name, node_id
         self.participant = Participant(NodeInfo(node_id, name, **info), options)
         self.session = Session()
@@ -55,12 +57,28 @@ class Agent:
         self.connection: Connection | None = None
         self.alive, self.asleep, self.asleep_until = True, False, 0.0
         self.inbox: list[Callable[[], None]] = []
-        self.workers: int | None = None
+        self.running_in = running_in
+        self._workers: int | None = None
         self.ended: End | None = None
         self.cut_up = self.cut_down = 0.0  # until when nothing goes to / comes from the store
         self.locked_out = 0.0  # until when it gets no new connection
         self.timer = 0
         self.run_number = 0
+
+    @property
+    def workers(self) -> int | None:
+        """The round whose workers this node has."""
+        return self._workers
+
+    @workers.setter
+    def workers(self, number: int | None) -> None:
+        if self._workers is not None:
+            self.running_in[self._workers].discard(self)
+            if not self.running_in[self._workers]:
+                del self.running_in[self._workers]
+        if number is not None:
+            self.running_in.setdefault(number, set()).add(self)
+        self._workers = number
 
 
 class Simulation:
@@ -71,6 +89,7 @@ class Simulation:
         self.options, self.latency = options, latency
         self.now = 0.0
         self.agents: dict[str, Agent] = {}
+        self.running: dict[int, set[Agent]] = {}  # round -> who runs its workers
         self.store = Model(history=200)
         self.store_up, self.epoch, self.store_down_until = True, 1, 0.0
         self.current: dict[str, Connection] = {}
@@ -80,6 +99,7 @@ class Simulation:
         self.started: dict[tuple[int, int], str] = {}
         self.trace: list[str] = []
         self.tracing = False
+        self.ended = 0
         self.on_start: Callable[[Agent, Start], None] = lambda agent, start: None
         self.stop_time: Callable[[], float] = lambda: 0.1
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -110,7 +130,7 @@ class Simulation:
 
     def join(self, name: str, *, node_id: str = "", **info: Any) -> Agent:
         """A new agent process on a host."""
-        agent = Agent(name, node_id or name, self.options, **info)
+        agent = Agent(name, node_id or name, self.options, self.running, **info)
         self.agents[agent.id] = agent
         self.say(agent.id, "process starts")
         self._act(agent, agent.participant.start(self.now))
@@ -188,7 +208,7 @@ class Simulation:
                     self._stop(agent, number, reason, at_once)
                 case End(outcome, reason):
                     self.say(agent.id, f"ends: {outcome} ({reason})")
-                    agent.ended, agent.workers = action, None
+                    agent.ended, agent.workers, self.ended = action, None, self.ended + 1
                     # What is still to be said is said before the connection closes.
                     self.at(self.now + self.latency[1], lambda: self._close_from_client(agent))
         agent.timer += 1
@@ -198,12 +218,13 @@ class Simulation:
             self.at(wake, lambda: self._tell(agent, happen.Tick()) if agent.timer == timer else None)
 
     def _start(self, agent: Agent, start: Start) -> None:
-        members = tuple((m.id, m.incarnation) for m in start.round.members)
-        number = start.round.number
+        members, number = start.round.members, start.round.number
         self.say(agent.id, f"starts workers: round {number}, rank {start.rank} of {len(members)}")
+        if number not in self.rounds and len({m.id for m in members}) != len(members):
+            raise Broken(f"round {number} has a member twice: {members}")
         if self.rounds.setdefault(number, members) != members:
             raise Broken(f"round {number} has two sets of members: {self.rounds[number]} and {members}")
-        if members[start.rank][0] != agent.id or len(set(members)) != len(members):
+        if members[start.rank].id != agent.id:
             raise Broken(f"{agent.id} starts as rank {start.rank} of {members}")
         if self.started.setdefault((number, start.rank), agent.id) != agent.id:
             raise Broken(f"rank {start.rank} of round {number} was started twice")
@@ -231,11 +252,11 @@ class Simulation:
     def _check_one_round(self, agent: Agent) -> None:
         if agent.workers is None:
             return
-        for other in self.agents.values():
-            if other.workers not in (None, agent.workers) and not other.asleep:
-                raise Broken(
-                    f"at {self.now:.3f} {agent.id} runs round {agent.workers}, {other.id} round {other.workers}"
-                )
+        for number in self.running.keys() - {agent.workers}:
+            awake = sorted(other.id for other in self.running[number] if not other.asleep)
+            if awake:
+                mine = f"at {self.now:.3f} {agent.id} runs round {agent.workers}"
+                raise Broken(f"{mine}, {' '.join(awake)} round {number}")
 
     # The agent's end of the network
 
@@ -427,4 +448,6 @@ class Simulation:
         for agent in self.agents.values():
             if agent.workers is None or agent.asleep or agent.participant.lease != number:
                 continue
-            raise Broken(f"at {self.now:.3f} the lease of {agent.id} ended while it ran round {agent.workers}")
+            raise Broken(
+                f"at {self.now:.3f} the lease of {agent.id} ended while it ran round {agent.workers}"
+            )

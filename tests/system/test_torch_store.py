@@ -31,27 +31,25 @@ with TorchStoreServer(sys.argv[1]) as server:
 """
 
 WORKER = """
-import os
 import torch
 import torch.distributed as dist
 
-for attempt in range(int(os.environ["ATTEMPTS"])):
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    total = torch.ones(4) * (rank + 1)
-    dist.all_reduce(total)
-    assert total.tolist() == [world * (world + 1) / 2] * 4, total
-    dist.barrier()
-    pair = dist.new_group([0, 1])
-    if rank < 2:
-        value = torch.tensor([rank])
-        dist.all_reduce(value, group=pair)
-        assert value.item() == 1, value
-    gathered = [None] * world
-    dist.all_gather_object(gathered, {"rank": rank})
-    assert [item["rank"] for item in gathered] == list(range(world)), gathered
-    dist.destroy_process_group()
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+total = torch.ones(4) * (rank + 1)
+dist.all_reduce(total)
+assert total.tolist() == [world * (world + 1) / 2] * 4, total
+dist.barrier()
+pair = dist.new_group([0, 1])
+if rank < 2:
+    value = torch.tensor([rank])
+    dist.all_reduce(value, group=pair)
+    assert value.item() == 1, value
+gathered = [None] * world
+dist.all_gather_object(gathered, {"rank": rank})
+assert [item["rank"] for item in gathered] == list(range(world)), gathered
+dist.barrier()
+dist.destroy_process_group()
 print("done", flush=True)
 """
 
@@ -94,12 +92,8 @@ def server(shared: Server) -> Server:
     return shared
 
 
-@pytest.mark.parametrize("libuv", [True, False])
-@pytest.mark.parametrize("prefix", ["", "a/b"])
-def test_every_method(server: Server, prefix: str, libuv: bool) -> None:
-    store = server.client(use_libuv=libuv)
-    if prefix:
-        store = dist.PrefixStore(prefix, store)
+def check_basic_methods(store: Any) -> None:
+    """The methods that every client of torch has."""
     store.set("k", "v")
     assert store.get("k") == b"v"
     store.set("k", b"\0\xff")
@@ -118,6 +112,20 @@ def test_every_method(server: Server, prefix: str, libuv: bool) -> None:
     assert store.num_keys() == 3
     assert store.delete_key("c")
     assert not store.delete_key("c")
+
+
+@pytest.mark.parametrize("prefix", ["", "a/b"])
+def test_the_plain_client(server: Server, prefix: str) -> None:
+    store = server.client(use_libuv=False)
+    check_basic_methods(dist.PrefixStore(prefix, store) if prefix else store)
+
+
+@pytest.mark.parametrize("prefix", ["", "a/b"])
+def test_every_method(server: Server, prefix: str) -> None:
+    store = server.client()
+    if prefix:
+        store = dist.PrefixStore(prefix, store)
+    check_basic_methods(store)
     store.multi_set(["m1", "m2"], ["1", "2"])
     assert store.multi_get(["m1", "m2", "k"]) == [b"1", b"2", b"\0\xff"]
     store.append("m1", "0")
@@ -177,10 +185,14 @@ def test_values_of_any_size(server: Server, size: int) -> None:
 
 def test_a_value_beyond_the_limit_costs_only_its_sender(server: Server) -> None:
     bad, good = server.client(), server.client()
-    with pytest.raises((dist.DistNetworkError, dist.DistStoreError)):
+
+    def set_and_ask() -> None:
         # The sending itself may already fail, or else the next answer is missing.
         bad.set("k", b"x" * ((8 << 20) + 1))
         bad.num_keys()
+
+    with pytest.raises((dist.DistNetworkError, dist.DistStoreError)):
+        set_and_ask()
     assert good.num_keys() == 0
 
 
@@ -246,7 +258,9 @@ def test_listening_on_every_address() -> None:
 def test_process_groups_come_up_round_after_round(server: Server, tmp_path: Path, world: int) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    for _ in range(2):
+    for attempt in range(3):
+        # Not even the restart count keeps the rounds apart: torch 2.13 names its keys the same in each round,
+        # so that without a reset the workers would find the addresses of the attempt before.
         server.reset()
         environment = {
             **os.environ,
@@ -255,7 +269,7 @@ def test_process_groups_come_up_round_after_round(server: Server, tmp_path: Path
             "WORLD_SIZE": str(world),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
-            "ATTEMPTS": "2",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
         }
         workers = [
             subprocess.Popen(

@@ -31,7 +31,7 @@ def text(data: bytes) -> bytes:
 def encode(request: tcp.Request) -> bytes:
     """The bytes a client would send; written from the protocol's table, not from the parser."""
     op, args = request
-    out = bytes([op])
+    out = bytearray([op])
     if op in (tcp.CHECK, tcp.WAIT, tcp.MULTI_GET):
         out += SIZE.pack(len(args))
     if op == tcp.MULTI_SET:
@@ -41,7 +41,7 @@ def encode(request: tcp.Request) -> bytes:
             out += text(arg)
         else:
             out += struct.pack("=I" if op == tcp.PING else "=q", arg)
-    return out
+    return bytes(out)
 
 
 keys = st.binary(max_size=12)

@@ -146,5 +146,6 @@ ERRORS = {
     "lease": "the lease is not there (any more)",
     "number": "the value is not a decimal number",
     "stale": "a request that the client itself has already counted as answered",
+    "size": "the answer is larger than a message may be: read less at a time",
     "future": "the revision lies ahead of the store: it is not the store this client knew",
 }

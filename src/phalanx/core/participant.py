@@ -92,6 +92,7 @@ class Participant:
         self.rank = -1
         self.ended: End | None = None
         self._round_mod = 0
+        self._place: tuple[int, int] | None = None  # (incarnation, its rank in the round)
         self._leader = Entry("")
         self._control = False  # whether the control keys are known
         self._over: WorkersEnded | None = None
@@ -238,6 +239,7 @@ class Participant:
         for entry, deleted in notice.changes:
             if entry.key == self._key("ctl/round") and not deleted and entry.mod > self._round_mod:
                 self._round_mod, self.round = entry.mod, decode_round(entry.value)
+                self._place = None
                 if self._view is None:
                     self.reason = self.round.reason
             elif entry.key == self._key("ctl/leader"):
@@ -339,7 +341,7 @@ class Participant:
         elif self.lease and self._control and not self._incarnation:
             self._register(now)
         elif current is not None and current.phase == ACTIVE:
-            rank = current.rank_of(self.info.id, self._incarnation) if self._incarnation else -1
+            rank = self._rank_here()
             if rank >= 0 and self._started != (current.number, self._incarnation):
                 self._started = (current.number, self._incarnation)
                 self.running, self.rank, self._over = current.number, rank, None
@@ -368,6 +370,14 @@ class Participant:
         self.running, self.rank, self._stopping, self._over = None, -1, False, None
         self._waiting_since = now
 
+    def _rank_here(self) -> int:
+        """Our rank in the present round; looked up once, a round may have thousands of members."""
+        if self.round is None or not self._incarnation:
+            return -1
+        if self._place is None or self._place[0] != self._incarnation:
+            self._place = (self._incarnation, self.round.rank_of(self.info.id, self._incarnation))
+        return self._place[1]
+
     def _wanted_ready(self) -> int:
         if self.round is None:
             return 1
@@ -385,8 +395,8 @@ class Participant:
         """Keep our own key true: which round we are ready for, and whether we are leaving."""
         leaving = bool(self._leaving) and not self._told_leaving
         wanted = self._wanted_ready() if self.running is None else self._ready
-        in_round = self.round is not None and self.round.rank_of(self.info.id, self._incarnation) >= 0
-        if self._asking("update") or not (leaving or (wanted > self._ready and not in_round)):
+        behind = wanted > self._ready and self._rank_here() < 0
+        if self._asking("update") or not (leaving or behind):
             return
         self._ready, self._told_leaving = max(wanted, self._ready), bool(self._leaving)
         key = self._key("node/" + self.info.id)

@@ -31,6 +31,7 @@ All times are the leader's own monotonic clock; a new leader starts its waits ag
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from phalanx.core.commands import Change, Command, Delete, Put, Txn, When
@@ -155,6 +156,7 @@ def decode_members(value: bytes) -> tuple[Member, ...]:
     return tuple(Member(*m) for m in json.loads(value))
 
 
+@lru_cache(maxsize=2)  # participants of one process (a simulation, a test) see the same bytes
 def decode_round(value: bytes) -> Round:
     """The record under `ctl/round`."""
     import json

@@ -15,6 +15,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.failures import Diagnosis, Ending, Group, diagnose, echo_of, last_line, moment, ranks_text
+from phalanx.observe.duration import duration
 from phalanx.processes.evidence import code_in_words, next_step, signal_label
 
 if TYPE_CHECKING:
@@ -37,6 +38,12 @@ def root_cause(failures: Failures) -> tuple[int, ProcessFailure]:
 def diagnosis_of(failures: Failures, started_at: float | None = None) -> Diagnosis:
     """The core's verdict on these failures."""
     return diagnose((failure.ending(rank) for rank, failure in failures.items()), started_at)
+
+
+def summary(rank: int, failure: ProcessFailure) -> str:
+    """One line for an incident: who, and what in the fewest words."""
+    what = _headline(failure.message) if failure.error else _short_status(failure.reported_exitcode)
+    return f"rank {rank}: {what}"
 
 
 # ---------------------------------------------------------------- the text
@@ -211,18 +218,6 @@ def iso_time(seconds: float) -> str:
         return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
     except (ValueError, OverflowError, OSError):
         return f"{seconds:.3f}"
-
-
-def duration(seconds: float) -> str:
-    """`0.013 s`, `12.3 s`, `4 min 07 s`, `3 h 05 min`."""
-    if seconds < 1:
-        return f"{seconds:.3f} s"
-    if seconds < 100:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 100:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _when(at: float, started_at: float | None) -> str:

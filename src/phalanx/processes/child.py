@@ -7,10 +7,9 @@ What it must hold:
 * stdout is line-buffered (one write per line), so that lines reach the log when they are printed.
 * A full disk under the logs is not the worker's problem: the bytes are counted as lost and it goes on.
 
-Loaded by _bootstrap.py outside of any package: standard library only, and as little of it as possible.
+Loaded by _importlib_bootstrap.py outside of any package: standard library only, and nothing of it that
+the interpreter has not loaded by itself. (Not even __future__, hence the quoted annotations.)
 """
-
-from __future__ import annotations
 
 import os
 import sys
@@ -27,37 +26,64 @@ ENTRY_FD = 10  # a function worker finds the pickled function here,
 BOX_FD = 11  # its arguments here, and leaves its return value in their place
 TALLY_FD = 12  # and every worker counts here what a full disk did not take
 _FDS = {"entry": ENTRY_FD, "box": BOX_FD, "tally": TALLY_FD}
-_keep: list[object] = []  # the crash file must stay open as long as the process
+_OURS = (__file__, os.path.join(os.path.dirname(__file__), "_importlib_bootstrap.py"))
 
 
-def main() -> None:
-    """Called by _bootstrap.py: `_bootstrap.py MODE OPTIONS TARGET ARGS…`."""
+def start() -> "Callable[[], object]":
+    """Called by the bootstrap, `FILE MODE OPTIONS TARGET ARGS…`: all but the call of the program.
+
+    What it returns runs the program with no Python frame of its own, for whoever looks at the stack.
+    """
     mode, options, target, *args = sys.argv[1:]
-    sys.orig_argv = _original_argv(mode, target, args)
-    prepare(options)
+    # First of all, so that nothing is ever imported from our directory.
+    if not sys.flags.safe_path:  # else the interpreter did not put it there
+        del sys.path[0]
+    sys.path_importer_cache.pop(sys.argv[0], None)
+    if mode == "zygote":
+        mode, options, target, args, places = _wait_as_zygote(options, target)
+    else:
+        places = _given_fds(mode, options)
+    Guard.pid = os.getpid()
+    prepare(options, places)
     if mode == "function":
         os._exit(run_function(target))
+    _restore_orig_argv(mode, target, args)
     sys.argv = [target, *args]
     if mode == "script":
-        _guarded(lambda: _run_script(target))
-    elif mode == "module":
-        _guarded(lambda: _run_module(target))
-    else:
-        sys.argv = ["-c", *args]
-        _guarded(lambda: _run_code(target))
+        return _script(target)
+    if mode == "module":
+        return _module(target)
+    sys.argv[0] = "-c"
+    return _code(target)
 
 
-def prepare(options: str, places: dict[str, int] | None = None) -> None:
+def _wait_as_zygote(options: str, root: str) -> "tuple[str, str, str, list[str], dict[str, int]]":
+    """Be a zygote. Comes back in its forks only, each with the program that it is to run."""
+    from_ours = set(sys.modules)
+    path = list(sys.path)
+    sys.path.insert(0, root)
+    from phalanx.processes.forked import tidy, titles
+    from phalanx.processes.keeper import close_others, main
+
+    set_title = titles()
+    fd, agent = (int(word) for word in options.split(","))
+    close_others(fd)
+    spec = main(fd, agent)
+    tidy(spec, path, from_ours, set_title)
+    mode, target, args = spec["program"]
+    return mode, spec["options"], target, args, spec["places"]
+
+
+def prepare(options: str, places: dict[str, int]) -> None:
     """Crash stacks into a file, and streams that suit a log file.
 
     `options` is "oe:16": which of stdout and stderr are log files, and our place in the tally.
+    `places` are the descriptors that are ours; no program that the worker starts shall inherit them.
     """
     error_file = os.environ.get(ERROR_FILE)
     if error_file:
         _catch_crashes(error_file + ".stack")
     streams, _, tally = options.partition(":")
-    if places is None:
-        places = {name: fd for name, fd in _FDS.items() if _is_open(fd)}
     for fd in places.values():
         os.set_inheritable(fd, fd < 3)
     if tally:
@@ -70,43 +96,52 @@ def prepare(options: str, places: dict[str, int] | None = None) -> None:
         sys.stderr = sys.__stderr__ = _log_stream(sys.stderr, 2, tally)  # type: ignore[misc]  # as intended
 
 
-def _is_unbuffered(stream: Any) -> bool:
+def _is_unbuffered(stream: "Any") -> bool:
     """Whether the user asked for it, with -u or PYTHONUNBUFFERED."""
     return bool(getattr(stream, "write_through", False))
 
 
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
+def _given_fds(mode: str, options: str) -> dict[str, int]:
+    """The descriptors that the agent placed for us; one that merely has such a number is the user's."""
+    names = ["entry", "box"] if mode == "function" else []
+    if ":" in options:
+        names.append("tally")
+    return {name: _FDS[name] for name in names}
 
 
 def _catch_crashes(path: str) -> None:
-    import faulthandler
-
+    faulthandler = _borrowed("faulthandler")
     if faulthandler.is_enabled():  # PYTHONFAULTHANDLER or -X: the user wants it on stderr
         return
     try:
-        stack = open(path, "w")  # noqa: SIM115 - it stays open until the process ends
+        # A bare descriptor: a file object would be reported as unclosed when the process ends.
+        faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644))
     except OSError:
-        return
-    faulthandler.enable(file=stack)
-    _keep.append(stack)
+        pass
 
 
-def _log_stream(old: Any, fd: int, tally: str) -> Any:
+def _borrowed(name: str) -> "Any":
+    """A built-in module, and sys.modules as it was: the program shall find no trace of our needs."""
+    known = name in sys.modules
+    module = __import__(name)
+    if not known:
+        del sys.modules[name]
+    return module
+
+
+def _log_stream(old: "Any", fd: int, tally: str) -> "Any":
     """A text stream on `fd` that never raises for a disk that is full."""
     import io
-    from errno import EDQUOT, EIO, ENOSPC
+
+    errno = _borrowed("errno")
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
     class LogFile(io.FileIO):
-        def write(self, data: Any) -> int:
+        def write(self, data: "Any") -> int:
             try:
                 return super().write(data) or 0
             except OSError as error:
-                if error.errno not in (ENOSPC, EDQUOT, EIO):
+                if error.errno not in full:
                     raise
             size = memoryview(data).nbytes
             _count_lost(tally, fd, size)
@@ -144,88 +179,141 @@ def _count_lost(tally: str, stream: int, size: int) -> None:
 # -- programs -------------------------------------------------------------------------------------
 
 
-def _original_argv(mode: str, target: str, args: list[str]) -> list[str]:
+def _add_first_path(directory: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, directory)
+
+
+def _restore_orig_argv(mode: str, target: str, args: list[str]) -> None:
     """sys.orig_argv without our own words in it."""
-    if mode == "function":
-        return sys.orig_argv
-    own = len(sys.argv)
-    head = sys.orig_argv[: len(sys.orig_argv) - own]
+    head = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv)]
     word = {"script": [target], "module": ["-m", target], "code": ["-c", target]}[mode]
-    return [*head, *word, *args]
+    sys.orig_argv = [*head, *word, *args]
 
 
-def _fresh_main(loader: object, file: str | None) -> dict[str, Any]:
-    """Empty `__main__`, which is _bootstrap.py until now, and dress it as the interpreter would."""
-    import builtins
-
+def _fresh_main(loader: object, file: str | None) -> "dict[str, Any]":
+    """Make `__main__`, which is the bootstrap until now, what the interpreter makes of it at first."""
     space = sys.modules["__main__"].__dict__
+    # Kept rather than written out: which names there are depends on the version of Python.
+    dunders = {name: value for name, value in space.items() if name.startswith("__")}
     space.clear()
-    space.update(
-        __name__="__main__",
-        __doc__=None,
-        __package__=None,
-        __loader__=loader,
-        __spec__=None,
-        __annotations__={},
-        __builtins__=builtins,
-    )
-    if file is not None:
-        space.update(__file__=file, __cached__=None)
+    space.update(dunders, __loader__=loader)
+    if file is None:
+        for name in ("__file__", "__cached__"):
+            space.pop(name, None)
+    else:
+        space["__file__"] = file
     return space
 
 
-def _set_first_path(directory: str) -> None:
-    if not sys.flags.safe_path:  # else the interpreter put nothing there that we could replace
-        sys.path[0] = directory
+def _bound(function: "Callable[..., object]", *args: object) -> "Callable[[], object]":
+    """A call as an object. Not functools.partial: its module may not be loaded, and we load none."""
+    method: Any = type(Guard().__enter__)
+    for arg in args:
+        function = method(function, arg)
+    return function
 
 
-def _run_script(path: str) -> None:
-    _set_first_path(os.path.dirname(os.path.realpath(path)))
-    full = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
-    source_loader = sys.modules["_frozen_importlib_external"].SourceFileLoader
-    space = _fresh_main(source_loader("__main__", full), full)
+def _frozen() -> "Any":
+    """importlib's machinery, which is there before anything is imported."""
+    return sys.modules["_frozen_importlib_external"]
+
+
+def _script(path: str) -> "Callable[[], object]":
+    full = _full_path(path)
+    if _frozen().PathFinder._path_importer_cache(full) is not None:  # a directory or a zip file
+        sys.path.insert(0, full)
+        return _main_module("__main__", False)
+    _add_first_path(os.path.dirname(os.path.realpath(path)))
     import io
 
-    with io.open_code(full) as file:
-        source = file.read()
-    exec(compile(source, full, "exec", dont_inherit=True), space)
+    try:
+        with io.open_code(full) as file:
+            data = file.read()
+    except OSError as error:
+        # In the interpreter's words and with its exit code.
+        sys.stderr.write(f"{sys.orig_argv[0]}: can't open file {full!r}: {str(error).partition(': ')[0]}\n")
+        sys.exit(2)
+    if full.endswith(".pyc") or data.startswith(_frozen().MAGIC_NUMBER):
+        space = _fresh_main(_frozen().SourcelessFileLoader("__main__", full), full)
+        return _bound(exec, _frozen()._compile_bytecode(memoryview(data)[16:]), space)
+    space = _fresh_main(_frozen().SourceFileLoader("__main__", full), full)
+    return _bound(exec, compile(data, full, "exec", dont_inherit=True), space)
 
 
-def _run_module(name: str) -> None:
+def _full_path(path: str) -> str:
+    if os.path.isabs(path):
+        return path
+    try:
+        return os.path.join(os.getcwd(), path)
+    except OSError:  # the directory is gone
+        return path
+
+
+def _module(name: str) -> "Callable[[], object]":
+    _add_first_path(os.getcwd())
+    sys.argv[0] = "-m"
+    return _main_module(name, True)
+
+
+def _main_module(name: str, alter_argv: bool) -> "Callable[[], object]":
     import runpy
 
-    _set_first_path(os.getcwd())
-    _fresh_main(None, None)
-    sys.argv[0] = "-m"
+    _fresh_main(sys.modules["_frozen_importlib"].BuiltinImporter, None)
     # The function the interpreter itself calls for -m; there is no public one with its behaviour.
-    runpy._run_module_as_main(name, alter_argv=True)  # type: ignore[attr-defined]
+    return _bound(runpy._run_module_as_main, name, alter_argv)  # type: ignore[attr-defined]
 
 
-def _run_code(text: str) -> None:
-    _set_first_path("")
-    builtin_importer = sys.modules["_frozen_importlib"].BuiltinImporter
-    exec(compile(text, "<string>", "exec", dont_inherit=True), _fresh_main(builtin_importer, None))
+def _code(text: str) -> "Callable[[], object]":
+    _add_first_path("")
+    space = _fresh_main(sys.modules["_frozen_importlib"].BuiltinImporter, None)
+    if sys.version_info >= (3, 13):  # which shows the text of -c in tracebacks
+        import linecache
+
+        lines = [line + "\n" for line in text.splitlines()]
+        linecache.cache["<string>"] = (len(text), None, lines, "<string>")
+    return _bound(exec, compile(text, "<string>", "exec", dont_inherit=True), space)
 
 
-def _guarded(run: Callable[[], None]) -> None:
-    """Run the program; record what it raises; let the interpreter end as it always would."""
-    try:
-        run()
-    except (SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
+class Guard:
+    """Around the program: record what it raises; the interpreter ends as it always would."""
+
+    pid = 0  # of the worker; known once a fork of a zygote is one
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, SystemExit):
+            return
         error.__traceback__ = _without_us(error.__traceback__)
-        if not isinstance(error, KeyboardInterrupt):
+        # A child that the program forked may come by here too; it does not speak for the worker.
+        if not isinstance(error, KeyboardInterrupt) and os.getpid() == self.pid:
             record(error)
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        sys.excepthook(type(error), error, error.__traceback__)
-        # Shown already, without our frames; the re-raise is for the exit status alone.
-        sys.excepthook = lambda *_: None
-        raise
+        # The interpreter is going to call this hook with our frame back in the traceback.
+        sys.excepthook = _hook_without_us(getattr(sys, "excepthook", sys.__excepthook__))
 
 
-def _without_us(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_globals is globals():
+def _hook_without_us(theirs: "Callable[..., object]") -> "Callable[..., None]":
+    def excepthook(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
+        sys.excepthook = theirs
+        trace = error.__traceback__ = sys.last_traceback = _without_us(trace)
+        try:
+            theirs(kind, error, trace)
+        except SystemExit:
+            raise
+        except BaseException as another:  # noqa: BLE001 - said as the interpreter says it
+            another.__traceback__ = _without_us(another.__traceback__)
+            sys.stderr.write("Error in sys.excepthook:\n")
+            sys.__excepthook__(type(another), another, another.__traceback__)
+            sys.stderr.write("\nOriginal exception was:\n")
+            sys.__excepthook__(kind, error, trace)
+
+    return excepthook
+
+
+def _without_us(trace: "TracebackType | None") -> "TracebackType | None":
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
         trace = trace.tb_next
     return trace
 
@@ -235,32 +323,24 @@ def record(error: BaseException) -> None:
     path = os.environ.get(ERROR_FILE)
     if not path:
         return
+    theirs = sys.path
+    # A json.py that lies beside the user's script is not to be run now.
+    sys.path = [os.path.dirname(os.__file__), *theirs]
     try:
         _error_file()["write_exception"](path, error)
     except Exception:  # noqa: BLE001 - the user's own error must stay the one that is seen
         pass
+    finally:
+        sys.path = theirs
 
 
-def _error_file() -> dict[str, Any]:
+def _error_file() -> "dict[str, Any]":
     """error_file.py, loaded by its place: `phalanx` may not be importable under the user's sys.path."""
     path = os.path.join(os.path.dirname(__file__), "error_file.py")
     name = "phalanx.processes.error_file"
-    loader = sys.modules["_frozen_importlib_external"].SourceFileLoader(name, path)
     space: dict[str, Any] = {"__name__": name, "__file__": path}
-    # Dataclasses look their module up by name while they are made.
-    import types
-
-    module = types.ModuleType(name)
-    absent = name not in sys.modules
-    module.__dict__.update(space)
-    if absent:
-        sys.modules[name] = module
-    try:
-        exec(loader.get_code(name), module.__dict__)
-    finally:
-        if absent:
-            sys.modules.pop(name, None)
-    return module.__dict__
+    exec(_frozen().SourceFileLoader(name, path).get_code(name), space)
+    return space
 
 
 # -- functions ------------------------------------------------------------------------------------
@@ -278,7 +358,7 @@ def run_function(name: str) -> int:
     _fresh_main(None, None)
     _join_multiprocessing(setting, name)
 
-    def unpack() -> tuple[Callable[..., object], tuple[object, ...]]:
+    def unpack() -> "tuple[Callable[..., object], tuple[object, ...]]":
         import pickle
 
         return pickle.loads(entry_data), pickle.loads(arguments)
@@ -295,7 +375,7 @@ def _whole(fd: int) -> bytes:
     return data
 
 
-def _join_multiprocessing(setting: dict[str, Any], name: str) -> None:
+def _join_multiprocessing(setting: "dict[str, Any]", name: str) -> None:
     """Let queues, locks and shared memory of the parent work here as in multiprocessing's own children."""
     key, tracker = setting.get("authkey"), setting.get("tracker")
     if key is None:
@@ -308,7 +388,7 @@ def _join_multiprocessing(setting: dict[str, Any], name: str) -> None:
         resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
 
 
-def finish(unpack: Callable[[], tuple[Callable[..., object], tuple[object, ...]]], box: int) -> int:
+def finish(unpack: "Callable[[], tuple[Callable[..., object], tuple[object, ...]]]", box: int) -> int:
     """Call, leave the return value or the exception in the box, run the exit functions: the status."""
     import atexit
 
@@ -368,7 +448,7 @@ def _leave(fd: int, tag: bytes, value: object) -> None:
     ) from failure
 
 
-def _cloud_dump(value: object, file: Any, protocol: int) -> None:
+def _cloud_dump(value: object, file: "Any", protocol: int) -> None:
     import cloudpickle  # type: ignore[import-untyped]
 
     cloudpickle.dump(value, file, protocol=protocol)

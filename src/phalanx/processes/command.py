@@ -1,7 +1,7 @@
 """What exactly a worker executes: finding the program, and slipping our first lines under Python's.
 
 A worker that is `python script.py` with the interpreter this process runs on is started through
-_bootstrap.py, which is how its traceback is known without a decorator. Any other program, and any use
+the bootstrap, which is how its traceback is known without a decorator. Any other program, and any use
 of Python that the bootstrap could not imitate to the letter, is executed as it stands.
 """
 
@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.errors import StartError
 
-BOOTSTRAP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_bootstrap.py")
+BOOTSTRAP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_importlib_bootstrap.py")
 
+# What libc and the loader read once, at the start of a process.
+_READ_AT_START = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "MALLOC_ARENA_MAX", "TZ")
 _LONE_FLAGS = frozenset("bBdEIOPqRsSuv")  # interpreter flags without a value that change nothing for us
 
 
@@ -73,6 +75,8 @@ def split_python(args: Sequence[str]) -> tuple[list[str], str, str, list[str]] |
         if arg in ("-m", "-c"):
             if index + 1 >= len(args):
                 return None
+            if arg == "-c" and sys.version_info >= (3, 14):
+                return None  # it keeps the text for tracebacks in a place that has no door
             mode = "module" if arg == "-m" else "code"
             return list(args[:index]), mode, args[index + 1], list(args[index + 2 :])
         if arg in ("-W", "-X"):
@@ -83,8 +87,37 @@ def split_python(args: Sequence[str]) -> tuple[list[str], str, str, list[str]] |
             index += 1
         elif arg.startswith("-"):
             return None  # "-" (stdin), -i, -x, --version …: the interpreter knows best
-        elif arg.endswith((".py", ".pyw")) and os.path.isfile(arg):
+        elif os.path.isfile(arg) or os.path.isdir(arg):
             return list(args[:index]), "script", arg, list(args[index + 1 :])
         else:
-            return None  # a directory, a zip, a .pyc, a file that is not there
+            return None  # not there, or a pipe: the interpreter says it best
     return None
+
+
+def python_flags(
+    program: str, args: Sequence[Sequence[str]], envs: Mapping[int, Mapping[str, str]]
+) -> list[str] | None:
+    """The interpreter flags that all ranks share, when each can be a fork of one Python; else None.
+
+    A fork cannot change what an interpreter reads only when it starts: its flags and PYTHON* variables.
+    """
+    try:
+        path = find_program(program, os.environ)
+    except StartError:
+        return None
+    if not _is_this_python(path):
+        return None
+    common: list[str] | None = None
+    for words in args:
+        split = split_python(words)
+        if split is None or any(" " in flag for flag in split[0]):
+            return None
+        if common is not None and split[0] != common:
+            return None
+        common = split[0]
+    for env in envs.values():
+        if any(name.startswith("PYTHON") and os.environ.get(name) != value for name, value in env.items()):
+            return None
+        if any(name in env for name in _READ_AT_START):
+            return None
+    return common

@@ -83,6 +83,7 @@ class PContext(abc.ABC):
         self.stop_timeout = 30.0  # grace for the rest of the group when one fails
         self.spawner: Spawner | None = None  # set before start: use this one, and leave it open
         self.numa_options: NumaOptions | None = None
+        self.attach: int | None = None  # only this rank gets our standard input, the others none
         self.handles_signals = True  # False: the owner has its own handlers
         self.unkillable: tuple[str, ...] = ()
         self.started_at = 0.0
@@ -109,6 +110,11 @@ class PContext(abc.ABC):
     @abc.abstractmethod
     def _job(self, rank: int, env: dict[str, str]) -> Job:
         """What this rank runs; raises StartError when it cannot be run."""
+
+    @property
+    @abc.abstractmethod
+    def spawner_kind(self) -> str | None:
+        """Which helpers can serve this kind of worker; None: only its own."""
 
     @abc.abstractmethod
     def _new_spawner(self) -> Spawner:
@@ -157,6 +163,8 @@ class PContext(abc.ABC):
         job.env = env
         job.stdout = self.stdouts.get(rank) or ""
         job.stderr = self.stderrs.get(rank) or ""
+        if self.attach is not None and rank != self.attach:
+            job.stdin = os.devnull
         if self.numa_options is not None:
             from phalanx.processes.numa import cpus_for
 

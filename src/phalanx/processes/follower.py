@@ -372,7 +372,7 @@ class Follower:
         with self.cond:
             sources.extend(s for s in self.sources if not s.done)
             for source in sources:
-                source.limit = os.fstat(source.fd).st_size if source.fd >= 0 else 0
+                source.limit = source.on_disk()
                 self._queue(source)
             taken.set()
             self.cond.notify_all()

@@ -16,10 +16,12 @@ import time
 
 from phalanx.processes import kernel
 from phalanx.processes.channel import Channel
-from phalanx.processes.zygote import Zygote, clear_the_field
+from phalanx.processes.zygote import Become, Zygote, clear_the_field
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
     from phalanx.processes.zygote import Runner
 
 CLEAR_NOW = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # from the agent: the zygote hangs, end it
@@ -31,41 +33,53 @@ _ZYGOTE_GRACE = 0.3  # for the zygote's own clean-up once the agent is gone; the
 _NOT_FOR_US = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGALRM", "SIGTSTP")
 
 
-def main(sock_fd: int, agent: int, runner: Runner | None = None) -> None:
-    """The body of the helper process: fork the zygote, then keep watch. Does not return."""
-    code = 1
+def main(sock_fd: int, agent: int, runner: Runner | None = None) -> dict[str, Any]:
+    """The body of the helper process: fork the zygote, then keep watch.
+
+    Returns in one case only: in a fork of the zygote that is to run a Python program, with its spec.
+    """
     try:
-        os.set_inheritable(sock_fd, False)  # a worker that held it would keep the agent from being missed
-        for name in _NOT_FOR_US:
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-        kernel.become_subreaper()
-        agent_fd = kernel.pidfd(agent)
-        if os.getppid() != agent:  # it died before the descriptor was open
-            os._exit(0)
-        ours, theirs = os.pipe()  # closes when this process ends: the zygote watches `ours`
-        wake_read, wake_write = os.pipe()
-        os.set_blocking(wake_write, False)
-        for number in (signal.SIGCHLD, CLEAR_NOW):
-            signal.signal(number, lambda _number, _frame: None)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        zygote = os.fork()
-        if zygote == 0:
-            signal.set_wakeup_fd(-1)
-            for fd in (theirs, wake_read, wake_write, agent_fd):
-                if fd is not None:
-                    os.close(fd)
-            kernel.become_subreaper()  # not inherited over fork
-            kernel.set_name("phalanx-zygote")
-            Zygote(Channel(socket.socket(fileno=sock_fd)), ours, runner).run()
-            os._exit(0)
-        os.close(sock_fd)
-        os.close(ours)
-        kernel.set_name("phalanx-keeper")
-        _watch(zygote, agent_fd, wake_read)
-        clear_the_field([])
-        code = 0
-    finally:
-        os._exit(code)
+        return _main(sock_fd, agent, runner)
+    except Become as worker:
+        return worker.spec
+    except BaseException:  # noqa: BLE001 - there is nobody left to tell; the agent sees its socket close
+        os._exit(1)
+
+
+def _main(sock_fd: int, agent: int, runner: Runner | None) -> NoReturn:
+    os.set_inheritable(sock_fd, False)  # a worker that held it would keep the agent from being missed
+    for name in _NOT_FOR_US:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    kernel.become_subreaper()
+    agent_fd = kernel.pidfd(agent)
+    if os.getppid() != agent:  # it died before the descriptor was open
+        os._exit(0)
+    ours, theirs = os.pipe()  # closes when this process ends: the zygote watches `ours`
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    for number in (signal.SIGCHLD, CLEAR_NOW):
+        signal.signal(number, _nothing)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    zygote = os.fork()
+    if zygote == 0:
+        signal.set_wakeup_fd(-1)
+        for fd in (theirs, wake_read, wake_write, agent_fd):
+            if fd is not None:
+                os.close(fd)
+        kernel.become_subreaper()  # not inherited over fork
+        kernel.set_name("phalanx-zygote")
+        Zygote(Channel(socket.socket(fileno=sock_fd)), ours, runner).run()
+        os._exit(0)
+    os.close(sock_fd)
+    os.close(ours)
+    kernel.set_name("phalanx-keeper")
+    _watch(zygote, agent_fd, wake_read)
+    clear_the_field([])
+    os._exit(0)
+
+
+def _nothing(_signum: int, _frame: object) -> None:
+    """A handler must exist for the wake-up descriptor to be written."""
 
 
 def close_others(last: int) -> None:

@@ -75,11 +75,11 @@ def children() -> list[int]:
 
 
 def _parent_of(pid: str) -> int | None:
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[1]) if fields else None
 
 
-def _stat(pid: str | int) -> list[str] | None:
+def stat_fields(pid: str | int) -> list[str] | None:
     """The fields of /proc/<pid>/stat after the name, which may itself hold blanks and brackets."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
@@ -91,7 +91,7 @@ def _stat(pid: str | int) -> list[str] | None:
 
 def describe(pid: int) -> str:
     """`pid 123 (python, state D)`: enough for a person to go and look."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     if not fields:
         return f"pid {pid} (gone)"
     try:

@@ -265,6 +265,10 @@ def _make_log_dir(path: str) -> None:
         ) from error
     except PermissionError as error:
         raise _not_writable(path, error) from error
+    except OSError as error:
+        raise OSError(
+            error.errno, f"log_dir {path!r} cannot be made ({error.strerror}); name another"
+        ) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise _not_writable(path, None)
 

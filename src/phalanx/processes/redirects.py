@@ -53,11 +53,18 @@ def redirect(std: str, to_file: str) -> Iterator[None]:
         raise ValueError(f'redirect({std!r}): unknown stream; use "stdout" or "stderr"')
     libc = get_libc()
     _flush(std, libc)
-    target = os.open(to_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         saved: int | None = os.dup(fd)
     except OSError:
         saved = None  # it was closed before (a daemon): close it again afterwards
+    try:
+        # O_APPEND: when somebody truncates the log, writing goes on at its new end, not after a hole.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        target = os.open(to_file, flags, 0o666)
+    except OSError:
+        if saved is not None:
+            os.close(saved)
+        raise
     try:
         if target == fd:
             os.set_inheritable(fd, True)

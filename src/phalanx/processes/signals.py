@@ -37,8 +37,14 @@ def signals_to_handle(text: str | None = None) -> list[signal.Signals]:
 class SignalScope:
     """Handlers that raise SignalException, from `__enter__` to `__exit__`."""
 
-    def __init__(self, signals: list[signal.Signals] | None = None) -> None:
+    def __init__(
+        self,
+        signals: list[signal.Signals] | None = None,
+        post: Callable[[signal.Signals], None] | None = None,
+    ) -> None:
+        """`post`: called instead of raising, for an owner that has a loop to tell."""
         self._signals = signals
+        self._post = post
         self._before: dict[signal.Signals, Any] = {}
         self._hurry: Callable[[], None] | None = None
         self.seen: list[signal.Signals] = []
@@ -73,10 +79,12 @@ class SignalScope:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         sig = signal.Signals(number)
         self.seen.append(sig)
-        if self._hurry is not None:
+        if self._post is not None:
+            self._post(sig)
+        elif self._hurry is not None:
             self._hurry()
-            return
-        raise SignalException(f"process {os.getpid()} got {sig.name}", sig)
+        else:
+            raise SignalException(f"process {os.getpid()} got {sig.name}", sig)
 
     @contextmanager
     def deferred(self, hurry: Callable[[], None]) -> Iterator[None]:

@@ -213,7 +213,8 @@ def open_sink(dst: TextIO | str | os.PathLike[str]) -> tuple[Hashable, Sink]:
     except (OSError, ValueError, AttributeError):
         name = getattr(dst, "name", None)
         return ("stream", id(dst)), StreamSink(name if isinstance(name, str) else type(dst).__name__, dst)
-    name = {1: "stdout", 2: "stderr"}.get(fd, str(getattr(dst, "name", fd)))
+    given = getattr(dst, "name", None)
+    name = {1: "stdout", 2: "stderr"}.get(fd, given if isinstance(given, str) else f"descriptor {fd}")
     return _open_fd(fd, name)
 
 

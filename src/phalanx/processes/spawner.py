@@ -20,8 +20,13 @@ from typing import Any, NoReturn
 from phalanx.errors import StartError, UnkillableError
 from phalanx.processes import kernel
 from phalanx.processes.channel import Channel
+from phalanx.processes.command import BOOTSTRAP
 
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PROGRAM = (
+    "import sys; sys.path.insert(0, {root!r}); from phalanx.processes.keeper import close_others, main; "
+    "close_others({fd}); main({fd}, {agent}{more})"
+)
 _SOCKET_FD = 3  # where a freshly started helper finds its end of the socket
 _CLOSE_PATIENCE = 6.0  # longer than the zygote's own patience with processes that outlive SIGKILL
 
@@ -37,12 +42,14 @@ class Job:
     argv: list[str] = field(default_factory=list)
     path: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
+    stdin: str = ""  # a path; empty: as in this process. The same for the other two:
     stdout: str = ""
     stderr: str = ""
     fds: list[Place] = field(default_factory=list)
     cpus: list[int] = field(default_factory=list)
     name: str = ""  # for a function: the name of its process,
     options: str = ""  # and what child.prepare is to do
+    program: tuple[str, str, list[str]] | None = None  # in a fork of a Python zygote: mode, target, arguments
 
 
 @dataclass(frozen=True)
@@ -75,19 +82,24 @@ class Spawner:
     """Keeper and zygote, started on construction."""
 
     def __init__(self, how: str = "exec", runner: Callable[[dict[str, Any]], NoReturn] | None = None) -> None:
-        """`how`: exec (a bare interpreter), forkserver (a whole one), fork (of this very process)."""
+        """`how` the helpers are made, and so what they can run:
+
+        exec: a bare interpreter, for programs. forkserver: a whole one, for functions. fork: a fork of this
+        very process, for functions. python and its flags ("python -u"): a whole one, for Python programs.
+        """
+        self.how = how
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.channel = Channel(ours)
         self._lock = threading.RLock()  # a signal handler may ask for a stop while a wait is reading
         self._early: list[Event] = []
-        self._lost = False
+        self.lost = False  # the helpers are gone; make another Spawner
         self._closed = False
         self.running: set[int] = set()
         try:
             if how == "fork":
                 self.pid = _fork_helpers(ours, theirs, runner)
             else:
-                self.pid = _exec_helpers(theirs, bare=how == "exec")
+                self.pid = _exec_helpers(theirs, how)
         except BaseException:
             ours.close()
             raise
@@ -143,16 +155,16 @@ class Spawner:
             early, self._early = self._early, []
             if early:
                 return early
-        if timeout != 0 and not self._lost:
+        if timeout != 0 and not self.lost:
             poll = select.poll()
             poll.register(self.channel.fileno(), select.POLLIN)
             poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
         with self._lock:
-            messages, gone = self.channel.pending() if not self._lost else ([], False)
+            messages, gone = self.channel.pending() if not self.lost else ([], False)
             for message in messages:
                 self._note(message)
             if gone:
-                self._lost = True
+                self.lost = True
                 self._early.append(HelpersLost())
             early, self._early = self._early, []
             return early
@@ -208,36 +220,39 @@ def _wire(job: Job, fds: list[int]) -> dict[str, Any]:
         "argv": list(job.argv),
         "path": job.path,
         "env": dict(job.env),
+        "stdin": job.stdin,
         "stdout": job.stdout,
         "stderr": job.stderr,
         "fds": places,
         "cpus": list(job.cpus),
         "name": job.name,
         "options": job.options,
+        "program": job.program,
     }
 
 
-def _exec_helpers(theirs: socket.socket, bare: bool) -> int:
+def _exec_helpers(theirs: socket.socket, how: str) -> int:
     """Start a fresh interpreter as keeper and zygote.
 
     posix_spawn, because the agent may be large, threaded and full of CUDA: nothing of it is copied.
     Its own session, so that Ctrl-C on the terminal reaches the agent alone.
     """
     high = _above(theirs.fileno(), 10)
-    flags = ["-I", "-S"] if bare else interpreter_flags()
-    runner = "" if bare else ", runner()"
-    code = (
-        f"import sys; sys.path.insert(0, {_PACKAGE_ROOT!r}); "
-        f"from phalanx.processes.keeper import close_others, main; "
-        f"close_others({_SOCKET_FD}); "
-        + ("" if bare else "from phalanx.processes.function import runner; ")
-        + f"main({_SOCKET_FD}, {os.getpid()}{runner})"
-    )
+    agent = os.getpid()
+    if how == "exec":
+        words = ["-I", "-S", "-c", _PROGRAM.format(root=_PACKAGE_ROOT, fd=_SOCKET_FD, agent=agent, more="")]
+    elif how == "forkserver":
+        more = ", __import__('phalanx.processes.function', fromlist='x').runner()"
+        code = _PROGRAM.format(root=_PACKAGE_ROOT, fd=_SOCKET_FD, agent=agent, more=more)
+        words = [*interpreter_flags(), "-c", code]
+    else:
+        flags = how.split(" ")[1:]
+        words = [*flags, BOOTSTRAP, "zygote", f"{_SOCKET_FD},{agent}", _PACKAGE_ROOT]
     everything = [s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP)]
     try:
         return os.posix_spawn(
             sys.executable,
-            [sys.executable, *flags, "-c", code],
+            [sys.executable, *words],
             os.environ,
             file_actions=[(os.POSIX_SPAWN_DUP2, high, _SOCKET_FD)],
             setsid=True,

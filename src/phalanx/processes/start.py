@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx.processes.child import TALLY_FD
-from phalanx.processes.command import BOOTSTRAP, find_program, worker_argv
+from phalanx.processes.command import BOOTSTRAP, find_program, python_flags, split_python, worker_argv
 from phalanx.processes.context import PContext, RunProcsResult
 from phalanx.processes.spawner import Job, Spawner, interpreter_flags
 
@@ -44,16 +44,34 @@ class SubprocessContext(PContext):
             duplicate_stderr_filters,
         )
         self.numa_options = numa_options
+        self.warm = False  # True: fork Python workers from a Python that is up already
+        self._kind: str | None = None
 
     def _job(self, rank: int, env: dict[str, str]) -> Job:
+        options, fds = self._options(rank), self._tally_place(rank)
+        if self.spawner_kind != "exec":
+            split = split_python(self._words(rank))
+            assert split is not None
+            _, mode, target, rest = split
+            return Job(rank, program=(mode, target, rest), fds=fds, options=options)
         assert isinstance(self.entrypoint, str)
         path = find_program(self.entrypoint, {**os.environ, **env})
-        args = [os.fspath(arg) if isinstance(arg, os.PathLike) else str(arg) for arg in self.args[rank]]
-        argv = worker_argv(self.entrypoint, path, args, self._options(rank))
-        return Job(rank, argv=argv, path=path, fds=self._tally_place(rank))
+        argv = worker_argv(self.entrypoint, path, self._words(rank), options)
+        return Job(rank, argv=argv, path=path, fds=fds)
+
+    def _words(self, rank: int) -> list[str]:
+        return [os.fspath(arg) if isinstance(arg, os.PathLike) else str(arg) for arg in self.args[rank]]
+
+    @property
+    def spawner_kind(self) -> str:
+        """exec, unless every rank can be a fork of one and the same Python."""
+        if self._kind is None:
+            words = [self._words(rank) for rank in range(self.nprocs)]
+            self._kind = helpers_for(str(self.entrypoint), words, self.envs) if self.warm else "exec"
+        return self._kind
 
     def _new_spawner(self) -> Spawner:
-        return Spawner("exec")
+        return Spawner(self.spawner_kind)
 
     def _return_value(self, rank: int) -> None:
         return None
@@ -117,11 +135,13 @@ class MultiprocessContext(PContext):
         argv = [sys.executable, *interpreter_flags(), BOOTSTRAP, "function", options, name]
         return Job(rank, argv=argv, path=sys.executable, fds=fds)
 
+    @property
+    def spawner_kind(self) -> str | None:
+        return {"spawn": "exec", "forkserver": "forkserver"}.get(self.start_method)
+
     def _new_spawner(self) -> Spawner:
-        if self.start_method == "spawn":
-            return Spawner("exec")
-        if self.start_method == "forkserver":
-            return Spawner("forkserver")
+        if self.spawner_kind is not None:
+            return Spawner(self.spawner_kind)
         from phalanx.processes.function import fork_runner
 
         assert callable(self.entrypoint)
@@ -152,6 +172,12 @@ class MultiprocessContext(PContext):
         if self._parcel is not None:
             self._parcel.close()
             self._parcel = None
+
+
+def helpers_for(program: str, args: Sequence[Sequence[str]], envs: Mapping[int, Mapping[str, str]]) -> str:
+    """The kind of helpers for these workers: one that forks Python where that is possible."""
+    flags = python_flags(program, args, envs)
+    return "exec" if flags is None else " ".join(["python", *flags])
 
 
 def start_processes(

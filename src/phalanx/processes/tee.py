@@ -133,7 +133,7 @@ class Tee:
         first = why not in self.losses
         self.losses[why] = self.losses.get(why, 0) + count
         if first:
-            self._say(f"tee {self.name}: {why}. What it does not show ({count} bytes so far) is counted.")
+            self._say(f"tee {self.name}: {why} ({count} bytes not shown so far; the count goes on)")
 
     def _say(self, line: str) -> None:
         # Never log into a blocked stderr: the handler's lock would then hold up the whole agent.

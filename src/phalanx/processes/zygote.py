@@ -42,6 +42,14 @@ _LOOK_AGAIN = 0.25  # and then now and then, because a look may cost a scan of /
 _GIVE_UP = 5.0  # a process that outlives SIGKILL for this long sits in uninterruptible sleep
 
 
+class Become(Exception):  # noqa: N818 - not an error: how a fork leaves the zygote's stack
+    """Raised in a fork that is to run a Python program: at the top of the stack, as the interpreter would."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__(spec)
+        self.spec = spec
+
+
 class Worker:
     """One child that runs user code."""
 
@@ -125,12 +133,15 @@ class Zygote:
                 self._stop(message[1], message[2])
             elif message[0] == "signal":
                 self._signal(message[1], set(message[2]))
+        except Become:
+            raise  # in the fork; its descriptors are settled
         except (BrokenPipeError, ConnectionError):
-            return False
-        finally:
-            for fd in fds:
-                os.close(fd)
-        return True
+            served = False
+        else:
+            served = True
+        for fd in fds:
+            os.close(fd)
+        return served
 
     # -- starting ---------------------------------------------------------------------------------
 
@@ -139,23 +150,19 @@ class Zygote:
         gate_read, gate_write = os.pipe()
         made: list[tuple[Worker, int]] = []
         refusal: tuple[int, str] | None = None
-        try:
-            for spec in request["workers"]:
-                try:
-                    made.append(self._fork(request, spec, fds, gate_read, gate_write))
-                except OSError as error:
-                    refusal = (spec["rank"], f"cannot fork: {error.strerror}")
-                    break
-            refusal = refusal or _first_refusal(made, b"ready")
-            if refusal is None:
-                os.write(gate_write, b"g" * len(made))
-                refusal = _first_refusal(made, b"")
-        finally:
-            os.close(gate_read)
-            os.close(gate_write)
-            for status in self._statuses:
-                os.close(status)
-            self._statuses.clear()
+        for spec in request["workers"]:
+            try:
+                made.append(self._fork(request, spec, fds, gate_read, gate_write))
+            except OSError as error:
+                refusal = (spec["rank"], f"cannot fork: {error.strerror}")
+                break
+        refusal = refusal or _first_refusal(made, b"ready")
+        if refusal is None:
+            os.write(gate_write, b"g" * len(made))
+            refusal = _first_refusal(made, b"")
+        for fd in (gate_read, gate_write, *self._statuses):
+            os.close(fd)
+        self._statuses.clear()
         if refusal is None:
             self.channel.send(("started", {worker.rank: worker.pid for worker, _ in made}))
             return
@@ -186,6 +193,8 @@ class Zygote:
             # Our own two must not be where a descriptor of the worker is going to be put.
             gate_read, status_write = _moved(gate_read, floor), _moved(status_write, floor)
             self._become_worker(request, spec, fds, zygote, gate_read, status_write)
+        except Become:
+            raise
         except BaseException as error:  # noqa: BLE001 - the only way out of a forked child is _exit
             _say(status_write, _in_words(error, spec))
         os._exit(127)
@@ -206,6 +215,8 @@ class Zygote:
         signal.set_wakeup_fd(-1)
         _default_signals(request["ignored"])
         std = [fds[index] for index in request["std"]]
+        if spec["stdin"]:
+            std[0] = os.open(spec["stdin"], os.O_RDONLY | os.O_CLOEXEC)
         for number, key in ((1, "stdout"), (2, "stderr")):
             if spec[key]:
                 std[number] = os.open(spec[key], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -218,7 +229,6 @@ class Zygote:
             os._exit(127)
         if spec["argv"]:
             os.execve(spec["path"], spec["argv"], {**request["env"], **spec["env"]})
-        assert self.runner is not None
         # What an exec would have closed. Descriptors of the process that asked for "fork" stay open.
         ours = {self.channel.fileno(), self.keeper_fd, self._wake_read, self._wake_write, gate_read, status}
         for fd in (ours | set(fds) | self._statuses) - set(spec["places"].values()) - {0, 1, 2}:
@@ -226,6 +236,8 @@ class Zygote:
         os.environ.clear()
         os.environ.update(request["env"])
         os.environ.update(spec["env"])
+        if self.runner is None:
+            raise Become(spec)
         self.runner(spec)
 
     # -- watching ---------------------------------------------------------------------------------

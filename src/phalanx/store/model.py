@@ -85,6 +85,7 @@ class Model:
         self._history_bytes = 0
         self._history_bytes_limit = history_bytes
         self._leases: dict[int, Lease] = {}
+        self._held: dict[str, set[int]] = {}  # session -> its leases
         # A store that lost its data must not hand out numbers that clients of the old one still
         # use, so the shell gives each fresh store a different place to begin.
         self._next_lease = first_lease
@@ -131,10 +132,7 @@ class Model:
 
     def expire(self, now: float) -> Notices:
         """End every lease whose time is over."""
-        notices: Notices = []
-        for number in self.expired(now):
-            notices += self.revoke(number)
-        return notices
+        return [notice for number in self.expired(now) for notice in self.revoke(number)]
 
     def revoke(self, number: int) -> Notices:
         """End one lease in the store's own name."""
@@ -149,10 +147,10 @@ class Model:
 
     def shorten(self, session: str, deadline: float) -> None:
         """A client hung up: unless it comes back and keeps its leases alive they end early."""
-        for lease in self._leases.values():
-            if lease.session == session:
-                lease.deadline = min(lease.deadline, deadline)
-                self._soonest = min(self._soonest, lease.deadline)
+        for number in self._held.get(session, ()):
+            lease = self._leases[number]
+            lease.deadline = min(lease.deadline, deadline)
+            self._soonest = min(self._soonest, lease.deadline)
 
     def forget(self, session: str) -> None:
         """A session will never come back: drop the answers kept for it."""
@@ -160,7 +158,7 @@ class Model:
 
     def sessions(self) -> set[str]:
         """Every session that something is kept for."""
-        return set(self._answered) | {lease.session for lease in self._leases.values()}
+        return set(self._answered) | set(self._held)
 
     def renew_all(self, now: float, slack: float = 0.0) -> None:
         """Start every lease again, after the store itself was away."""
@@ -187,14 +185,17 @@ class Model:
                 return self._add(key, amount)
             case Grant(ttl):
                 lease_number, self._next_lease = self._next_lease, self._next_lease + 1
-                self._leases[lease_number] = Lease(lease_number, ttl, session, now + ttl)
+                self._hold(Lease(lease_number, ttl, session, now + ttl))
                 self._soonest = min(self._soonest, now + ttl)
                 return Reply(True, self.revision, number=lease_number)
             case KeepAlive(lease):
                 if (held := self._leases.get(lease)) is None:
                     return Reply(False, self.revision, error="lease")
                 held.deadline = now + held.ttl
-                held.session = session
+                if held.session != session:
+                    self._release(held)
+                    held.session = session
+                    self._hold(held)
                 return Reply(True, self.revision, number=lease)
             case Revoke(lease):
                 known = lease in self._leases
@@ -272,11 +273,22 @@ class Model:
         return self._done(number=total)
 
     def _revoke(self, number: int) -> None:
-        lease = self._leases.pop(number, None)
+        lease = self._leases.get(number)
         if lease is not None:
+            self._release(lease)
             for key in sorted(lease.keys):
                 self._delete(Delete(key), self.revision + 1)
             self._done()
+
+    def _hold(self, lease: Lease) -> None:
+        self._leases[lease.number] = lease
+        self._held.setdefault(lease.session, set()).add(lease.number)
+
+    def _release(self, lease: Lease) -> None:
+        del self._leases[lease.number]
+        self._held[lease.session].discard(lease.number)
+        if not self._held[lease.session]:
+            del self._held[lease.session]
 
     # History and watches
 
@@ -364,7 +376,8 @@ class Model:
         """Become what `dump` saw; every lease starts again at `now`."""
         self.revision, self.compacted = state["revision"], state["compacted"]
         self._next_lease = state["next_lease"]
-        self._leases = {n: Lease(n, ttl, session, now + ttl) for n, ttl, session in state["leases"]}
+        for number, ttl, session in state["leases"]:
+            self._hold(Lease(number, ttl, session, now + ttl))
         self.renew_all(now)
         self._entries = {}
         for fields in state["entries"]:

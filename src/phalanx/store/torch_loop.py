@@ -74,6 +74,9 @@ class StoreLoop:
         self._connections: dict[int, _Connection] = {}
         self._numbers = itertools.count(1)
         self._accept_again = 0.0  # the moment at which paused accepting is resumed; 0: not paused
+        # Accepted sockets inherit these; set on each one they would be half of the system calls of accepting.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._selector = selectors.DefaultSelector()
         self._selector.register(wake, _READ, on_wake)
         self._selector.register(listener, _READ, self._accept)
@@ -130,8 +133,6 @@ class StoreLoop:
                     break
                 continue  # a network error of that one peer
             sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             conn = _Connection(next(self._numbers), sock, str(peer[0]))
             self._connections[conn.id] = conn
             self._selector.register(sock, _READ, conn)
@@ -191,7 +192,9 @@ class StoreLoop:
         """Carry out what the connection has sent, as far as it reads its replies."""
         try:
             while conn.todo and conn.out_size < _HIGH_WATER:
-                self._deliver(self._model.step(conn.id, conn.todo.popleft()))
+                replies = self._model.step(conn.id, conn.todo.popleft())
+                if replies:
+                    self._deliver(replies)
             if not conn.todo and conn.parser.error is not None:
                 raise conn.parser.error
         except TorchProtocolError as error:

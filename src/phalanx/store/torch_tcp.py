@@ -54,32 +54,32 @@ UINT64 = struct.Struct("=Q")
 UINT32 = struct.Struct("=I")
 
 _KEY, _PAYLOAD, _INT64, _UINT32 = range(4)
-_FIXED: dict[int, tuple[int, ...]] = {
-    VALIDATE: (_UINT32,),
-    SET: (_KEY, _PAYLOAD),
-    COMPARE_SET: (_KEY, _PAYLOAD, _PAYLOAD),
-    GET: (_KEY,),
-    ADD: (_KEY, _INT64),
-    GETNUMKEYS: (),
-    DELETE_KEY: (_KEY,),
-    APPEND: (_KEY, _PAYLOAD),
-    CANCEL_WAIT: (),
-    PING: (_UINT32,),
-    QUEUE_PUSH: (_KEY, _PAYLOAD),
-    QUEUE_POP: (_KEY,),
-    QUEUE_LEN: (_KEY,),
-    LIST_KEYS: (),
-    BARRIER: (_KEY, _INT64),
-}
-_REPEATED: dict[int, tuple[int, ...]] = {
-    CHECK: (_KEY,),
-    WAIT: (_KEY,),
-    MULTI_GET: (_KEY,),
-    MULTI_SET: (_KEY, _PAYLOAD),
-}
+_COUNT_PENDING = -1
+# By opcode: the kinds of its fields, and how many there are; or, where a number of repetitions comes first,
+# the kinds of one repetition.
+_LAYOUT: tuple[tuple[tuple[int, ...], int], ...] = (
+    ((_UINT32,), 1),  # VALIDATE
+    ((_KEY, _PAYLOAD), 2),  # SET
+    ((_KEY, _PAYLOAD, _PAYLOAD), 3),  # COMPARE_SET
+    ((_KEY,), 1),  # GET
+    ((_KEY, _INT64), 2),  # ADD
+    ((_KEY,), _COUNT_PENDING),  # CHECK
+    ((_KEY,), _COUNT_PENDING),  # WAIT
+    ((), 0),  # GETNUMKEYS
+    ((_KEY,), 1),  # DELETE_KEY
+    ((_KEY, _PAYLOAD), 2),  # APPEND
+    ((_KEY,), _COUNT_PENDING),  # MULTI_GET
+    ((_KEY, _PAYLOAD), _COUNT_PENDING),  # MULTI_SET
+    ((), 0),  # CANCEL_WAIT
+    ((_UINT32,), 1),  # PING
+    ((_KEY, _PAYLOAD), 2),  # QUEUE_PUSH
+    ((_KEY,), 1),  # QUEUE_POP
+    ((_KEY,), 1),  # QUEUE_LEN
+    ((), 0),  # LIST_KEYS
+    ((_KEY, _INT64), 2),  # BARRIER
+)
 SILENT = frozenset({SET, APPEND, MULTI_SET, QUEUE_PUSH})  # requests without any reply
 _LIMIT = {_KEY: MAX_KEY, _PAYLOAD: MAX_PAYLOAD}
-_COUNT_PENDING = -1
 
 
 class TorchProtocolError(StoreError):
@@ -156,27 +156,24 @@ class RequestParser:
             self._op = -1
 
     def _begin(self, op: int) -> None:
-        if not self._validated and op != VALIDATE:
-            raise TorchProtocolError(
+        if op > BARRIER or (op == VALIDATE) is self._validated:
+            raise self._misplaced(op)
+        self._op = op
+        self._fields, self._left = _LAYOUT[op]
+        self._args = []
+
+    def _misplaced(self, op: int) -> TorchProtocolError:
+        if not self._validated:
+            return TorchProtocolError(
                 f"the first byte is {op}, not {VALIDATE} (VALIDATE): "
                 "this is no client of torch's TCPStore; point it at another port"
             )
-        if self._validated and op == VALIDATE:
-            raise TorchProtocolError("a second VALIDATE on one connection: the stream is out of step")
-        fields = _FIXED.get(op)
-        if fields is not None:
-            self._left = len(fields)
-        else:
-            fields = _REPEATED.get(op)
-            if fields is None:
-                raise TorchProtocolError(
-                    f"opcode {op} is unknown (0 to {BARRIER} are served): "
-                    "the client speaks a newer protocol, or the stream is out of step"
-                )
-            self._left = _COUNT_PENDING
-        self._op = op
-        self._fields = fields
-        self._args = []
+        if op == VALIDATE:
+            return TorchProtocolError("a second VALIDATE on one connection: the stream is out of step")
+        return TorchProtocolError(
+            f"opcode {op} is unknown (0 to {BARRIER} are served): "
+            "the client speaks a newer protocol, or the stream is out of step"
+        )
 
     def _counted(self, count: int) -> int:
         if count > MAX_KEYS:

@@ -1,0 +1,1 @@
+"""Benchmarks, side by side with torch's own launcher: `python -m bench [--quick] [row …]`."""

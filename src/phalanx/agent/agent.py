@@ -1,0 +1,401 @@
+"""The agent: it turns the world into events for `core.group`, and carries out the commands it gets back.
+
+One thread owns everything: the one that called `run`. Signal handlers, the rendezvous and the barrier
+only post events to its queue and wake it. What to do is never decided here.
+
+`SimpleElasticAgent` is for subclasses that bring their own workers through four hooks, and is polled at
+`monitor_interval`; `LocalElasticAgent` (local.py) runs processes and is woken by their events.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+
+from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.core import group as core
+from phalanx.core import messages as say
+from phalanx.core.messages import Outcome, WorkerState
+from phalanx.core.restarts import RestartPolicy
+from phalanx.errors import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+    SignalException,
+)
+from phalanx.processes.signals import SignalScope
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx.observe.run_log import RunLog
+    from phalanx.rendezvous.handler import RendezvousInfo
+
+DEFAULT_ROLE = "default"
+
+
+class ElasticAgent(ABC):
+    """Runs worker groups."""
+
+    @abstractmethod
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the group to its end; how the workers fared is in the result, not in an exception."""
+
+    @abstractmethod
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """The group as it is now; not to be changed by the caller."""
+
+
+class SimpleElasticAgent(ElasticAgent):
+    """One group; subclasses start, watch and stop its workers."""
+
+    def __init__(
+        self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: float = 30
+    ) -> None:
+        self._worker_group = WorkerGroup(spec)
+        self._exit_barrier_timeout = exit_barrier_timeout
+        self._shutdown_timeout = shutdown_timeout
+        self._rdzv_handler = spec.rdzv_handler
+        self.restart_policy = RestartPolicy(max_restarts=spec.max_restarts)
+        self.on_note: Callable[[str], None] | None = None  # one line per incident, for a person
+        self.log: RunLog | None = None  # events and metrics; None while nobody listens
+        self._state = core.GroupState()
+        self._round = 0
+        self._info: RendezvousInfo | None = None
+        self._stopping = False
+        self._stop_signal: int = signal.SIGTERM
+        self._stop_grace: float = shutdown_timeout
+        self._wake_at: float | None = None
+        self._posted: deque[say.Event] = deque()
+        self._wake_read, self._wake_write = -1, -1
+        self._last = RunResult(WorkerState.INIT)
+        self._error: BaseException | None = None  # of a rendezvous or a start that failed
+        self.outcome: say.Finish | None = None
+
+    # -- hooks for subclasses -----------------------------------------------------------------------
+
+    @abstractmethod
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the workers; local rank → an id of your own (a pid, say)."""
+
+    @abstractmethod
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the workers."""
+
+    @abstractmethod
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """How the workers are; must not block."""
+
+    @abstractmethod
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Clean up at the end of the agent."""
+
+    # -- the public part ----------------------------------------------------------------------------
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        return self._worker_group
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the group to its end. A signal is raised as SignalException once nothing is left."""
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        scope = SignalScope(post=lambda sig: self._post(say.Signal(int(sig))))
+        if self.log:
+            self.log.begin(self._worker_group)
+        finish: say.Finish | None = None
+        try:
+            with scope:
+                finish = self._loop()
+            return self._conclude(finish)
+        finally:
+            self._shutdown()
+            if finish is None:  # an error of ours or of a hook: the others must not wait for this node
+                self._rdzv_handler.shutdown()
+            for fd in (self._wake_read, self._wake_write):
+                os.close(fd)
+            self._wake_write = -1
+            if self.log:
+                self.log.end(self._worker_group, finish, self._last, self._state.attempt)
+
+    def _conclude(self, finish: say.Finish) -> RunResult:
+        self._worker_group.state = finish.state
+        self.outcome = finish
+        if finish.outcome is Outcome.SIGNALED:
+            sig = signal.Signals(finish.sig or signal.SIGTERM)
+            raise SignalException(f"process {os.getpid()} got {sig.name}", sig)
+        result = RunResult(finish.state, self._last.return_values, self._last.failures, self._last.stopped)
+        if finish.outcome is Outcome.FAILED and not result.failures:
+            self._raise_failure(finish.message)
+        if finish.outcome in (Outcome.CLOSED, Outcome.LEFT):
+            result.state = WorkerState.SUCCEEDED
+        return result
+
+    def _raise_failure(self, message: str) -> None:
+        """A failure without a failed worker: the rendezvous, or a start."""
+        if self._error is not None:
+            raise self._error
+        from phalanx.errors import StartError
+
+        raise StartError(message)
+
+    @property
+    def attempt(self) -> int:
+        """Restarts used by the job so far."""
+        return self._state.attempt
+
+    # -- the loop -----------------------------------------------------------------------------------
+
+    def _policy(self) -> core.GroupPolicy:
+        return core.GroupPolicy(restarts=self.restart_policy, grace=self._shutdown_timeout)
+
+    def _loop(self) -> say.Finish:
+        policy = self._policy()
+        self._post(say.Start())
+        while True:
+            event = self._next_event()
+            state, commands, reason = core.step(self._state, event, time.monotonic(), policy)
+            self._state = state
+            self._worker_group.state = state.worker_state
+            if self.log:
+                self.log.step(event, state, reason)
+            for command in commands:
+                if isinstance(command, say.Finish):
+                    return command
+                self._do(command)
+
+    def _do(self, command: say.Command) -> None:
+        match command:
+            case say.Join():
+                self._join()
+            case say.StartWorkers():
+                self._start(command)
+            case say.StopWorkers():
+                self._stop(command)
+            case say.EnterBarrier():
+                self._enter_barrier(command.round)
+            case say.ReportFailure():
+                self._report_failure(command)
+            case say.Leave():
+                self._leave()
+            case say.CloseRendezvous():
+                self._close_rendezvous(command)
+            case say.WakeAt():
+                self._wake_at = command.time
+            case say.Note():
+                self._note(command.line)
+
+    def _post(self, event: say.Event) -> None:
+        """From any thread and from signal handlers."""
+        self._posted.append(event)
+        try:
+            os.write(self._wake_write, b"x")
+        except (BlockingIOError, OSError):
+            pass  # it is full, so it wakes; or the loop is over
+
+    def _next_event(self) -> say.Event:
+        while True:
+            if self._posted:
+                return self._posted.popleft()
+            now = time.monotonic()
+            if self._wake_at is not None and now >= self._wake_at:
+                self._wake_at = None
+                return say.Tick()
+            event = self._look()
+            if event is not None:
+                return event
+            self._wait(None if self._wake_at is None else self._wake_at - now)
+
+    def _look(self) -> say.Event | None:
+        """What is new about the workers and about who waits to join."""
+        if self._stopping:
+            unkillable = self._stop_finished()
+            if unkillable is None:
+                return None
+            self._stopping = False
+            return say.Stopped(unkillable)
+        if self._state.phase is not core.Phase.RUNNING:
+            return None
+        result = self._monitor_workers(self._worker_group)
+        if result.state is WorkerState.SUCCEEDED:
+            self._last = result
+            return say.AllSucceeded()
+        if result.state is WorkerState.FAILED:
+            self._last = result
+            return self._describe(result)
+        if result.state is WorkerState.UNHEALTHY:
+            self._last = result
+            return say.Hang("workers are unhealthy")
+        if not self._rdzv_handler.watches:
+            waiting = self._rdzv_handler.num_nodes_waiting()
+            if waiting > 0:
+                return say.MembershipChanged(waiting=waiting)
+        return None
+
+    def _describe(self, result: RunResult) -> say.WorkerFailed:
+        from phalanx.observe.report import root_cause, summary
+
+        if not result.failures:
+            return say.WorkerFailed("a worker failed")
+        rank, failure = root_cause(result.failures)
+        return say.WorkerFailed(summary(rank, failure), failure.shell_status, failure.message)
+
+    def _wait(self, timeout: float | None) -> None:
+        """Sleep until something may have happened. Here: until the next poll of the workers."""
+        limit = self._worker_group.spec.monitor_interval
+        if self._state.phase is core.Phase.RUNNING or self._stopping:
+            timeout = limit if timeout is None else min(timeout, limit)
+        self._sleep([], timeout)
+
+    def _sleep(self, fds: list[int], timeout: float | None) -> None:
+        poll = select.poll()
+        for fd in (self._wake_read, *fds):
+            poll.register(fd, select.POLLIN)
+        poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
+        try:
+            os.read(self._wake_read, 4096)
+        except BlockingIOError:
+            pass
+
+    def _note(self, line: str) -> None:
+        if self.on_note is not None:
+            self.on_note(line)
+            return
+        import logging
+
+        logging.getLogger("phalanx").info(line)
+
+    # -- carrying out -------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        if self._rdzv_handler.immediate:
+            self._post(self._rendezvous_event())
+            return
+        # A thread, because a handler may wait for minutes, and signals must be answered meanwhile.
+        threading.Thread(
+            target=lambda: self._post(self._rendezvous_event()), name="phalanx-rendezvous", daemon=True
+        ).start()
+
+    def _rendezvous_event(self) -> say.Event:
+        try:
+            info = self._rdzv_handler.next_rendezvous()
+        except RendezvousGracefulExitError as error:
+            return say.RoundFailed("graceful", str(error))
+        except RendezvousClosedError as error:
+            return say.RoundFailed("closed", str(error))
+        except RendezvousTimeoutError as error:
+            self._error = error
+            return say.RoundFailed("timeout", str(error))
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; it must not hang us
+            self._error = error
+            return say.RoundFailed("error", f"{type(error).__name__}: {error}")
+        self._info = info
+        self._round += 1
+        members = tuple(f"node {rank}" for rank in range(info.world_size))
+        return say.RoundReady(say.Round(self._round, members, info.rank))
+
+    def _start(self, command: say.StartWorkers) -> None:
+        from phalanx.errors import StartError
+
+        try:
+            self._place_workers()
+            ids = self._start_workers(self._worker_group)
+        except (StartError, OSError, ValueError, TypeError, RendezvousError) as error:
+            self._error = error if isinstance(error, (StartError, RendezvousError)) else None
+            self._post(say.StartFailed(str(error)))
+            return
+        for worker in self._worker_group.workers:
+            worker.id = ids.get(worker.local_rank)
+        self._post(say.Started(tuple(pid for pid in ids.values() if isinstance(pid, int))))
+
+    def _place_workers(self) -> None:
+        """Give the group its place in the round, and each worker its ranks."""
+        info, group = self._info, self._worker_group
+        assert info is not None
+        group.store = info.store
+        group.group_rank = info.rank
+        group.group_world_size = info.world_size
+        group.workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, group.spec)
+        group.master_addr, group.master_port = self._master(info)
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Ranks from everybody's role and worker count, exchanged through the store."""
+        from phalanx.core.ranks import assign_identical, assign_to
+
+        same = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1"
+        if group_world_size == 1 or same:
+            places = assign_identical(group_rank, group_world_size, spec.local_world_size)
+        else:
+            from phalanx.agent.exchange import node_infos
+
+            nodes = node_infos(store, group_rank, group_world_size, spec, self._round)
+            places = assign_to(nodes, group_rank)
+        return [
+            Worker(p.local_rank, p.global_rank, p.role_rank, p.world_size, p.role_world_size) for p in places
+        ]
+
+    def _master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:
+        """Where the workers' own store is."""
+        spec = self._worker_group.spec
+        where = info.bootstrap_store_info
+        if where is not None:
+            return where.master_addr, where.master_port
+        return spec.master_addr, spec.master_port
+
+    def _stop(self, command: say.StopWorkers) -> None:
+        self._stop_signal, self._stop_grace = command.sig, command.grace
+        again, self._stopping = self._stopping, True
+        if again:
+            self._hurry()
+        else:
+            self._stop_workers(self._worker_group)
+
+    def _hurry(self) -> None:
+        """A stop is under way and was asked for again. Here: hooks stop before they return."""
+
+    def _stop_finished(self) -> tuple[str, ...] | None:
+        """None while the stop goes on; else what could not be killed."""
+        return ()
+
+    def _enter_barrier(self, number: int) -> None:
+        info = self._info
+        assert info is not None
+        if info.world_size == 1:
+            self._post(say.BarrierDone(round=number))
+            return
+        threading.Thread(
+            target=lambda: self._post(self._barrier_event(number)), name="phalanx-barrier", daemon=True
+        ).start()
+
+    def _barrier_event(self, number: int) -> say.BarrierDone:
+        """Never fails a job whose workers succeeded."""
+        from phalanx.agent.exchange import exit_barrier
+
+        info = self._info
+        assert info is not None
+        try:
+            exit_barrier(info.store, info.rank, info.world_size, number, self._exit_barrier_timeout)
+        except Exception as error:  # noqa: BLE001 - a store may raise anything, and the job is done
+            return say.BarrierDone(ok=False, missing=(str(error),), round=number)
+        return say.BarrierDone(round=number)
+
+    def _report_failure(self, command: say.ReportFailure) -> None:
+        """Single-node handlers have nobody to tell."""
+
+    def _leave(self) -> None:
+        leave = getattr(self._rdzv_handler, "leave", None)
+        if leave is not None:
+            leave()
+
+    def _close_rendezvous(self, command: say.CloseRendezvous) -> None:
+        self._rdzv_handler.shutdown()

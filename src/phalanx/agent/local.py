@@ -1,0 +1,316 @@
+"""The agent that runs its workers as processes on this host, woken by their events.
+
+Helpers are started once and serve every restart. The workers' store (torch's protocol) is bound before
+the first worker starts, so that MASTER_PORT is never chosen and released, and is emptied for every round.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from phalanx.agent.agent import SimpleElasticAgent
+from phalanx.agent.environment import line_prefix, substitute, worker_environment
+from phalanx.agent.spec import RunResult, WorkerGroup, WorkerSpec
+from phalanx.core import group as core
+from phalanx.core.messages import Uninterruptible, WorkerState
+from phalanx.processes.spawner import Spawner
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from phalanx.core.messages import Event
+    from phalanx.processes.context import PContext
+    from phalanx.processes.failure import ProcessFailure
+    from phalanx.processes.logs import LogsSpecs
+    from phalanx.rendezvous.handler import RendezvousInfo
+
+UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+
+_STRAY_GRACE = 2.0  # for what successful workers left running behind them
+_LOOK_AT_STATES = 1.0  # uninterruptible sleep is no event; it is looked for this often, when asked for
+
+
+class LocalElasticAgent(SimpleElasticAgent):
+    """Workers are processes: functions by `start_method`, or programs."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        start_method: str = "spawn",
+        exit_barrier_timeout: float = 300,
+        log_line_prefix_template: str | None = None,
+        shutdown_timeout: float = 30,
+        health_check_server: Any = None,
+        uninterruptible_state_timeout: float | None = None,
+    ) -> None:
+        super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
+        self._start_method = start_method
+        self._logs_specs = logs_specs
+        self._prefix_template = log_line_prefix_template
+        self._health_check_server = health_check_server
+        if uninterruptible_state_timeout is None:
+            uninterruptible_state_timeout = float(os.environ.get(UNINTERRUPTIBLE_TIMEOUT) or 0)
+        self._uninterruptible_timeout = uninterruptible_state_timeout
+        self._stuck_since: dict[int, float] = {}
+        self._context: PContext | None = None
+        self.spawner: Spawner | None = None  # may be given before `run`, so that it starts early
+        self.store: WorkerStore | None = None
+        self.warm = False  # True: fork Python workers from a Python that is up already
+        self.attach: int | None = None  # the local rank that has the terminal's input
+
+    @property
+    def run_dir(self) -> str | None:
+        """The directory of this run's logs, once workers have started."""
+        if self._context is None or not self._context.error_files:
+            return None
+        rank_dir = os.path.dirname(next(iter(self._context.error_files.values())))
+        return os.path.dirname(os.path.dirname(rank_dir))
+
+    def remove_empty_logs(self) -> None:
+        """Remove the directories that we made in the temp directory and that nobody wrote into."""
+        discard = getattr(self._logs_specs, "discard_empty", None)
+        if discard is not None:
+            discard()
+
+    def exception_of(self, global_rank: int) -> BaseException | None:
+        """The exception that ended a function worker, where it could be pickled."""
+        from phalanx.processes.start import MultiprocessContext
+
+        if isinstance(self._context, MultiprocessContext):
+            for worker in self._worker_group.workers:
+                if worker.global_rank == global_rank:
+                    return self._context.error(worker.local_rank)
+        return None
+
+    # -- hooks --------------------------------------------------------------------------------------
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec, attempt = worker_group.spec, self._state.attempt
+        args, envs, prefixes = {}, {}, {}
+        host = os.uname().nodename
+        for worker in worker_group.workers:
+            local_rank = worker.local_rank
+            envs[local_rank] = worker_environment(
+                worker_group,
+                worker,
+                run_id=spec.rdzv_handler.get_run_id(),
+                attempt=attempt,
+                use_agent_store=self.store is not None and self.store.serving,
+                environ=os.environ,
+            )
+            args[local_rank] = substitute(spec.args, local_rank)
+            if self._prefix_template is not None:
+                prefixes[local_rank] = line_prefix(
+                    self._prefix_template, worker_group, worker, host=host, attempt=attempt
+                )
+        context = self._new_context(spec, args, envs, prefixes if self._prefix_template is not None else None)
+        context.handles_signals = False
+        context.stop_timeout = self._shutdown_timeout
+        context.attach = self.attach
+        context.start()
+        self._context = context
+        if self.store is not None:
+            self.store.serve()
+        return context.pids()
+
+    def _new_context(
+        self,
+        spec: WorkerSpec,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        prefixes: dict[int, str] | None,
+    ) -> PContext:
+        from phalanx.processes.start import MultiprocessContext, SubprocessContext
+
+        context: PContext
+        common: dict[str, Any] = {
+            "name": spec.role,
+            "args": args,
+            "envs": envs,
+            "logs_specs": self._logs_specs,
+            "log_line_prefixes": prefixes,
+            "numa_options": spec.numa_options,
+            "duplicate_stdout_filters": spec.duplicate_stdout_filters,
+            "duplicate_stderr_filters": spec.duplicate_stderr_filters,
+        }
+        if isinstance(spec.entrypoint, str):
+            context = SubprocessContext(entrypoint=spec.entrypoint, **common)
+            context.warm = self.warm
+        else:
+            assert spec.entrypoint is not None
+            context = MultiprocessContext(
+                entrypoint=spec.entrypoint, start_method=self._start_method, **common
+            )
+        context.spawner = self._helpers(context)
+        return context
+
+    def _helpers(self, context: PContext) -> Spawner | None:
+        """The helpers this agent keeps; None for `fork`, whose helpers are forks made for one start."""
+        kind = context.spawner_kind
+        if kind is None:
+            return None
+        if self.spawner is not None and (self.spawner.lost or self.spawner.how != kind):
+            self.spawner.close()
+            self.spawner = None
+        if self.spawner is None:
+            self.spawner = Spawner(kind)
+        return self.spawner
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if self._context is not None:
+            self._context.ask_stop(self._stop_signal, self._stop_grace)
+
+    def _hurry(self) -> None:
+        self._stop_workers(self._worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        context = self._context
+        if context is None:
+            return RunResult(WorkerState.INIT)
+        context.advance()
+        failed = context.failed()
+        if failed:
+            return RunResult(WorkerState.FAILED, failures=self._by_global_rank(failed))
+        if context.all_succeeded:
+            context.ask_stop(signal.SIGTERM, min(_STRAY_GRACE, self._shutdown_timeout))
+            result = context.outcome(patience=1.0)
+            if result is not None:
+                values = {worker_group.workers[r].global_rank: v for r, v in result.return_values.items()}
+                return RunResult(WorkerState.SUCCEEDED, values)
+        return RunResult(WorkerState.HEALTHY)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        try:
+            if self._context is not None:
+                self._context.close(death_sig, min(timeout, self._shutdown_timeout))
+        finally:
+            if self.spawner is not None:
+                self.spawner.close()
+            if self.store is not None:
+                self.store.close()
+
+    # -- the loop's view ----------------------------------------------------------------------------
+
+    def _wait(self, timeout: float | None) -> None:
+        context = self._context
+        busy = context is not None and not context.done
+        if busy and self._state.phase is core.Phase.RUNNING:
+            if not self._rdzv_handler.watches:
+                limit = self._worker_group.spec.monitor_interval
+                timeout = limit if timeout is None else min(timeout, limit)
+            if self._uninterruptible_timeout > 0:
+                timeout = _LOOK_AT_STATES if timeout is None else min(timeout, _LOOK_AT_STATES)
+        self._sleep([context.fileno()] if context is not None and busy else [], timeout)
+
+    def _look(self) -> Event | None:
+        if self._uninterruptible_timeout > 0 and self._state.phase is core.Phase.RUNNING:
+            stuck = self._stuck()
+            if stuck:
+                return Uninterruptible(stuck)
+        return super()._look()
+
+    def _stuck(self) -> tuple[int, ...]:
+        """Workers that have been in uninterruptible sleep for longer than allowed."""
+        from phalanx.processes.state import is_uninterruptible_state, read_proc_state
+
+        now = time.monotonic()
+        pids = self._context.pids().values() if self._context is not None else ()
+        asleep = {pid for pid in pids if is_uninterruptible_state(read_proc_state(pid))}
+        self._stuck_since = {pid: self._stuck_since.get(pid, now) for pid in asleep}
+        return tuple(
+            p for p, since in self._stuck_since.items() if now - since > self._uninterruptible_timeout
+        )
+
+    def _stop_finished(self) -> tuple[str, ...] | None:
+        context = self._context
+        if context is None:
+            return ()
+        context.advance()
+        if not context.done:
+            return None
+        result = context.outcome(patience=1.0)
+        if result is None:
+            return None
+        if result.failures:
+            self._last = RunResult(
+                WorkerState.FAILED,
+                failures=self._by_global_rank(result.failures),
+                stopped=self._by_global_rank(result.stopped),
+            )
+        return context.unkillable
+
+    def _by_global_rank(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
+        group = self._worker_group
+        host = os.uname().nodename
+        found = {}
+        for local_rank, failure in failures.items():
+            failure.global_rank = group.workers[local_rank].global_rank
+            failure.role = group.spec.role
+            failure.host = host
+            found[failure.global_rank] = failure
+        return found
+
+    # -- the workers' store -------------------------------------------------------------------------
+
+    def _master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:
+        if info.bootstrap_store_info is not None or info.rank != 0:
+            return super()._master(info)
+        if self.store is None:
+            spec = self._worker_group.spec
+            self.store = WorkerStore(spec.master_addr, spec.master_port, self._rdzv_handler.use_agent_store)
+        self.store.new_round()
+        return self.store.host, self.store.port
+
+
+class WorkerStore:
+    """The store at MASTER_ADDR:MASTER_PORT: bound first, served once the workers are on their way."""
+
+    def __init__(self, host: str | None, port: int | None, served: bool) -> None:
+        import socket
+
+        self.host = host or "localhost"
+        self.serving = served
+        self._server: Any = None
+        self._socket: socket.socket | None = None
+        if not served:
+            from phalanx.rendezvous.address import free_port
+
+            # Rank 0 binds it itself, as the user asked; nobody can hold it for him meanwhile.
+            self.port = port or free_port()
+            return
+        address = socket.getaddrinfo(self.host, port or 0, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.socket(address[0], address[1])
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address[4])
+            self._socket.listen(1024)
+        except OSError as error:
+            self._socket.close()
+            raise OSError(
+                error.errno, f"{self.host}:{port}: cannot serve the workers' store there ({error.strerror})"
+            ) from None
+        self.port = int(self._socket.getsockname()[1])
+
+    def new_round(self) -> None:
+        """Every round begins with an empty store."""
+        if self._server is not None:
+            self._server.reset()
+
+    def serve(self) -> None:
+        """Answer; connections made since the bind have been waiting in the backlog."""
+        if self._server is None and self._socket is not None:
+            from phalanx.store.torch_server import TorchStoreServer
+
+            self._server = TorchStoreServer(sock=self._socket)
+            self._socket = None
+            self._server.start()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        if self._socket is not None:
+            self._socket.close()

@@ -1,0 +1,156 @@
+"""What an agent runs: the specification, the workers, the group, the result. torch's names and fields."""
+
+from __future__ import annotations
+
+from phalanx.core.messages import WorkerState
+
+TYPE_CHECKING = False  # on the path of every start: plain classes, no typing, no dataclasses
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx.processes.failure import ProcessFailure
+    from phalanx.processes.numa import NumaOptions
+    from phalanx.rendezvous.handler import RendezvousHandler
+
+
+class WorkerSpec:
+    """What to run, how many of it on this node, and how often to try again."""
+
+    def __init__(
+        self,
+        role: str,
+        local_world_size: int,
+        rdzv_handler: RendezvousHandler,
+        fn: Callable[..., Any] | None = None,
+        entrypoint: Callable[..., Any] | str | None = None,
+        args: tuple[Any, ...] = (),
+        max_restarts: int = 3,
+        monitor_interval: float = 0.1,
+        master_port: int | None = None,
+        master_addr: str | None = None,
+        local_addr: str | None = None,
+        event_log_handler: str = "null",
+        numa_options: NumaOptions | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+        virtual_local_rank: bool = False,
+    ) -> None:
+        if fn is not None:
+            import warnings
+
+            warnings.warn("WorkerSpec(fn=…): use entrypoint=… instead", DeprecationWarning, stacklevel=2)
+            entrypoint = entrypoint or fn
+        if not isinstance(local_world_size, int) or local_world_size < 1:
+            raise ValueError(f"local_world_size={local_world_size!r}: a node needs at least one worker")
+        if not entrypoint:
+            raise ValueError(f"entrypoint={entrypoint!r}: give a function or the name of a program")
+        if not isinstance(max_restarts, int) or max_restarts < 0:
+            raise ValueError(f"max_restarts={max_restarts!r}: use 0 for no restarts, or more")
+        if not monitor_interval > 0:
+            raise ValueError(f"monitor_interval={monitor_interval!r}: use seconds above 0")
+        if master_port is not None and not 0 <= master_port <= 65535:
+            raise ValueError(f"master_port={master_port!r}: a port is between 0 and 65535")
+        self.role = role
+        self.local_world_size = local_world_size
+        self.rdzv_handler = rdzv_handler
+        self.fn = fn
+        self.entrypoint = entrypoint
+        self.args = tuple(args)
+        self.max_restarts = max_restarts
+        self.monitor_interval = monitor_interval
+        self.master_port = master_port
+        self.master_addr = master_addr
+        self.local_addr = local_addr
+        self.event_log_handler = event_log_handler
+        self.numa_options = numa_options
+        self.duplicate_stdout_filters = duplicate_stdout_filters
+        self.duplicate_stderr_filters = duplicate_stderr_filters
+        self.virtual_local_rank = virtual_local_rank
+
+    def get_entrypoint_name(self) -> str:
+        """The program's or function's name; for `python script.py` the script's."""
+        if isinstance(self.entrypoint, str):
+            import os
+
+            return os.path.basename(self.entrypoint)
+        return str(getattr(self.entrypoint, "__qualname__", self.entrypoint))
+
+
+class Worker:
+    """One worker's place; -1 until a round has given it one."""
+
+    __slots__ = ("global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size")
+
+    def __init__(
+        self,
+        local_rank: int,
+        global_rank: int = -1,
+        role_rank: int = -1,
+        world_size: int = -1,
+        role_world_size: int = -1,
+    ) -> None:
+        self.id: Any = None
+        self.local_rank = local_rank
+        self.global_rank = global_rank
+        self.role_rank = role_rank
+        self.world_size = world_size
+        self.role_world_size = role_world_size
+
+    def __repr__(self) -> str:
+        return (
+            f"Worker(local_rank={self.local_rank}, global_rank={self.global_rank}, "
+            f"role_rank={self.role_rank}, world_size={self.world_size}, "
+            f"role_world_size={self.role_world_size}, id={self.id})"
+        )
+
+
+class WorkerGroup:
+    """The workers of one role on this node, and their round."""
+
+    __slots__ = (
+        "group_rank",
+        "group_world_size",
+        "master_addr",
+        "master_port",
+        "spec",
+        "state",
+        "store",
+        "workers",
+    )
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.workers = [Worker(local_rank) for local_rank in range(spec.local_world_size)]
+        self.store: Any = None
+        self.group_rank: int | None = None
+        self.group_world_size: int | None = None
+        self.master_addr: str | None = None
+        self.master_port: int | None = None
+        self.state = WorkerState.INIT
+
+
+class RunResult:
+    """How the run ended on this node, by global rank."""
+
+    def __init__(
+        self,
+        state: WorkerState,
+        return_values: dict[int, Any] | None = None,
+        failures: dict[int, ProcessFailure] | None = None,
+        stopped: dict[int, ProcessFailure] | None = None,
+    ) -> None:
+        self.state = state
+        self.return_values = return_values if return_values is not None else {}
+        self.failures = failures if failures is not None else {}
+        self.stopped = stopped if stopped is not None else {}  # ended because of the failures
+
+    def is_failed(self) -> bool:
+        """Whether the job failed."""
+        return self.state == WorkerState.FAILED
+
+    def __repr__(self) -> str:
+        return (
+            f"RunResult(state={self.state!r}, return_values={self.return_values!r}, "
+            f"failures={self.failures!r})"
+        )

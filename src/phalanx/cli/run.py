@@ -1,0 +1,256 @@
+"""`phalanx run`: the command people type. Parses, launches, and says how it went.
+
+On the screen: one line at the start, one per incident, one at the end, all on stderr; the workers' own
+output is theirs. When the job fails, the report is the last thing there is. Exit codes: 0, the first
+failing worker's code (128+n for a signal), 128+n when interrupted, 2 for bad usage, 1 for the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from phalanx.config import parse, worker_command
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from phalanx.agent.local import LocalElasticAgent
+    from phalanx.agent.spec import RunResult
+    from phalanx.config import RunConfig
+    from phalanx.processes.logs import LogsSpecs
+    from phalanx.rendezvous.handler import RendezvousHandler
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what the words ask for; the exit code."""
+    config = parse(argv, os.environ)
+    for warning in config.warnings:
+        say(f"warning: {warning}")
+    if config.dry_run:
+        from phalanx.cli.dry_run import plan
+
+        print(plan(config))
+        return 0
+    if config.detach:
+        from phalanx.cli.detach import detach
+
+        if not detach(config):
+            return 0
+    return launch(config)
+
+
+def say(line: str) -> None:
+    """One line of ours on stderr; a closed or full stderr is no reason to fail."""
+    try:
+        sys.stderr.write(f"phalanx: {line}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass
+
+
+def launch(config: RunConfig) -> int:
+    """Start the agent, run it to the end, and tell."""
+    from phalanx.processes.spawner import Spawner
+
+    # First of all, so that the helpers come up while the rest of the agent is still being imported.
+    spawner = Spawner(_helpers(config))
+    begin = time.time()
+    try:
+        agent = make_agent(config)
+    except BaseException:
+        spawner.close()
+        raise
+    agent.spawner = spawner
+    if not config.quiet:
+        agent.on_note = say
+        say(_first_line(config))
+    else:
+        agent.on_note = lambda _line: None
+    from phalanx.errors import PhalanxError, SignalException
+
+    try:
+        result = agent.run()
+    except SignalException as stop:
+        return 128 + stop.sigval
+    except PhalanxError as error:
+        say(str(error))
+        return 1
+    if result.is_failed():
+        return _tell_failure(config, agent, result, begin)
+    if not config.quiet:
+        say(_last_line(agent, begin))
+    _tidy(agent)
+    return 0
+
+
+def _helpers(config: RunConfig) -> str:
+    """Which helpers these workers need; for Python, ones that fork them."""
+    from phalanx.processes.command import python_flags
+
+    program, args = worker_command(config)
+    flags = python_flags(program, [args], {})
+    return "exec" if flags is None else " ".join(["python", *flags])
+
+
+def make_agent(config: RunConfig) -> LocalElasticAgent:
+    """The agent that a command line asks for."""
+    from phalanx.agent.local import LocalElasticAgent
+    from phalanx.agent.spec import WorkerSpec
+    from phalanx.core.restarts import RestartPolicy
+    from phalanx.processes.signals import SIGNALS_VARIABLE
+
+    os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
+    if config.omp_num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(config.omp_num_threads)
+    program, args = worker_command(config)
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.local_world_size,
+        rdzv_handler=_handler(config),
+        entrypoint=program,
+        args=args,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=config.master_addr if config.rdzv_backend == "static" else None,
+        master_port=config.master_port if config.rdzv_backend == "static" else None,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=_numa(config),
+        duplicate_stdout_filters=list(config.duplicate_stdout_filters) or None,
+        duplicate_stderr_filters=list(config.duplicate_stderr_filters) or None,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+    agent = LocalElasticAgent(
+        spec,
+        logs_specs(config),
+        start_method=config.start_method,
+        log_line_prefix_template=_prefix(config),
+        shutdown_timeout=config.shutdown_timeout,
+    )
+    agent.attach = config.attach
+    agent.warm = True
+    agent.restart_policy = RestartPolicy(
+        max_restarts=config.max_restarts, window=config.restart_window, no_restart_on=config.no_restart_on
+    )
+    if config.event_log_handler != "null":
+        from phalanx.observe.run_log import RunLog
+
+        agent.log = RunLog(config.event_log_handler)
+    return agent
+
+
+def logs_specs(config: RunConfig) -> LogsSpecs:
+    """Where the output goes: ours, or a plug-in's (entry points `phalanx.logs_specs`, `torchrun.logs_specs`)."""
+    from phalanx.processes.logs import DefaultLogsSpecs, Std
+
+    kind: Any = DefaultLogsSpecs
+    if config.logs_specs:
+        from phalanx.launch.plugins import load
+
+        kind = load(config.logs_specs, "phalanx.logs_specs", "torchrun.logs_specs")
+    made: LogsSpecs = kind(
+        log_dir=config.log_dir,
+        redirects=Std.from_str(config.redirects),
+        tee=Std.from_str(config.tee),
+        local_ranks_filter=set(config.local_ranks_filter) if config.local_ranks_filter else None,
+    )
+    return made
+
+
+def _handler(config: RunConfig) -> RendezvousHandler:
+    if config.max_nodes == 1 and config.rdzv_backend in ("phalanx", "static"):
+        from phalanx.rendezvous.solo import SoloRendezvous
+
+        return SoloRendezvous(config.run_id, config.rdzv_backend)
+    from phalanx.rendezvous.handler import RendezvousParameters
+    from phalanx.rendezvous.registry import get_rendezvous_handler
+
+    settings: dict[str, Any] = dict(config.rdzv_conf)
+    if config.rdzv_backend == "static" or config.node_rank_given:
+        settings["rank"] = config.node_rank
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            config.rdzv_backend,
+            config.rdzv_endpoint,
+            config.run_id,
+            config.min_nodes,
+            config.max_nodes,
+            config.local_addr,
+            **settings,
+        )
+    )
+
+
+def _numa(config: RunConfig) -> Any:
+    if config.numa_binding is None:
+        return None
+    from phalanx.processes.numa import AffinityMode, NumaOptions
+
+    return NumaOptions(AffinityMode(config.numa_binding))
+
+
+def _prefix(config: RunConfig) -> str | None:
+    """A line needs no rank in front of it where only one rank talks."""
+    if config.log_line_prefix_template is not None:
+        return config.log_line_prefix_template
+    shown = config.local_ranks_filter or range(config.local_world_size)
+    return "" if config.max_nodes == 1 and len(shown) == 1 else None
+
+
+def _first_line(config: RunConfig) -> str:
+    workers = "1 worker" if config.local_world_size == 1 else f"{config.local_world_size} workers"
+    omp = ", OMP_NUM_THREADS=1 each" if config.omp_num_threads is not None else ""
+    script = os.path.basename(config.script)
+    return f"{script}: {workers}{omp} (run {config.run_id[:12]})"
+
+
+def _last_line(agent: LocalElasticAgent, begin: float) -> str:
+    from phalanx.observe.duration import duration
+
+    restarts = agent.attempt
+    after = f" after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
+    return f"all workers succeeded{after}, in {duration(time.time() - begin)}"
+
+
+def _tell_failure(config: RunConfig, agent: LocalElasticAgent, result: RunResult, begin: float) -> int:
+    from phalanx.observe.report import diagnosis_of, for_stream, format_report, report_json
+
+    everyone = {**result.failures, **result.stopped}
+    name = os.path.basename(config.script)
+    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    text = format_report(name, everyone, started_at=begin, colour=colour)
+    path = _keep_json(agent, report_json(name, everyone, started_at=begin))
+    try:
+        sys.stdout.flush()
+        sys.stderr.write(for_stream(f"\n{text}\n", sys.stderr.encoding))
+        if path and config.log_dir:
+            sys.stderr.write(f"The same as JSON: {path}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass
+    return diagnosis_of(everyone, begin).exit_code
+
+
+def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:
+    """The report beside the logs of the run; a full disk is no reason to lose the exit code."""
+    directory = agent.run_dir
+    if directory is None:
+        return None
+    import json
+
+    path = os.path.join(directory, "failure.json")
+    try:
+        with open(path, "w") as file:
+            json.dump(report, file, indent=2)
+    except OSError:
+        return None
+    return path
+
+
+def _tidy(agent: LocalElasticAgent) -> None:
+    """After a success, remove the directories that we made in the temp directory and nobody wrote into."""
+    agent.remove_empty_logs()

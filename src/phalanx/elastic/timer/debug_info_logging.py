@@ -1,0 +1,5 @@
+"""torch.distributed.elastic.timer.debug_info_logging's names."""
+
+from phalanx.timers.debug import log_debug_info_for_expired_timers
+
+__all__ = ["log_debug_info_for_expired_timers"]

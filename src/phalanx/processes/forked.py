@@ -1,0 +1,46 @@
+"""A fork of the zygote made to look like an interpreter that has just started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+def titles() -> Callable[[str], None] | None:
+    """How a process changes what `ps` shows of it. To be asked for early: it works only on the environment
+    as the kernel laid it out."""
+    try:
+        import setproctitle
+    except ImportError:
+        return None
+    setproctitle.getproctitle()
+    setter: Callable[[str], None] = setproctitle.setproctitle
+    return setter
+
+
+def tidy(
+    spec: dict[str, Any], path: list[str], modules: set[str], set_title: Callable[[str], None] | None
+) -> None:
+    """Undo what being a zygote has left behind: signal handling, sys.path, our modules, the name."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path[:] = path
+    # The program shall not find our modules: its own copy of phalanx may be another one. What we needed
+    # of the standard library stays: a second copy of it would be worse than one that is there early.
+    for name in [name for name in sys.modules if name not in modules]:
+        if name.partition(".")[0] in ("phalanx", "setproctitle"):
+            del sys.modules[name]
+    if set_title is not None:
+        mode, target, args = spec["program"]
+        words = {"script": [target], "module": ["-m", target], "code": ["-c", target]}[mode]
+        rank = os.environ.get("RANK")
+        title = " ".join([sys.executable, *words, *args])
+        set_title(f"{title} [rank {rank}]" if rank is not None else title)

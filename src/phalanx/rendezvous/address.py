@@ -1,0 +1,44 @@
+"""Endpoints and addresses. Never a reverse look-up: it can hang for a minute where DNS is poor."""
+
+from __future__ import annotations
+
+
+def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
+    """(host, port) of `host:port`, `[v6]:port`, `host`, or nothing at all (localhost)."""
+    text = (endpoint or "").strip()
+    if not text:
+        return "localhost", default_port
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or not host or (rest and not rest.startswith(":")):
+            raise ValueError(f"rendezvous endpoint {endpoint!r}: write [address]:port")
+        port = rest[1:]
+    elif text.count(":") > 1:
+        raise ValueError(f"rendezvous endpoint {endpoint!r}: put an IPv6 address in brackets: [{text}]:port")
+    else:
+        host, colon, port = text.partition(":")
+        if colon and not port:
+            raise ValueError(f"rendezvous endpoint {endpoint!r}: the port after ':' is missing")
+    if not host:
+        raise ValueError(f"rendezvous endpoint {endpoint!r}: the host is missing")
+    if not port:
+        return host, default_port
+    if not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ValueError(f"rendezvous endpoint {endpoint!r}: the port must be a number from 0 to 65535")
+    return host, int(port)
+
+
+def own_address() -> str:
+    """The name other nodes are most likely to know this one by."""
+    import socket
+
+    return socket.gethostname()
+
+
+def free_port() -> int:
+    """A port that was free a moment ago: for torch's interface alone, ours are bound by who uses them."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

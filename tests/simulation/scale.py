@@ -1,0 +1,105 @@
+"""How many messages rounds cost, counted in the simulator; `python -m tests.simulation.scale FILE` writes docs/scale.md.
+
+The run: n nodes start within a second, form a round of exactly n, one node's workers fail, all
+re-form, all succeed, all end. Keep-alives are counted apart: they depend on time, not on rounds.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+from phalanx.core.node_events import Start
+from phalanx.core.rounds import Options
+from tests.simulation.simulator import Agent, Broken, Simulation
+
+
+class Figures(NamedTuple):
+    """Messages (requests, replies and notices together) of each phase of the run."""
+
+    nodes: int
+    first_round: int
+    reform: int
+    end: int
+    per_node: float
+    seconds: float
+    megabytes: float
+
+
+def measure(nodes: int) -> Figures:
+    """Count the messages of one run."""
+    options = Options(min_nodes=nodes, max_nodes=nodes, ttl=600.0, join_timeout=900.0, store_grace=900.0)
+    sim = Simulation(7, options, latency=(0.0002, 0.002))
+    started: dict[int, int] = {}
+
+    def note(agent: Agent, start: Start) -> None:
+        started[start.round.number] = started.get(start.round.number, 0) + 1
+
+    def total() -> int:
+        return sim.messages["requests"] + sim.messages["replies"] + sim.messages["notices"]
+
+    sim.on_start = note
+    for number in range(nodes):
+        sim.at(sim.random.random(), lambda number=number: sim.join(f"node{number}"))
+    sim.run(150.0, stop=lambda: started.get(1) == nodes)
+    formed, at = total(), sim.now
+    sim.end_workers(sim.agents["node0"], False, "exit code 1")
+    sim.run(150.0, stop=lambda: started.get(2) == nodes)
+    reformed = total()
+    for agent in sim.agents.values():
+        sim.end_workers(agent, True)
+    sim.run(150.0, stop=lambda: sim.ended == nodes)
+    if not all(a.ended and a.ended.outcome == "succeeded" for a in sim.agents.values()):
+        raise Broken(f"{nodes} nodes did not all succeed")
+    everything = total()
+    return Figures(
+        nodes,
+        formed,
+        reformed - formed,
+        everything - reformed,
+        everything / nodes,
+        at,
+        sim.messages["bytes"] / 1e6,
+    )
+
+
+TEXT = """# How rounds scale
+
+Counted in the simulator (`tests/simulation/scale.py`), which runs the real rendezvous and store: n
+nodes start within one second and form a round; the workers of one node fail and all nodes re-form;
+all succeed and end. A message is one request, reply or notice. Keep-alives come on top: one request
+and one reply per node in each third of a lease.
+
+| nodes | first round | re-formed round | end | messages per node | values moved |
+|---:|---:|---:|---:|---:|---:|
+{rows}
+
+Messages grow linearly. What each node is told of a round is its list of members, so the bytes of a
+round grow with the square of the nodes: {growth}. Nothing else does: no node but the leader
+hears of other nodes, and no value is rewritten to add a node to it.
+"""
+
+
+def page(sizes: tuple[int, ...] = (10, 100, 1000, 10_000)) -> str:
+    """The text of docs/scale.md."""
+    figures = [measure(n) for n in sizes]
+    rows = "\n".join(
+        f"| {f.nodes:,} | {f.first_round:,} | {f.reform:,} | {f.end:,} | {f.per_node:.1f} "
+        f"| {f.megabytes:,.1f} MB |"
+        for f in figures
+    )
+    last = figures[-1]
+    growth = (
+        f"about {last.megabytes / last.nodes / 2 * 1000:,.0f} kB per node and round at {last.nodes:,} nodes"
+    )
+    return TEXT.format(rows=rows, growth=growth)
+
+
+def write(path: str) -> None:
+    """Write the page."""
+    with open(path, "w") as file:
+        file.write(page())
+
+
+if __name__ == "__main__":
+    write(sys.argv[1]) if len(sys.argv) > 1 else print(page())
