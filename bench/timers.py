@@ -6,8 +6,9 @@ queue and over a named pipe.
 - pairs: acquire+release pairs a second, end to end: from the worker's first acquire until the server has
   read them all, which it shows by killing the worker for a last timer that was overdue when it was sent.
   torch's server gets a short interval for this, so that its sleep is not what is measured.
-- late: milliseconds from a timer's expiry until the worker is dead; torch's with an interval of 0.1 s and
-  with its default (60 s queue, 10 s pipe), ours always with the default.
+- late: milliseconds from a timer's expiry until the worker is signalled (its death takes the kernel another
+  few, which depend on its memory alone); torch's with an interval of 0.1 s and with its default (60 s
+  queue, 10 s pipe), ours always with the default.
 
 A figure is the median over rounds, a ratio the median of the ratios of neighbouring rounds.
 
@@ -20,6 +21,7 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import signal
 import statistics
 import sys
@@ -67,8 +69,7 @@ def _send(act: Callable[[], None]) -> int:
             time.sleep(0.0001)
 
 
-def _pairs_worker(make: Callable[[], Any], count: int, pipe: Connection) -> None:
-    client = make()
+def _pairs_work(client: Any, count: int, pipe: Connection) -> None:
     _send(lambda: client.acquire("warm", time.time() + 60))
     _send(lambda: client.release("warm"))
     refused = 0
@@ -78,56 +79,79 @@ def _pairs_worker(make: Callable[[], Any], count: int, pipe: Connection) -> None
         refused += _send(lambda: client.release("scope"))
     pipe.send((begin, refused))
     _send(lambda: client.acquire("end", time.time()))
-    signal.pause()
 
 
-def _late_worker(make: Callable[[], Any], after: float, pipe: Connection) -> None:
-    client = make()
+def _late_work(client: Any, after: float, pipe: Connection) -> None:
     expiry = time.time() + after
     client.acquire("scope", expiry)
     pipe.send(expiry)
+
+
+def _worker(make: Callable[[], Any], work: Callable[..., None], value: Any, pipe: Connection) -> None:
+    pipe.send(os.getpid())
+    pipe.recv()
+    work(make(), value, pipe)
     signal.pause()
 
 
-def _host(
-    side: str, kind: str, interval: float | None, work: Callable[..., None], value: Any, pipe: Connection
-) -> None:
-    """Server and worker of one sample; reports what the worker told and when it died."""
+def _note_signals(folder: str) -> None:
+    """Writes down when this process first signals another one."""
+
+    def noting(send: Callable[..., None]) -> Callable[..., None]:
+        def noted(target: int, sig: int, *rest: Any) -> None:
+            now = time.time()
+            send(target, sig, *rest)
+            if sig and not os.path.exists(note):
+                with open(note, "w") as file:
+                    file.write(repr(now))
+
+        return noted
+
+    note = os.path.join(folder, "signalled")
+    os.kill = noting(os.kill)
+    signal.pidfd_send_signal = noting(signal.pidfd_send_signal)
+
+
+def _host(side: str, kind: str, interval: float | None, folder: str, *job: Any) -> None:
+    """Server and worker of one sample."""
     logging.disable(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="bench_timers_") as folder:
-        make = _start(side, kind, interval, folder)
-        ours, theirs = _FORK.Pipe(duplex=False)
-        worker = _FORK.Process(target=work, args=(make, value, theirs))
-        worker.start()
-        # Not the sentinel: that is a pipe, which the kernel closes before the process has ended.
-        pidfd = os.pidfd_open(worker.pid or 0)
-        told = ours.recv()
-        wait([pidfd])
-        pipe.send((told, time.time()))
-    # Without stop(): torch's may take its whole interval, and has been seen to kill its own process instead.
+    _note_signals(folder)
+    make = _start(side, kind, interval, folder)
+    worker = _FORK.Process(target=_worker, args=(make, *job))
+    worker.start()
+    worker.join()
+    # Without stop(): torch's may take its whole interval.
     os._exit(0)
 
 
 def _sample(side: str, kind: str, interval: float | None, work: Callable[..., None], value: Any) -> Any:
-    """One sample, in a process of its own."""
+    """One sample: what the worker told, when it was signalled and when it died.
+
+    The server has a process of its own, and the death is seen from here: torch's pipe server kills its own
+    process right after the worker.
+    """
     _parts("phalanx"), _parts("torch")  # loaded once, here, and not by every sample
-    ours, theirs = _FORK.Pipe(duplex=False)
-    host = _FORK.Process(target=_host, args=(side, kind, interval, work, value, theirs))
-    host.start()
-    theirs.close()
-    try:
-        if not ours.poll(120):
-            raise RuntimeError(f"{side} {kind}: the worker was not killed within 120 s")
-        return ours.recv()
-    except EOFError:
-        host.join()
-        raise RuntimeError(f"{side} {kind}: the server's process ended with {host.exitcode}") from None
-    finally:
-        ours.close()
-        if host.exitcode is None:
+    ours, theirs = _FORK.Pipe()
+    with tempfile.TemporaryDirectory(prefix="bench_timers_") as folder:
+        host = _FORK.Process(target=_host, args=(side, kind, interval, folder, work, value, theirs))
+        host.start()
+        theirs.close()
+        pidfd = os.pidfd_open(ours.recv())
+        try:
+            ours.send("go")
+            told = ours.recv()
+            if not wait([pidfd], 120):
+                raise RuntimeError(f"{side} {kind}: the worker was not killed within 120 s")
+            died = time.time()
+            host.join(0.2)
+            with open(os.path.join(folder, "signalled")) as file:
+                return told, float(file.read()), died
+        finally:
+            os.close(pidfd)
+            ours.close()
             host.join(5)
-        host.kill()
-        host.join()
+            host.kill()
+            host.join()
 
 
 def _pairs(kind: str, count: dict[str, int], rounds: int) -> dict[str, Any]:
@@ -136,7 +160,7 @@ def _pairs(kind: str, count: dict[str, int], rounds: int) -> dict[str, Any]:
     for number in range(rounds + 1):
         for side in SIDES if number % 2 else reversed(SIDES):
             interval = 0.01 if side == "torch" else None
-            (begin, refusals), died = _sample(side, kind, interval, _pairs_worker, count[side])
+            (begin, refusals), _, died = _sample(side, kind, interval, _pairs_work, count[side])
             if number:  # the first round warms up
                 rates[side].append(count[side] / (died - begin))
                 refused[side] += refusals
@@ -147,16 +171,18 @@ def _late(kind: str, rounds: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {side: [] for side in SIDES}
     for number in range(rounds + 1):
         for side in SIDES if number % 2 else reversed(SIDES):
-            expiry, died = _sample(side, kind, 0.1 if side == "torch" else None, _late_worker, 0.2)
+            # Not in step with torch's interval: its lateness is then anything up to it.
+            after = 0.2 + random.uniform(0, 0.1)
+            expiry, killed, _ = _sample(side, kind, 0.1 if side == "torch" else None, _late_work, after)
             if number:
-                times[side].append((died - expiry) * 1000)
+                times[side].append((killed - expiry) * 1000)
     return {**_compare(times, 2), "phalanx_worst": round(max(times["phalanx"]), 2)}
 
 
 def _default(kind: str) -> float:
     """torch's lateness with its default interval; one sample, for it takes up to a minute."""
-    expiry, died = _sample("torch", kind, None, _late_worker, 0.2)
-    return round((died - expiry) * 1000, 1)
+    expiry, killed, _ = _sample("torch", kind, None, _late_work, 0.2)
+    return round((killed - expiry) * 1000, 1)
 
 
 def _compare(samples: dict[str, list[float]], digits: int) -> dict[str, Any]:

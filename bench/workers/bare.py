@@ -1,9 +1,9 @@
-"""The bare worker: stamps its first line, and then does what its first argument says. Imports next to nothing.
+"""The bare worker: stamps its first line, then does what its first argument says. Imports next to nothing.
 
-    exit   ends at once
-    wait   stays; SIGTERM and SIGUSR1 are stamped and end it
-    child  as wait, with a child of its own; rank 0 ends with code 1 on SIGUSR2
-    print  prints a time stamp now and then, without flushing, for the number of times in the second argument
+exit   ends at once
+wait   stays; SIGTERM and SIGUSR1 are stamped and end it
+child  as wait, with a child of its own; rank 0 ends with code 1 on SIGUSR2
+print  prints a time stamp now and then, without flushing, for the number of times in the second argument
 """
 
 import time
@@ -45,4 +45,3 @@ if mode == "print":
     for number in range(int(sys.argv[2])):
         time.sleep(0.05 + 0.017 * (number % 7))  # unrelated to any polling rate
         print("stamp", repr(time.monotonic()))
-    signal.pause()  # the last line must not come out because the worker ends

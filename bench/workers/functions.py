@@ -1,7 +1,7 @@
 """One measurement of `start_processes`, in a process of its own: functions.py SIDE WHAT, the answer as JSON.
 
-The library is imported before the clock starts, and only by the parent: a spawned child imports this file too,
-and must not pay for more than the library itself makes it import.
+The library is imported before the clock starts, and only by the parent: a spawned child imports this file
+too, and must not pay for more than the library itself makes it import.
 """
 
 import json

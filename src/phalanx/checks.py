@@ -348,6 +348,21 @@ def _ranks(v: Sources, count: int) -> frozenset[int] | None:
     return ranks
 
 
+def warmth(v: Sources) -> dict[str, Any]:
+    """How far ahead of the workers the helpers are."""
+    mode, warm_up = v.text("warm"), v.text("warmup")
+    if warm_up:
+        module, colon, function = warm_up.partition(":")
+        if not colon or not function.isidentifier() or not module.replace(".", "_").isidentifier():
+            raise v.bad("warmup", "write module:function")
+        if mode != "standby":
+            raise v.bad("warmup", "only parked workers run it; add --warm standby")
+    for name in v.words("preload"):
+        if not name.replace(".", "_").isidentifier():
+            raise v.bad("preload", f"{name} is no module name")
+    return {"warm": mode, "preload": v.words("preload"), "warmup": warm_up}
+
+
 def terminal(v: Sources, known: dict[str, Any]) -> dict[str, Any]:
     """What the launcher itself does with the terminal."""
     attach, detach = v.integer("attach", 0), v.flag("detach")
@@ -364,6 +379,7 @@ def terminal(v: Sources, known: dict[str, Any]) -> dict[str, Any]:
             raise usage_error(f"{v.label('quiet')} and {v.label('verbose')}: choose one")
         quiet, verbose = "quiet" in v.arguments, "verbose" in v.arguments
     return {
+        **warmth(v),
         "attach": attach,
         "detach": detach,
         "dry_run": v.flag("dry_run"),

@@ -89,6 +89,9 @@ class RunConfig:
     duplicate_stderr_filters: tuple[str, ...]
     logs_specs: str | None
     event_log_handler: str
+    warm: str  # off, auto, standby
+    preload: tuple[str, ...]
+    warmup: str
     attach: int | None
     dry_run: bool
     detach: bool

@@ -117,6 +117,30 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 choices=("spawn", "fork", "forkserver"),
             ),
             Option(
+                "--warm",
+                "str",
+                "auto",
+                "how Python workers start: auto (forked, common imports done), off or standby",
+                env="PHALANX_",
+                choices=("auto", "off", "standby"),
+            ),
+            Option(
+                "--preload",
+                "list",
+                (),
+                "modules to import before workers are forked",
+                env="PHALANX_",
+                metavar="MODULES",
+            ),
+            Option(
+                "--warmup",
+                "str",
+                "",
+                "what a parked worker runs ahead",
+                env="PHALANX_",
+                metavar="MODULE:FUNCTION",
+            ),
+            Option(
                 "--attach", "int", None, "this rank reads the terminal (for pdb)", env=None, metavar="RANK"
             ),
         ),

@@ -1,4 +1,6 @@
-"""How many messages rounds cost, counted in the simulator; `python -m tests.simulation.scale FILE` writes docs/scale.md.
+"""How many messages rounds cost, counted in the simulator.
+
+`python -m tests.simulation.scale docs/scale.md` writes the page.
 
 The run: n nodes start within a second, form a round of exactly n, one node's workers fail, all
 re-form, all succeed, all end. Keep-alives are counted apart: they depend on time, not on rounds.

@@ -6,7 +6,9 @@ bytes and the same end. What differs is meant to, and is pinned down in the sect
 * stdout is line-buffered, whatever it is connected to;
 * faulthandler is on, and its file is one more descriptor (close-on-exec);
 * there is one more frame at the bottom of the stack, so a recursion error comes one call earlier;
-* under -S the module `os` has been imported already.
+* under -S the module `os` has been imported already, and in a worker that is a fork of a Python that was up
+  before, some more of the standard library;
+* the wording for source that cannot be decoded.
 """
 
 # ruff: noqa: E501 - one program, one line
@@ -33,7 +35,7 @@ import pytest
 from phalanx.processes.child import ERROR_FILE
 from phalanx.processes.command import BOOTSTRAP, worker_argv
 from phalanx.processes.logs import DefaultLogsSpecs, Std
-from phalanx.processes.start import start_processes
+from phalanx.processes.start import SubprocessContext
 from tests.conftest import HUNG
 
 PYTHON = sys.executable
@@ -615,9 +617,19 @@ def test_without_site_only_os_is_there_early() -> None:
 # -- the same through a real group --------------------------------------------------------------------
 
 
-def as_worker(tmp_path: Path, *args: str) -> tuple[Ran, dict[str, Any]]:
+@pytest.fixture(params=[False, True], ids=["cold", "warm"])
+def warm(request: pytest.FixtureRequest) -> bool:
+    """A new interpreter, or the fork of one."""
+    return bool(request.param)
+
+
+def as_worker(tmp_path: Path, warm: bool, *args: str) -> tuple[Ran, dict[str, Any]]:
     specs = DefaultLogsSpecs(log_dir=str(tmp_path / "logs"), redirects=Std.ALL)
-    with start_processes("prog", PYTHON, {0: args}, {0: {}}, specs) as group:
+    group = SubprocessContext("prog", PYTHON, {0: args}, {0: {}}, specs)
+    group.warm = warm
+    with group:
+        group.start()
+        assert (group.spawner_kind != "exec") is warm
         result = group.wait(HUNG)
     assert result is not None
     code = result.failures[0].exitcode if result.is_failed() else 0
@@ -625,42 +637,40 @@ def as_worker(tmp_path: Path, *args: str) -> tuple[Ran, dict[str, Any]]:
     return ran(code, Path(result.stdouts[0]).read_bytes(), Path(result.stderrs[0]).read_bytes()), told
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "exit 3",
-        "exit text",
-        "exception",
-        "interrupt",
-        "hook fails",
-        "atexit",
-        "thread outlives error",
-        "abort",
-    ],
-)
-def test_endings_in_a_group(name: str, tmp_path: Path) -> None:
+IN_A_GROUP = [
+    "exit 3", "exit text", "exception", "interrupt", "real interrupt", "hook fails", "hook restored", "atexit",
+    "thread outlives error", "abort", "fork",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_A_GROUP)
+def test_endings_in_a_group(name: str, warm: bool, tmp_path: Path) -> None:
     plain = run([PYTHON, program(ENDINGS[name])])
-    ours, _ = as_worker(tmp_path, "prog.py")
+    ours, _ = as_worker(tmp_path, warm, "prog.py")
     assert ours == plain
 
 
 @pytest.mark.parametrize("name", ["getsource", "deep warning", "binary", "namespace", "threads", "pools"])
-def test_doings_in_a_group(name: str, tmp_path: Path) -> None:
+def test_doings_in_a_group(name: str, warm: bool, tmp_path: Path) -> None:
     plain = run([PYTHON, program(DOINGS[name])])
-    ours, told = as_worker(tmp_path, "prog.py")
+    ours, told = as_worker(tmp_path, warm, "prog.py")
     assert ours == plain
     if plain.code:
         assert "ValueError" in told["message"]["message"]
 
 
 @pytest.mark.parametrize("flags", ["", "-u", "-O -I"])
-def test_what_a_program_finds_in_a_group(flags: str, tmp_path: Path) -> None:
+def test_what_a_program_finds_in_a_group(flags: str, warm: bool, tmp_path: Path) -> None:
     args = [*flags.split(), program(PROBE), "x"]
     plain = json.loads(run([PYTHON, *args]).out)
-    ours = json.loads(as_worker(tmp_path, *args)[0].out)
+    ours = json.loads(as_worker(tmp_path, warm, *args)[0].out)
     # The environment is the group's affair, and the streams under -u have a class of ours at their bottom.
     for data in (plain, ours):
         del data["environment"], data["stdin"]
         for stream in ("stdout", "stderr"):
             data[stream] = [part for part in data[stream] if part not in ("FileIO", "LogFile")]
+    if warm:
+        more = set(ours.pop("modules")) - set(plain.pop("modules"))
+        assert {name.partition(".")[0] for name in more} <= sys.stdlib_module_names
+        del plain["cache"], ours["cache"]
     assert ours == plain

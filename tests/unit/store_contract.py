@@ -105,6 +105,12 @@ class StoreContract:
         assert store.request(Get("n")).entries[0].value == b"-2"
         store.request(Put("word", b"word"))
         assert store.request(Add("word", 1)).error == "number"
+        assert store.request(Add("big", 2**63 - 1)).ok
+        assert store.request(Add("big", 1)).error == "number"
+
+    def test_a_lease_without_end_is_refused(self, store: Store) -> None:
+        for ttl in (0.0, -1.0, float("inf"), float("nan")):
+            assert store.request(Grant(ttl)).error == "ttl"
 
     def test_watch_shows_what_is_there_then_every_change_once(self, store: Store) -> None:
         store.request(Put("w/a", b"1"))

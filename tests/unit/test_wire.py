@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.commands import Change, Delete, Entry, Get, Notice, Put, Reply, Txn, Watch, When
-from phalanx.errors import StoreAuthError
+from phalanx.errors import StoreAuthError, StoreError
 from phalanx.store import wire
 from phalanx.store.token import find_token
 
@@ -26,7 +26,7 @@ bodies = st.one_of(
     st.builds(
         Txn,
         st.lists(st.builds(When, text, text, number, blob), max_size=3).map(tuple),
-        st.lists(st.builds(Put, text, blob), max_size=3).map(tuple),
+        st.lists(st.builds(Put, text, blob, number), max_size=3).map(tuple),
         st.lists(st.builds(Delete, text, st.booleans()), max_size=2).map(tuple),
     ),
     st.builds(Reply, st.booleans(), number, st.lists(entry, max_size=3).map(tuple), number, text),
@@ -93,6 +93,12 @@ def test_a_length_over_the_cap_is_refused_before_its_bytes_come() -> None:
 def test_frames_of_the_wrong_shape(packed: bytes) -> None:
     with pytest.raises(wire.WireError):
         wire.decode(packed)
+
+
+@pytest.mark.parametrize("body", [Put("k", b"", 2**70), Put("\ud800", b"")], ids=["number", "text"])
+def test_what_cannot_be_sent_says_so(body: Put) -> None:
+    with pytest.raises(StoreError, match="Put cannot be sent"):
+        wire.encode(1, 1, body)
 
 
 def test_the_proof_binds_the_role_and_both_nonces() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -36,10 +37,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.observe.progress import Progress
     from phalanx.observe.run_log import RunLog
     from phalanx.rendezvous.handler import RendezvousInfo
 
 DEFAULT_ROLE = "default"
+
+_WAITS = {
+    core.Phase.JOINING: "waiting for the rendezvous",
+    core.Phase.REFORMING: "waiting for the workers to end",
+    core.Phase.CLEARING: "waiting for the workers to end",
+    core.Phase.WAITING: "waiting before the next start",
+    core.Phase.BARRIER: "waiting for the other nodes to finish",
+    core.Phase.ENDING: "waiting for the workers to end",
+}
+"""What a person at a terminal is told when a phase lasts."""
 
 
 class ElasticAgent(ABC):
@@ -66,7 +78,9 @@ class SimpleElasticAgent(ElasticAgent):
         self._rdzv_handler = spec.rdzv_handler
         self.restart_policy = RestartPolicy(max_restarts=spec.max_restarts)
         self.on_note: Callable[[str], None] | None = None  # one line per incident, for a person
-        self.log: RunLog | None = None  # events and metrics; None while nobody listens
+        self.on_reason: Callable[[str], None] | None = None  # every decision, for who wants them all
+        self.progress: Progress | None = None  # for a person at a terminal
+        self._log: RunLog | None = None  # events and metrics; None where nobody listens
         self._state = core.GroupState()
         self._round = 0
         self._info: RendezvousInfo | None = None
@@ -109,8 +123,7 @@ class SimpleElasticAgent(ElasticAgent):
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         scope = SignalScope(post=lambda sig: self._post(say.Signal(int(sig))))
-        if self.log:
-            self.log.begin(self._worker_group)
+        self._log = self._listen()
         finish: say.Finish | None = None
         try:
             with scope:
@@ -120,11 +133,27 @@ class SimpleElasticAgent(ElasticAgent):
             self._shutdown()
             if finish is None:  # an error of ours or of a hook: the others must not wait for this node
                 self._rdzv_handler.shutdown()
-            for fd in (self._wake_read, self._wake_write):
-                os.close(fd)
-            self._wake_write = -1
-            if self.log:
-                self.log.end(self._worker_group, finish, self._last, self._state.attempt)
+            read, write = self._wake_read, self._wake_write
+            self._wake_read = self._wake_write = -1  # first, for a thread that still has something to post
+            os.close(read)
+            os.close(write)
+            if self._log:
+                self._log.end(self._worker_group, finish, self._last, self._state.attempt)
+
+    def _listen(self) -> RunLog | None:
+        """The log of this run, or None where nobody can hear it.
+
+        Metrics have a listener only in a process that imported them to configure one, so that otherwise
+        nothing needs to be imported for them here either.
+        """
+        destination = self._worker_group.spec.event_log_handler
+        if destination == "null" and "phalanx.observe.metrics" not in sys.modules:
+            return None
+        from phalanx.observe.run_log import RunLog
+
+        log = RunLog(destination)
+        log.begin(self._worker_group)
+        return log
 
     def _conclude(self, finish: say.Finish) -> RunResult:
         self._worker_group.state = finish.state
@@ -132,20 +161,12 @@ class SimpleElasticAgent(ElasticAgent):
         if finish.outcome is Outcome.SIGNALED:
             sig = signal.Signals(finish.sig or signal.SIGTERM)
             raise SignalException(f"process {os.getpid()} got {sig.name}", sig)
-        result = RunResult(finish.state, self._last.return_values, self._last.failures, self._last.stopped)
-        if finish.outcome is Outcome.FAILED and not result.failures:
-            self._raise_failure(finish.message)
-        if finish.outcome in (Outcome.CLOSED, Outcome.LEFT):
-            result.state = WorkerState.SUCCEEDED
-        return result
-
-    def _raise_failure(self, message: str) -> None:
-        """A failure without a failed worker: the rendezvous, or a start."""
-        if self._error is not None:
-            raise self._error
-        from phalanx.errors import StartError
-
-        raise StartError(message)
+        if finish.outcome is Outcome.FAILED:
+            if self._error is not None and not self._last.failures:  # the rendezvous or a start
+                raise self._error
+            return RunResult(finish.state, {}, self._last.failures, self._last.stopped)
+        # A clean end: what went wrong before it has been overcome.
+        return RunResult(WorkerState.SUCCEEDED, self._last.return_values)
 
     @property
     def attempt(self) -> int:
@@ -165,8 +186,10 @@ class SimpleElasticAgent(ElasticAgent):
             state, commands, reason = core.step(self._state, event, time.monotonic(), policy)
             self._state = state
             self._worker_group.state = state.worker_state
-            if self.log:
-                self.log.step(event, state, reason)
+            if self.on_reason is not None:
+                self.on_reason(f"{type(event).__name__}: {reason}")
+            if self._log:
+                self._log.step(event, state, commands, reason, self._last)
             for command in commands:
                 if isinstance(command, say.Finish):
                     return command
@@ -212,7 +235,16 @@ class SimpleElasticAgent(ElasticAgent):
             event = self._look()
             if event is not None:
                 return event
-            self._wait(None if self._wake_at is None else self._wake_at - now)
+            timeout = None if self._wake_at is None else self._wake_at - now
+            if self.progress is not None:
+                timeout = self.progress.limit(self._waiting_for(), now, timeout)
+            self._wait(timeout)
+            if self.progress is not None:
+                self.progress.show(time.monotonic())
+
+    def _waiting_for(self) -> str:
+        """What a person is told while nothing happens; empty while that is as it should be."""
+        return _WAITS.get(self._state.phase, "")
 
     def _look(self) -> say.Event | None:
         """What is new about the workers and about who waits to join."""
@@ -266,6 +298,8 @@ class SimpleElasticAgent(ElasticAgent):
             pass
 
     def _note(self, line: str) -> None:
+        if self.progress is not None:
+            self.progress.clear()
         if self.on_note is not None:
             self.on_note(line)
             return
@@ -297,7 +331,7 @@ class SimpleElasticAgent(ElasticAgent):
         except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; it must not hang us
             self._error = error
             return say.RoundFailed("error", f"{type(error).__name__}: {error}")
-        self._info = info
+        self._info, self._error = info, None
         self._round += 1
         members = tuple(f"node {rank}" for rank in range(info.world_size))
         return say.RoundReady(say.Round(self._round, members, info.rank))
@@ -305,15 +339,22 @@ class SimpleElasticAgent(ElasticAgent):
     def _start(self, command: say.StartWorkers) -> None:
         from phalanx.errors import StartError
 
+        begin = time.monotonic()
         try:
             self._place_workers()
+            placed = time.monotonic()
             ids = self._start_workers(self._worker_group)
         except (StartError, OSError, ValueError, TypeError, RendezvousError) as error:
-            self._error = error if isinstance(error, (StartError, RendezvousError)) else None
+            known = isinstance(error, StartError | RendezvousError)
+            self._error = error if known else StartError(str(error))
             self._post(say.StartFailed(str(error)))
             return
+        self._last = RunResult(WorkerState.HEALTHY)  # what failed before has been overcome
         for worker in self._worker_group.workers:
             worker.id = ids.get(worker.local_rank)
+        if self._log:
+            took = time.monotonic() - placed
+            self._log.started(self._worker_group, command.attempt, placed - begin, took)
         self._post(say.Started(tuple(pid for pid in ids.values() if isinstance(pid, int))))
 
     def _place_workers(self) -> None:

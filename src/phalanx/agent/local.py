@@ -21,6 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from phalanx.agent.warmth import Warmth
     from phalanx.core.messages import Event
     from phalanx.processes.context import PContext
     from phalanx.processes.failure import ProcessFailure
@@ -57,9 +58,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._uninterruptible_timeout = uninterruptible_state_timeout
         self._stuck_since: dict[int, float] = {}
         self._context: PContext | None = None
+        self._swept: PContext | None = None  # whose strays have been told to go; once is enough
         self.spawner: Spawner | None = None  # may be given before `run`, so that it starts early
         self.store: WorkerStore | None = None
-        self.warm = False  # True: fork Python workers from a Python that is up already
+        self.warmth: Warmth | None = None  # keeps helpers that are ahead of the workers' needs
         self.attach: int | None = None  # the local rank that has the terminal's input
 
     @property
@@ -67,14 +69,23 @@ class LocalElasticAgent(SimpleElasticAgent):
         """The directory of this run's logs, once workers have started."""
         if self._context is None or not self._context.error_files:
             return None
+        from phalanx.processes.logs import DefaultLogsSpecs
+
+        if not isinstance(self._logs_specs, DefaultLogsSpecs):
+            return self._logs_specs.root_log_dir  # how a plug-in lays out its files is its own affair
         rank_dir = os.path.dirname(next(iter(self._context.error_files.values())))
         return os.path.dirname(os.path.dirname(rank_dir))
 
     def remove_empty_logs(self) -> None:
-        """Remove the directories that we made in the temp directory and that nobody wrote into."""
-        discard = getattr(self._logs_specs, "discard_empty", None)
-        if discard is not None:
-            discard()
+        """Remove the temporary directories of this run that nobody wrote into; given ones stay."""
+        from phalanx.processes.logs import DefaultLogsSpecs
+
+        specs, run_dir = self._logs_specs, self.run_dir
+        if run_dir is None or not isinstance(specs, DefaultLogsSpecs) or specs._given is not None:
+            return
+        for directory, _, _ in os.walk(run_dir, topdown=False):
+            _remove_if_empty(directory)
+        _remove_if_empty(os.path.dirname(run_dir))
 
     def exception_of(self, global_rank: int) -> BaseException | None:
         """The exception that ended a function worker, where it could be pickled."""
@@ -113,6 +124,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         context.attach = self.attach
         context.start()
         self._context = context
+        if self.warmth is not None:
+            self.warmth.started(time.monotonic())
         if self.store is not None:
             self.store.serve()
         return context.pids()
@@ -139,7 +152,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         }
         if isinstance(spec.entrypoint, str):
             context = SubprocessContext(entrypoint=spec.entrypoint, **common)
-            context.warm = self.warm
+            context.warm = self.warmth is not None and self.warmth.mode != "off"
         else:
             assert spec.entrypoint is not None
             context = MultiprocessContext(
@@ -151,6 +164,8 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _helpers(self, context: PContext) -> Spawner | None:
         """The helpers this agent keeps; None for `fork`, whose helpers are forks made for one start."""
         kind = context.spawner_kind
+        if self.warmth is not None:
+            return self.warmth.take(kind)
         if kind is None:
             return None
         if self.spawner is not None and (self.spawner.lost or self.spawner.how != kind):
@@ -176,7 +191,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         if failed:
             return RunResult(WorkerState.FAILED, failures=self._by_global_rank(failed))
         if context.all_succeeded:
-            context.ask_stop(signal.SIGTERM, min(_STRAY_GRACE, self._shutdown_timeout))
+            if self._swept is not context:
+                self._swept = context
+                context.ask_stop(signal.SIGTERM, min(_STRAY_GRACE, self._shutdown_timeout))
             result = context.outcome(patience=1.0)
             if result is not None:
                 values = {worker_group.workers[r].global_rank: v for r, v in result.return_values.items()}
@@ -188,6 +205,10 @@ class LocalElasticAgent(SimpleElasticAgent):
             if self._context is not None:
                 self._context.close(death_sig, min(timeout, self._shutdown_timeout))
         finally:
+            if self.warmth is not None:
+                if self._context is not None:
+                    self.warmth.learn(self._context)
+                self.warmth.close()
             if self.spawner is not None:
                 self.spawner.close()
             if self.store is not None:
@@ -197,6 +218,10 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _wait(self, timeout: float | None) -> None:
         context = self._context
+        due = self.warmth.due() if self.warmth is not None else None
+        if due is not None:
+            left = max(0.0, due - time.monotonic())
+            timeout = left if timeout is None else min(timeout, left)
         busy = context is not None and not context.done
         if busy and self._state.phase is core.Phase.RUNNING:
             if not self._rdzv_handler.watches:
@@ -207,6 +232,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._sleep([context.fileno()] if context is not None and busy else [], timeout)
 
     def _look(self) -> Event | None:
+        due = self.warmth.due() if self.warmth is not None else None
+        if due is not None and self.warmth is not None and self._context is not None:
+            now = time.monotonic()
+            if now >= due and self._state.phase is core.Phase.RUNNING:
+                self.warmth.look(self._context, now)
         if self._uninterruptible_timeout > 0 and self._state.phase is core.Phase.RUNNING:
             stuck = self._stuck()
             if stuck:
@@ -235,7 +265,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         result = context.outcome(patience=1.0)
         if result is None:
             return None
-        if result.failures:
+        # Without one that failed by itself it was we who ended them (a signal, a new round): no failure.
+        if any(not failure.is_victim for failure in result.failures.values()):
             self._last = RunResult(
                 WorkerState.FAILED,
                 failures=self._by_global_rank(result.failures),
@@ -264,6 +295,13 @@ class LocalElasticAgent(SimpleElasticAgent):
             self.store = WorkerStore(spec.master_addr, spec.master_port, self._rdzv_handler.use_agent_store)
         self.store.new_round()
         return self.store.host, self.store.port
+
+
+def _remove_if_empty(directory: str) -> None:
+    try:
+        os.rmdir(directory)
+    except OSError:
+        pass  # something is in it, or somebody else removed it
 
 
 class WorkerStore:

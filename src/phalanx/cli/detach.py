@@ -7,19 +7,30 @@ import signal
 import sys
 
 from phalanx.config import RunConfig
+from phalanx.options import usage_error
 
 
 def detach(config: RunConfig) -> bool:
     """True in the process that goes on, in the background; False in the one that returns to the shell."""
     directory = config.log_dir or os.getcwd()
-    os.makedirs(directory, exist_ok=True)
     path = os.path.join(os.path.abspath(directory), f"phalanx-{config.run_id}.out")
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        os.makedirs(directory, exist_ok=True)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError as error:
+        raise usage_error(
+            f"--detach: the output cannot go to {path} ({error.strerror}); name a directory with --log-dir"
+        ) from None
     sys.stdout.flush()
     sys.stderr.flush()
+    away, tell = os.pipe()
     pid = os.fork()  # before any thread or helper exists
     if pid:
         os.close(log)
+        os.close(tell)
+        # Until it has left the terminal: the shell may close that as soon as we return, which would reach it.
+        os.read(away, 1)
+        os.close(away)
         print(f"phalanx: running in the background as pid {pid}; output in {path}; stop it with: kill {pid}")
         return False
     os.setsid()
@@ -28,6 +39,6 @@ def detach(config: RunConfig) -> bool:
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.close(null)
-    os.close(log)
+    for fd in (null, log, away, tell):
+        os.close(fd)
     return True

@@ -54,46 +54,65 @@ def say(line: str) -> None:
 
 def launch(config: RunConfig) -> int:
     """Start the agent, run it to the end, and tell."""
-    from phalanx.processes.spawner import Spawner
+    from phalanx.agent.warmth import warmth_for
 
+    if config.omp_num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(config.omp_num_threads)  # before helpers import anything
     # First of all, so that the helpers come up while the rest of the agent is still being imported.
-    spawner = Spawner(_helpers(config))
+    warmth = warmth_for(*worker_command(config), config.warm, config.preload, config.warmup)
+    warmth.say = say
     begin = time.time()
-    try:
-        agent = make_agent(config)
-    except BaseException:
-        spawner.close()
-        raise
-    agent.spawner = spawner
-    if not config.quiet:
-        agent.on_note = say
-        say(_first_line(config))
-    else:
-        agent.on_note = lambda _line: None
     from phalanx.errors import PhalanxError, SignalException
+    from phalanx.processes.signals import SIGNALS_VARIABLE, SignalScope
 
+    os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
+    agent: LocalElasticAgent | None = None
     try:
-        result = agent.run()
+        # From here on, and not only within `agent.run`: process 1 of a container has no default action
+        # for a signal, so that one which comes early would be lost there.
+        with SignalScope():
+            agent = make_agent(config)
+            agent.warmth = warmth
+            _connect(config, agent)
+            result = agent.run()
     except SignalException as stop:
+        _say_unless_quiet(config, f"stopped by {stop.sigval.name}{_took(begin)}")
         return 128 + stop.sigval
     except PhalanxError as error:
-        say(str(error))
+        if isinstance(error, ValueError):
+            raise  # bad usage
+        if config.quiet or agent is None or agent.outcome is None:  # else it was said when it happened
+            say(str(error))
         return 1
+    finally:
+        warmth.close()
+        if agent is not None:
+            agent.remove_empty_logs()
     if result.is_failed():
         return _tell_failure(config, agent, result, begin)
-    if not config.quiet:
-        say(_last_line(agent, begin))
-    _tidy(agent)
+    _say_unless_quiet(config, _last_line(agent, begin))
     return 0
 
 
-def _helpers(config: RunConfig) -> str:
-    """Which helpers these workers need; for Python, ones that fork them."""
-    from phalanx.processes.command import python_flags
+def _connect(config: RunConfig, agent: LocalElasticAgent) -> None:
+    """Give the agent its voice."""
+    agent.on_note = _silent if config.quiet else say
+    if config.verbose:
+        agent.on_reason = say
+    if not config.quiet and sys.stderr is not None and sys.stderr.isatty():
+        from phalanx.observe.progress import on_terminal
 
-    program, args = worker_command(config)
-    flags = python_flags(program, [args], {})
-    return "exec" if flags is None else " ".join(["python", *flags])
+        agent.progress = on_terminal(sys.stderr)
+    _say_unless_quiet(config, _first_line(config))
+
+
+def _silent(_line: str) -> None:
+    """For --quiet."""
+
+
+def _say_unless_quiet(config: RunConfig, line: str) -> None:
+    if not config.quiet:
+        say(line)
 
 
 def make_agent(config: RunConfig) -> LocalElasticAgent:
@@ -101,11 +120,8 @@ def make_agent(config: RunConfig) -> LocalElasticAgent:
     from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import WorkerSpec
     from phalanx.core.restarts import RestartPolicy
-    from phalanx.processes.signals import SIGNALS_VARIABLE
 
-    os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
-    if config.omp_num_threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(config.omp_num_threads)
+    _check_event_handler(config.event_log_handler)
     program, args = worker_command(config)
     spec = WorkerSpec(
         role=config.role,
@@ -132,19 +148,14 @@ def make_agent(config: RunConfig) -> LocalElasticAgent:
         shutdown_timeout=config.shutdown_timeout,
     )
     agent.attach = config.attach
-    agent.warm = True
     agent.restart_policy = RestartPolicy(
         max_restarts=config.max_restarts, window=config.restart_window, no_restart_on=config.no_restart_on
     )
-    if config.event_log_handler != "null":
-        from phalanx.observe.run_log import RunLog
-
-        agent.log = RunLog(config.event_log_handler)
     return agent
 
 
 def logs_specs(config: RunConfig) -> LogsSpecs:
-    """Where the output goes: ours, or a plug-in's (entry points `phalanx.logs_specs`, `torchrun.logs_specs`)."""
+    """Where the output goes: our way, or a plug-in's (found by its entry point)."""
     from phalanx.processes.logs import DefaultLogsSpecs, Std
 
     kind: Any = DefaultLogsSpecs
@@ -152,13 +163,29 @@ def logs_specs(config: RunConfig) -> LogsSpecs:
         from phalanx.launch.plugins import load
 
         kind = load(config.logs_specs, "phalanx.logs_specs", "torchrun.logs_specs")
-    made: LogsSpecs = kind(
-        log_dir=config.log_dir,
-        redirects=Std.from_str(config.redirects),
-        tee=Std.from_str(config.tee),
-        local_ranks_filter=set(config.local_ranks_filter) if config.local_ranks_filter else None,
-    )
+    try:
+        made: LogsSpecs = kind(
+            log_dir=config.log_dir,
+            redirects=Std.from_str(config.redirects),
+            tee=Std.from_str(config.tee),
+            local_ranks_filter=set(config.local_ranks_filter) if config.local_ranks_filter else None,
+        )
+    except OSError as error:
+        from phalanx.options import usage_error
+
+        raise usage_error(f"--log-dir: {error}") from None
     return made
+
+
+def _check_event_handler(name: str) -> None:
+    if name == "null":
+        return
+    from phalanx.observe.events import destinations
+
+    if name not in destinations():
+        from phalanx.options import usage_error
+
+        raise usage_error(f"--event-log-handler {name}: no such handler; use {', '.join(destinations())}")
 
 
 def _handler(config: RunConfig) -> RendezvousHandler:
@@ -209,17 +236,23 @@ def _first_line(config: RunConfig) -> str:
 
 
 def _last_line(agent: LocalElasticAgent, begin: float) -> str:
-    from phalanx.observe.duration import duration
-
     restarts = agent.attempt
     after = f" after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
-    return f"all workers succeeded{after}, in {duration(time.time() - begin)}"
+    return f"all workers succeeded{after}{_took(begin)}"
+
+
+def _took(begin: float) -> str:
+    from phalanx.observe.duration import duration
+
+    return f" after {duration(time.time() - begin)}"
 
 
 def _tell_failure(config: RunConfig, agent: LocalElasticAgent, result: RunResult, begin: float) -> int:
     from phalanx.observe.report import diagnosis_of, for_stream, format_report, report_json
 
     everyone = {**result.failures, **result.stopped}
+    if not result.failures:  # another node's failure: its report has the cause, and ours was said already
+        return 1
     name = os.path.basename(config.script)
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     text = format_report(name, everyone, started_at=begin, colour=colour)
@@ -249,8 +282,3 @@ def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:
     except OSError:
         return None
     return path
-
-
-def _tidy(agent: LocalElasticAgent) -> None:
-    """After a success, remove the directories that we made in the temp directory and nobody wrote into."""
-    agent.remove_empty_logs()

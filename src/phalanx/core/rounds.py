@@ -310,11 +310,8 @@ def _after_failure(view: View, options: Options, node: str, result: Result) -> D
     restarts = view.round.restarts + 1
     failed = view.round._replace(restarts=restarts, cause=(node, name, result.detail))
     if restarts > options.max_restarts:
-        used = (
-            f"all {count(options.max_restarts, 'restart')} used"
-            if options.max_restarts
-            else "no restarts allowed"
-        )
+        allowed = options.max_restarts
+        used = f"no restart left ({allowed} of {allowed} used)" if allowed else "no restarts allowed"
         failed = failed._replace(restarts=options.max_restarts)
         return _close(view, "failed", f"workers on {name} failed, {used}", failed)
     left = options.max_restarts - restarts

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.agent.local import LocalElasticAgent
 from phalanx.agent.spec import RunResult, WorkerSpec
-from phalanx.errors import ChildFailedError
+from phalanx.errors import ChildFailedError, PhalanxError
 from phalanx.processes.logs import DefaultLogsSpecs, LogsSpecs
 from phalanx.processes.numa import NumaOptions
 from phalanx.processes.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE
@@ -76,7 +76,7 @@ def _timeout_from_environment() -> float:
         raise ValueError(f"{SHUTDOWN_TIMEOUT}={text!r}: use a number of seconds") from None
 
 
-class elastic_launch:  # noqa: N801 - torch's name; it is called like a function
+class elastic_launch:  # torch's name; it is called like a function
     """Called with the arguments of the entrypoint, runs the job and returns results by global rank."""
 
     def __init__(
@@ -113,12 +113,12 @@ def launch_agent(
         from phalanx.observe.metrics import MetricsConfig, initialize_metrics
 
         initialize_metrics(MetricsConfig(config.metrics_cfg))
-    result = agent.run()
+    try:
+        result = agent.run()
+    finally:
+        agent.remove_empty_logs()
     if result.is_failed():
-        name = (
-            entrypoint if isinstance(entrypoint, str) else agent.get_worker_group().spec.get_entrypoint_name()
-        )
-        raise failure_of(name or "job", result, agent)
+        raise failure_of(agent.get_worker_group().spec.get_entrypoint_name(), result, agent)
     return result.return_values
 
 
@@ -175,7 +175,7 @@ def make_agent(
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         virtual_local_rank=config.virtual_local_rank,
     )
-    agent = LocalElasticAgent(
+    return LocalElasticAgent(
         spec,
         config.logs_specs,
         start_method=config.start_method,
@@ -183,39 +183,47 @@ def make_agent(
         shutdown_timeout=config.shutdown_timeout,
         health_check_server=health_check_server,
     )
-    listening(agent, config.event_log_handler)
-    return agent
 
 
-def listening(agent: LocalElasticAgent, destination: str) -> None:
-    """Record events and metrics, where somebody is there to take them."""
-    from phalanx.observe.run_log import RunLog
-
-    agent.log = RunLog(destination)
-
-
-def failure_of(name: str, result: RunResult, agent: LocalElasticAgent) -> ChildFailedError:
+def failure_of(name: str, result: RunResult, agent: LocalElasticAgent) -> PhalanxError:
     """The failure as an exception; of the worker's own type as well, where that can be made."""
+    if not result.failures:  # it was another node's, or of something that is no worker
+        return PhalanxError(agent.outcome.message if agent.outcome else f"{name} failed")
     plain = ChildFailedError(name, result.failures, result.stopped)
     first, _ = plain.get_first_failure()
     original = agent.exception_of(first)
-    if original is None:
-        return plain
-    error = _of_both_types(plain, original)
+    return plain if original is None else of_both_types(plain, original)
+
+
+def of_both_types(plain: ChildFailedError, original: BaseException) -> ChildFailedError:
+    """An exception that is caught as ChildFailedError and as the type that the worker raised."""
+    error = plain
+    kind = type(original)
+    if isinstance(original, Exception) and not isinstance(plain, kind):
+        again = (of_both_types, (plain, original))
+        body = {"__module__": kind.__module__, "__reduce__": lambda _self: again}
+        try:
+            error = _blank(type(kind.__name__, (ChildFailedError, kind), body), original)
+            ChildFailedError.__init__(error, plain.name, plain.failures, plain.stopped)
+        except Exception:  # noqa: BLE001 - a type that cannot be combined; the plain one says it all
+            error = plain
     error.__cause__ = original
     return error
 
 
-def _of_both_types(plain: ChildFailedError, original: BaseException) -> ChildFailedError:
-    """An exception that is caught as ChildFailedError and as the type the worker raised."""
-    kind = type(original)
-    if not isinstance(original, Exception) or isinstance(plain, kind):
-        return plain
-    try:
-        both = type(kind.__name__, (ChildFailedError, kind), {"__module__": kind.__module__})
-        error = both.__new__(both)
-        error.__dict__.update(original.__dict__)
-        ChildFailedError.__init__(error, plain.name, plain.failures, plain.stopped)
-    except Exception:  # noqa: BLE001 - a type that cannot be combined; the plain one says it all
-        return plain
-    return error  # type: ignore[no-any-return]
+def _blank(both: Any, original: BaseException) -> Any:
+    """An instance with the original's attributes, made without its `__init__`, which may ask for more."""
+    from types import GetSetDescriptorType, MemberDescriptorType
+
+    error = both.__new__(both)
+    error.__dict__.update(original.__dict__)
+    for kind in type(original).__mro__:
+        if kind is Exception:
+            break
+        for name, slot in vars(kind).items():  # errno, filename and the like live outside __dict__
+            if isinstance(slot, MemberDescriptorType | GetSetDescriptorType) and not name.startswith("__"):
+                try:
+                    setattr(error, name, getattr(original, name))
+                except (AttributeError, TypeError):
+                    pass  # unset in the original, or read-only
+    return error

@@ -1,6 +1,10 @@
 """What one run leaves in events and metrics: worker states, durations, restarts, incidents, totals.
 
-Made only when somebody listens; the agent calls `begin`, `step` for every event of its loop, and `end`.
+Made only when somebody can listen. The agent calls `begin`, `step` for every event of its loop, `started`
+for every start of the workers, and `end`. Event and metric names, and the names in an event's
+metadata, are torch's, so that what reads them keeps working; what torch packs into a list inside a JSON
+string inside the metadata is there as plain values too. Every incident becomes one record with what its
+recovery cost.
 """
 
 from __future__ import annotations
@@ -10,15 +14,28 @@ import time
 from typing import TYPE_CHECKING
 
 from phalanx.core import messages as say
-from phalanx.core.messages import Outcome, WorkerState
+from phalanx.core.messages import Outcome
 from phalanx.observe import events, metrics
 
 if TYPE_CHECKING:
-    from phalanx.agent.spec import RunResult, WorkerGroup
+    from collections.abc import Sequence
+
+    from phalanx.agent.spec import RunResult, Worker, WorkerGroup
     from phalanx.core.group import GroupState
     from phalanx.observe.events import EventMetadataValue
+    from phalanx.processes.failure import ProcessFailure
 
 AGENT_METRICS = "torchelastic"
+
+_KINDS = {
+    say.WorkerFailed: "failure",
+    say.PeerFailed: "peer failure",
+    say.Hang: "hang",
+    say.Uninterruptible: "uninterruptible",
+    say.MembershipChanged: "membership",
+    say.StartFailed: "start",
+}
+"""What opens an incident, and what it is called in the record."""
 
 
 class RunLog:
@@ -28,42 +45,92 @@ class RunLog:
         self._destination = destination
         self._group: WorkerGroup | None = None
         self._begin = 0.0
-        self._joining = 0.0
+        self._joining: float | None = None
+        self._round = 0
         self._incident: events.IncidentMarks | None = None
 
     def begin(self, group: WorkerGroup) -> None:
+        """The run starts now."""
         self._group = group
         self._begin = time.monotonic()
 
-    def step(self, event: say.Event, state: GroupState, reason: str) -> None:
-        """One step of the loop: durations and incidents."""
+    def step(
+        self,
+        event: say.Event,
+        state: GroupState,
+        commands: Sequence[say.Command],
+        reason: str,
+        result: RunResult,
+    ) -> None:
+        """One step of the loop: durations, states and incidents."""
         now = time.monotonic()
+        if type(event) in _KINDS and commands:  # without commands it changed nothing: old or known news
+            self._open_incident(event, state, reason, result, now)
         match event:
-            case say.Start():
-                self._joining = now
             case say.RoundReady():
-                metrics.put_metric("rendezvous.duration.ms", int((now - self._joining) * 1000), AGENT_METRICS)
-                self._mark("reformed", now)
-            case say.WorkerFailed() | say.PeerFailed() | say.Hang() | say.MembershipChanged():
-                self._open_incident(event, state, reason, now)
+                self._joined(state, now)
             case say.Stopped():
                 self._mark("stopped", now)
-            case say.Started():
-                self._mark("started", now)
-                self._close_incident()
+            case say.AllSucceeded():
+                self._states("succeeded", state)
             case _:
                 pass
+        if any(isinstance(command, say.Join) for command in commands):
+            self._joining = now
 
-    def _open_incident(self, event: say.Event, state: GroupState, reason: str, now: float) -> None:
+    def _joined(self, state: GroupState, now: float) -> None:
+        self._round = state.round.number if state.round else 0
+        self._mark("reformed", now)
+        took = 1000 * (now - (self._joining if self._joining is not None else now))
+        self._joining = None
+        self._duration("SimpleElasticAgent._rendezvous", took)
+        self._record("RENDEZVOUS", restarts=state.attempt, duration_ms=took)
+
+    def started(self, group: WorkerGroup, attempt: int, placed_in: float, started_in: float) -> None:
+        """The workers run; seconds that their ranks and their start took."""
+        self._mark("started", time.monotonic())
         self._close_incident()
-        self._joining = now
-        kind = type(event).__name__
-        number = state.round.number if state.round else 0
-        incident = events.Incident(kind=kind, reason=reason, round=number, attempt=state.attempt)
+        self._duration("SimpleElasticAgent._assign_worker_ranks", placed_in * 1000)
+        self._duration("LocalElasticAgent._start_workers", started_in * 1000)
+        self._record("ASSIGN_WORKER_RANKS", restarts=attempt, duration_ms=placed_in * 1000)
+        for worker in group.workers:
+            self._record("START", worker, restarts=attempt)
+
+    # -- incidents ----------------------------------------------------------------------------------
+
+    def _open_incident(
+        self, event: say.Event, state: GroupState, reason: str, result: RunResult, now: float
+    ) -> None:
+        self._close_incident()
+        incident = events.Incident(
+            reason=reason,
+            round=self._round,
+            attempt=state.attempt,
+            kind=_KINDS[type(event)],
+            node=os.uname().nodename,
+            timestamp=time.time(),
+        )
+        marks = None
+        if isinstance(event, say.PeerFailed):
+            incident = incident._replace(node=event.node)
+        if isinstance(event, say.WorkerFailed) and result.failures:
+            failure = _root(result)
+            incident = incident._replace(
+                rank=failure.rank,
+                pid=failure.pid,
+                exit_code=failure.reported_exitcode,
+                timestamp=failure.timestamp,
+            )
+            # Its own clock is the wall's; ours is not. The distance from now is good on both.
+            marks = now - max(0.0, time.time() - failure.timestamp)
         self._incident = events.IncidentMarks(incident)
-        self._incident.mark("detected", now)
-        if not isinstance(event, say.MembershipChanged):
-            metrics.put_metric("workers.restarts", 1, AGENT_METRICS)
+        if marks is not None:
+            self._mark("failed", marks)
+        self._mark("detected", now)
+        if isinstance(event, say.WorkerFailed):
+            self._states("failed", state)
+        elif isinstance(event, say.Hang | say.Uninterruptible):
+            self._states("unhealthy", state)
 
     def _mark(self, stage: str, now: float) -> None:
         if self._incident is not None:
@@ -74,83 +141,115 @@ class RunLog:
             events.record_incident(self._incident.incident(), self._destination)
             self._incident = None
 
+    # -- the end ------------------------------------------------------------------------------------
+
     def end(self, group: WorkerGroup, finish: say.Finish | None, result: RunResult, restarts: int) -> None:
-        """The totals of the run."""
+        """The states of all workers, the agent's own, and the totals of the run."""
         self._close_incident()
-        took = int((time.monotonic() - self._begin) * 1000)
-        succeeded = finish is not None and finish.outcome is Outcome.SUCCEEDED
+        took = 1000 * (time.monotonic() - self._begin)
+        outcome = finish.outcome if finish is not None else Outcome.FAILED
+        clean = outcome in (Outcome.SUCCEEDED, Outcome.CLOSED, Outcome.LEFT)
         for worker in group.workers:
-            failure = result.failures.get(worker.global_rank)
-            state = "SUCCEEDED" if succeeded else "FAILED" if failure else "TERMINATED"
-            error = failure.message if failure else None
-            self._record(
-                group,
-                state,
-                worker.global_rank,
-                worker.local_rank,
-                worker.id,
-                error,
-                failure.exitcode if failure else None,
-                took,
-                restarts,
-            )
-        self._record(
-            group,
-            "SUCCEEDED" if succeeded else "FAILED",
-            None,
-            None,
-            None,
-            finish.message if finish and not succeeded else None,
-            None,
-            took,
-            restarts,
-        )
-        self._totals(succeeded, restarts, took, group.spec.max_restarts)
+            if worker.id is None:
+                continue  # it was never started
+            failure = {**result.failures, **result.stopped}.get(worker.global_rank)
+            state = "FAILED" if failure is not None and not failure.is_victim else "TERMINATED"
+            if outcome is Outcome.SUCCEEDED:
+                state, failure = "SUCCEEDED", None
+            self._record(state, worker, failure, restarts=restarts)
+        agent_state = "SUCCEEDED" if clean else "FAILED"
+        error = finish.message if finish is not None and not clean else None
+        self._record(agent_state, restarts=restarts, duration_ms=took, error=error)
+        self._duration("SimpleElasticAgent.run", took, ok=finish is not None)
+        self._totals(clean, restarts)
 
     def _record(
         self,
-        group: WorkerGroup,
         state: str,
-        rank: int | None,
-        local_rank: int | None,
-        pid: object,
-        error: str | None,
-        code: int | None,
-        took: int,
+        worker: Worker | None = None,
+        failure: ProcessFailure | None = None,
+        *,
         restarts: int,
+        duration_ms: float | None = None,
+        error: str | None = None,
     ) -> None:
-        source = events.EventSource.AGENT if rank is None else events.EventSource.WORKER
+        """One status event, of a worker or (without one) of the agent; built only if somebody listens."""
 
         def build() -> events.Event:
-            metadata: dict[str, EventMetadataValue] = {
-                "run_id": group.spec.rdzv_handler.get_run_id(),
-                "global_rank": rank,
-                "local_rank": local_rank,
-                "group_rank": group.group_rank,
-                "worker_id": pid if isinstance(pid, int) else None,
-                "role": group.spec.role,
-                "hostname": os.uname().nodename,
-                "state": state,
-                "total_run_time": took // 1000,
-                "rdzv_backend": group.spec.rdzv_handler.get_backend(),
-                "raw_error": error,
-                "restarts": restarts,
-                "duration_ms": took,
-                "exit_code": code,
-                "agent_restarts": restarts,
-            }
-            name = f"torchelastic.{'agent' if rank is None else 'worker'}.status.{state}"
+            assert self._group is not None
+            source = events.EventSource.AGENT if worker is None else events.EventSource.WORKER
+            metadata = self._metadata(self._group, state, worker, failure)
+            if error is not None:
+                metadata["raw_error"] = error
+            metadata["agent_restarts"] = restarts
+            metadata["duration_ms"] = None if duration_ms is None else round(duration_ms, 3)
+            name = f"torchelastic.worker.status.{state}"  # torch's name for the agent's events as well
             return events.Event(name, source, int(time.time()), metadata)
 
         events.record(build, self._destination)
 
-    def _totals(self, succeeded: bool, restarts: int, took: int, allowed: int) -> None:
-        put = metrics.put_metric
-        retried = "retryable" if restarts else "no_retries"
-        put(f"run_{'succeeded' if succeeded else 'failed'}.{retried}", 1, AGENT_METRICS)
-        put("run_duration.ms", took, AGENT_METRICS)
-        flakiness = 100.0 if not succeeded else 100.0 * restarts / (allowed + 1)
-        put("workers.flakiness", int(flakiness), AGENT_METRICS)
+    def _metadata(
+        self, group: WorkerGroup, state: str, worker: Worker | None, failure: ProcessFailure | None
+    ) -> dict[str, EventMetadataValue]:
+        import json
+
+        spec = group.spec
+        own: dict[str, EventMetadataValue] = {}
+        packed: dict[str, object] = {
+            "group_world_size": group.group_world_size,
+            "entry_point": spec.get_entrypoint_name(),
+        }
+        if worker is not None:
+            own = {
+                "local_rank": worker.local_rank,
+                "role_rank": worker.role_rank,
+                "role_world_size": worker.role_world_size,
+                "exit_code": failure.exitcode if failure is not None else None,
+                "worker_pid": worker.id if isinstance(worker.id, int) else None,
+            }
+            packed.update({name: [value] for name, value in own.items()})
+        return {
+            "run_id": spec.rdzv_handler.get_run_id(),
+            "global_rank": None if worker is None else worker.global_rank,
+            "group_rank": group.group_rank,
+            "worker_id": None if worker is None else str(worker.id),
+            "role": spec.role,
+            "hostname": os.uname().nodename,
+            "state": state,
+            "total_run_time": int(time.monotonic() - self._begin),
+            "rdzv_backend": spec.rdzv_handler.get_backend(),
+            "raw_error": None if failure is None else json.dumps(failure.error_file_data, default=str),
+            "metadata": json.dumps(packed),
+            **own,
+        }
+
+    # -- metrics ------------------------------------------------------------------------------------
+
+    def _duration(self, name: str, milliseconds: float, ok: bool = True) -> None:
+        metrics.put_metric(f"{name}.{'success' if ok else 'failure'}", 1, AGENT_METRICS)
+        metrics.put_metric(f"{name}.duration.ms", int(milliseconds), AGENT_METRICS)
+
+    def _of_role(self, name: str, value: int) -> None:
+        assert self._group is not None
+        metrics.put_metric(f"workers.{self._group.spec.role}.{name}", value, AGENT_METRICS)
+
+    def _states(self, name: str, state: GroupState) -> None:
+        assert self._group is not None
+        self._of_role("remaining_restarts", max(0, self._group.spec.max_restarts - state.attempt))
+        self._of_role(name, 1)
+
+    def _totals(self, succeeded: bool, restarts: int) -> None:
+        assert self._group is not None
+        allowed = self._group.spec.max_restarts
+        flakiness = 100 * restarts // (allowed + 1) if succeeded else 100
+        self._of_role("flakiness", min(100, flakiness))
+        self._of_role("run_total", 1)
+        for name, it_did in (("success", succeeded), ("failed", not succeeded)):
+            self._of_role(f"run_{name}_with_retries", int(it_did and restarts > 0))
+            self._of_role(f"run_{name}_no_retries", int(it_did and restarts == 0))
 
 
-__all__ = ["RunLog", "WorkerState"]
+def _root(result: RunResult) -> ProcessFailure:
+    from phalanx.observe.report import root_cause
+
+    return root_cause(result.failures)[1]

@@ -25,6 +25,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 ENTRY_FD = 10  # a function worker finds the pickled function here,
 BOX_FD = 11  # its arguments here, and leaves its return value in their place
 TALLY_FD = 12  # and every worker counts here what a full disk did not take
+LEARN_FD = 13  # and one of them writes down here what it imports
 _FDS = {"entry": ENTRY_FD, "box": BOX_FD, "tally": TALLY_FD}
 _OURS = (__file__, os.path.join(os.path.dirname(__file__), "_importlib_bootstrap.py"))
 
@@ -49,6 +50,8 @@ def start() -> "Callable[[], object]":
         os._exit(run_function(target))
     _restore_orig_argv(mode, target, args)
     sys.argv = [target, *args]
+    if "learn" in places:
+        sys.meta_path.insert(0, Recorder(places["learn"]))  # type: ignore[arg-type]  # finds nothing
     if mode == "script":
         return _script(target)
     if mode == "module":
@@ -66,9 +69,9 @@ def _wait_as_zygote(options: str, root: str) -> "tuple[str, str, str, list[str],
     from phalanx.processes.keeper import close_others, main
 
     set_title = titles()
-    fd, agent = (int(word) for word in options.split(","))
-    close_others(fd)
-    spec = main(fd, agent)
+    fd, agent, *wishes = (int(word) for word in options.split(","))
+    close_others(max([fd, *wishes]))
+    spec = main(fd, agent, None, wishes[0] if wishes else None)
     tidy(spec, path, from_ours, set_title)
     mode, target, args = spec["program"]
     return mode, spec["options"], target, args, spec["places"]
@@ -273,6 +276,20 @@ def _code(text: str) -> "Callable[[], object]":
         lines = [line + "\n" for line in text.splitlines()]
         linecache.cache["<string>"] = (len(text), None, lines, "<string>")
     return _bound(exec, compile(text, "<string>", "exec", dont_inherit=True), space)
+
+
+class Recorder:
+    """A finder that finds nothing: it only writes down what is asked for, for the next start's preload."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        try:
+            os.write(self.fd, f"{name}\n".encode())
+        except OSError:
+            pass  # closed by a program that closes all it does not know
+        return None
 
 
 class Guard:

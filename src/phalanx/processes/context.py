@@ -100,6 +100,8 @@ class PContext(abc.ABC):
         self._result: RunProcsResult | None = None
         self._tee: Tee | None = None
         self._tally = -1
+        self._learn = -1
+        self.learned: list[str] = []  # modules that the first worker imported
         self._signals = SignalScope()
         self._before: Snapshot | None = None
         self._owns_spawner = False
@@ -412,9 +414,18 @@ class PContext(abc.ABC):
         if self.spawner is not None:
             self.spawner.stop(signal.SIGKILL, 0)
 
+    def imported(self) -> list[str]:
+        """The modules that the first worker has imported so far, where they are recorded."""
+        if self._learn >= 0:
+            from phalanx.processes.learned import read_names
+
+            self.learned = read_names(self._learn)
+        return self.learned
+
     def _release(self) -> None:
         """Give back everything but the result; idempotent."""
         try:
+            self.imported()
             if self._tee is not None:
                 self._tee.stop()
             self._say_losses()
@@ -423,9 +434,10 @@ class PContext(abc.ABC):
                 self.spawner.close()
         finally:
             self._give_back()
-            if self._tally >= 0:
-                os.close(self._tally)
-                self._tally = -1
+            for fd in (self._tally, self._learn):
+                if fd >= 0:
+                    os.close(fd)
+            self._tally = self._learn = -1
             self._signals.__exit__(None, None, None)
 
     def _say_losses(self) -> None:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
-__all__ = ["get_libc", "redirect", "redirect_stderr", "redirect_stdout"]
+__all__ = ["get_libc", "get_std_cm", "redirect", "redirect_stderr", "redirect_stdout"]
 
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
@@ -83,3 +84,10 @@ def redirect(std: str, to_file: str) -> Iterator[None]:
 
 redirect_stdout = partial(redirect, "stdout")
 redirect_stderr = partial(redirect, "stderr")
+
+
+def get_std_cm(
+    std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[None]]
+) -> AbstractContextManager[None]:
+    """The redirection to a file, or none for an empty name."""
+    return redirect_fn(std_rd) if std_rd else nullcontext()

@@ -27,7 +27,9 @@ _PROGRAM = (
     "import sys; sys.path.insert(0, {root!r}); from phalanx.processes.keeper import close_others, main; "
     "close_others({fd}); main({fd}, {agent}{more})"
 )
+_WISHES_FD = 4  # and the list of modules to import
 _SOCKET_FD = 3  # where a freshly started helper finds its end of the socket
+CLEAR_NOW = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # to the keeper: the zygote hangs, end it
 _CLOSE_PATIENCE = 6.0  # longer than the zygote's own patience with processes that outlive SIGKILL
 
 
@@ -81,11 +83,18 @@ Event = Exit | Stopped | HelpersLost
 class Spawner:
     """Keeper and zygote, started on construction."""
 
-    def __init__(self, how: str = "exec", runner: Callable[[dict[str, Any]], NoReturn] | None = None) -> None:
+    def __init__(
+        self,
+        how: str = "exec",
+        runner: Callable[[dict[str, Any]], NoReturn] | None = None,
+        preload: list[str] | None = None,
+        background: bool = False,
+    ) -> None:
         """`how` the helpers are made, and so what they can run:
 
         exec: a bare interpreter, for programs. forkserver: a whole one, for functions. fork: a fork of this
         very process, for functions. python and its flags ("python -u"): a whole one, for Python programs.
+        Only the last has `preload`: modules to import first, in `background` with a low priority.
         """
         self.how = how
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -94,12 +103,16 @@ class Spawner:
         self._early: list[Event] = []
         self.lost = False  # the helpers are gone; make another Spawner
         self._closed = False
+        self.preload = preload or []
+        self.importing = preload is not None
+        self.parked = 0
+        self.dropped: list[str] = []  # modules that do not suit a fork, and why
         self.running: set[int] = set()
         try:
             if how == "fork":
                 self.pid = _fork_helpers(ours, theirs, runner)
             else:
-                self.pid = _exec_helpers(theirs, how)
+                self.pid = _exec_helpers(theirs, how, preload, background)
         except BaseException:
             ours.close()
             raise
@@ -174,6 +187,11 @@ class Spawner:
             event = Exit(*message[1:])
             self.running.discard(event.rank)
             self._early.append(event)
+        elif message[0] == "preloaded":
+            self.importing = False
+            self.dropped = list(message[1])
+        elif message[0] == "parked":
+            self.parked = message[1]
         elif message[0] == "stopped":
             self._early.append(Stopped(tuple(message[1])))
 
@@ -183,6 +201,10 @@ class Spawner:
         Only sends, so that it can be called from a signal handler and from a poll.
         """
         self._send(("stop", int(sig), float(max(0.0, grace))))
+
+    def park(self, count: int, warm_up: str = "") -> None:
+        """Have this many forks ready for the next start; answered when they are."""
+        self._send(("park", count, warm_up))
 
     def signal(self, sig: int, ranks: set[int]) -> None:
         """Pass a signal on to some workers, without stopping the group."""
@@ -199,10 +221,12 @@ class Spawner:
         if self._closed:
             return
         self._closed = True
-        self.channel.close()  # the zygote kills everything when its socket closes
+        if self.importing:
+            self.events(0)  # it may be over by now
+        self.channel.close()  # the zygote kills everything when its socket closes,
+        if self.importing:
+            os.kill(self.pid, CLEAR_NOW)  # unless it is deep in an import
         if not _reaped(self.pid, _CLOSE_PATIENCE):
-            from phalanx.processes.keeper import CLEAR_NOW
-
             os.kill(self.pid, CLEAR_NOW)
             if not _reaped(self.pid, _CLOSE_PATIENCE):
                 what = kernel.describe(self.pid)
@@ -231,13 +255,15 @@ def _wire(job: Job, fds: list[int]) -> dict[str, Any]:
     }
 
 
-def _exec_helpers(theirs: socket.socket, how: str) -> int:
+def _exec_helpers(theirs: socket.socket, how: str, preload: list[str] | None, background: bool) -> int:
     """Start a fresh interpreter as keeper and zygote.
 
     posix_spawn, because the agent may be large, threaded and full of CUDA: nothing of it is copied.
     Its own session, so that Ctrl-C on the terminal reaches the agent alone.
     """
     high = _above(theirs.fileno(), 10)
+    actions = [(os.POSIX_SPAWN_DUP2, high, _SOCKET_FD)]
+    wishes = -1
     agent = os.getpid()
     if how == "exec":
         words = ["-I", "-S", "-c", _PROGRAM.format(root=_PACKAGE_ROOT, fd=_SOCKET_FD, agent=agent, more="")]
@@ -247,14 +273,19 @@ def _exec_helpers(theirs: socket.socket, how: str) -> int:
         words = [*interpreter_flags(), "-c", code]
     else:
         flags = how.split(" ")[1:]
-        words = [*flags, BOOTSTRAP, "zygote", f"{_SOCKET_FD},{agent}", _PACKAGE_ROOT]
+        options = f"{_SOCKET_FD},{agent}"
+        if preload is not None:
+            wishes = _wishes(preload, background)
+            options += f",{_WISHES_FD}"
+            actions.append((os.POSIX_SPAWN_DUP2, wishes, _WISHES_FD))
+        words = [*flags, BOOTSTRAP, "zygote", options, _PACKAGE_ROOT]
     everything = [s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP)]
     try:
         return os.posix_spawn(
             sys.executable,
             [sys.executable, *words],
             os.environ,
-            file_actions=[(os.POSIX_SPAWN_DUP2, high, _SOCKET_FD)],
+            file_actions=actions,
             setsid=True,
             setsigmask=[],
             setsigdef=everything,
@@ -263,6 +294,21 @@ def _exec_helpers(theirs: socket.socket, how: str) -> int:
         raise StartError(f"cannot start a helper process ({sys.executable}): {error.strerror}") from None
     finally:
         os.close(high)
+        if wishes >= 0:
+            os.close(wishes)
+
+
+def _wishes(names: list[str], background: bool) -> int:
+    """A file with the modules to import, above the numbers that helpers use."""
+    from phalanx.processes.function import anonymous_file
+
+    low = anonymous_file("phalanx-modules")
+    try:
+        os.write(low, "\n".join(["nice" if background else "", *names]).encode())
+        os.lseek(low, 0, os.SEEK_SET)
+        return _above(low, 10)
+    finally:
+        os.close(low)
 
 
 def interpreter_flags() -> list[str]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from phalanx.processes.child import TALLY_FD
+from phalanx.processes.child import LEARN_FD, TALLY_FD
 from phalanx.processes.command import BOOTSTRAP, find_program, python_flags, split_python, worker_argv
 from phalanx.processes.context import PContext, RunProcsResult
 from phalanx.processes.spawner import Job, Spawner, interpreter_flags
@@ -53,6 +53,11 @@ class SubprocessContext(PContext):
             split = split_python(self._words(rank))
             assert split is not None
             _, mode, target, rest = split
+            if rank == 0:
+                from phalanx.processes.function import anonymous_file
+
+                self._learn = anonymous_file("phalanx-learn")
+                fds = [*fds, ("learn", self._learn, LEARN_FD)]
             return Job(rank, program=(mode, target, rest), fds=fds, options=options)
         assert isinstance(self.entrypoint, str)
         path = find_program(self.entrypoint, {**os.environ, **env})

@@ -13,8 +13,12 @@
 * Single-threaded, standard library only: it must be safe to fork at any time.
 
 Messages from the agent:  ("spawn", request) ("stop", signal, grace) ("signal", number, ranks)
+                          ("park", count, warm-up)
 Messages to the agent:    ("started", {rank: pid}) ("refused", rank, text) ("stopped", [text, …])
-                          ("exit", rank, pid, code, when, signalled_at)
+                          ("exit", rank, pid, code, when, signalled_at) ("parked", count)
+
+A *parked* process is a fork made ahead of need: it waits, before the first line of the program and without
+rank or environment, until a spawn hands it both (parking.py). The world does not know of it.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import signal
 import time
 
 from phalanx.processes import kernel
+from phalanx.processes.parking import Lot
 
 TYPE_CHECKING = False  # importing typing would cost more than everything else here together
 if TYPE_CHECKING:
@@ -89,6 +94,7 @@ class Zygote:
         self.workers: dict[int, Worker] = {}  # by pid, until reaped
         self.stop: Stop | None = None
         self._statuses: set[int] = set()  # pipes to workers that are being started
+        self.lot = Lot()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -133,6 +139,8 @@ class Zygote:
                 self._stop(message[1], message[2])
             elif message[0] == "signal":
                 self._signal(message[1], set(message[2]))
+            elif message[0] == "park":
+                self._park(message[1], message[2])
         except Become:
             raise  # in the fork; its descriptors are settled
         except (BrokenPipeError, ConnectionError):
@@ -169,13 +177,31 @@ class Zygote:
         self._kill_all([worker.pid for worker, _ in made])
         self.channel.send(("refused", *refusal))
 
+    def _park(self, count: int, warm_up: str) -> None:
+        """Have this many forks waiting."""
+        self.lot.warm_up = warm_up
+        while len(self.lot.parked) < count and self.lot.failures < 3:
+            ours = {self.channel.fileno(), self.keeper_fd, self._wake_read, self._wake_write}
+            try:
+                handover = self.lot.park(ours, os.getpid())
+            except OSError:
+                break  # no room for it; restarts are slower then, and nothing else
+            if handover is None:
+                continue
+            # In the fork, once it is needed.
+            request, spec, fds, gate_read, status = handover
+            self._in_fork(request, spec, fds, gate_read, status)
+        self._tell(("parked", len(self.lot.parked)))
+
     def _fork(
         self, request: dict[str, Any], spec: dict[str, Any], fds: list[int], gate_read: int, gate_write: int
     ) -> tuple[Worker, int]:
         status_read, status_write = os.pipe()
         zygote = os.getpid()
         try:
-            pid = os.fork()
+            pid = self.lot.hand_over(request, spec, fds, gate_read, status_write) if spec["program"] else 0
+            parked = pid > 0
+            pid = pid or os.fork()
         except OSError:
             os.close(status_read)
             os.close(status_write)
@@ -186,13 +212,20 @@ class Zygote:
             self.workers[pid] = worker
             self._statuses.add(status_read)
             return worker, status_read
+        assert not parked
+        os.close(status_read)
+        os.close(gate_write)  # else this child would keep the gate open for itself
+        leave_zygote(zygote)
+        self._in_fork(request, spec, fds, gate_read, status_write)
+
+    def _in_fork(
+        self, request: dict[str, Any], spec: dict[str, Any], fds: list[int], gate_read: int, status_write: int
+    ) -> NoReturn:
         floor = max([3, *(target + 1 for _, _, target in spec["fds"])])
         try:
-            os.close(status_read)
-            os.close(gate_write)  # else this child would keep the gate open for itself
             # Our own two must not be where a descriptor of the worker is going to be put.
             gate_read, status_write = _moved(gate_read, floor), _moved(status_write, floor)
-            self._become_worker(request, spec, fds, zygote, gate_read, status_write)
+            self._become_worker(request, spec, fds, gate_read, status_write)
         except Become:
             raise
         except BaseException as error:  # noqa: BLE001 - the only way out of a forked child is _exit
@@ -204,15 +237,9 @@ class Zygote:
         request: dict[str, Any],
         spec: dict[str, Any],
         fds: list[int],
-        zygote: int,
         gate_read: int,
         status: int,
     ) -> NoReturn:
-        os.setsid()
-        kernel.die_with_parent()
-        if os.getppid() != zygote:  # it died before the line above took effect
-            os._exit(127)
-        signal.set_wakeup_fd(-1)
         _default_signals(request["ignored"])
         std = [fds[index] for index in request["std"]]
         if spec["stdin"]:
@@ -231,7 +258,8 @@ class Zygote:
             os.execve(spec["path"], spec["argv"], {**request["env"], **spec["env"]})
         # What an exec would have closed. Descriptors of the process that asked for "fork" stay open.
         ours = {self.channel.fileno(), self.keeper_fd, self._wake_read, self._wake_write, gate_read, status}
-        for fd in (ours | set(fds) | self._statuses) - set(spec["places"].values()) - {0, 1, 2}:
+        ours |= self.lot.descriptors()
+        for fd in (ours | set(fds) | self._statuses) - set(spec["places"].values()) - {0, 1, 2, -1}:
             os.close(fd)
         os.environ.clear()
         os.environ.update(request["env"])
@@ -250,6 +278,8 @@ class Zygote:
                 return
             if pid == 0:
                 return
+            if self.lot.lost(pid):
+                continue
             worker = self.workers.pop(pid, None)
             if worker:
                 code = os.waitstatus_to_exitcode(status)
@@ -278,7 +308,7 @@ class Zygote:
 
     def _advance(self, stop: Stop) -> None:
         """Tell who has not been told, kill who outstayed, and answer once nobody is left."""
-        if not _has_children():
+        if not self._anybody():
             self._stopped([])
             return
         now = time.monotonic()
@@ -299,14 +329,21 @@ class Zygote:
                     stop.told.add(pid)
         if kill:
             self._reap()
-        if not _has_children():
+        if not self._anybody():
             self._stopped([])
         elif now >= stop.give_up_at:
             self._stopped([kernel.describe(pid) for pid in [*self.workers, *self._adopted()]])
 
+    def _anybody(self) -> bool:
+        """Whether anything of the group is left; parked processes are not of it."""
+        if not self.lot.parked:
+            return _has_children()
+        return bool(self.workers) or bool(self._adopted())
+
     def _adopted(self) -> list[int]:
         """Descendants of workers whose own parents are gone: ours by inheritance."""
-        return [pid for pid in kernel.children() if pid not in self.workers]
+        known = self.workers.keys() | self.lot.parked.keys()
+        return [pid for pid in kernel.children() if pid not in known]
 
     def _stopped(self, unkillable: list[str]) -> None:
         self.stop = None
@@ -325,7 +362,16 @@ class Zygote:
                 pass
 
     def _clear_the_field(self) -> None:
-        clear_the_field(list(self.workers))
+        clear_the_field([*self.workers, *self.lot.parked])
+
+
+def leave_zygote(zygote: int) -> None:
+    """First steps of a fork: a session of its own, and an end with the zygote's end."""
+    os.setsid()
+    kernel.die_with_parent()
+    if os.getppid() != zygote:  # it died before the line above took effect
+        os._exit(127)
+    signal.set_wakeup_fd(-1)
 
 
 def clear_the_field(sessions: list[int]) -> None:

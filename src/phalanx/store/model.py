@@ -42,6 +42,8 @@ from phalanx.core.commands import (
 )
 
 Notices = list[tuple[str, Notice]]  # (session, what to tell it)
+LARGEST = 2**63 - 1  # a counter
+LONGEST = 10**7  # a lease, in seconds
 _MUTATING = (Put, Delete, Txn, Add, Grant, Revoke, Compact)
 
 
@@ -184,6 +186,8 @@ class Model:
             case Add(key, amount):
                 return self._add(key, amount)
             case Grant(ttl):
+                if not 0 < ttl <= LONGEST:
+                    return Reply(False, self.revision, error="ttl")
                 lease_number, self._next_lease = self._next_lease, self._next_lease + 1
                 self._hold(Lease(lease_number, ttl, session, now + ttl))
                 self._soonest = min(self._soonest, now + ttl)
@@ -268,6 +272,8 @@ class Model:
         try:
             total = int(self._entry(key).value or b"0") + amount
         except ValueError:
+            total = LARGEST + 1
+        if not -LARGEST <= total <= LARGEST:
             return Reply(False, self.revision, (self._entry(key),), error="number")
         self._put(Put(key, str(total).encode()), self.revision + 1)
         return self._done(number=total)

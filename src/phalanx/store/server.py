@@ -240,8 +240,9 @@ class Server:
             return
         try:
             self._received(peer, data, now)
-        except wire.WireError as error:
-            self._drop(peer, str(error))
+        except (wire.WireError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # The last four would be our own faults; they cost whoever finds one a connection, not the store.
+            self._drop(peer, f"{type(error).__name__}: {error}")
 
     def _received(self, peer: _Peer, data: bytes, now: float) -> None:
         if peer.stage == "greeting":
@@ -291,9 +292,10 @@ class Server:
             self._carry_out(peer, frame.number, frame.done, body, now)
 
     def _carry_out(self, peer: _Peer, number: int, done: int, command: Command, now: float) -> None:
-        if self._journal is not None and mutates(command):
-            self._journal.record(peer.session, number, done, command)
         reply, notices = self._model.apply(peer.session, number, done, command, now)
+        if self._journal is not None and mutates(command):
+            # After it worked: a command that cannot be carried out must not meet the next server too.
+            self._journal.record(peer.session, number, done, command)
         try:
             packed = wire.encode(number, done, reply)
         except StoreError:

@@ -90,7 +90,10 @@ class WireError(StoreError):
 
 def encode(number: int, done: int, body: Command | Reply | Notice | Hello | Welcome) -> bytes:
     """A whole frame, length and all."""
-    packed = _encoder.encode((_NUMBER_OF[type(body)], number, done, body))
+    try:
+        packed = _encoder.encode((_NUMBER_OF[type(body)], number, done, body))
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise StoreError(f"{type(body).__name__} cannot be sent: {error}") from None
     if len(packed) > CAP:
         raise StoreError(f"a message of {len(packed)} bytes is over the store's limit of {CAP}")
     return len(packed).to_bytes(HEADER, "big") + packed

@@ -44,7 +44,7 @@ class FileTimerServer:
         self._log_event = log_event
         self._pipe: Pipe | None = None
         self._garbage = 0
-        self._watchdog = Watchdog(self.register_timers, self._overdue)
+        self._watchdog = Watchdog()
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -70,7 +70,7 @@ class FileTimerServer:
             raise RuntimeError(f"the timer server of {self._file_path} is running already; stop() it first")
         self._open()
         assert self._pipe is not None
-        self._watchdog.start(self._pipe, type(self).__name__, self._daemon)
+        self._watchdog.start(self._pipe, self, self._daemon)
         self._event("watchdog started", None)
 
     def stop(self) -> None:
@@ -92,7 +92,7 @@ class FileTimerServer:
             return
         self._open()
         assert self._pipe is not None
-        self._watchdog.once(self._pipe)
+        self._watchdog.once(self._pipe, self)
 
     @staticmethod
     def is_process_running(pid: int) -> bool:

@@ -242,7 +242,7 @@ class LocalTimerServer(TimerServer):
         self._queue = MultiprocessingRequestQueue(mp_queue)
         super().__init__(self._queue, max_interval, daemon)
         self._mp_queue = mp_queue
-        self._watchdog = Watchdog(self._admitted, self._overdue)
+        self._watchdog = Watchdog()
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -278,7 +278,7 @@ class LocalTimerServer(TimerServer):
         if self._queue.fileno() < 0:
             super().start()
             return
-        self._watchdog.start(_Queue(self._queue), type(self).__name__, self._daemon)
+        self._watchdog.start(_Queue(self._queue), self, self._daemon)
 
     def stop(self) -> None:
         """Ends the watching; what is still in the queue stays there."""
@@ -296,9 +296,6 @@ class LocalTimerServer(TimerServer):
             self._watchdog.drop("no worker of this server")
             return True
         return super()._reap(worker_id, scopes)
-
-    def _admitted(self, requests: list[TimerRequest]) -> None:
-        self.register_timers(requests)
 
     def _overdue(self, pid: int, requests: list[TimerRequest], expired: list[Expired]) -> None:
         if self._reap(pid, [one.scope for one in expired]):

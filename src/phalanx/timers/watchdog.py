@@ -24,7 +24,7 @@ from phalanx.core.deadlines import Deadlines, Expired
 from phalanx.timers.workers import GONE, Worker, Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from phalanx.timers.requests import TimerRequest
 
@@ -54,21 +54,26 @@ class Source(Protocol):
         """No more reading."""
 
 
+class Owner(Protocol):
+    """The server that a watchdog works for."""
+
+    def register_timers(self, timer_requests: list[Any]) -> None:
+        """Files admitted requests."""
+
+    def _overdue(self, pid: int, requests: list[Any], expired: list[Expired]) -> None:
+        """A worker's requests that have expired, and why."""
+
+
 class Watchdog:
     """Deadlines, the processes they belong to, and the thread that minds both."""
 
-    def __init__(
-        self,
-        register: Callable[[list[Any]], None],
-        expired: Callable[[int, list[Any], list[Expired]], None],
-    ) -> None:
-        """`register` files admitted requests; `expired` gets a pid, its late requests and the reasons."""
+    def __init__(self) -> None:
         self.deadlines: Deadlines[Any] = Deadlines()
         self.workers = Workers(self._joined, self._left)
         self.dropped: dict[str, int] = {}
         self.lock = threading.RLock()
-        self._register = register
-        self._expired = expired
+        # Only while it runs: a circle of references would keep the caller's queue open after its last use.
+        self._owner: Owner | None = None
         self._poll = select.poll()
         self._pidfds: dict[int, int] = {}
         self._thread: threading.Thread | None = None
@@ -79,12 +84,13 @@ class Watchdog:
         self._planned = inf
         _running.add(self)
 
-    def start(self, source: Source, name: str, daemon: bool) -> None:
+    def start(self, source: Source, owner: Owner, daemon: bool) -> None:
         """Minds the source from now on, in a thread."""
+        name = type(owner).__name__
         if self._thread is not None:
             raise RuntimeError(f"{name} is running already; stop() it first")
         self._stopping = False
-        self._open(source)
+        self._open(source, owner)
         self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
         self._thread.start()
 
@@ -101,10 +107,10 @@ class Watchdog:
         """Whether the thread is there and alive."""
         return self._thread is not None and self._thread.is_alive()
 
-    def once(self, source: Source) -> None:
+    def once(self, source: Source, owner: Owner) -> None:
         """One round over what is there now, in the caller's thread."""
         if self._source is None:
-            self._open(source)
+            self._open(source, owner)
         self._round(0)
 
     def last_progress(self) -> float:
@@ -170,6 +176,7 @@ class Watchdog:
             self.workers.close()
             for owner in self.deadlines.owners():
                 self.deadlines.forget(owner)
+            self._owner = None
             if self._source is not None:
                 self._unwatch(self._source.fileno())
                 self._source.close()
@@ -180,7 +187,8 @@ class Watchdog:
                 os.close(self._wake[1])
                 self._wake = None
 
-    def _open(self, source: Source) -> None:
+    def _open(self, source: Source, owner: Owner) -> None:
+        self._owner = owner
         self._wake = os.pipe()
         for fd in self._wake:
             os.set_blocking(fd, False)
@@ -246,8 +254,8 @@ class Watchdog:
                     self.drop(found)
                 else:
                     admitted.append(request)
-        if admitted:
-            self._register(admitted)
+        if admitted and self._owner is not None:
+            self._owner.register_timers(admitted)
 
     def _expire(self) -> None:
         with self.lock:
@@ -256,8 +264,10 @@ class Watchdog:
         for one in due:
             found.setdefault(one.owner, []).append(one)
         for pid, expired in found.items():
+            if self._owner is None:
+                return
             try:
-                self._expired(pid, [one.what for one in expired], expired)
+                self._owner._overdue(pid, [one.what for one in expired], expired)
             except Exception as error:  # noqa: BLE001 - one worker's trouble must not shield the others
                 say("error", f"timers: pid {pid}: {type(error).__name__}: {error}")
 

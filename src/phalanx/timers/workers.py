@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MOST = 4096
 """Workers of one server: each costs a descriptor."""
 
+_TOO_BIG = 1 << 31
+
 GONE = ("unknown pid", "dead worker", "pid of an earlier process")
 """Reasons that mean that there is nobody to signal any more."""
 
@@ -133,7 +135,7 @@ class Workers:
             return worker
         if worker is not None:
             self.remove(pid)
-        if pid <= 1:
+        if not 1 < pid < _TOO_BIG:
             return "impossible pid"
         if len(self.known) >= MOST:
             return "too many workers"

@@ -1,0 +1,103 @@
+"""After a worker was SIGKILLed: how soon its siblings are told, and how soon everybody works again.
+
+torchrun is measured with its shared store switched off, because with its default settings a job of torch
+workers often does not come back at all; how often it does is a row of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from bench.measure import (
+    OURS,
+    THEIRS,
+    Figures,
+    Launch,
+    Row,
+    Samples,
+    Target,
+    compare,
+    has_torch,
+    interleave,
+    settle,
+)
+
+_OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def bare(quick: bool) -> list[Row]:
+    """SIGKILL → siblings signalled, and → all bare workers run user code again."""
+    rows = []
+    for nproc in (2, 8):
+        samples = interleave(
+            lambda side, nproc=nproc: _killed_bare(side, nproc),  # type: ignore[misc]
+            3 if quick else 15,
+        )
+        what = f"SIGKILL of one worker → all siblings signalled, N={nproc}"
+        rows.append(compare("detect", what, "s", Target(0.005, "value"), samples, "told"))
+        if nproc == 8:
+            what = "SIGKILL → all bare workers run user code again, N=8"
+            rows.append(compare("restart", what, "s", Target(1 / 6), samples, "again"))
+    return rows
+
+
+def _killed_bare(side: str, nproc: int) -> Figures:
+    with Launch(side, "bare.py", "wait", nproc=nproc, restarts=3) as launch:
+        up = launch.expect("up")
+        settle()
+        at = time.monotonic()
+        os.kill(up[nproc - 1].pid, 9)
+        again = launch.expect("up", attempt=1)
+        told = launch.expect("term", count=nproc - 1)
+        return {
+            "told": max(e.at for e in told.values()) - at,
+            "again": max(e.at for e in again.values()) - at,
+        }
+
+
+def torch(quick: bool) -> list[Row]:
+    """SIGKILL → the first all_reduce of the restarted torch workers."""
+    if not has_torch():
+        return []
+    rows = []
+    for nproc, target, rounds in ((2, 1 / 8, 2 if quick else 7), (8, 1 / 10, 1 if quick else 5)):
+        samples = interleave(
+            lambda side, nproc=nproc: _killed_torch(side, nproc, _OWN_STORE if side == THEIRS else {}),  # type: ignore[misc]
+            rounds,
+            warm=False,  # the launch before the kill warms up
+        )
+        what = f"SIGKILL → first all_reduce again, torch, N={nproc}"
+        rows.append(compare("restart-torch", what, "s", Target(target), samples, "again"))
+        if nproc == 2 or not quick:
+            rows.append(_came_back(nproc, 1 if quick else 6, samples[OURS]))
+    return rows
+
+
+def _came_back(nproc: int, rounds: int, ours: Samples) -> Row:
+    """How many jobs came back with default settings, in per cent."""
+    default = interleave(lambda side: _killed_torch(side, nproc, {}), rounds, names=[THEIRS], warm=False)
+    row = Row(
+        "came-back",
+        f"jobs that came back, default settings, torch, N={nproc}",
+        "%",
+        Target(100, "value", True),
+    )
+    shares = {}
+    for name, taken in ((THEIRS, default[THEIRS]), (OURS, ours)):
+        total = len(taken.figures) + len(taken.failures)
+        shares[name] = 100 * len(taken.figures) / total
+        row.notes.append(f"{name}: {len(taken.figures)} of {total}")
+        row.notes += [f"{name}: {why}" for why in taken.failures[:1]]
+    row.theirs, row.ours = shares[THEIRS], shares[OURS]
+    return row
+
+
+def _killed_torch(side: str, nproc: int, env: dict[str, str]) -> Figures:
+    with Launch(side, "reduce.py", "wait", nproc=nproc, restarts=3, env=env) as launch:
+        reduced = launch.expect("reduced")
+        settle()
+        at = time.monotonic()
+        os.kill(reduced[nproc - 1].pid, 9)
+        again = launch.expect("reduced", attempt=1, limit=40)
+        return {"again": max(e.at for e in again.values()) - at}

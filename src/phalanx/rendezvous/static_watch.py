@@ -1,0 +1,62 @@
+"""Waiting for the end of a static round: one thread, one connection, one key; no polling."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+from phalanx.errors import RendezvousStateError, StoreError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx.store.torch_client import TorchStoreClient
+
+
+class Watch:
+    """A thread that waits until round `number` is called for, and tells of it, or of the loss of node 0."""
+
+    def __init__(
+        self, client: TorchStoreClient, number: int, rank: int, tell: Callable[[int, dict[str, Any]], None]
+    ) -> None:
+        self._client = client
+        self._number = number
+        self._rank = rank
+        self._tell = tell
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="phalanx-static-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        key = f"round/{self._number}"
+        try:
+            self._client.wait([key], None)
+            news = load(self._client.get(key))
+            if news.get("over"):
+                self._client.set(f"seen/{self._number}/{self._rank}", b"1")
+        except (StoreError, RendezvousStateError):
+            news = {"node": 0, "lost": True, "summary": "the agent of node 0 is gone"}
+        if not self._ended:
+            self._tell(self._number, news)
+
+    def end(self) -> None:
+        """Stop waiting; on return the thread is gone, unless it is the caller."""
+        self._ended = True
+        self._client.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def load(value: bytes) -> dict[str, Any]:
+    """A record of ours; anything else at that place is somebody else's."""
+    try:
+        record = json.loads(value)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise RendezvousStateError(
+            f"not a record of a Phalanx agent: {value[:60]!r}; is another job at this port?"
+        )
+    return record
