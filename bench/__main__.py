@@ -38,6 +38,7 @@ class Group:
     module: str
     function: str = "run"
     adapt: Callable[[dict[str, Any]], list[Row]] | None = None  # for a module that does not return rows
+    needs_torch: bool = False
 
 
 def _tee(report: dict[str, Any]) -> list[Row]:
@@ -81,24 +82,25 @@ def _store(report: dict[str, Any]) -> list[Row]:
 
 
 def _timers(report: dict[str, Any]) -> list[Row]:
-    return [
-        Row(
-            "timers",
-            str(row["what"]),
-            str(row["unit"]),
-            Target(row["target"], row.get("kind", "ratio"), bool(row.get("least"))),
-            ours=row.get(OURS),
-            theirs=row.get(THEIRS),
-        )
-        for row in report["rows"]
-    ]
+    rows = []
+    for kind, found in report["pairs_per_s"].items():
+        what = f"timers, {kind}: acquire+release pairs, end to end"
+        rows.append(Row("timers", what, "/s", Target(5, least=True), ours=found[OURS], theirs=found[THEIRS]))
+    for kind, found in report["late_ms"].items():
+        slow = report["torch_late_ms_default_interval"].get(kind)
+        row = Row("timers", f"timers, {kind}: expiry → worker signalled", "s", Target(0.005, "value"))
+        row.ours, row.theirs = found[OURS] / 1e3, found[THEIRS] / 1e3
+        if slow is not None:
+            row.notes.append(f"{THEIRS} with its default interval: {in_words(slow / 1e3, 's')}")
+        rows.append(row)
+    return rows
 
 
 GROUPS = (
     Group(("launch", "exit"), "bench.launch", "bare"),
-    Group(("launch-torch",), "bench.launch", "torch"),
+    Group(("launch-torch",), "bench.launch", "torch", needs_torch=True),
     Group(("detect", "restart"), "bench.restart", "bare"),
-    Group(("restart-torch", "came-back"), "bench.restart", "torch"),
+    Group(("restart-torch",), "bench.restart", "torch", needs_torch=True),
     Group(("memory", "idle"), "bench.idle"),
     Group(("orphans",), "bench.launch", "orphans"),
     Group(("line",), "bench.launch", "line"),
@@ -106,8 +108,8 @@ GROUPS = (
     Group(("wait",), "bench.processes", "waits"),
     Group(("value",), "bench.processes", "value"),
     Group(("tee", "latency"), "bench.tee", adapt=_tee),
-    Group(("store",), "bench.torch_store", adapt=_store),
-    Group(("timers",), "bench.timers", adapt=_timers),
+    Group(("store",), "bench.torch_store", adapt=_store, needs_torch=True),
+    Group(("timers",), "bench.timers", adapt=_timers, needs_torch=True),
 )
 
 
@@ -115,8 +117,8 @@ def measure(group: Group, quick: bool) -> list[Row] | str:
     """The rows of a group, or why there are none."""
     if importlib.util.find_spec(group.module) is None:
         return "not there"
-    if group.module == "bench.torch_store" and not has_torch():
-        return "needs torch's client"
+    if group.needs_torch and not has_torch():
+        return "needs torch"
     try:
         found = getattr(importlib.import_module(group.module), group.function)(quick)
         return group.adapt(found) if group.adapt else found

@@ -19,7 +19,6 @@ from bench.measure import (
     Row,
     Target,
     compare,
-    has_torch,
     interleave,
     settle,
     sides,
@@ -59,8 +58,6 @@ def _bare(side: str, nproc: int) -> Figures:
 
 def torch(quick: bool) -> list[Row]:
     """Launch → first gloo all_reduce; the first launch of the script is the one that warms up."""
-    if not has_torch():
-        return []
     rows = []
     for nproc, rounds in ((2, 2 if quick else 7), (8, 1 if quick else 5)):
         samples = interleave(lambda side, nproc=nproc: _reduce(side, nproc), rounds)  # type: ignore[misc]

@@ -18,7 +18,6 @@ from bench.measure import (
     Samples,
     Target,
     compare,
-    has_torch,
     interleave,
     settle,
 )
@@ -58,8 +57,6 @@ def _killed_bare(side: str, nproc: int) -> Figures:
 
 def torch(quick: bool) -> list[Row]:
     """SIGKILL → the first all_reduce of the restarted torch workers."""
-    if not has_torch():
-        return []
     rows = []
     for nproc, target, rounds in ((2, 1 / 8, 2 if quick else 7), (8, 1 / 10, 1 if quick else 5)):
         samples = interleave(

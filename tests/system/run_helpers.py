@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
+
 from tests.conftest import HUNG, gone
 
 PHALANX = [str(Path(sys.executable).with_name("phalanx")), "run"]
@@ -62,7 +63,9 @@ class Ended:
     @property
     def said(self) -> list[str]:
         """The lines of the launcher itself."""
-        return [line.removeprefix("phalanx: ") for line in self.err.splitlines() if line.startswith("phalanx: ")]
+        return [
+            line.removeprefix("phalanx: ") for line in self.err.splitlines() if line.startswith("phalanx: ")
+        ]
 
     def __repr__(self) -> str:
         return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
@@ -193,7 +196,9 @@ def _take_terminal() -> None:
 
 def helpers_of(agent: int) -> list[int]:
     """Keeper and zygote."""
-    return [child.pid for child in psutil.Process(agent).children(recursive=True) if "phalanx-" in child.name()]
+    return [
+        child.pid for child in psutil.Process(agent).children(recursive=True) if "phalanx-" in child.name()
+    ]
 
 
 def all_gone(pids: Sequence[int] | Mapping[int, int]) -> bool:
@@ -202,7 +207,7 @@ def all_gone(pids: Sequence[int] | Mapping[int, int]) -> bool:
 
 
 def unshare() -> list[str]:
-    """The words that make what follows process 1 of a namespace of its own; empty where that is not allowed."""
+    """Words that make what follows process 1 of a namespace of its own; none where that is not allowed."""
     words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     if os.geteuid():
         words += ["--user", "--map-root-user"]

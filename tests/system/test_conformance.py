@@ -181,7 +181,6 @@ def test_interpreter_flags(flags: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("PYTHONUNBUFFERED", "1"),
         ("PYTHONSAFEPATH", "1"),
         ("PYTHONPATH", "one:two"),
         ("PYTHONWARNINGS", "default"),
@@ -195,6 +194,16 @@ def test_interpreter_flags(flags: str) -> None:
 def test_interpreter_variables(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     found(program(PROBE))
+
+
+def test_unbuffered_by_variable_means_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A documented difference: fragments of a line would mix with those of other workers."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    text = "import sys\nprint(sys.stdout.line_buffering, sys.stdout.write_through, sys.stderr.write_through)\n"
+    assert run(bootstrapped([program(text)])).out == b"True False False\n"
+    assert run(bootstrapped(["-u", program(text)])).out == b"True False False\n"
+    monkeypatch.delenv("PYTHONUNBUFFERED")
+    assert run(bootstrapped(["-u", program(text)])).out == b"False True True\n"
 
 
 def test_code_on_the_command_line() -> None:
@@ -670,6 +679,8 @@ def test_what_a_program_finds_in_a_group(flags: str, warm: bool, tmp_path: Path)
         for stream in ("stdout", "stderr"):
             data[stream] = [part for part in data[stream] if part not in ("FileIO", "LogFile")]
     if warm:
+        # One worker of a group writes down what is imported, for the next start.
+        assert ours["meta_path"].pop(0) == "Recorder"
         more = set(ours.pop("modules")) - set(plain.pop("modules"))
         assert {name.partition(".")[0] for name in more} <= sys.stdlib_module_names
         del plain["cache"], ours["cache"]

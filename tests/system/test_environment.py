@@ -1,4 +1,4 @@
-"""The same command lines with torchrun and with us: the same environment, arguments and start of the script."""
+"""The same command lines with torchrun and with us: the same environment, arguments and start."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
 from tests.conftest import HUNG
 from tests.system.run_helpers import PHALANX, plain_environment, run, script
 
 needs_torch = pytest.mark.skipif(
-    find_spec("torch") is None and not os.environ.get("CI"), reason="torch is not installed (pip install torch)"
+    find_spec("torch") is None and not os.environ.get("CI"),
+    reason="torch is not installed (pip install torch)",
 )
 
 # Every worker writes down what it was given, as seen by Python, or by a shell for programs that are not.
@@ -41,7 +43,7 @@ EOF
 
 
 class Case(NamedTuple):
-    """One way to call it; `{d}` is the directory with the scripts, `{log}` one for logs."""
+    """One way to call it; `{d}` is the directory of the script `{s}`, `{n}` two workers."""
 
     name: str
     words: str
@@ -50,41 +52,43 @@ class Case(NamedTuple):
     unlike: tuple[str, ...] = ()  # facts about the script that are better with us
 
 
+UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
 CASES = [
-    Case("plain", "{d}/dump.py"),
-    Case("plain-n", "--nproc-per-node 2 {d}/dump.py a -b --nproc-per-node 7 -- -m", workers=2),
-    Case("underscore", "--nproc_per_node=2 --max_restarts=2 {d}/dump.py", workers=2),
-    Case("standalone", "--standalone --nproc-per-node 2 {d}/dump.py x", workers=2),
-    Case("standalone-nodes", "--standalone --nnodes 1 --nproc-per-node=1 {d}/dump.py"),
-    Case("macro", "--nproc-per-node 2 {d}/dump.py --lr=${{local_rank}} ${{local_rank}}${{local_rank}} ${{rank}} $$", workers=2),
-    Case("module", "--nproc-per-node 2 -m dump a b", workers=2),
+    Case("plain", "{s}"),
+    Case("plain-n", "{n} {s} a -b --nproc-per-node 7 -- -m", workers=2),
+    Case("underscore", "--nproc_per_node=2 --max_restarts=2 {s}", workers=2),
+    Case("standalone", "--standalone {n} {s} x", workers=2),
+    Case("standalone-nodes", "--standalone --nnodes 1 --nproc-per-node=1 {s}"),
+    Case("macro", "{n} {s} --lr=${{local_rank}} ${{local_rank}}${{local_rank}} ${{rank}}", workers=2),
+    Case("module", "{n} -m dump a b", workers=2),
     Case("module-package", "--nproc-per-node 1 -m package.dump -c"),
-    Case("no-python", "--nproc-per-node 2 --no-python {d}/dump.sh a ${{local_rank}}", workers=2),
-    Case("run-path", "--nproc-per-node 2 --run-path {d}/dump.py a ${{local_rank}}", workers=2, unlike=("path", "package", "module")),
-    Case("master", "--nproc-per-node 2 --master-addr 127.0.0.1 --master-port {port} {d}/dump.py", workers=2),
-    Case("master-static", "--nnodes 1 --node-rank 0 --rdzv-id s --master-port {port} {d}/dump.py"),
-    Case("c10d", "--rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id job7 --nproc-per-node 2 {d}/dump.py", workers=2),
-    Case("c10d-nodes", "--nnodes 1:1 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --max-restarts 3 {d}/dump.py"),
-    Case("restarts", "--max-restarts 5 --nproc-per-node 1 {d}/dump.py"),
-    Case("role", "--role trainer --nproc-per-node 2 {d}/dump.py", workers=2),
-    Case("redirect", "--redirects 3 --log-dir {log} --nproc-per-node 2 {d}/dump.py", workers=2),
-    Case("redirect-some", "-r 0:1,1:3 --log-dir {log} --nproc-per-node 2 {d}/dump.py", workers=2),
-    Case("tee", "--tee 0:3 --log-dir {log} --nproc-per-node 2 {d}/dump.py", workers=2),
-    Case("tee-filter", "-t 3 --local-ranks-filter 1 --log-dir {log} --nproc-per-node 2 {d}/dump.py", workers=2),
-    Case("prefix", "--redirect 1 --log-dir {log} {d}/dump.py"),
-    Case("omp-set", "--nproc-per-node 2 {d}/dump.py", {"OMP_NUM_THREADS": "3"}, workers=2),
-    Case("omp-empty", "--nproc-per-node 2 {d}/dump.py", {"OMP_NUM_THREADS": ""}, workers=2),
-    Case("omp-one", "--nproc-per-node 1 {d}/dump.py"),
-    Case("pet", "{d}/dump.py", {"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "4", "PET_ROLE": "r"}, workers=2),
-    Case("pet-beaten", "--role mine {d}/dump.py", {"PET_ROLE": "r", "PET_STANDALONE": "1"}),
-    Case("nccl", "{d}/dump.py", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
-    Case("no-shared-store", "--nproc-per-node 2 {d}/dump.py", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, workers=2),
-    Case("virtual", "--virtual-local-rank --nproc-per-node 2 {d}/dump.py", {"CUDA_VISIBLE_DEVICES": "3,5"}, workers=2),
-    Case("virtual-uuid", "--virtual-local-rank --nproc-per-node 1 {d}/dump.py", {"CUDA_VISIBLE_DEVICES": "GPU-ab,GPU-cd"}),
-    Case("python-exec", "--nproc-per-node 1 {d}/dump.py", {"PYTHON_EXEC": sys.executable}),
-    Case("signals", "--signals-to-handle SIGTERM,SIGINT {d}/dump.py"),
-    Case("monitor", "--monitor-interval 0.5 --start-method fork {d}/dump.py"),
-    Case("stale", "{d}/dump.py", {"RANK": "9", "WORLD_SIZE": "9", "LOCAL_RANK": "9", "MASTER_ADDR": "nowhere"}),
+    Case("no-python", "{n} --no-python {d}/dump.sh a ${{local_rank}}", workers=2),
+    Case("run-path", "{n} --run-path {s} a ${{local_rank}}", workers=2, unlike=("path", "package", "module")),
+    Case("master", "{n} --master-addr 127.0.0.1 --master-port {port} {s}", workers=2),
+    Case("master-static", "--nnodes 1 --node-rank 0 --rdzv-id s --master-port {port} {s}"),
+    Case("c10d", "--rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id job7 {n} {s}", workers=2),
+    Case("c10d-nodes", "--nnodes 1:1 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --max-restarts 3 {s}"),
+    Case("restarts", "--max-restarts 5 --nproc-per-node 1 {s}"),
+    Case("role", "--role trainer {n} {s}", workers=2),
+    Case("redirect", "--redirects 3 --log-dir {log} {n} {s}", workers=2),
+    Case("redirect-some", "-r 0:1,1:3 --log-dir {log} {n} {s}", workers=2),
+    Case("tee", "--tee 0:3 --log-dir {log} {n} {s}", workers=2),
+    Case("tee-filter", "-t 3 --local-ranks-filter 1 --log-dir {log} {n} {s}", workers=2),
+    Case("prefix", "--redirect 1 --log-dir {log} {s}"),
+    Case("omp-set", "{n} {s}", {"OMP_NUM_THREADS": "3"}, workers=2),
+    Case("omp-empty", "{n} {s}", {"OMP_NUM_THREADS": ""}, workers=2),
+    Case("omp-one", "--nproc-per-node 1 {s}"),
+    Case("pet", "{s}", {"PET_NPROC_PER_NODE": "2", "PET_ROLE": "r"}, workers=2),
+    Case("pet-beaten", "--role mine {s}", {"PET_ROLE": "r", "PET_STANDALONE": "1"}),
+    Case("nccl", "{s}", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
+    Case("no-shared-store", "{n} {s}", {UNSHARED: "1"}, workers=2),
+    Case("virtual", "--virtual-local-rank {n} {s}", {"CUDA_VISIBLE_DEVICES": "3,5"}, workers=2),
+    Case("virtual-uuid", "--virtual-local-rank --nproc-per-node 1 {s}", {"CUDA_VISIBLE_DEVICES": "GPU-ab,GPU-cd"}),
+    Case("python-exec", "--nproc-per-node 1 {s}", {"PYTHON_EXEC": sys.executable}),
+    Case("signals", "--signals-to-handle SIGTERM,SIGINT {s}"),
+    Case("monitor", "--monitor-interval 0.5 --start-method fork {s}"),
+    Case("stale", "{s}", {"RANK": "9", "WORLD_SIZE": "9", "LOCAL_RANK": "9", "MASTER_ADDR": "nowhere"}),
 ]  # fmt: skip
 
 # Values that may differ, and the form in which ours must come.
@@ -159,7 +163,8 @@ class Place:
         dump = self.root / launcher / case.name
         dump.mkdir(parents=True)
         port = free_port()
-        words = case.words.format(d=self.scripts, log=dump / "logs", port=port).split()
+        given = {"d": self.scripts, "s": self.scripts / "dump.py", "n": "--nproc-per-node 2"}
+        words = case.words.format(**given, log=dump / "logs", port=port).split()
         env = {**plain_environment(), "DUMP": str(dump), "PYTHON": sys.executable, **case.env}
         return {"name": case.name, "words": words, "env": env, "cwd": str(self.scripts), "port": port,
                 "dump": dump, "log": str(dump / "console")}  # fmt: skip
@@ -186,15 +191,15 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     codes = dict(json.loads(line) for line in told.stdout.splitlines())
     bad = {name: Path(job["log"]).read_text() for job in jobs if codes[name := job["name"]] != 0}
     assert not bad, f"torchrun itself failed: {bad}"
-    return {
-        case.name: dumped(place.root / "torchrun" / case.name, case.workers) for case in CASES
-    }
+    return {case.name: dumped(place.root / "torchrun" / case.name, case.workers) for case in CASES}
 
 
 def differences(theirs: dict[str, str], ours: dict[str, str], job: dict[str, Any]) -> list[str]:
     found = [f"{name} only with torchrun" for name in theirs.keys() - ours.keys()]
     # What is ours alone carries our name.
-    found += [f"{name} only with us" for name in ours.keys() - theirs.keys() if not name.startswith("PHALANX_")]
+    found += [
+        f"{name} only with us" for name in ours.keys() - theirs.keys() if not name.startswith("PHALANX_")
+    ]
     for name in theirs.keys() & ours.keys():
         pattern = DIFFERS.get(name)
         if name == "MASTER_PORT" and str(job["port"]) in job["words"]:
@@ -246,8 +251,29 @@ def test_every_torchrun_option_is_known() -> None:
     assert PHALANX[-1] == "run"
 
 
-def test_own_variables_do_not_leak_a_token(tmp_path: Path) -> None:
-    code = "import os; print(*sorted(n for n in os.environ if n.startswith('PHALANX_')))"
+def test_the_token_is_not_for_workers(tmp_path: Path) -> None:
+    code = "import os; print('secret' in ' '.join(os.environ.values()), os.environ['PHALANX_GRACE'])"
     ended = run(script(tmp_path, code), env=plain_environment(PHALANX_TOKEN="secret", PHALANX_GRACE="7"))
-    assert ended.code == 0, ended
-    assert "PHALANX_TOKEN" not in ended.out
+    assert (ended.code, ended.out) == (0, "False 7\n"), ended
+
+
+@pytest.mark.parametrize("words", ["--standalone", "--no-python"])
+def test_script_arguments_are_untouched(words: str, tmp_path: Path) -> None:
+    odd = [
+        "--",
+        "-m",
+        "--nproc-per-node=3",
+        "",
+        " a b ",
+        "$$",
+        "$local_rank",
+        "${other}",
+        "*",
+        "'\"\\",
+        "é\n",
+        "-h",
+    ]
+    path = script(tmp_path, f"#!{sys.executable}\nimport sys; print(ascii(sys.argv[1:]))")
+    Path(path).chmod(0o755)
+    ended = run(words, path, *odd)
+    assert (ended.code, ended.out) == (0, f"{odd!a}\n"), ended

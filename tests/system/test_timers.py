@@ -78,6 +78,9 @@ class Bed:
         if self.queue:
             self.queue.close()
             self.queue.join_thread()
+            # A queue that nobody put into keeps its pipe until it is collected.
+            self.queue._reader.close()
+            self.queue._writer.close()
 
 
 @pytest.fixture

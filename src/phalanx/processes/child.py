@@ -91,17 +91,37 @@ def prepare(options: str, places: dict[str, int]) -> None:
         os.set_inheritable(fd, fd < 3)
     if tally:
         tally = f"{places['tally']},{tally}"
-    if "o" in streams:
-        sys.stdout = sys.__stdout__ = _log_stream(sys.stdout, 1, tally)  # type: ignore[misc]  # as intended
-    elif sys.stdout is not None and not _is_unbuffered(sys.stdout):
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a TextIOWrapper here
-    if "e" in streams:
-        sys.stderr = sys.__stderr__ = _log_stream(sys.stderr, 2, tally)  # type: ignore[misc]  # as intended
+    sys.stdout = sys.__stdout__ = _stream(sys.stdout, 1, "o" in streams, tally)  # type: ignore[misc]  # intended
+    sys.stderr = sys.__stderr__ = _stream(sys.stderr, 2, "e" in streams, tally)  # type: ignore[misc]  # intended
 
 
-def _is_unbuffered(stream: "Any") -> bool:
-    """Whether the user asked for it, with -u or PYTHONUNBUFFERED."""
-    return bool(getattr(stream, "write_through", False))
+def _stream(old: "Any", fd: int, is_log: bool, tally: str) -> "Any":
+    """The text stream on `fd` that suits one worker among many: a line is one write, and goes out at once.
+
+    PYTHONUNBUFFERED is taken as the wish for just that: to the letter it means a write for every fragment
+    of a line, and the fragments of several workers would mix. With -u, which is for one program, they may.
+    """
+    if old is None:  # started with the descriptor closed
+        return old
+    unbuffered = bool(getattr(old, "write_through", False))
+    lines = not (unbuffered and "PYTHONUNBUFFERED" not in os.environ)
+    if not is_log and (not unbuffered or not lines):
+        old.reconfigure(line_buffering=lines or old.line_buffering)
+        return old
+    import io
+
+    old.flush()
+    raw: Any = _log_file()(fd, tally) if is_log else io.FileIO(fd, "wb", closefd=False)
+    raw.name = old.name
+    stream = io.TextIOWrapper(
+        io.BufferedWriter(raw) if lines else raw,
+        encoding=old.encoding,
+        errors=old.errors,
+        line_buffering=lines,
+        write_through=not lines,
+    )
+    stream.mode = "w"  # type: ignore[misc]  # as the interpreter's own streams have it
+    return stream
 
 
 def _given_fds(mode: str, options: str) -> dict[str, int]:
@@ -132,14 +152,18 @@ def _borrowed(name: str) -> "Any":
     return module
 
 
-def _log_stream(old: "Any", fd: int, tally: str) -> "Any":
-    """A text stream on `fd` that never raises for a disk that is full."""
+def _log_file() -> "Any":
+    """A raw file that never raises for a disk that is full."""
     import io
 
     errno = _borrowed("errno")
     full = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
     class LogFile(io.FileIO):
+        def __init__(self, fd: int, tally: str) -> None:
+            super().__init__(fd, "wb", closefd=False)
+            self._lost = (tally, fd)
+
         def write(self, data: "Any") -> int:
             try:
                 return super().write(data) or 0
@@ -147,25 +171,10 @@ def _log_stream(old: "Any", fd: int, tally: str) -> "Any":
                 if error.errno not in full:
                     raise
             size = memoryview(data).nbytes
-            _count_lost(tally, fd, size)
+            _count_lost(*self._lost, size)
             return size
 
-    if old is None:  # started with the descriptor closed
-        return old
-    old.flush()
-    raw = LogFile(fd, "wb", closefd=False)
-    raw.name = old.name
-    unbuffered = _is_unbuffered(old)
-    buffer: Any = raw if unbuffered else io.BufferedWriter(raw)
-    stream = io.TextIOWrapper(
-        buffer,
-        encoding=old.encoding,
-        errors=old.errors,
-        line_buffering=not unbuffered,
-        write_through=unbuffered,
-    )
-    stream.mode = "w"  # type: ignore[misc]  # as the interpreter's own streams have it
-    return stream
+    return LogFile
 
 
 def _count_lost(tally: str, stream: int, size: int) -> None:
@@ -289,7 +298,7 @@ class Recorder:
             os.write(self.fd, f"{name}\n".encode())
         except OSError:
             pass  # closed by a program that closes all it does not know
-        return None
+        return
 
 
 class Guard:

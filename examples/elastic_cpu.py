@@ -1,0 +1,180 @@
+"""Elastic training with no framework at all: plain sockets in a ring, a checkpoint, and any number of workers.
+
+    phalanx run --nproc-per-node 4 --max-restarts 3 examples/elastic_cpu.py --checkpoint /tmp/line.json
+
+Fits a line to points by gradient descent. Every worker has a share of the points; in each step the workers
+add up their gradients around a ring. The sums are of whole numbers (fixed point), which no order of adding
+can change: the result is the same to the last bit however often the job was interrupted, and with however
+many workers it went on.
+
+What makes it survive a kill is what any training needs: a checkpoint that is replaced in one move, and a start
+that goes on from it. Stopping, re-forming and starting everybody again is not its business.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+
+from phalanx.store.torch_client import TorchStoreClient
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+ONE = 1 << 20  # the fixed point's 1.0
+
+
+class Ring:
+    """Every worker talks to the next one and listens to the one before."""
+
+    def __init__(self) -> None:
+        if WORLD == 1:
+            return
+        # The store of this round, empty at its start: the place to tell the others where one listens.
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with socket.create_server(("", 0)) as server, TorchStoreClient(host, port) as store:
+            with socket.create_connection((host, port)) as link:  # our address, as the others see it
+                mine = [link.getsockname()[0], server.getsockname()[1]]
+            store.set(f"ring/{RANK}", json.dumps(mine))
+            there = json.loads(store.get(f"ring/{(RANK + 1) % WORLD}"))
+            self.next = socket.create_connection(tuple(there)).makefile("w")
+            self.before = server.accept()[0].makefile("r")
+
+    def send(self, numbers: list[int]) -> None:
+        """To the next worker."""
+        self.next.write(json.dumps(numbers) + "\n")
+        self.next.flush()
+
+    def receive(self) -> list[int]:
+        """From the worker before."""
+        line = self.before.readline()
+        if not line:
+            raise ConnectionError(f"rank {(RANK - 1) % WORLD} has hung up")
+        return json.loads(line)
+
+    def sum(self, numbers: list[int]) -> list[int]:
+        """Everybody's numbers added up, for everybody: once around to add, once around to tell."""
+        if WORLD == 1:
+            return numbers
+        if RANK == 0:
+            self.send(numbers)
+            total = self.receive()
+            self.send(total)
+            self.receive()
+            return total
+        self.send([a + b for a, b in zip(self.receive(), numbers, strict=True)])
+        total = self.receive()
+        self.send(total)
+        return total
+
+
+def points(count: int) -> list[tuple[int, int]]:
+    """The same points for everybody; each worker takes its share."""
+    dice = random.Random(7)
+    xs = [dice.randrange(-ONE, ONE) for _ in range(count)]
+    return [(x, 3 * x // 2 - ONE // 4 + dice.randrange(-ONE // 8, ONE // 8)) for x in xs]
+
+
+def save(path: str, state: dict[str, int]) -> None:
+    """In one move: whoever is killed in here leaves the old checkpoint or the new one, never half of one."""
+    with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(path) or ".", delete=False) as file:
+        json.dump(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, path)
+
+
+def load(path: str) -> dict[str, int]:
+    """The last checkpoint, or the beginning."""
+    try:
+        with open(path) as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return {"step": 0, "slope": 0, "offset": 0}
+
+
+def mishap(args: argparse.Namespace, step: int) -> None:
+    """For demonstrations: the last worker dies at a step, in the first attempt only."""
+    if ATTEMPT or RANK != WORLD - 1:
+        return
+    if step == args.crash_at:
+        raise ValueError(f"record {step} of shard {RANK} is corrupt")
+    if step == args.kill_at:
+        print(f"rank {RANK} is killed on purpose (SIGKILL) in step {step}", flush=True)
+        with open(args.checkpoint + ".killed", "w") as file:
+            file.write(repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def welcome(args: argparse.Namespace, state: dict[str, int]) -> None:
+    """Say how we got here."""
+    if RANK != 0:
+        return
+    workers = f"{WORLD} worker{'s' * (WORLD > 1)}"
+    if state["step"] == 0:
+        print(f"{workers}, {args.steps} steps")
+        return
+    ago = ""
+    try:
+        with open(args.checkpoint + ".killed") as file:
+            ago = f" {1000 * (time.time() - float(file.read())):.0f} ms after the kill"
+        os.remove(args.checkpoint + ".killed")
+    except FileNotFoundError:
+        pass
+    print(f"{workers} again{ago}, at step {state['step']} of {args.steps}")
+
+
+def train(args: argparse.Namespace) -> None:
+    """Gradient descent from the last checkpoint to the last step."""
+    share = points(args.points)[RANK::WORLD]
+    ring = Ring()
+    # Rank 0's checkpoint counts: on other machines there may be none.
+    start = load(args.checkpoint) if RANK == 0 else {"step": 0, "slope": 0, "offset": 0}
+    step, slope, offset = ring.sum(list(start.values()))
+    welcome(args, {"step": step})
+    while step < args.steps:
+        mishap(args, step)
+        errors = [(x, slope * x // ONE + offset - y) for x, y in share]
+        total = ring.sum(
+            [
+                sum(e * x // ONE for x, e in errors),
+                sum(e for _, e in errors),
+                sum(e * e // ONE for _, e in errors),
+            ]
+        )
+        slope -= total[0] // args.points // 10
+        offset -= total[1] // args.points // 10
+        step += 1
+        if RANK == 0 and (step % args.every == 0 or step == args.steps):
+            save(args.checkpoint, {"step": step, "slope": slope, "offset": offset})
+            print(f"step {step:4}  loss {total[2] / args.points / ONE:.6f}")
+    if RANK == 0:
+        print(f"y = {slope / ONE:.6f} x {offset / ONE:+.6f}")
+
+
+def main() -> None:
+    """Read the arguments, and train."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--checkpoint", required=True, help="file that rank 0 keeps the state in")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+    parser.add_argument("--points", type=int, default=4000)
+    parser.add_argument(
+        "--kill-at", type=int, default=-1, help="the last rank is SIGKILLed in this step, once"
+    )
+    parser.add_argument("--crash-at", type=int, default=-1, help="the last rank raises in this step, once")
+    args = parser.parse_args()
+    try:
+        train(args)
+    except ConnectionError as error:
+        # A neighbour is gone. The one who fell is the news, not we, and the agent is about to stop us all.
+        signal.sigtimedwait([], 10)
+        sys.exit(f"rank {RANK}: {error}")
+
+
+if __name__ == "__main__":
+    main()
