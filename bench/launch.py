@@ -59,14 +59,15 @@ def _bare(side: str, nproc: int) -> Figures:
 def torch(quick: bool) -> list[Row]:
     """Launch → first gloo all_reduce; the first launch of the script is the one that warms up."""
     rows = []
-    for nproc, rounds in ((2, 2 if quick else 7), (8, 1 if quick else 5)):
-        samples = interleave(lambda side, nproc=nproc: _reduce(side, nproc), rounds)  # type: ignore[misc]
+    for nproc, rounds in ((2, 1 if quick else 7), (8, 1 if quick else 5)):
+        samples = interleave(lambda side, nproc=nproc: reduce_once(side, nproc), rounds)  # type: ignore[misc]
         what = f"launch → first gloo all_reduce, torch, N={nproc}, second launch"
         rows.append(compare("launch-torch", what, "s", Target(1 / 3), samples, "first"))
     return rows
 
 
-def _reduce(side: str, nproc: int) -> Figures:
+def reduce_once(side: str, nproc: int) -> Figures:
+    """One launch of the torch worker, to its end."""
     with Launch(side, "reduce.py", nproc=nproc) as launch:
         reduced = launch.expect("reduced")
         launch.ended()  # to its proper end: a launcher may learn from it for the next launch

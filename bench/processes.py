@@ -30,7 +30,7 @@ from bench.measure import (
 
 def functions(quick: bool) -> list[Row]:
     """Start of 8 trivial functions → all results."""
-    samples = interleave(lambda side: _measure(side, "trivial"), 1 if quick else 5)
+    samples = interleave(lambda side: _measure(side, "trivial"), 1 if quick else 5, warm=not quick)
     what = "start_processes, 8 trivial functions, spawn → all results"
     return [compare("functions", what, "s", Target(1 / 5), samples, "seconds")]
 

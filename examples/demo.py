@@ -35,7 +35,7 @@ def main() -> int:
         codes = [
             act(
                 "1. A healthy run",
-                "Four workers fit a line together. They find each other by the ranks and the store they are given.",
+                "Four workers fit a line together; ranks and a place to meet are given to them.",
                 folder,
                 four,
                 ["--checkpoint", "a.json"],

@@ -1,4 +1,4 @@
-"""Elastic training with no framework at all: plain sockets in a ring, a checkpoint, and any number of workers.
+"""Elastic training with no framework at all: sockets in a ring, a checkpoint, any number of workers.
 
     phalanx run --nproc-per-node 4 --max-restarts 3 examples/elastic_cpu.py --checkpoint /tmp/line.json
 
@@ -7,8 +7,8 @@ add up their gradients around a ring. The sums are of whole numbers (fixed point
 can change: the result is the same to the last bit however often the job was interrupted, and with however
 many workers it went on.
 
-What makes it survive a kill is what any training needs: a checkpoint that is replaced in one move, and a start
-that goes on from it. Stopping, re-forming and starting everybody again is not its business.
+What makes it survive a kill is what any training needs: a checkpoint that is replaced in one move, and a
+start that goes on from it. Stopping, re-forming and starting everybody again is not its business.
 """
 
 import argparse

@@ -8,8 +8,8 @@ steps; the loss of every step, and the final weights, are the same bits as witho
 
 Three things make that so: the checkpoint holds all that the next step depends on and is replaced in one move;
 the batch of a step is a function of the step and the rank, not of a generator that would have to be saved;
-and gradients are added in the order of the ranks. (DDP regroups its buckets after the first step of a process,
-and from three workers on another grouping is another order of adding, which shows in the last bits.)
+and gradients are added in the order of the ranks. (DDP regroups its buckets after the first step of a
+process, and from three workers on another grouping is another order of adding, which shows in the last bits.)
 """
 
 import argparse
@@ -193,11 +193,15 @@ def plot(losses: list[float], restarts: list[int], width: int = 720, height: int
     for step in restarts:
         for row in rows[margin:-margin]:
             row[across(step)] = red
-    for step, loss in enumerate(losses):
-        here, before = down(loss), down(losses[max(step - 1, 0)])
-        for x in range(across(max(step - 1, 0)), across(step) + 1):
-            for y in range(min(here, before), max(here, before) + 2):
-                rows[y][x] = blue
+    before = down(losses[0])
+    for x in range(across(0), across(len(losses) - 1) + 1):
+        place = (x - margin) * max(len(losses) - 1, 1) / (width - 2 * margin - 1)
+        step = min(int(place), max(len(losses) - 2, 0))
+        follow = losses[min(step + 1, len(losses) - 1)]
+        here = down(losses[step] + (follow - losses[step]) * (place - step))
+        for y in range(min(here, before), max(here, before) + 2):
+            rows[y][x] = blue
+        before = here
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

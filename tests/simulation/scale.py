@@ -76,9 +76,11 @@ and one reply per node in each third of a lease.
 |---:|---:|---:|---:|---:|---:|
 {rows}
 
-Messages grow linearly. What each node is told of a round is its list of members, so the bytes of a
-round grow with the square of the nodes: {growth}. Nothing else does: no node but the leader
-hears of other nodes, and no value is rewritten to add a node to it.
+Messages grow linearly. Each node is told the list of a round's members, so the bytes of a round
+grow with the square of the nodes:
+{growth}.
+Nothing else does: no node but the leader hears of other nodes, and no value is rewritten to add a
+node to it.
 """
 
 

@@ -84,7 +84,7 @@ CASES = [
     Case("nccl", "{s}", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
     Case("no-shared-store", "{n} {s}", {UNSHARED: "1"}, workers=2),
     Case("virtual", "--virtual-local-rank {n} {s}", {"CUDA_VISIBLE_DEVICES": "3,5"}, workers=2),
-    Case("virtual-uuid", "--virtual-local-rank --nproc-per-node 1 {s}", {"CUDA_VISIBLE_DEVICES": "GPU-ab,GPU-cd"}),
+    Case("virtual-uuid", "--virtual-local-rank {s}", {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}),
     Case("python-exec", "--nproc-per-node 1 {s}", {"PYTHON_EXEC": sys.executable}),
     Case("signals", "--signals-to-handle SIGTERM,SIGINT {s}"),
     Case("monitor", "--monitor-interval 0.5 --start-method fork {s}"),

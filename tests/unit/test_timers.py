@@ -226,6 +226,15 @@ def test_garbage_spoils_only_itself(garbage: bytes) -> None:
     assert "good" in [r.scope_id for r in reader.feed(garbage + b"\n" + good)]
 
 
+def test_half_a_line_spoils_only_itself() -> None:
+    good = wire.acquire(wire.name(9, 1, "good"), 5, 9)
+    other = wire.acquire(wire.name(8, 1, "half"), 5, 9)
+    for cut in range(1, len(other)):
+        reader = wire.LineReader()
+        assert [r.scope_id for r in reader.feed(other[:cut] + good)] == ["good"], other[:cut]
+        assert reader.garbage == 1
+
+
 def test_a_flood_without_an_end_of_line_is_not_kept() -> None:
     reader = wire.LineReader()
     for _ in range(100):
@@ -542,6 +551,13 @@ def test_without_a_server_acquire_says_so_and_release_is_done(
     client.release("a")
     with pytest.raises(BrokenPipeError), timer.expires(60, "a", client):
         pass
+
+
+def test_a_client_never_writes_into_a_plain_file(tmp_path: Path) -> None:
+    (tmp_path / "pipe").write_text("precious")
+    with pytest.raises(FileExistsError, match="no named pipe"):
+        timer.FileTimerClient(str(tmp_path / "pipe")).acquire("a", 1.0)
+    assert (tmp_path / "pipe").read_text() == "precious"
 
 
 def test_a_client_waits_for_a_server_that_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,21 @@ def main(argv: Sequence[str]) -> int:
 
         if not detach(config):
             return 0
-    return launch(config)
+    code = launch(config)
+    _give_up_lost_streams()
+    return code
+
+
+def _give_up_lost_streams() -> None:
+    """What could not be written is dropped: else Python tries again at exit, and exits with 120 over it."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):  # a terminal that was closed, a full disk
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
 
 
 def say(line: str) -> None:

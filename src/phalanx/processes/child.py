@@ -25,7 +25,6 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 ENTRY_FD = 10  # a function worker finds the pickled function here,
 BOX_FD = 11  # its arguments here, and leaves its return value in their place
 TALLY_FD = 12  # and every worker counts here what a full disk did not take
-LEARN_FD = 13  # and one of them writes down here what it imports
 _FDS = {"entry": ENTRY_FD, "box": BOX_FD, "tally": TALLY_FD}
 _OURS = (__file__, os.path.join(os.path.dirname(__file__), "_importlib_bootstrap.py"))
 

@@ -38,9 +38,21 @@ def tidy(
     for name in [name for name in sys.modules if name not in modules]:
         if name.partition(".")[0] in ("phalanx", "setproctitle"):
             del sys.modules[name]
+    _differ()
     if set_title is not None:
         mode, target, args = spec["program"]
         words = {"script": [target], "module": ["-m", target], "code": ["-c", target]}[mode]
         rank = os.environ.get("RANK")
         title = " ".join([sys.executable, *words, *args])
         set_title(f"{title} [rank {rank}]" if rank is not None else title)
+
+
+def _differ() -> None:
+    """What fresh processes draw from the system when they import it must differ between siblings too.
+
+    The standard library sees to this itself when it is forked (random, uuid, tempfile), and torch's default
+    seed is the same in all fresh processes anyway; numpy's old global generator is the one left.
+    """
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from phalanx.processes.child import LEARN_FD, TALLY_FD
+from phalanx.processes.child import TALLY_FD
 from phalanx.processes.command import BOOTSTRAP, find_program, python_flags, split_python, worker_argv
 from phalanx.processes.context import PContext, RunProcsResult
 from phalanx.processes.spawner import Job, Spawner, interpreter_flags
@@ -48,8 +48,10 @@ class SubprocessContext(PContext):
         self._kind: str | None = None
 
     def _job(self, rank: int, env: dict[str, str]) -> Job:
-        options, fds = self._options(rank), self._tally_place(rank)
+        options = self._options(rank)
         if self.spawner_kind != "exec":
+            # Any number will do, and a fixed one might be a descriptor that a warm-up has opened.
+            fds = self._tally_place(rank, -1)
             split = split_python(self._words(rank))
             assert split is not None
             _, mode, target, rest = split
@@ -57,12 +59,12 @@ class SubprocessContext(PContext):
                 from phalanx.processes.function import anonymous_file
 
                 self._learn = anonymous_file("phalanx-learn")
-                fds = [*fds, ("learn", self._learn, LEARN_FD)]
+                fds = [*fds, ("learn", self._learn, -1)]
             return Job(rank, program=(mode, target, rest), fds=fds, options=options)
         assert isinstance(self.entrypoint, str)
         path = find_program(self.entrypoint, {**os.environ, **env})
         argv = worker_argv(self.entrypoint, path, self._words(rank), options)
-        return Job(rank, argv=argv, path=path, fds=fds)
+        return Job(rank, argv=argv, path=path, fds=self._tally_place(rank))
 
     def _words(self, rank: int) -> list[str]:
         return [os.fspath(arg) if isinstance(arg, os.PathLike) else str(arg) for arg in self.args[rank]]

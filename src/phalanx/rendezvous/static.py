@@ -112,6 +112,7 @@ class StaticRendezvous(RendezvousHandler):
         self._shared: TorchStoreClient | None = None  # the agents' store of the round
         self._watch: Watch | None = None
         self._round = 0
+        self._asked = 0  # the round that this node has asked to be in
         self._news: dict[str, Any] | None = None  # why the round at hand is over
         self._closed = False
         self._lock = threading.Lock()
@@ -141,10 +142,12 @@ class StaticRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> StaticInfo:
         """Join the next round, and wait for the others."""
         self._end_watch()
+        if self._news is not None and self._news.get("over"):
+            raise self._over(self._news)  # the store may be gone with whoever ended it
         patience = min(self.timeout, _LOST_PATIENCE) if self._lost() else self.timeout
         begin = time.monotonic()
         deadline, connect_by = begin + self.timeout, begin + patience
-        token = os.urandom(8).hex()
+        token, self._asked = os.urandom(8).hex(), 0
         while True:
             try:
                 formed = self._join(token, deadline, connect_by)
@@ -210,11 +213,14 @@ class StaticRendezvous(RendezvousHandler):
         number = int(now["round"])
         if number:
             formed = load(client.get(f"formed/{number}"))
-            if token in formed["tokens"]:
+            if formed["tokens"][self.rank] == token:
                 return formed
+            if self._asked == number:
+                raise self._taken(formed)
         number += 1
         mine = {"token": token, "attempt": self.attempt, "host": os.uname().nodename, "pid": os.getpid()}
         client.set(f"join/{number}/{self.rank}", json.dumps(mine))
+        self._asked = number
         why = {"node": self.rank, "attempt": self.attempt, "summary": "joins again"}
         self._call_for(client, number, why)
         if self._host is not None:
@@ -229,11 +235,14 @@ class StaticRendezvous(RendezvousHandler):
             client.set(f"seen/{number}/{self.rank}", b"1")
             raise self._over(formed)
         if formed["tokens"][self.rank] != token:
-            raise RendezvousStateError(
-                f"node rank {self.rank} was taken by {formed['hosts'][self.rank]}: "
-                "two nodes were given the same --node-rank"
-            )
+            raise self._taken(formed)
         return formed
+
+    def _taken(self, formed: dict[str, Any]) -> RendezvousStateError:
+        return RendezvousStateError(
+            f"node rank {self.rank} was taken by {formed['hosts'][self.rank]}: "
+            "two nodes were given the same --node-rank"
+        )
 
     def _now(self, client: TorchStoreClient, deadline: float) -> dict[str, Any]:
         try:
@@ -324,8 +333,9 @@ class StaticRendezvous(RendezvousHandler):
 
     def _heard(self, number: int, news: dict[str, Any]) -> None:
         """From the watching thread: round `number` is called for, or node 0 is gone."""
+        own = news["node"] == self.rank and not news.get("lost")
         with self._lock:
-            if self._closed or number != self._round + 1:
+            if self._closed or own or number != self._round + 1:
                 return
             self._news = news
         listener = self.listener
@@ -365,7 +375,10 @@ class StaticRendezvous(RendezvousHandler):
         client.multi_set(keys, [json.dumps(over)] * len(keys))
         client.set(f"seen/{number}/{self.rank}", b"1")
         if self._host is not None and there:
-            client.wait([f"seen/{number}/{node}" for node in there], _FAREWELL)
+            try:
+                client.wait([f"seen/{number}/{node}" for node in there], _FAREWELL)
+            except StoreTimeoutError:
+                pass  # whoever has not heard it by now learns it from the lost connection
 
     # -- connections ------------------------------------------------------------------------------------
 
@@ -413,11 +426,13 @@ class StaticRendezvous(RendezvousHandler):
 
     def _tell(self, say: Callable[[TorchStoreClient], None]) -> None:
         """Tell the others something, if there is a way; a job that ends must not fail at that."""
-        if self._round == 0 and self._control is None:
+        ended = self._news is not None and self._news.get("over")
+        if ended or (self._round == 0 and self._control is None):
             return
+        patience = 0.0 if self._lost() else 2.0
         for _ in range(2):  # the store may be emptied for a new round at this very moment
             try:
-                with TorchStoreClient(*self._address, 5.0, connect_timeout=2.0, prefix=PREFIX) as client:
+                with TorchStoreClient(*self._address, 5.0, connect_timeout=patience, prefix=PREFIX) as client:
                     say(client)
                 return
             except StoreError:

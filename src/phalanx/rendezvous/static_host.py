@@ -22,8 +22,7 @@ class StaticHost:
     def __init__(self, host: str, port: int, run_id: str, nodes: int) -> None:
         self._run_id = run_id
         self._nodes = nodes
-        self._own_port = 0
-        self._server = TorchStoreServer(sock=_bind(host, port))
+        self._server = _serve(host, port)
         try:
             self._server.start()
             self._publish(0)
@@ -66,26 +65,24 @@ class StaticHost:
         self._server.set(f"{_PREFIX}now", json.dumps(now).encode())
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """A socket at the named address only; at all of them where the name is not this machine's own.
+def _serve(host: str, port: int) -> TorchStoreServer:
+    """A server at the named address only; at all of them where the name is not this machine's own.
 
     A Kubernetes service or a NAT gateway has an address that only others can use. But the same is seen when
     a second node was started as node 0, so somebody who answers there already is reported instead.
     """
-    from phalanx.store import torch_server
-
     try:
-        return torch_server._bind(host, port)
+        return TorchStoreServer(host, port)
     except StoreConnectionError as error:
         cause = error.__cause__
-        if not isinstance(cause, OSError) or cause.errno != errno.EADDRNOTAVAIL:
-            hint = ""
-            if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
-                hint = " (is another job, or a second node with --node-rank 0, using it?)"
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number != errno.EADDRNOTAVAIL:
+            taken = " (taken by another job, or by a second node with --node-rank 0?)"
+            hint = taken if number == errno.EADDRINUSE else ""
             raise RendezvousConnectionError(f"node 0 cannot serve {host}:{port}{hint}: {error}") from error
     _refuse_a_second(host, port)
     try:
-        return torch_server._bind("", port)
+        return TorchStoreServer("", port)
     except StoreError as error:
         raise RendezvousConnectionError(f"node 0 cannot serve {host}:{port}: {error}") from error
 

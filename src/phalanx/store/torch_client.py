@@ -7,8 +7,8 @@ Invariants:
 - One connection, one request at a time: calls from several threads take turns. Whoever wants to wait for long
   beside other work makes a client of its own.
 - Every wait is bounded by a time-out, unless `None` was asked for. A wait that runs out is taken back, and
-  the client can be used on; any other reply that is late closes the client, because what arrives next could not
-  be told apart.
+  the client can be used on; any other reply that is late closes the client, because what arrives next could
+  not be told apart.
 - `close` may come from any thread and ends a wait in another one.
 """
 

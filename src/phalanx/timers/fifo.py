@@ -58,15 +58,26 @@ def make(path: str) -> None:
     os.chmod(path, 0o600)
 
 
+def _open(path: str, flags: int) -> int:
+    """Opens a pipe, and nothing else: a line written into a plain file would spoil it."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileExistsError(
+            f"{path} is no named pipe; give the path that the timer server was started with"
+        )
+    return fd
+
+
 class Pipe:
     """The server's end: made, opened for reading, and kept from ever running dry."""
 
     def __init__(self, path: str) -> None:
         make(path)
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._fd = _open(path, os.O_RDONLY | os.O_NOFOLLOW)
         # A writer of our own: without one, the last client to leave would end the pipe for the reader.
-        self._keep = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._keep = _open(path, os.O_WRONLY | os.O_NOFOLLOW)
         self._lines = wire.LineReader()
         self._grow()
 
@@ -115,11 +126,12 @@ class Pipe:
 class FileTimerClient(TimerClient):
     """Sends requests of this process through a named pipe; `signal` is what the worker wants to get."""
 
+    _fd: int  # set when the pipe is first opened, then never changed
+
     def __init__(self, file_path: str, signal: Any = SIGKILL) -> None:
         super().__init__()
         self._file_path = file_path
         self.signal = signal
-        self._fd: int | None = None
         self._names: tuple[int, dict[str, bytes]] = (0, {})
         identity()
 
@@ -137,10 +149,10 @@ class FileTimerClient(TimerClient):
             pass
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_file_path": self._file_path, "signal": self.signal, "_fd": None, "_names": (0, {})}
+        return {"_file_path": self._file_path, "signal": self.signal, "_names": (0, {})}
 
     def __del__(self) -> None:
-        fd = getattr(self, "_fd", None)
+        fd = self.__dict__.get("_fd")
         if fd is not None:
             os.close(fd)
 
@@ -164,7 +176,7 @@ class FileTimerClient(TimerClient):
             self._write_late(line, scope)
 
     def _open(self, server_time: float) -> int:
-        fd = self._fd
+        fd: int | None = self.__dict__.get("_fd")
         return self._reopen(server_time) if fd is None else fd
 
     def _reopen(self, server_time: float) -> int:
@@ -172,7 +184,7 @@ class FileTimerClient(TimerClient):
         end, pause = time.monotonic() + server_time, 0.001
         while True:
             try:
-                fd = os.open(self._file_path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                fd = _open(self._file_path, os.O_WRONLY)
                 break
             except OSError as error:
                 if error.errno not in (ENXIO, ENOENT):
@@ -185,12 +197,12 @@ class FileTimerClient(TimerClient):
                     ) from None
             time.sleep(pause)  # back-off: nothing tells when a reader opens a pipe
             pause = min(pause * 2, 0.05)
-        if self._fd is None:
-            self._fd = fd
-        else:
-            os.dup2(fd, self._fd, inheritable=False)
+        # In one step, for another thread may be here too.
+        number = self.__dict__.setdefault("_fd", fd)
+        if number != fd:
+            os.dup2(fd, number, inheritable=False)
             os.close(fd)
-        return self._fd
+        return int(number)
 
     def _write_late(self, line: bytes, scope: str) -> None:
         """Waits for room."""

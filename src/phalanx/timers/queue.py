@@ -16,14 +16,18 @@ import signal
 import sys
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from phalanx.core.deadlines import Expired
 from phalanx.timers import frames
 from phalanx.timers.requests import RELEASE, RequestQueue, TimerClient, TimerRequest
 from phalanx.timers.server import TimerServer
 from phalanx.timers.watchdog import Watchdog
 from phalanx.timers.workers import identity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.core.deadlines import Expired
 
 _KEEP = 256
 
@@ -251,6 +255,15 @@ class LocalTimerServer(TimerServer):
         if self._queue.garbage:
             counts["garbage"] = counts.get("garbage", 0) + self._queue.garbage
         return counts
+
+    @property
+    def owns(self) -> Callable[[int], bool]:
+        """Which pids may be watched; by default the descendants of this process. May be set."""
+        return self._watchdog.workers.owns
+
+    @owns.setter
+    def owns(self, owns: Callable[[int], bool]) -> None:
+        self._watchdog.workers.owns = owns
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
         """Files or drops deadlines."""

@@ -1,0 +1,1 @@
+"""Agents, at torch's import path."""

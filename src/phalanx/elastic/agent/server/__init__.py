@@ -1,0 +1,23 @@
+"""torch.distributed.elastic.agent.server's names."""
+
+from phalanx.agent.agent import ElasticAgent, SimpleElasticAgent
+from phalanx.agent.local import LocalElasticAgent
+from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.core.messages import WorkerState
+from phalanx.elastic.agent.server.local_elastic_agent import (
+    TORCHELASTIC_ENABLE_FILE_TIMER,
+    TORCHELASTIC_TIMER_FILE,
+)
+
+__all__ = [
+    "TORCHELASTIC_ENABLE_FILE_TIMER",
+    "TORCHELASTIC_TIMER_FILE",
+    "ElasticAgent",
+    "LocalElasticAgent",
+    "RunResult",
+    "SimpleElasticAgent",
+    "Worker",
+    "WorkerGroup",
+    "WorkerSpec",
+    "WorkerState",
+]

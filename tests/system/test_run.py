@@ -1,0 +1,393 @@
+"""`phalanx run`: exit codes, what it says and when, restarts, logs, dry runs, background, terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import HUNG, gone, wait_until
+from tests.system.run_helpers import FOREVER, READY, Running, all_gone, plain_environment, run, script
+
+FAIL = "import os, sys\nif os.environ['RANK'] == '{rank}': {how}\nimport time; time.sleep(1000)\n"
+
+
+# ---- exit codes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("sys.exit(3)", 3),
+        ("sys.exit('words')", 1),
+        ("raise ValueError('boom')", 1),
+        ("os._exit(255)", 255),
+        ("os.kill(os.getpid(), 9)", 137),
+        ("os.abort()", 134),
+        ("os.kill(os.getpid(), 15)", 143),
+        ("os.kill(os.getpid(), 10)", 138),
+    ],
+)
+def test_exit_code_is_the_failing_workers(how: str, code: int, tmp_path: Path) -> None:
+    ended = run("--nproc-per-node", "2", script(tmp_path, FAIL.format(rank=1, how=how)))
+    assert ended.code == code, ended
+    assert "Root cause: rank 1" in ended.err, ended
+
+
+def test_exit_code_is_that_of_the_first_to_fail(tmp_path: Path) -> None:
+    # Rank 1 waits for rank 0 to be gone, so that the order is no accident.
+    code = (
+        "import os, sys, select\n"
+        "file = os.path.join(os.path.dirname(__file__), 'fifo')\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    open(file, 'w')\n"
+        "    os._exit(11)\n"
+        "import signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(12))\n"
+        "open(file).read()\n"
+        "signal.pause()\n"
+    )
+    os.mkfifo(tmp_path / "fifo")
+    ended = run("--nproc-per-node", "2", script(tmp_path, code))
+    assert ended.code == 11, ended
+
+
+def test_success_says_one_line_at_the_start_and_one_at_the_end(tmp_path: Path) -> None:
+    ended = run("--nproc-per-node", "2", script(tmp_path, "print('x')"))
+    assert (ended.code, ended.out) == (0, "x\nx\n")
+    first, last = ended.said
+    assert "2 workers" in first
+    assert "OMP_NUM_THREADS=1" in first
+    assert "succeeded" in last
+    assert ended.err.count("\n") == 2, ended
+
+
+def test_quiet_says_nothing_but_failures(tmp_path: Path) -> None:
+    assert run("-q", script(tmp_path, "")).err == ""
+    ended = run("-q", "--max-restarts", "1", script(tmp_path, "raise SystemExit(4)"))
+    assert ended.code == 4
+    assert ended.said == []
+    assert "Root cause" in ended.err
+
+
+def test_verbose_says_why(tmp_path: Path) -> None:
+    ended = run("--verbose", script(tmp_path, ""))
+    assert any("joining the rendezvous" in line for line in ended.said), ended
+    assert any("waiting for the other nodes" in line for line in ended.said), ended
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nproc-per-node", "0", "S"], "--nproc-per-node 0"),
+        (["--nproc-per-node", "x", "S"], "--nproc-per-node x"),
+        (["--nnodes", "4:2", "S"], "--nnodes 4:2"),
+        (["--max-restarts", "-1", "S"], "--max-restarts -1"),
+        (["--grace", "-2", "S"], "--grace -2"),
+        (["--no-such-flag", "S"], "--no-such-flag"),
+        (["--log-dir", "F", "S"], "--log-dir"),
+        (["--log-dir", "/proc/none/x", "S"], "/proc/none/x"),
+        (["--event-log-handler", "nosuch", "S"], "nosuch"),
+        (["--logs-specs", "nosuch", "S"], "nosuch"),
+        (["--attach", "3", "S"], "--attach 3"),
+        (["--detach", "--log-dir", "/proc/none/x", "S"], "/proc/none/x"),
+        (["--tee", "9", "S"], "--tee 9"),
+        (["nosuchscript.py"], "nosuchscript.py"),
+        (["--no-python", "./nosuchprogram"], "nosuchprogram"),
+        (["--signals-to-handle"], "--signals-to-handle"),
+        ([], "no script"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_bad_usage_is_one_line_and_code_2(words: list[str], says: str, tmp_path: Path) -> None:
+    path = script(tmp_path, "print('started')")
+    ended = run(*[{"S": path, "F": path}.get(word, word) for word in words], cwd=tmp_path)
+    assert ended.code == 2, ended
+    assert ended.out == ""
+    assert ended.err.count("\n") == 1, ended
+    assert says in ended.err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = run("--master-port", str(port), script(tmp_path, "print('started')"))
+    assert ended.code == 1, ended
+    assert ended.out == ""
+    assert len([line for line in ended.said if str(port) in line]) == 1, ended
+    assert "Traceback" not in ended.err
+
+
+# ---- the report ----------------------------------------------------------------------------------------
+
+
+def test_the_report_is_last_and_also_in_json(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    path = script(
+        tmp_path, "import atexit\natexit.register(print, 'goodbye')\n" + FAIL.format(rank=1, how="1/0")
+    )
+    ended = run("--nproc-per-node", "2", "--log-dir", str(logs), "--tee", "3", path)
+    assert ended.code == 1
+    report = ended.err[ended.err.rindex("FAILED") :]
+    for what in (
+        "Root cause: rank 1",
+        "ZeroDivisionError",
+        "Traceback",
+        "Stopped because of this: rank 0",
+        str(logs),
+    ):
+        assert what in report, ended
+    assert "phalanx:" not in report
+    (found,) = logs.glob("*/failure.json")
+    told = json.loads(found.read_text())
+    assert (told["root_rank"], told["exit_code"], told["stopped"]) == (1, 1, [0])
+    assert ended.err.rstrip().endswith(str(found))
+
+
+def test_no_temporary_directory_is_left_unless_something_is_in_it(tmp_path: Path) -> None:
+    temp = tmp_path / "temp"
+    temp.mkdir()
+    env = plain_environment(TMPDIR=str(temp))
+    assert run(script(tmp_path, ""), env=env).code == 0
+    assert list(temp.iterdir()) == []
+    assert run(script(tmp_path, "1/0"), env=env).code == 1
+    assert len(list(temp.glob("*/*/failure.json"))) == 1
+
+
+def test_a_given_log_dir_keeps_its_layout(tmp_path: Path) -> None:
+    assert run("--log-dir", str(tmp_path / "logs"), "-r", "1", script(tmp_path, "print(1)")).code == 0
+    assert len(list((tmp_path / "logs").glob("*_*/attempt_0/0/stdout.log"))) == 1
+
+
+# ---- restarts ------------------------------------------------------------------------------------------
+
+COUNT = "import os, sys; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); print('attempt', n, flush=True)\n"
+
+
+def test_restarts_until_the_budget_is_used(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    path = script(tmp_path, COUNT + "sys.exit(5)")
+    ended = run("--max-restarts", "2", "--tee", "3", "--log-dir", str(logs), path)
+    assert ended.code == 5, ended
+    assert re.findall(r"attempt (\d)", ended.out) == ["0", "1", "2"]
+    incidents = [line for line in ended.said if "restart" in line]
+    assert len(incidents) == 3, ended
+    assert "restart 1 of 2" in incidents[0]
+    assert "2 of 2 restarts are used" in incidents[2]
+    for attempt in range(3):
+        (log,) = logs.glob(f"*/attempt_{attempt}/0/stdout.log")
+        assert log.read_text() == f"attempt {attempt}\n"
+
+
+@pytest.mark.parametrize(("words", "attempts", "code"), [
+    (["--no-restart-on", "5"], 1, 5),
+    (["--no-restart-on", "6,SIGKILL"], 4, 5),
+    (["--restart-window", "1000"], 4, 5),
+])  # fmt: skip
+def test_restart_policies(words: list[str], attempts: int, code: int, tmp_path: Path) -> None:
+    ended = run("--max-restarts", "3", *words, script(tmp_path, COUNT + "sys.exit(5)"))
+    assert (ended.code, ended.out.count("attempt")) == (code, attempts), ended
+
+
+def test_recovers_from_a_killed_worker(tmp_path: Path) -> None:
+    code = COUNT + READY + "import signal\nif n == 0: signal.pause()\n"
+    with Running(["--nproc-per-node", "2", "--max-restarts", "1", script(tmp_path, code)]) as job:
+        first = job.workers(2)
+        os.kill(first[1], signal.SIGKILL)
+        again = job.workers(4)
+        ended = job.end()
+    assert ended.code == 0, ended
+    assert "after 1 restart" in ended.said[-1]
+    assert set(first.values()).isdisjoint(again.values())
+    assert all_gone(first)
+
+
+def test_no_restart_on_a_signal(tmp_path: Path) -> None:
+    path = script(tmp_path, COUNT + "os.kill(os.getpid(), 6)")
+    ended = run("--max-restarts", "3", "--no-restart-on", "SIGABRT", path)
+    assert (ended.code, ended.out.count("attempt")) == (134, 1), ended
+
+
+CRASH_LOOP = """\
+import os, sys, threading
+from phalanx.agent.local import LocalElasticAgent
+from phalanx.agent.spec import WorkerSpec
+from phalanx.core.restarts import RestartPolicy
+from phalanx.processes.logs import DefaultLogsSpecs, Std
+from phalanx.rendezvous.solo import SoloRendezvous
+
+rounds, temp = int(sys.argv[1]), sys.argv[2]
+
+def used():
+    pages = int(open("/proc/self/statm").read().split()[1])
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), pages * os.sysconf("SC_PAGE_SIZE")
+
+class Marking(SoloRendezvous):
+    marks = []
+    def next_rendezvous(self):
+        self.marks.append(used())
+        return super().next_rendezvous()
+
+spec = WorkerSpec("r", 2, Marking("loop"), entrypoint=sys.executable, args=("-c", "raise SystemExit(7)"),
+                  max_restarts=rounds)
+agent = LocalElasticAgent(spec, DefaultLogsSpecs(temp + "/logs", redirects=Std.ALL))
+agent.restart_policy = RestartPolicy(max_restarts=rounds, free=rounds)
+agent.on_note = lambda line: None
+result = agent.run()
+assert result.is_failed() and agent.attempt == rounds, (result, agent.attempt)
+early, late = Marking.marks[10], Marking.marks[-1]
+assert len(Marking.marks) == rounds + 1
+assert late[0] <= early[0] and late[1] <= early[1], (early, late)
+assert late[2] - early[2] < 4e6 + 1000 * rounds, (early, late)
+assert os.listdir(temp) == ["logs"], os.listdir(temp)
+"""
+MANY = pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(900)])
+
+
+@pytest.mark.parametrize("rounds", [30, MANY])
+def test_a_crash_loop_leaks_nothing(rounds: int, tmp_path: Path) -> None:
+    # Driven through the agent, without the back-off, which would make the loop take hours.
+    temp = tmp_path / "temp"
+    temp.mkdir()
+    words = [script(tmp_path, CRASH_LOOP), str(rounds), str(temp)]
+    with Running(words, launcher=[sys.executable], env=plain_environment(TMPDIR=str(temp))) as job:
+        wait_until(lambda: job.process.poll() is not None, "the end of the loop", 30 + rounds)
+        ended = job.end()
+    assert ended.code == 0, ended
+    assert len(list((temp / "logs").glob("loop_*/attempt_*"))) == rounds + 1
+    wait_until(lambda: not _mentioning(str(temp)), "the end of all processes of the loop", 5)
+
+
+def _mentioning(text: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if text in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+# ---- the output of workers -----------------------------------------------------------------------------
+
+
+def test_tee_with_prefix_and_filter(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os, sys; print('out', flush=True); print('err', file=sys.stderr)")
+    words = ["--nproc-per-node", "3", "-t", "3", "--local-ranks-filter", "1,2", "--log-dir", str(tmp_path)]
+    ended = run(*words, path)
+    assert ended.code == 0
+    assert sorted(ended.out.splitlines()) == ["[default1]:out", "[default2]:out"], ended
+    told = [line for line in ended.err.splitlines() if "phalanx" not in line]
+    assert sorted(told) == ["[default1]:err", "[default2]:err"]
+    assert len(list(tmp_path.glob("*/attempt_0/0/stdout.log"))) == 1
+
+
+def test_one_worker_needs_no_prefix(tmp_path: Path) -> None:
+    assert run("-t", "1", script(tmp_path, "print('alone')")).out == "alone\n"
+
+
+def test_prefix_template(tmp_path: Path) -> None:
+    template = "<${role_name} ${local_rank} ${rank} ${attempt} ${nothing}> "
+    ended = run(
+        "-t", "1", "--role", "r", "--log-line-prefix-template", template, script(tmp_path, "print('x')")
+    )
+    assert ended.out == "<r 0 0 0 ${nothing}> x\n"
+
+
+def test_duplicate_filters(tmp_path: Path) -> None:
+    path = script(tmp_path, "print('keep me'); print('not this')")
+    logs = tmp_path / "logs"
+    words = [
+        "--nproc-per-node",
+        "2",
+        "-r",
+        "3",
+        "--log-dir",
+        str(logs),
+        "--duplicate-stdout-filters",
+        "keep,other",
+    ]
+    assert run(*words, path).code == 0
+    (combined,) = logs.glob("*/attempt_0/filtered_stdout.log")
+    assert sorted(combined.read_text().splitlines()) == ["[default0]:keep me", "[default1]:keep me"]
+
+
+# ---- dry run, background, terminal ---------------------------------------------------------------------
+
+
+def test_dry_run_shows_what_would_be_started(tmp_path: Path) -> None:
+    path = script(tmp_path, "open('started', 'w')")
+    words = ["--nproc-per-node", "2", "--rdzv-id", "job", "--max-restarts", "3", path, "--x=${local_rank}"]
+    ended = run("--dry-run", *words, cwd=tmp_path)
+    assert (ended.code, ended.err) == (0, ""), ended
+    assert not (tmp_path / "started").exists()
+    shown = ended.out.split("# local rank ")[1:]
+    assert len(shown) == 2
+    listed = dict(re.findall(r"^(\w+)=(.*) \\$", shown[1], re.M))
+    dump = script(tmp_path, "import os, json; print(json.dumps(dict(os.environ)))", "dump.py")
+    told = [json.loads(line) for line in run(*words[:-2], dump).out.splitlines()]
+    really = next(env for env in told if env["RANK"] == "1")
+    known = {name: value for name, value in listed.items() if value != "'?'"}
+    assert {name: really[name] for name in known} == known
+    assert {"RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"} <= known.keys()
+    assert f"{path} --x=1" in shown[1]
+
+
+def test_detach_survives_the_end_of_its_terminal(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    code = f"{READY}open({str(fifo)!r}).read(); print('done', flush=True)"
+    words = ["--detach", "--log-dir", str(tmp_path / "logs"), script(tmp_path, code)]
+    with Running(words, terminal=True) as job:
+        said = job.read_until("kill ")
+        assert job.process.wait(HUNG) == 0
+        job.hang_up()
+    found = re.search(r"as pid (\d+); output in (\S+);", said)
+    assert found is not None, said
+    agent, log = int(found[1]), Path(found[2])
+    assert not gone(agent)
+    with open(fifo, "w"):
+        pass
+    wait_until(lambda: gone(agent), "the end of the run in the background")
+    assert "all workers succeeded" in log.read_text()
+    assert "done" in log.read_text()
+
+
+def test_detached_run_is_stopped_with_kill(tmp_path: Path) -> None:
+    ended = run("--detach", script(tmp_path, FOREVER), cwd=tmp_path)
+    assert ended.code == 0
+    agent = int(re.findall(r"as pid (\d+)", ended.out)[0])
+    (log,) = tmp_path.glob("phalanx-*.out")
+    wait_until(lambda: "ready" in log.read_text(), "the start of the worker")
+    worker = int(log.read_text().split("ready 0 ")[1].split()[0])
+    os.kill(agent, signal.SIGTERM)
+    wait_until(lambda: gone(agent) and gone(worker), "the end of the run in the background")
+    assert "SIGTERM" in log.read_text()
+
+
+def test_attach_gives_the_terminal_to_one_rank(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; print('rank', os.environ['RANK'], 'read', ascii(sys.stdin.readline()), flush=True)"
+    )
+    with Running(["--attach", "1", "--nproc-per-node", "3", script(tmp_path, code)], terminal=True) as job:
+        job.read_until("read ''", 2)  # the others are at the end of their input at once
+        job.type(b"hello\n")
+        ended = job.end()
+    assert ended.code == 0, ended
+    assert "rank 1 read 'hello\\n'" in ended.out
+
+
+def test_standard_input_reaches_the_workers(tmp_path: Path) -> None:
+    ended = run(script(tmp_path, "import sys; print(sys.stdin.read())"), stdin="from a pipe")
+    assert (ended.code, ended.out) == (0, "from a pipe\n")

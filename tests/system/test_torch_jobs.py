@@ -1,0 +1,225 @@
+"""torch under `phalanx run`: process groups of every kind, checkpoints, and restarts that always come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import gone
+from tests.system.jobs import Job, job, python_with, script
+
+
+@pytest.fixture
+def python() -> str:
+    return python_with("torch")
+
+
+KINDS = """
+import os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+assert "phalanx" not in sys.modules
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="env://")
+rank, world = dist.get_rank(), dist.get_world_size()
+assert (rank, world) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+dist.barrier()
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+assert total.item() == world * (world + 1) / 2
+for members in ([0], list(range(world))[::-1]):
+    group = dist.new_group(members)
+    if rank in members:
+        count = torch.ones(1)
+        dist.all_reduce(count, group=group)
+        assert count.item() == len(members)
+said = [None] * world
+dist.all_gather_object(said, {"pid": os.getpid()})
+assert len({one["pid"] for one in said}) == world
+
+def step(model, seed):
+    torch.manual_seed(seed)
+    loss = model(torch.randn(8, 16)).square().mean()
+    loss.backward()
+
+def fresh():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+plain = fresh()
+parallel = DistributedDataParallel(fresh())
+step(parallel, rank)
+for other in range(world):
+    step(plain, other)
+for a, b in zip(plain.parameters(), parallel.parameters()):
+    torch.testing.assert_close(a.grad / world, b.grad)
+print("ddp", rank, flush=True)
+
+sharded = fresh()
+for layer in (sharded[0], sharded[2], sharded):
+    fully_shard(layer)
+optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
+step(sharded, rank)
+weight = sharded[0].weight
+assert isinstance(weight, DTensor) and weight.to_local().shape[0] == 32 // world
+torch.testing.assert_close(weight.grad.full_tensor(), plain[0].weight.grad / world)
+optimizer.step()
+print("fsdp", rank, flush=True)
+
+state = {"model": get_model_state_dict(sharded)}
+checkpoint.save(state, checkpoint_id=sys.argv[1])
+again = fresh()
+fully_shard(again)
+empty = {"model": get_model_state_dict(again)}
+checkpoint.load(empty, checkpoint_id=sys.argv[1])
+set_model_state_dict(again, empty["model"])
+for name, value in get_model_state_dict(again).items():
+    torch.testing.assert_close(value.full_tensor(), state["model"][name].full_tensor(), rtol=0, atol=0)
+print("checkpoint", rank, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_process_groups_ddp_fsdp_and_checkpoints(python: str, tmp_path: Path) -> None:
+    said = job(
+        tmp_path, "--nproc-per-node", "2", script(tmp_path, KINDS), str(tmp_path / "dcp"), python=python
+    )
+    assert sorted(said.split("\n")[:-1]) == sorted(
+        f"{what} {rank}" for what in ("ddp", "fsdp", "checkpoint") for rank in (0, 1)
+    )
+
+
+OWN_PORT = """
+import os
+import torch, torch.distributed as dist
+
+assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+# As scripts do that know nothing of launchers: rank 0 is the server.
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=rank == 0)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+value = torch.ones(1)
+dist.all_reduce(value)
+assert value.item() == world
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.abort()
+dist.barrier()
+print("bound by", "rank 0" if store.port == int(os.environ["MASTER_PORT"]) else store.port)
+dist.destroy_process_group()
+"""
+
+INIT_ONLY = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+print("sum", int(value.item()))
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_that_binds_the_port_itself(python: str, tmp_path: Path) -> None:
+    switch = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    path = script(tmp_path, OWN_PORT)
+    # The restart too: the port was the first attempt's until a moment ago.
+    said = job(
+        tmp_path / "own", "--nproc-per-node", "2", "--max-restarts", "1", path, python=python, **switch
+    )
+    assert said == "bound by rank 0\n" * 2
+    path = script(tmp_path, INIT_ONLY, "init.py")
+    assert job(tmp_path / "init", "--nproc-per-node", "2", path, python=python, **switch) == "sum 2\n" * 2
+
+
+TRAINING = """
+import hashlib, json, os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+folder, steps, kills = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+path, done = os.path.join(folder, "state.pt"), 0
+if os.path.exists(path):
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    done = state["step"]
+dist.barrier()
+parallel = DistributedDataParallel(model)
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+while done < steps:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(done * 100 + rank))
+    optimizer.zero_grad()
+    (parallel(x).squeeze(1) - x.sum(1)).square().mean().backward()
+    optimizer.step()
+    done += 1
+    if rank == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done}, path + ".new")
+        os.replace(path + ".new", path)
+    dist.barrier()
+    if attempt < kills:  # one step an attempt, then tell that training is under way, and be killed
+        with open(os.path.join(folder, f"up-{attempt}-{rank}.new"), "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(file.name, file.name[:-4])
+        while True:
+            dist.barrier()
+if rank == 0:
+    weights = hashlib.sha256(b"".join(v.numpy().tobytes() for v in model.state_dict().values())).hexdigest()
+    with open(os.path.join(folder, "result.json"), "w") as file:
+        json.dump({"weights": weights, "attempt": attempt}, file)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def train_with_kills(python: str, folder: Path, steps: int, kills: int, *options: str) -> dict[str, Any]:
+    """One job; as soon as an attempt trains, one of its workers is SIGKILLed, by turns. The result."""
+    folder.mkdir(parents=True)
+    words = ["--nproc-per-node", "2", "--max-restarts", str(kills), *options]
+    path = script(folder, TRAINING)
+    with Job(folder / "job", *words, path, str(folder), str(steps), str(kills), python=python) as running:
+        for attempt in range(kills):
+            ups = [folder / f"up-{attempt}-{rank}" for rank in (0, 1)]
+            running.until(lambda ups=ups: all(up.exists() for up in ups), f"attempt {attempt} trains")
+            pids = [int(up.read_text()) for up in ups]
+            os.kill(pids[attempt % 2], signal.SIGKILL)
+            running.until(lambda pids=pids: all(gone(pid) for pid in pids), f"attempt {attempt} is gone")
+        running.succeeds()
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
+
+
+def check_restarts(python: str, folder: Path, kills: int) -> None:
+    """Every restart comes back, and the weights do not know of any."""
+    steps = kills + 3
+    plain = train_with_kills(python, folder / "plain", steps, 0)
+    killed = train_with_kills(python, folder / "killed", steps, kills)
+    assert killed == {"weights": plain["weights"], "attempt": kills}
+
+
+def test_every_restart_comes_back(python: str, tmp_path: Path) -> None:
+    check_restarts(python, tmp_path, 10)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_two_hundred_restarts_come_back(python: str, tmp_path: Path) -> None:
+    check_restarts(python, tmp_path, 200)
