@@ -322,9 +322,12 @@ def test_a_rendezvous_that_fails_after_a_worker_shows_the_worker(tmp_path: Path)
 
 
 def test_closed_after_a_new_round_was_wanted_is_a_clean_end(tmp_path: Path) -> None:
-    handler = Scripted(None, RendezvousClosedError("the others are done"))
+    class Wanted(Scripted):
+        def num_nodes_waiting(self) -> int:
+            return 1
+
+    handler = Wanted(None, RendezvousClosedError("the others are done"))
     agent = agent_of(spec_of(PYTHON, "-c", "import signal; signal.pause()", handler=handler), tmp_path)
-    handler.waiting = 1
     result = agent.run()
     assert (result.state, result.failures) == (S, {})
 

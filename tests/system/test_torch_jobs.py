@@ -1,4 +1,4 @@
-"""torch under `phalanx run`: process groups of every kind, checkpoints, and restarts that always come back."""
+"""torch under `phalanx run`: process groups of every kind, checkpoints, and restarts that come back."""
 
 from __future__ import annotations
 
@@ -172,7 +172,8 @@ while done < steps:
     optimizer.step()
     done += 1
     if rank == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done}, path + ".new")
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
+        torch.save(state, path + ".new")
         os.replace(path + ".new", path)
     dist.barrier()
     if attempt < kills:  # one step an attempt, then tell that training is under way, and be killed

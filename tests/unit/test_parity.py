@@ -124,9 +124,7 @@ def compare_classes(where: str, theirs: type, ours: type) -> Iterator[tuple[str,
             yield where, f"is a {base.__name__} there but not here"
             break
     if dataclasses.is_dataclass(theirs):
-        names = (
-            {f.name for f in dataclasses.fields(ours)} if dataclasses.is_dataclass(ours) else set(dir(ours))
-        )
+        names = fields_of(ours)
         for missing in [f.name for f in dataclasses.fields(theirs) if f.name not in names]:
             yield f"{where}.{missing}", "field is missing"
     demanded = abstract(ours) - abstract(theirs)
@@ -141,6 +139,16 @@ def compare_classes(where: str, theirs: type, ours: type) -> Iterator[tuple[str,
             yield inner, "is missing"
         elif inspect.isroutine(attribute):
             yield from compare_signatures(inner, getattr(theirs, name), getattr(ours, name))
+
+
+def fields_of(kind: type) -> set[str]:
+    """A dataclass's fields; what instances have, where a plain class can be made without arguments."""
+    if dataclasses.is_dataclass(kind):
+        return {field.name for field in dataclasses.fields(kind)}
+    try:
+        return {*dir(kind), *vars(kind())}
+    except TypeError:
+        return {*dir(kind), *inspect.signature(kind).parameters}
 
 
 def abstract(kind: type) -> set[str]:
@@ -172,13 +180,18 @@ def compare_signatures(where: str, theirs: Any, ours: Any) -> Iterator[tuple[str
 
 
 def signature(of: Any) -> inspect.Signature:
-    """As inspect's, but with the values that a dataclass makes for its defaults."""
+    """As inspect's, but with the values that a class makes for its defaults, not the marks for them."""
     found = inspect.signature(of)
-    made = {
-        f.name: f.default_factory()
-        for f in (dataclasses.fields(of) if inspect.isclass(of) and dataclasses.is_dataclass(of) else ())
-        if f.default_factory is not dataclasses.MISSING
-    }
+    made: dict[str, Any] = {}
+    if inspect.isclass(of) and dataclasses.is_dataclass(of):
+        for f in dataclasses.fields(of):
+            if f.default_factory is not dataclasses.MISSING:
+                made[f.name] = f.default_factory()
+    elif inspect.isclass(of) and all(p.default is not p.empty for p in found.parameters.values()):
+        try:
+            made = {name: value for name, value in vars(of()).items() if name in found.parameters}
+        except TypeError:
+            made = {}
     shown = [p.replace(default=made.get(p.name, p.default)) for p in found.parameters.values()]
     return found.replace(parameters=shown)
 

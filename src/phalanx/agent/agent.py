@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -90,6 +89,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._wake_at: float | None = None
         self._posted: deque[say.Event] = deque()
         self._wake_read, self._wake_write = -1, -1
+        self._asleep = False
         self._last = RunResult(WorkerState.INIT)
         self._error: BaseException | None = None  # of a rendezvous or a start that failed
         self.outcome: say.Finish | None = None
@@ -219,6 +219,8 @@ class SimpleElasticAgent(ElasticAgent):
     def _post(self, event: say.Event) -> None:
         """From any thread and from signal handlers."""
         self._posted.append(event)
+        if not self._asleep:
+            return  # the owner looks at the queue before it sleeps
         try:
             os.write(self._wake_write, b"x")
         except (BlockingIOError, OSError):
@@ -291,11 +293,15 @@ class SimpleElasticAgent(ElasticAgent):
         poll = select.poll()
         for fd in (self._wake_read, *fds):
             poll.register(fd, select.POLLIN)
-        poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
+        self._asleep = True  # first, then the look at the queue: whoever posts does it the other way round
         try:
+            if self._posted:
+                return
+            ready = poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
+        finally:
+            self._asleep = False
+        if any(fd == self._wake_read for fd, _ in ready):
             os.read(self._wake_read, 4096)
-        except BlockingIOError:
-            pass
 
     def _note(self, line: str) -> None:
         if self.progress is not None:
@@ -314,6 +320,8 @@ class SimpleElasticAgent(ElasticAgent):
             self._post(self._rendezvous_event())
             return
         # A thread, because a handler may wait for minutes, and signals must be answered meanwhile.
+        import threading
+
         threading.Thread(
             target=lambda: self._post(self._rendezvous_event()), name="phalanx-rendezvous", daemon=True
         ).start()
@@ -414,6 +422,8 @@ class SimpleElasticAgent(ElasticAgent):
         if info.world_size == 1:
             self._post(say.BarrierDone(round=number))
             return
+        import threading
+
         threading.Thread(
             target=lambda: self._post(self._barrier_event(number)), name="phalanx-barrier", daemon=True
         ).start()

@@ -7,10 +7,10 @@ item names it. Descriptors ride on the header, which is why the header is read w
 
 from __future__ import annotations
 
+import _socket  # not socket, which brings selectors and enum along: every start waits for this
 import array
 import marshal
 import os
-import socket
 import struct
 
 TYPE_CHECKING = False
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     Message = tuple[Any, ...]
 
 _HEADER = struct.Struct("=II")  # body length, number of descriptors
-_CLOEXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_CLOEXEC: int = getattr(_socket, "MSG_CMSG_CLOEXEC", 0)
 _FDS_PER_FRAME = 200  # the kernel takes 253 at most in one message
 
 
 class Channel:
     """One end of the conversation. `receive` blocks; `pending` only takes what has arrived."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: _socket.socket) -> None:
         self.sock = sock
         self._inbox = bytearray()
         self._fds: list[int] = []
@@ -48,7 +48,7 @@ class Channel:
         if not fds:
             self.sock.sendall(header + body)
             return
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", fds))]
         # Eight bytes into a stream socket are taken whole or not at all.
         self.sock.sendmsg([header], rights)
         if body:
@@ -58,10 +58,10 @@ class Channel:
         """The next message and its descriptors, blocking; EOFError when the other end is gone."""
         fds: list[int] = []
         while True:
-            space = socket.CMSG_LEN(_FDS_PER_FRAME * array.array("i").itemsize)
+            space = _socket.CMSG_LEN(_FDS_PER_FRAME * array.array("i").itemsize)
             header, ancillary, _flags, _addr = self.sock.recvmsg(_HEADER.size, space, _CLOEXEC)
             for level, kind, data in ancillary:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
                     got = array.array("i")
                     got.frombytes(data[: len(data) - len(data) % got.itemsize])
                     fds.extend(got)
@@ -89,7 +89,7 @@ class Channel:
         gone = False
         while True:
             try:
-                chunk = self.sock.recv(1 << 16, socket.MSG_DONTWAIT)
+                chunk = self.sock.recv(1 << 16, _socket.MSG_DONTWAIT)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:

@@ -50,7 +50,7 @@ def start() -> "Callable[[], object]":
     _restore_orig_argv(mode, target, args)
     sys.argv = [target, *args]
     if "learn" in places:
-        sys.meta_path.insert(0, Recorder(places["learn"]))  # type: ignore[arg-type]  # finds nothing
+        sys.meta_path.insert(0, Recorder(places["learn"]))
     if mode == "script":
         return _script(target)
     if mode == "module":

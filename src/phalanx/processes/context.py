@@ -18,17 +18,19 @@ import abc
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from _thread import RLock
 
 from phalanx.processes.child import ERROR_FILE, TALLY_FD
 from phalanx.processes.signals import SignalScope
 from phalanx.processes.spawner import Exit, HelpersLost, Job, Place, Spawner, Stopped
+from phalanx.processes.values import ByValue
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
     from phalanx.processes.evidence import Snapshot
     from phalanx.processes.failure import ProcessFailure
     from phalanx.processes.logs import LogsDest, LogsSpecs
@@ -41,15 +43,23 @@ _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
 
 
-@dataclass
-class RunProcsResult:
+class RunProcsResult(ByValue):
     """How a group ended, by local rank. `stopped`: workers that were ended because of the failures."""
 
-    return_values: dict[int, Any] = field(default_factory=dict)
-    failures: dict[int, ProcessFailure] = field(default_factory=dict)
-    stdouts: dict[int, str] = field(default_factory=dict)
-    stderrs: dict[int, str] = field(default_factory=dict)
-    stopped: dict[int, ProcessFailure] = field(default_factory=dict, kw_only=True)
+    def __init__(
+        self,
+        return_values: dict[int, Any] | None = None,
+        failures: dict[int, ProcessFailure] | None = None,
+        stdouts: dict[int, str] | None = None,
+        stderrs: dict[int, str] | None = None,
+        *,
+        stopped: dict[int, ProcessFailure] | None = None,
+    ) -> None:
+        self.return_values = return_values if return_values is not None else {}
+        self.failures = failures if failures is not None else {}
+        self.stdouts = stdouts if stdouts is not None else {}
+        self.stderrs = stderrs if stderrs is not None else {}
+        self.stopped = stopped if stopped is not None else {}
 
     def is_failed(self) -> bool:
         """Whether any worker failed."""
@@ -93,7 +103,7 @@ class PContext(abc.ABC):
         self.error_files = self.logs.error_files
         self._prefixes = log_line_prefixes
         self._filters = (duplicate_stdout_filters, duplicate_stderr_filters)
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._state = "new"
         self._pids: dict[int, int] = {}
         self._exits: dict[int, Exit] = {}
@@ -182,7 +192,7 @@ class PContext(abc.ABC):
         if not self._options(rank):
             return []
         if self._tally < 0:
-            from phalanx.processes.function import anonymous_file
+            from phalanx.processes.kernel import anonymous_file
 
             self._tally = anonymous_file("phalanx-tally")
         return [("tally", self._tally, number)]

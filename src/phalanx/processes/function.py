@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from phalanx.errors import PhalanxError
 from phalanx.processes import child
+from phalanx.processes.kernel import anonymous_file
 from phalanx.processes.spawner import Place
 
 _STREAMS = (
@@ -29,17 +30,6 @@ _FIRST_EXTRA_FD = 20  # descriptors that multiprocessing objects in the argument
 
 class RemoteError(PhalanxError):
     """Stands in for an exception of a worker that could not be pickled."""
-
-
-def anonymous_file(name: str) -> int:
-    """A file that lives in memory (or on no path at all) and dies with its descriptors."""
-    try:
-        return os.memfd_create(name, os.MFD_CLOEXEC)
-    except (AttributeError, OSError):
-        import tempfile
-
-        with tempfile.TemporaryFile() as file:
-            return os.dup(file.fileno())
 
 
 class Parcel:
@@ -146,8 +136,8 @@ class _Descriptors:
         self.places: list[Place] = []
 
     @property
-    def DupFd(self) -> Any:  # noqa: N802 - the name multiprocessing asks for
-        from multiprocessing.popen_spawn_posix import _DupFd  # type: ignore[attr-defined]
+    def DupFd(self) -> Any:
+        from multiprocessing.popen_spawn_posix import _DupFd
 
         return _DupFd
 

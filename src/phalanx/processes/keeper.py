@@ -8,10 +8,10 @@ forked or called setsid. It is forked from the same small interpreter and shares
 
 from __future__ import annotations
 
+import _socket
 import os
 import select
 import signal
-import socket
 import time
 
 from phalanx.processes import kernel
@@ -88,7 +88,7 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
 def _be_zygote(sock_fd: int, keeper_fd: int, runner: Runner | None, wishes: Wishes, verdict: int) -> NoReturn:
     kernel.become_subreaper()  # not inherited over fork
     kernel.set_name("phalanx-zygote")
-    channel = Channel(socket.socket(fileno=sock_fd))
+    channel = Channel(_socket.socket(fileno=sock_fd))
     if wishes.names:
         from phalanx.processes.preload import preload
 

@@ -100,3 +100,14 @@ def describe(pid: int) -> str:
     except OSError:
         name = "?"
     return f"pid {pid} ({name}, state {fields[0]})"
+
+
+def anonymous_file(name: str) -> int:
+    """A file that lives in memory (or on no path at all) and dies with its descriptors."""
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    except (AttributeError, OSError):
+        import tempfile
+
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())

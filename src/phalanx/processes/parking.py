@@ -1,14 +1,14 @@
 """Parked processes: forks of the zygote made ahead of need, so that a restart costs a message.
 
-A parked process waits for a hand-over: the request, its own part of it, and the descriptors. It may run a
-warm-up first (`module:function`, to open a device, say). It has no rank, writes no log, and is not part of any
-group; when it dies it is forgotten, and when the zygote goes it goes too.
+A parked process waits for a hand-over: the request, its own part of it, and the descriptors. It may run
+a warm-up first (`module:function`, to open a device, say). It has no rank, writes no log, and belongs to
+no group; when it dies it is forgotten, and when the zygote goes it goes too.
 """
 
 from __future__ import annotations
 
+import _socket
 import os
-import socket
 
 from phalanx.processes.channel import Channel
 
@@ -34,7 +34,7 @@ class Lot:
         """Fork one. None in the zygote; the hand-over in the fork, when its time has come."""
         from phalanx.processes.zygote import leave_zygote
 
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:
             pid = os.fork()
         except OSError:
@@ -82,12 +82,9 @@ class Lot:
 
 
 def _wait(channel: Channel, warm_up: str) -> Handover:
-    try:
-        os.nice(5)  # the workers that run now have the machine
-        if warm_up:
-            _run(warm_up)
-    finally:
-        pass
+    os.nice(5)  # the workers that run now have the machine
+    if warm_up:
+        _run(warm_up)
     (_, request, spec), fds = channel.receive()
     channel.close()
     try:

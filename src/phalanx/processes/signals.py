@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Any
+import sys
 
 from phalanx.errors import SignalException
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType, TracebackType
+    from typing import Any
 
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -51,7 +53,7 @@ class SignalScope:
 
     def __enter__(self) -> SignalScope:
         wanted = signals_to_handle() if self._signals is None else self._signals
-        if threading.current_thread() is not threading.main_thread():
+        if not _in_main_thread():
             if wanted:
                 _warn("not in the main thread: signals are not turned into a stop of the workers")
             return self
@@ -70,7 +72,7 @@ class SignalScope:
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if not _in_main_thread():
             return  # the handlers can only be put back where they were set
         while self._before:
             sig, before = self._before.popitem()
@@ -86,21 +88,38 @@ class SignalScope:
         else:
             raise SignalException(f"process {os.getpid()} got {sig.name}", sig)
 
-    @contextmanager
-    def deferred(self, hurry: Callable[[], None]) -> Iterator[None]:
+    def deferred(self, hurry: Callable[[], None]) -> Deferred:
         """Within: a signal calls `hurry`. Afterwards: the first signal of this scope is raised."""
-        if self._hurry is not None:  # nested: the outer one raises
-            yield
-            return
-        first = not self.seen
+        return Deferred(self, hurry)
+
+
+class Deferred:
+    """The time during which a SignalScope does not raise."""
+
+    def __init__(self, scope: SignalScope, hurry: Callable[[], None]) -> None:
+        self._scope = scope
         self._hurry = hurry
-        try:
-            yield
-        finally:
-            self._hurry = None
-        if first and self.seen:
-            sig = self.seen[0]
+        self._nested = False
+        self._first = False
+
+    def __enter__(self) -> None:
+        self._nested = self._scope._hurry is not None  # then the outer one raises
+        if not self._nested:
+            self._first = not self._scope.seen
+            self._scope._hurry = self._hurry
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._nested:
+            return
+        self._scope._hurry = None
+        if error is None and self._first and self._scope.seen:
+            sig = self._scope.seen[0]
             raise SignalException(f"process {os.getpid()} got {sig.name} while it was stopping", sig)
+
+
+def _in_main_thread() -> bool:
+    threading = sys.modules.get("threading")  # not loaded: there is no other thread
+    return threading is None or threading.current_thread() is threading.main_thread()
 
 
 def _warn(message: str) -> None:

@@ -99,7 +99,8 @@ class SubprocessHandler:
         self.local_rank_id = local_rank_id
         path = find_program(entrypoint, {**os.environ, **env})
         argv = [entrypoint, *(str(arg) for arg in args)]
-        job = Job(0, argv=argv, path=path, env=env, stdout=stdout or "", stderr=stderr or "")
+        job = Job(0, argv=argv, path=path)
+        job.env, job.stdout, job.stderr = env, stdout or "", stderr or ""
         if numa_options is not None:
             from phalanx.processes.numa import cpus_for
 

@@ -6,21 +6,24 @@ most one group at a time: whatever the zygote adopts then belongs to that group,
 
 from __future__ import annotations
 
+import _socket
 import os
 import select
 import signal
-import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from _thread import RLock
 
+from phalanx.core.record import Record
 from phalanx.errors import StartError, UnkillableError
 from phalanx.processes import kernel
 from phalanx.processes.channel import Channel
 from phalanx.processes.command import BOOTSTRAP
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any, NoReturn
 
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _PROGRAM = (
@@ -36,26 +39,34 @@ _CLOSE_PATIENCE = 6.0  # longer than the zygote's own patience with processes th
 Place = tuple[str, int, int]  # name, descriptor here, number in the worker (-1: any, for forks)
 
 
-@dataclass
 class Job:
-    """What one worker runs. `argv` empty: a function, run in a fork of the zygote."""
+    """What one worker runs. `argv` empty: a function or a Python program, run in a fork of the zygote."""
 
-    rank: int
-    argv: list[str] = field(default_factory=list)
-    path: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
-    stdin: str = ""  # a path; empty: as in this process. The same for the other two:
-    stdout: str = ""
-    stderr: str = ""
-    fds: list[Place] = field(default_factory=list)
-    cpus: list[int] = field(default_factory=list)
-    name: str = ""  # for a function: the name of its process,
-    options: str = ""  # and what child.prepare is to do
-    program: tuple[str, str, list[str]] | None = None  # in a fork of a Python zygote: mode, target, arguments
+    def __init__(
+        self,
+        rank: int,
+        argv: list[str] | None = None,
+        path: str = "",
+        fds: list[Place] | None = None,
+        name: str = "",
+        options: str = "",
+        program: tuple[str, str, list[str]] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.argv = argv or []
+        self.path = path
+        self.fds = fds or []
+        self.name = name  # for a function: the name of its process
+        self.options = options  # what child.prepare is to do
+        self.program = program  # in a fork of a Python zygote: mode, target, arguments
+        self.env: Mapping[str, str] = {}
+        self.stdin = ""  # a path; empty: as in this process. The same for the other two:
+        self.stdout = ""
+        self.stderr = ""
+        self.cpus: list[int] = []
 
 
-@dataclass(frozen=True)
-class Exit:
+class Exit(Record):
     """How a worker ended. `signalled_at` is 0.0 unless the zygote had signalled it before."""
 
     rank: int
@@ -65,15 +76,13 @@ class Exit:
     signalled_at: float
 
 
-@dataclass(frozen=True)
-class Stopped:
+class Stopped(Record):
     """Nothing of the group is left, but for the processes named here, which outlived SIGKILL."""
 
     unkillable: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class HelpersLost:
+class HelpersLost(Record):
     """Keeper and zygote are gone: so are all workers, by the parent-death signal."""
 
 
@@ -97,9 +106,9 @@ class Spawner:
         Only the last has `preload`: modules to import first, in `background` with a low priority.
         """
         self.how = how
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
         self.channel = Channel(ours)
-        self._lock = threading.RLock()  # a signal handler may ask for a stop while a wait is reading
+        self._lock = RLock()  # a signal handler may ask for a stop while a wait is reading
         self._early: list[Event] = []
         self.lost = False  # the helpers are gone; make another Spawner
         self._closed = False
@@ -255,7 +264,7 @@ def _wire(job: Job, fds: list[int]) -> dict[str, Any]:
     }
 
 
-def _exec_helpers(theirs: socket.socket, how: str, preload: list[str] | None, background: bool) -> int:
+def _exec_helpers(theirs: _socket.socket, how: str, preload: list[str] | None, background: bool) -> int:
     """Start a fresh interpreter as keeper and zygote.
 
     posix_spawn, because the agent may be large, threaded and full of CUDA: nothing of it is copied.
@@ -300,7 +309,7 @@ def _exec_helpers(theirs: socket.socket, how: str, preload: list[str] | None, ba
 
 def _wishes(names: list[str], background: bool) -> int:
     """A file with the modules to import, above the numbers that helpers use."""
-    from phalanx.processes.function import anonymous_file
+    from phalanx.processes.kernel import anonymous_file
 
     low = anonymous_file("phalanx-modules")
     try:
@@ -319,7 +328,7 @@ def interpreter_flags() -> list[str]:
 
 
 def _fork_helpers(
-    ours: socket.socket, theirs: socket.socket, runner: Callable[[dict[str, Any]], NoReturn] | None
+    ours: _socket.socket, theirs: _socket.socket, runner: Callable[[dict[str, Any]], NoReturn] | None
 ) -> int:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

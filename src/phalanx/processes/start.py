@@ -56,7 +56,7 @@ class SubprocessContext(PContext):
             assert split is not None
             _, mode, target, rest = split
             if rank == 0:
-                from phalanx.processes.function import anonymous_file
+                from phalanx.processes.kernel import anonymous_file
 
                 self._learn = anonymous_file("phalanx-learn")
                 fds = [*fds, ("learn", self._learn, -1)]

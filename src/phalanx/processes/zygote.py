@@ -47,7 +47,7 @@ _LOOK_AGAIN = 0.25  # and then now and then, because a look may cost a scan of /
 _GIVE_UP = 5.0  # a process that outlives SIGKILL for this long sits in uninterruptible sleep
 
 
-class Become(Exception):  # noqa: N818 - not an error: how a fork leaves the zygote's stack
+class Become(Exception):  # not an error: how a fork leaves the zygote's stack
     """Raised in a fork that is to run a Python program: at the top of the stack, as the interpreter would."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -200,23 +200,21 @@ class Zygote:
         zygote = os.getpid()
         try:
             pid = self.lot.hand_over(request, spec, fds, gate_read, status_write) if spec["program"] else 0
-            parked = pid > 0
             pid = pid or os.fork()
         except OSError:
             os.close(status_read)
             os.close(status_write)
             raise
-        if pid:
-            os.close(status_write)
-            worker = Worker(spec["rank"], pid)
-            self.workers[pid] = worker
-            self._statuses.add(status_read)
-            return worker, status_read
-        assert not parked
-        os.close(status_read)
-        os.close(gate_write)  # else this child would keep the gate open for itself
-        leave_zygote(zygote)
-        self._in_fork(request, spec, fds, gate_read, status_write)
+        if pid == 0:
+            os.close(status_read)
+            os.close(gate_write)  # else this child would keep the gate open for itself
+            leave_zygote(zygote)
+            self._in_fork(request, spec, fds, gate_read, status_write)
+        os.close(status_write)
+        worker = Worker(spec["rank"], pid)
+        self.workers[pid] = worker
+        self._statuses.add(status_read)
+        return worker, status_read
 
     def _in_fork(
         self, request: dict[str, Any], spec: dict[str, Any], fds: list[int], gate_read: int, status_write: int

@@ -294,10 +294,15 @@ class StaticRendezvous(RendezvousHandler):
             return RendezvousError(f"{what}; the job is over")
         return RendezvousClosedError(what)
 
-    def _time_out(self, client: TorchStoreClient, number: int) -> RendezvousTimeoutError:
+    def _time_out(self, client: TorchStoreClient, number: int) -> RendezvousError:
         """End the job for everybody, and say who has not come, as far as the store can tell."""
         try:
             missing = [n for n in range(self.world_size) if not client.check([f"join/{number}/{n}"])]
+            if client.check([f"formed/{number}"]):  # another node was quicker, and has filled in the joins
+                told = load(client.get(f"formed/{number}"))
+                if told.get("over"):
+                    client.set(f"seen/{number}/{self.rank}", b"1")
+                    return self._over(told)
         except StoreError:
             missing = []
         names = ", ".join(map(str, missing)) or "some"
@@ -367,14 +372,16 @@ class StaticRendezvous(RendezvousHandler):
     def _announce_end(self, client: TorchStoreClient, over: dict[str, Any]) -> None:
         """Wake everybody: those who run, those who wait for the round, and node 0 that waits for joins."""
         number = self._round + 1
-        others = [node for node in range(self.world_size) if node != self.rank]
-        # Before the first round only those are there that have joined it.
-        there = [node for node in others if self._round or client.check([f"join/{number}/{node}"])]
-        keys = [f"round/{number}", f"formed/{number}"]
-        keys += [f"join/{number}/{node}" for node in range(self.world_size)]
-        client.multi_set(keys, [json.dumps(over)] * len(keys))
+        nodes = range(self.world_size)
+        if client.check([f"formed/{number}"]):  # somebody else has said so already, and everybody is told
+            there = load(client.get(f"formed/{number}"))["there"]
+        else:
+            # Before the first round only those are there that have joined it.
+            there = [node for node in nodes if self._round or client.check([f"join/{number}/{node}"])]
+            keys = [f"round/{number}", f"formed/{number}", *(f"join/{number}/{node}" for node in nodes)]
+            client.multi_set(keys, [json.dumps({**over, "there": there})] * len(keys))
         client.set(f"seen/{number}/{self.rank}", b"1")
-        if self._host is not None and there:
+        if self._host is not None:
             try:
                 client.wait([f"seen/{number}/{node}" for node in there], _FAREWELL)
             except StoreTimeoutError:

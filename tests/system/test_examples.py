@@ -1,0 +1,109 @@
+"""The examples do what they say: a kill changes no bit of the result, and the demo tells its story."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.jobs import EXAMPLES, Job, job, python_with
+
+
+def test_the_demo(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo.py")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+    )
+    assert ran.returncode == 0, ran.stdout
+    for words in (
+        "1. A healthy run",
+        "ValueError: record 70 of shard 3 is corrupt",
+        "Root cause: rank 3",
+        "rank 3 is killed on purpose",
+        "ms after the kill, at step 60 of 120",
+        "with the kill and without: yes",
+    ):
+        assert words in ran.stdout
+
+
+def line(folder: Path, *words: str, workers: int = 2) -> dict[str, int]:
+    """The result of the example without a framework."""
+    options = ("--nproc-per-node", str(workers), "--max-restarts", "1")
+    job(folder, *options, str(EXAMPLES / "elastic_cpu.py"), "--checkpoint", "line.json", *words)
+    found: dict[str, int] = json.loads((folder / "line.json").read_text())
+    return found
+
+
+def test_any_number_of_workers_and_another_number_later(tmp_path: Path) -> None:
+    alone = line(tmp_path / "one", workers=1)
+    assert alone["step"] == 120
+    assert line(tmp_path / "three", "--kill-at", "55", workers=3) == alone
+    part = line(tmp_path / "part", "--steps", "40", workers=2)
+    assert part["step"] == 40
+    assert line(tmp_path / "part", workers=4) == alone
+
+
+def train(folder: Path, python: str, example: str, *words: str, restarts: int = 0) -> tuple[Any, Job]:
+    options = ("--nproc-per-node", "2", "--max-restarts", str(restarts))
+    path = str(EXAMPLES / example)
+    with Job(folder / "job", *options, path, "--out", str(folder), *words, python=python) as running:
+        running.succeeds()
+    return json.loads((folder / "result.json").read_text()), running
+
+
+def test_ddp_goes_on_exactly(tmp_path: Path) -> None:
+    python = python_with("torch")
+    words = ("--steps", "24", "--every", "5", "--batch", "4", "--plot", str(tmp_path / "loss.png"))
+    plain, _ = train(tmp_path / "plain", python, "train_ddp.py", *words)
+    killed, running = train(
+        tmp_path / "killed", python, "train_ddp.py", *words, "--kill-at", "8,17", restarts=2
+    )
+    assert killed == plain
+    assert len(plain["losses"]) == 24
+    assert plain["losses"][-1] < plain["losses"][0]
+    assert [row for row in running.out.splitlines() if "from step" in row] == [
+        f"2 workers, from step {step} to 24" for step in (0, 5, 15)
+    ]
+    check_png(tmp_path / "loss.png", red_columns=2)
+
+
+def check_png(path: Path, red_columns: int) -> None:
+    """A whole image, and as many red lines in it as there were restarts."""
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    chunks, at = {}, 8
+    while at < len(data):
+        size, name = struct.unpack_from(">I4s", data, at)
+        body = data[at + 8 : at + 8 + size]
+        assert struct.unpack_from(">I", data, at + 8 + size)[0] == zlib.crc32(name + body)
+        chunks[name], at = body, at + 12 + size
+    width, height = struct.unpack_from(">II", chunks[b"IHDR"])
+    pixels = zlib.decompress(chunks[b"IDAT"])
+    assert len(pixels) == height * (1 + 3 * width)
+    row = pixels[(1 + 3 * width) * (height - 21) :][1 : 1 + 3 * width]
+    assert sum(row[3 * x : 3 * x + 3] == b"\xdd\x33\x33" for x in range(width)) == red_columns
+
+
+def test_jax_goes_on_exactly(tmp_path: Path) -> None:
+    python = python_with("jax")
+    words = ("--steps", "24", "--every", "5")
+    plain, _ = train(tmp_path / "plain", python, "train_jax.py", *words)
+    killed, running = train(
+        tmp_path / "killed", python, "train_jax.py", *words, "--kill-at", "12", restarts=1
+    )
+    assert killed == plain
+    assert "2 processes, 2 devices, from step 10" in running.out
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_every_example_is_described(path: Path) -> None:
+    assert f"`{path.name}`" in (EXAMPLES / "README.md").read_text()
