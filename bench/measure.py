@@ -309,7 +309,7 @@ class Row:
     key: str
     what: str
     unit: str
-    target: Target
+    target: Target | None  # None: told for its own sake
     ours: float | None = None
     theirs: float | None = None
     notes: list[str] = field(default_factory=list)
@@ -323,11 +323,16 @@ class Row:
     @property
     def met(self) -> bool | None:
         """Whether the target is reached."""
-        return self.target.met(self.ours, self.theirs)
+        return self.target.met(self.ours, self.theirs) if self.target else None
+
+    @property
+    def goal(self) -> str:
+        """The target in words."""
+        return self.target.words(self.unit) if self.target else "-"
 
     def as_json(self) -> dict[str, Any]:
         """All there is to know about the row."""
-        return {**asdict(self), "ratio": self.ratio, "met": self.met, "target": self.target.words(self.unit)}
+        return {**asdict(self), "ratio": self.ratio, "met": self.met, "target": self.goal}
 
 
 def compare(

@@ -42,7 +42,7 @@ def waits(quick: bool) -> list[Row]:
         ("success", "last worker exits with 0 → wait() returns"),
         ("failure", "one of 2 exits with 3 → wait() returns, the other stopped"),
     ):
-        samples = interleave(lambda side, case=case: _measure(side, case), 3 if quick else 15)  # type: ignore[misc]
+        samples = interleave(lambda side, case=case: _measure(side, case), 2 if quick else 15, warm=not quick)  # type: ignore[misc]
         rows.append(compare("wait", what, "s", Target(0.005, "value"), samples, "seconds"))
     return rows
 

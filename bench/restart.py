@@ -83,7 +83,7 @@ def _came_back(nproc: int, rounds: int, ours: Samples) -> Row:
     """How many jobs came back with default settings, in per cent."""
     default = interleave(lambda side: _killed_torch(side, nproc, {}), rounds, names=[THEIRS], warm=False)
     row = Row(
-        "came-back",
+        "restart-torch",
         f"jobs that came back, default settings, torch, N={nproc}",
         "%",
         Target(100, "value", True),

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 if sys.argv[1:] == ["below a shell"]:
     from phalanx.launch.jax import offer
     offer()
-assert not [finder for finder in sys.meta_path if "phalanx" in type(finder).__module__]
+assert not [finder for finder in sys.meta_path if type(finder).__name__ == "_Hook"]
 # The count and place that the agents would have, not the workers: ours must be asked first.
 os.environ |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "elsewhere", "SLURM_NTASKS": "1"}
 os.environ |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}

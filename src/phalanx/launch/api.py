@@ -62,7 +62,7 @@ class LaunchConfig:
             self.logs_specs = DefaultLogsSpecs()
         if self.shutdown_timeout is None:
             self.shutdown_timeout = _timeout_from_environment()
-        if self.shutdown_timeout < 0:
+        if not self.shutdown_timeout >= 0:  # also not a number
             raise ValueError(f"shutdown_timeout={self.shutdown_timeout}: use 0 seconds or more")
 
 
@@ -204,7 +204,9 @@ def of_both_types(plain: ChildFailedError, original: BaseException) -> ChildFail
         body = {"__module__": kind.__module__, "__reduce__": lambda _self: again}
         try:
             error = _blank(type(kind.__name__, (ChildFailedError, kind), body), original)
-            ChildFailedError.__init__(error, plain.name, plain.failures, plain.stopped)
+            # Not through __init__: the next one in the line of both types is the worker's type's own.
+            error.name, error.failures, error.stopped = plain.name, plain.failures, plain.stopped
+            error.args = plain.args
         except Exception:  # noqa: BLE001 - a type that cannot be combined; the plain one says it all
             error = plain
     error.__cause__ = original

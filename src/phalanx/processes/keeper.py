@@ -92,7 +92,11 @@ def _be_zygote(sock_fd: int, keeper_fd: int, runner: Runner | None, wishes: Wish
     if wishes.names:
         from phalanx.processes.preload import preload
 
-        preload(wishes.names, lambda line: _tell(verdict, line))
+        def tell(line: str) -> None:
+            wishes.hear(line)
+            _tell(verdict, line)
+
+        preload(list(wishes.names), tell)
     if wishes.asked:
         channel.send(("preloaded", wishes.dropped))
     os.close(verdict)
@@ -178,8 +182,9 @@ def _watch(zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int,
         if verdict_read in ready:
             text = os.read(verdict_read, 1 << 16)
             wishes.hear(text.decode(errors="replace"))
-            if not text or b"\ndone " in b"\n" + text:
+            if b"\ndone " in b"\n" + text:
                 importing = False
+            if not text or not importing:  # closed: imported all, or died of it
                 poll.unregister(verdict_read)
                 kill_at = kill_at if agent_gone else None
             elif not agent_gone:

@@ -171,7 +171,7 @@ class StaticRendezvous(RendezvousHandler):
             self.close(summary, True, attempt)
             return
         why = {"node": self.rank, "attempt": attempt, "summary": summary, "delay": delay}
-        self._tell(lambda client: self._call_for(client, self._round + 1, why))
+        self._tell(lambda client: self._call_for(client, self._next, why))
 
     def leave(self) -> None:
         """Go, without ending the job: the others wait for a node of this rank to come back."""
@@ -239,6 +239,7 @@ class StaticRendezvous(RendezvousHandler):
         return formed
 
     def _taken(self, formed: dict[str, Any]) -> RendezvousStateError:
+        self._closed = True  # the other one speaks for this rank
         return RendezvousStateError(
             f"node rank {self.rank} was taken by {formed['hosts'][self.rank]}: "
             "two nodes were given the same --node-rank"
@@ -254,6 +255,7 @@ class StaticRendezvous(RendezvousHandler):
             ) from None
         now = load(client.get("now"))
         if now["run_id"] != self.run_id or now["nodes"] != self.world_size:
+            self._closed = True  # not our job: nothing that this node says may reach it
             raise RendezvousStateError(
                 f"node {self.rank} of {self.world_size} of run {self.run_id!r} came to {self._where}, where "
                 f"run {now['run_id']!r} with {now['nodes']} nodes meets: give every node the same "
@@ -365,21 +367,23 @@ class StaticRendezvous(RendezvousHandler):
         client.compare_set(f"round/{number}", b"", json.dumps(why))  # the first reason is the one that counts
 
     def _announce_leave(self, client: TorchStoreClient) -> None:
-        number = self._round + 1
+        number = self._next
         client.delete_key(f"join/{number}/{self.rank}")  # a node that has gone must not be counted
         self._call_for(client, number, {"node": self.rank, "left": True, "summary": "left"})
 
     def _announce_end(self, client: TorchStoreClient, over: dict[str, Any]) -> None:
         """Wake everybody: those who run, those who wait for the round, and node 0 that waits for joins."""
-        number = self._round + 1
+        number = self._next
         nodes = range(self.world_size)
-        if client.check([f"formed/{number}"]):  # somebody else has said so already, and everybody is told
-            there = load(client.get(f"formed/{number}"))["there"]
-        else:
-            # Before the first round only those are there that have joined it.
-            there = [node for node in nodes if self._round or client.check([f"join/{number}/{node}"])]
-            keys = [f"round/{number}", f"formed/{number}", *(f"join/{number}/{node}" for node in nodes)]
-            client.multi_set(keys, [json.dumps({**over, "there": there})] * len(keys))
+        # Before the first round only those are there that have joined it.
+        there = [node for node in nodes if self._round or client.check([f"join/{number}/{node}"])]
+        mine = json.dumps({**over, "there": there})
+        # One of those who end the job at the same time is heard; its word goes to everybody.
+        told = client.compare_set(f"formed/{number}", b"", mine)
+        if told == mine.encode():
+            keys = [f"round/{number}", *(f"join/{number}/{node}" for node in nodes)]
+            client.multi_set(keys, [mine] * len(keys))
+        there = load(told).get("there", [])
         client.set(f"seen/{number}/{self.rank}", b"1")
         if self._host is not None:
             try:
@@ -388,6 +392,11 @@ class StaticRendezvous(RendezvousHandler):
                 pass  # whoever has not heard it by now learns it from the lost connection
 
     # -- connections ------------------------------------------------------------------------------------
+
+    @property
+    def _next(self) -> int:
+        """The round after the one at hand; for a node that is in none yet, the one it asked to be in."""
+        return max(self._round + 1, self._asked)
 
     @property
     def _where(self) -> str:
@@ -434,8 +443,8 @@ class StaticRendezvous(RendezvousHandler):
     def _tell(self, say: Callable[[TorchStoreClient], None]) -> None:
         """Tell the others something, if there is a way; a job that ends must not fail at that."""
         ended = self._news is not None and self._news.get("over")
-        if ended or (self._round == 0 and self._control is None):
-            return
+        if ended or not (self._round or self._asked):
+            return  # everybody knows, or nobody knows this node
         patience = 0.0 if self._lost() else 2.0
         for _ in range(2):  # the store may be emptied for a new round at this very moment
             try:

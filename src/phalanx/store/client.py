@@ -19,13 +19,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.core.commands import Command, Entry, Get, Notice, Put, Reply, Unwatch, Watch
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError
 from phalanx.store import wire
 from phalanx.store.session import Request, Session
 from phalanx.store.token import Token
+
+if TYPE_CHECKING:
+    import ssl
+
+    from phalanx.store.tls import Tls
 
 _CHUNK = 256 << 10
 OWN_WATCHES = 1_000_000  # numbers of `Client.watch`; callers who number their own stay below
@@ -61,6 +66,7 @@ class Client:
         token: Token | None = None,
         grace: float = 60.0,
         patience: float = 5.0,
+        tls: Tls | None = None,
         on_state: Callable[[State], None] = lambda state: None,
         on_notice: Callable[[Notice], None] = lambda notice: None,
         clock: Callable[[], float] = time.monotonic,
@@ -68,6 +74,7 @@ class Client:
         self.host, self.port, self.token = host, port, token
         self.grace, self.patience, self.clock = grace, patience, clock
         self.on_state, self.on_notice = on_state, on_notice
+        self.tls, self.sealing = tls, _sealing(tls)
         self.session = os.urandom(12).hex()
         self.welcome: wire.Welcome | None = None
         self.lost: StoreError | None = None
@@ -306,7 +313,10 @@ class Client:
                     if key.fileobj is self._wake_in:
                         self._drain_wake()
                     elif mask & selectors.EVENT_READ:
-                        data = sock.recv(_CHUNK)
+                        try:
+                            data = sock.recv(_CHUNK)
+                        except BlockingIOError:
+                            continue  # part of a TLS record
                         if not data:
                             return
                         for frame in frames.feed(data):
@@ -358,3 +368,12 @@ class Client:
         self._connected.set()
         if first and not self._closing:
             self.on_state(State("lost", self.clock(), str(error)))
+
+
+def _sealing(tls: Tls | None) -> ssl.SSLContext | None:
+    """What TLS needs, made here so that bad files are the caller's error and not a thread's."""
+    if tls is None:
+        return None
+    from phalanx.store.tls import client_context
+
+    return client_context(tls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from phalanx.errors import StoreAuthError
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from phalanx.store.client import Client
 
 CONNECT_TIME = 5.0
+_TLS_ALERT = b"\x15\x03"  # how a store with TLS turns down what is not TLS
 
 
 class Dialling:
@@ -27,21 +29,53 @@ class Dialling:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            return sock, self._shake_hands(sock)
+            if self.client.sealing is None:
+                nonce = os.urandom(wire.NONCE)
+                sock.sendall(wire.greeting(nonce))
+                return sock, self._shake_hands(sock, nonce, self._greeted(sock), b"")
+            return self._connect_sealed(sock)
         except BaseException:
             sock.close()
             raise
 
-    def _shake_hands(self, sock: socket.socket) -> wire.Welcome:
+    def _connect_sealed(self, raw: socket.socket) -> tuple[socket.socket, wire.Welcome]:
+        from phalanx.store import tls
+
+        assert self.client.sealing is not None
+        assert self.client.tls is not None
+        try:
+            sock, binding = tls.dial(self.client.sealing, raw)
+            try:
+                # Read before the first write: a server that refuses our certificate would answer bytes
+                # that it has not read with a reset, which takes its own explanation down with it.
+                theirs = self._greeted(sock)
+                nonce = os.urandom(wire.NONCE)
+                sock.sendall(wire.greeting(nonce))
+                return sock, self._shake_hands(sock, nonce, theirs, binding)
+            except BaseException:
+                sock.close()
+                raise
+        except tls.TlsError as error:
+            raise tls.refusal(self.client.where, self.client.tls, error) from None
+
+    def _greeted(self, sock: socket.socket) -> bytes:
+        data = _read(sock, len(wire.MAGIC), self._plain_to_tls)
+        return wire.read_greeting(data + _read(sock, wire.NONCE))
+
+    def _plain_to_tls(self, data: bytes) -> None:
+        if self.client.sealing is None and data.startswith(_TLS_ALERT):
+            raise StoreAuthError(
+                f"the store at {self.client.where} wants TLS: give --tls-ca, or --tls-cert and --tls-key, "
+                "as on the other nodes"
+            )
+
+    def _shake_hands(self, sock: socket.socket, nonce: bytes, theirs: bytes, binding: bytes) -> wire.Welcome:
         token = self.client.token
         secret = token.secret if token else b""
-        nonce = os.urandom(wire.NONCE)
-        sock.sendall(wire.greeting(nonce))
-        theirs = wire.read_greeting(_read(sock, wire.GREETING))
-        sock.sendall(wire.proof(secret, "client", theirs, nonce))
+        sock.sendall(wire.proof(secret, "client", theirs + binding, nonce))
         given = _read(sock, wire.PROOF)
         ours = f"our token is from {token.source}" if token else "we have no token (set PHALANX_TOKEN)"
-        if not wire.proves(given, secret, "server", nonce, theirs):
+        if not wire.proves(given, secret, "server", nonce + binding, theirs):
             what = "refused our token" if given == wire.REFUSED else "does not have our token"
             raise StoreAuthError(
                 f"the store at {self.client.where} {what}: {ours}; both sides need the same one"
@@ -56,10 +90,12 @@ class Dialling:
         return body
 
 
-def _read(sock: socket.socket, size: int) -> bytes:
+def _read(sock: socket.socket, size: int, look: Callable[[bytes], None] = lambda data: None) -> bytes:
+    """Exactly so many bytes; `look` may object to what came before it is complete."""
     data = b""
     while len(data) < size:
         more = sock.recv(size - len(data))
+        look(data + more)
         if not more:
             raise ConnectionResetError("the store closed the connection during the handshake")
         data += more

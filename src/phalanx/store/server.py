@@ -22,12 +22,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from phalanx.core.commands import Command, Notice, Reply, Watch
 from phalanx.errors import StoreError, UsageError
 from phalanx.store import wire
 from phalanx.store.model import Model, Notices, mutates
 from phalanx.store.token import Token
+
+if TYPE_CHECKING:
+    import ssl
+
+    from phalanx.store.tls import Tls
 
 HANDSHAKE_TIME = 5.0
 UNREAD_CAP = 128 << 20  # what may wait for one client to read it
@@ -74,9 +80,16 @@ class Server:
         token: Token | None = None,
         journal: str | None = None,
         linger: float = 1.0,
+        tls: Tls | None = None,
         on_incident: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.token, self.linger, self.on_incident = token, linger, on_incident
+        self._sealing: ssl.SSLContext | None = None
+        self._binding = b""  # ties the proof of the token to our certificate
+        if tls is not None:
+            from phalanx.store.tls import own_fingerprint, server_context
+
+            self._sealing, self._binding = server_context(tls), own_fingerprint(tls)
         self._listener = _listen(host or "127.0.0.1", port, token)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.store = os.urandom(8).hex()
@@ -195,7 +208,7 @@ class Server:
             try:
                 peer.sock.settimeout(max(0.01, end - time.monotonic()))
                 peer.sock.sendall(peer.out)
-            except OSError:
+            except (OSError, wire.WireError):
                 pass  # it did not read it; it is told by the closed connection
             self._forget(peer)
 
@@ -216,8 +229,14 @@ class Server:
         if len(self._strangers) >= STRANGERS:
             sock.close()
             return
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if self._sealing is not None:
+                sock = self._sealing.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        except OSError:  # it has gone again already
+            sock.close()
+            return
         peer = _Peer(sock, f"{where[0]}:{where[1]}", now + HANDSHAKE_TIME)
         self._peers[sock] = peer
         self._strangers[peer] = None
@@ -225,13 +244,16 @@ class Server:
         self._write(peer, wire.greeting(peer.nonce))
 
     def _serve(self, peer: _Peer, mask: int, now: float) -> None:
-        if mask & selectors.EVENT_WRITE:
+        if mask & selectors.EVENT_WRITE or peer.out:
             self._dirty[peer] = None
         if not mask & selectors.EVENT_READ:
             return
         try:
             data = peer.sock.recv(_CHUNK)
         except BlockingIOError:
+            return
+        except wire.WireError as error:
+            self._drop(peer, str(error))
             return
         except OSError:
             data = b""
@@ -259,13 +281,13 @@ class Server:
                 return
             given, data, peer.raw = peer.raw[: wire.PROOF], peer.raw[wire.PROOF :], b""
             secret = self.token.secret if self.token else b""
-            if not wire.proves(given, secret, "client", peer.nonce, peer.theirs):
+            if not wire.proves(given, secret, "client", peer.nonce + self._binding, peer.theirs):
                 peer.closing = True
                 self._write(peer, wire.REFUSED)
                 source = f" (ours is from {self.token.source})" if self.token else ""
                 self.on_incident(f"{peer.where} showed a wrong token{source}")
                 return
-            self._write(peer, wire.proof(secret, "server", peer.theirs, peer.nonce))
+            self._write(peer, wire.proof(secret, "server", peer.theirs + self._binding, peer.nonce))
             peer.stage = "hello"
         if peer.closing:
             return
@@ -329,13 +351,18 @@ class Server:
                 del peer.out[: peer.sock.send(peer.out[:_CHUNK])]
         except BlockingIOError:
             pass
+        except wire.WireError as error:
+            self._drop(peer, str(error))
+            return
         except OSError:
             self._hung_up(peer, time.monotonic())
             return
         if peer.closing and not peer.out:
             self._forget(peer)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out else 0)
+        # A TLS handshake that waits for the client is not helped by a socket that could take more.
+        blocked = peer.out and not getattr(peer.sock, "waits_to_read", False)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if blocked else 0)
         if self._selector.get_key(peer.sock).events != wanted:
             self._selector.modify(peer.sock, wanted)
 

@@ -1,0 +1,423 @@
+"""One node's membership in a job: the thread that owns the participant, the connection and, on the host, the store.
+
+Everything that happens is a call in one queue, carried out by one thread, so nothing here needs a lock. Out come
+happenings, in order: `Formed` (run workers in this round), `Over` (stop them), `Ended` (the job is over for this
+node), and now and then `Waiting` (a line for a person). They are told from the thread and must not block it.
+
+Beyond what `core.participant` decides, this shell
+- gives every round a fresh place for its workers to meet: rank 0 opens it and publishes it under the round's number,
+  so that what is left of an older round can neither find it nor disturb it;
+- publishes a failure at once, while the node's other workers are still being stopped;
+- takes a store without a journal for lost once its address has refused connections for a few seconds;
+- stays, as the host of the store, until the others have heard how the job ended.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+from phalanx.core import node_events as happen
+from phalanx.core.commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
+from phalanx.core.node_events import End, Send, Start, Stop
+from phalanx.core.participant import Participant
+from phalanx.core.rounds import CLOSED, Result, encode
+from phalanx.errors import PhalanxError, StoreError
+from phalanx.rendezvous.elastic_news import Ended, Failure, Formed, Over, Waiting
+from phalanx.rendezvous.elastic_settings import open_server
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx.core.commands import Command, Notice, Reply
+    from phalanx.core.rounds import NodeInfo, Options, Round
+    from phalanx.rendezvous.elastic_news import Happening
+    from phalanx.rendezvous.elastic_settings import Settings
+    from phalanx.store.client import Client, State
+    from phalanx.store.server import Server
+
+STATUS = 800_000  # watch numbers of our own, between the participant's and the client's
+MEETING = 800_001  # plus the number of the round
+REFUSED_PATIENCE = 3.0
+SHOW_AFTER, SHOW_EVERY = 1.0, 10.0
+FAREWELL = 2.0
+
+
+def clock() -> float:
+    """A clock that also counts the time this machine was asleep: a lease does not stop for that."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Membership:
+    """This node in the job. `open_meeting(address)` gives (what serves there or None, port)."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        options: Options,
+        info: NodeInfo,
+        tell: Callable[[Happening], None],
+        open_meeting: Callable[[str], tuple[Any, int]],
+    ) -> None:
+        self.settings, self.options, self.info = settings, options, info
+        self.tell, self.open_meeting = tell, open_meeting
+        self.participant: Participant | None = None
+        self.client: Client | None = None
+        self.waiting = f"connecting to the store at {settings.where}"
+        self.ended = threading.Event()
+        self.hosting = False
+        self._server: Server | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="phalanx-membership", daemon=True)
+        self._coming: Start | None = None  # a round whose meeting place is not known yet
+        self._handed: Start | None = None  # the round that has been told
+        self._over_told: int = 0
+        self._finished_by: float | None = None
+        self._refused_since: float | None = None
+        self._leaving = ""
+        self._closing = False
+        self._released = False
+        self._idle_since = clock()
+        self._show_at: float | None = None
+        self._status_watched = False
+
+    # What others ask, from any thread
+
+    def start(self) -> None:
+        """Join."""
+        self._thread.start()
+
+    @property
+    def started(self) -> bool:
+        """Whether `start` was called."""
+        return self._thread.ident is not None
+
+    def workers_gone(self, number: int) -> None:
+        """Nothing of this round's workers is alive here (any more)."""
+        self._calls.put(lambda: self._step(happen.WorkersStopped(number)))
+
+    def failed(self, number: int, failure: Failure) -> None:
+        """Workers of this node failed; the others hear of it while ours are still being stopped."""
+        self._calls.put(lambda: self._report(number, failure))
+
+    def finished(self, number: int, timeout: float) -> None:
+        """All workers of this node succeeded; wait for the others at most this long."""
+        self._calls.put(lambda: self._finish(number, timeout))
+
+    def leave(self, reason: str) -> None:
+        """Go, once the workers are gone; the others go on."""
+        self._calls.put(lambda: self._leave(reason))
+
+    def close(self, reason: str) -> None:
+        """Ask for the end of the job, for all nodes."""
+        self._calls.put(lambda: self._send(Put(self.options.prefix + "close", reason.encode())))
+
+    def release(self) -> None:
+        """Give everything back; a membership that has not ended is abandoned. Idempotent."""
+        if self.started and not self._released:
+            self._released = True
+            self._calls.put(lambda: None)
+            self._thread.join()
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            self._open()
+            while not self._released:
+                self._turn()
+        except PhalanxError as error:
+            self._end(End("error", str(error), None))
+        except Exception as error:  # noqa: BLE001 - the agent must hear of it, or it would wait for ever
+            self._end(End("error", f"the rendezvous failed: {type(error).__name__}: {error}", None))
+        try:
+            while not self._released:
+                self._calls.get()
+            self._say_goodbye()
+        finally:
+            if self.client is not None:
+                self.client.close()
+            if self._server is not None:
+                self._server.close()
+
+    def _open(self) -> None:
+        from phalanx.rendezvous.elastic_store import connect, find_secret
+
+        token = find_secret(self.settings)
+        if self.settings.backend != "etcd":
+            self._server = open_server(self.settings, token)
+            if self._server is not None:
+                self._server.start()
+                self.hosting = True
+        self.client = connect(
+            self.settings,
+            token,
+            on_state=lambda state: self._calls.put(lambda: self._state(state)),
+            on_notice=lambda notice: self._calls.put(lambda: self._notice(notice)),
+            clock=clock,
+        )
+
+    def _turn(self) -> None:
+        now, times = clock(), []
+        participant = self.participant
+        if participant is not None and (wake := participant.wake_at()) is not None:
+            times.append(wake)
+        if self._finished_by is not None:
+            times.append(self._finished_by)
+        if self._handed is None and not self.ended.is_set():
+            times.append(self._next_show())
+        try:
+            call = self._calls.get(timeout=max(0.0, min(times) - now) if times else None)
+        except queue.Empty:
+            call = self._tick
+        call()
+
+    def _tick(self) -> None:
+        now = clock()
+        if self._finished_by is not None and now >= self._finished_by:
+            self._finished_by = None
+            self._leave("the other nodes did not finish in time")
+        if self._handed is None and not self.ended.is_set() and now >= self._next_show():
+            self._show_at = now + SHOW_EVERY
+            if not self._status_watched and self.participant is not None:
+                self._status_watched = True
+                key = self.options.prefix + "status"
+                self._send(Watch(STATUS, key), lambda reply: self._learn_status(reply.entries))
+            self.tell(Waiting(self._reason()))
+        self._step(happen.Tick())
+
+    def _step(self, event: happen.Event) -> None:
+        participant = self.participant
+        if participant is None or self.ended.is_set():
+            return
+        for action in participant.step(clock(), event):
+            self._act(action)
+        self._look_at_round()
+        if participant.ended is not None:
+            self._end(participant.ended)
+
+    def _act(self, action: happen.Action) -> None:
+        match action:
+            case Send(tag, command):
+                self._send(command, lambda reply: self._step(happen.Answer(tag, reply)))
+            case Start():
+                self._prepare(action)
+            case Stop():
+                self._stop(action)
+
+    def _send(self, command: Command, answered: Callable[[Reply], None] = lambda reply: None) -> None:
+        if self.client is None:
+            return
+        try:
+            self.client.send(command, lambda reply: self._calls.put(lambda: answered(reply)))
+        except StoreError:
+            pass  # the connection is over for good, and `lost` is in the queue
+
+    # The connection
+
+    def _state(self, state: State) -> None:
+        if state.what == "connected" and self.participant is None:
+            self._begin()
+            return
+        closed = self._round is not None and self._round.phase == CLOSED
+        if state.what == "lost" and not closed:
+            self._lose(state.why)
+        elif state.what == "refused":
+            self._refused(state.at)
+        elif state.what == "connected":
+            self._refused_since = None
+            self._step(happen.Connected())
+        elif state.what == "disconnected":
+            self._step(happen.Disconnected())
+
+    def _begin(self) -> None:
+        assert self.client is not None
+        welcome = self.client.welcome
+        self.client.grace = self.options.store_grace
+        options = self.options if welcome is None else _with_linger(self.options, welcome.linger)
+        self.participant = Participant(self.info, options)
+        self.waiting = "joining"
+        for action in self.participant.start(clock()):
+            self._act(action)
+        if self._leaving:
+            self._step(happen.Leave(self._leaving))
+
+    def _refused(self, at: float) -> None:
+        self._step(happen.Refused(at))
+        welcome = self.client.welcome if self.client is not None else None
+        closed = self._round is not None and self._round.phase == CLOSED
+        if welcome is None or welcome.durable or closed:
+            return
+        self._refused_since = self._refused_since or at
+        if at - self._refused_since >= min(REFUSED_PATIENCE, self.options.store_grace):
+            self._lose(
+                f"the store at {self.settings.where} has ended, and what it held with it: it kept no journal "
+                "(a separate phalanx store --journal FILE lets jobs outlive their store)"
+            )
+
+    def _lose(self, why: str) -> None:
+        if self.participant is None:
+            self._end(End("connect", why, None))
+        else:
+            self._step(happen.StoreLost(why))
+
+    def _notice(self, notice: Notice) -> None:
+        entries = [change.entry for change in notice.changes if not change.deleted]
+        if notice.watch == STATUS:
+            self._learn_status(tuple(entries))
+        elif notice.watch >= MEETING:
+            self._meet(notice.watch - MEETING, tuple(entries))
+        else:
+            self._step(happen.Noticed(notice))
+
+    # Rounds
+
+    @property
+    def _round(self) -> Round | None:
+        return self.participant.round if self.participant is not None else None
+
+    def _shared(self, number: int) -> str:
+        return shared_prefix(self.settings.run_id, number)
+
+    def _prepare(self, start: Start) -> None:
+        """A round is active with this node in it: find or make the place where its workers meet."""
+        number = start.round.number
+        if Failure.read(start.round.cause[2]).final:  # the job is being closed for it; nobody starts again
+            self._calls.put(lambda: self._step(happen.WorkersStopped(number)))
+            return
+        self._coming = start
+        key = self._shared(number) + "meeting"
+        if start.rank:
+            self._send(Watch(MEETING + number, key), lambda reply: self._meet(number, reply.entries))
+            return
+        address = self.info.addr
+        try:
+            served, port = self.open_meeting(address)
+        except OSError as error:
+            text = f"cannot serve the workers' store on {address}: {error}; name another with --local-addr"
+            self._report(number, Failure(text, final="a wrong address stays wrong"), start)
+            self._calls.put(lambda: self._step(happen.WorkersStopped(number)))
+            return
+        old = (Delete(self._shared(number - 1), prefix=True),)
+        self._send(Txn((), (Put(key, f"{address} {port}".encode()),), old))
+        self._hand(start, address, port, served)
+
+    def _meet(self, number: int, entries: tuple[Any, ...]) -> None:
+        start = self._coming
+        if start is not None and start.round.number == number and entries:
+            address, _, port = entries[0].value.decode().rpartition(" ")
+            self._send(Unwatch(MEETING + number))
+            self._hand(start, address, int(port), None)
+
+    def _hand(self, start: Start, address: str, port: int, served: Any) -> None:
+        self._coming, self._handed = None, start
+        self._finished_by = self._show_at = None
+        if self._status_watched:
+            self._status_watched = False
+            self._send(Unwatch(STATUS))
+        self.tell(Formed(start.round, start.rank, address, port, served))
+
+    def _stop(self, stop: Stop) -> None:
+        if self._handed is not None and self._handed.round.number == stop.number:
+            self._tell_over(stop.reason, stop.at_once)
+        else:  # nobody has heard of this round yet
+            self._coming = None
+            self._calls.put(lambda: self._step(happen.WorkersStopped(stop.number)))
+
+    def _look_at_round(self) -> None:
+        """A node that has finished is not told to stop, but has to know when the others start again."""
+        handed, current = self._handed, self._round
+        if handed is None or current is None:
+            return
+        if current.number != handed.round.number and current.phase != CLOSED:
+            self._tell_over(current.reason, at_once=False)
+        if Failure.read(current.cause[2]).final and current.phase != CLOSED and not self._closing:
+            self._closing = True
+            self.close(current.reason)
+
+    def _tell_over(self, reason: str, at_once: bool) -> None:
+        assert self._handed is not None
+        number = self._handed.round.number
+        if self._over_told == number and not at_once:
+            return
+        self._over_told = number
+        self._finished_by = None
+        self._idle_since, self._show_at = clock(), None
+        drained = self._round is not None and self.info.id in self._round.out
+        self.tell(Over(self._handed.round, self._round, reason, at_once, drained))
+        if self.participant is None or self.participant.running is None:
+            self._handed = None
+
+    def _report(self, number: int, failure: Failure, start: Start | None = None) -> None:
+        start = start or self._handed
+        if start is None or start.round.number != number:
+            return  # of a round that everybody knows to be over
+        prefix, node = self.options.prefix, self.info.id
+        mine = When(f"{prefix}node/{node}", "create", start.round.members[start.rank].incarnation)
+        result = Put(f"{prefix}result/{number}/{node}", encode(Result(False, failure.text())))
+        self._send(Txn((mine,), (result,)))
+
+    def _finish(self, number: int, timeout: float) -> None:
+        # The host stays as long as it takes: the others could not finish without their store.
+        self._finished_by = None if self.hosting else clock() + timeout
+        self._step(happen.WorkersEnded(number, True))
+
+    def _leave(self, reason: str) -> None:
+        self._leaving = reason
+        if self.participant is None:
+            self._end(End("left", reason, None))
+        else:
+            self._step(happen.Leave(reason))
+
+    # Telling
+
+    def _next_show(self) -> float:
+        return self._idle_since + SHOW_AFTER if self._show_at is None else self._show_at
+
+    def _learn_status(self, entries: tuple[Any, ...]) -> None:
+        if entries:
+            self.waiting = entries[0].value.decode(errors="replace")
+
+    def _reason(self) -> str:
+        if self.participant is not None and self.participant.leading:
+            self.waiting = self.participant.reason
+        return self.waiting
+
+    def _end(self, end: End) -> None:
+        if not self.ended.is_set():
+            self.ended.set()
+            self.tell(Ended(end, self._handed.round if self._handed else None))
+
+    def _say_goodbye(self) -> None:
+        """Take our key away, so that nobody waits for our lease; the host stays until all have done so."""
+        client = self.client
+        if client is None or client.lost is not None or self.participant is None:
+            return
+        if self.participant.lease:
+            self._send(Revoke(self.participant.lease))
+        if not self.hosting:
+            return
+        end = clock() + FAREWELL
+        nodes = self.options.prefix + "node/"
+        changed = threading.Event()
+        try:
+            client.watch(nodes, lambda notice: changed.set(), prefix=True)
+            while clock() < end and client.request(Get(nodes, prefix=True), FAREWELL).entries:
+                changed.wait(max(0.0, end - clock()))
+                changed.clear()
+        except StoreError:
+            pass  # a courtesy
+
+
+def shared_prefix(run_id: str, number: int) -> str:
+    """Where the nodes of a round tell each other what is only theirs; apart from what the leader watches."""
+    return f"shared/{run_id}/{number}/"
+
+
+def _with_linger(options: Options, linger: float) -> Options:
+    from dataclasses import replace
+
+    return replace(options, linger=linger)

@@ -1,0 +1,159 @@
+"""What an elastic rendezvous was asked for: the store's address, this node's name, and how long things may take.
+
+The one who hosts the store is found by binding: whoever can listen on the endpoint's address does, and everybody
+else is a client. `is_host` in --rdzv-conf overrules that. Addresses are looked up forwards only.
+"""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.core.rounds import NodeInfo, Options
+from phalanx.errors import StoreError, UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phalanx.rendezvous.handler import RendezvousParameters
+    from phalanx.store.server import Server
+    from phalanx.store.token import Token
+
+DEFAULT_PORT = 29400
+DEFAULT_TTL = 6.0
+_POSITIONS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # this node's index at its scheduler
+
+
+class Settings:
+    """Everything about this node's part in the rendezvous, checked."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        from phalanx.rendezvous.address import parse_rendezvous_endpoint
+
+        self.backend = params.backend
+        self.endpoint = params.endpoint
+        self.host, self.port = parse_rendezvous_endpoint(params.endpoint.partition(",")[0], DEFAULT_PORT)
+        if self.port == 0:
+            raise UsageError(f"--rdzv-endpoint {params.endpoint}: nodes can only meet at a port all know, not 0")
+        self.params = params
+        self.run_id = params.run_id
+        self.local_addr = params.local_addr
+        self.is_host = params.get_as_bool("is_host")
+        self.linger = _seconds(params, "linger", 1.0)
+        self.name = str(params.get("name") or os.uname().nodename)
+        self.rank = params.get_as_int("rank", -1) or 0
+        self.journal: str | None = params.get("journal")
+        beats, tries = params.get("keep_alive_interval"), params.get("keep_alive_max_attempt")
+        ttl = DEFAULT_TTL
+        if beats is not None or tries is not None:
+            ttl = _seconds(params, "keep_alive_interval", 5.0) * (params.get_as_int("keep_alive_max_attempt", 3) or 3)
+        self.options = Options(
+            min_nodes=params.min_nodes,
+            max_nodes=params.max_nodes,
+            join_timeout=_seconds(params, "join_timeout", _seconds(params, "timeout", 600.0)),
+            last_call=_seconds(params, "last_call_timeout", 2.0),
+            settle=_seconds(params, "settle", 0.2),
+            ttl=_seconds(params, "ttl", ttl),
+            linger=self.linger,
+            store_grace=_seconds(params, "store_grace", 60.0),
+            prefix=f"job/{self.run_id}/",
+        )
+        if self.options.ttl <= self.linger:
+            raise UsageError(
+                f"--rdzv-conf ttl={self.options.ttl:g}: a lease must last longer than linger={self.linger:g} s"
+            )
+
+    @property
+    def where(self) -> str:
+        """The endpoint as people write it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def node(self, slots: int, role: str, environ: Mapping[str, str] = os.environ) -> NodeInfo:
+        """This node, under an id that no other incarnation of it has."""
+        position = next((environ[v] for v in _POSITIONS if environ.get(v, "").isdigit()), "-1")
+        unique = f"{self.name}.{os.getpid()}.{os.urandom(3).hex()}"
+        return NodeInfo(unique, self.name, self.address(), slots, role, self.rank, int(position))
+
+    def address(self) -> str:
+        """The address that others reach this node by: given, or that of the interface towards the endpoint."""
+        return self.local_addr or _source_address(self.host, self.port)
+
+    def addresses(self) -> list[str]:
+        """What the endpoint's name stands for, for people."""
+        import socket
+
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            return [f"{self.host} (no address: {error.strerror})"]
+        return list(dict.fromkeys(str(address[4][0]) for address in found))
+
+
+def _seconds(params: RendezvousParameters, key: str, default: float) -> float:
+    value = params.get(key)
+    if value is None:
+        return default
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"--rdzv-conf {key}={value}: use a number of seconds, 0 or more")
+    return seconds
+
+
+def _source_address(host: str, port: int) -> str:
+    """The address this machine would use towards the endpoint; connecting a datagram socket sends nothing."""
+    import socket
+
+    # The second is from the block for documentation: nobody is there, but the way to it is the default route.
+    for target in (host, "192.0.2.1"):
+        try:
+            family, kind, proto, _, where = socket.getaddrinfo(target, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, proto) as probe:
+                probe.connect(where)
+                found = str(probe.getsockname()[0])
+        except OSError:
+            continue
+        if not _is_loopback(found) or _names_loopback(host):
+            return found
+    return os.uname().nodename
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _names_loopback(host: str) -> bool:
+    """Whether the endpoint was meant to be this machine only."""
+    return host == "localhost" or _is_loopback(host)
+
+
+def open_server(settings: Settings, token: Token | None) -> Server | None:
+    """The embedded store, if this node is the one to host it."""
+    import errno
+
+    from phalanx.store.server import Server
+
+    if settings.is_host is False:
+        return None
+    host = settings.host
+    if not _names_loopback(host) and all(map(_is_loopback, settings.addresses())):
+        # Many systems give a machine's own name a loopback address; the others know it by another one.
+        host = "0.0.0.0"
+    try:
+        return Server(host, settings.port, token=token, linger=settings.linger, journal=settings.journal)
+    except StoreError as error:
+        cause = error.__cause__
+        number = cause.errno if isinstance(cause, OSError) else None
+        elsewhere = number in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) or _unresolved(cause)
+        if settings.is_host or not elsewhere:
+            raise
+        return None
+
+
+def _unresolved(error: BaseException | None) -> bool:
+    """A name that does not resolve yet: whoever has it will host the store, and clients try again."""
+    import socket
+
+    return isinstance(error, socket.gaierror)

@@ -1,0 +1,391 @@
+"""Warm workers: forked from a Python that has imported what they need, and parked ahead of a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.conftest import HUNG, gone, wait_until
+
+from phalanx.agent.warmth import Warmth
+from phalanx.processes.learned import Learned
+from phalanx.processes.spawner import Exit, Job, Spawner, Stopped
+
+# Modules of the standard library that no helper needs for itself.
+HEAVY = ["sqlite3", "xml.dom.minidom", "decimal"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run_one(spawner: Spawner, script: Path, *args: str, rank: int = 0) -> int:
+    """Run one worker to its end; its exit code."""
+    job = Job(rank, program=("script", str(script), list(args)))
+    spawner.spawn([job], os.environ)
+    return ends(spawner, 1)[0].code
+
+
+def ends(spawner: Spawner, count: int) -> list[Exit]:
+    found: list[Exit] = []
+    while len(found) < count:
+        found += [event for event in spawner.events(HUNG) if isinstance(event, Exit)]
+    return found
+
+
+@pytest.fixture
+def helpers() -> Iterator[Any]:
+    made: list[Spawner] = []
+
+    def make(**kwargs: Any) -> Spawner:
+        made.append(Spawner("python", **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def script(tmp_path: Path, text: str, name: str = "script.py") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+REPORT = f"import sys, json; json.dump({{m: m in sys.modules for m in {HEAVY}}}, open(sys.argv[1], 'w'))\n"
+
+
+def test_preloaded_modules_are_there_before_the_first_line(helpers: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    spawner = helpers(preload=HEAVY)
+    assert run_one(spawner, script(tmp_path, REPORT), str(out)) == 0
+    assert json.loads(out.read_text()) == dict.fromkeys(HEAVY, True)
+    assert spawner.dropped == []
+
+
+def test_without_a_list_nothing_is_there_early(helpers: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert run_one(helpers(), script(tmp_path, REPORT), str(out)) == 0
+    assert json.loads(out.read_text()) == dict.fromkeys(HEAVY, False)
+
+
+def test_the_users_own_modules_are_never_preloaded(helpers: Any, tmp_path: Path) -> None:
+    """Not even when they are on sys.path and the list names them: edited code is always picked up."""
+    mine = script(tmp_path, "VALUE = 1\n", "my_own_module.py")
+    main = script(tmp_path, "import sys, my_own_module; sys.exit(my_own_module.VALUE)\n")
+    spawner = helpers(preload=["my_own_module"])
+    assert run_one(spawner, main) == 1
+    mine.write_text("VALUE = 22\n")
+    assert run_one(spawner, main) == 22
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "thread"),
+        ("import socket; keep = socket.socket()", "socket"),
+        ("raise RuntimeError('no')", "RuntimeError"),
+        ("import os; os._exit(3)", "ended the process"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended the process"),
+        ("import sys; sys.exit(4)", "SystemExit"),
+    ],
+)
+def test_a_module_that_does_not_suit_a_fork_is_dropped_by_name(
+    text: str, said: str, helpers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real installed package, in a site-packages of its own; the others are still preloaded."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "unsuitable.py").write_text(text + "\n")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    out = tmp_path / "out.json"
+    spawner = helpers(preload=["unsuitable", *HEAVY])
+    assert run_one(spawner, script(tmp_path, REPORT), str(out)) == 0
+    assert json.loads(out.read_text()) == dict.fromkeys(HEAVY, True)
+    assert len(spawner.dropped) == 1
+    assert spawner.dropped[0].startswith("unsuitable: ")
+    assert said in spawner.dropped[0]
+
+
+def test_helpers_that_are_importing_can_be_closed_at_once(
+    helpers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    pid_file = tmp_path / "pid"
+    (packages / "endless.py").write_text(
+        f"import os, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\nwhile True: time.sleep(1)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    spawner = helpers(preload=["endless"])
+    wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the import")
+    spawner.close()
+    assert gone(int(pid_file.read_text()))
+
+
+def test_siblings_differ_where_fresh_processes_would(helpers: Any, tmp_path: Path) -> None:
+    pytest.importorskip("numpy")
+    text = """
+    import json, os, random, sys, tempfile, uuid
+    import numpy
+    fd, name = tempfile.mkstemp()
+    os.unlink(name)
+    values = [random.random(), float(numpy.random.rand()), str(uuid.uuid4()), name, os.urandom(4).hex()]
+    json.dump(values, open(sys.argv[1] + os.environ["RANK"], "w"))
+    """
+    import textwrap
+
+    main = script(tmp_path, textwrap.dedent(text))
+    spawner = helpers(preload=["random", "numpy", "uuid", "tempfile"])
+    jobs = []
+    for rank in range(3):
+        job = Job(rank, program=("script", str(main), [str(tmp_path / "values")]))
+        job.env = {"RANK": str(rank)}
+        jobs.append(job)
+    spawner.spawn(jobs, os.environ)
+    assert all(end.code == 0 for end in ends(spawner, 3))
+    columns = zip(*(json.loads((tmp_path / f"values{rank}").read_text()) for rank in range(3)), strict=True)
+    for column in columns:
+        assert len(set(column)) == 3, column
+
+
+def test_a_worker_records_what_it_imports_and_the_list_is_kept(tmp_path: Path) -> None:
+    main = script(tmp_path, "import sqlite3\n")
+    words = ["run", "--nproc-per-node", "1", "-q", str(main)]
+    command = [sys.executable, "-m", "phalanx", *words]
+    assert subprocess.run(command, timeout=HUNG).returncode == 0
+    known = Learned(["script", str(main)], os.environ).names
+    assert "sqlite3" in known
+    main.write_text("import sys\nsys.exit(40 + ('sqlite3' in sys.modules))\n")
+    assert subprocess.run(command, timeout=HUNG, stderr=subprocess.DEVNULL).returncode == 41
+    off = [*command[:4], "--warm", "off", *command[4:]]
+    assert subprocess.run(off, timeout=HUNG, stderr=subprocess.DEVNULL).returncode == 40
+
+
+def test_a_list_belongs_to_one_script_and_one_set_of_packages(tmp_path: Path) -> None:
+    first = Learned(["script", str(tmp_path / "a.py")], os.environ)
+    first.add(["decimal", "decimal", "bad name", "json"])
+    first.save()
+    assert Learned(["script", str(tmp_path / "a.py")], os.environ).names == ["decimal", "json"]
+    assert Learned(["script", str(tmp_path / "b.py")], os.environ).names == []
+    assert Learned(["script", str(tmp_path / "a.py"), "-O"], os.environ).names == []
+    assert first.path is not None
+    Path(first.path).write_bytes(Path(first.path).read_bytes()[:-5])
+    assert Learned(["script", str(tmp_path / "a.py")], os.environ).names == []
+
+
+# -- parked processes -------------------------------------------------------------------------------
+
+
+def parked(spawner: Spawner, count: int) -> None:
+    def there() -> bool:
+        spawner.events(0)
+        return spawner.parked == count
+
+    wait_until(there, f"{count} parked processes")
+
+
+PID = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(f'{os.getpid()} {os.getpriority(0, 0)}')\n"
+
+
+def zygote_children(spawner: Spawner) -> set[int]:
+    zygote = psutil.Process(spawner.pid).children()[0]
+    return {child.pid for child in zygote.children()}
+
+
+def test_a_parked_process_becomes_the_worker(helpers: Any, tmp_path: Path) -> None:
+    spawner = helpers()
+    spawner.park(2)
+    parked(spawner, 2)
+    waiting = zygote_children(spawner)
+    assert len(waiting) == 2
+    jobs = []
+    for rank in range(3):  # one more than there are
+        job = Job(rank, program=("script", str(script(tmp_path, PID)), [str(tmp_path / "pid")]))
+        job.env = {"RANK": str(rank)}
+        jobs.append(job)
+    pids = spawner.spawn(jobs, os.environ)
+    assert all(end.code == 0 for end in ends(spawner, 3))
+    assert waiting < set(pids.values())
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    for rank in range(3):
+        assert (tmp_path / f"pid{rank}").read_text() == f"{pids[rank]} {own}"
+
+
+def test_parked_processes_are_not_part_of_a_group(helpers: Any, tmp_path: Path) -> None:
+    """A stop is complete although they are there, and they outlive it."""
+    spawner = helpers()
+    sleeper = script(tmp_path, "import threading; threading.Event().wait()\n")
+    spawner.spawn([Job(0, program=("script", str(sleeper), []))], os.environ)
+    spawner.park(1)
+    parked(spawner, 1)
+    spawner.stop(signal.SIGTERM, HUNG)
+    events: list[Any] = []
+    while not any(isinstance(event, Stopped) for event in events):
+        events += spawner.events(HUNG)
+    assert len(zygote_children(spawner)) == 1
+
+
+def test_a_parked_process_that_dies_is_forgotten(helpers: Any, tmp_path: Path) -> None:
+    spawner = helpers()
+    spawner.park(1)
+    parked(spawner, 1)
+    (pid,) = zygote_children(spawner)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: gone(pid), "its end")
+    assert run_one(spawner, script(tmp_path, "import sys; sys.exit(6)\n")) == 6
+
+
+def test_parked_processes_end_with_the_helpers(helpers: Any) -> None:
+    spawner = helpers()
+    spawner.park(2)
+    parked(spawner, 2)
+    waiting = zygote_children(spawner)
+    spawner.close()
+    assert all(gone(pid) for pid in waiting)
+
+
+def test_a_warm_up_runs_in_the_parked_process_and_its_descriptors_stay(
+    helpers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a device would: opened before the hand-over, used after it."""
+    (tmp_path / "warm_up_hook.py").write_text(
+        "import os\nfds = []\n"
+        "def warm():\n"
+        "    fds.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(30))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    main = script(
+        tmp_path,
+        "import os, sys, warm_up_hook\n"
+        "assert len(warm_up_hook.fds) == 30\n"
+        "for fd in warm_up_hook.fds: assert os.readlink(f'/proc/self/fd/{fd}') == '/dev/null', fd\n"
+        "sys.exit(9)\n",
+    )
+    spawner = helpers()
+    spawner.park(1, "warm_up_hook:warm")
+    parked(spawner, 1)
+    assert run_one(spawner, main) == 9
+
+
+def test_a_warm_up_that_fails_is_not_tried_for_ever(helpers: Any, tmp_path: Path) -> None:
+    spawner = helpers()
+    assert run_one(spawner, script(tmp_path, "import sys; sys.exit(5)\n")) == 5
+    for _ in range(6):
+        spawner.park(1, "no_such_module:warm")
+    wait_until(lambda: not zygote_children(spawner), "the end of the failed ones")
+    assert run_one(spawner, script(tmp_path, "import sys; sys.exit(6)\n")) == 6
+
+
+# -- through the command ----------------------------------------------------------------------------
+
+
+KILLED_ONCE = """
+import os, sys, threading
+with open(sys.argv[1], "a") as log:
+    log.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {os.getpid()}\\n")
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("mode", ["off", "auto", "standby"])
+def test_a_killed_worker_comes_back(mode: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    main = script(tmp_path, KILLED_ONCE)
+    words = ["run", "--warm", mode, "--nproc-per-node", "2", "--max-restarts", "1", "-q", str(main), str(log)]
+    job = subprocess.Popen([sys.executable, "-m", "phalanx", *words])
+    try:
+        wait_until(lambda: log.exists() and len(log.read_text().splitlines()) == 2, "both workers")
+        victim = int(log.read_text().split()[1])
+        if mode == "standby":
+            agent = psutil.Process(job.pid)
+            wait_until(lambda: len(agent.children(recursive=True)) >= 6, "parked processes")
+        os.kill(victim, signal.SIGKILL)
+        assert job.wait(HUNG) == 0
+    finally:
+        job.kill()
+        job.wait()
+    assert sorted(line.split()[0] for line in log.read_text().splitlines()) == ["0", "0", "1", "1"]
+
+
+RESTARTS = pytest.mark.parametrize(
+    "times", [pytest.param(20, id="few"), pytest.param(1000, id="many", marks=pytest.mark.long)]
+)
+
+
+@RESTARTS
+def test_many_warm_starts_leak_nothing(times: int, helpers: Any, tmp_path: Path) -> None:
+    """The same result every time, and the zygote neither grows nor keeps descriptors."""
+    spawner = helpers(preload=HEAVY)
+    main = script(tmp_path, "import decimal, sys\nsys.exit(int(decimal.Decimal('6') * 7))\n")
+    assert run_one(spawner, main) == 42
+    zygote = psutil.Process(spawner.pid).children()[0]
+    memory, fds = zygote.memory_info().rss, zygote.num_fds()
+    for turn in range(times):
+        if turn % 3 == 0:
+            spawner.park(1)
+        assert run_one(spawner, main) == 42
+    parked_now = len(zygote_children(spawner))
+    assert zygote.num_fds() <= fds + parked_now
+    assert zygote.memory_info().rss < memory + (8 << 20)
+
+
+def test_warmth_keeps_the_better_helpers_for_the_next_start(tmp_path: Path) -> None:
+    """Bare helpers first; a second set with the learned list in the background; the restart takes it."""
+    learned = Learned(["script", str(tmp_path / "s.py")], os.environ)
+    warmth = Warmth("python", "auto", learned)
+    try:
+        first = warmth.take("python")
+
+        class Context:
+            nprocs = 1
+
+            def imported(self) -> list[str]:
+                return [f"sqlite3.extra{n}" for n in range(30)] + HEAVY
+
+        warmth.started(0.0)
+        due = warmth.due()
+        assert due is not None
+        warmth.look(Context(), due)  # type: ignore[arg-type]
+        second = warmth.take("python")
+        assert second is not first
+        assert second is not None
+        assert set(HEAVY) <= set(second.preload)
+        out = tmp_path / "out.json"
+        assert run_one(second, script(tmp_path, REPORT), str(out)) == 0
+        assert json.loads(out.read_text()) == dict.fromkeys(HEAVY, True)
+    finally:
+        warmth.close()
+
+
+def test_threads_that_end_at_a_fork_are_no_obstacle(helpers: Any, tmp_path: Path) -> None:
+    """OpenBLAS keeps a pool of threads, and ends it when the process forks: numpy may be preloaded."""
+    pytest.importorskip("numpy")
+    env = {"OPENBLAS_NUM_THREADS": "4"}
+    os.environ.update(env)
+    try:
+        spawner = helpers(preload=["numpy"])
+        text = "import sys\nready = 'numpy' in sys.modules\nimport numpy\n"
+        text += "x = numpy.ones((300, 300))\nassert (x @ x)[0, 0] == 300\nsys.exit(30 + ready)\n"
+        assert run_one(spawner, script(tmp_path, text)) == 31
+        assert spawner.dropped == []
+    finally:
+        for name in env:
+            del os.environ[name]
+
+
+def test_signal_handlers_of_a_forked_worker_are_pythons_own(helpers: Any, tmp_path: Path) -> None:
+    text = "import signal, sys\nok = signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+    text += "ok = ok and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+    text += "ok = ok and signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL\nsys.exit(int(ok))\n"
+    assert run_one(helpers(), script(tmp_path, text)) == 1
