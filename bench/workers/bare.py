@@ -1,6 +1,5 @@
 """The bare worker: stamps its first line, then does what its first argument says. Imports next to nothing.
 
-exit   ends at once
 wait   stays; SIGTERM and SIGUSR1 are stamped and end it
 child  as wait, with a child of its own; rank 0 ends with code 1 on SIGUSR2
 print  prints a time stamp now and then, without flushing, for the number of times in the second argument
@@ -11,6 +10,7 @@ import time
 FIRST = time.monotonic()  # the first line of user code; everything below comes after the measurement
 
 import os  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 
 
@@ -29,11 +29,8 @@ def ended(number: int, _frame: object) -> None:
 
 EVENTS = os.open(os.environ["BENCH_EVENTS"], os.O_WRONLY)
 mode = sys.argv[1]
-if mode != "exit":
-    import signal
-
-    for sig in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(sig, ended)
+for sig in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(sig, ended)
 if mode == "child":
     child = os.posix_spawn("/bin/sleep", ["sleep", "1000"], os.environ)
     tell(f"child-{child}", FIRST)

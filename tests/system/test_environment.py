@@ -88,6 +88,7 @@ CASES = [
     Case("python-exec", "--nproc-per-node 1 {s}", {"PYTHON_EXEC": sys.executable}),
     Case("signals", "--signals-to-handle SIGTERM,SIGINT {s}"),
     Case("monitor", "--monitor-interval 0.5 --start-method fork {s}"),
+    Case("events", "{n} --event-log-handler console {s}", workers=2),
     Case("stale", "{s}", {"RANK": "9", "WORLD_SIZE": "9", "LOCAL_RANK": "9", "MASTER_ADDR": "nowhere"}),
 ]  # fmt: skip
 
@@ -191,7 +192,9 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     codes = dict(json.loads(line) for line in told.stdout.splitlines())
     bad = {name: Path(job["log"]).read_text() for job in jobs if codes[name := job["name"]] != 0}
     assert not bad, f"torchrun itself failed: {bad}"
-    return {case.name: dumped(place.root / "torchrun" / case.name, case.workers) for case in CASES}
+    made = {case.name: dumped(place.root / "torchrun" / case.name, case.workers) for case in CASES}
+    console = next(Path(job["log"]) for job in jobs if job["name"] == "events")
+    return {**made, "console": status_events(console.read_text())}
 
 
 def differences(theirs: dict[str, str], ours: dict[str, str], job: dict[str, Any]) -> list[str]:
@@ -235,6 +238,23 @@ def strip(what: dict[str, Any]) -> dict[str, Any]:
     text = json.dumps(what)
     text = re.sub(r'"/[^"]*/scripts', '"scripts', text)
     return dict(json.loads(re.sub(r"(/bin/python)[\d.]*", r"\1", text)))
+
+
+def status_events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith('{"name"')]
+
+
+@needs_torch
+@pytest.mark.timeout(300)
+def test_events_have_torchs_names(torchrun: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+    ended = run("--nproc-per-node", "2", "--event-log-handler", "console", script(tmp_path, ""))
+    ours, theirs = status_events(ended.err), torchrun["console"]
+    assert [(e["name"], e["source"]) for e in ours] == [(e["name"], e["source"]) for e in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        assert mine["metadata"].keys() >= other["metadata"].keys()
+        packed, torchs = (json.loads(event["metadata"]["metadata"]) for event in (mine, other))
+        assert packed.keys() == torchs.keys()
 
 
 @needs_torch

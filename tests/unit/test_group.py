@@ -31,6 +31,7 @@ from phalanx.core.messages import (
     ReportFailure,
     Round,
     RoundFailed,
+    RoundOver,
     RoundReady,
     Signal,
     Start,
@@ -117,6 +118,7 @@ EVENTS: list[messages.Event] = [
     Start(),
     RoundReady(Round(9)),
     RoundFailed("error", "x"),
+    RoundOver(1, "x"),
     Started((1,)),
     StartFailed("x"),
     WorkerFailed("x", 1),
@@ -237,7 +239,7 @@ class World:
         self.round = 0
         self.join = self.start = self.stop = self.barrier = False
         self.alive = False
-        self.unkillable = False
+        self.unkillable = self.kill = False
         self.failed: dict[int, int] = {}
         """Rounds known to have failed, with the attempt that followed."""
         self.wake: float | None = None
@@ -280,6 +282,7 @@ class World:
             case StopWorkers():
                 assert command.grace >= 0
                 self.stop = True
+                self.kill = self.kill and (command.sig, command.grace) != (signal.SIGKILL, 0.0)
             case EnterBarrier():
                 self.barrier = True
             case WakeAt():
@@ -305,9 +308,19 @@ class World:
         if self.wake is not None:
             pick += [self.tick] * 4
         pick += [lambda: self.post(MembershipChanged(waiting=1)), self.peer_failed, self.peer_failed]
+        pick.append(self.round_over)
         if self.random.random() < 0.1:
             pick.append(lambda: self.post(Signal(signal.SIGTERM)))
         return pick
+
+    def round_over(self) -> None:
+        """The rendezvous ends a round, perhaps an old one, perhaps without time for a grace."""
+        at_once = self.random.random() < 0.5
+        number = self.round - self.random.choice([0, 0, 1])
+        dying = self.state.phase in (Phase.REFORMING, Phase.CLEARING, Phase.ENDING)
+        self.kill = at_once and (dying or number == self.round) and (self.alive or self.stop)
+        self.post(RoundOver(number, "lost c", at_once))
+        assert not self.kill, "what must not live on is killed"
 
     def peer_failed(self) -> None:
         """News of the round at hand, of the one that others are already in, or once more of an old one."""

@@ -25,7 +25,8 @@ from phalanx.errors import (
     RendezvousTimeoutError,
 )
 from phalanx.rendezvous.address import free_port
-from phalanx.rendezvous.static import StaticInfo, StaticRendezvous
+from phalanx.rendezvous.static import StaticRendezvous
+from phalanx.rendezvous.static_watch import StaticInfo
 from phalanx.store.torch_client import TorchStoreClient
 from tests.conftest import HUNG
 

@@ -14,7 +14,9 @@ The rules:
   already known to have failed (`void`) is the same incident. The node that fails first decides,
   because only it knows the exit code and the error; the others follow its verdict. `final` beats
   "restart" wherever the two meet, and is obeyed at any time.
-- Membership changes use no restart. They matter only for the round at hand; older ones are stale.
+- Membership changes use no restart. They matter only for the round at hand; older ones are stale. A
+  rendezvous that decides for all nodes says so with `RoundOver`, which also brings back a node that has
+  finished: the others need it. `at_once` kills, also where a stop with a grace is under way.
 - All workers succeeded: exit barrier, then the end. Nothing that happens in the barrier can fail the
   job except another node's failure, which re-forms this node too: the others need it.
 - A signal stops the workers with that very signal, then the node leaves the rendezvous without
@@ -49,6 +51,7 @@ from phalanx.core.messages import (
     PeerFailed,
     Round,
     RoundFailed,
+    RoundOver,
     RoundReady,
     Signal,
     Start,
@@ -126,18 +129,23 @@ MOVES: Mapping[Phase, Row] = {
         Stopped: (moves.on_stopped, (JOINING, DONE)),
         PeerFailed: (moves.on_peer_failed, (REFORMING, ENDING)),
         Signal: (moves.on_signal, (ENDING,)),
+        RoundOver: (moves.on_round_over, (REFORMING,)),
     },
     CLEARING: {
         Stopped: (moves.on_stopped, (STARTING, WAITING, DONE)),
         MembershipChanged: (moves.on_membership, (REFORMING, CLEARING)),
         PeerFailed: (moves.on_peer_failed, (REFORMING, CLEARING, ENDING)),
         Signal: (moves.on_signal, (ENDING,)),
+        RoundOver: (moves.on_round_over, (REFORMING, CLEARING)),
+        RoundFailed: (moves.on_round_failed, (ENDING,)),
     },
     WAITING: {
         Tick: (moves.on_tick, (STARTING, WAITING)),
         MembershipChanged: (moves.on_membership, (JOINING, WAITING)),
         PeerFailed: (moves.on_peer_failed, (JOINING, WAITING, DONE)),
         Signal: (moves.on_signal, (DONE,)),
+        RoundOver: (moves.on_round_over, (JOINING, WAITING)),
+        RoundFailed: (moves.on_round_failed, (DONE,)),
     },
     STARTING: {
         **_UP,
@@ -145,21 +153,28 @@ MOVES: Mapping[Phase, Row] = {
         StartFailed: (moves.on_start_failed, (JOINING, DONE)),
         MembershipChanged: (moves.on_membership, (REFORMING, STARTING)),
         PeerFailed: (moves.on_peer_failed, (REFORMING, STARTING, ENDING)),
+        RoundOver: (moves.on_round_over, (REFORMING, STARTING)),
+        RoundFailed: (moves.on_round_failed, (ENDING,)),
     },
     RUNNING: {
         **_UP,
         MembershipChanged: (moves.on_membership, (REFORMING, RUNNING)),
         PeerFailed: (moves.on_peer_failed, (REFORMING, RUNNING, ENDING)),
+        RoundOver: (moves.on_round_over, (REFORMING, RUNNING)),
+        RoundFailed: (moves.on_round_failed, (ENDING,)),
     },
     BARRIER: {
         BarrierDone: (moves.on_barrier_done, (DONE, BARRIER)),
         PeerFailed: (moves.on_peer_failed, (JOINING, BARRIER, DONE)),
         Signal: (moves.on_signal, (DONE,)),
+        RoundOver: (moves.on_round_over, (JOINING, BARRIER)),
+        RoundFailed: (moves.on_round_failed, (DONE,)),
     },
     ENDING: {
         Stopped: (moves.on_stopped, (DONE,)),
         PeerFailed: (moves.on_peer_failed_late, (ENDING,)),
         Signal: (moves.on_signal, (ENDING,)),
+        RoundOver: (moves.on_round_over, (ENDING,)),
     },
     DONE: {},
 }
@@ -172,7 +187,7 @@ would be taken for news of the next ones, so there it is illegal."""
 
 LATE: Mapping[Phase, frozenset[type[Any]]] = {
     NEW: frozenset(),
-    JOINING: _WATCHDOGS | {MembershipChanged},
+    JOINING: _WATCHDOGS | {MembershipChanged, RoundOver},
     REFORMING: _WATCHDOGS | _EXITS | {MembershipChanged},
     CLEARING: _WATCHDOGS | _EXITS,
     WAITING: _WATCHDOGS - {Tick},
@@ -180,7 +195,9 @@ LATE: Mapping[Phase, frozenset[type[Any]]] = {
     RUNNING: frozenset({Tick, BarrierDone}),
     BARRIER: (_WATCHDOGS - {BarrierDone}) | {Started, MembershipChanged},
     ENDING: _WATCHDOGS | _EXITS | {MembershipChanged, RoundReady, RoundFailed},
-    DONE: _WATCHDOGS | _EXITS | {MembershipChanged, RoundReady, RoundFailed, Stopped, PeerFailed, Signal},
+    DONE: _WATCHDOGS
+    | _EXITS
+    | {MembershipChanged, RoundOver, RoundReady, RoundFailed, Stopped, PeerFailed, Signal},
 }
 
 

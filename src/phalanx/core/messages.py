@@ -2,7 +2,8 @@
 
 The contract the shell keeps:
 - every `Join` is answered by exactly one `RoundReady` or `RoundFailed`, unless `Leave` or
-  `CloseRendezvous` came first (then an answer may still come, or not);
+  `CloseRendezvous` came first (then an answer may still come, or not); a rendezvous that watches the
+  job may post `RoundFailed` later too: the round was there, and now the job is over for this node;
 - every `StartWorkers` is answered by `Started` or `StartFailed`; after `StartFailed` nothing is alive;
 - a stop, however often its `StopWorkers` is repeated to hurry it, is answered by exactly one
   `Stopped`; also when nothing was alive, and when the start had not finished;
@@ -119,6 +120,15 @@ class MembershipChanged(Record):
     round: int | None = None
 
 
+class RoundOver(Record):
+    """The rendezvous has ended this round and forms the next; nothing failed. `at_once`: this node may have been
+    replaced already, so its workers must not live on, not even for a grace."""
+
+    round: int
+    reason: str
+    at_once: bool = False
+
+
 class PeerFailed(Record):
     """Another node's failure, with its verdict for the job: `final`, or a restart after `delay`."""
 
@@ -170,6 +180,7 @@ Event: TypeAlias = (
     | AllSucceeded
     | Stopped
     | MembershipChanged
+    | RoundOver
     | PeerFailed
     | Signal
     | BarrierDone

@@ -29,6 +29,7 @@ from phalanx.core.messages import (
     ReportFailure,
     Round,
     RoundFailed,
+    RoundOver,
     RoundReady,
     Signal,
     Start,
@@ -284,6 +285,19 @@ def on_membership(state: GroupState, event: MembershipChanged, now: float, polic
     if not causes:
         return _stay(state, "membership is unchanged")
     return _reform(state, now, policy, f"{' and '.join(causes)}; re-forming, which uses no restart")
+
+
+def on_round_over(state: GroupState, event: RoundOver, now: float, policy: GroupPolicy) -> Step:
+    if state.phase in (Phase.REFORMING, Phase.ENDING):
+        if not event.at_once:
+            return _stay(state, f"{event.reason}; the workers are being stopped already")
+        kill = StopWorkers(signal.SIGKILL, 0.0)
+        return _go(state, state.phase, f"{event.reason}; killing what is left", kill, stop_by=now)
+    if event.round != _number(state):
+        return _stay(state, f"the end of round {event.round} is out of date")
+    if event.at_once:
+        policy = policy.replace(stop_signal=signal.SIGKILL, grace=0.0)
+    return _reform(state, now, policy, f"{event.reason}; re-forming, which uses no restart")
 
 
 def on_succeeded(state: GroupState, event: AllSucceeded, now: float, policy: GroupPolicy) -> Step:

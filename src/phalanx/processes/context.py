@@ -22,9 +22,9 @@ import time
 from _thread import RLock
 
 from phalanx.processes.child import ERROR_FILE, TALLY_FD
+from phalanx.processes.result import RunProcsResult, tail_of
 from phalanx.processes.signals import SignalScope
 from phalanx.processes.spawner import Exit, HelpersLost, Job, Place, Spawner, Stopped
-from phalanx.processes.values import ByValue
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,31 +39,6 @@ if TYPE_CHECKING:
 
 _STRAY_GRACE = 2.0  # for what successful workers left running behind them
 _ANSWER = 7.0  # over the grace: the zygote answers before that, or it is not going to
-_TAIL_LINES = 20
-_TAIL_BYTES = 1 << 14
-
-
-class RunProcsResult(ByValue):
-    """How a group ended, by local rank. `stopped`: workers that were ended because of the failures."""
-
-    def __init__(
-        self,
-        return_values: dict[int, Any] | None = None,
-        failures: dict[int, ProcessFailure] | None = None,
-        stdouts: dict[int, str] | None = None,
-        stderrs: dict[int, str] | None = None,
-        *,
-        stopped: dict[int, ProcessFailure] | None = None,
-    ) -> None:
-        self.return_values = return_values if return_values is not None else {}
-        self.failures = failures if failures is not None else {}
-        self.stdouts = stdouts if stdouts is not None else {}
-        self.stderrs = stderrs if stderrs is not None else {}
-        self.stopped = stopped if stopped is not None else {}
-
-    def is_failed(self) -> bool:
-        """Whether any worker failed."""
-        return len(self.failures) > 0
 
 
 class PContext(abc.ABC):
@@ -204,7 +179,7 @@ class PContext(abc.ABC):
         )
         if not any(shown or (filters and combined) for shown, _, _, filters, combined in streams):
             return
-        from phalanx.processes.tee import Tee
+        from phalanx.processes.tee import Containing, Tee
 
         self._tee = Tee(self.name)
         for shown, files, console, filters, combined in streams:
@@ -213,7 +188,7 @@ class PContext(abc.ABC):
                 if shown.get(rank) and console is not None:
                     self._tee.follow(shown[rank], console, prefix)
                 if filters and combined and files.get(rank):
-                    self._tee.follow(files[rank], combined, prefix, line_filter=contains_any(filters))
+                    self._tee.follow(files[rank], combined, prefix, line_filter=Containing(filters))
         self._tee.start()
 
     def _prefix(self, rank: int) -> str:
@@ -484,28 +459,6 @@ def check_ranks(what: str, given: Mapping[int, object], nprocs: int) -> None:
             f"{what}: the local ranks are {sorted(given, key=str)}, but for {nprocs} workers they must be "
             f"{sorted(expected)}"
         )
-
-
-def contains_any(parts: list[str]) -> Callable[[str], bool]:
-    """A line filter: whether any of the substrings is in the line."""
-    return lambda line: any(part in line for part in parts)
-
-
-def tail_of(path: str) -> str:
-    """The last lines of a log file, for the report."""
-    if not path:
-        return ""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            data = file.read(_TAIL_BYTES)
-    except OSError:
-        return ""
-    lines = data.decode("utf-8", "replace").splitlines()
-    if size > _TAIL_BYTES and len(lines) > 1:
-        lines = lines[1:]  # the first one is cut
-    return "\n".join(lines[-_TAIL_LINES:])
 
 
 def _log(message: str) -> None:

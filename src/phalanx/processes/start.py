@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.processes.child import TALLY_FD
 from phalanx.processes.command import BOOTSTRAP, find_program, python_flags, split_python, worker_argv
-from phalanx.processes.context import PContext, RunProcsResult
+from phalanx.processes.context import PContext
+from phalanx.processes.result import RunProcsResult
 from phalanx.processes.spawner import Job, Spawner, interpreter_flags
 
 if TYPE_CHECKING:

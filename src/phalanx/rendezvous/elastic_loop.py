@@ -22,7 +22,7 @@ from phalanx.core import node_events as happen
 from phalanx.core.commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
 from phalanx.core.node_events import End, Send, Start, Stop
 from phalanx.core.participant import Participant
-from phalanx.core.rounds import CLOSED, Result, encode
+from phalanx.core.rounds import CLOSED, NodeInfo, Result, encode
 from phalanx.errors import PhalanxError, StoreError
 from phalanx.rendezvous.elastic_news import Ended, Failure, Formed, Over, Waiting
 from phalanx.rendezvous.elastic_settings import open_server
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.core.commands import Command, Notice, Reply
-    from phalanx.core.rounds import NodeInfo, Options, Round
+    from phalanx.core.rounds import Options, Round
     from phalanx.rendezvous.elastic_news import Happening
     from phalanx.rendezvous.elastic_settings import Settings
     from phalanx.store.client import Client, State
@@ -58,12 +58,15 @@ class Membership:
         self,
         settings: Settings,
         options: Options,
-        info: NodeInfo,
         tell: Callable[[Happening], None],
         open_meeting: Callable[[str], tuple[Any, int]],
+        slots: int = 1,
+        role: str = "default",
     ) -> None:
-        self.settings, self.options, self.info = settings, options, info
+        self.settings, self.options = settings, options
         self.tell, self.open_meeting = tell, open_meeting
+        self._slots, self._role = slots, role
+        self.info = NodeInfo("", settings.name)  # complete once the thread has looked up our address
         self.participant: Participant | None = None
         self.client: Client | None = None
         self.waiting = f"connecting to the store at {settings.where}"
@@ -74,7 +77,7 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="phalanx-membership", daemon=True)
         self._coming: Start | None = None  # a round whose meeting place is not known yet
         self._handed: Start | None = None  # the round that has been told
-        self._over_told: int = 0
+        self._last: Round | None = None  # the round that was told to be over
         self._finished_by: float | None = None
         self._refused_since: float | None = None
         self._leaving = ""
@@ -147,6 +150,7 @@ class Membership:
         from phalanx.rendezvous.elastic_store import connect, find_secret
 
         token = find_secret(self.settings)
+        self.info = self.settings.node(self._slots, self._role)
         if self.settings.backend != "etcd":
             self._server = open_server(self.settings, token)
             if self._server is not None:
@@ -323,6 +327,9 @@ class Membership:
     def _stop(self, stop: Stop) -> None:
         if self._handed is not None and self._handed.round.number == stop.number:
             self._tell_over(stop.reason, stop.at_once)
+        elif self._last is not None and self._last.number == stop.number:
+            if stop.at_once:  # a stop is under way, with a grace that there is no time for any more
+                self.tell(Over(self._last, self._round, stop.reason, True, False))
         else:  # nobody has heard of this round yet
             self._coming = None
             self._calls.put(lambda: self._step(happen.WorkersStopped(stop.number)))
@@ -330,26 +337,21 @@ class Membership:
     def _look_at_round(self) -> None:
         """A node that has finished is not told to stop, but has to know when the others start again."""
         handed, current = self._handed, self._round
-        if handed is None or current is None:
+        if current is None or current.phase == CLOSED:
             return
-        if current.number != handed.round.number and current.phase != CLOSED:
+        if handed is not None and current.number != handed.round.number:
             self._tell_over(current.reason, at_once=False)
-        if Failure.read(current.cause[2]).final and current.phase != CLOSED and not self._closing:
+        if current.cause[2] and not self._closing and (final := Failure.read(current.cause[2]).final):
             self._closing = True
-            self.close(current.reason)
+            self.close(f"workers on {current.cause[1]} failed; not restarted: {final}")
 
     def _tell_over(self, reason: str, at_once: bool) -> None:
         assert self._handed is not None
-        number = self._handed.round.number
-        if self._over_told == number and not at_once:
-            return
-        self._over_told = number
-        self._finished_by = None
-        self._idle_since, self._show_at = clock(), None
+        self._last, self._handed = self._handed.round, None
+        self._finished_by = self._show_at = None
+        self._idle_since = clock()
         drained = self._round is not None and self.info.id in self._round.out
-        self.tell(Over(self._handed.round, self._round, reason, at_once, drained))
-        if self.participant is None or self.participant.running is None:
-            self._handed = None
+        self.tell(Over(self._last, self._round, reason, at_once, drained))
 
     def _report(self, number: int, failure: Failure, start: Start | None = None) -> None:
         start = start or self._handed

@@ -36,9 +36,9 @@ from phalanx.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from phalanx.rendezvous.handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from phalanx.rendezvous.handler import RendezvousHandler, RendezvousStoreInfo
 from phalanx.rendezvous.static_host import StaticHost
-from phalanx.rendezvous.static_watch import Watch, load
+from phalanx.rendezvous.static_watch import StaticInfo, Watch, load
 from phalanx.store.torch_client import TorchStoreClient
 
 TYPE_CHECKING = False
@@ -55,23 +55,6 @@ PREFIX = "phalanx/"
 _LOST_PATIENCE = 60.0  # for node 0 to come back, once a round has run: a restart of it, not its first start
 _REPLY = 30.0  # for an answer that does not depend on other nodes
 _FAREWELL = 2.0  # for the others to hear from node 0 that the job is over
-
-
-class StaticInfo(RendezvousInfo):
-    """A round with its number and the job's count of restarts, the same on every node."""
-
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        world_size: int,
-        where: RendezvousStoreInfo | None,
-        number: int,
-        attempt: int,
-    ) -> None:
-        super().__init__(store, rank, world_size, where)
-        self.round = number
-        self.attempt = attempt
 
 
 class StaticRendezvous(RendezvousHandler):

@@ -1,4 +1,4 @@
-"""Waiting for the end of a static round: one thread, one connection, one key; no polling."""
+"""A static round as its nodes hold it, and waiting for its end: one thread, one connection, one key."""
 
 from __future__ import annotations
 
@@ -6,13 +6,32 @@ import json
 import threading
 
 from phalanx.errors import RendezvousStateError, StoreError
+from phalanx.rendezvous.handler import RendezvousInfo
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.rendezvous.handler import RendezvousStoreInfo
     from phalanx.store.torch_client import TorchStoreClient
+
+
+class StaticInfo(RendezvousInfo):
+    """A round with its number and the job's count of restarts, the same on every node."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        where: RendezvousStoreInfo | None,
+        number: int,
+        attempt: int,
+    ) -> None:
+        super().__init__(store, rank, world_size, where)
+        self.round = number
+        self.attempt = attempt
 
 
 class Watch:

@@ -1,0 +1,365 @@
+"""torch's import paths for agent, rendezvous, utils, launcher and run: the same names, the same shapes.
+
+The installed torch is asked what there is; what is left out on purpose is listed here, with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from phalanx import run
+from phalanx.errors import ChildFailedError, RendezvousError, UsageError
+from tests.conftest import HUNG
+
+ELASTIC = "torch.distributed.elastic"
+MODULES = {
+    f"{ELASTIC}.{name}": f"phalanx.elastic.{name}"
+    for name in (
+        "agent",
+        "agent.server",
+        "agent.server.api",
+        "agent.server.local_elastic_agent",
+        "control_plane",
+        "rendezvous",
+        "rendezvous.api",
+        "rendezvous.c10d_rendezvous_backend",
+        "rendezvous.dynamic_rendezvous",
+        "rendezvous.etcd_rendezvous",
+        "rendezvous.etcd_server",
+        "rendezvous.etcd_store",
+        "rendezvous.registry",
+        "rendezvous.static_tcp_rendezvous",
+        "rendezvous.utils",
+        "utils",
+        "utils.api",
+        "utils.data",
+        "utils.data.cycling_iterator",
+        "utils.data.elastic_distributed_sampler",
+        "utils.distributed",
+        "utils.log_level",
+        "utils.logging",
+        "utils.process_state",
+        "utils.store",
+    )
+} | {
+    "torch.distributed.launcher": "phalanx.launcher",
+    "torch.distributed.launcher.api": "phalanx.launcher.api",
+    "torch.distributed.run": "phalanx.run",
+}
+
+# (torch's module, name) → why it is not here.
+ABSENT = {
+    ("rendezvous.etcd_store", "cas_delay"): "a pause between polls of etcd's v2 API",
+    ("rendezvous.etcd_server", "find_free_port"): "etcd is started by its own command",
+    ("rendezvous.etcd_server", "stop_etcd"): "etcd is started by its own command",
+    ("rendezvous.dynamic_rendezvous", "get_method_name"): "a helper for torch's own log lines",
+    ("utils.data.elastic_distributed_sampler", "T"): "a type variable",
+}
+# Differences in signatures that are meant: (module, qualified name) → why.
+DIFFERENT = {
+    ("launcher.api", "LaunchConfig"): "the default backend is our own; the rest is compared below",
+    ("agent.server.api", "RunResult"): "one more field, at the end: what was stopped because of the failures",
+    ("rendezvous.static_tcp_rendezvous", "StaticTCPRendezvous"): "timeout has a default",
+}
+
+
+@pytest.fixture(scope="module")
+def torch() -> ModuleType:
+    return pytest.importorskip("torch.distributed.elastic")
+
+
+def short(name: str) -> str:
+    return name.removeprefix(ELASTIC + ".").removeprefix("torch.distributed.")
+
+
+def offered(module: ModuleType) -> list[str]:
+    """The public names that a module of torch's defines itself, or says are its interface."""
+    if getattr(module, "__all__", None):
+        return list(module.__all__)
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__ == module.__name__
+    ]
+
+
+def call(value: Any) -> list[tuple[str, Any, Any]] | None:
+    """Name, kind and default of every parameter; annotations are each library's own."""
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return None
+    plain = (str, int, float, bool, tuple, type(None))
+    return [
+        (p.name, p.kind, p.default if isinstance(p.default, plain) else "…")
+        for p in signature.parameters.values()
+    ]
+
+
+@pytest.mark.parametrize("theirs", MODULES)
+def test_every_public_name_is_there(torch: ModuleType, theirs: str) -> None:
+    original = importlib.import_module(theirs)
+    ours = importlib.import_module(MODULES[theirs])
+    missing = [
+        name for name in offered(original) if not hasattr(ours, name) and (short(theirs), name) not in ABSENT
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("theirs", MODULES)
+def test_they_are_called_in_the_same_way(torch: ModuleType, theirs: str) -> None:
+    original = importlib.import_module(theirs)
+    ours = importlib.import_module(MODULES[theirs])
+    different = {}
+    for name in offered(original):
+        key = (short(theirs), name)
+        mine, yours = getattr(ours, name, None), getattr(original, name)
+        if (
+            key in ABSENT
+            or key in DIFFERENT
+            or mine is None
+            or isinstance(yours, type)
+            and issubclass(yours, str)
+        ):
+            continue
+        if callable(yours) and call(mine) != call(yours) and not issubclass_of_exception(yours):
+            different[name] = (call(mine), call(yours))
+    assert not different
+
+
+def issubclass_of_exception(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseException)
+
+
+@pytest.mark.parametrize("theirs", MODULES)
+def test_methods_are_called_in_the_same_way(torch: ModuleType, theirs: str) -> None:
+    original = importlib.import_module(theirs)
+    ours = importlib.import_module(MODULES[theirs])
+    different = {}
+    for name in offered(original):
+        mine, yours = getattr(ours, name, None), getattr(original, name)
+        if not isinstance(yours, type) or mine is None or "etcd" in theirs or not hasattr(mine, "__module__"):
+            continue
+        if mine.__module__ == "phalanx.rendezvous.unsupported":
+            continue  # they cannot be made, so nobody calls their methods
+        for method, function in vars(yours).items():
+            if method.startswith("_") or not (inspect.isfunction(function) or isinstance(function, property)):
+                continue
+            there = getattr(mine, method, None)
+            if there is None:
+                different[f"{name}.{method}"] = "missing"
+            elif inspect.isfunction(function) and call(there) != call(function):
+                different[f"{name}.{method}"] = f"{call(there)} != {call(function)}"
+    for known in KNOWN_METHODS:
+        different.pop(known, None)
+    assert not different
+
+
+# Methods of torch's that are not kept, and why.
+KNOWN_METHODS = {
+    "SimpleElasticAgent.get_event_failed": "events are made by observe.run_log",
+    "SimpleElasticAgent.get_event_succeeded": "events are made by observe.run_log",
+    "SimpleElasticAgent.record_duration": "events are made by observe.run_log",
+}
+
+
+def test_the_list_of_exceptions_is_not_longer_than_it_needs_to_be(torch: ModuleType) -> None:
+    for module, name in ABSENT:
+        theirs = importlib.import_module(f"{ELASTIC}.{module}")
+        assert hasattr(theirs, name), (module, name)
+        assert not hasattr(importlib.import_module(MODULES[theirs.__name__]), name), (module, name)
+
+
+def test_launch_config_has_torchs_fields_in_torchs_order(torch: ModuleType) -> None:
+    from torch.distributed.launcher.api import LaunchConfig as Theirs
+
+    from phalanx.launcher.api import LaunchConfig
+
+    mine, theirs = call(LaunchConfig), call(Theirs)
+    assert mine is not None
+    assert theirs is not None
+    names = [name for name, _, _ in theirs]
+    assert [name for name, _, _ in mine][: len(names)] == names
+    differing = {a[0] for a, b in zip(mine, theirs, strict=False) if a != b}
+    assert differing <= {"rdzv_backend"}
+
+
+def test_no_torch_is_imported_without_need() -> None:
+    names = [name for name in MODULES.values() if not name.endswith("elastic_distributed_sampler")]
+    code = f"import sys, importlib\nfor n in {names!r}: importlib.import_module(n)\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HUNG)
+
+
+def test_what_is_left_out_says_so_when_used() -> None:
+    from phalanx.elastic.rendezvous import (
+        c10d_rendezvous_backend,
+        dynamic_rendezvous,
+        etcd_rendezvous,
+        etcd_store,
+    )
+
+    for use in (
+        lambda: c10d_rendezvous_backend.create_backend(None),
+        lambda: dynamic_rendezvous.create_handler(None, None, None),  # type: ignore[arg-type]
+        lambda: etcd_rendezvous.create_rdzv_handler(None),
+        lambda: etcd_store.EtcdStore(None, "p"),
+    ):
+        with pytest.raises(RendezvousError, match=r"is not supported: .*use rdzv_backend"):
+            use()
+
+
+# -- the small functions ----------------------------------------------------------------------------------
+
+
+def test_macros_variables_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.elastic.utils import get_env_variable_or_raise, get_socket_with_port, macros
+    from phalanx.elastic.utils.distributed import create_c10d_store, get_free_port
+
+    assert macros.substitute(["a${local_rank}", 3, "${other}"], "1") == ["a1", 3, "${other}"]
+    monkeypatch.delenv("NOT_THERE", raising=False)
+    with pytest.raises(ValueError, match="NOT_THERE"):
+        get_env_variable_or_raise("NOT_THERE")
+    monkeypatch.setenv("NOT_THERE", "")
+    assert get_env_variable_or_raise("NOT_THERE") == ""
+    with get_socket_with_port() as sock:
+        assert sock.getsockname()[1] > 0
+    assert 0 < get_free_port() < 65536
+    with create_c10d_store(True, "127.0.0.1", timeout=HUNG) as store:
+        with create_c10d_store(
+            False, "127.0.0.1", store.port, timeout=HUNG, wait_for_workers=False
+        ) as client:
+            client.set("a", "1")
+        assert store.get("a") == b"1"
+    with pytest.raises(ValueError, match="server_port"):
+        create_c10d_store(False, "127.0.0.1")
+
+
+def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    import logging
+
+    from phalanx.elastic.utils.logging import get_log_level, get_logger
+
+    monkeypatch.delenv("LOGLEVEL", raising=False)
+    assert get_log_level() == "WARNING"
+    monkeypatch.setenv("LOGLEVEL", "debug")
+    assert get_logger().name == __name__
+    assert get_logger("some.name").level == logging.DEBUG
+
+
+def test_the_cycling_iterator() -> None:
+    from phalanx.elastic.utils.data import CyclingIterator
+
+    assert list(CyclingIterator(3, lambda epoch: iter([epoch] * epoch), start_epoch=1)) == [1, 2, 2]
+    assert list(CyclingIterator(2, lambda epoch: iter([]))) == []
+
+
+def test_the_sampler_gives_the_same_items_as_torchs(torch: ModuleType) -> None:
+    from torch.distributed.elastic.utils.data import ElasticDistributedSampler as Theirs
+
+    from phalanx.elastic.utils.data import ElasticDistributedSampler
+
+    for replicas, start in ((1, 0), (2, 3), (3, 7), (4, 5)):
+        for rank in range(replicas):
+            mine = ElasticDistributedSampler(range(10), replicas, rank, start)
+            theirs = Theirs(range(10), replicas, rank, start)  # type: ignore[arg-type]
+            for epoch in (0, 5):
+                mine.set_epoch(epoch)
+                theirs.set_epoch(epoch)
+                assert (len(mine), list(mine)) == (len(theirs), list(theirs))
+    # Fewer items left than there are ranks, which torch's own cannot do: each rank still gets one.
+    assert [list(ElasticDistributedSampler(range(10), 4, rank, 9)) for rank in range(4)] == [[9]] * 4
+    with pytest.raises(ValueError, match="start_index=10"):
+        ElasticDistributedSampler(range(10), 2, 0, 10)
+
+
+# -- phalanx.run ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
+    return path
+
+
+def test_the_namespace_has_torchs_attributes(torch: ModuleType) -> None:
+    import torch.distributed.run as theirs
+
+    words = ["--nproc_per_node", "2", "--nnodes=1:2", "-m", "some.module", "--its", "own"]
+    mine, yours = vars(run.parse_args(words)), vars(theirs.parse_args(words))
+    different = {name: (mine.get(name), value) for name, value in yours.items() if mine.get(name) != value}
+    assert not different
+
+
+def test_a_configuration_from_a_namespace(script: Path) -> None:
+    words = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--master-port", "5", "--role", "r"]
+    config, entrypoint, rest = run.config_from_args(run.parse_args([*words, str(script), "--a", "1"]))
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 1)
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.role) == ("static", "h:5", "r")
+    assert config.rdzv_configs["rank"] == 1
+    assert entrypoint == sys.executable
+    assert rest == [str(script), "--a", "1"]
+    with pytest.raises(UsageError, match="no such script"):
+        run.config_from_args(run.parse_args(["no_such_script.py"]))
+
+
+def test_the_small_functions_of_run(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.parse_min_max_nnodes("3") == (3, 3)
+    assert run.parse_min_max_nnodes("1:4") == (1, 4)
+    with pytest.raises(RuntimeError, match="1:2:3"):
+        run.parse_min_max_nnodes("1:2:3")
+    assert run.determine_local_world_size("3") == 3
+    assert run.determine_local_world_size("cpu") in {len(os.sched_getaffinity(0)), os.cpu_count()}
+    for bad in ("many", "0"):
+        with pytest.raises(ValueError, match=f"nproc_per_node={bad}"):
+            run.determine_local_world_size(bad)
+    args = run.parse_args([str(script)])
+    assert run.get_use_env(args)
+    assert run.get_rdzv_endpoint(args) == "127.0.0.1:29500"
+    before = sys.argv
+    try:
+        with pytest.raises(SystemExit) as stop:
+            run.run_script_path(str(script), "4")
+    finally:
+        sys.argv = before
+    assert stop.value.code == 4
+
+
+def test_run_raises_and_main_exits_with_the_workers_code(script: Path) -> None:
+    run.run(run.parse_args([str(script), "0"]))
+    with pytest.raises(ChildFailedError) as failed:
+        run.run(run.parse_args([str(script), "5"]))
+    assert failed.value.get_first_failure()[1].exitcode == 5
+    run.main([str(script), "0"])
+    with pytest.raises(SystemExit) as stop:
+        run.main([str(script), "5"])
+    assert stop.value.code == 5
+    with pytest.raises(SystemExit) as stop:
+        run.main(["--nnodes", "4:2", str(script)])
+    assert stop.value.code == 2
+
+
+def test_python_m_phalanx_run(script: Path) -> None:
+    for code in (0, 6):
+        command = [sys.executable, "-m", "phalanx.run", "--nproc_per_node=1", str(script), str(code)]
+        done = subprocess.run(command, capture_output=True, timeout=HUNG, check=False)
+        assert done.returncode == code
+
+
+def test_phalanx_torchrun(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.launch.torchrun import torchrun_main
+
+    monkeypatch.setattr(sys, "argv", ["phalanx-torchrun", "--standalone", str(script), "3"])
+    assert torchrun_main() == 3
