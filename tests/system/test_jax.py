@@ -30,7 +30,6 @@ assert not [finder for finder in sys.meta_path if type(finder).__name__ == "_Hoo
 # The count and place that the agents would have, not the workers: ours must be asked first.
 os.environ |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "elsewhere", "SLURM_NTASKS": "1"}
 os.environ |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-jax.config.update("jax_enable_preemption_service", False)
 jax.distributed.initialize()
 rank, world = jax.process_index(), jax.process_count()
 assert (rank, world) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])), (rank, world)
@@ -64,7 +63,9 @@ def without_gloo(said: str) -> list[str]:
 def test_no_arguments_collectives_and_a_restart(python: str, tmp_path: Path) -> None:
     path = script(tmp_path, COLLECTIVES)
     words = ("--nproc-per-node", "2", "--max-restarts", "1", path, "killed")
-    assert without_gloo(job(tmp_path / "job", *words, python=python)) == ["psum 3.0"] * 2
+    # The service would catch SIGTERM, and the survivor be waited for as long as the grace period is.
+    env = {"JAX_ENABLE_PREEMPTION_SERVICE": "false"}
+    assert without_gloo(job(tmp_path / "job", *words, python=python, **env)) == ["psum 3.0"] * 2
 
 
 def test_without_the_agents_store_and_below_a_shell(python: str, tmp_path: Path) -> None:

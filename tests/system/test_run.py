@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +15,16 @@ import psutil
 import pytest
 
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.run_helpers import FOREVER, READY, Running, all_gone, plain_environment, run, script
+from tests.system.run_helpers import (
+    FOREVER,
+    PHALANX,
+    READY,
+    Running,
+    all_gone,
+    plain_environment,
+    run,
+    script,
+)
 
 FAIL = "import os, sys\nif os.environ['RANK'] == '{rank}': {how}\nimport time; time.sleep(1000)\n"
 
@@ -55,6 +66,17 @@ def test_exit_code_is_that_of_the_first_to_fail(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     ended = run("--nproc-per-node", "2", script(tmp_path, code))
     assert ended.code == 11, ended
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-", "1>/dev/full", "2>/dev/full"])
+def test_lost_streams_change_no_exit_code(closed: str, tmp_path: Path) -> None:
+    path = script(tmp_path, "import os, sys; os._exit(int(sys.argv[1]))")
+    for code in (0, 3):
+        words = shlex.join([*PHALANX, "--nproc-per-node", "2", path, str(code)])
+        done = subprocess.run(
+            ["sh", "-c", f"{words} {closed}"], env=plain_environment(), timeout=HUNG, check=False
+        )
+        assert done.returncode == code
 
 
 def test_success_says_one_line_at_the_start_and_one_at_the_end(tmp_path: Path) -> None:
@@ -100,6 +122,7 @@ def test_verbose_says_why(tmp_path: Path) -> None:
         (["nosuchscript.py"], "nosuchscript.py"),
         (["--no-python", "./nosuchprogram"], "nosuchprogram"),
         (["--signals-to-handle"], "--signals-to-handle"),
+        (["--nnodes", "2", "--rdzv-endpoint", "localhost:0", "S"], "port 0"),
         ([], "no script"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",

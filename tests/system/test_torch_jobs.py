@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,22 @@ def test_a_script_that_binds_the_port_itself(python: str, tmp_path: Path) -> Non
     assert said == "bound by rank 0\n" * 2
     path = script(tmp_path, INIT_ONLY, "init.py")
     assert job(tmp_path / "init", "--nproc-per-node", "2", path, python=python, **switch) == "sum 2\n" * 2
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
+
+
+def test_two_nodes_with_static_ranks(python: str, tmp_path: Path) -> None:
+    port = str(free_port())
+    address = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1")
+    path = script(tmp_path, INIT_ONLY)
+    with (
+        Job(tmp_path / "1", *address, "--node-rank", "1", path, python=python) as second,
+        Job(tmp_path / "0", *address, "--node-rank", "0", path, python=python) as first,
+    ):
+        assert first.succeeds() == second.succeeds() == "sum 2\n"
 
 
 TRAINING = """

@@ -218,6 +218,7 @@ def test_another_job_at_the_same_address_is_refused(node: Make) -> None:
         error = Joining(stranger).outcome()
         assert isinstance(error, RendezvousStateError)
         assert "--rdzv-id and --nnodes" in str(error)
+        stranger.shutdown()  # which must not end the job that it came to by mistake
     form(node(1))
     assert zero.info().rank == 0
 

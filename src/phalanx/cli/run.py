@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Run what the words ask for; the exit code."""
+    _open_standard_descriptors()
     config = parse(argv, os.environ)
     for warning in config.warnings:
         say(f"warning: {warning}")
@@ -45,6 +46,16 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
+def _open_standard_descriptors() -> None:
+    """Where one is closed (`2>&-`), the next file or socket would become it, and be written into as such."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.set_inheritable(number, True)
+
+
 def _give_up_lost_streams() -> None:
     """What could not be written is dropped: else Python tries again at exit, and exits with 120 over it."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
@@ -59,6 +70,8 @@ def _give_up_lost_streams() -> None:
 
 def say(line: str) -> None:
     """One line of ours on stderr; a closed or full stderr is no reason to fail."""
+    if sys.stderr is None:
+        return
     try:
         sys.stderr.write(f"phalanx: {line}\n")
         sys.stderr.flush()
@@ -213,17 +226,22 @@ def _handler(config: RunConfig) -> RendezvousHandler:
     settings: dict[str, Any] = dict(config.rdzv_conf)
     if config.rdzv_backend == "static" or config.node_rank_given:
         settings["rank"] = config.node_rank
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            config.rdzv_backend,
-            config.rdzv_endpoint,
-            config.run_id,
-            config.min_nodes,
-            config.max_nodes,
-            config.local_addr,
-            **settings,
+    try:
+        return get_rendezvous_handler(
+            RendezvousParameters(
+                config.rdzv_backend,
+                config.rdzv_endpoint,
+                config.run_id,
+                config.min_nodes,
+                config.max_nodes,
+                config.local_addr,
+                **settings,
+            )
         )
-    )
+    except ValueError as error:  # an address or a setting that only the backend can judge
+        from phalanx.options import usage_error
+
+        raise usage_error(str(error)) from None
 
 
 def _numa(config: RunConfig) -> Any:
@@ -268,18 +286,20 @@ def _tell_failure(config: RunConfig, agent: LocalElasticAgent, result: RunResult
     if not result.failures:  # another node's failure: its report has the cause, and ours was said already
         return 1
     name = os.path.basename(config.script)
-    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    colour = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     text = format_report(name, everyone, started_at=begin, colour=colour)
     path = _keep_json(agent, report_json(name, everyone, started_at=begin))
+    code = diagnosis_of(everyone, begin).exit_code
+    if sys.stderr is None:
+        return code
     try:
-        sys.stdout.flush()
         sys.stderr.write(for_stream(f"\n{text}\n", sys.stderr.encoding))
         if path and config.log_dir:
             sys.stderr.write(f"The same as JSON: {path}\n")
         sys.stderr.flush()
     except (OSError, ValueError):
         pass
-    return diagnosis_of(everyone, begin).exit_code
+    return code
 
 
 def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:

@@ -288,16 +288,17 @@ def on_membership(state: GroupState, event: MembershipChanged, now: float, polic
 
 
 def on_round_over(state: GroupState, event: RoundOver, now: float, policy: GroupPolicy) -> Step:
-    if state.phase in (Phase.REFORMING, Phase.ENDING):
-        if not event.at_once:
-            return _stay(state, f"{event.reason}; the workers are being stopped already")
-        kill = StopWorkers(signal.SIGKILL, 0.0)
-        return _go(state, state.phase, f"{event.reason}; killing what is left", kill, stop_by=now)
-    if event.round != _number(state):
-        return _stay(state, f"the end of round {event.round} is out of date")
+    kill: tuple[Command, ...] = ()
     if event.at_once:
         policy = policy.replace(stop_signal=signal.SIGKILL, grace=0.0)
-    return _reform(state, now, policy, f"{event.reason}; re-forming, which uses no restart")
+        if state.phase in _DYING:
+            kill, state = (StopWorkers(signal.SIGKILL, 0.0),), state.replace(stop_by=now)
+    if state.phase in (Phase.REFORMING, Phase.ENDING):
+        what = "killing what is left" if kill else "the workers are being stopped already"
+        return _go(state, state.phase, f"{event.reason}; {what}", *kill)
+    if event.round != _number(state):
+        return _go(state, state.phase, f"the end of round {event.round} is out of date", *kill)
+    return _reform(state, now, policy, f"{event.reason}; re-forming, which uses no restart", *kill)
 
 
 def on_succeeded(state: GroupState, event: AllSucceeded, now: float, policy: GroupPolicy) -> Step:

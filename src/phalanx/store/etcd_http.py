@@ -240,6 +240,6 @@ def _decode(raw: bytes, status: int) -> dict[str, Any]:
 def _error(answer: dict[str, Any], status: int) -> EtcdError:
     inner = answer.get("error")
     told = inner if isinstance(inner, dict) else answer
-    code = told.get("code", told.get("grpc_code", 0))
+    code = told.get("code") or told.get("grpc_code") or 0
     fallback = inner if isinstance(inner, str) else f"HTTP {status}"
     return EtcdError(int(code), str(told.get("message") or fallback))
