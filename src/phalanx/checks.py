@@ -152,7 +152,18 @@ def nodes(v: Sources) -> dict[str, Any]:
                 f"{v.label('standalone')} with {v.label('nnodes')}: standalone is one node; drop one"
             )
         most = 1
-    return {"min_nodes": least, "max_nodes": most, **_rendezvous(v, least, most)}
+    return {"min_nodes": least, "max_nodes": most, **_rendezvous(v, least, most), **_trust(v)}
+
+
+def _trust(v: Sources) -> dict[str, Any]:
+    """The files that nodes know each other by: there and readable; what is in them the store looks at."""
+    files = {dest: v.text(dest) or None for dest in ("token_file", "tls_cert", "tls_key", "tls_ca")}
+    for dest, path in files.items():
+        if path is not None and not os.access(path, os.R_OK):
+            raise v.bad(dest, "cannot be read by this user" if os.path.exists(path) else "no such file")
+    if files["tls_key"] is not None and files["tls_cert"] is None:
+        raise v.bad("tls_key", "a key without its certificate; add --tls-cert FILE")
+    return {**files, "store_grace": v.number("store_grace", 0)}
 
 
 def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
@@ -346,6 +357,34 @@ def _ranks(v: Sources, count: int) -> frozenset[int] | None:
             f"{v.label('local_ranks_filter')}: none of these ranks exists (of {count}): nothing will show"
         )
     return ranks
+
+
+def watching(v: Sources, known: dict[str, Any]) -> dict[str, Any]:
+    """What counts as a hang, and what follows from it; health and preemption."""
+    names = ("heartbeat_timeout", "silence_timeout", "startup_timeout", "partial_exit_timeout")
+    values: dict[str, Any] = {name: v.number(name, 0.001) for name in names}
+    if v.given("on_hang") and all(value is None for value in values.values()):
+        v.warnings.append(f"{v.label('on_hang')}: only matters for worker.expires(), as no timeout is given")
+    if values["silence_timeout"] is not None and known["redirects"] == known["tee"] == "0":
+        values["tee"] = "3"  # what goes straight to the terminal, nobody can see
+    port = v.text("health_port")
+    host, _, number = port.rpartition(":")
+    if port and not (
+        number.isascii() and number.isdigit() and int(number) <= 65535 and not host.endswith(":")
+    ):
+        raise v.bad("health_port", "write PORT or ADDRESS:PORT, with a port between 0 and 65535")
+    values.update(on_hang=v.text("on_hang"), health_port=port, health_check=v.text("health_check"))
+    return {**values, "preempt_signal": _preempt_signal(v)}
+
+
+def _preempt_signal(v: Sources) -> int | None:
+    name = v.text("preempt_signal")
+    if not name:
+        return None
+    number = _signal_number(name if name.startswith("SIG") else f"SIG{name}")
+    if number is None or name.removeprefix("SIG") in ("KILL", "STOP", "CHLD", "SEGV", "CONT"):
+        raise v.bad("preempt_signal", "name a signal that can be handled, as in SIGUSR1")
+    return number
 
 
 def warmth(v: Sources) -> dict[str, Any]:

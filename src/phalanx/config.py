@@ -69,6 +69,11 @@ class RunConfig:
     master_addr: str
     master_port: int | None
     local_addr: str | None
+    token_file: str | None  # None: PHALANX_TOKEN, or the private file in the user's home
+    tls_cert: str | None
+    tls_key: str | None
+    tls_ca: str | None
+    store_grace: float
     max_restarts: int
     restart_window: float | None
     no_restart_on: frozenset[int]  # as a shell shows them: 128+n stands for signal n
@@ -89,6 +94,14 @@ class RunConfig:
     duplicate_stderr_filters: tuple[str, ...]
     logs_specs: str | None
     event_log_handler: str
+    heartbeat_timeout: float | None
+    silence_timeout: float | None
+    startup_timeout: float | None
+    partial_exit_timeout: float | None
+    on_hang: str  # restart, fail, warn
+    health_port: str  # [ADDR:]PORT, or empty
+    health_check: str
+    preempt_signal: int | None
     warm: str  # off, auto, standby
     preload: tuple[str, ...]
     warmup: str
@@ -283,5 +296,6 @@ def _resolve(v: Sources, script: str, script_args: tuple[str, ...]) -> RunConfig
     values.update(checks.nodes(v))
     values.update(checks.restarts(v))
     values.update(checks.output(v, values["local_world_size"]))
+    values.update(checks.watching(v, values))
     values.update(checks.terminal(v, values))
     return RunConfig(**values, warnings=tuple(v.warnings))

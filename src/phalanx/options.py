@@ -155,6 +155,20 @@ OPTIONS: tuple[Option, ...] = _grouped(
             Option("--rdzv-endpoint", "str", "", "where the nodes meet", metavar="HOST:PORT"),
             Option("--rdzv-id", "str", "none", "name of the job, the same on every node"),
             Option("--rdzv-conf", "str", "", "more settings: key=value,key=value", metavar="K=V,…"),
+            Option("--token-file", "str", None, "the secret that all nodes share", env="PHALANX_"),
+            Option(
+                "--tls-cert", "str", None, "TLS: certificate of this node", env="PHALANX_", metavar="FILE"
+            ),
+            Option("--tls-key", "str", None, "TLS: its key", env="PHALANX_", metavar="FILE"),
+            Option("--tls-ca", "str", None, "TLS: who signs the other nodes", env="PHALANX_", metavar="FILE"),
+            Option(
+                "--store-grace",
+                "float",
+                60.0,
+                "seconds that workers run on while the store is away",
+                env="PHALANX_",
+                metavar="S",
+            ),
         ),
         "Restarts and stopping": (
             Option("--max-restarts", "int", 0, "restarts for the whole job", metavar="N"),
@@ -194,6 +208,73 @@ OPTIONS: tuple[Option, ...] = _grouped(
             ),
             Option(
                 "--monitor-interval", "float", 0.1, "for agents that poll; ours wakes on events", metavar="S"
+            ),
+        ),
+        "Hangs, health and preemption": (
+            Option(
+                "--heartbeat-timeout",
+                "float",
+                None,
+                "a rank that stops calling phalanx.worker.heartbeat() hangs",
+                metavar="S",
+                env="PHALANX_",
+            ),
+            Option(
+                "--silence-timeout",
+                "float",
+                None,
+                "no output of any rank for so long is a hang; implies -t 3",
+                metavar="S",
+                env="PHALANX_",
+            ),
+            Option(
+                "--startup-timeout",
+                "float",
+                None,
+                "a rank must say ready() or a heartbeat within this",
+                metavar="S",
+                env="PHALANX_",
+            ),
+            Option(
+                "--partial-exit-timeout",
+                "float",
+                None,
+                "how long ranks may run on when others have finished",
+                metavar="S",
+                env="PHALANX_",
+            ),
+            Option(
+                "--on-hang",
+                "str",
+                "restart",
+                "what a hang leads to: restart, fail or warn",
+                metavar="WHAT",
+                env="PHALANX_",
+                choices=("restart", "fail", "warn"),
+            ),
+            Option(
+                "--health-port",
+                "str",
+                None,
+                "serve /healthz and /readyz there",
+                metavar="[ADDR:]PORT",
+                env="TORCHELASTIC_HEALTH_CHECK_PORT",
+            ),
+            Option(
+                "--health-check",
+                "str",
+                "",
+                "this node joins only if this command succeeds",
+                metavar="CMD",
+                env="PHALANX_",
+            ),
+            Option(
+                "--preempt-signal",
+                "str",
+                "",
+                "signal that says: checkpoint and leave within --grace",
+                metavar="NAME",
+                env="PHALANX_",
             ),
         ),
         "Output": (
@@ -375,6 +456,9 @@ def find_option(name: str) -> Option:
         for flag, option in _BY_FLAG.items():
             if flag.startswith(name) and option not in matches:
                 matches.append(option)
+    # What torchrun's users shorten stays short: our own options give way to its.
+    theirs = [option for option in matches if (option.env or "").startswith("PET_")]
+    matches = theirs if len(theirs) == 1 else matches
     if len(matches) == 1:
         return matches[0]
     if matches:

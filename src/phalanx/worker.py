@@ -114,7 +114,7 @@ def on_preempt(callback: Callback) -> Callback:
 
 
 class section:
-    """`with section("eval"):` what the worker is at, for who asks the agent; nested ones are joined by `/`."""
+    """`with section("eval"):` what the worker is at, for the agent to tell; nested ones are joined by `/`."""
 
     __slots__ = ("_name",)
 
@@ -135,19 +135,22 @@ class section:
 class expires:
     """`with expires(60):` what is inside ends within so many seconds, or is handled as a hang (--on-hang)."""
 
-    __slots__ = ("_after",)
+    __slots__ = ("_after", "_keys")
 
     def __init__(self, after: float) -> None:
         if not after > 0:
             raise ValueError(f"expires({after!r}): give a number of seconds above 0")
         self._after = after
+        self._keys: list[object] = []  # one for each time it was entered
 
     def __enter__(self) -> None:
         global _rung
         if _board is None:
             return
         now = monotonic()
-        _deadlines[self] = now + self._after
+        key = object()
+        self._keys.append(key)
+        _deadlines[key] = now + self._after
         first = _write_deadline(_board)
         # It looks at `_rung` in any case, and then sees whatever deadline there is by that time.
         if not now < _rung <= first:
@@ -155,7 +158,7 @@ class expires:
             _ring()
 
     def __exit__(self, *_: object) -> None:
-        if _deadlines.pop(self, None) is not None and _board is not None:
+        if self._keys and _deadlines.pop(self._keys.pop(), None) is not None and _board is not None:
             _write_deadline(_board)
 
 
@@ -243,6 +246,7 @@ def _leave() -> None:
     global _board
     _board = None
     _callbacks.clear()
+    _deadlines.clear()
 
 
 _join()

@@ -144,6 +144,7 @@ def test_the_original_type_is_raised(kind: str, error: type[Exception], method: 
     assert list(told.failures) == [1]
     assert list(told.stopped) == [0]
     assert "Root cause: rank 1" in str(told)
+    assert type(told.__cause__) is error
     text = "".join(traceback.format_exception(told))
     assert "in fail" in text, text  # where it happened, in the worker
 

@@ -70,7 +70,8 @@ def test_exit_code_is_that_of_the_first_to_fail(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-", "1>/dev/full", "2>/dev/full"])
 def test_lost_streams_change_no_exit_code(closed: str, tmp_path: Path) -> None:
-    path = script(tmp_path, "import os, sys; os._exit(int(sys.argv[1]))")
+    write = "for number in (1, 2):\n    try: os.write(number, b'text' * 1000)\n    except OSError: pass\n"
+    path = script(tmp_path, f"import os, sys\n{write}os._exit(int(sys.argv[1]))")
     for code in (0, 3):
         words = shlex.join([*PHALANX, "--nproc-per-node", "2", path, str(code)])
         done = subprocess.run(
@@ -353,6 +354,22 @@ def test_duplicate_filters(tmp_path: Path) -> None:
     assert sorted(combined.read_text().splitlines()) == ["[default0]:keep me", "[default1]:keep me"]
 
 
+def test_logs_specs_of_a_plug_in(tmp_path: Path) -> None:
+    """Found by its entry point, also under torchrun's name for it."""
+    about = tmp_path / "plug-1.0.dist-info"
+    about.mkdir()
+    script(about, "Metadata-Version: 2.1\nName: plug\nVersion: 1.0\n", "METADATA")
+    script(about, "[torchrun.logs_specs]\nmine = plug:Mine\n", "entry_points.txt")
+    body = "    def reify(self, envs):\n        print('mine', *sorted(envs), flush=True)\n"
+    code = f"{body}        return super().reify(envs)\n"
+    script(
+        tmp_path, f"from phalanx.processes.logs import *\nclass Mine(DefaultLogsSpecs):\n{code}", "plug.py"
+    )
+    env = plain_environment(PYTHONPATH=str(tmp_path))
+    ended = run("--logs-specs", "mine", "--nproc-per-node", "2", script(tmp_path, "print('x')"), env=env)
+    assert (ended.code, ended.out) == (0, "mine 0 1\nx\nx\n"), ended
+
+
 # ---- dry run, background, terminal ---------------------------------------------------------------------
 
 
@@ -387,6 +404,7 @@ def test_detach_survives_the_end_of_its_terminal(tmp_path: Path) -> None:
     assert found is not None, said
     agent, log = int(found[1]), Path(found[2])
     assert not gone(agent)
+    assert os.getsid(agent) == agent  # no key typed in the terminal can reach it
     with open(fifo, "w"):
         pass
     wait_until(lambda: gone(agent), "the end of the run in the background")

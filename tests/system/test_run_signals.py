@@ -243,6 +243,12 @@ def test_progress_line_on_a_terminal_only(tmp_path: Path) -> None:
     shown = ended.out.rindex("waiting for the workers")
     assert "\r\x1b[K" in ended.out[shown:], "the line was not erased"
     assert ended.out.rstrip().splitlines()[-1].startswith("phalanx: stopped by SIGTERM")
+    with Running(["--grace", "1.6", path], terminal=True) as job:
+        job.workers(1)
+        job.signal(signal.SIGTERM)
+        ended = job.end()
+    shown = ended.out.rindex("waiting for the workers")
+    assert "\r\x1b[Kphalanx: stopped by" in ended.out[shown:], "the line was not erased at the end"
     with Running(["--grace", "1.6", path]) as job:
         job.workers(1)
         job.signal(signal.SIGTERM)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.agent.cluster import Cluster
     from phalanx.observe.progress import Progress
     from phalanx.observe.run_log import RunLog
     from phalanx.rendezvous.handler import RendezvousInfo
@@ -79,6 +80,8 @@ class SimpleElasticAgent(ElasticAgent):
         self.on_note: Callable[[str], None] | None = None  # one line per incident, for a person
         self.on_reason: Callable[[str], None] | None = None  # every decision, for who wants them all
         self.progress: Progress | None = None  # for a person at a terminal
+        self.job_name = spec.get_entrypoint_name()  # as the failure report calls it
+        self._cluster: Cluster | None = None  # the other nodes, where the rendezvous watches them
         self._log: RunLog | None = None  # events and metrics; None where nobody listens
         self._state = core.GroupState()
         self._round = 0
@@ -87,7 +90,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._stop_signal: int = signal.SIGTERM
         self._stop_grace: float = shutdown_timeout
         self._wake_at: float | None = None
-        self._posted: deque[say.Event] = deque()
+        self._posted: deque[say.Event | Callable[[], None]] = deque()
         self._wake_read, self._wake_write = -1, -1
         self._asleep = False
         self._last = RunResult(WorkerState.INIT)
@@ -124,21 +127,37 @@ class SimpleElasticAgent(ElasticAgent):
         os.set_blocking(self._wake_write, False)
         scope = SignalScope(post=lambda sig: self._post(say.Signal(int(sig))))
         self._log = self._listen()
+        self._cluster = self._find_cluster()
         finish: say.Finish | None = None
         try:
             with scope:
                 finish = self._loop()
             return self._conclude(finish)
         finally:
+            if self.progress is not None:
+                self.progress.clear()
             self._shutdown()
             if finish is None:  # an error of ours or of a hook: the others must not wait for this node
                 self._rdzv_handler.shutdown()
+            if self._cluster is not None:
+                self._cluster.give_back()
             read, write = self._wake_read, self._wake_write
             self._wake_read = self._wake_write = -1  # first, for a thread that still has something to post
             os.close(read)
             os.close(write)
             if self._log:
                 self._log.end(self._worker_group, finish, self._last, self._state.attempt)
+
+    def _find_cluster(self) -> Cluster | None:
+        """The bridge to a rendezvous that tells by itself what happens to the job."""
+        handler: Any = self._rdzv_handler
+        if not hasattr(handler, "attach"):
+            return None
+        from phalanx.agent.cluster import Cluster, no_meeting
+
+        opens = getattr(self, "_open_meeting", no_meeting)
+        spec = self._worker_group.spec
+        return Cluster(handler, spec, self.restart_policy, self._post, self._show_waiting, opens)
 
     def _listen(self) -> RunLog | None:
         """The log of this run, or None where nobody can hear it.
@@ -162,11 +181,17 @@ class SimpleElasticAgent(ElasticAgent):
             sig = signal.Signals(finish.sig or signal.SIGTERM)
             raise SignalException(f"process {os.getpid()} got {sig.name}", sig)
         if finish.outcome is Outcome.FAILED:
-            if self._error is not None and not self._last.failures:  # the rendezvous or a start
-                raise self._error
+            error = self._error or (self._cluster.error if self._cluster is not None else None)
+            if error is not None and not self._last.failures:  # the rendezvous or a start
+                raise error
             return RunResult(finish.state, {}, self._last.failures, self._last.stopped)
         # A clean end: what went wrong before it has been overcome.
         return RunResult(WorkerState.SUCCEEDED, self._last.return_values)
+
+    @property
+    def job_failure(self) -> tuple[str, int] | None:
+        """The report and exit code of what ended a job of several nodes: the same on all of them."""
+        return self._cluster.job_failure if self._cluster is not None else None
 
     @property
     def attempt(self) -> int:
@@ -216,7 +241,7 @@ class SimpleElasticAgent(ElasticAgent):
             case say.Note():
                 self._note(command.line)
 
-    def _post(self, event: say.Event) -> None:
+    def _post(self, event: say.Event | Callable[[], None]) -> None:
         """From any thread and from signal handlers."""
         self._posted.append(event)
         if not self._asleep:
@@ -229,14 +254,18 @@ class SimpleElasticAgent(ElasticAgent):
     def _next_event(self) -> say.Event:
         while True:
             if self._posted:
-                return self._posted.popleft()
+                event = self._posted.popleft()
+                if not callable(event):
+                    return event
+                event()  # an errand of another thread, for the owner to run
+                continue
             now = time.monotonic()
             if self._wake_at is not None and now >= self._wake_at:
                 self._wake_at = None
                 return say.Tick()
-            event = self._look()
-            if event is not None:
-                return event
+            seen = self._look()
+            if seen is not None:
+                return seen
             timeout = None if self._wake_at is None else self._wake_at - now
             if self.progress is not None:
                 timeout = self.progress.limit(self._waiting_for(), now, timeout)
@@ -246,7 +275,14 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _waiting_for(self) -> str:
         """What a person is told while nothing happens; empty while that is as it should be."""
+        if self._cluster is not None and self._state.phase is core.Phase.JOINING:
+            return self._cluster.waiting
         return _WAITS.get(self._state.phase, "")
+
+    def _show_waiting(self, line: str) -> None:
+        """What the nodes wait for, where there is no terminal to draw it on; from another thread."""
+        if self.progress is None:
+            self._note(line)
 
     def _look(self) -> say.Event | None:
         """What is new about the workers and about who waits to join."""
@@ -255,6 +291,8 @@ class SimpleElasticAgent(ElasticAgent):
             if unkillable is None:
                 return None
             self._stopping = False
+            if self._cluster is not None and not unkillable:
+                self._cluster.workers_gone(self._number)
             return say.Stopped(unkillable)
         if self._state.phase is not core.Phase.RUNNING:
             return None
@@ -315,7 +353,15 @@ class SimpleElasticAgent(ElasticAgent):
 
     # -- carrying out -------------------------------------------------------------------------------
 
+    @property
+    def _number(self) -> int:
+        """The round at hand; 0 before the first."""
+        return 0 if self._state.round is None else self._state.round.number
+
     def _join(self) -> None:
+        if self._cluster is not None:
+            self._cluster.join(gone=None if self._stopping else self._number)
+            return
         if self._rdzv_handler.immediate:
             self._post(self._rendezvous_event())
             return
@@ -349,6 +395,8 @@ class SimpleElasticAgent(ElasticAgent):
 
         begin = time.monotonic()
         try:
+            if self._cluster is not None:
+                self._info = self._cluster.take(command.round.number)
             self._place_workers()
             placed = time.monotonic()
             ids = self._start_workers(self._worker_group)
@@ -382,7 +430,10 @@ class SimpleElasticAgent(ElasticAgent):
         from phalanx.core.ranks import assign_identical, assign_to
 
         same = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1"
-        if group_world_size == 1 or same:
+        told = getattr(self._info, "nodes", None)  # by a rendezvous that knows
+        if told is not None:
+            places = assign_to(told, group_rank)
+        elif group_world_size == 1 or same:
             places = assign_identical(group_rank, group_world_size, spec.local_world_size)
         else:
             from phalanx.agent.exchange import node_infos
@@ -402,6 +453,8 @@ class SimpleElasticAgent(ElasticAgent):
         return spec.master_addr, spec.master_port
 
     def _stop(self, command: say.StopWorkers) -> None:
+        if self._cluster is not None and self._state.ending is not None:
+            self._cluster.ending(self._state.ending)
         self._stop_signal, self._stop_grace = command.sig, command.grace
         again, self._stopping = self._stopping, True
         if again:
@@ -417,6 +470,9 @@ class SimpleElasticAgent(ElasticAgent):
         return ()
 
     def _enter_barrier(self, number: int) -> None:
+        if self._cluster is not None:
+            self._cluster.finished(number, self._exit_barrier_timeout)
+            return
         info = self._info
         assert info is not None
         if info.world_size == 1:
@@ -442,11 +498,19 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _report_failure(self, command: say.ReportFailure) -> None:
         """Single-node handlers have nobody to tell."""
+        if self._cluster is not None:
+            self._cluster.failed(command, self._last, self.job_name)
 
     def _leave(self) -> None:
+        if self._cluster is not None:
+            self._cluster.leave(self._number, self._state.ending.message if self._state.ending else "left")
+            return
         leave = getattr(self._rdzv_handler, "leave", None)
         if leave is not None:
             leave()
 
     def _close_rendezvous(self, command: say.CloseRendezvous) -> None:
+        if self._cluster is not None:
+            self._cluster.close(self._number, command)
+            return
         self._rdzv_handler.shutdown()

@@ -1,23 +1,33 @@
-"""The agent among other nodes: what its membership tells becomes events, what the agent decides is told to it.
+"""The agent among other nodes: what its membership tells becomes events, what the agent decides is told it.
 
-Happenings come from the membership's thread, in order, and only post; everything else here is called by the agent's
-own thread. The job's count of restarts is the leader's: it travels with the round, and the group takes it over.
+Happenings come from the membership's thread, in order, and only post; everything else here is called by the
+agent's own thread. The job's count of restarts is the leader's: it travels with the round, and the group
+takes it over.
 """
 
 from __future__ import annotations
 
+import time
+
 from phalanx.core import messages as say
 from phalanx.core.messages import Outcome
-from phalanx.rendezvous.elastic import ElasticInfo, error_of
+from phalanx.core.rounds import CLOSED
+from phalanx.observe.progress import Progress
+from phalanx.rendezvous.elastic import UNLIMITED, error_of
+from phalanx.rendezvous.elastic_loop import clock
 from phalanx.rendezvous.elastic_news import Ended, Failure, Formed, Over, Waiting
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
-    from phalanx.agent.agent import SimpleElasticAgent
+    from phalanx.agent.spec import RunResult, WorkerSpec
     from phalanx.core.moves import Ending
-    from phalanx.rendezvous.elastic import ElasticRendezvous
+    from phalanx.core.restarts import RestartPolicy
+    from phalanx.core.rounds import Round
+    from phalanx.errors import RendezvousError
+    from phalanx.rendezvous.elastic import ElasticInfo, ElasticRendezvous
     from phalanx.rendezvous.elastic_news import Happening
 
 _LAST_WORD = 5.0  # for the others to hear how it ended here
@@ -26,53 +36,70 @@ _LAST_WORD = 5.0  # for the others to hear how it ended here
 class Cluster:
     """The bridge between one agent and its membership."""
 
-    def __init__(self, agent: SimpleElasticAgent, handler: ElasticRendezvous) -> None:
-        spec = agent.get_worker_group().spec
-        self._agent, self._handler = agent, handler
-        policy = agent.restart_policy
-        # With a window it is the nodes that know when the failures were; the leader then only counts.
-        limit = policy.max_restarts if policy.window is None else 1 << 30
+    def __init__(
+        self,
+        handler: ElasticRendezvous,
+        spec: WorkerSpec,
+        policy: RestartPolicy,
+        post: Callable[[say.Event], None],
+        show: Callable[[str], None],
+        open_meeting: Callable[[str], tuple[Any, int]],
+    ) -> None:
+        # With a window it is the nodes that know when the failures were; the leader then only counts them.
+        limit = policy.max_restarts if policy.window is None else UNLIMITED
+        self._handler, self._post, self._show = handler, post, show
         self._membership = handler.attach(
-            self._hear, agent.open_meeting, slots=spec.local_world_size, role=spec.role, max_restarts=limit
+            self._hear, open_meeting, slots=spec.local_world_size, role=spec.role, max_restarts=limit
         )
+        self.name = handler.settings.name  # of this node, as the others know it
+        self._began = time.time()
         self._formed: Formed | None = None
         self._finished = 0  # the round whose workers have succeeded here
         self.failure: Failure | None = None  # what ended the job, the same on every node
+        self.error: RendezvousError | None = None  # what ended it here, where no worker did
 
     @property
     def waiting(self) -> str:
-        """What the nodes wait for."""
-        return self._membership.waiting
+        """What the nodes wait for, in the leader's words."""
+        return self._membership.line.words(clock())
+
+    @property
+    def job_failure(self) -> tuple[str, int] | None:
+        """The report and the exit code, once the job has failed."""
+        told = self.failure
+        return None if told is None else (told.report or told.summary, told.exit_code)
 
     # What the agent tells
 
-    def join(self, nothing_alive: bool) -> None:
-        """Be in the next round."""
+    def join(self, gone: int | None) -> None:
+        """Be in the next round; `gone` is the one before, if nothing of it is alive."""
         if not self._membership.started:
             self._membership.start()
-        elif nothing_alive:
-            self.workers_gone()
+        elif gone is not None:
+            self._membership.workers_gone(gone)
 
-    def workers_gone(self) -> None:
-        """Nothing of the round at hand is alive on this node."""
-        current = self._agent.current_round
-        if current is not None:
-            self._membership.workers_gone(current.number)
+    def workers_gone(self, number: int) -> None:
+        """Nothing of this round is alive on this node."""
+        self._membership.workers_gone(number)
 
-    def info(self, number: int) -> ElasticInfo:
-        """The round that is to be started."""
-        assert self._formed is not None
-        assert self._formed.round.number == number
-        return self._handler.info(self._formed)
+    def take(self, number: int) -> ElasticInfo:
+        """The round that is to be started, and with it what serves its workers."""
+        formed, self._formed = self._formed, None
+        assert formed is not None, "a round is told before it is started"
+        assert formed.round.number == number, "no round follows before the workers of the last are gone"
+        return self._handler.info(formed)
 
-    def failed(self, command: say.ReportFailure) -> None:
-        """Tell the others at once."""
-        report, code = self._agent.describe_failure()
+    def failed(self, command: say.ReportFailure, result: RunResult, name: str) -> None:
+        """Tell the others at once, with the report that all nodes will show should this end the job."""
+        report, code = command.summary, 1
+        if result.failures:
+            from phalanx.observe.report import diagnosis_of, format_report
+
+            everyone = {**result.failures, **result.stopped}
+            report = format_report(name, everyone, started_at=self._began, width=100)
+            code = diagnosis_of(everyone, self._began).exit_code
         final = command.summary if command.final else ""
-        if command.final and command.reason:
-            final = command.reason
-        failure = Failure(command.summary, final, report, code)
-        self._membership.failed(command.round, failure)
+        self._membership.failed(command.round, Failure(command.summary, final, report, code))
 
     def finished(self, number: int, timeout: float) -> None:
         """Wait for the other nodes: their end is told as BarrierDone."""
@@ -84,81 +111,105 @@ class Cluster:
         if ending.outcome in (Outcome.SIGNALED, Outcome.LEFT):
             self._membership.leave(ending.message)
 
-    def leave(self, reason: str) -> None:
-        """Nothing is alive here: go."""
+    def leave(self, number: int, reason: str) -> None:
+        """Nothing is alive here: go, and let the others go on."""
         if self._membership.started and not self._membership.ended.is_set():
             self._membership.leave(reason)
-            self.workers_gone()
+            self._membership.workers_gone(number)
             self._membership.ended.wait(_LAST_WORD)
-        self._give_back()
+        self.give_back()
 
-    def close(self, reason: str, job_failed: bool) -> None:
-        """The job is over. Its end is the leader's to declare: here we only wait until it has."""
-        membership = self._membership
-        if membership.started and not membership.ended.is_set():
-            if not job_failed:
-                membership.leave(reason)
-            self.workers_gone()
-            if not membership.ended.wait(_LAST_WORD):
-                membership.leave(reason)
-        self._give_back()
+    def close(self, number: int, command: say.CloseRendezvous) -> None:
+        """The job is over. That is the leader's to declare; here we wait until it has."""
+        if not command.job_failed:
+            self.leave(number, command.reason)
+            return
+        if self._membership.started and not self._membership.ended.is_set():
+            self._membership.workers_gone(number)
+            self._membership.ended.wait(_LAST_WORD)
+        self.leave(number, command.reason)
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Close what is open; idempotent."""
         self._membership.release()
-        self._drop_served()
+        formed, self._formed = self._formed, None
+        if formed is not None and formed.served is not None:
+            formed.served.close()
 
     # What the membership tells, from its own thread
 
     def _hear(self, happening: Happening) -> None:
         match happening:
-            case Formed():
-                self._on_formed(happening)
+            case Formed(current, rank):
+                self._formed = happening
+                names = tuple(member.name for member in current.members)
+                ready = say.Round(current.number, names, rank, attempt=current.restarts)
+                self._post(say.RoundReady(ready))
             case Over():
-                self._agent.post(self._over(happening))
+                self._post(self._end_of_round(happening))
             case Ended():
-                self._on_ended(happening)
+                self._post(self._end_of_job(happening))
             case Waiting(text):
-                self._agent.show_waiting(text)
+                self._show(text)
 
-    def _on_formed(self, formed: Formed) -> None:
-        self._drop_served()
-        self._formed = formed
-        names = tuple(member.name for member in formed.round.members)
-        number, restarts = formed.round.number, formed.round.restarts
-        self._agent.post(say.RoundReady(say.Round(number, names, formed.rank, attempt=restarts)))
-
-    def _over(self, over: Over) -> say.Event:
+    def _end_of_round(self, over: Over) -> say.Event:
+        now, number = over.now, over.was.number
         if over.drained:
             return say.RoundFailed("graceful", over.reason)
-        now = over.now
-        if now is not None and now.restarts > over.was.restarts and not over.at_once:
-            failure = Failure.read(now.cause[2])
-            return say.PeerFailed(now.cause[1], over.was.number, now.restarts, failure.summary)
-        return say.RoundOver(over.was.number, over.reason, over.at_once)
+        if over.at_once or now is None:
+            return say.RoundOver(number, over.reason, over.at_once)
+        failed = self._failure_of(number, now, now.outcome)
+        if failed is not None:
+            return failed
+        if now.phase == CLOSED:
+            return say.RoundFailed("closed", over.reason, job_failed=False)
+        if now.restarts > over.was.restarts:
+            summary = Failure.read(now.cause[2]).summary
+            return say.PeerFailed(now.cause[1], number, now.restarts, summary)
+        return say.RoundOver(number, over.reason)
 
-    def _on_ended(self, ended: Ended) -> None:
+    def _failure_of(self, number: int, now: Round, outcome: str) -> say.Event | None:
+        """A failure, of any node, that has ended the job: `final` beats whatever budget is left."""
+        failure = Failure.read(now.cause[2])
+        if outcome != "failed" and not failure.final:
+            return None
+        self.failure = failure
+        return say.PeerFailed(now.cause[1], number, now.restarts, failure.summary, final=True)
+
+    def _end_of_job(self, ended: Ended) -> say.Event:
         outcome, reason, current = ended.end
-        failure = Failure.read(current.cause[2]) if current is not None else Failure("")
-        if outcome == "failed" or (outcome == "closed" and failure.final):
-            assert current is not None
-            self.failure = failure
-            number = ended.was.number if ended.was is not None else current.number
-            self._agent.post(
-                say.PeerFailed(current.cause[1], number, current.restarts, failure.summary, final=True)
-            )
-        elif outcome == "succeeded" and ended.was is not None and self._finished == ended.was.number:
-            self._agent.post(say.BarrierDone(round=self._finished))
-        elif outcome == "left" and self._finished and ended.was is not None:
-            self._agent.post(say.BarrierDone(False, (reason,), self._finished))
-        else:
-            kinds = {"succeeded": "closed", "closed": "closed", "timeout": "timeout", "left": "graceful"}
-            kind, error = kinds.get(outcome, "error"), error_of(ended, self._handler.settings)
-            self._agent.refuse(error if kind in ("timeout", "error") else None)
-            self._agent.post(say.RoundFailed(kind, str(error), job_failed=False if kind == "closed" else None))
+        number = ended.was.number if ended.was is not None else -1
+        if current is not None and outcome in ("failed", "closed"):
+            failed = self._failure_of(max(number, 0), current, outcome)
+            if failed is not None:
+                return failed
+        if self._finished == number:  # whatever it was, it cannot fail workers that have succeeded
+            ok = outcome in ("succeeded", "closed")
+            return say.BarrierDone(ok, () if ok else (reason,), number)
+        error = error_of(ended, self._handler.settings)
+        if outcome in ("succeeded", "closed"):
+            return say.RoundFailed("closed", str(error), job_failed=False)
+        if outcome == "left":
+            return say.RoundFailed("graceful", reason)
+        self.error = error
+        return say.RoundFailed("timeout" if outcome == "timeout" else "error", str(error))
 
-    def _drop_served(self) -> None:
-        """Close what was opened for a round that the agent never started."""
-        formed, self._formed = self._formed, None
-        served: Any = formed.served if formed is not None else None
-        if served is not None and not self._agent.uses(served):
-            served.close()
+
+def no_meeting(_address: str) -> tuple[Any, int]:
+    """For agents that serve no store of their own: a port that was free a moment ago, as torch has it."""
+    from phalanx.rendezvous.address import free_port
+
+    return None, free_port()
+
+
+class CountdownLine(Progress):
+    """A progress line whose words may have figures in them that move; that is no new wait."""
+
+    def limit(self, what: str, now: float, timeout: float | None) -> float | None:
+        if _without_figures(what) == _without_figures(self._what):
+            self._what = what
+        return super().limit(what, now, timeout)
+
+
+def _without_figures(text: str) -> str:
+    return "".join(char for char in text if not char.isdigit())

@@ -10,19 +10,21 @@ import os
 import signal
 import time
 
-from phalanx.agent.agent import SimpleElasticAgent
+from phalanx.agent.agent import DEFAULT_ROLE, SimpleElasticAgent
 from phalanx.agent.environment import line_prefix, substitute, worker_environment
 from phalanx.agent.spec import RunResult, WorkerGroup, WorkerSpec
 from phalanx.core import group as core
-from phalanx.core.messages import Uninterruptible, WorkerState
+from phalanx.core.messages import Outcome, Signal, Uninterruptible, WorkerState
 from phalanx.processes.spawner import Spawner
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
     from phalanx.agent.warmth import Warmth
-    from phalanx.core.messages import Event
+    from phalanx.agent.watch import Watch
+    from phalanx.core.messages import Event, Finish
     from phalanx.processes.context import PContext
     from phalanx.processes.failure import ProcessFailure
     from phalanx.processes.logs import LogsSpecs
@@ -62,7 +64,26 @@ class LocalElasticAgent(SimpleElasticAgent):
         self.spawner: Spawner | None = None  # may be given before `run`, so that it starts early
         self.store: WorkerStore | None = None
         self.warmth: Warmth | None = None  # keeps helpers that are ahead of the workers' needs
+        self.watch: Watch | None = None  # may be given before `run`; one that watches nothing by default
         self.attach: int | None = None  # the local rank that has the terminal's input
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """As `SimpleElasticAgent.run`, with a watch over the workers' progress."""
+        if self.watch is None:
+            from phalanx.agent.watch import Watch
+
+            self.watch = Watch()
+        try:
+            self.watch.open(
+                run_id=self._rdzv_handler.get_run_id(),
+                post=self._post,
+                note=self._note,
+                phase=lambda: self._state.phase.value,
+                health_check_server=self._health_check_server,
+            )
+            return super().run(role)
+        finally:
+            self.watch.close()
 
     @property
     def run_dir(self) -> str | None:
@@ -110,9 +131,11 @@ class LocalElasticAgent(SimpleElasticAgent):
                 worker,
                 run_id=spec.rdzv_handler.get_run_id(),
                 attempt=attempt,
-                use_agent_store=self.store is not None and self.store.serving,
+                use_agent_store=self._shares_store,
                 environ=os.environ,
             )
+            if self.watch is not None:
+                envs[local_rank].update(self.watch.services.environment)
             args[local_rank] = substitute(spec.args, local_rank)
             if self._prefix_template is not None:
                 prefixes[local_rank] = line_prefix(
@@ -120,10 +143,15 @@ class LocalElasticAgent(SimpleElasticAgent):
                 )
         context = self._new_context(spec, args, envs, prefixes if self._prefix_template is not None else None)
         context.handles_signals = False
+        context.explains = False
         context.stop_timeout = self._shutdown_timeout
         context.attach = self.attach
+        if self.watch is not None:
+            context.boards = self.watch.boards(context.nprocs)
         context.start()
         self._context = context
+        if self.watch is not None:
+            self.watch.started(context, worker_group, time.monotonic())
         if self.warmth is not None:
             self.warmth.started(time.monotonic())
         if self.store is not None:
@@ -177,7 +205,10 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if self._context is not None:
-            self._context.ask_stop(self._stop_signal, self._stop_grace)
+            if self.watch is None:
+                self._context.ask_stop(self._stop_signal, self._stop_grace)
+            else:
+                self.watch.stop(self._context, self._stop_signal, self._stop_grace)
 
     def _hurry(self) -> None:
         self._stop_workers(self._worker_group)
@@ -187,8 +218,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         if context is None:
             return RunResult(WorkerState.INIT)
         context.advance()
-        failed = context.failed()
-        if failed:
+        if context.any_failed:
+            # A failure ends the others in any case; they are told before anything is read or written.
+            context.ask_stop(signal.SIGTERM, self._shutdown_timeout)
+            failed = context.failed()
             return RunResult(WorkerState.FAILED, failures=self._by_global_rank(failed))
         if context.all_succeeded:
             if self._swept is not context:
@@ -229,7 +262,11 @@ class LocalElasticAgent(SimpleElasticAgent):
                 timeout = limit if timeout is None else min(timeout, limit)
             if self._uninterruptible_timeout > 0:
                 timeout = _LOOK_AT_STATES if timeout is None else min(timeout, _LOOK_AT_STATES)
-        self._sleep([context.fileno()] if context is not None and busy else [], timeout)
+        fds = [context.fileno()] if context is not None and busy else []
+        if busy and self.watch is not None and self._state.phase is core.Phase.RUNNING:
+            timeout = self.watch.limit(timeout, time.monotonic())
+            fds += self.watch.fds()
+        self._sleep(fds, timeout)
 
     def _look(self) -> Event | None:
         due = self.warmth.due() if self.warmth is not None else None
@@ -241,7 +278,21 @@ class LocalElasticAgent(SimpleElasticAgent):
             stuck = self._stuck()
             if stuck:
                 return Uninterruptible(stuck)
-        return super()._look()
+        event = super()._look()
+        if event is None and self.watch is not None and self._state.phase is core.Phase.RUNNING:
+            event = self.watch.look(time.monotonic())
+        return event
+
+    def _post(self, event: Event | Callable[[], None]) -> None:
+        if isinstance(event, Signal) and self.watch is not None and self.watch.repeats(event.sig):
+            return
+        super()._post(event)
+
+    def _join(self) -> None:
+        if self.watch is None:
+            super()._join()
+        else:
+            self.watch.join(super()._join)
 
     def _stuck(self) -> tuple[int, ...]:
         """Workers that have been in uninterruptible sleep for longer than allowed."""
@@ -274,9 +325,17 @@ class LocalElasticAgent(SimpleElasticAgent):
             )
         return context.unkillable
 
+    def _conclude(self, finish: Finish) -> RunResult:
+        if finish.outcome is Outcome.FAILED and self._context is not None:
+            self._context.explain(self._last.failures)
+        result = super()._conclude(finish)
+        if self.watch is not None and self.watch.unfit is not None and finish.outcome is Outcome.LEFT:
+            raise self.watch.unfit
+        return result
+
     def _by_global_rank(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
         group = self._worker_group
-        host = os.uname().nodename
+        host = os.uname().nodename if self._cluster is None else self._cluster.name
         found = {}
         for local_rank, failure in failures.items():
             failure.global_rank = group.workers[local_rank].global_rank
@@ -287,7 +346,22 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     # -- the workers' store -------------------------------------------------------------------------
 
+    @property
+    def _shares_store(self) -> bool:
+        """Whether an agent, here or on node 0, serves the workers' store."""
+        if self.store is not None:
+            return self.store.serving
+        return self._cluster is not None and self._rdzv_handler.use_agent_store
+
+    def _open_meeting(self, address: str) -> tuple[Any, int]:
+        store = WorkerStore(address, None, self._rdzv_handler.use_agent_store)
+        return store, store.port
+
     def _master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:
+        if self._cluster is not None:  # a fresh one for every round, and the last one's is gone
+            if self.store is not None:
+                self.store.close()
+            self.store = getattr(info, "served", None)
         if info.bootstrap_store_info is not None or info.rank != 0:
             return super()._master(info)
         if self.store is None:
@@ -320,7 +394,9 @@ class WorkerStore:
             # Rank 0 binds it itself, as the user asked; nobody can hold it for him meanwhile.
             self.port = port or free_port()
             return
-        address = socket.getaddrinfo(self.host, port or 0, type=socket.SOCK_STREAM)[0]
+        # As bytes: a str would be taken through the codec for international names, which has to be loaded.
+        name = self.host.encode() if self.host.isascii() else self.host
+        address = socket.getaddrinfo(name, port or 0, type=socket.SOCK_STREAM)[0]
         self._socket = socket.socket(address[0], address[1])
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 # name → (module, what it is for); --help shows them in this order.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("phalanx.cli.run", "run a script as a group of workers, like torchrun"),
+    "store": ("phalanx.cli.store", "serve the store that the nodes of jobs meet at"),
+    "drain": ("phalanx.cli.drain", "let a node leave a running job, at no cost"),
     "env": ("phalanx.cli.env", "print what belongs in a bug report"),
+    "doctor": ("phalanx.cli.doctor", "check this machine and the way to the others"),
     "completion": ("phalanx.cli.completion", "print a completion script for bash, zsh or fish"),
     "help": ("phalanx.cli.help", "explain a command: phalanx help run"),
 }

@@ -92,7 +92,7 @@ def launch(config: RunConfig) -> int:
     from phalanx.errors import PhalanxError, SignalException
     from phalanx.processes.signals import SIGNALS_VARIABLE, SignalScope
 
-    os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
+    os.environ[SIGNALS_VARIABLE] = _signals(config)
     agent: LocalElasticAgent | None = None
     try:
         # From here on, and not only within `agent.run`: process 1 of a container has no default action
@@ -103,7 +103,8 @@ def launch(config: RunConfig) -> int:
             _connect(config, agent)
             result = agent.run()
     except SignalException as stop:
-        _say_unless_quiet(config, f"stopped by {stop.sigval.name}{_took(begin)}")
+        verb = "preempted" if stop.sigval == config.preempt_signal else "stopped"
+        _say_unless_quiet(config, f"{verb} by {stop.sigval.name}{_took(begin)}")
         return 128 + stop.sigval
     except PhalanxError as error:
         if isinstance(error, ValueError):
@@ -121,15 +122,30 @@ def launch(config: RunConfig) -> int:
     return 0
 
 
+def _signals(config: RunConfig) -> str:
+    """The names of the signals that stop the workers; the announcement of a preemption is one of them."""
+    names = config.signals_to_handle
+    if config.preempt_signal is None:
+        return names
+    import signal
+
+    return f"{names},{signal.Signals(config.preempt_signal).name}"
+
+
 def _connect(config: RunConfig, agent: LocalElasticAgent) -> None:
     """Give the agent its voice."""
     agent.on_note = _silent if config.quiet else say
+    agent.job_name = os.path.basename(config.script)
     if config.verbose:
         agent.on_reason = say
     if not config.quiet and sys.stderr is not None and sys.stderr.isatty():
         from phalanx.observe.progress import on_terminal
 
         agent.progress = on_terminal(sys.stderr)
+        if agent.progress is not None and config.max_nodes > 1:
+            from phalanx.agent.cluster import CountdownLine
+
+            agent.progress = CountdownLine(sys.stderr)
     _say_unless_quiet(config, _first_line(config))
 
 
@@ -146,6 +162,7 @@ def make_agent(config: RunConfig) -> LocalElasticAgent:
     """The agent that a command line asks for."""
     from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import WorkerSpec
+    from phalanx.agent.watch import watch_for
     from phalanx.core.restarts import RestartPolicy
 
     _check_event_handler(config.event_log_handler)
@@ -175,6 +192,7 @@ def make_agent(config: RunConfig) -> LocalElasticAgent:
         shutdown_timeout=config.shutdown_timeout,
     )
     agent.attach = config.attach
+    agent.watch = watch_for(config)
     agent.restart_policy = RestartPolicy(
         max_restarts=config.max_restarts, window=config.restart_window, no_restart_on=config.no_restart_on
     )
@@ -280,26 +298,40 @@ def _took(begin: float) -> str:
 
 
 def _tell_failure(config: RunConfig, agent: LocalElasticAgent, result: RunResult, begin: float) -> int:
-    from phalanx.observe.report import diagnosis_of, for_stream, format_report, report_json
+    from phalanx.observe.report import diagnosis_of, format_report, report_json
 
+    told = agent.job_failure  # every node of a job tells the same
     everyone = {**result.failures, **result.stopped}
-    if not result.failures:  # another node's failure: its report has the cause, and ours was said already
+    if not result.failures and told is None:
+        # A hang, or another node's failure, which was said already.
+        _write_report(agent.watch.report() if agent.watch is not None else "")
         return 1
     name = os.path.basename(config.script)
     colour = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    text = format_report(name, everyone, started_at=begin, colour=colour)
-    path = _keep_json(agent, report_json(name, everyone, started_at=begin))
-    code = diagnosis_of(everyone, begin).exit_code
-    if sys.stderr is None:
-        return code
+    path: str | None = None
+    if result.failures:
+        path = _keep_json(agent, report_json(name, everyone, started_at=begin))
+    if told is not None:
+        text, code = told
+    else:
+        text = format_report(name, everyone, started_at=begin, colour=colour)
+        code = diagnosis_of(everyone, begin).exit_code
+    _write_report(text, f"The same as JSON: {path}\n" if path and config.log_dir else "")
+    return code
+
+
+def _write_report(text: str, after: str = "") -> None:
+    """The last thing on the screen."""
+    if sys.stderr is None or not text:
+        return
+    from phalanx.observe.report import for_stream
+
     try:
         sys.stderr.write(for_stream(f"\n{text}\n", sys.stderr.encoding))
-        if path and config.log_dir:
-            sys.stderr.write(f"The same as JSON: {path}\n")
+        sys.stderr.write(after)
         sys.stderr.flush()
     except (OSError, ValueError):
         pass
-    return code
 
 
 def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:
@@ -309,6 +341,8 @@ def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:
         return None
     import json
 
+    if agent.watch is not None and agent.watch.findings:
+        report = {**report, "watch": agent.watch.findings}
     path = os.path.join(directory, "failure.json")
     try:
         with open(path, "w") as file:

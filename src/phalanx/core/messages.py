@@ -121,8 +121,9 @@ class MembershipChanged(Record):
 
 
 class RoundOver(Record):
-    """The rendezvous has ended this round and forms the next; nothing failed. `at_once`: this node may have been
-    replaced already, so its workers must not live on, not even for a grace."""
+    """The rendezvous has ended this round and forms the next; nothing failed.
+
+    `at_once`: this node may have been replaced already, so its workers must not live on."""
 
     round: int
     reason: str
@@ -161,9 +162,10 @@ class Uninterruptible(Record):
 
 
 class Hang(Record):
-    """The watchdog says that a worker makes no progress."""
+    """The watchdog says that a worker makes no progress; `final`: whatever restarts are left."""
 
     summary: str
+    final: bool = False
 
 
 class Tick(Record):

@@ -215,6 +215,10 @@ def on_worker_failed(state: GroupState, event: WorkerFailed, now: float, policy:
 def on_unhealthy(state: GroupState, event: Hang | Uninterruptible, now: float, policy: GroupPolicy) -> Step:
     if isinstance(event, Hang):
         summary = event.summary
+        if event.final:
+            report = ReportFailure(_number(state), state.attempt, summary, final=True)
+            state = state.replace(worker_state=WorkerState.UNHEALTHY)
+            return _end(state, now, policy, Ending(Outcome.FAILED, summary), report, Note(summary))
     else:
         pids = ", ".join(map(str, event.pids))
         summary = f"workers in uninterruptible sleep (pid {pids})"

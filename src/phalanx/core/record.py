@@ -15,7 +15,13 @@ Invariants: the values are fixed once made; defaults are shared by all instances
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NoReturn, Self, dataclass_transform
+TYPE_CHECKING = False  # importing typing would cost as much as all the types here together
+if TYPE_CHECKING:
+    from typing import Any, ClassVar, NoReturn, Self, dataclass_transform
+else:
+
+    def dataclass_transform(**_):
+        return lambda kind: kind
 
 
 @dataclass_transform(frozen_default=True)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from phalanx.processes.logs import LogsDest, LogsSpecs
     from phalanx.processes.numa import NumaOptions
     from phalanx.processes.tee import Tee
+    from phalanx.timers.heartbeat import Boards
 
 _STRAY_GRACE = 2.0  # for what successful workers left running behind them
 _ANSWER = 7.0  # over the grace: the zygote answers before that, or it is not going to
@@ -68,7 +69,9 @@ class PContext(abc.ABC):
         self.stop_timeout = 30.0  # grace for the rest of the group when one fails
         self.spawner: Spawner | None = None  # set before start: use this one, and leave it open
         self.numa_options: NumaOptions | None = None
+        self.boards: Boards | None = None  # memory shared with the workers (timers/heartbeat.py)
         self.attach: int | None = None  # only this rank gets our standard input, the others none
+        self.explains = True  # False: the owner calls `explain` for the failures it is going to show
         self.handles_signals = True  # False: the owner has its own handlers
         self.unkillable: tuple[str, ...] = ()
         self.started_at = 0.0
@@ -147,6 +150,9 @@ class PContext(abc.ABC):
         if self.error_files.get(rank):
             env[ERROR_FILE] = self.error_files[rank]
         job = self._job(rank, env)
+        if self.boards is not None:
+            job.fds = [*job.fds, *self.boards.places(rank, executed=bool(job.argv))]
+            env["PHALANX_WORKER"] = self.boards.variable(rank)
         job.env = env
         job.stdout = self.stdouts.get(rank) or ""
         job.stderr = self.stderrs.get(rank) or ""
@@ -215,6 +221,7 @@ class PContext(abc.ABC):
 
         `period` bounds how long one sleep may last; nothing is polled at that rate.
         """
+        self._signals.armed = True
         if timeout == 0:
             return self._step(0.0)
         end = None if timeout < 0 else time.monotonic() + timeout
@@ -253,6 +260,11 @@ class PContext(abc.ABC):
         """The failures known so far, by local rank."""
         bad = [exit for exit in self._exits.values() if exit.code != 0 and not exit.signalled_at]
         return {exit.rank: self._failure(exit) for exit in bad}
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether a worker has failed; costs nothing, unlike `failed`, which reads what it left behind."""
+        return any(exit.code != 0 and not exit.signalled_at for exit in self._exits.values())
 
     @property
     def all_succeeded(self) -> bool:
@@ -333,6 +345,8 @@ class PContext(abc.ABC):
             if not result.failures and len(self._exits) - len(failed) < self.nprocs:
                 # Closed by the caller while it ran: no failure is the cause, but it is no success.
                 result.failures, result.stopped = result.stopped, {}
+            if self.explains:
+                self.explain(result.failures)
             if not result.failures:
                 result.return_values = {rank: self._return_value(rank) for rank in range(self.nprocs)}
         finally:
@@ -340,7 +354,6 @@ class PContext(abc.ABC):
         return result
 
     def _failure(self, exit: Exit) -> ProcessFailure:
-        from phalanx.processes.evidence import explain
         from phalanx.processes.failure import ProcessFailure
 
         rank = exit.rank
@@ -353,17 +366,28 @@ class PContext(abc.ABC):
             exited_at=exit.at,
             stopped_at=stopped,
             tail=tail_of(self.stderrs.get(rank, "")),
-            evidence="" if stopped else explain(exit.code, exit.pid, self._before),
             stdout_path=self.stdouts.get(rank, ""),
             stderr_path=self.stderrs.get(rank, ""),
         )
 
+    def explain(self, failures: dict[int, ProcessFailure]) -> None:
+        """Add what the system knows of these ends; takes a moment (the kernel's log is read)."""
+        from phalanx.processes.evidence import explain
+
+        for failure in failures.values():
+            failure.evidence = explain(failure.exitcode, failure.pid, self._before)
+
     # -- stop -------------------------------------------------------------------------------------
 
-    def send_signal(self, sig: int, ranks: set[int] | None = None) -> None:
-        """Pass a signal to workers that run on (a preemption notice, say)."""
+    def send_signal(self, sig: int, ranks: set[int] | None = None, alone: bool = False) -> None:
+        """Pass a signal to workers that run on (a preemption notice, say), `alone` or with their children."""
         if self.spawner is not None and self._state == "running":
-            self.spawner.signal(sig, set(range(self.nprocs)) if ranks is None else ranks)
+            self.spawner.signal(sig, set(range(self.nprocs)) if ranks is None else ranks, alone)
+
+    @property
+    def running(self) -> set[int]:
+        """The local ranks that have not ended."""
+        return self._pids.keys() - self._exits.keys()
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
         """Stop everything: `death_sig` (SIGTERM), then SIGKILL after `timeout` seconds. Idempotent.

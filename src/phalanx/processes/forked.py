@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
+
+from phalanx.processes.rawsignal import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,12 +16,19 @@ if TYPE_CHECKING:
 def titles() -> Callable[[str], None] | None:
     """How a process changes what `ps` shows of it. To be asked for early: it works only on the environment
     as the kernel laid it out."""
-    try:
-        import setproctitle
-    except ImportError:
+    from importlib.machinery import PathFinder
+
+    package = PathFinder.find_spec("setproctitle")
+    if package is None:
         return None
-    setproctitle.getproctitle()
-    setter: Callable[[str], None] = setproctitle.setproctitle
+    # The extension alone: the package around it imports logging, and with it a tenth of the library.
+    spec = PathFinder.find_spec("setproctitle._setproctitle", package.submodule_search_locations)
+    if spec is None or spec.loader is None:
+        return None
+    module: Any = spec.loader.create_module(spec)
+    spec.loader.exec_module(module)
+    module.getproctitle()
+    setter: Callable[[str], None] = module.setproctitle
     return setter
 
 

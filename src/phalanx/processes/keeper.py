@@ -11,11 +11,11 @@ from __future__ import annotations
 import _socket
 import os
 import select
-import signal
 import time
 
 from phalanx.processes import kernel
 from phalanx.processes.channel import Channel
+from phalanx.processes.rawsignal import signal
 from phalanx.processes.zygote import Become, Zygote, clear_the_field
 
 TYPE_CHECKING = False

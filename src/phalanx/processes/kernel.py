@@ -8,8 +8,14 @@ compiled extension; it is loaded on first use, because the zygote is the only on
 from __future__ import annotations
 
 import os
-import signal
 import sys
+
+from phalanx.processes.rawsignal import signal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 LINUX = sys.platform == "linux"
 
@@ -17,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
-_libc_prctl = None
+_libc_prctl: Callable[..., int] | None = None
 
 
 def _prctl(option: int, arg: int | bytes) -> bool:
@@ -25,11 +31,23 @@ def _prctl(option: int, arg: int | bytes) -> bool:
     if not LINUX:
         return False
     if _libc_prctl is None:
+        _libc_prctl = _find("prctl")
+    return bool(_libc_prctl(option, arg, 0, 0, 0) == 0)
+
+
+def _find(name: str) -> Callable[..., int]:
+    """A function of libc. The process itself is a handle on it: no name to guess, no search that forks."""
+    try:
+        import _ctypes  # the part of ctypes that calls; the rest of it takes longer than a fork
+
+        itself: Any = None
+        address = _ctypes.dlsym(_ctypes.dlopen(itself, 0), name)
+        return lambda *args: _ctypes.call_function(address, args)
+    except (ImportError, AttributeError, OSError):
         import ctypes
 
-        # The process itself is a handle on libc: no name to guess, no find_library (which forks).
-        _libc_prctl = ctypes.CDLL(None, use_errno=True).prctl
-    return bool(_libc_prctl(option, arg, 0, 0, 0) == 0)
+        function: Callable[..., int] = getattr(ctypes.CDLL(None), name)
+        return function
 
 
 def die_with_parent(sig: int = signal.SIGKILL) -> bool:

@@ -11,6 +11,7 @@ import _socket
 import os
 
 from phalanx.processes.channel import Channel
+from phalanx.processes.settling import leave_zygote
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ class Lot:
 
     def park(self, inherited: set[int], zygote: int) -> Handover | None:
         """Fork one. None in the zygote; the hand-over in the fork, when its time has come."""
-        from phalanx.processes.zygote import leave_zygote
-
         ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:
             pid = os.fork()

@@ -50,6 +50,7 @@ class SignalScope:
         self._before: dict[signal.Signals, Any] = {}
         self._hurry: Callable[[], None] | None = None
         self.seen: list[signal.Signals] = []
+        self.armed = True  # raises once; a second exception would hit the handling of the first
 
     def __enter__(self) -> SignalScope:
         wanted = signals_to_handle() if self._signals is None else self._signals
@@ -85,7 +86,8 @@ class SignalScope:
             self._post(sig)
         elif self._hurry is not None:
             self._hurry()
-        else:
+        elif self.armed:
+            self.armed = False
             raise SignalException(f"process {os.getpid()} got {sig.name}", sig)
 
     def deferred(self, hurry: Callable[[], None]) -> Deferred:
@@ -107,6 +109,8 @@ class Deferred:
         if not self._nested:
             self._first = not self._scope.seen
             self._scope._hurry = self._hurry
+            if len(self._scope.seen) > 1:
+                self._hurry()  # another came since the one that led here
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._nested:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import _socket
 import os
 import select
-import signal
 import sys
 import time
 from _thread import RLock
@@ -19,6 +18,7 @@ from phalanx.errors import StartError, UnkillableError
 from phalanx.processes import kernel
 from phalanx.processes.channel import Channel
 from phalanx.processes.command import BOOTSTRAP
+from phalanx.processes.rawsignal import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ class Spawner:
         self.channel = Channel(ours)
         self._lock = RLock()  # a signal handler may ask for a stop while a wait is reading
         self._early: list[Event] = []
+        self._group = 0
         self.lost = False  # the helpers are gone; make another Spawner
         self._closed = False
         self.preload = preload or []
@@ -147,7 +148,15 @@ class Spawner:
             std.append(len(fds))
             fds.append(number)
         ignored = [int(s) for s in (signal.SIGHUP,) if signal.getsignal(s) is signal.SIG_IGN]
-        request = {"workers": specs, "env": dict(env), "cwd": os.getcwd(), "std": std, "ignored": ignored}
+        self._group += 1
+        request = {
+            "group": self._group,
+            "workers": specs,
+            "env": dict(env),
+            "cwd": os.getcwd(),
+            "std": std,
+            "ignored": ignored,
+        }
         try:
             with self._lock:
                 self.channel.send(("spawn", request), fds)
@@ -201,23 +210,23 @@ class Spawner:
             self.dropped = list(message[1])
         elif message[0] == "parked":
             self.parked = message[1]
-        elif message[0] == "stopped":
-            self._early.append(Stopped(tuple(message[1])))
+        elif message[0] == "stopped" and message[1] == self._group:
+            self._early.append(Stopped(tuple(message[2])))
 
     def stop(self, sig: int, grace: float) -> None:
         """Ask for the group's end: `sig` now, SIGKILL after `grace`; answered by a Stopped event.
 
         Only sends, so that it can be called from a signal handler and from a poll.
         """
-        self._send(("stop", int(sig), float(max(0.0, grace))))
+        self._send(("stop", self._group, int(sig), float(max(0.0, grace))))
 
     def park(self, count: int, warm_up: str = "") -> None:
         """Have this many forks ready for the next start; answered when they are."""
         self._send(("park", count, warm_up))
 
-    def signal(self, sig: int, ranks: set[int]) -> None:
-        """Pass a signal on to some workers, without stopping the group."""
-        self._send(("signal", int(sig), sorted(ranks)))
+    def signal(self, sig: int, ranks: set[int], alone: bool = False) -> None:
+        """Pass a signal on to some workers, `alone` or with what they started; nothing is stopped."""
+        self._send(("signal", int(sig), sorted(ranks), alone))
 
     def _send(self, message: tuple[Any, ...]) -> None:
         try:

@@ -12,9 +12,9 @@
   there may any of them run the user's program.
 * Single-threaded, standard library only: it must be safe to fork at any time.
 
-Messages from the agent:  ("spawn", request) ("stop", signal, grace) ("signal", number, ranks)
-                          ("park", count, warm-up)
-Messages to the agent:    ("started", {rank: pid}) ("refused", rank, text) ("stopped", [text, …])
+Messages from the agent:  ("spawn", request) ("stop", group, signal, grace) ("park", count, warm-up)
+                          ("signal", number, ranks, alone)
+Messages to the agent:    ("started", {rank: pid}) ("refused", rank, text) ("stopped", group, [text, …])
                           ("exit", rank, pid, code, when, signalled_at) ("parked", count)
 
 A *parked* process is a fork made ahead of need: it waits, before the first line of the program and without
@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import time
 
 from phalanx.processes import kernel
 from phalanx.processes.parking import Lot
+from phalanx.processes.rawsignal import signal
+from phalanx.processes.settling import default_signals, in_words, leave_zygote, moved, place
 
 TYPE_CHECKING = False  # importing typing would cost more than everything else here together
 if TYPE_CHECKING:
@@ -58,11 +59,12 @@ class Become(Exception):  # not an error: how a fork leaves the zygote's stack
 class Worker:
     """One child that runs user code."""
 
-    __slots__ = ("pid", "rank", "signalled_at")
+    __slots__ = ("parked", "pid", "rank", "signalled_at")
 
     def __init__(self, rank: int, pid: int) -> None:
         self.rank = rank
         self.pid = pid
+        self.parked = False
         self.signalled_at = 0.0
 
 
@@ -75,7 +77,7 @@ class Stop:
         self.sig = sig
         self.kill_at = now + grace
         self.give_up_at = self.kill_at + _GIVE_UP
-        self.look_at = now + _FIRST_LOOK
+        self.look_at = now + (_FIRST_LOOK if sig else grace)  # signal 0: they leave by themselves
         self.told: set[int] = set()
 
     def hurry(self, now: float, grace: float) -> None:
@@ -93,6 +95,7 @@ class Zygote:
         self.runner = runner
         self.workers: dict[int, Worker] = {}  # by pid, until reaped
         self.stop: Stop | None = None
+        self.group = 0  # groups are numbered by the agent: an answer must not be taken for the next one's
         self._statuses: set[int] = set()  # pipes to workers that are being started
         self.lot = Lot()
         self._wake_read, self._wake_write = os.pipe()
@@ -136,9 +139,9 @@ class Zygote:
             if message[0] == "spawn":
                 self._spawn(message[1], fds)
             elif message[0] == "stop":
-                self._stop(message[1], message[2])
+                self._stop(message[1], message[2], message[3])
             elif message[0] == "signal":
-                self._signal(message[1], set(message[2]))
+                self._signal(message[1], set(message[2]), message[3])
             elif message[0] == "park":
                 self._park(message[1], message[2])
         except Become:
@@ -155,15 +158,25 @@ class Zygote:
 
     def _spawn(self, request: dict[str, Any], fds: list[int]) -> None:
         self.stop = None
+        self.group = request["group"]
         gate_read, gate_write = os.pipe()
         made: list[tuple[Worker, int]] = []
         refusal: tuple[int, str] | None = None
-        for spec in request["workers"]:
-            try:
+        specs = request["workers"]
+        rank = 0
+        try:
+            for spec in specs:
+                rank = spec["rank"]
                 made.append(self._fork(request, spec, fds, gate_read, gate_write))
-            except OSError as error:
-                refusal = (spec["rank"], f"cannot fork: {error.strerror}")
-                break
+            for index, (worker, status) in enumerate(made):
+                if worker.parked and not _is_there(status):
+                    # It died while it was parked, and nobody had noticed yet.
+                    rank = worker.rank
+                    self._kill_all([worker.pid])
+                    self.lot.failures += 1
+                    made[index] = self._fork(request, specs[index], fds, gate_read, gate_write, fresh=True)
+        except OSError as error:
+            refusal = (rank, f"cannot fork: {error.strerror}")
         refusal = refusal or _first_refusal(made, b"ready")
         if refusal is None:
             os.write(gate_write, b"g" * len(made))
@@ -194,13 +207,21 @@ class Zygote:
         self._tell(("parked", len(self.lot.parked)))
 
     def _fork(
-        self, request: dict[str, Any], spec: dict[str, Any], fds: list[int], gate_read: int, gate_write: int
+        self,
+        request: dict[str, Any],
+        spec: dict[str, Any],
+        fds: list[int],
+        gate_read: int,
+        gate_write: int,
+        fresh: bool = False,
     ) -> tuple[Worker, int]:
         status_read, status_write = os.pipe()
         zygote = os.getpid()
         try:
-            pid = self.lot.hand_over(request, spec, fds, gate_read, status_write) if spec["program"] else 0
-            pid = pid or os.fork()
+            parked = 0
+            if spec["program"] and not fresh:
+                parked = self.lot.hand_over(request, spec, fds, gate_read, status_write)
+            pid = parked or os.fork()
         except OSError:
             os.close(status_read)
             os.close(status_write)
@@ -212,6 +233,7 @@ class Zygote:
             self._in_fork(request, spec, fds, gate_read, status_write)
         os.close(status_write)
         worker = Worker(spec["rank"], pid)
+        worker.parked = parked > 0
         self.workers[pid] = worker
         self._statuses.add(status_read)
         return worker, status_read
@@ -222,12 +244,12 @@ class Zygote:
         floor = max([3, *(target + 1 for _, _, target in spec["fds"])])
         try:
             # Our own two must not be where a descriptor of the worker is going to be put.
-            gate_read, status_write = _moved(gate_read, floor), _moved(status_write, floor)
+            gate_read, status_write = moved(gate_read, floor), moved(status_write, floor)
             self._become_worker(request, spec, fds, gate_read, status_write)
         except Become:
             raise
         except BaseException as error:  # noqa: BLE001 - the only way out of a forked child is _exit
-            _say(status_write, _in_words(error, spec))
+            _say(status_write, in_words(error, spec))
         os._exit(127)
 
     def _become_worker(
@@ -238,14 +260,14 @@ class Zygote:
         gate_read: int,
         status: int,
     ) -> NoReturn:
-        _default_signals(request["ignored"])
+        default_signals(request["ignored"])
         std = [fds[index] for index in request["std"]]
         if spec["stdin"]:
             std[0] = os.open(spec["stdin"], os.O_RDONLY | os.O_CLOEXEC)
         for number, key in ((1, "stdout"), (2, "stderr")):
             if spec[key]:
                 std[number] = os.open(spec[key], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        spec["places"] = _place(std, [(name, fds[i], target) for name, i, target in spec["fds"]])
+        spec["places"] = place(std, [(name, fds[i], target) for name, i, target in spec["fds"]])
         os.chdir(request["cwd"])
         if spec["cpus"]:
             os.sched_setaffinity(0, spec["cpus"])
@@ -291,12 +313,15 @@ class Zygote:
 
     # -- stopping ---------------------------------------------------------------------------------
 
-    def _signal(self, sig: int, ranks: set[int]) -> None:
+    def _signal(self, sig: int, ranks: set[int], alone: bool) -> None:
+        send = _signal_one if alone else _signal_group
         for worker in self.workers.values():
             if worker.rank in ranks:
-                _signal_group(worker.pid, sig)
+                send(worker.pid, sig)
 
-    def _stop(self, sig: int, grace: float) -> None:
+    def _stop(self, group: int, sig: int, grace: float) -> None:
+        if group != self.group:
+            return  # of the group before; it is gone
         self._reap()  # who is gone by now was not stopped by us, and must not be told so
         now = time.monotonic()
         if self.stop:
@@ -323,7 +348,7 @@ class Zygote:
             stop.look_at = now + _LOOK_AGAIN
             for pid in self._adopted():
                 if kill or pid not in stop.told:
-                    _signal_one(pid, signal.SIGKILL if kill else stop.sig)
+                    _signal_one(pid, signal.SIGKILL if kill else stop.sig or signal.SIGTERM)
                     stop.told.add(pid)
         if kill:
             self._reap()
@@ -345,7 +370,7 @@ class Zygote:
 
     def _stopped(self, unkillable: list[str]) -> None:
         self.stop = None
-        self._tell(("stopped", unkillable))
+        self._tell(("stopped", self.group, unkillable))
 
     def _kill_all(self, pids: list[int]) -> None:
         """End children that never ran user code, and forget them."""
@@ -361,15 +386,6 @@ class Zygote:
 
     def _clear_the_field(self) -> None:
         clear_the_field([*self.workers, *self.lot.parked])
-
-
-def leave_zygote(zygote: int) -> None:
-    """First steps of a fork: a session of its own, and an end with the zygote's end."""
-    os.setsid()
-    kernel.die_with_parent()
-    if os.getppid() != zygote:  # it died before the line above took effect
-        os._exit(127)
-    signal.set_wakeup_fd(-1)
 
 
 def clear_the_field(sessions: list[int]) -> None:
@@ -391,65 +407,19 @@ def clear_the_field(sessions: list[int]) -> None:
         poll.poll(2)  # a pause between rounds of killing, not a wait for an event: adoption has none
 
 
+def _is_there(status: int) -> bool:
+    """Whether a parked process took what it was handed; waits for its word, which is left in the pipe."""
+    poll = select.poll()
+    poll.register(status, select.POLLIN)
+    return any(event & select.POLLIN for _, event in poll.poll())
+
+
 def _first_refusal(made: list[tuple[Worker, int]], expected: bytes) -> tuple[int, str] | None:
     for worker, status in made:
         said = os.read(status, 4096)
         if said != expected:
             return worker.rank, said.decode(errors="replace") or "ended while it was being set up"
     return None
-
-
-def _in_words(error: BaseException, spec: dict[str, Any]) -> str:
-    if isinstance(error, OSError):
-        name = error.filename or (spec["argv"] or [""])[0]
-        where = os.fsdecode(name) if isinstance(name, bytes | str) else ""
-        hint = ""
-        if error.errno == 8:  # ENOEXEC
-            hint = " (not a program for this machine, or a script without a '#!' line)"
-        return f"{where}: {error.strerror}{hint}" if where else str(error.strerror)
-    return f"{type(error).__name__}: {error}"
-
-
-def _above(fd: int, floor: int) -> int:
-    import fcntl
-
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor)
-
-
-def _moved(fd: int, floor: int) -> int:
-    moved = _above(fd, floor)
-    os.close(fd)
-    return moved
-
-
-def _place(std: list[int], extra: list[tuple[str, int, int]]) -> dict[str, int]:
-    """Put the standard descriptors at 0-2 and the extra ones at their numbers (-1: any), inheritable."""
-    floor = max([3, *(target + 1 for _, _, target in extra)])
-    # First out of the way of all targets, so that no dup2 overwrites a source still needed.
-    sources = [_above(fd, floor) for fd in (*std, *(fd for _, fd, _ in extra))]
-    places = {}
-    names = ["0", "1", "2", *(name for name, _, _ in extra)]
-    targets = [0, 1, 2, *(target for _, _, target in extra)]
-    for name, source, target in zip(names, sources, targets, strict=True):
-        if target < 0:
-            places[name] = source
-            continue
-        os.dup2(source, target)
-        os.close(source)
-        places[name] = target
-    return places
-
-
-def _default_signals(ignored: list[int]) -> None:
-    """Start from the defaults, but for what the agent itself was told to ignore (nohup's SIGHUP)."""
-    for sig in signal.valid_signals():
-        if sig in (signal.SIGKILL, signal.SIGSTOP):
-            continue
-        if sig in ignored:
-            signal.signal(sig, signal.SIG_IGN)
-        elif signal.getsignal(sig) not in (signal.SIG_DFL, None):
-            signal.signal(sig, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def _signal_group(pid: int, sig: int) -> None:

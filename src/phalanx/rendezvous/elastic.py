@@ -113,7 +113,12 @@ class ElasticRendezvous(RendezvousHandler):
         return int(self._over)
 
     def is_closed(self) -> bool:
-        return self._ended is not None and self._ended.end.outcome in ("closed", "succeeded", "failed", "timeout")
+        return self._ended is not None and self._ended.end.outcome in (
+            "closed",
+            "succeeded",
+            "failed",
+            "timeout",
+        )
 
     def set_closed(self) -> None:
         if self.membership is not None and not self.membership.ended.is_set():
@@ -171,7 +176,9 @@ class ElasticRendezvous(RendezvousHandler):
             from phalanx.rendezvous.address import free_port
 
             options = replace(self.settings.options, max_restarts=UNLIMITED)
-            self.membership = Membership(self.settings, options, self._hear, lambda _address: (None, free_port()))
+            self.membership = Membership(
+                self.settings, options, self._hear, lambda _address: (None, free_port())
+            )
             self.membership.start()
         return self.membership
 
@@ -204,7 +211,7 @@ def error_of(ended: Ended, settings: Settings) -> RendezvousError:
         )
     if outcome == "connect":
         return RendezvousConnectionError(
-            f"{reason} Tried {tried}; check that the node with that address runs, that the port is open, and the "
-            f"token (phalanx doctor --rdzv-endpoint {settings.where})"
+            f"{reason} Tried {tried}; check that the node with that address runs, that the port is open, and "
+            f"the token (phalanx doctor --rdzv-endpoint {settings.where})"
         )
     return RendezvousConnectionError(reason)

@@ -1,12 +1,13 @@
-"""One node's membership in a job: the thread that owns the participant, the connection and, on the host, the store.
+"""One node's membership in a job: a thread that owns participant, connection and, on the host, the store.
 
-Everything that happens is a call in one queue, carried out by one thread, so nothing here needs a lock. Out come
-happenings, in order: `Formed` (run workers in this round), `Over` (stop them), `Ended` (the job is over for this
-node), and now and then `Waiting` (a line for a person). They are told from the thread and must not block it.
+Everything that happens is a call in one queue, carried out by one thread, so nothing here needs a lock. Out
+come happenings, in order: `Formed` (run workers in this round), `Over` (stop them), `Ended` (the job is over
+for this node), and now and then `Waiting` (a line for a person). They are told from the thread and must not
+block it.
 
 Beyond what `core.participant` decides, this shell
-- gives every round a fresh place for its workers to meet: rank 0 opens it and publishes it under the round's number,
-  so that what is left of an older round can neither find it nor disturb it;
+- gives every round a fresh place for its workers to meet: rank 0 opens it and publishes it under the round's
+  number, so that what is left of an older round can neither find it nor disturb it;
 - publishes a failure at once, while the node's other workers are still being stopped;
 - takes a store without a journal for lost once its address has refused connections for a few seconds;
 - stays, as the host of the store, until the others have heard how the job ended.
@@ -22,8 +23,9 @@ from phalanx.core import node_events as happen
 from phalanx.core.commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
 from phalanx.core.node_events import End, Send, Start, Stop
 from phalanx.core.participant import Participant
-from phalanx.core.rounds import CLOSED, NodeInfo, Result, encode
+from phalanx.core.rounds import CLOSED, FORMING, NodeInfo, Result, encode
 from phalanx.errors import PhalanxError, StoreError
+from phalanx.rendezvous.elastic_line import Line
 from phalanx.rendezvous.elastic_news import Ended, Failure, Formed, Over, Waiting
 from phalanx.rendezvous.elastic_settings import open_server
 
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
 STATUS = 800_000  # watch numbers of our own, between the participant's and the client's
 MEETING = 800_001  # plus the number of the round
 REFUSED_PATIENCE = 3.0
-SHOW_AFTER, SHOW_EVERY = 1.0, 10.0
 FAREWELL = 2.0
 
 
@@ -69,7 +70,7 @@ class Membership:
         self.info = NodeInfo("", settings.name)  # complete once the thread has looked up our address
         self.participant: Participant | None = None
         self.client: Client | None = None
-        self.waiting = f"connecting to the store at {settings.where}"
+        self.line = Line(f"connecting to the store at {settings.where}", clock())
         self.ended = threading.Event()
         self.hosting = False
         self._server: Server | None = None
@@ -83,8 +84,6 @@ class Membership:
         self._leaving = ""
         self._closing = False
         self._released = False
-        self._idle_since = clock()
-        self._show_at: float | None = None
         self._status_watched = False
 
     # What others ask, from any thread
@@ -172,7 +171,9 @@ class Membership:
         if self._finished_by is not None:
             times.append(self._finished_by)
         if self._handed is None and not self.ended.is_set():
-            times.append(self._next_show())
+            times.append(self.line.show_at())
+        if (write := self._write_at()) is not None:
+            times.append(write)
         try:
             call = self._calls.get(timeout=max(0.0, min(times) - now) if times else None)
         except queue.Empty:
@@ -184,13 +185,11 @@ class Membership:
         if self._finished_by is not None and now >= self._finished_by:
             self._finished_by = None
             self._leave("the other nodes did not finish in time")
-        if self._handed is None and not self.ended.is_set() and now >= self._next_show():
-            self._show_at = now + SHOW_EVERY
-            if not self._status_watched and self.participant is not None:
-                self._status_watched = True
-                key = self.options.prefix + "status"
-                self._send(Watch(STATUS, key), lambda reply: self._learn_status(reply.entries))
-            self.tell(Waiting(self._reason()))
+        if self._handed is None and not self.ended.is_set() and now >= self.line.show_at():
+            self._show(now)
+        if (write := self._write_at()) is not None and now >= write:
+            leader = When(self.options.prefix + "ctl/leader", "value", value=self.info.id.encode())
+            self._send(Txn((leader,), (Put(self.options.prefix + "status", self.line.write(now)),)))
         self._step(happen.Tick())
 
     def _step(self, event: happen.Event) -> None:
@@ -243,7 +242,7 @@ class Membership:
         self.client.grace = self.options.store_grace
         options = self.options if welcome is None else _with_linger(self.options, welcome.linger)
         self.participant = Participant(self.info, options)
-        self.waiting = "joining"
+        self.line.learn("joining", clock())
         for action in self.participant.start(clock()):
             self._act(action)
         if self._leaving:
@@ -318,13 +317,15 @@ class Membership:
 
     def _hand(self, start: Start, address: str, port: int, served: Any) -> None:
         self._coming, self._handed = None, start
-        self._finished_by = self._show_at = None
+        self._finished_by = None
         if self._status_watched:
             self._status_watched = False
             self._send(Unwatch(STATUS))
         self.tell(Formed(start.round, start.rank, address, port, served))
 
     def _stop(self, stop: Stop) -> None:
+        if self.participant is not None and self.participant.ended is not None:
+            return  # the end of the job is about to be told, which says more
         if self._handed is not None and self._handed.round.number == stop.number:
             self._tell_over(stop.reason, stop.at_once)
         elif self._last is not None and self._last.number == stop.number:
@@ -348,8 +349,8 @@ class Membership:
     def _tell_over(self, reason: str, at_once: bool) -> None:
         assert self._handed is not None
         self._last, self._handed = self._handed.round, None
-        self._finished_by = self._show_at = None
-        self._idle_since = clock()
+        self._finished_by = None
+        self.line.wait(clock())
         drained = self._round is not None and self.info.id in self._round.out
         self.tell(Over(self._last, self._round, reason, at_once, drained))
 
@@ -376,17 +377,31 @@ class Membership:
 
     # Telling
 
-    def _next_show(self) -> float:
-        return self._idle_since + SHOW_AFTER if self._show_at is None else self._show_at
+    @property
+    def _leading(self) -> bool:
+        return self.participant is not None and self.participant.leading and not self.ended.is_set()
+
+    def _show(self, now: float) -> None:
+        """Tell what we wait for; the first time ask the leader for it, and tell when the answer is there."""
+        if not self._leading and not self._status_watched and self.participant is not None:
+            self._status_watched = True
+            key = self.options.prefix + "status"
+            self._send(Watch(STATUS, key), lambda reply: self._learn_status(reply.entries))
+            self.line.wait(now)
+        else:
+            self.tell(Waiting(self.line.show(now)))
 
     def _learn_status(self, entries: tuple[Any, ...]) -> None:
-        if entries:
-            self.waiting = entries[0].value.decode(errors="replace")
+        if entries and self._status_watched and not self._leading:
+            self.line.learn(entries[0].value.decode(errors="replace"), clock())
+            if not self.line.shown:
+                self.tell(Waiting(self.line.show(clock())))
 
-    def _reason(self) -> str:
-        if self.participant is not None and self.participant.leading:
-            self.waiting = self.participant.reason
-        return self.waiting
+    def _write_at(self) -> float | None:
+        if not self._leading or self.participant is None:
+            return None
+        self.line.learn(self.participant.reason, clock())
+        return self.line.write_at(self._round is None or self._round.phase == FORMING)
 
     def _end(self, end: End) -> None:
         if not self.ended.is_set():

@@ -1,4 +1,4 @@
-"""What a membership tells: rounds formed and over, the end, a line while waiting; and a failure as it travels."""
+"""What a membership tells: rounds formed and over, the end, a line while waiting; a failure as it travels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LONGEST_REPORT = 64 << 10
 
 
 class Formed(NamedTuple):
-    """Run workers as the node of this rank; they meet at address:port, where `served` serves (rank 0's node)."""
+    """Run workers as the node of this rank; they meet at address:port, where rank 0's `served` answers."""
 
     round: Round
     rank: int
@@ -21,7 +21,7 @@ class Formed(NamedTuple):
 
 
 class Over(NamedTuple):
-    """The round that was formed is over; `now` is what follows it. `at_once`: its workers must not live on."""
+    """The round that was formed is over, `now` follows. `at_once`: its workers must not live on."""
 
     was: Round
     now: Round | None

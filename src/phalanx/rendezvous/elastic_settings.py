@@ -1,7 +1,7 @@
-"""What an elastic rendezvous was asked for: the store's address, this node's name, and how long things may take.
+"""What an elastic rendezvous was asked for: the store's address, this node's name, how long things may take.
 
-The one who hosts the store is found by binding: whoever can listen on the endpoint's address does, and everybody
-else is a client. `is_host` in --rdzv-conf overrules that. Addresses are looked up forwards only.
+The one who hosts the store is found by binding: whoever can listen on the endpoint's address does, and
+everybody else is a client. `is_host` in --rdzv-conf overrules that. Addresses are looked up forwards only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Settings:
         self.endpoint = params.endpoint
         self.host, self.port = parse_rendezvous_endpoint(params.endpoint.partition(",")[0], DEFAULT_PORT)
         if self.port == 0:
-            raise UsageError(f"--rdzv-endpoint {params.endpoint}: nodes can only meet at a port all know, not 0")
+            raise UsageError(
+                f"--rdzv-endpoint {params.endpoint}: nodes can only meet at a port all know, not 0"
+            )
         self.params = params
         self.run_id = params.run_id
         self.local_addr = params.local_addr
@@ -46,7 +48,9 @@ class Settings:
         beats, tries = params.get("keep_alive_interval"), params.get("keep_alive_max_attempt")
         ttl = DEFAULT_TTL
         if beats is not None or tries is not None:
-            ttl = _seconds(params, "keep_alive_interval", 5.0) * (params.get_as_int("keep_alive_max_attempt", 3) or 3)
+            ttl = _seconds(params, "keep_alive_interval", 5.0) * (
+                params.get_as_int("keep_alive_max_attempt", 3) or 3
+            )
         self.options = Options(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
@@ -60,7 +64,7 @@ class Settings:
         )
         if self.options.ttl <= self.linger:
             raise UsageError(
-                f"--rdzv-conf ttl={self.options.ttl:g}: a lease must last longer than linger={self.linger:g} s"
+                f"--rdzv-conf ttl={self.options.ttl:g}: a lease must outlast linger={self.linger:g} s"
             )
 
     @property
@@ -75,7 +79,7 @@ class Settings:
         return NodeInfo(unique, self.name, self.address(), slots, role, self.rank, int(position))
 
     def address(self) -> str:
-        """The address that others reach this node by: given, or that of the interface towards the endpoint."""
+        """The address others reach this node by: given, or that of the interface towards the endpoint."""
         return self.local_addr or _source_address(self.host, self.port)
 
     def addresses(self) -> list[str]:

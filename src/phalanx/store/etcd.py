@@ -20,53 +20,27 @@ from __future__ import annotations
 
 import os
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core.commands import (
-    Add,
-    Command,
-    Compact,
-    Delete,
-    Entry,
-    Get,
-    Grant,
-    KeepAlive,
-    Notice,
-    Put,
-    Reply,
-    Revoke,
-    Txn,
-    Unwatch,
-    Watch,
-    When,
-)
+from phalanx.core.commands import Add, Command, Get, Notice, Put, Reply, Txn, Unwatch, Watch
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, UsageError
 from phalanx.store import etcd_translation as words
 from phalanx.store import wire
 from phalanx.store.client import Client, State, _Waiting
-from phalanx.store.etcd_http import (
-    NOT_FOUND,
-    OUT_OF_RANGE,
-    PRECONDITION,
-    Address,
-    EtcdError,
-    Failure,
-    Line,
-    Members,
-)
+from phalanx.store.etcd_http import Address, EtcdError, Failure, Line, Members
+from phalanx.store.etcd_requests import Requests
 from phalanx.store.etcd_watch import Stream
-from phalanx.store.model import LARGEST, LONGEST
 
 if TYPE_CHECKING:
     import ssl
 
 DEFAULT_PORT = 2379
-MEMORY_TTL = 600  # of the key that remembers the last request; one that is gone costs a round trip
 SLOWEST = 10.0  # the patience with a single request grows up to this
+FAREWELL = 2.0  # what was asked before `close` may take this long
+_REVISIONED = ("/v3/kv/range", "/v3/kv/txn", "/v3/kv/deleterange")  # whose revision is the majority's
 
 
 class _Abandoned(Exception):
@@ -103,9 +77,7 @@ class EtcdClient(Client):
         self._delivering = threading.RLock()
         self._closed = threading.Event()
         self._away_since: float | None = clock()
-        self._tries = 0  # of the request in hand
-        self._newest = 0
-        self._memory = Entry(f"phalanx.once/{self.session}")
+        self._requests = Requests(self.session, self._call)
 
     @property
     def where(self) -> str:
@@ -115,21 +87,24 @@ class EtcdClient(Client):
     # What `Client` leaves to us
 
     def close(self) -> None:
-        """End the session: watches, threads, and the key in etcd that belongs to it; idempotent."""
-        if not self._closing:
-            self._closed.set()
-            self._todo.put(None)
-            super().close()
-            for stream in [*self._streams.values(), *self._ended]:
-                stream.stop()
-            for stream in [*self._streams.values(), *self._ended]:
-                if stream is not threading.current_thread():
-                    stream.join()
+        """Say what was asked before, then end: watches, threads, our key in etcd; idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._todo.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(FAREWELL)
+            self._line.cut()
+        super().close()
+        self._stop_streams()
+        for stream in [*self._streams.values(), *self._ended]:
+            if stream is not threading.current_thread():
+                stream.join()
 
     def _ask(self, command: Command, waiting: _Waiting) -> int:
         _check(command)
         with self._lock:
-            if self.lost is not None or self._closing:
+            if self.lost is not None or self._closed.is_set():
                 raise self.lost or StoreConnectionError(f"the connection to {self.where} is closed")
             self._number += 1
             self._waiting[self._number] = waiting
@@ -138,7 +113,7 @@ class EtcdClient(Client):
 
     def _stay_connected(self) -> None:
         try:
-            self._range(words.where(self._memory.key, False))  # the first contact
+            self._requests.range(words.where(self._requests.memory.key, False))  # the first contact
             while (item := self._todo.get()) is not None:
                 self._answer(*item)
         except _Abandoned:
@@ -148,6 +123,7 @@ class EtcdClient(Client):
         except StoreError as error:
             self._give_up(error)
         finally:
+            self._stop_streams()
             self._forget_me()
             self._line.hang_up()
 
@@ -156,15 +132,21 @@ class EtcdClient(Client):
             return
         self._doing = number
         try:
-            reply = self._carry_out(command)
+            if isinstance(command, Unwatch | Watch):
+                self._shut(command.watch)
+            reply = (
+                Reply(True, self._requests.newest)
+                if isinstance(command, Unwatch)
+                else self._requests.carry_out(number, command)
+            )
         except _Abandoned:
-            if self._closing:
+            if self._closed.is_set():
                 raise
             return
         except EtcdError as error:
             if not error.too_large:
                 raise
-            reply = Reply(False, self._newest, error="size")
+            reply = Reply(False, self._requests.newest, error="size")
         waiting = self._waiting.pop(number, None)
         with self._delivering:
             if waiting is not None:
@@ -176,150 +158,14 @@ class EtcdClient(Client):
         if isinstance(command, Watch) and reply.ok:
             self._open(command, command.start or reply.revision + 1)
 
-    # Commands
-
-    def _carry_out(self, command: Command) -> Reply:
-        match command:
-            case Put():
-                return self._txn(Txn((), (command,)))._replace(entries=())
-            case Txn():
-                return self._txn(command)
-            case Get(name, prefix):
-                answer = self._range(words.where(name, prefix))
-                return Reply(True, words.revision(answer), words.entries(answer))
-            case Delete(name, prefix):
-                answer = self._call("/v3/kv/deleterange", words.where(name, prefix))
-                return Reply(True, words.revision(answer), number=int(answer.get("deleted", 0)))
-            case Add(name, amount):
-                return self._add(name, amount)
-            case Grant():
-                return self._grant(command)
-            case KeepAlive(lease):
-                answer = self._call("/v3/lease/keepalive", {"ID": str(lease)})
-                alive = int(answer.get("TTL", 0)) > 0
-                return Reply(alive, self._newest, number=lease * alive, error="" if alive else "lease")
-            case Revoke(lease):
-                return self._revoke(lease)
-            case Watch():
-                return self._look(command)
-            case Unwatch(number):
-                self._shut(number)
-                return Reply(True, self._newest)
-            case Compact(revision):
-                return self._compact(revision)
-        raise TypeError(f"{command!r} is no command of the store")
-
-    def _txn(self, txn: Txn) -> Reply:
-        """A transaction, done once however often it has to be sent."""
-        fresh = False
-        while True:
-            once = self._once() if txn.puts or txn.deletes else None
-            try:
-                answer = self._call("/v3/kv/txn", words.transaction(txn, once))
-            except EtcdError as error:
-                if error.code != NOT_FOUND:
-                    raise
-                if not fresh:  # is it the lease of our own key?
-                    self._memory, fresh = Entry(self._memory.key), True
-                    continue
-                return self._show(txn, "lease")
-            done = words.outcome(txn, once, answer)
-            if once is not None and (done.ok or done.memory is not None):
-                seen = done.memory or Entry(once.key, once.value, 0, done.revision, once.lease)
-                ours, known = seen.value == once.value, self._memory.mod
-                self._memory = seen
-                if not done.ok and not ours and seen.mod != known:
-                    continue  # it ran out while we were idle: what failed was not the caller's condition
-                if ours:
-                    return Reply(True, done.revision, done.entries)
-            return Reply(done.ok, done.revision, done.entries, error="" if done.ok else "condition")
-
-    def _once(self) -> words.Once:
-        if not self._memory.lease or not self._memory.mod:
-            lease = self._grant(Grant(MEMORY_TTL)).number
-            self._memory = Entry(self._memory.key, lease=lease)
-        return words.Once(self._memory.key, str(self._doing).encode(), self._memory.mod, self._memory.lease)
-
-    def _show(self, txn: Txn, why: str) -> Reply:
-        looked = words.outcome(txn, None, self._call("/v3/kv/txn", words.transaction(Txn(txn.when), None)))
-        return Reply(False, looked.revision, looked.entries, error=why)
-
-    def _add(self, name: str, amount: int) -> Reply:
-        found = Entry(name)
-        known = False
-        while True:
-            if not known:
-                answer = self._range(words.where(name, False))
-                found = (words.entries(answer) or (Entry(name),))[0]
-            try:
-                total = int(found.value or b"0") + amount
-            except ValueError:
-                total = LARGEST + 1
-            if not -LARGEST <= total <= LARGEST:
-                return Reply(False, self._newest, (found,), error="number")
-            reply = self._txn(Txn((When(name, "mod", found.mod),), (Put(name, str(total).encode()),)))
-            if reply.ok:
-                return reply._replace(entries=(), number=total)
-            found, known = reply.entries[0], True
-
-    def _grant(self, command: Grant) -> Reply:
-        if not 0 < command.ttl <= LONGEST:
-            return Reply(False, self._newest, error="ttl")
-        # A number of our own choice makes the second of two tries harmless.
-        lease = random.SystemRandom().randrange(1, 2**63)
-        try:
-            self._call("/v3/lease/grant", {"ID": str(lease), "TTL": str(words.lease_seconds(command))})
-        except EtcdError as error:
-            if error.code != PRECONDITION:
-                raise
-        return Reply(True, self._newest, number=lease)
-
-    def _revoke(self, lease: int) -> Reply:
-        try:
-            self._call("/v3/lease/revoke", {"ID": str(lease)})
-        except EtcdError as error:
-            if error.code != NOT_FOUND:
-                raise
-            if self._tries == 1:  # else an earlier try may have done it
-                return Reply(False, self._newest, error="lease")
-        return Reply(True, self._newest)
-
-    def _compact(self, revision: int) -> Reply:
-        try:
-            answer = self._call("/v3/kv/compaction", {"revision": str(revision)})
-        except EtcdError as error:
-            if error.code != OUT_OF_RANGE:
-                raise
-            future = "future" in str(error)
-            return Reply(not future, self._newest, error="future" if future else "")
-        return Reply(True, words.revision(answer))
-
     # Watches
-
-    def _look(self, command: Watch) -> Reply:
-        """What is there, or whether the past from `start` on still is."""
-        self._shut(command.watch)
-        where = words.where(command.key, command.prefix)
-        if not command.start:
-            answer = self._range(where)
-            return Reply(True, words.revision(answer), words.entries(answer))
-        revision = words.revision(self._range({**where, "count_only": True}))
-        if command.start > revision + 1:
-            return Reply(False, revision, error="future")
-        try:
-            self._range({**where, "count_only": True, "revision": str(max(1, command.start - 1))})
-        except EtcdError as error:
-            if error.code != OUT_OF_RANGE:
-                raise
-            return Reply(False, revision, number=revision + 1, error="compacted")
-        return Reply(True, revision)
 
     def _open(self, command: Watch, start: int) -> None:
         stream = Stream(
             self._members, command, start, patience=self.patience, tell=self._tell, doubt=self._doubt
         )
         with self._lock:
-            if self._closing:
+            if self._closed.is_set():
                 return
             self._streams[command.watch] = stream
             stream.start()
@@ -333,40 +179,40 @@ class EtcdClient(Client):
         if stream is not None:
             stream.stop()
 
+    def _stop_streams(self) -> None:
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.stop()
+
     def _tell(self, stream: Stream, notice: Notice) -> None:
         with self._delivering:
             if self._streams.get(notice.watch) is stream and self.lost is None:
-                self._watches.get(notice.watch, self.on_notice)(notice)
+                try:
+                    self._watches.get(notice.watch, self.on_notice)(notice)
+                except Exception as error:  # noqa: BLE001 - as in Client: nobody may be left waiting for ever
+                    self._give_up(StoreError(f"the store's client failed: {type(error).__name__}: {error}"))
 
     def _doubt(self) -> None:
         """A stream broke: ask something, so that a member that is gone is found out."""
         try:
-            self.send(Get(self._memory.key), lambda reply: None)
+            self.send(Get(self._requests.memory.key), lambda reply: None)
         except StoreError:
             pass  # that is known already
 
     # Asking
 
-    def _range(self, body: words.Json) -> words.Json:
-        answer = self._call("/v3/kv/range", body)
-        revision = words.revision(answer)
-        if revision < self._newest:
-            raise StoreConnectionError(
-                f"etcd at {self.where} has gone back from revision {self._newest} to {revision}: "
-                "it was restored from a backup, and what this job knew is gone"
-            )
-        self._newest = revision
-        return answer
-
     def _call(self, path: str, body: words.Json) -> words.Json:
         """Ask one member after the other until one answers, or the grace is over."""
-        self._tries, pause = 0, 0.05
+        requests, members = self._requests, len(self._members.addresses)
+        requests.tries, pause = 0, 0.05
         while True:
-            if self._closing or (self._doing and self._doing not in self._waiting):
+            forgotten = self._doing and self._doing not in self._waiting
+            if forgotten or self._closing or (self._closed.is_set() and requests.tries):
                 raise _Abandoned
             began = self.clock()
-            patience = min(SLOWEST, self.patience * 2 ** (self._tries // len(self._members.addresses)))
-            self._tries += 1
+            patience = min(SLOWEST, self.patience * 2 ** (requests.tries // members))
+            requests.tries += 1
             try:
                 answer = self._line.call(path, body, patience)
             except EtcdError as error:
@@ -376,12 +222,12 @@ class EtcdClient(Client):
             except Failure as error:
                 problem = _certificate_trouble(error, self.where)
             else:
-                self._reached(answer)
+                self._reached(path, answer)
                 return answer
             self._move_on()
-            if self._tries >= len(self._members.addresses):
+            if requests.tries >= members:
                 self._away(began, problem)
-            if self._tries % len(self._members.addresses) == 0:
+            if requests.tries % members == 0:
                 self._closed.wait(pause)
                 pause = min(1.0, pause * 2)
 
@@ -392,7 +238,7 @@ class EtcdClient(Client):
             for stream in streams:
                 stream.follow()
 
-    def _reached(self, answer: words.Json) -> None:
+    def _reached(self, path: str, answer: words.Json) -> None:
         cluster = str(answer.get("header", {}).get("cluster_id", ""))
         if self.welcome is None:
             self.welcome = wire.Welcome(cluster, durable=True, linger=float("inf"))
@@ -401,6 +247,13 @@ class EtcdClient(Client):
                 f"etcd at {self.where} is another cluster than it was (its data was made anew): "
                 "what this job knew is gone"
             )
+        if path in _REVISIONED:
+            newest, self._requests.newest = self._requests.newest, words.revision(answer)
+            if self._requests.newest < newest:
+                raise StoreConnectionError(
+                    f"etcd at {self.where} has gone back from revision {newest} to "
+                    f"{self._requests.newest}: it was restored from a backup, and what this job knew is gone"
+                )
         if self._away_since is not None:
             self._away_since = None
             self._connected.set()
@@ -418,9 +271,10 @@ class EtcdClient(Client):
 
     def _forget_me(self) -> None:
         """Take our key out of etcd; if that fails, its lease will."""
-        if self._memory.lease and self._away_since is None:
+        lease = self._requests.memory.lease
+        if lease and self._away_since is None:
             try:
-                self._line.call("/v3/lease/revoke", {"ID": str(self._memory.lease)}, 0.5)
+                self._line.call("/v3/lease/revoke", {"ID": str(lease)}, 0.5)
             except (StoreError, *Failure):
                 pass
 
@@ -473,7 +327,7 @@ def etcd_client_from(
         )
     addresses, schemes = _addresses(endpoint)
     files = [str(config.get(name) or "") for name in ("cacert", "cert", "key")]
-    protocol = str(config.get("protocol") or (schemes | {"https" if any(files) else "http"}).pop())
+    protocol = str(config.get("protocol") or next(iter(schemes), "https" if any(files) else "http"))
     if protocol not in ("http", "https") or len(schemes | {protocol}) > 1:
         raise UsageError(f"--rdzv-conf protocol={protocol}: use http or https, the same for every endpoint")
     context = None

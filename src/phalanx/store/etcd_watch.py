@@ -96,6 +96,7 @@ class Stream(threading.Thread):
             return b""  # http.client's way of saying that the stream was cut under it
 
     def _start_over(self) -> None:
+        self._line.hang_up()  # the stream's connection is of no use for anything else
         where = words.where(self.watch.key, self.watch.prefix)
         answer: dict[str, Any] = self._line.call("/v3/kv/range", where, self._patience)
         self._pass_on(words.snapshot(self.watch.watch, answer))

@@ -82,7 +82,7 @@ class Boards:
     """The boards of one group of workers, by local rank."""
 
     def __init__(self, count: int, preempt_signal: int = 0) -> None:
-        from phalanx.processes.function import anonymous_file
+        from phalanx.processes.kernel import anonymous_file
 
         self._fds: list[int] = []
         self._read_end, self._write_end = os.pipe()

@@ -1,0 +1,103 @@
+"""`phalanx drain NODE|--self`: let a node leave a running job; the others re-form at once, at no cost.
+
+Returns when the node has gone, or says why that cannot be told.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from phalanx.cli.store import Parser
+from phalanx.core.commands import Get, Notice, Put
+from phalanx.core.rounds import NodeRecord, decode_node
+from phalanx.errors import PhalanxError, StoreError, UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.store.client import Client
+
+
+def main(argv: Sequence[str]) -> int:
+    """Ask, and wait until it is done."""
+    options = _parser().parse_args(argv)
+    if bool(options.node) == options.self:
+        raise UsageError("name one node, or --self for the nodes of this machine")
+    from phalanx.rendezvous.address import parse_rendezvous_endpoint
+    from phalanx.rendezvous.elastic_settings import DEFAULT_PORT
+    from phalanx.store.client import Client
+    from phalanx.store.token import find_token
+
+    try:
+        host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, DEFAULT_PORT)
+    except ValueError as error:
+        raise UsageError(f"--rdzv-endpoint: {error}") from None
+    try:
+        with Client(host, port, token=find_token(), grace=min(10.0, options.timeout)) as client:
+            name = os.uname().nodename if options.self else options.node
+            return drain(client, options.rdzv_id, name, options.timeout)
+    except PhalanxError as error:
+        if isinstance(error, ValueError):
+            raise
+        sys.stderr.write(f"phalanx drain: {error}\n")
+        return 1
+
+
+def drain(client: Client, run_id: str, name: str, timeout: float) -> int:
+    """Ask every node of that name or id to leave, and wait until none of them is there."""
+    import threading
+
+    prefix = f"job/{run_id}/"
+    nodes = _nodes(client, prefix)
+    chosen = {node for node, record in nodes.items() if name in (node, record.info.name)}
+    if not chosen:
+        there = " ".join(sorted(record.info.name for record in nodes.values())) or "none"
+        raise StoreError(f"{name}: no such node in run {run_id}; there are: {there}")
+    changed = threading.Event()
+
+    def noticed(_notice: Notice) -> None:
+        changed.set()
+
+    client.watch(prefix + "node/", noticed, prefix=True)
+    for node in chosen:
+        client.request(Put(f"{prefix}drain/{node}", b""), timeout)
+    end = time.monotonic() + timeout
+    while chosen & _nodes(client, prefix).keys():
+        if not changed.wait(max(0.0, end - time.monotonic())):
+            raise StoreError(f"{name} was asked to leave, but is still there after {timeout:g} s")
+        changed.clear()
+    print(f"{name} has left")
+    return 0
+
+
+def _nodes(client: Client, prefix: str) -> dict[str, NodeRecord]:
+    entries = client.request(Get(prefix + "node/", prefix=True), 10.0).entries
+    return {entry.key.removeprefix(prefix + "node/"): decode_node(entry.value) for entry in entries}
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="phalanx drain", description="Let a node leave a running job, at no cost.")
+    parser.add_argument(
+        "node", nargs="?", metavar="NODE", help="the node's name, as the job's messages call it"
+    )
+    parser.add_argument("--self", action="store_true", help="the nodes of this machine")
+    parser.add_argument(
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        metavar="HOST:PORT",
+        default=os.environ.get("PET_RDZV_ENDPOINT", ""),
+        help="where the job's store is",
+    )
+    parser.add_argument(
+        "--rdzv-id",
+        "--rdzv_id",
+        metavar="ID",
+        default=os.environ.get("PET_RDZV_ID", "none"),
+        help="the job [%(default)s]",
+    )
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=60.0, help="how long it may take [%(default)s]"
+    )
+    return parser

@@ -1,0 +1,84 @@
+"""`phalanx store --listen HOST:PORT [--journal FILE]`: the embedded store by itself.
+
+With a journal it may be killed and started again under running jobs: no worker notices. One line says where
+it listens, one per incident what went wrong; SIGTERM and SIGINT end it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from phalanx.errors import PhalanxError, UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with our way of complaining: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until told to end."""
+    options = _parser().parse_args(argv)
+    from phalanx.rendezvous.address import parse_rendezvous_endpoint
+    from phalanx.rendezvous.elastic_settings import DEFAULT_PORT
+    from phalanx.store.server import Server
+    from phalanx.store.token import find_token
+
+    try:
+        host, port = parse_rendezvous_endpoint(options.listen, DEFAULT_PORT)
+    except ValueError as error:
+        raise UsageError(f"--listen: {error}") from None
+    # Blocked before any thread exists, so that none of them can be the one that gets the signal.
+    ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    try:
+        with Server(
+            host, port, token=find_token(), journal=options.journal, linger=options.linger, on_incident=_say
+        ) as server:
+            where = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
+            kept = f", journal {options.journal}" if options.journal else ", no journal: jobs end with it"
+            _say(f"listening on {where}:{server.address[1]}{kept}")
+            signal.sigwait(ends)
+    except PhalanxError as error:
+        if isinstance(error, ValueError):
+            raise
+        _say(str(error))
+        return 1
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="phalanx store", description="Serve the store that the nodes of jobs meet at.")
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default="127.0.0.1:29400",
+        help="the address to listen on [%(default)s]",
+    )
+    parser.add_argument(
+        "--journal", metavar="FILE", help="keep everything in this file, to go on after a restart"
+    )
+    parser.add_argument(
+        "--linger",
+        metavar="SECONDS",
+        type=float,
+        default=1.0,
+        help="how long a node whose connection ended may take to come back [%(default)s]",
+    )
+    return parser
+
+
+def _say(line: str) -> None:
+    try:
+        sys.stderr.write(f"phalanx store: {line}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass  # nobody listens, and the store goes on

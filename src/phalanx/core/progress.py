@@ -1,0 +1,257 @@
+"""Whether the workers of a group make progress, and who holds the others up.
+
+`judge(view, now, policy)` says whether something hangs and why; `next_look` when that could next be so.
+Both are pure: a `View` is what the agent saw, `now` is an argument. The rules, in the order in which they are
+asked (the first that holds is the verdict):
+
+1. *expires*: a rank is past a deadline that it set itself.
+2. *startup*: a rank has said neither `ready()` nor a heartbeat within `startup_timeout` of its start.
+3. *heartbeat*: a rank that has sent one sends no more for `heartbeat_timeout`. A rank that never sent one is
+   no case for this rule: how long a start may take says nothing about how long a step may.
+4. *partial exit*: a rank has ended well, and others run on for `partial_exit_timeout`.
+5. *silence*: no rank has written anything for `silence_timeout`.
+
+Who is to blame is another question, because in a hung collective all ranks fall silent at once: see `blame`.
+
+Stragglers are ranks whose step rate stays well below the others' over several windows (`Pace`). They are
+named, once, and nothing else follows.
+"""
+
+from __future__ import annotations
+
+from phalanx.core.record import Record
+
+WINDOW = 10.0
+"""Seconds between two looks at the step rates."""
+_WINDOWS = 3
+"""How many in a row a rank must be slow: a checkpoint or a slow file is no straggler."""
+_SLOW = 0.8
+"""Of the others' rate."""
+_FEW = 3
+"""Steps in a window below which a rate says nothing."""
+
+
+class WatchPolicy(Record):
+    """What the owner of the job wants watched; None: not at all."""
+
+    heartbeat_timeout: float | None = None
+    silence_timeout: float | None = None
+    startup_timeout: float | None = None
+    partial_exit_timeout: float | None = None
+    on_hang: str = "restart"
+    """restart, fail or warn."""
+
+
+class Beat(Record):
+    """What is known about one live rank; times are 0.0 where nothing was said."""
+
+    rank: int
+    beat_at: float = 0.0
+    step: int | None = None
+    count: int = 0
+    ready_at: float = 0.0
+    deadline: float = 0.0
+    section: str = ""
+
+
+class View(Record):
+    """A group at one moment."""
+
+    started_at: float
+    alive: tuple[Beat, ...]
+    finished: tuple[int, ...] = ()
+    first_exit: float = 0.0
+    """When the first rank ended well, while others ran on."""
+    output_at: float | None = None
+    """When any rank last wrote something; None: nobody can tell."""
+
+
+class Verdict(Record):
+    """Something hangs: which rule says so, for which ranks, and why in words."""
+
+    rule: str
+    ranks: tuple[int, ...]
+    reason: str
+
+
+def judge(view: View, now: float, policy: WatchPolicy) -> Verdict | None:
+    """The first rule that is broken, or None."""
+    if not view.alive:
+        return None
+    expired = [beat for beat in view.alive if 0.0 < beat.deadline <= now]
+    if expired:
+        late = now - min(beat.deadline for beat in expired)
+        return _verdict("expires", expired, f"{{}} did not leave expires() in time ({late:.1f} s over)")
+    limit = policy.startup_timeout
+    if limit is not None and now >= view.started_at + limit:
+        slow = [beat for beat in view.alive if not beat.ready_at and not beat.count]
+        if slow:
+            return _verdict("startup", slow, f"{{}} not ready {limit:g} s after the start")
+    limit = policy.heartbeat_timeout
+    if limit is not None and any(beat.count and now >= beat.beat_at + limit for beat in view.alive):
+        # The others' time is up a moment later, when they hang together; half of it shows who does.
+        quiet = [beat for beat in view.alive if beat.count and now >= beat.beat_at + limit / 2]
+        longest = now - min(beat.beat_at for beat in quiet)
+        return _verdict("heartbeat", quiet, f"no heartbeat from {{}} for {longest:.1f} s{_steps(quiet)}")
+    limit = policy.partial_exit_timeout
+    if limit is not None and view.first_exit and now >= view.first_exit + limit:
+        done = ranks_text(view.finished)
+        verb = "has" if len(view.finished) == 1 else "have"
+        running = "runs" if len(view.alive) == 1 else "run"
+        text = f"{{}} still {running} {now - view.first_exit:.1f} s after {done} {verb} finished"
+        return _verdict("partial exit", view.alive, text)
+    limit = policy.silence_timeout
+    if limit is not None and view.output_at is not None and now >= view.output_at + limit:
+        return _verdict("silence", view.alive, f"no output from {{}} for {now - view.output_at:.1f} s")
+    return None
+
+
+def next_look(view: View, policy: WatchPolicy) -> float | None:
+    """The earliest time at which `judge` could find something, if nothing happens until then."""
+    times = [beat.deadline for beat in view.alive if beat.deadline > 0]
+    if policy.startup_timeout is not None and any(not b.ready_at and not b.count for b in view.alive):
+        times.append(view.started_at + policy.startup_timeout)
+    if policy.heartbeat_timeout is not None:
+        times += [beat.beat_at + policy.heartbeat_timeout for beat in view.alive if beat.count]
+    if policy.partial_exit_timeout is not None and view.first_exit:
+        times.append(view.first_exit + policy.partial_exit_timeout)
+    if policy.silence_timeout is not None and view.output_at is not None:
+        times.append(view.output_at + policy.silence_timeout)
+    return min(times, default=None)
+
+
+def _verdict(rule: str, beats: list[Beat] | tuple[Beat, ...], text: str) -> Verdict:
+    ranks = tuple(beat.rank for beat in beats)
+    return Verdict(rule, ranks, text.format(ranks_text(ranks)))
+
+
+def _steps(beats: list[Beat]) -> str:
+    steps = sorted({beat.step for beat in beats if beat.step is not None})
+    if not steps:
+        return ""
+    return f" (last at step {steps[0]})" if len(steps) == 1 else f" (last at steps {steps[0]} to {steps[-1]})"
+
+
+# ---- who holds the others up -------------------------------------------------------------------------
+
+
+class Evidence(Record):
+    """What was found out about one rank when the group was found hanging."""
+
+    rank: int
+    stack: tuple[str, ...] = ()
+    """Innermost first; empty where the rank did not answer."""
+    stopped: bool = False
+    """Stopped by a signal or a debugger."""
+    waiting: bool = False
+    """In a call that waits for other ranks (a collective)."""
+
+
+class Blame(Record):
+    """The ranks to look at first, and why these."""
+
+    ranks: tuple[int, ...]
+    reason: str
+
+
+def blame(view: View, verdict: Verdict, evidence: tuple[Evidence, ...]) -> Blame:
+    """Who stands out among the ranks of a verdict; all of them when nobody does."""
+    suspects = [one for one in evidence if one.rank in verdict.ranks] or list(evidence)
+    everybody = Blame(tuple(one.rank for one in suspects) or verdict.ranks, "")
+    stopped = tuple(one.rank for one in evidence if one.stopped)
+    if stopped:
+        return Blame(stopped, "stopped by a signal")
+    if len(suspects) < 2:
+        return everybody
+    busy = tuple(one.rank for one in suspects if not one.waiting)
+    if busy and len(busy) < len(suspects):
+        return Blame(busy, "the others wait for it" if len(busy) == 1 else "the others wait for them")
+    behind = _behind(view, everybody.ranks)
+    if behind:
+        return Blame(behind, "behind the others")
+    groups = alike(tuple(suspects))
+    if len(groups) > 1 and len(groups[0]) < len(groups[-1]):
+        return Blame(groups[0], "its stack differs from the others'")
+    return everybody
+
+
+def _behind(view: View, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    steps = {beat.rank: beat.step for beat in view.alive if beat.rank in ranks and beat.step is not None}
+    lowest = min(steps.values(), default=0)
+    found = tuple(sorted(rank for rank, step in steps.items() if step == lowest))
+    return found if len(steps) == len(ranks) and len(found) < len(steps) else ()
+
+
+def alike(evidence: tuple[Evidence, ...]) -> tuple[tuple[int, ...], ...]:
+    """Ranks grouped by identical stacks: the smallest groups first, for they are the odd ones."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for one in sorted(evidence, key=lambda one: one.rank):
+        groups.setdefault(one.stack, []).append(one.rank)
+    return tuple(tuple(ranks) for ranks in sorted(groups.values(), key=lambda ranks: (len(ranks), ranks)))
+
+
+# ---- stragglers --------------------------------------------------------------------------------------
+
+
+class Pace(Record):
+    """The step counts at the last look, how often in a row each rank was slow, and who was named."""
+
+    at: float = 0.0
+    seen: tuple[tuple[int, int, float], ...] = ()
+    slow: tuple[tuple[int, int], ...] = ()
+    named: frozenset[int] = frozenset()
+
+
+class Straggler(Record):
+    """A rank that is persistently slower than the others."""
+
+    rank: int
+    rate: float
+    others: float
+    reason: str
+
+
+def compare(pace: Pace, view: View, now: float) -> tuple[Pace, tuple[Straggler, ...]]:
+    """Look at the rates of one more window; who is to be named now."""
+    seen = tuple(
+        (beat.rank, beat.count if beat.step is None else beat.step, beat.beat_at)
+        for beat in view.alive
+        if beat.count
+    )
+    rates = _rates(pace, seen, now)
+    before = dict(pace.slow)
+    slow: dict[int, int] = {}
+    found = []
+    if len(rates) > 1:
+        usual = sorted(rates.values())[len(rates) // 2]
+        for rank, rate in sorted(rates.items()):
+            if usual * (now - pace.at) < _FEW or rate >= _SLOW * usual:
+                continue
+            slow[rank] = before.get(rank, 0) + 1
+            if slow[rank] == _WINDOWS and rank not in pace.named:
+                reason = f"rank {rank} is slow: {rate:.3g} steps/s where the others make {usual:.3g}"
+                found.append(Straggler(rank, rate, usual, reason))
+    named = pace.named | {one.rank for one in found}
+    return Pace(now, seen, tuple(slow.items()), named), tuple(found)
+
+
+def _rates(pace: Pace, seen: tuple[tuple[int, int, float], ...], now: float) -> dict[int, float]:
+    """Steps per second since the last look, by the times of the heartbeats themselves."""
+    before = {rank: (steps, at) for rank, steps, at in pace.seen}
+    rates = {}
+    for rank, steps, at in seen:
+        if rank not in before or now <= pace.at:
+            continue
+        former, since = before[rank]
+        rates[rank] = (steps - former) / (at - since) if at > since and steps > former else 0.0
+    return rates
+
+
+# ---- words -------------------------------------------------------------------------------------------
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """`rank 3`, `ranks 0-3, 7`."""
+    from phalanx.core.failures import ranks_text as text
+
+    return text(ranks)

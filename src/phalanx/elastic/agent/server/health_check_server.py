@@ -1,0 +1,5 @@
+"""torch.distributed.elastic.agent.server.health_check_server's names."""
+
+from phalanx.web.health import HealthCheckServer, create_healthcheck_server
+
+__all__ = ["HealthCheckServer", "create_healthcheck_server"]

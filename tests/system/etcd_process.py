@@ -1,0 +1,140 @@
+"""Real etcd servers for tests: one or a cluster, on free ports, in a directory of the test's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from phalanx.store.etcd_http import Address, EtcdError, Failure, Line, Members
+from tests.conftest import HUNG, wait_until
+
+
+def etcd_program() -> str:
+    """The program; without it tests are skipped, except where CI promises it."""
+    found = shutil.which("etcd")
+    if found is None:
+        if os.environ.get("CI"):
+            pytest.fail("etcd is not installed: apt-get install etcd-server")
+        pytest.skip("etcd is not installed (Debian: apt-get install etcd-server)")
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    # etcd cannot take over a bound socket; the caller starts over if somebody was quicker.
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(sock.getsockname()[1]) for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+class Member:
+    """One etcd process, which can be killed, stopped and started again over the same data."""
+
+    def __init__(self, name: str, directory: Path, client: int, peer: int, extra: Sequence[str] = ()) -> None:
+        self.name, self.directory, self.extra = name, directory, list(extra)
+        self.address, self.peer = Address("127.0.0.1", client), peer
+        self.cluster = ""
+        self.popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        scheme = "https" if "--cert-file" in self.extra else "http"
+        url, peer = f"{scheme}://{self.address}", f"http://127.0.0.1:{self.peer}"
+        words = [
+            *(etcd_program(), "--name", self.name, "--data-dir", str(self.directory / self.name)),
+            *("--listen-client-urls", url, "--advertise-client-urls", url),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", self.cluster or f"{self.name}={peer}"),
+            *("--heartbeat-interval", "50", "--election-timeout", "500", "--log-level", "error"),
+            *self.extra,
+        ]
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("ETCD")}
+        with open(self.directory / f"{self.name}.log", "ab") as log:
+            self.popen = subprocess.Popen(words, stdout=log, stderr=log, env=environ)
+
+    def signal(self, number: int) -> None:
+        assert self.popen is not None
+        self.popen.send_signal(number)
+
+    def kill(self) -> None:
+        if self.popen is not None:
+            self.popen.kill()
+            self.popen.wait(HUNG)
+            self.popen = None
+
+    def ask(self, path: str, body: dict[str, object] | None = None) -> dict[str, object]:
+        """Straight to this member."""
+        line = Line(Members([self.address], None, "", ""))
+        try:
+            return line.call(path, body or {}, HUNG)
+        finally:
+            line.hang_up()
+
+    def ready(self) -> bool:
+        assert self.popen is not None
+        if self.popen.poll() is not None:
+            raise RuntimeError((self.directory / f"{self.name}.log").read_text()[-2000:])
+        try:
+            status = self.ask("/v3/maintenance/status")
+        except (EtcdError, *Failure):
+            return False
+        return bool(status.get("leader"))
+
+    def leads(self) -> bool:
+        status = self.ask("/v3/maintenance/status")
+        header = status["header"]
+        assert isinstance(header, dict)
+        return header["member_id"] == status["leader"]
+
+
+class Cluster:
+    """Some members that know each other."""
+
+    def __init__(self, directory: Path, count: int = 1, extra: Sequence[str] = ()) -> None:
+        self.directory, self.count, self.extra = directory, count, extra
+        self.members: list[Member] = []
+
+    def __enter__(self) -> Cluster:
+        for attempt in range(5):
+            self._start(self.directory / f"try{attempt}")
+            try:
+                if "--cert-file" not in self.extra:
+                    for member in self.members:
+                        wait_until(member.ready, f"etcd {member.name} to be ready")
+                return self
+            except RuntimeError as error:
+                self.kill()
+                if "address already in use" not in str(error):
+                    raise
+        raise RuntimeError("no free ports for etcd")
+
+    def _start(self, directory: Path) -> None:
+        directory.mkdir()
+        ports = _free_ports(2 * self.count)
+        self.members = [
+            Member(f"m{n}", directory, ports[2 * n], ports[2 * n + 1], self.extra) for n in range(self.count)
+        ]
+        together = ",".join(f"{m.name}=http://127.0.0.1:{m.peer}" for m in self.members)
+        for member in self.members:
+            member.cluster = together
+            member.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        for member in self.members:
+            if member.popen is not None:
+                member.signal(signal.SIGCONT)
+            member.kill()
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [member.address for member in self.members]

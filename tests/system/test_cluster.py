@@ -1,0 +1,261 @@
+"""Several agents on loopback form one world, keep it, and close the ranks again when somebody falls."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import gone, wait_until
+from tests.system.netns import TOKEN, Job, Node, Worker, tell
+from tests.system.run_helpers import all_gone
+
+
+def everybody(nodes: list[Node], world: int) -> list[Worker]:
+    """All workers of a world, by rank, once they run; they agree about it."""
+    found = sorted(worker for node in nodes for worker in node.up(world))
+    assert [worker.rank for worker in found] == list(range(world))
+    assert len({(w.address, w.port, w.attempt) for w in found}) == 1, "one round, one meeting place"
+    return found
+
+
+def succeed(nodes: list[Node], workers: list[Worker]) -> None:
+    tell(workers)
+    for node in nodes:
+        ended = node.end()
+        assert ended.code == 0, ended
+
+
+def test_two_nodes_form_one_world_with_ranks_by_name_and_without_the_token(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        job.first_hosts = False
+        late, early = job.node("node10", nproc=2), job.node("node9", nproc=2)
+        workers = everybody([late, early], 4)
+        assert [w.node for w in workers] == [0, 0, 1, 1]
+        assert {w.token for w in workers} == {"-"}
+        succeed([late, early], workers)
+        assert "ready 0 4" in early.text
+        assert "ready 2 4" in late.text
+
+
+def test_roles_and_worker_counts_may_differ(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        a = job.node("a", "--role", "trainer", nproc=1)
+        b = job.node("b", "--role", "reader", nproc=2)
+        workers = everybody([a, b], 3)
+        assert [(w.rank, w.role_rank) for w in workers] == [(0, 0), (1, 0), (2, 1)]
+        succeed([a, b], workers)
+
+
+def test_a_failure_anywhere_restarts_all_nodes_and_counts_once(tmp_path: Path) -> None:
+    with Job(tmp_path, "3", "", "--max-restarts", "1") as job:
+        nodes = [job.node(name) for name in "abc"]
+        first = everybody(nodes, 3)
+        tell(first[1:], signal.SIGUSR2)  # two nodes at once: still one restart
+        second = everybody(nodes, 3)
+        assert {w.attempt for w in second} == {1}
+        assert second[0].port != first[0].port
+        assert all_gone([w.pid for w in first])
+        tell(second[2:], signal.SIGUSR2)
+        ends = [node.end() for node in nodes]
+        assert [end.code for end in ends] == [9, 9, 9]
+        reports = {re.sub(r".*(={40,}\n.*FAILED.*={40,}).*", r"\1", end.err, flags=re.DOTALL) for end in ends}
+        assert len(reports) == 1, "every node shows the same report"
+        assert "rank 2 (local rank 0, role default) on c" in reports.pop()
+        assert all_gone([w.pid for w in second])
+
+
+def test_an_exit_code_that_is_not_worth_a_restart_ends_the_job_everywhere(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        a, b = job.node("a"), job.node("b", "--no-restart-on", "9")
+        workers = everybody([a, b], 2)
+        tell(workers[1:], signal.SIGUSR2)
+        assert [a.end().code, b.end().code] == [9, 9]
+        assert a.text.count("ready") == b.text.count("ready") == 1
+
+
+def test_a_node_killed_with_its_workers_is_replaced_by_nobody_and_the_rest_go_on(tmp_path: Path) -> None:
+    with Job(tmp_path, "2:3") as job:
+        nodes = [job.node(name) for name in "abc"]
+        workers = everybody(nodes, 3)
+        nodes[2].signal(signal.SIGKILL)
+        os.kill(workers[2].pid, signal.SIGKILL)
+        again = everybody(nodes[:2], 2)
+        assert {w.attempt for w in again} == {0}, "a lost member costs no restart"
+        succeed(nodes[:2], again)
+
+
+def test_an_agent_killed_alone_leaves_no_worker_and_a_new_one_takes_its_place(tmp_path: Path) -> None:
+    with Job(tmp_path, "3") as job:
+        nodes = [job.node(name) for name in "abc"]
+        workers = everybody(nodes, 3)
+        nodes[1].signal(signal.SIGKILL)
+        nodes[1] = job.node("b")
+        again = everybody(nodes, 3)
+        assert {w.attempt for w in again} == {0}
+        assert [w.node for w in again] == [0, 1, 2], (
+            "the others keep their ranks, the new one gets the free one"
+        )
+        assert nodes[1].text.count("ready 1 3") == 1
+        assert gone(workers[1].pid)
+        succeed(nodes, again)
+
+
+def test_scale_from_one_to_four_and_down_to_two(tmp_path: Path) -> None:
+    with Job(tmp_path, "1:4") as job:
+        nodes = [job.node("a")]
+        everybody(nodes, 1)
+        nodes += [job.node(name) for name in "bcd"]
+        workers = everybody(nodes, 4)
+        for node in nodes[2:]:
+            node.signal(signal.SIGTERM)
+        again = everybody(nodes[:2], 2)
+        assert {w.attempt for w in again} == {0}
+        assert [node.end().code for node in nodes[2:]] == [143, 143]
+        assert all_gone([w.pid for w in workers])
+        succeed(nodes[:2], again)
+
+
+def test_a_spare_waits_and_steps_in(tmp_path: Path) -> None:
+    with Job(tmp_path, "2:2") as job:
+        nodes = [job.node(name) for name in "ab"]
+        everybody(nodes, 2)
+        spare = job.node("c")
+        spare.read_until("1 spare")
+        nodes[1].signal(signal.SIGKILL)
+        again = everybody([nodes[0], spare], 2)
+        assert {w.attempt for w in again} == {0}
+        succeed([nodes[0], spare], again)
+
+
+def test_a_node_that_finished_comes_back_when_the_others_need_it(tmp_path: Path) -> None:
+    with Job(tmp_path, "2:3") as job:
+        nodes = [job.node(name) for name in "abc"]
+        workers = everybody(nodes, 3)
+        tell(workers[:1])
+        wait_until(lambda: gone(workers[0].pid), "the end of the first worker")
+        nodes[2].signal(signal.SIGKILL)
+        again = everybody(nodes[:2], 2)
+        succeed(nodes[:2], again)
+
+
+def test_drain_lets_a_node_leave_for_nothing(tmp_path: Path) -> None:
+    from tests.system.run_helpers import PHALANX, plain_environment
+
+    with Job(tmp_path, "1:2") as job:
+        nodes = [job.node(name) for name in "ab"]
+        everybody(nodes, 2)
+        import subprocess
+
+        words = ["drain", "b", "--rdzv-endpoint", job.endpoint, "--rdzv-id", job.run_id]
+        done = subprocess.run(
+            [PHALANX[0], *words], env=plain_environment(PHALANX_TOKEN=TOKEN), capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (0, "b has left\n"), done
+        ended = nodes[1].end()
+        assert ended.code == 0, ended
+        again = everybody(nodes[:1], 1)
+        assert {w.attempt for w in again} == {0}
+        succeed(nodes[:1], again)
+
+
+def test_a_node_waits_aloud_and_gives_up_with_what_to_check(tmp_path: Path) -> None:
+    with Job(tmp_path, "3", conf="join_timeout=2.5") as job:
+        nodes = [job.node(name) for name in "ab"]
+        for node in nodes:
+            ended = node.end()
+            assert ended.code == 1, ended
+            assert re.search(r"phalanx: 2 of 3 nodes here \(a b\), waiting for 1 more, \d s left", ended.err)
+            last = ended.said[-1]
+            assert "2 of 3 nodes here (a b), waiting for 1 more; gave up after 2 s" in last
+            assert job.endpoint in last
+            assert "--rdzv-id (job)" in last
+
+
+def test_on_a_terminal_one_line_tells_who_is_awaited(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        a = job.node("a", terminal=True)
+        a.read_until("1 of 2 nodes here (a), waiting for 1 more, 2")
+        assert a.text.count("\n") <= 2, "it is redrawn, not repeated"
+        b = job.node("b")
+        succeed([b], everybody([a, b], 2))
+
+
+def test_nobody_at_the_endpoint_is_told_with_the_addresses(tmp_path: Path) -> None:
+    with Job(tmp_path, "2", conf="join_timeout=1,is_host=0") as job:
+        ended = job.node("a").end()
+        assert ended.code == 1
+        assert f"the store at {job.endpoint} could not be reached for 1 s" in ended.said[-1]
+        assert "Tried 127.0.0.1" in ended.said[-1]
+
+
+def test_a_wrong_token_is_told_at_once(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        a = job.node("a")
+        a.read_until("1 of 2")
+        words = [
+            "--nnodes",
+            "2",
+            "--rdzv-backend",
+            "phalanx",
+            "--rdzv-endpoint",
+            job.endpoint,
+            "--rdzv-id",
+            "job",
+        ]
+        from tests.system.run_helpers import plain_environment, run
+
+        ended = run(*words, str(tmp_path / "train.py"), env=plain_environment(PHALANX_TOKEN="wrong"))
+        assert ended.code == 1
+        assert "refused our token" in ended.err
+        assert "PHALANX_TOKEN" in ended.err
+        assert "wrong" not in ended.err
+
+
+@pytest.mark.parametrize("journal", [True, False], ids=["with a journal", "without"])
+def test_the_store_is_killed_under_a_running_job(tmp_path: Path, journal: bool) -> None:
+    from tests.system.run_helpers import PHALANX
+
+    more = ["--journal", str(tmp_path / "journal")] if journal else []
+    with Job(tmp_path, "2", conf="is_host=0") as job:
+        words = ["--listen", job.endpoint, *more]
+
+        def store() -> Node:
+            node = Node("store", words, launcher=[PHALANX[0], "store"])
+            node.read_until("listening")
+            job._nodes.append(node)
+            return node
+
+        first = store()
+        nodes = [job.node(name) for name in "ab"]
+        workers = everybody(nodes, 2)
+        first.signal(signal.SIGKILL)
+        if journal:
+            second = store()
+            tell(workers[:1])
+            succeed(nodes, workers[1:])
+            assert all(node.text.count("ready") == 1 for node in nodes), "nobody noticed"
+            second.signal(signal.SIGTERM)
+            assert second.end().code == 0
+        else:
+            for node in nodes:
+                ended = node.end()
+                assert ended.code == 1
+                assert "kept no journal" in ended.said[-1], ended
+            assert all_gone([w.pid for w in workers])
+
+
+def test_the_host_of_the_store_is_killed_and_nobody_is_orphaned(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        host = job.node("a")
+        host.read_until("1 of 2")
+        other = job.node("b")
+        workers = everybody([host, other], 2)
+        host.signal(signal.SIGKILL)
+        ended = other.end()
+        assert ended.code == 1
+        assert "kept no journal" in ended.said[-1], ended
+        wait_until(lambda: all_gone([w.pid for w in workers]), "the end of all workers")

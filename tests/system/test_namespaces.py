@@ -1,0 +1,210 @@
+"""Nodes on hosts of their own: partitions, one-way loss, agents that sleep, latency, a clock that jumps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import HUNG, gone, wait_until
+from tests.system.netns import Job, Network, free_port, possible
+from tests.system.run_helpers import all_gone
+from tests.system.test_cluster import everybody, succeed
+
+hosts_possible = pytest.mark.skipif(not possible(), reason="network namespaces need root")
+
+
+@contextmanager
+def three_hosts(folder: Path, nodes: str, conf: str = "") -> Iterator[tuple[Network, Job]]:
+    with Network("a", "b", "c") as network:
+        with Job(folder, nodes, f"{network.hosts['a'].address}:29400", conf=conf) as job:
+            yield network, job
+
+
+@hosts_possible
+def test_hosts_find_the_one_with_the_store_and_meet_at_an_address_that_all_reach(tmp_path: Path) -> None:
+    with three_hosts(tmp_path, "3") as (network, job):
+        nodes = [job.node(name, host=network.hosts[name]) for name in "cba"]
+        workers = everybody(nodes, 3)
+        assert {w.address for w in workers} == {network.hosts["a"].address}
+        succeed(nodes, workers)
+
+
+@hosts_possible
+def test_a_partition_stops_the_minority_before_the_majority_goes_on(tmp_path: Path) -> None:
+    with three_hosts(tmp_path, "2:3") as (network, job):
+        nodes = [job.node(name, host=network.hosts[name]) for name in "abc"]
+        workers = everybody(nodes, 3)
+        network.cut("c")
+        nodes[0].up(2)
+        assert gone(workers[2].pid), "two rounds at the same time"
+        nodes[1].up(2)
+        network.mend("c")
+        again = everybody(nodes, 3)
+        assert {w.attempt for w in again} == {0}
+        succeed(nodes, again)
+
+
+@hosts_possible
+def test_the_host_of_the_store_is_cut_off_and_all_stop_until_it_is_back(tmp_path: Path) -> None:
+    with three_hosts(tmp_path, "2:3") as (network, job):
+        nodes = [job.node(name, host=network.hosts[name]) for name in "abc"]
+        workers = everybody(nodes, 3)
+        network.cut("a")
+        wait_until(lambda: all_gone([w.pid for w in workers]), "the end of all workers: none has a quorum")
+        assert all(node.text.count("ready") == 1 for node in nodes)
+        network.mend("a")
+        again = everybody(nodes, 3)
+        assert {w.attempt for w in again} == {0}
+        succeed(nodes, again)
+
+
+@hosts_possible
+@pytest.mark.parametrize("direction", ["to the store", "from the store"])
+def test_loss_in_one_direction_fences_the_node(tmp_path: Path, direction: str) -> None:
+    with three_hosts(tmp_path, "2:3") as (network, job):
+        nodes = [job.node(name, host=network.hosts[name]) for name in "abc"]
+        workers = everybody(nodes, 3)
+        lost = ("c", "a") if direction == "to the store" else ("a", "c")
+        network.silence(*lost)
+        nodes[0].up(2)
+        assert gone(workers[2].pid), "two rounds at the same time"
+        nodes[1].up(2)
+        network.unsilence(*lost)
+        succeed(nodes, everybody(nodes, 3))
+
+
+@hosts_possible
+def test_an_agent_that_slept_past_its_lease_is_fenced_and_comes_back(tmp_path: Path) -> None:
+    with three_hosts(tmp_path, "2:3") as (network, job):
+        nodes = [job.node(name, host=network.hosts[name]) for name in "abc"]
+        workers = everybody(nodes, 3)
+        nodes[2].signal(signal.SIGSTOP)
+        everybody(nodes[:2], 2)
+        nodes[2].signal(signal.SIGCONT)
+        again = everybody(nodes, 3)
+        assert gone(workers[2].pid)
+        assert {w.attempt for w in again} == {0}
+        succeed(nodes, again)
+
+
+@hosts_possible
+def test_an_agent_killed_on_its_host_is_noticed_without_waiting_for_its_lease(tmp_path: Path) -> None:
+    with three_hosts(tmp_path, "2:3", conf="ttl=1000") as (network, job):
+        nodes = [job.node(name, host=network.hosts[name]) for name in "abc"]
+        workers = everybody(nodes, 3)
+        nodes[2].signal(signal.SIGKILL)
+        again = everybody(nodes[:2], 2)  # within HUNG, far below the lease
+        wait_until(lambda: gone(workers[2].pid), "the end of the orphan")
+        succeed(nodes[:2], again)
+
+
+class SlowLine(threading.Thread):
+    """A line to an address on which every byte takes its time, in both directions."""
+
+    def __init__(self, target: tuple[str, int], delay: float) -> None:
+        super().__init__(name="slow line")
+        self._target, self._delay = target, delay
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._closed = threading.Event()
+
+    def run(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+            except OSError:
+                return
+            self._open += [near, far]
+            for one, other in ((near, far), (far, near)):
+                thread = threading.Thread(target=self._carry, args=(one, other))
+                self._threads.append(thread)
+                thread.start()
+
+    def _carry(self, one: socket.socket, other: socket.socket) -> None:
+        timers: list[threading.Timer] = []
+        lock, late = threading.Lock(), [b""]
+
+        def deliver() -> None:
+            with lock:
+                data, late[0] = late[0], b""
+                try:
+                    other.sendall(data)
+                except OSError:
+                    pass
+
+        try:
+            while data := one.recv(65536):
+                with lock:
+                    late[0] += data
+                timers.append(threading.Timer(self._delay, deliver))
+                timers[-1].start()
+        except OSError:
+            pass
+        for timer in timers:
+            timer.join()
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.join(HUNG)
+        for sock in self._open:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        for thread in self._threads:
+            thread.join(HUNG)
+        for sock in self._open:
+            sock.close()
+
+    def __enter__(self) -> SlowLine:
+        self.start()
+        return self
+
+
+def test_200_ms_of_latency_only_take_time(tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        SlowLine(("127.0.0.1", port), 0.1) as line,
+        Job(tmp_path, "2", f"127.0.0.1:{port}", "--max-restarts", "1") as job,
+    ):
+        near = job.node("a")
+        near.read_until("1 of 2")
+        job.endpoint = f"127.0.0.1:{line.port}"
+        far = job.node("b")
+        first = everybody([near, far], 2)
+        os.kill(first[1].pid, signal.SIGUSR2)
+        again = everybody([near, far], 2)
+        assert {w.attempt for w in again} == {1}
+        succeed([near, far], again)
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
+    """The agents' time.time is ours, which is the only way to the wall clock they have."""
+    jump = tmp_path / "jump"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n_real = time.time\n"
+        f"time.time = lambda: _real() + (86400.0 if os.path.exists({str(jump)!r}) else 0.0)\n"
+    )
+    with Job(tmp_path, "2", conf="ttl=1.2") as job:
+        job.environment["PYTHONPATH"] = str(tmp_path)
+        nodes = [job.node(name) for name in "ab"]
+        workers = everybody(nodes, 2)
+        jump.touch()
+        late = job.node("c")  # waits as a spare for longer than a lease, through the jump and back
+        late.read_until("1 spare")
+        jump.unlink()
+        late.signal(signal.SIGTERM)
+        assert late.end().code == 143
+        assert all(node.text.count("ready") == 1 for node in nodes)
+        succeed(nodes, workers)

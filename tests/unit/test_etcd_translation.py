@@ -1,0 +1,195 @@
+"""The store's words in etcd's JSON and back, and what a configuration makes of an endpoint."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.core.commands import Change, Delete, Entry, Grant, Notice, Put, Txn, Watch, When
+from phalanx.errors import StoreError, UsageError
+from phalanx.store import etcd_translation as words
+from phalanx.store.etcd import etcd_client_from
+from phalanx.store.etcd_http import Address, EtcdError
+from phalanx.store.etcd_requests import Requests
+
+
+def b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def test_a_prefix_is_a_range_up_to_the_next_key_that_does_not_begin_so() -> None:
+    assert words.where("a/", True) == {"key": b64("a/"), "range_end": b64("a0")}
+    assert words.where("a/", False) == {"key": b64("a/")}
+    assert words.where("", True) == {"key": "AA==", "range_end": "AA=="}
+
+
+@given(st.text(min_size=1), st.text())
+def test_every_key_under_a_prefix_lies_in_its_range(prefix: str, rest: str) -> None:
+    try:
+        (prefix + rest).encode()
+    except UnicodeEncodeError:
+        with pytest.raises(StoreError, match="cannot be sent"):
+            words.key(prefix + rest)
+        return
+    asked = words.where(prefix, True)
+    begin, end = (base64.b64decode(asked[name]) for name in ("key", "range_end"))
+    assert begin <= (prefix + rest).encode() < end
+
+
+def test_a_transaction_reads_what_it_compares_either_way() -> None:
+    txn = Txn((When("k", "mod", 7), When("v", "value", value=b"x")), (Put("k", b"new", 9),), (Delete("d"),))
+    body = words.transaction(txn, words.Once("once", b"5", 3, 11))
+    reads = [{"request_range": {"key": b64(key)}} for key in ("k", "v")]
+    assert body["compare"] == [
+        {"key": b64("k"), "target": "MOD", "result": "EQUAL", "mod_revision": "7"},
+        {"key": b64("v"), "target": "VALUE", "result": "EQUAL", "value": b64("x")},
+        {"key": b64("once"), "target": "MOD", "result": "EQUAL", "mod_revision": "3"},
+    ]
+    assert body["success"] == [
+        {"request_put": {"key": b64("k"), "value": b64("new"), "lease": "9"}},
+        {"request_delete_range": {"key": b64("d")}},
+        {"request_put": {"key": b64("once"), "value": b64("5"), "lease": "11"}},
+        *reads,
+    ]
+    assert body["failure"] == [*reads, {"request_range": {"key": b64("once")}}]
+
+
+def test_what_would_be_named_twice_is_named_once() -> None:
+    txn = Txn(
+        (), (Put("a", b"1"), Put("a", b"2"), Put("p/x", b"3")), (Delete("p/", True), Delete("p/", True))
+    )
+    assert [list(op) for op in words.transaction(txn, None)["success"]] == [
+        ["request_put"],
+        ["request_delete_range"],
+    ]
+
+
+def kv(key: str, value: str, mod: int, lease: int = 0) -> dict[str, Any]:
+    found = {"key": b64(key), "value": b64(value), "create_revision": "2", "mod_revision": str(mod)}
+    return {**found, "lease": str(lease)} if lease else found
+
+
+def test_answers_leave_out_what_is_zero() -> None:
+    assert words.entry({"key": b64("k"), "mod_revision": "4"}) == Entry("k", b"", 0, 4, 0)
+    assert words.entries({"header": {}}) == ()
+    assert words.revision({}) == 0
+
+
+def test_the_outcome_of_a_transaction() -> None:
+    txn, once = Txn((When("k", "mod", 0), When("gone", "mod", 0))), words.Once("once", b"5", 3, 11)
+    shown = [{"response_range": {"kvs": [kv("k", "v", 9, 77)]}}, {"response_range": {}}]
+    good = words.outcome(
+        txn,
+        once,
+        {"header": {"revision": "9"}, "succeeded": True, "responses": [{"response_put": {}}, *shown]},
+    )
+    assert good == words.Outcome(True, 9, (Entry("k", b"v", 2, 9, 77), Entry("gone")), None)
+    memory = {"response_range": {"kvs": [kv("once", "5", 8)]}}
+    bad = words.outcome(txn, once, {"header": {"revision": "9"}, "responses": [*shown, memory]})
+    assert (bad.ok, bad.entries, bad.memory) == (False, good.entries, Entry("once", b"5", 2, 8))
+
+
+def test_messages_of_a_watch() -> None:
+    message = {
+        "header": {"revision": "12"},
+        "events": [
+            {"kv": kv("a", "1", 10)},
+            {"type": "DELETE", "kv": {"key": b64("b"), "mod_revision": "11"}},
+        ],
+    }
+    changes = (Change(Entry("a", b"1", 2, 10)), Change(Entry("b", b"", 0, 11), True))
+    assert words.notice(3, message) == Notice(3, changes, 11)
+    assert words.notice(3, {"created": True}) is None
+    assert words.compacted_to({"canceled": True, "compact_revision": "8"}) == 8
+    assert words.compacted_to({"canceled": True}) == 0
+    reset = words.snapshot(3, {"header": {"revision": "20"}, "kvs": [kv("a", "1", 10)]})
+    assert reset == Notice(3, changes[:1], 20, reset=True)
+    request = words.watch_request(Watch(3, "k", start=5), 5)
+    assert request == {"create_request": {"key": b64("k"), "start_revision": "5"}}
+
+
+def test_leases_are_whole_seconds_and_never_shorter_than_asked() -> None:
+    assert [words.lease_seconds(Grant(ttl)) for ttl in (0.1, 1.0, 2.5, 600.0)] == [1, 1, 3, 600]
+
+
+class Etcd:
+    """Just enough of one to lose answers: each reply in turn, an exception is raised."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers, self.asked = list(answers), []
+
+    def __call__(self, path: str, body: words.Json) -> words.Json:
+        self.asked.append((path, body))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+
+def test_a_transaction_that_had_been_done_already_is_a_success() -> None:
+    once = {"response_range": {"kvs": [kv("phalanx.once/s", "4", 8, 5)]}}
+    etcd = Etcd({"ID": "5"}, {"header": {"revision": "8"}, "responses": [once]})
+    assert Requests("s", etcd).carry_out(4, Put("k", b"v")).ok
+
+
+def test_somebody_elses_success_is_not_ours() -> None:
+    """The memory is as we knew it: so it is the caller's condition that failed."""
+    refused = {
+        "header": {"revision": "8"},
+        "responses": [{"response_range": {"kvs": [kv("k", "other", 7)]}}, {"response_range": {}}],
+    }
+    etcd = Etcd({"ID": "5"}, refused)
+    reply = Requests("s", etcd).carry_out(4, Txn((When("k", "mod", 0),), (Put("k", b"v"),)))
+    assert (reply.ok, reply.error, reply.entries[0].value) == (False, "condition", b"other")
+
+
+def test_errors_that_pass_and_errors_that_stay() -> None:
+    assert EtcdError(14, "etcdserver: no leader").passing
+    assert EtcdError(8, "etcdserver: too many requests").passing
+    assert not EtcdError(8, "etcdserver: mvcc: database space exceeded").passing
+    assert EtcdError(16, "etcdserver: invalid auth token").expired_login
+    assert EtcdError(3, "etcdserver: request is too large").too_large
+
+
+def test_endpoints() -> None:
+    def addresses(endpoint: str) -> list[Address]:
+        client = etcd_client_from(endpoint, {})
+        client.close()
+        return client._members.addresses
+
+    assert addresses("a") == [Address("a", 2379)]
+    assert addresses("a:1, [::1]:2,http://c/") == [Address("a", 1), Address("::1", 2), Address("c", 2379)]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "config", "words_"),
+    [
+        ("", {}, "at least one HOST:PORT"),
+        ("a:b", {}, "must be a number"),
+        ("a", {"password": "x"}, "set PHALANX_ETCD_PASSWORD"),
+        ("a", {"user": "me"}, "'me' has no password"),
+        ("a", {"user": "me", "password_file": "/no/where"}, "No such file"),
+        ("a", {"protocol": "ftp"}, "use http or https"),
+        ("https://a", {"protocol": "http"}, "the same for every endpoint"),
+        ("a", {"protocol": "http", "cacert": "x"}, "for protocol=https"),
+        ("a", {"cacert": "/no/where"}, "no such file"),
+        ("a", {"protocol": "https", "key": "x"}, "a key without its certificate"),
+    ],
+)
+def test_configurations_that_cannot_be_meant(endpoint: str, config: dict[str, str], words_: str) -> None:
+    with pytest.raises(UsageError, match=words_):
+        etcd_client_from(endpoint, config, environ={})
+
+
+def test_the_password_may_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    path.write_text("open sesame\n")
+    client = etcd_client_from("a", {"user": "me", "password_file": str(path)}, environ={})
+    client.close()
+    assert client._members._password == "open sesame"
+    assert "sesame" not in repr(client) + str(client._members)

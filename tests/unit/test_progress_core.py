@@ -1,0 +1,177 @@
+"""What hangs, who stands out and who is slow: the rules as tables, with the time as an argument."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.core.progress import (
+    WINDOW,
+    Beat,
+    Evidence,
+    Pace,
+    View,
+    WatchPolicy,
+    alike,
+    blame,
+    compare,
+    judge,
+    next_look,
+)
+
+ALL = WatchPolicy(5.0, 7.0, 10.0, 3.0)
+
+
+def beats(*ages: float, now: float = 100.0) -> tuple[Beat, ...]:
+    """One rank for each age of its last heartbeat."""
+    return tuple(Beat(rank, now - age, 40 + rank, 1) for rank, age in enumerate(ages))
+
+
+@pytest.mark.parametrize(
+    ("view", "policy", "rule", "reason"),
+    [
+        (View(0.0, beats(1, 2)), ALL, None, ""),
+        (View(0.0, beats(1, 5)), ALL, "heartbeat", "no heartbeat from rank 1 for 5.0 s (last at step 41)"),
+        # The others fell silent a moment later: they hang together.
+        (
+            View(0.0, beats(4.9, 5, 4.8)),
+            ALL,
+            "heartbeat",
+            "no heartbeat from ranks 0-2 for 5.0 s (last at steps 40 to 42)",
+        ),
+        (View(0.0, beats(50)), WatchPolicy(), None, ""),
+        # Never a heartbeat: no case for the heartbeat's timeout, but for the start's.
+        (View(95.0, (Beat(0),)), ALL, None, ""),
+        (View(0.0, (Beat(0),)), WatchPolicy(heartbeat_timeout=5.0), None, ""),
+        (View(90.0, (Beat(0), Beat(1, ready_at=95.0))), ALL, "startup", "rank 0 not ready 10 s after the start"),
+        (View(90.0, (Beat(0, ready_at=91.0), Beat(1, 99.0, 0, 1))), ALL, None, ""),
+        (
+            View(0.0, (Beat(0, deadline=99.5), Beat(1, deadline=101.0))),
+            WatchPolicy(),
+            "expires",
+            "rank 0 did not leave expires() in time (0.5 s over)",
+        ),
+        (
+            View(0.0, beats(1), finished=(1, 2), first_exit=96.0),
+            ALL,
+            "partial exit",
+            "rank 0 still runs 4.0 s after ranks 1, 2 have finished",
+        ),
+        (View(0.0, beats(1), finished=(1,), first_exit=98.0), ALL, None, ""),
+        (View(0.0, beats(1, 1), output_at=93.0), ALL, "silence", "no output from ranks 0, 1 for 7.0 s"),
+        (View(0.0, beats(1, 1), output_at=94.0), ALL, None, ""),
+        (View(0.0, beats(1, 1), output_at=None), ALL, None, ""),
+        (View(0.0, (), finished=(0,), first_exit=1.0, output_at=0.0), ALL, None, ""),
+    ],
+)
+def test_judge(view: View, policy: WatchPolicy, rule: str | None, reason: str) -> None:
+    verdict = judge(view, 100.0, policy)
+    assert (None if verdict is None else verdict.rule) == rule
+    assert verdict is None or verdict.reason == reason
+
+
+times = st.floats(0.0, 100.0)
+maybe = st.none() | st.floats(0.1, 50.0)
+some_beats = st.builds(Beat, st.integers(0, 3), times, st.integers(0, 9), st.integers(0, 2), times, times)
+views = st.builds(
+    View,
+    times,
+    st.lists(some_beats, max_size=4, unique_by=lambda beat: beat.rank).map(tuple),
+    st.just((9,)),
+    times,
+    st.none() | times,
+)
+
+
+@given(views, st.builds(WatchPolicy, maybe, maybe, maybe, maybe))
+def test_nothing_hangs_before_the_next_look_and_something_does_then(view: View, policy: WatchPolicy) -> None:
+    due = next_look(view, policy)
+    if due is None or not view.alive:
+        assert judge(view, 1e6, policy) is None or view.alive
+        return
+    assert judge(view, due - 1e-6, policy) is None or due <= 1e-6
+    assert judge(view, due + 1e-6, policy) is not None
+
+
+IN_TRAIN, IN_REDUCE = ("train.py:9 in load",), ("x/torch/distributed/c10d.py:1 in all_reduce", "train.py:12 in step")
+
+
+def seen(*stacks: tuple[str, ...], stopped: int = -1) -> tuple[Evidence, ...]:
+    return tuple(
+        Evidence(rank, stack, rank == stopped, stack is IN_REDUCE) for rank, stack in enumerate(stacks)
+    )
+
+
+@pytest.mark.parametrize(
+    ("evidence", "ages", "ranks", "reason"),
+    [
+        (seen(IN_REDUCE, IN_TRAIN, IN_REDUCE), (9, 9, 9), (1,), "the others wait for it"),
+        (seen(IN_REDUCE, IN_TRAIN), (9, 9), (1,), "the others wait for it"),
+        (seen(IN_TRAIN, IN_TRAIN, IN_REDUCE), (9, 9, 9), (0, 1), "the others wait for them"),
+        (seen(IN_REDUCE, (), IN_REDUCE, stopped=1), (9, 9, 9), (1,), "stopped by a signal"),
+        (seen(("a",), ("b",), ("a",)), (9, 9, 9), (0,), "behind the others"),
+        (seen(IN_TRAIN, IN_TRAIN), (0, 9), (1,), ""),  # the other one is not even quiet
+    ],
+)
+def test_blame(evidence: tuple[Evidence, ...], ages: tuple[float, ...], ranks: tuple[int, ...], reason: str) -> None:
+    view = View(0.0, beats(*ages))
+    verdict = judge(view, 100.0, WatchPolicy(heartbeat_timeout=5.0))
+    assert verdict is not None
+    found = blame(view, verdict, evidence)
+    assert (found.ranks, found.reason) == (ranks, reason)
+
+
+def test_an_odd_stack_stands_out_where_steps_are_not_counted() -> None:
+    view = View(0.0, tuple(Beat(rank) for rank in range(4)))
+    verdict = judge(view, 100.0, WatchPolicy(startup_timeout=5.0))
+    assert verdict is not None
+    odd = blame(view, verdict, seen(("a",), ("a",), ("b",), ("a",)))
+    assert odd.ranks == (2,)
+    assert odd.reason == "its stack differs from the others'"
+    assert blame(view, verdict, seen(("a",), ("a",), ("a",), ("a",))).ranks == (0, 1, 2, 3)
+
+
+def test_identical_stacks_are_grouped_with_the_odd_ones_first() -> None:
+    assert alike(seen(("a",), ("b",), ("a",), ("c",), ("b",), ("a",))) == ((3,), (1, 4), (0, 2, 5))
+    assert alike(()) == ()
+
+
+def windows(*rates: tuple[float, ...]) -> list[list[int]]:
+    """Who is named in each window; `rates` are steps per second of each rank."""
+    pace, named = Pace(), []
+    steps = [0.0] * len(rates[0])
+    now = 100.0
+    for window in ((0.0,) * len(rates[0]), *rates):
+        steps = [done + rate * WINDOW for done, rate in zip(steps, window, strict=True)]
+        view = View(0.0, tuple(Beat(rank, now, int(done), 1) for rank, done in enumerate(steps)))
+        pace, found = compare(pace, view, now)
+        named.append([one.rank for one in found])
+        now += WINDOW
+    return named[1:]
+
+
+SLOW, EVEN = (10.0, 5.0, 10.0), (10.0, 10.0, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "named"),
+    [
+        ((SLOW,) * 6, [[], [], [1], [], [], []]),  # once
+        ((SLOW, SLOW, EVEN, SLOW, SLOW, EVEN), [[]] * 6),  # not persistently
+        ((EVEN,) * 6, [[]] * 6),
+        (((10.0, 5.0),) * 3, [[], [], [1]]),
+        (((10.0,),) * 3, [[]] * 3),  # nobody to compare with
+        (((0.01, 0.0),) * 4, [[]] * 4),  # too few steps to tell
+    ],
+)
+def test_stragglers(rates: tuple[tuple[float, ...], ...], named: list[list[int]]) -> None:
+    assert windows(*rates) == named
+
+
+def test_a_straggler_is_named_with_both_rates() -> None:
+    pace = Pace()
+    for turn in range(4):
+        view = View(0.0, tuple(Beat(r, 10.0 * turn, turn * n, 1) for r, n in enumerate((100, 50, 100))))
+        pace, found = compare(pace, view, 10.0 * turn)
+    assert [one.reason for one in found] == ["rank 1 is slow: 5 steps/s where the others make 10"]
