@@ -201,7 +201,7 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
         "standalone": alone,
         "rdzv_backend": backend,
         "rdzv_endpoint": endpoint,
-        "rdzv_conf": _rdzv_conf(v),
+        "rdzv_conf": rendezvous_settings(v),
         "run_id": run_id,
         "master_addr": addr,
         "master_port": port,
@@ -232,7 +232,8 @@ def _check_endpoint(v: Sources, endpoint: str) -> None:
         raise v.bad(where, "write HOST:PORT, with a port between 0 and 65535")
 
 
-def _rdzv_conf(v: Sources) -> dict[str, str]:
+def rendezvous_settings(v: Sources) -> dict[str, str]:
+    """--rdzv-conf as a dictionary."""
     conf: dict[str, str] = {}
     for pair in filter(None, (part.strip() for part in v.text("rdzv_conf").split(","))):
         key, _, value = (part.strip() for part in pair.partition("="))

@@ -457,8 +457,7 @@ def find_option(name: str) -> Option:
             if flag.startswith(name) and option not in matches:
                 matches.append(option)
     # What torchrun's users shorten stays short: our own options give way to its.
-    theirs = [option for option in matches if (option.env or "").startswith("PET_")]
-    matches = theirs if len(theirs) == 1 else matches
+    matches = [option for option in matches if not (option.env or "").startswith("PHALANX_")] or matches
     if len(matches) == 1:
         return matches[0]
     if matches:

@@ -183,8 +183,8 @@ class Network:
     def __enter__(self) -> Network:
         try:
             _ip("netns", "add", self._switch)
-            _ip("-n", self._switch, "link", "add", "br", "type", "bridge")
-            _ip("-n", self._switch, "link", "set", "br", "up")
+            _ip("-n", self._switch, "link", "add", "sw0", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "sw0", "up")
             for number, name in enumerate(self._names, 1):
                 self._add(name, number)
         except BaseException:
@@ -218,7 +218,7 @@ class Network:
         _ip("-n", inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             _ip("-n", inside, "link", "set", device, "up")
-        _ip("-n", self._switch, "link", "set", host.port, "master", "br", "up")
+        _ip("-n", self._switch, "link", "set", host.port, "master", "sw0", "up")
 
     def cut(self, name: str) -> None:
         """Nothing reaches this host, and nothing it sends reaches anybody; no error tells."""
@@ -226,7 +226,7 @@ class Network:
 
     def mend(self, name: str) -> None:
         """Undo `cut`."""
-        _ip("-n", self._switch, "link", "set", self.hosts[name].port, "master", "br")
+        _ip("-n", self._switch, "link", "set", self.hosts[name].port, "master", "sw0")
 
     def silence(self, name: str, towards: str) -> None:
         """What one host sends to another is lost; the other direction still works."""

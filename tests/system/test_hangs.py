@@ -115,7 +115,7 @@ def test_the_whole_story_of_a_restart(tmp_path: Path) -> None:
 def test_fail_uses_no_restart(tmp_path: Path) -> None:
     ended = hang(tmp_path, SPIN, "--heartbeat-timeout", "1", "--max-restarts", "5", "--on-hang", "fail")
     assert ended.code == 1, ended
-    assert "restart" not in ended.err
+    assert not any("restart" in line for line in ended.said), ended
     assert "HANG: " in ended.err
 
 
@@ -135,7 +135,7 @@ def test_warn_only_says_it_and_says_it_again_only_for_the_next(tmp_path: Path) -
     ended = hang(tmp_path, body, "--heartbeat-timeout", "1", "--on-hang", "warn")
     assert ended.code == 0, ended
     assert 1 <= sum("no heartbeat from rank 1" in line for line in ended.said) <= 2, ended
-    assert "restart" not in ended.err
+    assert not any("restart" in line for line in ended.said), ended
 
 
 def test_a_worker_stuck_in_import(tmp_path: Path) -> None:

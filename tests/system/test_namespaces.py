@@ -22,9 +22,11 @@ hosts_possible = pytest.mark.skipif(not possible(), reason="network namespaces n
 
 @contextmanager
 def three_hosts(folder: Path, nodes: str, conf: str = "") -> Iterator[tuple[Network, Job]]:
-    with Network("a", "b", "c") as network:
-        with Job(folder, nodes, f"{network.hosts['a'].address}:29400", conf=conf) as job:
-            yield network, job
+    with (
+        Network("a", "b", "c") as network,
+        Job(folder, nodes, f"{network.hosts['a'].address}:29400", conf=conf) as job,
+    ):
+        yield network, job
 
 
 @hosts_possible

@@ -362,6 +362,9 @@ class SimpleElasticAgent(ElasticAgent):
         if self._cluster is not None:
             self._cluster.join(gone=None if self._stopping else self._number)
             return
+        if hasattr(self._rdzv_handler, "listener"):
+            self._rdzv_handler.listener = self._post
+            self._rdzv_handler.attempt = self._state.attempt
         if self._rdzv_handler.immediate:
             self._post(self._rendezvous_event())
             return
@@ -386,9 +389,10 @@ class SimpleElasticAgent(ElasticAgent):
             self._error = error
             return say.RoundFailed("error", f"{type(error).__name__}: {error}")
         self._info, self._error = info, None
-        self._round += 1
+        self._round = max(self._round + 1, getattr(info, "round", 0))
         members = tuple(f"node {rank}" for rank in range(info.world_size))
-        return say.RoundReady(say.Round(self._round, members, info.rank))
+        attempt = getattr(info, "attempt", 0)
+        return say.RoundReady(say.Round(self._round, members, info.rank, attempt=attempt))
 
     def _start(self, command: say.StartWorkers) -> None:
         from phalanx.errors import StartError
@@ -500,6 +504,10 @@ class SimpleElasticAgent(ElasticAgent):
         """Single-node handlers have nobody to tell."""
         if self._cluster is not None:
             self._cluster.failed(command, self._last, self.job_name)
+            return
+        tell = getattr(self._rdzv_handler, "report_failure", None)
+        if tell is not None:
+            tell(command.round, command.attempt, command.summary, command.final, command.delay)
 
     def _leave(self) -> None:
         if self._cluster is not None:
@@ -513,4 +521,7 @@ class SimpleElasticAgent(ElasticAgent):
         if self._cluster is not None:
             self._cluster.close(self._number, command)
             return
+        close = getattr(self._rdzv_handler, "close", None)
+        if close is not None:
+            close(command.reason, command.job_failed)
         self._rdzv_handler.shutdown()

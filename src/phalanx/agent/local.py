@@ -131,7 +131,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 worker,
                 run_id=spec.rdzv_handler.get_run_id(),
                 attempt=attempt,
-                use_agent_store=self._shares_store,
+                use_agent_store=self._uses_agent_store(),
                 environ=os.environ,
             )
             if self.watch is not None:
@@ -157,6 +157,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self.store is not None:
             self.store.serve()
         return context.pids()
+
+    def _uses_agent_store(self) -> bool:
+        """Whether an agent, this one or node 0's, serves the store that the workers are sent to."""
+        served = self._info is not None and self._info.bootstrap_store_info is not None
+        return self._shares_store or (served and self._rdzv_handler.use_agent_store)
 
     def _new_context(
         self,

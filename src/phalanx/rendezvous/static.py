@@ -65,6 +65,8 @@ class StaticRendezvous(RendezvousHandler):
     `num_nodes_waiting`, which costs nothing. `attempt` is what this node tells the others when it joins.
     """
 
+    watches = True
+
     def __init__(
         self,
         master_addr: str,

@@ -1,0 +1,118 @@
+"""Doctors on several nodes that try the ways between them and compare their clocks.
+
+Each watches `doctor/`, says where it listens, and waits until all are there; then each says what its
+wall clock shows, which reaches the others at once, and connects to every other one. Nobody leaves
+before all have tried, or the time is up. Nothing here decides anything for a job: Phalanx itself
+uses no wall clock of another node, but people compare logs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from phalanx.cli.doctor import OK, PROBLEM, WARN, Asked, Finding
+from phalanx.cli.doctor_network import reach
+
+if TYPE_CHECKING:
+    from phalanx.core.commands import Entry, Notice
+    from phalanx.store.client import Client
+
+FAR_APART = 1.0  # seconds between clocks that make logs hard to compare
+_PREFIX = "doctor/"
+
+
+class _Board:
+    """What the doctors have written so far, and when this one saw it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._seen: dict[str, tuple[Any, float]] = {}
+
+    def note(self, entries: list[Entry], at: float) -> None:
+        """Take in what is new."""
+        with self._changed:
+            for entry in entries:
+                self._seen.setdefault(entry.key, (json.loads(entry.value), at))
+            self._changed.notify_all()
+
+    def noticed(self, notice: Notice) -> None:
+        """As a watch's callback."""
+        self.note([change.entry for change in notice.changes if not change.deleted], time.time())
+
+    def of(self, kind: str) -> dict[str, tuple[Any, float]]:
+        """Name → (what it said, our clock then)."""
+        prefix = f"{_PREFIX}{kind}/"
+        with self._changed:
+            return {key.removeprefix(prefix): v for key, v in self._seen.items() if key.startswith(prefix)}
+
+    def wait(self, kind: str, enough: Callable[[set[str]], bool], until: float) -> bool:
+        """Until enough have said that."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: enough(set(self.of(kind))), max(0.0, until - time.monotonic())
+            )
+
+
+def meet(client: Client, asked: Asked) -> Iterator[Finding]:
+    """The whole of it; one row for each other node."""
+    from phalanx.core.commands import Grant
+
+    until = time.monotonic() + asked.wait
+    board, me = _Board(), f"{socket.gethostname()}-{os.getpid()}-{os.urandom(2).hex()}"
+    lease = client.request(Grant(asked.wait + 10.0)).number
+
+    def say(kind: str, what: object) -> None:
+        client.put(f"{_PREFIX}{kind}/{me}", json.dumps(what).encode(), lease)
+
+    with socket.socket(socket.AF_INET6 if ":" in _own(client, asked) else socket.AF_INET) as door:
+        door.bind((_own(client, asked), 0))
+        door.listen(1024)  # the kernel completes connections by itself: nobody has to accept them
+        _, reply = client.watch(_PREFIX, board.noticed, prefix=True)
+        # What was there before says nothing about now: an earlier meeting may have left it.
+        board.note([entry for entry in reply.entries if entry.key.startswith(f"{_PREFIX}here/")], time.time())
+        say("here", [asked.local_addr or door.getsockname()[0], door.getsockname()[1]])
+        complete = board.wait("here", lambda names: len(names) >= asked.together, until)
+        names = sorted(set(board.of("here")) - {me})
+        count = f"{len(names) + 1} of {asked.together} nodes came"
+        advice = f"{asked.wait:g} s were not enough: start doctor on the others at the same time"
+        yield Finding("meeting", count, OK if complete else PROBLEM, "" if complete else advice)
+        say("clock", time.time())
+        board.wait("clock", lambda said: said >= set(names), min(until, time.monotonic() + 5.0))
+        for name in names:
+            yield from _about(name, board)
+        say("done", True)
+        board.wait("done", lambda said: said >= set(names), until)
+
+
+def _own(client: Client, asked: Asked) -> str:
+    """The address that this node has towards the store, unless one was given."""
+    if asked.local_addr:
+        return str(socket.getaddrinfo(asked.local_addr, None, type=socket.SOCK_STREAM)[0][4][0])
+    family, _, _, _, where = socket.getaddrinfo(client.host, client.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)  # sends nothing: it only asks the routing table
+        return str(probe.getsockname()[0])
+
+
+def _about(name: str, board: _Board) -> Iterator[Finding]:
+    (address, port), _ = board.of("here")[name]
+    short = name.rsplit("-", 2)[0]
+    problem = reach(address, port)
+    advice = "a firewall between the nodes? workers need all ports; several networks: --local-addr"
+    yield Finding(
+        f"way to {short}", problem or f"{address} answers", PROBLEM if problem else OK, advice * bool(problem)
+    )
+    said = board.of("clock").get(name)
+    if said is None:
+        yield Finding(f"clock of {short}", "not heard", WARN, "it left early; run doctor again")
+        return
+    offset = said[1] - said[0]
+    late = abs(offset) > FAR_APART
+    advice = "jobs do not mind, readers of logs do: set up NTP or chrony" if late else ""
+    yield Finding(f"clock of {short}", f"{offset:+.3f} s against ours", WARN if late else OK, advice)
