@@ -362,9 +362,9 @@ class SimpleElasticAgent(ElasticAgent):
         if self._cluster is not None:
             self._cluster.join(gone=None if self._stopping else self._number)
             return
-        if hasattr(self._rdzv_handler, "listener"):
-            self._rdzv_handler.listener = self._post
-            self._rdzv_handler.attempt = self._state.attempt
+        handler: Any = self._rdzv_handler
+        if hasattr(handler, "listener"):  # one that tells of other nodes by itself
+            handler.listener, handler.attempt = self._post, self._state.attempt
         if self._rdzv_handler.immediate:
             self._post(self._rendezvous_event())
             return
