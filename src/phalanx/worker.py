@@ -100,8 +100,9 @@ def should_checkpoint() -> bool:
 def on_preempt(callback: Callback) -> Callback:
     """Call `callback()` once when this worker is about to be preempted; usable as a decorator.
 
-    It is called in the main thread, by the signal that announces the preemption, unless the program handles
-    that signal itself or this is called in another thread: then by the next heartbeat or should_checkpoint.
+    It is called in the main thread, by the signal that announces the preemption, between any two operations
+    of the program (so not where that can be sure of its state: should_checkpoint is for that); or, where the
+    program handles that signal itself or this was called in another thread, by the next heartbeat.
     """
     board = _board
     if board is not None:

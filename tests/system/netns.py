@@ -103,8 +103,8 @@ class Job:
         self.run_id = "job"
         self._conf = "ttl=2,last_call_timeout=0.3,join_timeout=25" + (f",{conf}" if conf else "")
         self._words = ["--nnodes", nodes, "--rdzv-backend", "phalanx", "--rdzv-id", self.run_id, *words]
-        self._script = folder / "train.py"
-        self._script.write_text(WORKER)
+        self.script = folder / "train.py"
+        self.script.write_text(WORKER)
         self._nodes: list[Node] = []
         self.environment = plain_environment(PHALANX_TOKEN=TOKEN)
 
@@ -122,7 +122,7 @@ class Job:
         if self.first_hosts and host is None:
             settings += f",is_host={int(not self._nodes)}"
         command = [*self._words, "--rdzv-endpoint", self.endpoint, "--rdzv-conf", settings]
-        command += ["--nproc-per-node", str(nproc), *words, str(self._script)]
+        command += ["--nproc-per-node", str(nproc), *words, str(self.script)]
         node = Node(
             name, command, nproc, before=host.inside if host else (), terminal=terminal, env=self.environment
         )

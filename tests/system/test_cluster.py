@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.conftest import gone, wait_until
-from tests.system.netns import TOKEN, Job, Node, Worker, tell
-from tests.system.run_helpers import all_gone
+from phalanx.errors import RendezvousClosedError
+from phalanx.rendezvous.handler import RendezvousHandler, RendezvousParameters
+from phalanx.rendezvous.registry import get_rendezvous_handler
+from tests.conftest import HUNG, gone, wait_until
+from tests.system.netns import TOKEN, Job, Node, Worker, free_port, tell
+from tests.system.run_helpers import PHALANX, all_gone, plain_environment, run
 
 
 def everybody(nodes: list[Node], world: int) -> list[Worker]:
@@ -143,13 +151,9 @@ def test_a_node_that_finished_comes_back_when_the_others_need_it(tmp_path: Path)
 
 
 def test_drain_lets_a_node_leave_for_nothing(tmp_path: Path) -> None:
-    from tests.system.run_helpers import PHALANX, plain_environment
-
     with Job(tmp_path, "1:2") as job:
         nodes = [job.node(name) for name in "ab"]
         everybody(nodes, 2)
-        import subprocess
-
         words = ["drain", "b", "--rdzv-endpoint", job.endpoint, "--rdzv-id", job.run_id]
         done = subprocess.run(
             [PHALANX[0], *words], env=plain_environment(PHALANX_TOKEN=TOKEN), capture_output=True, text=True
@@ -206,8 +210,6 @@ def test_a_wrong_token_is_told_at_once(tmp_path: Path) -> None:
             "--rdzv-id",
             "job",
         ]
-        from tests.system.run_helpers import plain_environment, run
-
         ended = run(*words, str(tmp_path / "train.py"), env=plain_environment(PHALANX_TOKEN="wrong"))
         assert ended.code == 1
         assert "refused our token" in ended.err
@@ -217,8 +219,6 @@ def test_a_wrong_token_is_told_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("journal", [True, False], ids=["with a journal", "without"])
 def test_the_store_is_killed_under_a_running_job(tmp_path: Path, journal: bool) -> None:
-    from tests.system.run_helpers import PHALANX
-
     more = ["--journal", str(tmp_path / "journal")] if journal else []
     with Job(tmp_path, "2", conf="is_host=0") as job:
         words = ["--listen", job.endpoint, *more]
@@ -259,3 +259,91 @@ def test_the_host_of_the_store_is_killed_and_nobody_is_orphaned(tmp_path: Path) 
         assert ended.code == 1
         assert "kept no journal" in ended.said[-1], ended
         wait_until(lambda: all_gone([w.pid for w in workers]), "the end of all workers")
+
+
+# ---- torch's way to use the handler, without an agent ----------------------------------------------
+
+
+def handlers(count: int, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, int]) -> list[RendezvousHandler]:
+    monkeypatch.setenv("PHALANX_TOKEN", TOKEN)
+    endpoint = f"127.0.0.1:{free_port()}"
+    settings = {"last_call_timeout": 0.2, "join_timeout": 20}
+    return [
+        get_rendezvous_handler(
+            RendezvousParameters("c10d", endpoint, "run", *nodes, name=f"n{n}", is_host=n == 0, **settings)
+        )
+        for n in range(count)
+    ]
+
+
+def together(calls: list[Callable[[], Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda call: call(), calls, timeout=HUNG))
+
+
+def test_torchs_interface_forms_a_round_re_forms_it_and_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = handlers(3, monkeypatch, (2, 3))
+    infos = together([h.next_rendezvous for h in made])
+    assert sorted((i.rank, i.world_size) for i in infos) == [(0, 3), (1, 3), (2, 3)]
+    assert len({i.bootstrap_store_info.master_port for i in infos}) == 1
+    infos[0].store.set("key", b"value")
+    assert infos[1].store.get("key") == b"value"
+    assert [h.num_nodes_waiting() for h in made] == [0, 0, 0]
+    assert made[0].get_run_id() == "run"
+    assert not made[0].use_agent_store
+    made[2].leave()  # type: ignore[attr-defined]
+    wait_until(lambda: made[0].num_nodes_waiting() and made[1].num_nodes_waiting(), "news of the leave")
+    infos = together([h.next_rendezvous for h in made[:2]])
+    assert sorted((i.rank, i.world_size) for i in infos) == [(0, 2), (1, 2)]
+    assert not infos[0].store.check(["key"]), "a round begins with an empty store"
+    made[0].set_closed()
+    wait_until(lambda: made[1].is_closed(), "news of the close")
+    with pytest.raises(RendezvousClosedError, match="closed by n0"):
+        made[1].next_rendezvous()
+    assert together([h.shutdown for h in reversed(made)]) == [True, True, True]
+
+
+def test_asking_for_a_round_while_one_runs_is_a_restart_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = handlers(2, monkeypatch, (2, 2))
+    together([h.next_rendezvous for h in made])
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(made[1].next_rendezvous)
+        wait_until(lambda: made[0].num_nodes_waiting(), "the other's wish")
+        infos = [made[0].next_rendezvous(), first.result(HUNG)]
+    assert [i.rank for i in infos] == [0, 1]
+    together([h.shutdown for h in reversed(made)])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_torch_workers_of_two_nodes_meet_again_after_a_failure(tmp_path: Path) -> None:
+    worker = tmp_path / "reduce.py"
+    worker.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor([dist.get_rank() + 1])\n"
+        "dist.all_reduce(total)\n"
+        "print('sum', total.item(), os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and dist.get_rank() == 2: os._exit(3)\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    with Job(tmp_path, "2", "", "--max-restarts", "1") as job:
+        job.script = worker
+        nodes = [job.node(name, nproc=2) for name in "ab"]
+        for node in nodes:
+            ended = node.end()
+            assert ended.code == 0, ended
+            assert ended.out.count("sum 10 1") == 2
+
+
+def test_who_comes_after_the_end_is_told_so(tmp_path: Path) -> None:
+    with Job(tmp_path, "1:2", conf="is_host=0") as job:
+        store = Node("store", ["--listen", job.endpoint], launcher=[PHALANX[0], "store"])
+        with store:
+            store.read_until("listening")
+            first = job.node("a")
+            succeed([first], first.up(1))
+            ended = job.node("b").end()
+            assert ended.code == 0
+            assert "run job is over (succeeded" in ended.said[-1]
+            assert "ready" not in ended.out

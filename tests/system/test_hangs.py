@@ -189,7 +189,9 @@ def test_a_scope_that_is_not_left(tmp_path: Path) -> None:
 
 
 def test_some_ranks_finish_and_others_run_on(tmp_path: Path) -> None:
-    ended = hang(tmp_path, "def late(): time.sleep(1000)\nif rank == 2: late()\n", "--partial-exit-timeout", "1")
+    ended = hang(
+        tmp_path, "def late(): time.sleep(1000)\nif rank == 2: late()\n", "--partial-exit-timeout", "1"
+    )
     assert ended.code == 1, ended
     (line,) = [line for line in ended.said if "finished" in line]
     assert line.startswith("rank 2 still runs 1."), ended
@@ -271,7 +273,9 @@ def test_health_of_a_run(tmp_path: Path, how: str) -> None:
     port = free_port()
     flags = ["--health-port", str(port)] if how == "flag" else []
     env = plain_environment(**({"TORCHELASTIC_HEALTH_CHECK_PORT": str(port)} if how == "variable" else {}))
-    path = script(tmp_path, "import os, time; print('ready', os.environ['RANK'], os.getpid()); time.sleep(1000)\n")
+    path = script(
+        tmp_path, "import os, time; print('ready', os.environ['RANK'], os.getpid()); time.sleep(1000)\n"
+    )
     with Running([*flags, path], env=env) as job:
         job.workers(1)
         wait_until(lambda: ask(port, "/readyz") == 200, "workers started")
@@ -381,7 +385,10 @@ def test_what_outlives_sigkill_is_named_and_nothing_is_started_over_it(tmp_path:
         os.close(read)
         workers = job.workers(2)
         tracer = subprocess.Popen(
-            [sys.executable, "-c", TRACE, str(workers[1])], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", TRACE, str(workers[1])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         try:
             assert tracer.stdout is not None

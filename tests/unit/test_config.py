@@ -162,6 +162,20 @@ def test_grace_has_two_names_and_an_argument_beats_any_variable(script: str) -> 
     assert ask(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").shutdown_timeout == 7
 
 
+def test_what_nodes_know_each_other_by(script: str) -> None:
+    plain = ask(script)
+    assert (plain.token_file, plain.tls_cert, plain.tls_key, plain.tls_ca) == (None, None, None, None)
+    assert plain.store_grace == 60.0
+    run = ask(
+        *("--tls-cert", script, "--tls-ca", script, "--store-grace", "5", script),
+        PHALANX_TOKEN_FILE=script,
+        PHALANX_TLS_KEY=script,
+        PHALANX_STORE_GRACE="7",
+    )
+    assert (run.token_file, run.tls_cert, run.tls_key, run.tls_ca) == (script,) * 4
+    assert run.store_grace == 5.0
+
+
 def test_threads_are_limited_only_when_workers_share_and_nobody_chose(script: str) -> None:
     assert ask("--nproc-per-node", "2", script).omp_num_threads == 1
     assert ask("--nproc-per-node", "2", script, OMP_NUM_THREADS="3").omp_num_threads is None
@@ -330,6 +344,10 @@ REFUSED = [
     (["--lr", "2"], "--lr: no such option"),
     (["-x"], "-x: no such option"),
     (["--log", "d"], "--log could be --log-dir"),
+    (["--token-file", "/no/where"], "--token-file /no/where: no such file"),
+    (["--tls-cert", "/no/where"], "--tls-cert /no/where: no such file"),
+    (["--tls-key", "/dev/null"], "--tls-key /dev/null: a key without its certificate"),
+    (["--store-grace", "-1"], "--store-grace -1: must be 0 or more"),
     (["--print-completion", "tcsh"], "--print-completion tcsh:"),
 ]
 

@@ -34,7 +34,9 @@ def ask(port: int, path: str = "/healthz", method: str = "GET", host: str = "127
 def serve() -> Iterator[Callable[..., HealthServer]]:
     made: list[HealthServer] = []
 
-    def begin(live: Callable[[], bool], ready: Callable[[], bool] | None = None, host: str = "") -> HealthServer:
+    def begin(
+        live: Callable[[], bool], ready: Callable[[], bool] | None = None, host: str = ""
+    ) -> HealthServer:
         made.append(HealthServer(host, 0, live, ready))
         made[-1].start()
         return made[-1]
@@ -184,7 +186,9 @@ def test_bad_addresses(text: str) -> None:
         split_address(text)
 
 
-def test_timers_and_health_by_environment(loop: Loop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_timers_and_health_by_environment(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
     services = Services()
@@ -205,7 +209,10 @@ def test_timers_and_health_by_environment(loop: Loop, monkeypatch: pytest.Monkey
     [
         ("true", None),
         ("echo all is well; exit 0", None),
-        ("echo 'GPU 3 has fallen off the bus' >&2; exit 3", "failed (exit code 3): GPU 3 has fallen off the bus"),
+        (
+            "echo 'GPU 3 has fallen off the bus' >&2; exit 3",
+            "failed (exit code 3): GPU 3 has fallen off the bus",
+        ),
         ("kill -9 $$", "failed (signal 9)"),
         ("no-such-program-here", "failed (exit code 127)"),
     ],

@@ -44,7 +44,12 @@ def beats(*ages: float, now: float = 100.0) -> tuple[Beat, ...]:
         # Never a heartbeat: no case for the heartbeat's timeout, but for the start's.
         (View(95.0, (Beat(0),)), ALL, None, ""),
         (View(0.0, (Beat(0),)), WatchPolicy(heartbeat_timeout=5.0), None, ""),
-        (View(90.0, (Beat(0), Beat(1, ready_at=95.0))), ALL, "startup", "rank 0 not ready 10 s after the start"),
+        (
+            View(90.0, (Beat(0), Beat(1, ready_at=95.0))),
+            ALL,
+            "startup",
+            "rank 0 not ready 10 s after the start",
+        ),
         (View(90.0, (Beat(0, ready_at=91.0), Beat(1, 99.0, 0, 1))), ALL, None, ""),
         (
             View(0.0, (Beat(0, deadline=99.5), Beat(1, deadline=101.0))),
@@ -94,7 +99,10 @@ def test_nothing_hangs_before_the_next_look_and_something_does_then(view: View, 
     assert judge(view, due + 1e-6, policy) is not None
 
 
-IN_TRAIN, IN_REDUCE = ("train.py:9 in load",), ("x/torch/distributed/c10d.py:1 in all_reduce", "train.py:12 in step")
+IN_TRAIN, IN_REDUCE = (
+    ("train.py:9 in load",),
+    ("x/torch/distributed/c10d.py:1 in all_reduce", "train.py:12 in step"),
+)
 
 
 def seen(*stacks: tuple[str, ...], stopped: int = -1) -> tuple[Evidence, ...]:
@@ -114,7 +122,9 @@ def seen(*stacks: tuple[str, ...], stopped: int = -1) -> tuple[Evidence, ...]:
         (seen(IN_TRAIN, IN_TRAIN), (0, 9), (1,), ""),  # the other one is not even quiet
     ],
 )
-def test_blame(evidence: tuple[Evidence, ...], ages: tuple[float, ...], ranks: tuple[int, ...], reason: str) -> None:
+def test_blame(
+    evidence: tuple[Evidence, ...], ages: tuple[float, ...], ranks: tuple[int, ...], reason: str
+) -> None:
     view = View(0.0, beats(*ages))
     verdict = judge(view, 100.0, WatchPolicy(heartbeat_timeout=5.0))
     assert verdict is not None

@@ -28,7 +28,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start a script or a function as one worker with a board; ended with the test."""
     made: list[tuple[PContext, Boards]] = []
 
-    def begin(what: Callable[..., object] | str, kind: str = "exec", preempt: int = 0) -> tuple[PContext, Boards]:
+    def begin(
+        what: Callable[..., object] | str, kind: str = "exec", preempt: int = 0
+    ) -> tuple[PContext, Boards]:
         logs = DefaultLogsSpecs(str(tmp_path / "logs"))
         context: PContext
         if callable(what):
@@ -154,11 +156,13 @@ assert not worker.should_checkpoint() and not worker.supervised()
 def test_nothing_happens_outside_of_phalanx(value: str | None) -> None:
     env = {**os.environ, **({VARIABLE: value} if value is not None else {})}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", OUTSIDE], env=env, timeout=HUNG, capture_output=True, check=False
+        [sys.executable, "-W", "error", "-c", OUTSIDE],
+        env=env,
+        timeout=HUNG,
+        capture_output=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, b"")
-
-
 
 
 def test_deadlines_are_those_of_the_scope_that_ends_first(start: Start) -> None:

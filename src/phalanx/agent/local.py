@@ -191,6 +191,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             context = MultiprocessContext(
                 entrypoint=spec.entrypoint, start_method=self._start_method, **common
             )
+            context.warm = self.warmth is not None and self.warmth.mode != "off"
         context.spawner = self._helpers(context)
         return context
 

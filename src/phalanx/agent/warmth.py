@@ -122,6 +122,22 @@ class Warmth:
             self._now.close()
 
 
+def warmth_for_function(function: Callable[..., object], start_method: str, mode: str) -> Warmth | None:
+    """For functions: the same where each worker is to be a fresh process; None where it is not."""
+    if mode == "off" or start_method != "spawn":
+        return None
+    import sys
+
+    from phalanx.processes.learned import Learned
+    from phalanx.processes.spawner import interpreter_flags
+
+    flags = interpreter_flags()
+    main = getattr(sys.modules["__main__"], "__file__", "") or "interactive"
+    name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+    learned = Learned(["function", name, main, *flags], os.environ)
+    return Warmth(" ".join(["python", *flags]), mode, learned)
+
+
 def warmth_for(
     program: str, args: tuple[str, ...], mode: str, preload: tuple[str, ...] = (), warm_up: str = ""
 ) -> Warmth:

@@ -169,8 +169,8 @@ def as_table(found: Sequence[Finding], width: int) -> str:
     last = max(20, width - first - second - third)
     lines = []
     for row in (heads, *found):
-        values = textwrap.wrap(row.value, second - 2) or [""]
-        advice = textwrap.wrap(row.advice, last) or [""]
+        values = textwrap.wrap(row.value, second - 2, break_on_hyphens=False) or [""]
+        advice = textwrap.wrap(row.advice, last, break_on_hyphens=False) or [""]
         for number in range(max(len(values), len(advice))):
             cells = (
                 (row.check if number == 0 else "").ljust(first),

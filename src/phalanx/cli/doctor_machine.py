@@ -17,7 +17,7 @@ _HURTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("NCCL_IB_DISABLE", ("1",), "InfiniBand is not used"),
     ("NCCL_DEBUG", ("TRACE", "trace"), "NCCL writes a line for every call"),
     ("NCCL_ALGO", ("",), "NCCL cannot choose the best algorithm itself"),
-    ("NCCL_PROTO", ("",), "NCCL cannot choose the best protocol itself; LL128 corrupts data on some machines"),
+    ("NCCL_PROTO", ("",), "NCCL cannot choose the best protocol itself"),
     ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL", "detail"), "every collective is checked by another one"),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a rank that waits for a lost one waits for ever"),
     ("NCCL_ASYNC_ERROR_HANDLING", ("0",), "a rank that waits for a lost one waits for ever"),
@@ -156,14 +156,10 @@ def _interfaces(name: str, value: str) -> Iterator[Finding]:
 
 
 def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            break
-        value /= 1024
-    else:
-        unit = "TiB"
-    return f"{value:.0f} {unit}" if value >= 10 or unit == "bytes" else f"{value:.1f} {unit}"
+    value, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if value >= 10 or units[0] == "bytes" else f"{value:.1f} {units[0]}"
 
 
 def _read(path: str) -> str:

@@ -61,7 +61,7 @@ class _Board:
 
 def meet(client: Client, asked: Asked) -> Iterator[Finding]:
     """The whole of it; one row for each other node."""
-    from phalanx.core.commands import Grant
+    from phalanx.core.commands import Grant, Revoke
 
     until = time.monotonic() + asked.wait
     board, me = _Board(), f"{socket.gethostname()}-{os.getpid()}-{os.urandom(2).hex()}"
@@ -70,8 +70,9 @@ def meet(client: Client, asked: Asked) -> Iterator[Finding]:
     def say(kind: str, what: object) -> None:
         client.put(f"{_PREFIX}{kind}/{me}", json.dumps(what).encode(), lease)
 
-    with socket.socket(socket.AF_INET6 if ":" in _own(client, asked) else socket.AF_INET) as door:
-        door.bind((_own(client, asked), 0))
+    own = _own(client, asked)
+    with socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET) as door:
+        door.bind((own, 0))
         door.listen(1024)  # the kernel completes connections by itself: nobody has to accept them
         _, reply = client.watch(_PREFIX, board.noticed, prefix=True)
         # What was there before says nothing about now: an earlier meeting may have left it.
@@ -88,6 +89,7 @@ def meet(client: Client, asked: Asked) -> Iterator[Finding]:
             yield from _about(name, board)
         say("done", True)
         board.wait("done", lambda said: said >= set(names), until)
+    client.request(Revoke(lease))
 
 
 def _own(client: Client, asked: Asked) -> str:

@@ -16,11 +16,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from phalanx.cli.doctor import OK, PROBLEM, WARN, Asked, Finding
-from phalanx.errors import PhalanxError, StoreAuthError
+from phalanx.errors import PhalanxError, StoreAuthError, StoreError
 
 if TYPE_CHECKING:
     from phalanx.store.client import Client
-    from phalanx.store.server import Server
     from phalanx.store.tls import Tls
     from phalanx.store.token import Token
 
@@ -154,7 +153,7 @@ def _at_the_store(asked: Asked, environ: Mapping[str, str], hosting: bool) -> It
     with ExitStack() as stack:
         try:
             if hosting:
-                stack.enter_context(_serve(asked, token))
+                hosting = _serve(asked, token, stack)
             client = _client(asked, token, environ)
             stack.callback(client.close)
             began = time.monotonic()
@@ -182,7 +181,8 @@ def _token(asked: Asked, environ: Mapping[str, str]) -> Token:
     from phalanx.store.token import FILE_VARIABLE, Token, find_token
 
     if not asked.token_file:
-        return find_token(dict(environ))
+        # A look makes no file: a store that is there has a token, and one made here would not be it.
+        return find_token(dict(environ), make=asked.together > 1)
     found = find_token({FILE_VARIABLE: asked.token_file})
     return Token(found.secret, f"the file {asked.token_file}")
 
@@ -195,15 +195,23 @@ def _tls(asked: Asked) -> Tls | None:
     return Tls(*asked.tls)
 
 
-def _serve(asked: Asked, token: Token | None) -> Server:
+def _serve(asked: Asked, token: Token | None, stack: ExitStack) -> bool:
+    """A store for the meeting, unless another doctor on this machine was quicker."""
     from phalanx.rendezvous.address import parse_rendezvous_endpoint
     from phalanx.store.server import Server
 
-    return Server(*parse_rendezvous_endpoint(asked.endpoint, STORE_PORT), token=token, tls=_tls(asked))
+    where = parse_rendezvous_endpoint(asked.endpoint, STORE_PORT)
+    try:
+        stack.enter_context(Server(*where, token=token, tls=_tls(asked)))
+    except StoreError as error:
+        if "in use" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _client(asked: Asked, token: Token | None, environ: Mapping[str, str]) -> Client:
-    patience = asked.wait if asked.together > 1 else 8.0
+    patience = asked.wait if asked.together > 1 else 4.0
     if asked.backend == "etcd":
         from phalanx.store.etcd import etcd_client_from
 

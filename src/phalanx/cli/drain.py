@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from phalanx.cli.store import Parser
+from phalanx.cli.store import Parser, add_trust, trust
 from phalanx.core.commands import Get, Notice, Put
 from phalanx.core.rounds import NodeRecord, decode_node
 from phalanx.errors import PhalanxError, StoreError, UsageError
@@ -28,14 +28,14 @@ def main(argv: Sequence[str]) -> int:
     from phalanx.rendezvous.address import parse_rendezvous_endpoint
     from phalanx.rendezvous.elastic_settings import DEFAULT_PORT
     from phalanx.store.client import Client
-    from phalanx.store.token import find_token
 
     try:
         host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, DEFAULT_PORT)
     except ValueError as error:
         raise UsageError(f"--rdzv-endpoint: {error}") from None
     try:
-        with Client(host, port, token=find_token(), grace=min(10.0, options.timeout)) as client:
+        token, tls = trust(options)
+        with Client(host, port, token=token, tls=tls, grace=min(10.0, options.timeout)) as client:
             name = os.uname().nodename if options.self else options.node
             return drain(client, options.rdzv_id, name, options.timeout)
     except PhalanxError as error:
@@ -100,4 +100,5 @@ def _parser() -> Parser:
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=60.0, help="how long it may take [%(default)s]"
     )
+    add_trust(parser)
     return parser

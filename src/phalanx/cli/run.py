@@ -242,6 +242,10 @@ def _handler(config: RunConfig) -> RendezvousHandler:
     from phalanx.rendezvous.registry import get_rendezvous_handler
 
     settings: dict[str, Any] = dict(config.rdzv_conf)
+    if config.rdzv_backend in ("phalanx", "etcd"):
+        for name in ("token_file", "tls_cert", "tls_key", "tls_ca", "store_grace"):
+            if getattr(config, name) is not None:
+                settings.setdefault(name, getattr(config, name))
     if config.rdzv_backend == "static" or config.node_rank_given:
         settings["rank"] = config.node_rank
     try:
@@ -286,6 +290,9 @@ def _first_line(config: RunConfig) -> str:
 
 
 def _last_line(agent: LocalElasticAgent, begin: float) -> str:
+    finish = agent.outcome
+    if finish is not None and finish.outcome in ("CLOSED", "LEFT"):  # the job goes on, or was over before
+        return f"{finish.message}{_took(begin)}"
     restarts = agent.attempt
     after = f" after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
     return f"all workers succeeded{after}{_took(begin)}"

@@ -7,12 +7,18 @@ it listens, one per incident what went wrong; SIGTERM and SIGINT end it.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from phalanx.errors import PhalanxError, UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.store.tls import Tls
+    from phalanx.store.token import Token
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,7 +34,6 @@ def main(argv: Sequence[str]) -> int:
     from phalanx.rendezvous.address import parse_rendezvous_endpoint
     from phalanx.rendezvous.elastic_settings import DEFAULT_PORT
     from phalanx.store.server import Server
-    from phalanx.store.token import find_token
 
     try:
         host, port = parse_rendezvous_endpoint(options.listen, DEFAULT_PORT)
@@ -38,8 +43,15 @@ def main(argv: Sequence[str]) -> int:
     ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
+        token, tls = trust(options)
         with Server(
-            host, port, token=find_token(), journal=options.journal, linger=options.linger, on_incident=_say
+            host,
+            port,
+            token=token,
+            journal=options.journal,
+            linger=options.linger,
+            on_incident=_say,
+            tls=tls,
         ) as server:
             where = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
             kept = f", journal {options.journal}" if options.journal else ", no journal: jobs end with it"
@@ -73,7 +85,33 @@ def _parser() -> Parser:
         default=1.0,
         help="how long a node whose connection ended may take to come back [%(default)s]",
     )
+    add_trust(parser)
     return parser
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """The options by which both sides know each other."""
+    for flag, about in (
+        ("--token-file", "the secret that all nodes share"),
+        ("--tls-cert", "TLS: certificate of this side"),
+        ("--tls-key", "TLS: its key"),
+        ("--tls-ca", "TLS: who signs the others"),
+    ):
+        variable = f"PHALANX_{flag[2:].replace('-', '_').upper()}"
+        parser.add_argument(flag, metavar="FILE", default=os.environ.get(variable, ""), help=about)
+
+
+def trust(options: argparse.Namespace) -> tuple[Token, Tls | None]:
+    """The token, and the files for TLS where it is asked for."""
+    from phalanx.store.token import FILE_VARIABLE, find_token
+
+    token = find_token({FILE_VARIABLE: options.token_file} if options.token_file else None)
+    files = (options.tls_cert, options.tls_key, options.tls_ca)
+    if not any(files):
+        return token, None
+    from phalanx.store.tls import Tls
+
+    return token, Tls(*files)
 
 
 def _say(line: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from phalanx.agent.local import LocalElasticAgent
 from phalanx.agent.spec import RunResult, WorkerSpec
+from phalanx.agent.warmth import Warmth, warmth_for, warmth_for_function
 from phalanx.errors import ChildFailedError, PhalanxError
 from phalanx.processes.logs import DefaultLogsSpecs, LogsSpecs
 from phalanx.processes.numa import NumaOptions
@@ -53,6 +54,7 @@ class LaunchConfig:
     duplicate_stderr_filters: list[str] | None = None
     virtual_local_rank: bool = False
     shutdown_timeout: float | None = None
+    warm: str = "auto"  # ours: auto, off or standby, as of `phalanx run --warm`
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -113,6 +115,7 @@ def launch_agent(
         from phalanx.observe.metrics import MetricsConfig, initialize_metrics
 
         initialize_metrics(MetricsConfig(config.metrics_cfg))
+    agent.warmth = _warmth(config, entrypoint, args)  # the agent ends it with itself
     try:
         result = agent.run()
     finally:
@@ -120,6 +123,15 @@ def launch_agent(
     if result.is_failed():
         raise failure_of(agent.get_worker_group().spec.get_entrypoint_name(), result, agent)
     return result.return_values
+
+
+def _warmth(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: list[Any]
+) -> Warmth | None:
+    """Helpers that are ahead of the workers' needs, where that is possible."""
+    if isinstance(entrypoint, str):
+        return warmth_for(entrypoint, tuple(str(arg) for arg in args), config.warm)
+    return warmth_for_function(entrypoint, config.start_method, config.warm) if entrypoint else None
 
 
 def make_handler(config: LaunchConfig) -> RendezvousHandler:

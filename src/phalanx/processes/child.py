@@ -46,12 +46,12 @@ def start() -> "Callable[[], object]":
         places = _given_fds(mode, options)
     Guard.pid = os.getpid()
     prepare(options, places)
-    if mode == "function":
-        os._exit(run_function(target))
-    _restore_orig_argv(mode, target, args)
-    sys.argv = [target, *args]
     if "learn" in places:
         sys.meta_path.insert(0, Recorder(places["learn"]))
+    if mode == "function":
+        os._exit(run_function(target, places["entry"], places["box"]))
+    _restore_orig_argv(mode, target, args)
+    sys.argv = [target, *args]
     if mode == "script":
         return _script(target)
     if mode == "module":
@@ -385,13 +385,13 @@ def _error_file() -> "dict[str, Any]":
 # -- functions ------------------------------------------------------------------------------------
 
 
-def run_function(name: str) -> int:
+def run_function(name: str, entry: int = ENTRY_FD, box: int = BOX_FD) -> int:
     """Run the function that the agent left in our descriptors; returns the exit status."""
     import marshal
 
-    entry_data = _whole(ENTRY_FD)
-    setting, arguments = marshal.loads(_whole(BOX_FD))
-    os.close(ENTRY_FD)
+    entry_data = _whole(entry)
+    setting, arguments = marshal.loads(_whole(box))
+    os.close(entry)
     sys.path[:] = setting["path"]
     sys.argv = setting["argv"]
     _fresh_main(None, None)
@@ -402,7 +402,7 @@ def run_function(name: str) -> int:
 
         return pickle.loads(entry_data), pickle.loads(arguments)
 
-    return finish(unpack, BOX_FD)
+    return finish(unpack, box)
 
 
 def _whole(fd: int) -> bytes:

@@ -49,7 +49,7 @@ def tidy(
     _differ()
     if set_title is not None:
         mode, target, args = spec["program"]
-        words = {"script": [target], "module": ["-m", target], "code": ["-c", target]}[mode]
+        words = {"module": ["-m", target], "code": ["-c", target]}.get(mode, [target])
         rank = os.environ.get("RANK")
         title = " ".join([sys.executable, *words, *args])
         set_title(f"{title} [rank {rank}]" if rank is not None else title)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.processes.child import TALLY_FD
 from phalanx.processes.command import BOOTSTRAP, find_program, python_flags, split_python, worker_argv
 from phalanx.processes.context import PContext
+from phalanx.processes.kernel import anonymous_file
 from phalanx.processes.result import RunProcsResult
 from phalanx.processes.spawner import Job, Spawner, interpreter_flags
 
@@ -57,8 +58,6 @@ class SubprocessContext(PContext):
             assert split is not None
             _, mode, target, rest = split
             if rank == 0:
-                from phalanx.processes.kernel import anonymous_file
-
                 self._learn = anonymous_file("phalanx-learn")
                 fds = [*fds, ("learn", self._learn, -1)]
             return Job(rank, program=(mode, target, rest), fds=fds, options=options)
@@ -114,6 +113,7 @@ class MultiprocessContext(PContext):
             duplicate_stderr_filters,
         )
         self.start_method = start_method
+        self.warm = False  # True: "spawn" may mean a fork of a fresh Python that has imported things ahead
         self.numa_options = numa_options
         self._parcel: Parcel | None = None
 
@@ -138,6 +138,11 @@ class MultiprocessContext(PContext):
         options = self._options(rank)
         number = -1 if self.start_method == "fork" else TALLY_FD
         fds = [*self._parcel.fds(rank), *self._tally_place(rank, number)]
+        if self.start_method == "spawn" and self.warm:
+            if rank == 0:
+                self._learn = anonymous_file("phalanx-learn")
+                fds = [*fds, ("learn", self._learn, -1)]
+            return Job(rank, fds=fds, program=("function", name, []), options=options)
         if self.start_method != "spawn":
             return Job(rank, fds=fds, name=name, options=options)
         argv = [sys.executable, *interpreter_flags(), BOOTSTRAP, "function", options, name]
@@ -145,6 +150,8 @@ class MultiprocessContext(PContext):
 
     @property
     def spawner_kind(self) -> str | None:
+        if self.start_method == "spawn" and self.warm:
+            return " ".join(["python", *interpreter_flags()])
         return {"spawn": "exec", "forkserver": "forkserver"}.get(self.start_method)
 
     def _new_spawner(self) -> Spawner:

@@ -15,6 +15,7 @@ import os
 import threading
 from dataclasses import replace
 
+from phalanx.core.rounds import CLOSED
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -77,7 +78,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._news = threading.Condition()
         self._formed: Formed | None = None
         self._number = 0  # of the round that `next_rendezvous` gave last
-        self._over = False
+        self._over = self._closed = False
         self._ended: Ended | None = None
 
     # torch's interface
@@ -113,12 +114,7 @@ class ElasticRendezvous(RendezvousHandler):
         return int(self._over)
 
     def is_closed(self) -> bool:
-        return self._ended is not None and self._ended.end.outcome in (
-            "closed",
-            "succeeded",
-            "failed",
-            "timeout",
-        )
+        return self._closed
 
     def set_closed(self) -> None:
         if self.membership is not None and not self.membership.ended.is_set():
@@ -189,8 +185,10 @@ class ElasticRendezvous(RendezvousHandler):
                     self._formed = happening
                 case Over():
                     self._over, self._formed = True, None
-                case Ended():
+                    self._closed = happening.now is not None and happening.now.phase == CLOSED
+                case Ended(end):
                     self._ended, self._over = happening, True
+                    self._closed = end.outcome in ("closed", "succeeded", "failed", "timeout")
             self._news.notify_all()
 
 
@@ -200,7 +198,9 @@ def error_of(ended: Ended, settings: Settings) -> RendezvousError:
     if outcome == "left":
         return RendezvousGracefulExitError(reason)
     if outcome in ("succeeded", "failed", "closed"):
-        return RendezvousClosedError(f"run {settings.run_id} is over ({outcome}): {reason}")
+        return RendezvousClosedError(
+            f"run {settings.run_id} is over ({outcome}: {reason}); a new job needs another --rdzv-id"
+        )
     tried = ", ".join(settings.addresses())
     if outcome == "timeout":
         came = "" if current is None or not reason else f"{reason}; "

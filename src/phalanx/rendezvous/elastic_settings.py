@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from phalanx.rendezvous.handler import RendezvousParameters
     from phalanx.store.server import Server
+    from phalanx.store.tls import Tls
     from phalanx.store.token import Token
 
 DEFAULT_PORT = 29400
@@ -45,6 +46,8 @@ class Settings:
         self.name = str(params.get("name") or os.uname().nodename)
         self.rank = params.get_as_int("rank", -1) or 0
         self.journal: str | None = params.get("journal")
+        self.token_file: str | None = params.get("token_file")
+        self._tls = tuple(str(params.get(f"tls_{what}") or "") for what in ("cert", "key", "ca"))
         beats, tries = params.get("keep_alive_interval"), params.get("keep_alive_max_attempt")
         ttl = DEFAULT_TTL
         if beats is not None or tries is not None:
@@ -71,6 +74,15 @@ class Settings:
     def where(self) -> str:
         """The endpoint as people write it."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def tls(self) -> Tls | None:
+        """The files for TLS, where it is asked for."""
+        if not any(self._tls):
+            return None
+        from phalanx.store.tls import Tls
+
+        return Tls(*self._tls)
 
     def node(self, slots: int, role: str, environ: Mapping[str, str] = os.environ) -> NodeInfo:
         """This node, under an id that no other incarnation of it has."""
@@ -146,7 +158,14 @@ def open_server(settings: Settings, token: Token | None) -> Server | None:
         # Many systems give a machine's own name a loopback address; the others know it by another one.
         host = "0.0.0.0"
     try:
-        return Server(host, settings.port, token=token, linger=settings.linger, journal=settings.journal)
+        return Server(
+            host,
+            settings.port,
+            token=token,
+            linger=settings.linger,
+            journal=settings.journal,
+            tls=settings.tls,
+        )
     except StoreError as error:
         cause = error.__cause__
         number = cause.errno if isinstance(cause, OSError) else None

@@ -17,9 +17,9 @@ def find_secret(settings: Settings) -> Token | None:
     """The agents' token; etcd has its own ways to know who may come in."""
     if settings.backend == "etcd":
         return None
-    from phalanx.store.token import find_token
+    from phalanx.store.token import FILE_VARIABLE, find_token
 
-    return find_token()
+    return find_token({FILE_VARIABLE: settings.token_file} if settings.token_file else None)
 
 
 def connect(
@@ -34,18 +34,23 @@ def connect(
     from phalanx.errors import StoreTimeoutError
     from phalanx.store.client import Client
 
-    client: Any = Client(
-        settings.host,
-        settings.port,
-        token=token,
-        grace=settings.options.join_timeout,
-        patience=min(5.0, max(1.0, settings.options.ttl / 2)),
-        on_state=on_state,
-        on_notice=on_notice,
-        clock=clock,
-    )
+    common: dict[str, Any] = {
+        "grace": settings.options.join_timeout,
+        # With time for another try before the lease is over.
+        "patience": min(5.0, max(1.0, settings.options.ttl / 2)),
+        "on_state": on_state,
+        "on_notice": on_notice,
+        "clock": clock,
+    }
+    client: Client
+    if settings.backend == "etcd":
+        from phalanx.store.etcd import etcd_client_from
+
+        client = etcd_client_from(settings.endpoint, settings.params.config, **common)
+    else:
+        client = Client(settings.host, settings.port, token=token, tls=settings.tls, **common)
     try:
         client.connect(0)
     except StoreTimeoutError:
         pass  # as expected: nobody waits for it here
-    return client  # type: ignore[no-any-return] # one of two kinds with the same methods
+    return client

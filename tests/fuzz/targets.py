@@ -1,0 +1,110 @@
+"""What must hold for any bytes at all; each takes bytes and raises when it does not.
+
+Used by atheris (`python -m tests.fuzz wire`) and, with a few examples, by hypothesis in `test_fuzz.py`.
+The first byte says where the stream is cut: parsers must not care.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from phalanx.core.commands import Notice, Reply
+from phalanx.errors import StoreError
+from phalanx.store import etcd_translation, wire
+from phalanx.store.model import Model
+from phalanx.store.torch_tcp import MAGIC, UINT32, VALIDATE, Request, RequestParser
+
+CAP = 4096
+
+
+def _pieces(data: bytes) -> list[bytes]:
+    size = data[0] % 61 + 1 if data else 1
+    rest = data[1:]
+    return [rest[start : start + size] for start in range(0, len(rest), size)]
+
+
+def frames(data: bytes) -> None:
+    """Frames: only known types come out, the same however cut, and they survive the way back."""
+    whole, pieces = wire.Frames(CAP), wire.Frames(CAP)
+    try:
+        expected: list[wire.Frame] | None = whole.feed(data[1:])
+    except wire.WireError:
+        expected = None
+    found: list[wire.Frame] = []
+    try:
+        for piece in _pieces(data):
+            found += pieces.feed(piece)
+            assert len(pieces._buffer) <= CAP + wire.HEADER
+    except wire.WireError:
+        assert expected is None
+    else:
+        # Not by value: a NaN in a frame is not equal to itself.
+        assert expected is not None
+        assert list(map(_packed, found)) == list(map(_packed, expected))
+    for frame in found:
+        assert type(frame.body) in wire._KINDS
+        again = wire.decode(_packed(frame)[wire.HEADER :])
+        assert _packed(again) == _packed(frame)
+
+
+def _packed(frame: wire.Frame) -> bytes:
+    return wire.encode(*frame)
+
+
+def commands(data: bytes) -> None:
+    """Whatever a client that knows the token may say, the store carries out or refuses in its own words."""
+    model, now = Model(history=50, history_bytes=1000), 0.0
+    cutter = wire.Frames(CAP)
+    try:
+        found = cutter.feed(data)
+    except wire.WireError:
+        return
+    for frame in found:
+        if isinstance(frame.body, (wire.Hello, wire.Welcome, Reply, Notice)):
+            continue
+        now += 0.5
+        before = model.revision
+        reply, notices = model.apply("session", frame.number, frame.done, frame.body, now)
+        assert before <= model.revision <= before + 1
+        wire.encode(frame.number, frame.done, reply)
+        for _, notice in notices:
+            wire.encode(0, 0, notice)
+        model.expire(now)
+    again = Model()
+    again.load(msgspec.msgpack.decode(msgspec.msgpack.encode(model.dump())), now)
+    assert again.revision == model.revision
+
+
+def torch_requests(data: bytes) -> None:
+    """torch's protocol: the same requests however the bytes are cut, and an error is the end."""
+    opening = bytes([VALIDATE]) + UINT32.pack(MAGIC)
+    whole, pieces = RequestParser(), RequestParser()
+    expected = whole.feed(opening + data[1:])
+    found: list[Request] = pieces.feed(opening)
+    for piece in _pieces(data):
+        found += pieces.feed(piece)
+    assert found == expected
+    assert str(whole.error) == str(pieces.error)
+    if pieces.error is not None:
+        assert pieces.feed(data) == []
+    else:
+        assert pieces.missing > 0
+    RequestParser().feed(data)
+
+
+def etcd_answers(data: bytes) -> None:
+    """What etcd says is JSON by contract; a message of another shape is an ordinary error, not a crash."""
+    try:
+        message = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    if not isinstance(message, dict):
+        return
+    try:
+        etcd_translation.notice(1, message)
+        etcd_translation.snapshot(1, message)
+    except (StoreError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+
+
+TARGETS = {"wire": frames, "commands": commands, "torch": torch_requests, "etcd": etcd_answers}

@@ -1,0 +1,169 @@
+"""--preempt-signal: workers are told, through the API and by the signal, checkpoint and leave."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import gone
+from tests.system.run_helpers import Ended, Running, all_gone, run, script
+
+READY = "print('ready', os.environ['RANK'], os.getpid(), flush=True)\n"
+BY_POLLING = """
+import os, sys, time
+from phalanx import worker
+worker.should_checkpoint()
+READY
+step = 0
+while not worker.should_checkpoint():
+    step += 1
+    worker.heartbeat(step)
+    time.sleep(0.005)
+print("saved", os.environ["RANK"], flush=True)
+"""
+BY_CALLBACK = """
+import os, sys, time
+from phalanx import worker
+@worker.on_preempt
+def save():
+    os.write(1, f"saved {os.environ['RANK']}\\n".encode())  # print may be what was interrupted
+    sys.exit(0)
+READY
+while True: time.sleep(1000)
+"""
+BY_SIGNAL = """
+import os, signal, sys, time
+def save(number, frame):
+    os.write(1, f"saved {os.environ['RANK']}\\n".encode())  # print may be what was interrupted
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, save)
+READY
+while True: signal.pause()
+"""
+# Only rank 0 listens, and the others must live until it has saved.
+BY_THE_FIRST = """
+import os, sys, time
+from phalanx import worker
+rank = int(os.environ["RANK"])
+if rank == 0: worker.should_checkpoint()
+READY
+if rank == 0:
+    while not worker.should_checkpoint(): time.sleep(0.005)
+    time.sleep(0.3)
+    print("saved 0", "saved 1", flush=True)
+    open(sys.argv[1], "w").close()
+while not os.path.exists(sys.argv[1]): time.sleep(0.005)
+"""
+DEAF = """
+import os, sys, time
+from phalanx import worker
+worker.should_checkpoint()
+READY
+while True: time.sleep(1000)
+"""
+WITH_CHILD = """
+import os, signal, subprocess, sys, time
+from phalanx import worker
+child = subprocess.Popen(["sleep", "1000"])
+worker.on_preempt(lambda: None)
+READY
+while not worker.should_checkpoint(): time.sleep(0.005)
+print("child", child.poll(), flush=True)
+for rank in "01": print("saved", rank, flush=True)
+"""
+
+
+def preempt(directory: Path, body: str, *flags: str, sig: str = "SIGUSR1", grace: str = "20") -> Ended:
+    path = script(directory, body.replace("READY\n", READY))
+    words = [
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "3",
+        "--preempt-signal",
+        sig,
+        "--grace",
+        grace,
+        *flags,
+    ]
+    with Running([*words, path, str(directory / "done")]) as job:
+        workers = job.workers(2)
+        job.signal(signal.Signals[sig])
+        ended = job.end()
+    assert all_gone(workers)
+    return ended
+
+
+@pytest.mark.parametrize("warm", ["auto", "off"])
+@pytest.mark.parametrize(
+    "body",
+    [BY_POLLING, BY_CALLBACK, BY_SIGNAL, BY_THE_FIRST],
+    ids=["polling", "callback", "signal", "first"],
+)
+def test_workers_save_and_leave(tmp_path: Path, body: str, warm: str) -> None:
+    ended = preempt(tmp_path, body, "--warm", warm)
+    assert ended.code == 128 + signal.SIGUSR1, ended
+    assert sum(ended.out.count(f"saved {rank}") for rank in "01") == 2, ended
+    assert "preempted by SIGUSR1" in ended.said[-1]
+    assert not any("restart" in line for line in ended.said)
+    assert "Root cause" not in ended.out
+
+
+@pytest.mark.parametrize("sig", ["SIGUSR2", "SIGTERM", "SIGINT"])
+def test_any_signal_may_announce_it(tmp_path: Path, sig: str) -> None:
+    ended = preempt(tmp_path, BY_CALLBACK, sig=sig)
+    assert ended.code == 128 + signal.Signals[sig], ended
+    assert sum(ended.out.count(f"saved {rank}") for rank in "01") == 2, ended
+
+
+def test_the_grace_ends(tmp_path: Path) -> None:
+    ended = preempt(tmp_path, DEAF, grace="0.5")
+    assert ended.code == 128 + signal.SIGUSR1, ended
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    body = "import os, time\nREADY\ntime.sleep(1000)\n"
+    ended = preempt(tmp_path, body, grace="1000")
+    assert ended.code == 128 + signal.SIGUSR1, ended
+    assert any("no worker listens" in line for line in ended.said)
+
+
+def test_children_of_workers_do_not_get_the_signal(tmp_path: Path) -> None:
+    ended = preempt(tmp_path, WITH_CHILD, grace="5")
+    assert ended.code == 128 + signal.SIGUSR1, ended
+    assert ended.out.count("child None") == 2, ended
+
+
+def test_repeated_announcements_do_not_cut_the_grace(tmp_path: Path) -> None:
+    path = script(tmp_path, BY_THE_FIRST.replace("READY\n", READY).replace("0.3", "0.5"))
+    words = ["--nproc-per-node", "2", "--preempt-signal", "USR1", "--grace", "20"]
+    with Running([*words, path, str(tmp_path / "done")]) as job:
+        job.workers(2)
+        for _ in range(5):
+            job.signal(signal.SIGUSR1)
+        ended = job.end()
+    assert ended.code == 128 + signal.SIGUSR1, ended
+    assert "saved 0" in ended.out
+
+
+def test_an_interrupt_does(tmp_path: Path) -> None:
+    path = script(tmp_path, DEAF.replace("READY\n", READY))
+    with Running(["--nproc-per-node", "2", "--preempt-signal", "USR1", "--grace", "1000", path]) as job:
+        workers = job.workers(2)
+        job.signal(signal.SIGUSR1)
+        job.read_until("SIGUSR1: stopping")
+        assert not gone(workers[0])
+        job.signal(signal.SIGINT)
+        ended = job.end()
+    assert ended.code == 128 + signal.SIGUSR1, ended
+    assert all_gone(workers)
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGNO", "12"])
+def test_a_signal_that_cannot_be_handled_is_refused(tmp_path: Path, name: str) -> None:
+    ended = run("--preempt-signal", name, script(tmp_path, textwrap.dedent("print('never')")))
+    assert ended.code == 2
+    assert f"--preempt-signal {name}: name a signal that can be handled" in ended.err
