@@ -47,11 +47,14 @@ def _fds() -> dict[int, str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_left_behind(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """After every test: no new process, thread, descriptor, or file in the temp directory of others."""
     private = tmp_path_factory.mktemp("tmp")
     monkeypatch.setenv("TMPDIR", str(private))
     monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(private / "cache"))  # no lists of modules in somebody's home
     processes, threads, fds = _descendants(), set(threading.enumerate()), _fds()
     yield
     wait_until(lambda: _descendants() <= processes, f"the end of processes {_descendants() - processes}", 5)

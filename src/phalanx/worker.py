@@ -168,6 +168,15 @@ def supervised() -> bool:
     return _board is not None
 
 
+def __getattr__(name: str) -> object:
+    """`record`, for who has only this module in mind; it is loaded when it is used."""
+    if name == "record":
+        from phalanx.processes.record import record
+
+        return record
+    raise AttributeError(f"module 'phalanx.worker' has no attribute {name!r}")
+
+
 # -- inside ---------------------------------------------------------------------------------------
 
 

@@ -1,14 +1,16 @@
 """Coverage-guided fuzzing by hand: `python -m tests.fuzz wire|commands|torch|etcd [libFuzzer options]`.
 
     pip install atheris
-    python -m tests.fuzz wire -max_total_time=600 corpus/
+    mkdir corpus && python -m tests.fuzz wire -max_total_time=600 corpus
 
-A find is written to a file whose name is printed; give that file as the only argument to see it again.
+An empty corpus is filled with something sensible to start from. A find is written to a file whose
+name is printed; give that file as the only argument to see it again.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 
 def main() -> None:
@@ -17,10 +19,14 @@ def main() -> None:
     except ImportError:
         sys.exit("atheris is not installed here: pip install atheris (it has wheels for some Pythons only)")
     with atheris.instrument_imports(include=["phalanx"]):
-        from tests.fuzz.targets import TARGETS
+        from tests.fuzz.targets import TARGETS, seeds
     if len(sys.argv) < 2 or sys.argv[1] not in TARGETS:
         sys.exit(f"usage: python -m tests.fuzz {'|'.join(TARGETS)} [options of libFuzzer]")
     name = sys.argv.pop(1)
+    for corpus in filter(Path.is_dir, map(Path, sys.argv[1:])):
+        if not any(corpus.iterdir()):
+            for number, seed in enumerate(seeds(name)):
+                (corpus / f"seed{number}").write_bytes(seed)
     atheris.Setup(sys.argv, TARGETS[name])
     atheris.Fuzz()
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from phalanx.core.commands import Notice, Reply
-from phalanx.errors import StoreError
-from phalanx.store import etcd_translation, wire
+from phalanx.core.commands import Add, Delete, Get, Grant, KeepAlive, Notice, Put, Reply, Txn, Watch, When
+from phalanx.store import etcd_translation, torch_tcp, wire
+from phalanx.store.etcd_watch import MALFORMED
 from phalanx.store.model import Model
 from phalanx.store.torch_tcp import MAGIC, UINT32, VALIDATE, Request, RequestParser
 
@@ -93,18 +93,47 @@ def torch_requests(data: bytes) -> None:
 
 
 def etcd_answers(data: bytes) -> None:
-    """What etcd says is JSON by contract; a message of another shape is an ordinary error, not a crash."""
+    """What etcd says is JSON by contract; a message of another shape is one that a watch survives."""
     try:
         message = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return
     if not isinstance(message, dict):
         return
-    try:
-        etcd_translation.notice(1, message)
-        etcd_translation.snapshot(1, message)
-    except (StoreError, ValueError, KeyError, TypeError, AttributeError):
-        pass
+    for read in (etcd_translation.notice, etcd_translation.snapshot):
+        try:
+            read(1, message)
+        except MALFORMED:
+            pass
 
 
 TARGETS = {"wire": frames, "commands": commands, "torch": torch_requests, "etcd": etcd_answers}
+
+
+_SPOKEN = (
+    Put("k", b"v", 1), Get("k", True), Delete("k"), Add("n", 5), Grant(2.5), KeepAlive(1),
+    Txn((When("k", "value", value=b"v"),), (Put("a", b""),), (Delete("b", True),)),
+    Watch(1, "k", True, 1), Reply(True, 3), Notice(1, (), 2),
+)  # fmt: skip
+
+
+def _torch(op: int, *fields: bytes) -> bytes:
+    return bytes([op]) + b"".join(torch_tcp.UINT64.pack(len(field)) + field for field in fields)
+
+
+def seeds(name: str) -> list[bytes]:
+    """Something sensible to start from, each with its cutting byte."""
+    if name in ("wire", "commands"):
+        packed = [wire.encode(n + 1, 1, body) for n, body in enumerate(_SPOKEN)]
+        cut = b"\x07" * (name == "wire")
+        return [cut + one for one in packed] + [cut + b"".join(packed)]
+    if name == "torch":
+        sets = _torch(torch_tcp.SET, b"key", b"value")
+        return [
+            b"\x03" + sets,
+            b"\x09" + sets * 3,
+            b"\x01" + bytes([torch_tcp.GETNUMKEYS, torch_tcp.LIST_KEYS]),
+        ]
+    return [
+        b'{"header":{"revision":"3"},"events":[{"type":"DELETE","kv":{"key":"YQ==","mod_revision":"3"}}]}'
+    ]

@@ -39,8 +39,10 @@ def main() -> None:
         args = {rank: ("-c", family(directory)) for rank in range(n)}
         group = start_processes("fault", "/bin/sh", args, envs, specs)
     elif scenario == "stubborn":
-        script = f"trap '' TERM INT HUP QUIT; echo $$ > {directory}/worker.$RANK; while :; do sleep 0.05; done"
-        args = {rank: ("-c", script) for rank in range(n)}
+        script = (
+            f"trap '' TERM INT HUP QUIT; echo $$ > {directory}/worker.$RANK; while :; do sleep 0.05; done"
+        )
+        args = dict.fromkeys(range(n), ("-c", script))
         group = start_processes("fault", "/bin/sh", args, envs, specs)
     else:  # a start method of function workers
         args = {rank: (str(directory),) for rank in range(n)}

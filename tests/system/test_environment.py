@@ -166,7 +166,7 @@ class Place:
         port = free_port()
         given = {"d": self.scripts, "s": self.scripts / "dump.py", "n": "--nproc-per-node 2"}
         words = case.words.format(**given, log=dump / "logs", port=port).split()
-        env = {**plain_environment(), "DUMP": str(dump), "PYTHON": sys.executable, **case.env}
+        env = {**plain_environment(TMPDIR=str(dump)), "DUMP": str(dump), "PYTHON": sys.executable, **case.env}
         return {"name": case.name, "words": words, "env": env, "cwd": str(self.scripts), "port": port,
                 "dump": dump, "log": str(dump / "console")}  # fmt: skip
 

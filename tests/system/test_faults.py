@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import HUNG, gone, wait_until
-from tests.system.fault_agent import KINDS, family
 
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from phalanx.errors import StartError
+from tests.conftest import HUNG, gone, wait_until
+from tests.system.fault_agent import KINDS, family
 
 AGENT = str(Path(__file__).with_name("fault_agent.py"))
 PROMISE = 1.0  # seconds after the agent's death: the contract, not a measurement
@@ -101,7 +101,9 @@ def test_agent_killed_function_workers_end(method: str, agent: Callable[..., Age
 
 
 @few_or_many
-@pytest.mark.parametrize("victims", ["zygote", "keeper", "agent+zygote", "agent+keeper", "stopped zygote+agent"])
+@pytest.mark.parametrize(
+    "victims", ["zygote", "keeper", "agent+zygote", "agent+keeper", "stopped zygote+agent"]
+)
 def test_helpers_killed_nothing_survives(victims: str, times: int, agent: Callable[..., Agent]) -> None:
     for _ in range(max(1, times // 3)):
         one = agent("family")
@@ -173,8 +175,10 @@ def test_workers_that_ignore_sigterm_are_killed_at_the_end_of_grace(times: int, 
     for turn in range(times):
         ready = tmp_path / f"ready{turn}"
         script = f"trap '' TERM; touch {ready}.$RANK; while :; do sleep 0.05; done"
-        args: dict[int, tuple[Any, ...]] = {rank: ("-c", script) for rank in range(2)}
-        group = start_processes("f", "/bin/sh", args, {r: {"RANK": str(r)} for r in range(2)}, DefaultLogsSpecs())
+        args: dict[int, tuple[Any, ...]] = dict.fromkeys(range(2), ("-c", script))
+        group = start_processes(
+            "f", "/bin/sh", args, {r: {"RANK": str(r)} for r in range(2)}, DefaultLogsSpecs()
+        )
         wait_until(lambda ready=ready: all(Path(f"{ready}.{r}").exists() for r in range(2)), "the traps")  # type: ignore[misc]
         begin = time.monotonic()
         group.close(timeout=grace)

@@ -6,13 +6,11 @@ import io
 import os
 import signal
 import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import HUNG, gone, wait_until
 
 from phalanx.elastic.multiprocessing import (
     DefaultLogsSpecs,
@@ -24,6 +22,7 @@ from phalanx.elastic.multiprocessing import (
     start_processes,
 )
 from phalanx.errors import StartError
+from tests.conftest import HUNG, gone, wait_until
 
 LIBC_OWN = 0b11 << 31  # signals 32 and 33, which glibc's posix_spawn leaves ignored
 METHODS = ["spawn", "forkserver", "fork"]
@@ -34,11 +33,11 @@ def envs(n: int, **more: str) -> dict[int, dict[str, str]]:
 
 
 def none(n: int) -> dict[int, tuple[Any, ...]]:
-    return {rank: () for rank in range(n)}
+    return dict.fromkeys(range(n), ())
 
 
 def sh(script: str, n: int = 1, specs: DefaultLogsSpecs | None = None, **kwargs: Any) -> PContext:
-    args: dict[int, tuple[Any, ...]] = {rank: ("-c", script) for rank in range(n)}
+    args: dict[int, tuple[Any, ...]] = dict.fromkeys(range(n), ("-c", script))
     return start_processes("sh", "/bin/sh", args, envs(n), specs or DefaultLogsSpecs(), **kwargs)
 
 
@@ -70,7 +69,9 @@ def test_functions_return_their_values_by_rank(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_each_worker_has_its_own_environment_and_session(method: str) -> None:
-    group = start_processes("f", environment_and_group, none(2), envs(2), DefaultLogsSpecs(), start_method=method)
+    group = start_processes(
+        "f", environment_and_group, none(2), envs(2), DefaultLogsSpecs(), start_method=method
+    )
     pids = group.pids()
     result = group.wait(HUNG)
     assert result is not None
@@ -211,9 +212,7 @@ def test_signals_have_names(sig: str) -> None:
 def test_a_python_script_runs_as_under_python(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint(__name__, sys.argv[1:], sys.path[0])\n")
-    group = start_processes(
-        "py", sys.executable, {0: (str(script), "--x", "a b")}, envs(1), logs(tmp_path)
-    )
+    group = start_processes("py", sys.executable, {0: (str(script), "--x", "a b")}, envs(1), logs(tmp_path))
     result = group.wait(HUNG)
     assert result is not None
     assert Path(result.stdouts[0]).read_text() == f"__main__ ['--x', 'a b'] {tmp_path}\n"
@@ -238,7 +237,9 @@ def test_a_python_scripts_traceback_is_known_without_a_decorator(tmp_path: Path)
 def test_a_crash_leaves_its_stack(sig: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import os, signal\ndef crash():\n    os.kill(os.getpid(), signal.{sig})\ncrash()\n")
-    result = start_processes("py", sys.executable, {0: (str(script),)}, envs(1), DefaultLogsSpecs()).wait(HUNG)
+    result = start_processes("py", sys.executable, {0: (str(script),)}, envs(1), DefaultLogsSpecs()).wait(
+        HUNG
+    )
     assert result is not None
     failure = result.failures[0]
     assert failure.signal_name() == sig
@@ -474,7 +475,9 @@ def test_an_ignored_sighup_stays_ignored(tmp_path: Path) -> None:
     assert ignored & ~LIBC_OWN == 1 << (signal.SIGHUP - 1)
 
 
-def test_the_set_of_signals_can_be_chosen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_set_of_signals_can_be_chosen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR2, SIGNOTHING")
     before = signal.getsignal(signal.SIGTERM)
     group = sh("sleep 60")
@@ -508,7 +511,9 @@ def test_tee_shows_every_line_with_its_rank_before_the_result(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     specs = DefaultLogsSpecs(log_dir=str(tmp_path / "logs"), tee=Std.ALL)
-    result = sh("i=0; while [ $i -lt 200 ]; do echo line $i; i=$((i+1)); done; echo err >&2", 3, specs).wait(HUNG)
+    result = sh("i=0; while [ $i -lt 200 ]; do echo line $i; i=$((i+1)); done; echo err >&2", 3, specs).wait(
+        HUNG
+    )
     out, err = capfd.readouterr()
     assert result is not None
     for rank in range(3):

@@ -97,6 +97,23 @@ def test_the_guilty_rank_is_named(tmp_path: Path, body: str, at: str) -> None:
     assert ended.out == ""
 
 
+def test_native_stacks_where_the_tool_is_installed(tmp_path: Path) -> None:
+    """With a stand-in for py-spy, which only says whom it was asked about."""
+    tool = tmp_path / "bin" / "py-spy"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho native stacks of $4\n")
+    tool.chmod(0o755)
+    path = script(tmp_path, BEGIN + SPIN)
+    env = plain_environment()
+    env["PATH"] = f"{tool.parent}:{env['PATH']}"
+    logs = ("--log-dir", str(tmp_path / "logs"), "--grace", "1")
+    ended = run("--nproc-per-node", "3", *logs, "--heartbeat-timeout", "1", path, env=env)
+    assert ended.code == 1, ended
+    found = kept(tmp_path, "*/native-stacks.txt")
+    assert len(found) == 3
+    assert all(text.startswith("native stacks of ") for text in found)
+
+
 def test_the_whole_story_of_a_restart(tmp_path: Path) -> None:
     body = """
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -283,6 +300,45 @@ def test_health_of_a_run(tmp_path: Path, how: str) -> None:
         job.signal(signal.SIGTERM)
         assert job.end().code == 143
     assert ask(port, "/healthz") == 0
+
+
+def test_an_agent_whose_loop_stalls_is_not_healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, so that the loop can be held up: by a listener that does not return."""
+    import threading
+
+    from phalanx.agent.local import LocalElasticAgent
+    from phalanx.agent.spec import WorkerSpec
+    from phalanx.agent.watch import Watch
+    from phalanx.processes.logs import DefaultLogsSpecs
+    from phalanx.rendezvous.solo import SoloRendezvous
+
+    monkeypatch.setattr("phalanx.web.health.Pulse.__init__.__defaults__", (lambda: False, None, 0.5))
+    path = script(tmp_path, "import time; time.sleep(1000)\n")
+    handler = SoloRendezvous("r", "phalanx")
+    spec = WorkerSpec("w", 1, handler, entrypoint=sys.executable, args=(path,), max_restarts=0)
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")))
+    watch = agent.watch = Watch(health="0")
+    go_on, seen = threading.Event(), []
+
+    def stall(reason: str) -> None:
+        if "are running" in reason:
+            prober.start()
+            assert go_on.wait(HUNG)
+
+    def probe() -> None:
+        assert watch.services.health is not None
+        port = watch.services.health.port
+        for expected in (503, 200):
+            wait_until(lambda code=expected: ask(port, "/healthz") == code, str(expected))
+            seen.append(expected)
+            go_on.set()
+        os.kill(agent.get_worker_group().workers[0].id, signal.SIGKILL)
+
+    prober = threading.Thread(target=probe)
+    agent.on_reason = stall
+    assert agent.run().is_failed()
+    prober.join()
+    assert seen == [503, 200]
 
 
 def test_a_health_port_that_is_taken(tmp_path: Path) -> None:

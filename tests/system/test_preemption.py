@@ -142,6 +142,8 @@ def test_repeated_announcements_do_not_cut_the_grace(tmp_path: Path) -> None:
     words = ["--nproc-per-node", "2", "--preempt-signal", "USR1", "--grace", "20"]
     with Running([*words, path, str(tmp_path / "done")]) as job:
         job.workers(2)
+        job.signal(signal.SIGUSR1)
+        job.read_until("SIGUSR1: stopping")
         for _ in range(5):
             job.signal(signal.SIGUSR1)
         ended = job.end()

@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import HUNG, gone, wait_until
 
 from phalanx.agent.warmth import Warmth
 from phalanx.processes.learned import Learned
 from phalanx.processes.spawner import Exit, Job, Spawner, Stopped
+from tests.conftest import HUNG, gone, wait_until
 
 # Modules of the standard library that no helper needs for itself.
 HEAVY = ["sqlite3", "xml.dom.minidom", "decimal"]

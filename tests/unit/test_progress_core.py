@@ -185,3 +185,21 @@ def test_a_straggler_is_named_with_both_rates() -> None:
         view = View(0.0, tuple(Beat(r, 10.0 * turn, turn * n, 1) for r, n in enumerate((100, 50, 100))))
         pace, found = compare(pace, view, 10.0 * turn)
     assert [one.reason for one in found] == ["rank 1 is slow: 5 steps/s where the others make 10"]
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_a_final_hang_ends_the_job_whatever_restarts_are_left(final: bool) -> None:
+    from phalanx.core import group
+    from phalanx.core import messages as say
+
+    policy, state = group.GroupPolicy(), group.GroupState()
+    for event in (say.Start(), say.RoundReady(say.Round(1)), say.Started((1,))):
+        state, _, _ = group.step(state, event, 0.0, policy)
+    state, commands, reason = group.step(state, say.Hang("rank 1 hangs", final), 9.0, policy)
+    assert state.phase is (group.Phase.ENDING if final else group.Phase.REFORMING)
+    assert reason == ("rank 1 hangs" if final else "rank 1 hangs; restart 1 of 3")
+    (report,) = [command for command in commands if isinstance(command, say.ReportFailure)]
+    assert report.final is final
+    if final:
+        state, commands, _ = group.step(state, say.Stopped(), 10.0, policy)
+        assert commands[-1] == say.Finish(say.Outcome.FAILED, say.WorkerState.FAILED, "rank 1 hangs")

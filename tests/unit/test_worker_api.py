@@ -283,6 +283,15 @@ def test_a_program_that_is_no_python_is_never_asked(start: Start) -> None:
     assert not catches(1 << 30, STACK_SIGNAL)
 
 
+def test_record_is_here_too() -> None:
+    import phalanx
+    from phalanx import worker
+
+    assert worker.record is phalanx.record
+    with pytest.raises(AttributeError, match=r"phalanx\.worker.*'recrod'"):
+        worker.recrod  # noqa: B018
+
+
 def test_the_bell_never_blocks_a_worker(start: Start) -> None:
     context, boards = start("from phalanx import worker\nfor _ in range(100_000): worker.ready()\n")
     assert succeeded(context)

@@ -17,18 +17,13 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 
+from phalanx.agent.peers import Peers
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
 from phalanx.core import group as core
 from phalanx.core import messages as say
 from phalanx.core.messages import Outcome, WorkerState
 from phalanx.core.restarts import RestartPolicy
-from phalanx.errors import (
-    RendezvousClosedError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousTimeoutError,
-    SignalException,
-)
+from phalanx.errors import RendezvousError, SignalException
 from phalanx.processes.signals import SignalScope
 
 TYPE_CHECKING = False
@@ -81,10 +76,9 @@ class SimpleElasticAgent(ElasticAgent):
         self.on_reason: Callable[[str], None] | None = None  # every decision, for who wants them all
         self.progress: Progress | None = None  # for a person at a terminal
         self.job_name = spec.get_entrypoint_name()  # as the failure report calls it
-        self._cluster: Cluster | None = None  # the other nodes, where the rendezvous watches them
+        self._peers: Peers | Cluster = Peers(spec.rdzv_handler, self._post, exit_barrier_timeout)
         self._log: RunLog | None = None  # events and metrics; None where nobody listens
         self._state = core.GroupState()
-        self._round = 0
         self._info: RendezvousInfo | None = None
         self._stopping = False
         self._stop_signal: int = signal.SIGTERM
@@ -94,7 +88,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._wake_read, self._wake_write = -1, -1
         self._asleep = False
         self._last = RunResult(WorkerState.INIT)
-        self._error: BaseException | None = None  # of a rendezvous or a start that failed
+        self._error: BaseException | None = None  # of a start that failed
         self.outcome: say.Finish | None = None
 
     # -- hooks for subclasses -----------------------------------------------------------------------
@@ -127,7 +121,7 @@ class SimpleElasticAgent(ElasticAgent):
         os.set_blocking(self._wake_write, False)
         scope = SignalScope(post=lambda sig: self._post(say.Signal(int(sig))))
         self._log = self._listen()
-        self._cluster = self._find_cluster()
+        self._find_cluster()
         finish: say.Finish | None = None
         try:
             with scope:
@@ -139,8 +133,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._shutdown()
             if finish is None:  # an error of ours or of a hook: the others must not wait for this node
                 self._rdzv_handler.shutdown()
-            if self._cluster is not None:
-                self._cluster.give_back()
+            self._peers.give_back()
             read, write = self._wake_read, self._wake_write
             self._wake_read = self._wake_write = -1  # first, for a thread that still has something to post
             os.close(read)
@@ -148,16 +141,19 @@ class SimpleElasticAgent(ElasticAgent):
             if self._log:
                 self._log.end(self._worker_group, finish, self._last, self._state.attempt)
 
-    def _find_cluster(self) -> Cluster | None:
-        """The bridge to a rendezvous that tells by itself what happens to the job."""
-        handler: Any = self._rdzv_handler
-        if not hasattr(handler, "attach"):
-            return None
-        from phalanx.agent.cluster import Cluster, no_meeting
+    def open_meeting(self, address: str) -> tuple[Any, int]:
+        """Where the workers of a round meet, should this node be its first: (what serves there, port)."""
+        from phalanx.rendezvous.address import free_port
 
-        opens = getattr(self, "_open_meeting", no_meeting)
-        spec = self._worker_group.spec
-        return Cluster(handler, spec, self.restart_policy, self._post, self._show_waiting, opens)
+        return None, free_port()
+
+    def _find_cluster(self) -> None:
+        """Talk to a rendezvous that tells by itself what happens to the job, where it is one."""
+        handler: Any = self._rdzv_handler
+        if hasattr(handler, "attach"):
+            from phalanx.agent.cluster import Cluster
+
+            self._peers = Cluster(self, handler, self._exit_barrier_timeout)
 
     def _listen(self) -> RunLog | None:
         """The log of this run, or None where nobody can hear it.
@@ -181,7 +177,7 @@ class SimpleElasticAgent(ElasticAgent):
             sig = signal.Signals(finish.sig or signal.SIGTERM)
             raise SignalException(f"process {os.getpid()} got {sig.name}", sig)
         if finish.outcome is Outcome.FAILED:
-            error = self._error or (self._cluster.error if self._cluster is not None else None)
+            error = self._error or self._peers.error
             if error is not None and not self._last.failures:  # the rendezvous or a start
                 raise error
             return RunResult(finish.state, {}, self._last.failures, self._last.stopped)
@@ -191,7 +187,7 @@ class SimpleElasticAgent(ElasticAgent):
     @property
     def job_failure(self) -> tuple[str, int] | None:
         """The report and exit code of what ended a job of several nodes: the same on all of them."""
-        return self._cluster.job_failure if self._cluster is not None else None
+        return self._peers.job_failure
 
     @property
     def attempt(self) -> int:
@@ -229,13 +225,13 @@ class SimpleElasticAgent(ElasticAgent):
             case say.StopWorkers():
                 self._stop(command)
             case say.EnterBarrier():
-                self._enter_barrier(command.round)
+                self._peers.finished(command.round)
             case say.ReportFailure():
-                self._report_failure(command)
+                self._peers.failed(command, self._last, self.job_name)
             case say.Leave():
-                self._leave()
+                self._peers.leave(self._number, self._state.ending.message if self._state.ending else "left")
             case say.CloseRendezvous():
-                self._close_rendezvous(command)
+                self._peers.close(self._number, command)
             case say.WakeAt():
                 self._wake_at = command.time
             case say.Note():
@@ -275,11 +271,10 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _waiting_for(self) -> str:
         """What a person is told while nothing happens; empty while that is as it should be."""
-        if self._cluster is not None and self._state.phase is core.Phase.JOINING:
-            return self._cluster.waiting
-        return _WAITS.get(self._state.phase, "")
+        told = self._peers.waiting if self._state.phase is core.Phase.JOINING else ""
+        return told or _WAITS.get(self._state.phase, "")
 
-    def _show_waiting(self, line: str) -> None:
+    def show_waiting(self, line: str) -> None:
         """What the nodes wait for, where there is no terminal to draw it on; from another thread."""
         if self.progress is None:
             self._note(line)
@@ -291,8 +286,8 @@ class SimpleElasticAgent(ElasticAgent):
             if unkillable is None:
                 return None
             self._stopping = False
-            if self._cluster is not None and not unkillable:
-                self._cluster.workers_gone(self._number)
+            if not unkillable:
+                self._peers.workers_gone(self._number)
             return say.Stopped(unkillable)
         if self._state.phase is not core.Phase.RUNNING:
             return None
@@ -359,48 +354,15 @@ class SimpleElasticAgent(ElasticAgent):
         return 0 if self._state.round is None else self._state.round.number
 
     def _join(self) -> None:
-        if self._cluster is not None:
-            self._cluster.join(gone=None if self._stopping else self._number)
-            return
-        handler: Any = self._rdzv_handler
-        if hasattr(handler, "listener"):  # one that tells of other nodes by itself
-            handler.listener, handler.attempt = self._post, self._state.attempt
-        if self._rdzv_handler.immediate:
-            self._post(self._rendezvous_event())
-            return
-        # A thread, because a handler may wait for minutes, and signals must be answered meanwhile.
-        import threading
-
-        threading.Thread(
-            target=lambda: self._post(self._rendezvous_event()), name="phalanx-rendezvous", daemon=True
-        ).start()
-
-    def _rendezvous_event(self) -> say.Event:
-        try:
-            info = self._rdzv_handler.next_rendezvous()
-        except RendezvousGracefulExitError as error:
-            return say.RoundFailed("graceful", str(error))
-        except RendezvousClosedError as error:
-            return say.RoundFailed("closed", str(error))
-        except RendezvousTimeoutError as error:
-            self._error = error
-            return say.RoundFailed("timeout", str(error))
-        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; it must not hang us
-            self._error = error
-            return say.RoundFailed("error", f"{type(error).__name__}: {error}")
-        self._info, self._error = info, None
-        self._round = max(self._round + 1, getattr(info, "round", 0))
-        members = tuple(f"node {rank}" for rank in range(info.world_size))
-        attempt = getattr(info, "attempt", 0)
-        return say.RoundReady(say.Round(self._round, members, info.rank, attempt=attempt))
+        self._error = None
+        self._peers.join(None if self._stopping else self._number, self._state.attempt)
 
     def _start(self, command: say.StartWorkers) -> None:
         from phalanx.errors import StartError
 
         begin = time.monotonic()
         try:
-            if self._cluster is not None:
-                self._info = self._cluster.take(command.round.number)
+            self._info = self._peers.take(command.round.number)
             self._place_workers()
             placed = time.monotonic()
             ids = self._start_workers(self._worker_group)
@@ -442,7 +404,7 @@ class SimpleElasticAgent(ElasticAgent):
         else:
             from phalanx.agent.exchange import node_infos
 
-            nodes = node_infos(store, group_rank, group_world_size, spec, self._round)
+            nodes = node_infos(store, group_rank, group_world_size, spec, self._number)
             places = assign_to(nodes, group_rank)
         return [
             Worker(p.local_rank, p.global_rank, p.role_rank, p.world_size, p.role_world_size) for p in places
@@ -457,8 +419,8 @@ class SimpleElasticAgent(ElasticAgent):
         return spec.master_addr, spec.master_port
 
     def _stop(self, command: say.StopWorkers) -> None:
-        if self._cluster is not None and self._state.ending is not None:
-            self._cluster.ending(self._state.ending)
+        if self._state.ending is not None:
+            self._peers.ending(self._state.ending)
         self._stop_signal, self._stop_grace = command.sig, command.grace
         again, self._stopping = self._stopping, True
         if again:
@@ -472,56 +434,3 @@ class SimpleElasticAgent(ElasticAgent):
     def _stop_finished(self) -> tuple[str, ...] | None:
         """None while the stop goes on; else what could not be killed."""
         return ()
-
-    def _enter_barrier(self, number: int) -> None:
-        if self._cluster is not None:
-            self._cluster.finished(number, self._exit_barrier_timeout)
-            return
-        info = self._info
-        assert info is not None
-        if info.world_size == 1:
-            self._post(say.BarrierDone(round=number))
-            return
-        import threading
-
-        threading.Thread(
-            target=lambda: self._post(self._barrier_event(number)), name="phalanx-barrier", daemon=True
-        ).start()
-
-    def _barrier_event(self, number: int) -> say.BarrierDone:
-        """Never fails a job whose workers succeeded."""
-        from phalanx.agent.exchange import exit_barrier
-
-        info = self._info
-        assert info is not None
-        try:
-            exit_barrier(info.store, info.rank, info.world_size, number, self._exit_barrier_timeout)
-        except Exception as error:  # noqa: BLE001 - a store may raise anything, and the job is done
-            return say.BarrierDone(ok=False, missing=(str(error),), round=number)
-        return say.BarrierDone(round=number)
-
-    def _report_failure(self, command: say.ReportFailure) -> None:
-        """Single-node handlers have nobody to tell."""
-        if self._cluster is not None:
-            self._cluster.failed(command, self._last, self.job_name)
-            return
-        tell = getattr(self._rdzv_handler, "report_failure", None)
-        if tell is not None:
-            tell(command.round, command.attempt, command.summary, command.final, command.delay)
-
-    def _leave(self) -> None:
-        if self._cluster is not None:
-            self._cluster.leave(self._number, self._state.ending.message if self._state.ending else "left")
-            return
-        leave = getattr(self._rdzv_handler, "leave", None)
-        if leave is not None:
-            leave()
-
-    def _close_rendezvous(self, command: say.CloseRendezvous) -> None:
-        if self._cluster is not None:
-            self._cluster.close(self._number, command)
-            return
-        close = getattr(self._rdzv_handler, "close", None)
-        if close is not None:
-            close(command.reason, command.job_failed)
-        self._rdzv_handler.shutdown()

@@ -19,12 +19,9 @@ from phalanx.rendezvous.elastic_news import Ended, Failure, Formed, Over, Waitin
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
-    from phalanx.agent.spec import RunResult, WorkerSpec
+    from phalanx.agent.agent import SimpleElasticAgent
+    from phalanx.agent.spec import RunResult
     from phalanx.core.moves import Ending
-    from phalanx.core.restarts import RestartPolicy
     from phalanx.core.rounds import Round
     from phalanx.errors import RendezvousError
     from phalanx.rendezvous.elastic import ElasticInfo, ElasticRendezvous
@@ -36,20 +33,16 @@ _LAST_WORD = 5.0  # for the others to hear how it ended here
 class Cluster:
     """The bridge between one agent and its membership."""
 
-    def __init__(
-        self,
-        handler: ElasticRendezvous,
-        spec: WorkerSpec,
-        policy: RestartPolicy,
-        post: Callable[[say.Event], None],
-        show: Callable[[str], None],
-        open_meeting: Callable[[str], tuple[Any, int]],
-    ) -> None:
+    meets = True
+
+    def __init__(self, agent: SimpleElasticAgent, handler: ElasticRendezvous, timeout: float) -> None:
+        spec, policy = agent.get_worker_group().spec, agent.restart_policy
         # With a window it is the nodes that know when the failures were; the leader then only counts them.
         limit = policy.max_restarts if policy.window is None else UNLIMITED
-        self._handler, self._post, self._show = handler, post, show
+        self._handler, self._post, self._show = handler, agent._post, agent.show_waiting
+        self._timeout = timeout
         self._membership = handler.attach(
-            self._hear, open_meeting, slots=spec.local_world_size, role=spec.role, max_restarts=limit
+            self._hear, agent.open_meeting, slots=spec.local_world_size, role=spec.role, max_restarts=limit
         )
         self.name = handler.settings.name  # of this node, as the others know it
         self._began = time.time()
@@ -71,7 +64,7 @@ class Cluster:
 
     # What the agent tells
 
-    def join(self, gone: int | None) -> None:
+    def join(self, gone: int | None, attempt: int) -> None:
         """Be in the next round; `gone` is the one before, if nothing of it is alive."""
         if not self._membership.started:
             self._membership.start()
@@ -101,10 +94,10 @@ class Cluster:
         final = command.summary if command.final else ""
         self._membership.failed(command.round, Failure(command.summary, final, report, code))
 
-    def finished(self, number: int, timeout: float) -> None:
+    def finished(self, number: int) -> None:
         """Wait for the other nodes: their end is told as BarrierDone."""
         self._finished = number
-        self._membership.finished(number, timeout)
+        self._membership.finished(number, self._timeout)
 
     def ending(self, ending: Ending) -> None:
         """The agent stops its workers for good; the others need not wait for that to know it."""
@@ -193,13 +186,6 @@ class Cluster:
             return say.RoundFailed("graceful", reason)
         self.error = error
         return say.RoundFailed("timeout" if outcome == "timeout" else "error", str(error))
-
-
-def no_meeting(_address: str) -> tuple[Any, int]:
-    """For agents that serve no store of their own: a port that was free a moment ago, as torch has it."""
-    from phalanx.rendezvous.address import free_port
-
-    return None, free_port()
 
 
 class CountdownLine(Progress):

@@ -341,7 +341,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _by_global_rank(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
         group = self._worker_group
-        host = os.uname().nodename if self._cluster is None else self._cluster.name
+        host = self._peers.name or os.uname().nodename
         found = {}
         for local_rank, failure in failures.items():
             failure.global_rank = group.workers[local_rank].global_rank
@@ -357,14 +357,14 @@ class LocalElasticAgent(SimpleElasticAgent):
         """Whether an agent, here or on node 0, serves the workers' store."""
         if self.store is not None:
             return self.store.serving
-        return self._cluster is not None and self._rdzv_handler.use_agent_store
+        return self._peers.meets and self._rdzv_handler.use_agent_store
 
-    def _open_meeting(self, address: str) -> tuple[Any, int]:
+    def open_meeting(self, address: str) -> tuple[Any, int]:
         store = WorkerStore(address, None, self._rdzv_handler.use_agent_store)
         return store, store.port
 
     def _master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:
-        if self._cluster is not None:  # a fresh one for every round, and the last one's is gone
+        if self._peers.meets:  # a fresh one for every round, and the last one's is gone
             if self.store is not None:
                 self.store.close()
             self.store = getattr(info, "served", None)

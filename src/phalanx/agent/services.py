@@ -119,10 +119,13 @@ class NodeCheck:
     """A command of the user's that says whether this node is fit to join."""
 
     def __init__(self, command: str, patience: float = _CHECK_PATIENCE) -> None:
+        import threading
+
         self.command = command
         self._patience = patience
         self._process: Any = None
         self._closed = False
+        self._lock = threading.Lock()  # between a start of the command and the end of it all
 
     def begin(self, then: Callable[[NodeUnfit | None], None]) -> None:
         """Run it in a thread, for it may take long and signals are to be answered; `then` is called there."""
@@ -134,22 +137,26 @@ class NodeCheck:
         """None when the node is fit, else what is wrong with it."""
         import subprocess
 
-        if self._closed:
-            return None
         try:
-            process = self._process = subprocess.Popen(
-                ["/bin/sh", "-c", self.command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with self._lock:
+                if self._closed:
+                    return None
+                process: Any = subprocess.Popen(
+                    ["/bin/sh", "-c", self.command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                self._process = process
         except OSError as error:
             return NodeUnfit(f"health check {self.command!r} could not be run: {error.strerror}")
         try:
             output, _ = process.communicate(timeout=self._patience)
         except subprocess.TimeoutExpired:
             self._kill()
+            process.wait()  # not for the end of its output, which may be held by something in another session
+            process.stdout.close()
             return self._unfit(f"did not end within {self._patience:g} s")
         finally:
             self._process = None
@@ -168,21 +175,14 @@ class NodeCheck:
         import signal
 
         process = self._process
-        if process is not None and process.poll() is None:
+        if process is not None and process.returncode is None:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-            process.communicate()
 
     def close(self) -> None:
-        """Do not leave a check running behind us."""
-        self._closed = True
-        import signal
-
-        process = self._process
-        if process is not None and process.poll() is None:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)  # its thread waits for it
-            except ProcessLookupError:
-                pass
+        """Do not leave a check running behind us; its thread waits for it."""
+        with self._lock:
+            self._closed = True
+            self._kill()

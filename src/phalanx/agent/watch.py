@@ -62,6 +62,7 @@ class Watch:
         self.node_check = NodeCheck(health_check) if health_check else None
         self.unfit: NodeUnfit | None = None  # why this node stays out
         self.preempting = False
+        self._announced = False
         self.findings: list[dict[str, Any]] = []  # hangs and stragglers, for the report
         self.last_hang: Incident | None = None
         self._note: Callable[[str], None] = lambda _line: None
@@ -291,8 +292,13 @@ class Watch:
     # -- preemption ---------------------------------------------------------------------------------
 
     def repeats(self, sig: int) -> bool:
-        """Whether this is the announcement of a preemption that is under way: once is enough."""
-        return self.preempting and sig == self.preempt_signal
+        """Whether this announces a preemption that was announced before: once is enough.
+
+        Asked when the signal arrives, so that the second of two in a hurry is known for one, too.
+        """
+        before = self._announced
+        self._announced = before or sig == self.preempt_signal
+        return before and sig == self.preempt_signal
 
     def stop(self, context: PContext, sig: int, grace: float) -> None:
         """Stop the workers; when it is for a preemption, let them checkpoint and leave by themselves."""

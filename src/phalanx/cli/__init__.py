@@ -99,9 +99,9 @@ def _unknown_command(word: str) -> str:
     import difflib
     import os
 
+    if word.startswith("-") or word.endswith(".py") or os.path.isfile(word):
+        return f"{word}: no such command; to start a script write: phalanx run {word} …"
     near = difflib.get_close_matches(word, COMMANDS, 1, 0.6)
     if near:
         return f"{word}: no such command; did you mean phalanx {near[0]}?"
-    if word.startswith("-") or word.endswith(".py") or os.path.isfile(word):
-        return f"{word}: no such command; to start a script write: phalanx run {word} …"
     return f"{word}: no such command; there are {', '.join(COMMANDS)}"

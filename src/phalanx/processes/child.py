@@ -27,7 +27,10 @@ ENTRY_FD = 10  # a function worker finds the pickled function here,
 BOX_FD = 11  # its arguments here, and leaves its return value in their place
 TALLY_FD = 12  # and every worker counts here what a full disk did not take
 _FDS = {"entry": ENTRY_FD, "box": BOX_FD, "tally": TALLY_FD}
-_OURS = (__file__, os.path.join(os.path.dirname(__file__), "_importlib_bootstrap.py"))
+_OURS = tuple(
+    os.path.join(os.path.dirname(__file__), name)
+    for name in ("child.py", "call.py", "_importlib_bootstrap.py")
+)
 
 
 def start() -> "Callable[[], object]":
@@ -46,10 +49,12 @@ def start() -> "Callable[[], object]":
         places = _given_fds(mode, options)
     Guard.pid = os.getpid()
     prepare(options, places)
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ and any(os.path.isdir(p + "/jax/_src") for p in sys.path):
+        _load("launch.jax")["offer"]()  # JAX finds its job through a class, not through variables
     if "learn" in places:
         sys.meta_path.insert(0, Recorder(places["learn"]))
     if mode == "function":
-        os._exit(run_function(target, places["entry"], places["box"]))
+        os._exit(_load("processes.call")["run_function"](target, places["entry"], places["box"], globals()))
     _restore_orig_argv(mode, target, args)
     sys.argv = [target, *args]
     if mode == "script":
@@ -366,135 +371,16 @@ def record(error: BaseException) -> None:
     # A json.py that lies beside the user's script is not to be run now.
     sys.path = [os.path.dirname(os.__file__), *theirs]
     try:
-        _error_file()["write_exception"](path, error)
+        _load("processes.error_file")["write_exception"](path, error)
     except Exception:  # noqa: BLE001 - the user's own error must stay the one that is seen
         pass
     finally:
         sys.path = theirs
 
 
-def _error_file() -> "dict[str, Any]":
-    """error_file.py, loaded by its place: `phalanx` may not be importable under the user's sys.path."""
-    path = os.path.join(os.path.dirname(__file__), "error_file.py")
-    name = "phalanx.processes.error_file"
-    space: dict[str, Any] = {"__name__": name, "__file__": path}
+def _load(name: str) -> "dict[str, Any]":
+    """A file of ours, by its place: `phalanx` may not be importable under the user's sys.path."""
+    path = os.path.join(os.path.dirname(os.path.dirname(__file__)), *name.split(".")) + ".py"
+    space: dict[str, Any] = {"__name__": "phalanx." + name, "__file__": path}
     exec(_frozen().SourceFileLoader(name, path).get_code(name), space)
     return space
-
-
-# -- functions ------------------------------------------------------------------------------------
-
-
-def run_function(name: str, entry: int = ENTRY_FD, box: int = BOX_FD) -> int:
-    """Run the function that the agent left in our descriptors; returns the exit status."""
-    import marshal
-
-    entry_data = _whole(entry)
-    setting, arguments = marshal.loads(_whole(box))
-    os.close(entry)
-    sys.path[:] = setting["path"]
-    sys.argv = setting["argv"]
-    _fresh_main(None, None)
-    _join_multiprocessing(setting, name)
-
-    def unpack() -> "tuple[Callable[..., object], tuple[object, ...]]":
-        import pickle
-
-        return pickle.loads(entry_data), pickle.loads(arguments)
-
-    return finish(unpack, box)
-
-
-def _whole(fd: int) -> bytes:
-    """All of a file, by offset: ranks share the descriptor's position, and a read gives 2 GiB at most."""
-    size = os.fstat(fd).st_size
-    data = os.pread(fd, size, 0)
-    while len(data) < size:
-        data += os.pread(fd, size - len(data), len(data))
-    return data
-
-
-def _join_multiprocessing(setting: "dict[str, Any]", name: str) -> None:
-    """Let queues, locks and shared memory of the parent work here as in multiprocessing's own children."""
-    key, tracker = setting.get("authkey"), setting.get("tracker")
-    if key is None:
-        return
-    from multiprocessing import process, resource_tracker
-
-    process.current_process().authkey = key
-    process.current_process().name = name
-    if tracker is not None:
-        resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
-
-
-def finish(unpack: "Callable[[], tuple[Callable[..., object], tuple[object, ...]]]", box: int) -> int:
-    """Call, leave the return value or the exception in the box, run the exit functions: the status."""
-    import atexit
-
-    status = 0
-    try:
-        function, arguments = unpack()
-        _leave(box, b"R", function(*arguments))
-    except SystemExit as stop:
-        status = _exit_status(stop.code)
-        if status == 0:
-            _leave(box, b"R", None)
-    except BaseException as error:  # noqa: BLE001 - reported in full, here and in the error file
-        status = 1
-        error.__traceback__ = _without_us(error.__traceback__)
-        record(error)
-        _leave_error(box, error)
-        sys.excepthook(type(error), error, error.__traceback__)
-    try:
-        import threading
-
-        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter: wait for its threads
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-    except BaseException as error:  # noqa: BLE001 - an exit function failed: the result stands
-        sys.excepthook(type(error), error, error.__traceback__)
-    return status
-
-
-def _exit_status(code: object) -> int:
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code & 0xFF
-    print(code, file=sys.stderr)
-    return 1
-
-
-def _leave(fd: int, tag: bytes, value: object) -> None:
-    import pickle
-
-    with open(fd, "wb", closefd=False) as box:
-        for dump in (pickle.dump, _cloud_dump):
-            box.seek(0)
-            box.truncate()
-            box.write(tag)
-            try:
-                dump(value, box, protocol=pickle.HIGHEST_PROTOCOL)
-                return
-            except Exception as error:  # noqa: BLE001 - pickling may raise anything
-                failure = error
-        box.seek(0)
-        box.truncate()
-    raise TypeError(
-        f"the return value of this rank cannot be pickled: {type(value).__name__}: {failure}"
-    ) from failure
-
-
-def _cloud_dump(value: object, file: "Any", protocol: int) -> None:
-    import cloudpickle  # type: ignore[import-untyped]
-
-    cloudpickle.dump(value, file, protocol=protocol)
-
-
-def _leave_error(box: int, error: BaseException) -> None:
-    try:
-        _leave(box, b"E", error)
-    except TypeError:
-        pass  # the traceback in the error file has to do

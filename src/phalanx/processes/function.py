@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from phalanx.errors import PhalanxError
-from phalanx.processes import child
+from phalanx.processes import call, child
 from phalanx.processes.kernel import anonymous_file
 from phalanx.processes.spawner import Place
 
@@ -93,7 +93,8 @@ def runner() -> Callable[[dict[str, Any]], NoReturn]:
 
     def run(spec: dict[str, Any]) -> NoReturn:
         _clean_fork(spec)
-        os._exit(child.run_function(spec["name"]))
+        places = spec["places"]
+        os._exit(call.run_function(spec["name"], places["entry"], places["box"], vars(child)))
 
     return run
 
@@ -105,7 +106,7 @@ def fork_runner(
 
     def run(spec: dict[str, Any]) -> NoReturn:
         _clean_fork(spec)
-        os._exit(child.finish(lambda: (entrypoint, args[spec["rank"]]), spec["places"]["box"]))
+        os._exit(call.finish(lambda: (entrypoint, args[spec["rank"]]), spec["places"]["box"], vars(child)))
 
     return run
 

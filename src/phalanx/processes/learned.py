@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _LIMIT = 1 << 20  # bytes; torch and transformers together need about 100 KB
+_MOST = 100  # lists
 _MARK = "phalanx modules 1"
 
 
@@ -69,6 +70,7 @@ class Learned:
         scratch = f"{self.path}.{os.getpid()}"
         try:
             os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+            _make_room(os.path.dirname(self.path))
             with open(scratch, "w", encoding="utf-8") as file:
                 file.write(text)
             os.replace(scratch, self.path)
@@ -77,6 +79,15 @@ class Learned:
                 os.unlink(scratch)
             except OSError:
                 pass
+
+
+def _make_room(directory: str) -> None:
+    """Keep the newest lists only: scripts come and go, and with every installed package all keys change."""
+    entries = [entry for entry in os.scandir(directory) if entry.is_file()]
+    if len(entries) > _MOST:
+        entries.sort(key=lambda entry: entry.stat().st_mtime)
+        for entry in entries[: len(entries) - _MOST]:
+            os.unlink(entry.path)
 
 
 def _is_plain(name: str) -> bool:

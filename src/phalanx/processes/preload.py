@@ -67,8 +67,8 @@ def _import(name: str, tell: Callable[[str], None]) -> bool:
     try:
         __import__(name)
     except BaseException as error:  # noqa: BLE001 - SystemExit too: a module may do anything
-        # A name that is not there is no news: optional imports are recorded as well.
-        if not isinstance(error, ModuleNotFoundError):
+        # What cannot be imported is no news: optional imports are recorded as well.
+        if not isinstance(error, ImportError):
             tell(f"drop {name}: {type(error).__name__}")
         return False
     finally:

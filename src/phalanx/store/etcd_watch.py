@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import http.client
 
 LONGEST_PAUSE = 1.0
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError)  # JSON of a shape that etcd never sends
 
 
 class Stream(threading.Thread):
@@ -66,7 +67,7 @@ class Stream(threading.Thread):
             before = self._next
             try:
                 self._read()
-            except (EtcdError, StoreAuthError, msgspec.DecodeError, *Failure):
+            except (EtcdError, StoreAuthError, *MALFORMED, *Failure):
                 pass  # whatever it was: the requests find out what is wrong, this waits for it to pass
             if self._over.is_set():
                 break

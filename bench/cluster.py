@@ -1,0 +1,270 @@
+"""Several nodes: agents that form a world, lose one, take one in, and end; torchrun's c10d beside ours.
+
+All agents run on this machine, one bare worker each, and meet on loopback. What is measured is what a person
+waits for: from the first exec, the kill or the last exit, until all workers run or all agents are gone.
+`run(quick)` returns plain data; `rows(quick)` the same as rows of the table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from typing import Any
+
+from bench.measure import (
+    OURS,
+    TAG,
+    THEIRS,
+    WORKERS,
+    Event,
+    FailedRun,
+    Figures,
+    Row,
+    Target,
+    compare,
+    environment,
+    has_torch,
+    interleave,
+    kill_group,
+    kill_tagged,
+    settle,
+    sides,
+)
+
+LIMIT = 120.0
+HANDLERS = 64
+
+
+class Agents:
+    """Agents of one job, observed; closing ends all of them."""
+
+    def __init__(
+        self, side: str, nnodes: str, *, env: dict[str, str] | None = None, restarts: int = 0
+    ) -> None:
+        self._folder = tempfile.mkdtemp(prefix="bench-")
+        fifo = os.path.join(self._folder, "events")
+        os.mkfifo(fifo)
+        self._fifo = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+        self._rest, self.events = b"", list[Event]()
+        self._tag = uuid.uuid4().hex
+        self._env = environment(BENCH_EVENTS=fifo, PHALANX_TOKEN="bench", **{TAG: self._tag}, **(env or {}))
+        self._said = open(os.path.join(self._folder, "said"), "wb")  # noqa: SIM115 - closed in close()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        there = os.path.dirname(sys.executable)
+        program = [f"{there}/torchrun"] if side == THEIRS else [f"{there}/phalanx", "run"]
+        self._command = [
+            *program, f"--nnodes={nnodes}", "--nproc-per-node=1", f"--max-restarts={restarts}",
+            f"--rdzv-backend={'c10d' if side == THEIRS else 'phalanx'}", f"--rdzv-endpoint=127.0.0.1:{port}",
+            "--rdzv-id=bench", "--local-addr=127.0.0.1",
+        ]  # fmt: skip
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, count: int = 1, *, host: bool = False) -> float:
+        """Start agents, the first of them as the store's host if asked for; when the first exec was."""
+        begin = time.monotonic()
+        for number in range(count):
+            more = ["--rdzv-conf", f"is_host={int(host and number == 0)}"]
+            self.processes.append(
+                subprocess.Popen(
+                    [*self._command, *more, os.path.join(WORKERS, "bare.py"), "wait"],
+                    env=self._env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._said,
+                    stderr=self._said,
+                    start_new_session=True,
+                )
+            )
+        return begin
+
+    def up(self, count: int, since: float, limit: float = LIMIT) -> dict[int, Event]:
+        """Wait until that many ranks have come up since then; the latest of each."""
+        end = time.monotonic() + limit
+        while True:
+            found = {e.rank: e for e in self.events if e.what == "up" and e.at >= since}
+            if len(found) >= count:
+                return found
+            self._listen(end, f"{len(found)} of {count} workers")
+
+    def told(self, what: str, count: int) -> list[Event]:
+        """Wait for that many events of a kind."""
+        end = time.monotonic() + LIMIT
+        while len(found := [e for e in self.events if e.what == what]) < count:
+            self._listen(end, f"{what} of {len(found)} of {count} workers")
+        return found
+
+    def _listen(self, end: float, missing: str) -> None:
+        left = end - time.monotonic()
+        dead = [p.returncode for p in self.processes if p.poll() is not None and p.returncode > 0]
+        if left <= 0 or dead:
+            raise FailedRun(f"only {missing}; exit codes {dead}: {self._tail()}")
+        if select.select([self._fifo], [], [], min(left, 0.5))[0]:
+            *lines, self._rest = (self._rest + os.read(self._fifo, 65536)).split(b"\n")
+            for line in lines:
+                what, rank, attempt, pid, at = line.decode().split()
+                self.events.append(Event(what, int(rank), int(attempt), int(pid), float(at)))
+
+    def ended(self) -> float:
+        """Wait for the end of all agents; when the last one was gone."""
+        for process in self.processes:
+            try:
+                process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                raise FailedRun(f"an agent did not end: {self._tail()}") from None
+        return time.monotonic()
+
+    def _tail(self) -> str:
+        with open(os.path.join(self._folder, "said"), errors="replace") as file:
+            return " / ".join(
+                [line.strip() for line in file.read().splitlines() if line.strip(" =-\n")][-2:]
+            )[-200:]
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            kill_group(process)
+        kill_tagged(self._tag)
+        os.close(self._fifo)
+        self._said.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _latest(found: dict[int, Event]) -> float:
+    return max(event.at for event in found.values())
+
+
+def _form_and_end(side: str, count: int) -> Figures:
+    with Agents(side, str(count)) as job:
+        begin = job.start(count, host=True)
+        workers = job.up(count, begin)
+        settle()
+        for event in workers.values():
+            os.kill(event.pid, signal.SIGUSR1)
+        last = max(event.at for event in job.told("exit", count))
+        return {"up": _latest(workers) - begin, "exit": job.ended() - last}
+
+
+def _last_call(side: str) -> Figures:
+    with Agents(side, "1:4") as job:
+        begin = job.start(3, host=True)
+        return {"up": _latest(job.up(3, begin)) - begin}
+
+
+def _late_node(side: str) -> Figures:
+    """torchrun's own store is shared by default, and then the job dies; so it is measured without that."""
+    with Agents(side, "1:4", env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}) as job:
+        begin = job.start(3, host=True)
+        job.up(3, begin)
+        settle()
+        begin = job.start()
+        return {"up": _latest(job.up(4, begin)) - begin}
+
+
+def _lost_node(side: str, with_worker: bool) -> Figures:
+    with Agents(side, "2:3", env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, restarts=3) as job:
+        begin = job.start(3, host=True)
+        workers = job.up(3, begin)
+        settle()
+        victim = job.processes.pop()
+        mine = next(e.pid for e in workers.values() if _ancestor(e.pid, victim.pid))
+        begin = time.monotonic()
+        victim.kill()
+        if with_worker:
+            os.kill(mine, signal.SIGKILL)
+        victim.wait()
+        return {"up": _latest(job.up(2, begin, 60.0)) - begin}
+
+
+def _replaced_node(side: str) -> Figures:
+    with Agents(side, "3", env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, restarts=3) as job:
+        begin = job.start(3, host=True)
+        job.up(3, begin)
+        settle()
+        victim = job.processes.pop()
+        begin = time.monotonic()
+        kill_group(victim)
+        time.sleep(1.0)  # the scheduler's part
+        job.start()
+        return {"up": _latest(job.up(3, begin, 60.0)) - begin}
+
+
+def _ancestor(pid: int, of: int) -> bool:
+    """Whether a process descends from an agent."""
+    while pid > 1:
+        if pid == of:
+            return True
+        with open(f"/proc/{pid}/stat") as file:
+            pid = int(file.read().rpartition(")")[2].split()[1])
+    return False
+
+
+def _handlers(side: str) -> Figures:
+    apart = ["unshare", "--net"] if os.geteuid() == 0 else []
+    command = [*apart, sys.executable, os.path.join(WORKERS, "handlers.py"), side, str(HANDLERS)]
+    done = subprocess.run(
+        command,
+        env=environment(PHALANX_TOKEN="bench"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT,
+    )
+    if done.returncode:
+        raise FailedRun(done.stderr[-200:])
+    found: Figures = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows(quick: bool) -> list[Row]:
+    """The whole table."""
+    found = []
+    times = 1 if quick else 3
+    for count, target in ((2, 1 / 8), (8, 1 / 8)) if quick else ((2, 1 / 8), (8, 1 / 8), (32, 1 / 10)):
+        samples = interleave(lambda side, count=count: _form_and_end(side, count), times)  # type: ignore[misc]
+        what = f"{count} agents: first exec → all workers running"
+        found.append(compare("nodes", what, "s", Target(target), samples, "up"))
+        what = f"{count} agents: last worker's exit → all agents gone"
+        found.append(compare("nodes-exit", what, "s", Target(1 / 8), samples, "exit"))
+    samples = interleave(_last_call, times, warm=False)
+    what = "3 of 1:4 nodes present → workers running"
+    found.append(compare("last-call", what, "s", Target(1 / 10), samples, "up"))
+    samples = interleave(_late_node, times, warm=False)
+    found.append(compare("join", "a fourth node joins 1:4 → all run", "s", Target(1 / 8), samples, "up"))
+    samples = interleave(lambda side: _lost_node(side, True), times, warm=False)
+    what = "a node of 2:3 lost → the rest run again"
+    found.append(compare("loss", what, "s", Target(1 / 20), samples, "up"))
+    ours = interleave(lambda side: _lost_node(side, False), times, warm=False, names=(OURS,))
+    what, note = "agent alone SIGKILLed → the rest run again", "torchrun does not notice it within a minute"
+    found.append(compare("loss", what, "s", Target(2.0, "value"), ours, "up", [note]))
+    samples = interleave(_replaced_node, times, warm=False, names=sides() if not quick else (OURS,))
+    what = "node of 3 SIGKILLed, replaced after 1 s → all run"
+    found.append(compare("loss", what, "s", Target(2.5, "value"), samples, "up"))
+    samples = interleave(_handlers, 1 if quick else 5, warm=not quick)
+    for key, name in (("first", "first round"), ("again", "re-formed round")):
+        what = f"{HANDLERS} handlers in as many processes: {name}"
+        found.append(compare("handlers", what, "s", Target(0.25, "value"), samples, key))
+        found.append(
+            compare("handlers", f"{what}, moved", "B", Target(1e6, "value"), samples, f"{key}_bytes")
+        )
+    return found
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """All figures as plain data."""
+    return {"torch": has_torch(), "rows": [row.as_json() for row in rows(quick)]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(run("--quick" in sys.argv), indent=2))
