@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -66,6 +67,13 @@ class Node(Running):
                 return sorted(latest)
             if not self._read(end):
                 raise AssertionError(f"{self.name}: no world of {world}; there was:\n{self.text}")
+
+    def latest(self) -> Worker | None:
+        """The worker that was ready last, as far as can be told now."""
+        while select.select([self._out], [], [], 0)[0] and self._read(time.monotonic() + HUNG):
+            pass
+        found = re.findall(_READY, self.text)
+        return Worker(*map(_number, found[-1])) if found else None  # type: ignore[arg-type]
 
     def end(self) -> Ended:
         try:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import re
 import signal
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from phalanx.errors import RendezvousClosedError
@@ -77,7 +80,7 @@ def test_a_failure_anywhere_restarts_all_nodes_and_counts_once(tmp_path: Path) -
 
 
 def test_an_exit_code_that_is_not_worth_a_restart_ends_the_job_everywhere(tmp_path: Path) -> None:
-    with Job(tmp_path, "2") as job:
+    with Job(tmp_path, "2", "", "--max-restarts", "3") as job:
         a, b = job.node("a"), job.node("b", "--no-restart-on", "9")
         workers = everybody([a, b], 2)
         tell(workers[1:], signal.SIGUSR2)
@@ -347,3 +350,46 @@ def test_who_comes_after_the_end_is_told_so(tmp_path: Path) -> None:
             assert ended.code == 0
             assert "run job is over (succeeded" in ended.said[-1]
             assert "ready" not in ended.out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_killed_the_world_comes_back(tmp_path: Path, seed: int) -> None:
+    """Agents and workers of ten nodes are killed at random; nodes come back; the job always does."""
+    chance = random.Random(seed)
+    with Job(tmp_path, "3:10", "", "--max-restarts", "1000") as job:
+        nodes = {name: job.node(name) for name in "abcdefghij"}
+        workers = everybody(list(nodes.values()), 10)
+        for _ in range(15):
+            victims = chance.sample("bcdefghij", chance.randint(1, 4))  # not a: it hosts the store
+            for name in victims:
+                how = chance.choice(["kill", "worker", "leave"])
+                if how == "worker":
+                    mine = nodes[name].process.pid
+                    with suppress(ProcessLookupError):  # it fell with an earlier victim
+                        tell([w for w in workers if mine in parents(w.pid)], signal.SIGKILL)
+                    continue
+                nodes[name].signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
+                nodes[name] = job.node(name)
+            workers = settled(nodes, workers[0].port)
+        succeed(list(nodes.values()), workers)
+
+
+def parents(pid: int) -> set[int]:
+    try:
+        return {parent.pid for parent in psutil.Process(pid).parents()}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def settled(nodes: dict[str, Node], before: int) -> list[Worker]:
+    """The workers, once the last that every node tells of is the same new round of all ten."""
+    found: list[Worker | None] = []
+
+    def agreed() -> bool:
+        found[:] = [node.latest() for node in nodes.values()]
+        rounds = {(w.world, w.port) if w is not None else None for w in found}
+        return len(rounds) == 1 and None not in rounds and (10, before) not in rounds and found[0].world == 10  # type: ignore[union-attr]
+
+    wait_until(agreed, "a world of ten")
+    return sorted(worker for worker in found if worker is not None)

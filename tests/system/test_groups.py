@@ -365,12 +365,15 @@ def test_wait_with_a_timeout_comes_back() -> None:
     assert gone(group.pids()[0])
 
 
-def test_a_poll_never_sits_out_the_grace_period() -> None:
+def test_a_poll_never_sits_out_the_grace_period(tmp_path: Path) -> None:
     """A sibling ignores SIGTERM; polls return None meanwhile, and the result comes when it is gone."""
     group = start_processes(
         "sh",
         "/bin/sh",
-        {0: ("-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done"), 1: ("-c", "exit 3")},
+        {
+            0: ("-c", f"trap '' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"),
+            1: ("-c", f"until [ -e {tmp_path}/ready ]; do sleep 0.01; done; exit 3"),
+        },
         envs(2),
         DefaultLogsSpecs(),
     )

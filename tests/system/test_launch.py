@@ -160,7 +160,6 @@ def test_attributes_survive(tmp_path: Path) -> None:
     assert not isinstance(missing.value.__cause__, ChildFailedError)
 
 
-@pytest.mark.xfail(reason="exceptions are pickled by their arguments alone", strict=False)
 def test_an_exception_that_cannot_be_made_from_its_arguments(tmp_path: Path) -> None:
     with pytest.raises(Demanding) as caught:
         elastic_launch(config(tmp_path), fail)("demanding")

@@ -178,7 +178,8 @@ class Cluster:
                 return failed
         if self._finished == number:  # whatever it was, it cannot fail workers that have succeeded
             ok = outcome in ("succeeded", "closed")
-            return say.BarrierDone(ok, () if ok else (reason,), number)
+            silent = () if ok or outcome == "left" else (f"the store ({reason})",)
+            return say.BarrierDone(ok, silent, number)
         error = error_of(ended, self._handler.settings)
         if outcome in ("succeeded", "closed"):
             return say.RoundFailed("closed", str(error), job_failed=False)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import Worker, WorkerGroup
 
-TOKEN = "PHALANX_TOKEN"
+SECRETS = ("PHALANX_TOKEN", "PHALANX_ETCD_PASSWORD")
 LOCAL_RANK_MACRO = "${local_rank}"
 
 
@@ -44,8 +44,9 @@ def worker_environment(
     }
     if "OMP_NUM_THREADS" in environ:
         env["OMP_NUM_THREADS"] = environ["OMP_NUM_THREADS"]
-    if TOKEN in environ:
-        env[TOKEN] = ""  # the agents' secret; workers and what they start have no use for it
+    for name in SECRETS:
+        if name in environ:
+            env[name] = ""  # the agents' own; workers and what they start have no use for it
     if spec.virtual_local_rank:
         env.update(virtual_device(worker.local_rank, environ))
     return env

@@ -102,7 +102,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         from phalanx.processes.logs import DefaultLogsSpecs
 
         specs, run_dir = self._logs_specs, self.run_dir
-        if run_dir is None or not isinstance(specs, DefaultLogsSpecs) or specs._given is not None:
+        if run_dir is None or not isinstance(specs, DefaultLogsSpecs) or not specs.is_temporary:
             return
         for directory, _, _ in os.walk(run_dir, topdown=False):
             _remove_if_empty(directory)

@@ -125,7 +125,11 @@ def _cloud_dump(value: object, file: "Any", protocol: int) -> None:
 
 
 def _leave_error(box: int, error: BaseException) -> None:
+    """In parts: many exceptions cannot be made again from their arguments, which is how pickle would."""
     try:
-        _leave(box, b"E", error)
+        _leave(box, b"E", (type(error), error.args, vars(error)))
     except TypeError:
-        pass  # the traceback in the error file has to do
+        try:
+            _leave(box, b"E", (type(error), (str(error),), {}))
+        except TypeError:
+            pass  # the traceback in the error file has to do

@@ -62,7 +62,8 @@ class Parcel:
 
     def result(self, rank: int) -> tuple[bytes, Any]:
         """(b"R", value), (b"E", exception), or (b"", None) when the worker left nothing."""
-        return unbox(self.boxes[rank])
+        tag, value = unbox(self.boxes[rank])
+        return (tag, _made_again(*value)) if tag == b"E" else (tag, value)
 
     def close(self) -> None:
         for fd in (self.entry_fd, *self.boxes.values()):
@@ -85,6 +86,19 @@ def unbox(fd: int) -> tuple[bytes, Any]:
                 return tag, pickle.loads(body)
             except Exception as error:  # noqa: BLE001 - a class that cannot be rebuilt here, say
                 return b"", RemoteError(f"cannot be unpickled here: {type(error).__name__}: {error}")
+
+
+def _made_again(
+    kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> BaseException:
+    """An exception from its parts, without its own __init__."""
+    try:
+        error = kind.__new__(kind, *args)
+    except TypeError:
+        error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 def runner() -> Callable[[dict[str, Any]], NoReturn]:

@@ -132,6 +132,11 @@ class DefaultLogsSpecs(LogsSpecs):
         self._run_dirs: dict[str, str] = {}
 
     @property
+    def is_temporary(self) -> bool:
+        """Whether the logs are in a directory of our own making."""
+        return self._given is None
+
+    @property
     def root_log_dir(self) -> str:
         """The given directory, or the temporary one (made on first use)."""
         if self._root_log_dir is None:

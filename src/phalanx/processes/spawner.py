@@ -106,7 +106,9 @@ class Spawner:
         Only the last has `preload`: modules to import first, in `background` with a low priority.
         """
         self.how = how
-        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        ours, theirs = (
+            _above_standard(end) for end in _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        )
         self.channel = Channel(ours)
         self._lock = RLock()  # a signal handler may ask for a stop while a wait is reading
         self._early: list[Event] = []
@@ -354,6 +356,15 @@ def _fork_helpers(
         main(theirs.detach(), agent, runner)
     finally:
         os._exit(1)
+
+
+def _above_standard(end: _socket.socket) -> _socket.socket:
+    """Not 0, 1 or 2, which it gets where those are closed: a worker would take it for its own."""
+    if end.fileno() > 2:
+        return end
+    moved = _socket.socket(fileno=_above(end.fileno(), 3))
+    end.close()
+    return moved
 
 
 def _above(fd: int, floor: int) -> int:
