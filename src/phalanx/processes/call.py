@@ -125,11 +125,20 @@ def _cloud_dump(value: object, file: "Any", protocol: int) -> None:
 
 
 def _leave_error(box: int, error: BaseException) -> None:
-    """In parts: many exceptions cannot be made again from their arguments, which is how pickle would."""
+    """As it is (tag E) where that comes back; else in parts (tag P): the type, the arguments, the rest.
+
+    Many exceptions cannot be made again from their arguments, which is how pickle would.
+    """
+    import pickle
+
     try:
-        _leave(box, b"E", (type(error), error.args, vars(error)))
-    except TypeError:
+        pickle.loads(pickle.dumps(error))
+        return _leave(box, b"E", error)
+    except Exception:  # noqa: BLE001 - classes of the user's own: anything may come
+        pass
+    for arguments, rest in ((error.args, vars(error)), ((str(error),), {})):
         try:
-            _leave(box, b"E", (type(error), (str(error),), {}))
+            return _leave(box, b"P", (type(error), arguments, rest))
         except TypeError:
             pass  # the traceback in the error file has to do
+    return None

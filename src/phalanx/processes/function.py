@@ -63,7 +63,7 @@ class Parcel:
     def result(self, rank: int) -> tuple[bytes, Any]:
         """(b"R", value), (b"E", exception), or (b"", None) when the worker left nothing."""
         tag, value = unbox(self.boxes[rank])
-        return (tag, _made_again(*value)) if tag == b"E" else (tag, value)
+        return (b"E", _made_again(*value)) if tag == b"P" else (tag, value)
 
     def close(self) -> None:
         for fd in (self.entry_fd, *self.boxes.values()):
