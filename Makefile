@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+JOBS   ?= 2
 
-# TORCH=1 adds torch (CPU), which the parity tests and the benchmarks compare with.
+# TORCH=1 adds torch (CPU) and the frameworks that run on it or beside it: parity, framework tests, benchmarks.
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: demo test test-long check format bench clean
+.PHONY: demo test test-long check format bench clean etcd
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -19,15 +20,22 @@ $(READY): pyproject.toml
 
 $(VENV)/.torch: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' numpy
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' jax accelerate lightning
 	@touch $@
+
+# A real etcd for the tests, where it can be had; without one they are skipped, except in CI, where they fail.
+etcd:
+	@command -v etcd >/dev/null && command -v ip >/dev/null && command -v openssl >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
+	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y etcd-server iproute2 openssl gcc >/dev/null; }; } || true
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
-test: $(READY) $(EXTRAS)
-	$(BIN)/python -m pytest -q
+test: $(READY) $(EXTRAS) etcd
+	$(BIN)/python -m pytest -q -n $(JOBS)
 
-test-long: $(READY) $(EXTRAS)
+test-long: $(READY) $(EXTRAS) etcd
 	$(BIN)/python -m pytest -q -m long --timeout 3600
 
 check: $(READY)

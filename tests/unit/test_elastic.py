@@ -1,0 +1,106 @@
+"""The small parts of the elastic rendezvous: settings, who hosts the store, the waiting line, a failure's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phalanx.errors import StoreError, UsageError
+from phalanx.rendezvous import elastic_line
+from phalanx.rendezvous.elastic_line import Line
+from phalanx.rendezvous.elastic_news import Failure
+from phalanx.rendezvous.elastic_settings import Settings, open_server
+from phalanx.rendezvous.handler import RendezvousParameters
+from phalanx.store.token import Token
+from tests.system.netns import free_port
+
+TOKEN = Token(b"x", "the test")
+
+
+def settings(endpoint: str = "127.0.0.1:29400", **conf: Any) -> Settings:
+    return Settings(RendezvousParameters("phalanx", endpoint, "run", 1, 4, **conf))
+
+
+def test_torchs_settings_are_understood() -> None:
+    options = settings(timeout=30, keep_alive_interval="2", keep_alive_max_attempt="4").options
+    assert (options.join_timeout, options.ttl) == (30.0, 8.0)
+    options = settings(join_timeout="5", timeout=30, last_call_timeout=1).options
+    assert (options.join_timeout, options.last_call) == (5.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("conf", "says"),
+    [
+        ({"join_timeout": "soon"}, "join_timeout=soon"),
+        ({"ttl": "-1"}, "ttl=-1"),
+        ({"ttl": "0.5"}, "must outlast linger=1"),
+        ({"ttl": "inf"}, "ttl=inf"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_named(conf: dict[str, str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        settings(**conf)
+
+
+def test_a_port_that_nobody_can_know_is_refused() -> None:
+    with pytest.raises(UsageError, match="not 0"):
+        settings("127.0.0.1:0")
+
+
+def test_a_node_is_known_by_its_rank_its_schedulers_index_and_its_name() -> None:
+    made = settings(name="n7", rank=3)
+    info = made.node(2, "trainer", {"SLURM_NODEID": "5"})
+    assert (info.name, info.rank, info.position, info.slots, info.role) == ("n7", 3, 5, 2, "trainer")
+    assert info.addr == "127.0.0.1"
+    assert settings().node(1, "default", {}).rank == -1
+    assert made.node(2, "trainer", {}).id != info.id, "another incarnation is somebody else"
+
+
+def test_a_given_address_is_taken_as_it_is() -> None:
+    params = RendezvousParameters("phalanx", "127.0.0.1", "run", 1, 4, local_addr="10.9.8.7")
+    assert Settings(params).address() == "10.9.8.7"
+
+
+def test_whoever_can_bind_the_endpoint_hosts_the_store() -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    first = open_server(settings(endpoint), TOKEN)
+    assert first is not None
+    with first:
+        assert open_server(settings(endpoint), TOKEN) is None, "it is taken"
+        with pytest.raises(StoreError, match="cannot listen"):
+            open_server(settings(endpoint, is_host="1"), TOKEN)
+    assert open_server(settings("192.0.2.1:29400"), TOKEN) is None, "not an address of ours"
+    assert open_server(settings("no-such-host.invalid:29400"), TOKEN) is None
+    assert open_server(settings(endpoint, is_host="0"), TOKEN) is None
+
+
+def test_the_line_counts_down_and_is_shown_at_its_times() -> None:
+    line = Line("connecting", 100.0)
+    line.learn("1 of 2 nodes here (a), waiting for 1 more, 25 s left", 100.0)
+    assert line.words(104.2) == "1 of 2 nodes here (a), waiting for 1 more, 21 s left"
+    assert line.words(999.0).endswith(", 0 s left")
+    assert line.show_at() == 100.0 + elastic_line.SHOW_AFTER
+    line.show(101.0)
+    assert line.show_at() == 101.0 + elastic_line.SHOW_EVERY
+    line.wait(110.0)
+    assert not line.shown
+    assert line.show_at() == 110.0 + elastic_line.SHOW_AFTER
+
+
+def test_the_leader_writes_what_changed_and_goes_on_while_others_wait() -> None:
+    line = Line("a", 0.0)
+    assert line.write_at(forming=False) == float("-inf")
+    assert line.write(1.0) == b"a"
+    assert line.write_at(forming=False) is None
+    assert line.write_at(forming=True) == 1.0 + elastic_line.WRITE_EVERY
+    line.learn("b", 1.1)
+    assert line.write_at(forming=False) == 1.0 + elastic_line.WRITE_AFTER
+
+
+def test_a_failure_travels_and_garbage_is_only_a_summary() -> None:
+    failure = Failure("rank 3: exit code 7", "not worth it", "a\nreport", 7)
+    assert Failure.read(failure.text()) == failure
+    assert Failure.read("") == Failure("")
+    assert Failure.read("{not json") == Failure("{not json")
+    assert len(Failure("x", report="y" * 10_000_000).text()) < 100_000
