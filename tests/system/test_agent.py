@@ -404,7 +404,7 @@ def test_events_of_a_run_with_an_incident(
     assert begin <= incident["timestamp"] <= time.time()
     started = {e["metadata"]["worker_pid"] for e in found if e["name"].endswith("START")}
     assert incident["pid"] in started
-    for stage in ("detect_ms", "stop_ms", "reform_ms", "start_ms"):
+    for stage in ("detect_ms", "stop_ms", "reform_ms", "start_ms", "first_line_ms", "total_ms"):
         assert 0 <= incident[stage] < HUNG * 1000, stage
     for event in found:
         assert all(v is None or isinstance(v, str | int | float | bool) for v in event["metadata"].values())

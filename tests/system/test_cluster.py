@@ -52,6 +52,63 @@ def test_two_nodes_form_one_world_with_ranks_by_name_and_without_the_token(tmp_p
         assert "ready 2 4" in late.text
 
 
+def test_nodes_meet_over_ipv6(tmp_path: Path) -> None:
+    with Job(tmp_path, "2", f"[::1]:{free_port()}") as job:
+        nodes = [job.node(name) for name in "ab"]
+        workers = everybody(nodes, 2)
+        assert {w.address for w in workers} == {"::1"}
+        succeed(nodes, workers)
+
+
+def test_workers_meet_at_the_address_that_node_0_was_given(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        a, b = job.node("a", "--local-addr", "127.0.0.2"), job.node("b", "--local-addr", "127.0.0.3")
+        workers = everybody([a, b], 2)
+        assert {w.address for w in workers} == {"127.0.0.2"}
+        succeed([a, b], workers)
+
+
+def test_an_address_that_is_not_ours_ends_the_job_with_what_to_do(tmp_path: Path) -> None:
+    with Job(tmp_path, "2", "", "--max-restarts", "3") as job:
+        nodes = [job.node("a", "--local-addr", "192.0.2.1"), job.node("b")]
+        for node in nodes:
+            ended = node.end()
+            assert ended.code == 1, ended
+            assert "cannot serve the workers' store on 192.0.2.1" in ended.err
+            assert "--local-addr" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["store", "--listen", "a:b"], 2, "the port must be a number"),
+        (["store", "--listen", "192.0.2.1:1"], 1, "cannot listen on 192.0.2.1:1"),
+        (["store", "--nonsense"], 2, "--nonsense"),
+        (["drain"], 2, "name one node"),
+        (["drain", "a", "--self"], 2, "name one node"),
+        (["drain", "a", "--rdzv-endpoint", "127.0.0.1:1", "--timeout", "0.2"], 1, "127.0.0.1:1"),
+    ],
+)
+def test_store_and_drain_say_in_one_line_what_is_wrong(words: list[str], code: int, says: str) -> None:
+    env = plain_environment(PHALANX_TOKEN=TOKEN)
+    done = subprocess.run([PHALANX[0], *words], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_draining_a_node_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+    with Job(tmp_path, "1") as job:
+        job.node("a", "--nnodes", "1:2").up(1)
+        words = ["drain", "b", "--rdzv-endpoint", job.endpoint, "--rdzv-id", job.run_id]
+        env = plain_environment(PHALANX_TOKEN=TOKEN)
+        done = subprocess.run([PHALANX[0], *words], env=env, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (
+            1,
+            "phalanx drain: b: no such node in run job; there are: a\n",
+        )
+
+
 def test_roles_and_worker_counts_may_differ(tmp_path: Path) -> None:
     with Job(tmp_path, "2") as job:
         a = job.node("a", "--role", "trainer", nproc=1)

@@ -199,7 +199,9 @@ def test_interpreter_variables(name: str, value: str, monkeypatch: pytest.Monkey
 def test_unbuffered_by_variable_means_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A documented difference: fragments of a line would mix with those of other workers."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    text = "import sys\nprint(sys.stdout.line_buffering, sys.stdout.write_through, sys.stderr.write_through)\n"
+    text = (
+        "import sys\nprint(sys.stdout.line_buffering, sys.stdout.write_through, sys.stderr.write_through)\n"
+    )
     assert run(bootstrapped([program(text)])).out == b"True False False\n"
     assert run(bootstrapped(["-u", program(text)])).out == b"True False False\n"
     monkeypatch.delenv("PYTHONUNBUFFERED")

@@ -126,7 +126,8 @@ def test_the_whole_story_of_a_restart(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.code == 0, ended
     assert any(line.endswith("restart 1 of 1") for line in ended.said), ended
-    assert "all workers succeeded after 1 restart" in ended.said[-1]
+    assert ended.said[-1].startswith("phalanx: all workers succeeded")
+    assert ended.said[-1].endswith(", 1 restart")
 
 
 def test_fail_uses_no_restart(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The small parts of the elastic rendezvous: settings, who hosts the store, the waiting line, a failure's way."""
+"""The small parts of the elastic rendezvous: settings, who hosts the store, the waiting line, failures."""
 
 from __future__ import annotations
 

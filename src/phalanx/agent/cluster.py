@@ -136,7 +136,7 @@ class Cluster:
             case Formed(current, rank):
                 self._formed = happening
                 names = tuple(member.name for member in current.members)
-                ready = say.Round(current.number, names, rank, attempt=current.restarts)
+                ready = say.Round(current.number, names, rank, attempt=current.restarts, counted=True)
                 self._post(say.RoundReady(ready))
             case Over():
                 self._post(self._end_of_round(happening))

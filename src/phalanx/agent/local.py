@@ -275,6 +275,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._sleep(fds, timeout)
 
     def _look(self) -> Event | None:
+        if self._log is not None and self.watch is not None:
+            self._log.first_line = self.watch.begun
+            self._log.settle()
         due = self.warmth.due() if self.warmth is not None else None
         if due is not None and self.warmth is not None and self._context is not None:
             now = time.monotonic()

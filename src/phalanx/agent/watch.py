@@ -124,6 +124,10 @@ class Watch:
 
     # -- one start ----------------------------------------------------------------------------------
 
+    def begun(self) -> float | None:
+        """When all workers of the last start had reached their first line; None where that is not known."""
+        return self._boards.begun() if self._boards is not None else None
+
     def boards(self, count: int) -> Boards:
         """New boards for a start; those of the last one are given back."""
         from phalanx.timers.heartbeat import Boards

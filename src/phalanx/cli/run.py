@@ -294,8 +294,8 @@ def _last_line(agent: LocalElasticAgent, begin: float) -> str:
     if finish is not None and finish.outcome in ("CLOSED", "LEFT"):  # the job goes on, or was over before
         return f"{finish.message}{_took(begin)}"
     restarts = agent.attempt
-    after = f" after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
-    return f"all workers succeeded{after}{_took(begin)}"
+    after = f", {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
+    return f"all workers succeeded{_took(begin)}{after}"
 
 
 def _took(begin: float) -> str:

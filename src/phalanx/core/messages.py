@@ -48,13 +48,16 @@ class Outcome(StrEnum):
 
 
 class Round(Record):
-    """A formation of nodes; `members` are names by node rank, `attempt` is the job's count of restarts."""
+    """A formation of nodes; `members` are names by node rank, `attempt` is the job's count of restarts.
+
+    `counted`: the rendezvous counts for all nodes, so its `attempt` holds even where this node had more."""
 
     number: int
     members: tuple[str, ...] = ()
     node_rank: int = 0
     store: str = ""
     attempt: int = 0
+    counted: bool = False
 
 
 # ---- events: what happened ---------------------------------------------------------------------------

@@ -151,7 +151,9 @@ def on_round_ready(state: GroupState, event: RoundReady, now: float, policy: Gro
         return _go(
             state, state.phase, f"round {new.number} has failed already; joining again", Join(state.attempt)
         )
-    history = state.history.replace(attempt=max(state.attempt, new.attempt))
+    # A failure that met a change of members in the same moment may not have been counted: then it was none.
+    attempt = new.attempt if new.counted else max(state.attempt, new.attempt)
+    history = state.history.replace(attempt=attempt)
     state = state.replace(round=new, history=history)
     if state.phase is Phase.REFORMING:
         return _go(state, Phase.CLEARING, f"round {new.number} is ready; waiting for the old workers to end")

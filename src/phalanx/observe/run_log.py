@@ -18,7 +18,7 @@ from phalanx.core.messages import Outcome
 from phalanx.observe import events, metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from phalanx.agent.spec import RunResult, Worker, WorkerGroup
     from phalanx.core.group import GroupState
@@ -48,6 +48,8 @@ class RunLog:
         self._joining: float | None = None
         self._round = 0
         self._incident: events.IncidentMarks | None = None
+        self._restarted = False  # of the incident at hand: workers run again, their first line is awaited
+        self.first_line: Callable[[], float | None] = lambda: None
 
     def begin(self, group: WorkerGroup) -> None:
         """The run starts now."""
@@ -89,7 +91,8 @@ class RunLog:
     def started(self, group: WorkerGroup, attempt: int, placed_in: float, started_in: float) -> None:
         """The workers run; seconds that their ranks and their start took."""
         self._mark("started", time.monotonic())
-        self._close_incident()
+        self._restarted = self._incident is not None
+        self.settle()
         self._duration("SimpleElasticAgent._assign_worker_ranks", placed_in * 1000)
         self._duration("LocalElasticAgent._start_workers", started_in * 1000)
         self._record("ASSIGN_WORKER_RANKS", restarts=attempt, duration_ms=placed_in * 1000)
@@ -136,8 +139,17 @@ class RunLog:
         if self._incident is not None:
             self._incident.mark(stage, now)
 
+    def settle(self) -> None:
+        """The record of an incident is complete once all workers have reached their first line."""
+        if self._restarted and self.first_line() is not None:
+            self._close_incident()
+
     def _close_incident(self) -> None:
         if self._incident is not None:
+            reached = self.first_line() if self._restarted else None
+            if reached is not None:
+                self._incident.mark("first_line", reached)
+            self._restarted = False
             events.record_incident(self._incident.incident(), self._destination)
             self._incident = None
 

@@ -24,7 +24,7 @@ from phalanx.core.commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch,
 from phalanx.core.node_events import End, Send, Start, Stop
 from phalanx.core.participant import Participant
 from phalanx.core.rounds import CLOSED, FORMING, NodeInfo, Result, encode
-from phalanx.errors import PhalanxError, StoreError
+from phalanx.errors import PhalanxError, StoreAuthError, StoreError
 from phalanx.rendezvous.elastic_line import Line
 from phalanx.rendezvous.elastic_news import Ended, Failure, Formed, Over, Waiting
 from phalanx.rendezvous.elastic_settings import open_server
@@ -263,7 +263,8 @@ class Membership:
 
     def _lose(self, why: str) -> None:
         if self.participant is None:
-            self._end(End("connect", why, None))
+            refused = self.client is not None and isinstance(self.client.lost, StoreAuthError)
+            self._end(End("error" if refused else "connect", why, None))
         else:
             self._step(happen.StoreLost(why))
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ TOLD_AT = 57
 SIGNAL_AT = 58
 SECTION_AT = 64
 SECTION_BYTES = 128  # the first one is the length
+BEGUN_AT = 192  # nanoseconds; written by child.py just before the program's first line
 SIZE = 4096
 STACKS_AT = 4096  # the same number stands in child.py, which imports nothing of ours
 
@@ -126,6 +128,11 @@ class Boards:
                 break
             data = again
         return Slot(data)
+
+    def begun(self) -> float | None:
+        """When the last of the workers was about to run its first line; None while one has not said so."""
+        times = [int.from_bytes(os.pread(fd, 8, BEGUN_AT), sys.byteorder) for fd in self._fds]
+        return max(times) / 1e9 if times and all(times) else None
 
     def tell(self, rank: int) -> None:
         """The worker is to checkpoint and leave."""
