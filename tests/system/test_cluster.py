@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import queue
 import random
 import re
 import signal
@@ -18,6 +19,7 @@ import psutil
 import pytest
 
 from phalanx.errors import RendezvousClosedError
+from phalanx.rendezvous.elastic_news import Ended, Failure, Formed, Over
 from phalanx.rendezvous.handler import RendezvousHandler, RendezvousParameters
 from phalanx.rendezvous.registry import get_rendezvous_handler
 from tests.conftest import HUNG, gone, wait_until
@@ -372,6 +374,31 @@ def test_asking_for_a_round_while_one_runs_is_a_restart_for_all(monkeypatch: pyt
         infos = [made[0].next_rendezvous(), first.result(HUNG)]
     assert [i.rank for i in infos] == [0, 1]
     together([h.shutdown for h in reversed(made)])
+
+
+def test_a_failure_that_ends_the_job_does_so_although_its_round_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: queue.Queue[Any] = queue.Queue()
+    made: list[Any] = handlers(2, monkeypatch, (2, 2))
+    members = [
+        h.attach(told.put, lambda _address: (None, 1), slots=1, role="r", max_restarts=9) for h in made
+    ]
+    for member in members:
+        member.start()
+    assert {type(told.get(timeout=HUNG)) for _ in members} == {Formed}
+    members[1].failed(0, Failure("exit code 3", final="exit code 3"))  # of a round before this one
+    ends = []
+    while len(ends) < 2:
+        match told.get(timeout=HUNG):
+            case Over(was):
+                for member in members:
+                    member.workers_gone(was.number)
+            case Ended(end):
+                ends.append(end)
+    assert {(end.outcome, end.reason) for end in ends} == {("closed", "failed: n1: exit code 3")}
+    for member in reversed(members):
+        member.release()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")

@@ -313,7 +313,12 @@ class SimpleElasticAgent(ElasticAgent):
         if not result.failures:
             return say.WorkerFailed("a worker failed")
         rank, failure = root_cause(result.failures)
-        return say.WorkerFailed(summary(rank, failure), failure.shell_status, failure.message)
+        ready = self._was_ready(failure.local_rank)
+        return say.WorkerFailed(summary(rank, failure), failure.shell_status, failure.message, ready)
+
+    def _was_ready(self, local_rank: int) -> bool | None:
+        """Whether a worker had said that it was set up; None where workers cannot say so."""
+        return None
 
     def _wait(self, timeout: float | None) -> None:
         """Sleep until something may have happened. Here: until the next poll of the workers."""

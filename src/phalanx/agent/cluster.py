@@ -15,7 +15,7 @@ from phalanx.core.rounds import CLOSED
 from phalanx.observe.progress import Progress
 from phalanx.rendezvous.elastic import UNLIMITED, error_of
 from phalanx.rendezvous.elastic_loop import clock
-from phalanx.rendezvous.elastic_news import Ended, Failure, Formed, Over, Waiting
+from phalanx.rendezvous.elastic_news import FAILED, Ended, Failure, Formed, Over, Waiting
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -163,11 +163,14 @@ class Cluster:
 
     def _failure_of(self, number: int, now: Round, outcome: str) -> say.Event | None:
         """A failure, of any node, that has ended the job: `final` beats whatever budget is left."""
-        failure = Failure.read(now.cause[2])
+        failure, name = Failure.read(now.cause[2]), now.cause[1]
+        if outcome == "closed" and now.reason.startswith(FAILED):
+            name, _, summary = now.reason.removeprefix(FAILED).partition(": ")
+            failure = Failure(summary, final=summary)
         if outcome != "failed" and not failure.final:
             return None
         self.failure = failure
-        return say.PeerFailed(now.cause[1], number, now.restarts, failure.summary, final=True)
+        return say.PeerFailed(name, number, now.restarts, failure.summary, final=True)
 
     def _end_of_job(self, ended: Ended) -> say.Event:
         outcome, reason, current = ended.end

@@ -315,6 +315,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             p for p, since in self._stuck_since.items() if now - since > self._uninterruptible_timeout
         )
 
+    def _was_ready(self, local_rank: int) -> bool | None:
+        return self.watch.was_ready(local_rank) if self.watch is not None else None
+
     def _stop_finished(self) -> tuple[str, ...] | None:
         context = self._context
         if context is None:

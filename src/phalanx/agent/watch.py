@@ -128,6 +128,13 @@ class Watch:
         """When all workers of the last start had reached their first line; None where that is not known."""
         return self._boards.begun() if self._boards is not None else None
 
+    def was_ready(self, rank: int) -> bool | None:
+        """Whether this worker had called ready() or sent a heartbeat; None where it has no board."""
+        if self._boards is None:
+            return None
+        slot = self._boards.read(rank)
+        return bool(slot.ready_at or slot.count)
+
     def boards(self, count: int) -> Boards:
         """New boards for a start; those of the last one are given back."""
         from phalanx.timers.heartbeat import Boards

@@ -194,7 +194,10 @@ def make_agent(config: RunConfig) -> LocalElasticAgent:
     agent.attach = config.attach
     agent.watch = watch_for(config)
     agent.restart_policy = RestartPolicy(
-        max_restarts=config.max_restarts, window=config.restart_window, no_restart_on=config.no_restart_on
+        max_restarts=config.max_restarts,
+        window=config.restart_window,
+        no_restart_on=config.no_restart_on,
+        readiness=config.startup_timeout is not None,  # then workers say when they are set up
     )
     return agent
 

@@ -26,7 +26,7 @@ from phalanx.core.participant import Participant
 from phalanx.core.rounds import CLOSED, FORMING, NodeInfo, Result, encode
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError
 from phalanx.rendezvous.elastic_line import Line
-from phalanx.rendezvous.elastic_news import Ended, Failure, Formed, Over, Waiting
+from phalanx.rendezvous.elastic_news import FAILED, Ended, Failure, Formed, Over, Waiting
 from phalanx.rendezvous.elastic_settings import open_server
 
 TYPE_CHECKING = False
@@ -358,7 +358,10 @@ class Membership:
     def _report(self, number: int, failure: Failure, start: Start | None = None) -> None:
         start = start or self._handed
         if start is None or start.round.number != number:
-            return  # of a round that everybody knows to be over
+            # Of a round that everybody knows to be over; but what ends the job does so whenever it comes.
+            if failure.final:
+                self.close(f"{FAILED}{self.info.name}: {failure.summary}")
+            return
         prefix, node = self.options.prefix, self.info.id
         mine = When(f"{prefix}node/{node}", "create", start.round.members[start.rank].incarnation)
         result = Put(f"{prefix}result/{number}/{node}", encode(Result(False, failure.text())))

@@ -8,6 +8,7 @@ from phalanx.core.node_events import End
 from phalanx.core.rounds import Round
 
 _LONGEST_REPORT = 64 << 10
+FAILED = "failed: "  # begins the reason of a job that a node closed for a failure outside of any round
 
 
 class Formed(NamedTuple):
