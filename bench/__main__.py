@@ -105,6 +105,7 @@ GROUPS = (
     Group(("functions",), "bench.processes", "functions"),
     Group(("wait",), "bench.processes", "waits"),
     Group(("value",), "bench.processes", "value"),
+    Group(("nodes", "nodes-exit", "last-call", "join", "loss", "handlers"), "bench.cluster", "rows"),
     Group(("tee", "latency"), "bench.tee", adapt=_tee),
     Group(("store",), "bench.torch_store", adapt=_store, needs_torch=True),
     Group(("timers",), "bench.timers", adapt=_timers, needs_torch=True),

@@ -126,7 +126,7 @@ def test_the_whole_story_of_a_restart(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.code == 0, ended
     assert any(line.endswith("restart 1 of 1") for line in ended.said), ended
-    assert ended.said[-1].startswith("phalanx: all workers succeeded")
+    assert ended.said[-1].startswith("all workers succeeded")
     assert ended.said[-1].endswith(", 1 restart")
 
 

@@ -231,7 +231,7 @@ def test_recovers_from_a_killed_worker(tmp_path: Path) -> None:
         again = job.workers(4)
         ended = job.end()
     assert ended.code == 0, ended
-    assert "after 1 restart" in ended.said[-1]
+    assert "1 restart" in ended.said[-1]
     assert set(first.values()).isdisjoint(again.values())
     assert all_gone(first)
 

@@ -194,7 +194,11 @@ def parked(spawner: Spawner, count: int) -> None:
     wait_until(there, f"{count} parked processes")
 
 
-PID = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(f'{os.getpid()} {os.getpriority(0, 0)}')\n"
+PID = """
+import os, sys
+with open(sys.argv[1] + os.environ["RANK"], "w") as file:
+    file.write(f"{os.getpid()} {os.getpriority(0, 0)}")
+"""
 
 
 def zygote_children(spawner: Spawner) -> set[int]:

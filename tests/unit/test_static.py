@@ -280,7 +280,7 @@ WORKER = """
 import json, os, sys
 names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 path = os.path.join(sys.argv[1], os.environ["RANK"])
-first = not os.path.exists(path)
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 with open(path, "w") as file:
     json.dump({name: os.environ[name] for name in names}, file)
 if first and os.environ["RANK"] == sys.argv[2]:

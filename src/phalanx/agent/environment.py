@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import Worker, WorkerGroup
 
-SECRETS = ("PHALANX_TOKEN", "PHALANX_ETCD_PASSWORD")
+SECRETS = ("PHALANX_TOKEN", "PHALANX_TOKEN_FILE", "PHALANX_ETCD_PASSWORD")
 LOCAL_RANK_MACRO = "${local_rank}"
 
 
