@@ -82,7 +82,7 @@ def _sampler() -> object:
             return iter(indices[self.rank : self.total_size : self.num_replicas])
 
         def __len__(self) -> int:
-            return self.num_samples
+            return int(self.num_samples)
 
     ElasticDistributedSampler.__module__ = __name__
     ElasticDistributedSampler.__qualname__ = "ElasticDistributedSampler"

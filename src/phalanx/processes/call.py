@@ -119,7 +119,7 @@ def _leave(fd: int, tag: bytes, value: object) -> None:
 
 
 def _cloud_dump(value: object, file: "Any", protocol: int) -> None:
-    import cloudpickle  # type: ignore[import-untyped]
+    import cloudpickle
 
     cloudpickle.dump(value, file, protocol=protocol)
 

@@ -103,7 +103,7 @@ def _made_again(
 
 def runner() -> Callable[[dict[str, Any]], NoReturn]:
     """For a fork server: runs one worker in a fork of the zygote."""
-    import cloudpickle  # type: ignore[import-untyped]  # noqa: F401 - loaded once, here, instead of in every worker
+    import cloudpickle  # noqa: F401 - loaded once, here, instead of in every worker
 
     def run(spec: dict[str, Any]) -> NoReturn:
         _clean_fork(spec)
