@@ -587,3 +587,18 @@ class TestLife:
             TorchStoreServer("192.0.2.1")
         with pytest.raises(StoreConnectionError, match="cannot be resolved"):
             TorchStoreServer("256.1.1.1.invalid")
+
+
+def test_an_entry_is_kept_for_whom_it_was_announced_to() -> None:
+    """torch's client waits and pops in two requests, and takes an empty queue in the second for an error."""
+    model = TorchStoreModel()
+    model.step(0, (tcp.QUEUE_PUSH, [b"q", b"one"]))
+    assert model.step(1, (tcp.WAIT, [b"q"])) == [(1, b"\x00")]
+    assert model.step(2, (tcp.WAIT, [b"q"])) == []
+    assert model.step(3, (tcp.QUEUE_POP, [b"q"])) == [(3, tcp.INT64.pack(0))]
+    ((to, reply),) = model.step(1, (tcp.QUEUE_POP, [b"q"]))
+    assert (to, reply[-3:]) == (1, b"one")
+    assert model.step(0, (tcp.QUEUE_PUSH, [b"q", b"two"])) == [(2, b"\x00")]
+    assert model.drop(2) == []
+    ((to, reply),) = model.step(3, (tcp.QUEUE_POP, [b"q"]))
+    assert (to, reply[-3:]) == (3, b"two")

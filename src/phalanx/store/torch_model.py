@@ -10,8 +10,10 @@ Invariants:
   a key that was deleted again before the last one came does not hold it up.
 - A key with a waiter registered under it has no value; a queue of that name is empty, or as many others as it
   has entries were told of them and have not popped yet.
-- A queue wakes one waiter for one push. If that one goes away, or asks for something else, before it popped,
-  the wake-up passes to the next, so that nobody sleeps next to a full queue.
+- A queue wakes one waiter for one push, and the entry is kept for the one that was woken: torch's client
+  waits and then pops, in two requests, and takes an empty queue in the second for an error. If it goes away,
+  or asks for something else, before it popped, the wake-up passes to the next, so that nobody sleeps next to
+  a full queue. (torch's server keeps nothing, and a third client may come in between.)
 - An arrival at a barrier that is cancelled or whose connection is lost is taken back: a client that timed out
   and tries again counts once. (torch's server counts it twice and lets the others pass too early.)
 """
@@ -72,6 +74,7 @@ class TorchStoreModel:
         self._waiters: dict[bytes, dict[int, None]] = {}  # key → connections, first come first
         self._barriers: dict[bytes, dict[int, int]] = {}  # key → connection → arrivals it waits for
         self._arrived: dict[int, bytes] = {}  # connection → key of the barrier it stands at
+        self._entitled = False  # the request at hand is the pop that an entry was kept for
         self._granted: dict[int, bytes] = {}  # connection → queue it was woken for and has not popped yet
         self._actions: dict[int, Callable[[int, list[Any]], Replies]] = {
             SET: self._set,
@@ -99,7 +102,10 @@ class TorchStoreModel:
         op, args = request
         if self._granted and conn in self._granted:
             handed_on = self._use_grant(conn, op, args)
-            return handed_on + self._actions[op](conn, args)
+            try:
+                return handed_on + self._actions[op](conn, args)
+            finally:
+                self._entitled = False
         return self._actions[op](conn, args)
 
     def drop(self, conn: int) -> Replies:
@@ -191,7 +197,7 @@ class TorchStoreModel:
     def _queue_pop(self, conn: int, args: list[Any]) -> Replies:
         key = args[0]
         queue = self._queues.get(key)
-        if queue is None:
+        if queue is None or (not self._entitled and len(queue) <= self._kept(key)):
             return [(conn, _pack_int(0))]
         length = len(queue)
         value = queue.popleft()
@@ -223,8 +229,13 @@ class TorchStoreModel:
         """The next request after a queue's wake-up: the pop it was for, or else somebody else's turn."""
         key = self._granted.pop(conn)
         if op == QUEUE_POP and args[0] == key:
+            self._entitled = True
             return []
         return self._wake_one(key)
+
+    def _kept(self, key: bytes) -> int:
+        """How many entries of a queue are kept for connections that were told of them."""
+        return sum(kept == key for kept in self._granted.values())
 
     # -- waits and barriers ----------------------------------------------------------------------------
 
@@ -233,6 +244,11 @@ class TorchStoreModel:
 
     def _wait(self, conn: int, args: list[Any]) -> Replies:
         missing = self._missing(args)
+        if len(args) == 1 and args[0] in self._queues and args[0] not in self._values:
+            if len(self._queues[args[0]]) > self._kept(args[0]):
+                self._granted[conn] = args[0]
+            else:
+                missing = set(args)  # all that is there is somebody else's
         if not missing:
             return [(conn, READY)]
         self._refuse_second(conn)
