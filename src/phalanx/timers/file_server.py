@@ -109,24 +109,15 @@ class FileTimerServer:
 
     def register_timers(self, timer_requests: list[FileTimerRequest]) -> None:
         """Files or drops deadlines."""
-        with self._watchdog.lock:
-            for request in timer_requests:
-                self._watchdog.file(request.worker_pid, request)
-        self._watchdog.wake()
+        self._watchdog.file_all((request.worker_pid, request) for request in timer_requests)
 
     def clear_timers(self, worker_pids: set[int]) -> None:
         """Drops all deadlines of these workers."""
-        with self._watchdog.lock:
-            for pid in worker_pids:
-                self._watchdog.deadlines.forget(pid)
+        self._watchdog.forget(worker_pids)
 
     def get_expired_timers(self, deadline: float) -> dict[int, list[FileTimerRequest]]:
         """By pid, the timers that expire at or before this wall time; changes nothing."""
-        deadlines = self._watchdog.deadlines
-        with self._watchdog.lock:
-            every = {owner: deadlines.filed(owner) for owner in deadlines.owners()}
-        late = {pid: [r for r in filed if r.expiration_time <= deadline] for pid, filed in every.items()}
-        return {pid: requests for pid, requests in late.items() if requests}
+        return self._watchdog.due_by(deadline)
 
     def get_last_progress_time(self) -> int:
         """Wall time of the last sign of life; a server that sleeps as planned is alive now."""

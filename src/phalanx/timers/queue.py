@@ -267,24 +267,15 @@ class LocalTimerServer(TimerServer):
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
         """Files or drops deadlines."""
-        with self._watchdog.lock:
-            for request in timer_requests:
-                self._watchdog.file(request.worker_id, request)
-        self._watchdog.wake()
+        self._watchdog.file_all((request.worker_id, request) for request in timer_requests)
 
     def clear_timers(self, worker_ids: set[int]) -> None:
         """Drops all deadlines of these workers."""
-        with self._watchdog.lock:
-            for worker_id in worker_ids:
-                self._watchdog.deadlines.forget(worker_id)
+        self._watchdog.forget(worker_ids)
 
     def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
         """By worker, the timers that expire at or before this wall time; changes nothing."""
-        deadlines = self._watchdog.deadlines
-        with self._watchdog.lock:
-            every = {owner: deadlines.filed(owner) for owner in deadlines.owners()}
-        late = {who: [r for r in filed if r.expiration_time <= deadline] for who, filed in every.items()}
-        return {who: requests for who, requests in late.items() if requests}
+        return self._watchdog.due_by(deadline)
 
     def start(self) -> None:
         """Minds the queue from now on."""

@@ -130,6 +130,26 @@ class Watchdog:
         if not self.deadlines.set(worker_id, request.scope_id, at, request):
             self.drop("too many scopes of one worker")
 
+    def file_all(self, requests: Iterable[tuple[Any, TimerRequest]]) -> None:
+        """The same for several, from any thread."""
+        with self.lock:
+            for worker_id, request in requests:
+                self.file(worker_id, request)
+        self.wake()
+
+    def forget(self, worker_ids: Iterable[Any]) -> None:
+        """Drops all deadlines of these workers."""
+        with self.lock:
+            for worker_id in worker_ids:
+                self.deadlines.forget(worker_id)
+
+    def due_by(self, deadline: float) -> dict[Any, list[Any]]:
+        """By worker, the requests that expire at or before this wall time; changes nothing."""
+        with self.lock:
+            every = {owner: self.deadlines.filed(owner) for owner in self.deadlines.owners()}
+        late = {who: [r for r in filed if r.expiration_time <= deadline] for who, filed in every.items()}
+        return {who: requests for who, requests in late.items() if requests}
+
     def signal(self, pid: Any, sig: int) -> bool:
         """Signals a worker if it is still the process that asked; True when that is done or it is gone."""
         with self.lock:
