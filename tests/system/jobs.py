@@ -39,13 +39,21 @@ def python_with(*modules: str) -> str:
 class Job:
     """One `phalanx run`."""
 
-    def __init__(self, folder: Path, *words: str, python: str = sys.executable, **env: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *words: str,
+        python: str = sys.executable,
+        before: tuple[str, ...] = (),
+        **env: str,
+    ) -> None:
+        """`before`: words in front of the command, for one that is to run on another host."""
         folder.mkdir(parents=True, exist_ok=True)
         self.out_file, self.err_file = folder / "out", folder / "err"
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_", "OMP_"))}
         environ |= {"XDG_CACHE_HOME": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": "", **env}
         with open(self.out_file, "wb") as out, open(self.err_file, "wb") as err:
-            command = [python, "-m", "phalanx", "run", *words]
+            command = [*before, python, "-m", "phalanx", "run", *words]
             self.process = subprocess.Popen(command, stdout=out, stderr=err, cwd=folder, env=environ)
 
     def __enter__(self) -> Job:
