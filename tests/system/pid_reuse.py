@@ -27,7 +27,7 @@ def main() -> None:
     group = start_processes(
         "reuse",
         "/bin/sh",
-        {0: ("-c", "exit 0"), 1: ("-c", "sleep 300")},
+        {0: ("-c", "exit 0"), 1: ("-c", "exec sleep 300")},
         {0: {}, 1: {}},
         DefaultLogsSpecs(),
     )
