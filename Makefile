@@ -21,6 +21,7 @@ $(READY): pyproject.toml
 $(VENV)/.torch: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' numpy
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' jax accelerate lightning
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris || echo "no atheris for this Python"
 	@touch $@
 
 # A real etcd for the tests, where it can be had; without one they are skipped, except in CI, where they fail.

@@ -7,7 +7,10 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 
 import psutil
 import pytest
@@ -44,6 +47,29 @@ def _fds() -> dict[int, str]:
         except OSError:
             pass
     return found
+
+
+@contextmanager
+def as_nobody() -> Iterator[Path]:
+    """A folder of root's that this process may not write to: as somebody without privileges, for a while.
+
+    What is needed within must be imported before: nobody may not read everything.
+    """
+    folder = Path(mkdtemp(dir="/tmp"))
+    folder.chmod(0o755)
+    root = os.geteuid() == 0
+    try:
+        yield folder
+    finally:
+        if root:
+            os.setresuid(0, 0, 0)
+        rmtree(folder)
+
+
+def drop_privileges() -> None:
+    """Within `as_nobody`; undone at its end."""
+    if os.geteuid() == 0:
+        os.setresuid(65534, 65534, 0)
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from phalanx.config import (
 )
 from phalanx.errors import UsageError
 from phalanx.options import OPTIONS, scan, split_list
+from tests.conftest import as_nobody, drop_privileges
 
 PATH = {"PATH": os.environ.get("PATH", os.defpath)}
 
@@ -406,10 +407,14 @@ def test_scripts_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "no module 'absent_module'" in refusal("-m", "absent_module.train")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_unreadable_script(script: str) -> None:
-    os.chmod(script, 0)
-    assert "cannot be read" in refusal(script)
+def test_unreadable_script() -> None:
+    with as_nobody() as folder:
+        script = folder / "train.py"
+        script.write_text("")
+        script.chmod(0)
+        refusal("--no-such-option")  # loads what a refusal needs
+        drop_privileges()
+        assert "cannot be read" in refusal(str(script))
 
 
 def test_log_dir_that_is_a_file(script: str) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.processes.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
+from tests.conftest import as_nobody, drop_privileges
 
 
 def envs(n: int = 1, run_id: str = "run", restart: object = 0) -> dict[int, dict[str, str]]:
@@ -181,12 +182,13 @@ def test_log_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
             DefaultLogsSpecs(str(path))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_log_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "locked").mkdir(mode=0o500)
-    for path in (tmp_path / "locked", tmp_path / "locked" / "below"):
-        with pytest.raises(PermissionError, match="cannot be written"):
-            DefaultLogsSpecs(str(path))
+def test_log_dir_that_cannot_be_written_is_refused() -> None:
+    with as_nobody() as folder:
+        (folder / "locked").mkdir(mode=0o500)
+        drop_privileges()
+        for path in (folder / "locked", folder / "locked" / "below"):
+            with pytest.raises(PermissionError, match="cannot be written"):
+                DefaultLogsSpecs(str(path))
 
 
 def test_a_log_dir_that_cannot_be_made_is_named() -> None:
