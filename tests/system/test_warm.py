@@ -18,6 +18,7 @@ from phalanx.agent.warmth import Warmth
 from phalanx.processes.learned import Learned
 from phalanx.processes.spawner import Exit, Job, Spawner, Stopped
 from tests.conftest import HUNG, gone, wait_until
+from tests.system.netns import free_port
 
 # Modules of the standard library that no helper needs for itself.
 HEAVY = ["sqlite3", "xml.dom.minidom", "decimal"]
@@ -393,3 +394,66 @@ def test_signal_handlers_of_a_forked_worker_are_pythons_own(helpers: Any, tmp_pa
     text += "ok = ok and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
     text += "ok = ok and signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL\nsys.exit(int(ok))\n"
     assert run_one(helpers(), script(tmp_path, text)) == 1
+
+
+def test_a_node_that_waits_keeps_its_standbys_parked(tmp_path: Path) -> None:
+    """A spare, or the first of two nodes: parked before any round, and gone with it when it is stopped."""
+    main = script(tmp_path, "pass\n")
+    words = [
+        "run",
+        "--warm",
+        "standby",
+        "--nproc-per-node",
+        "3",
+        "--nnodes",
+        "2",
+        "--rdzv-backend",
+        "phalanx",
+    ]
+    words += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "-q", str(main)]
+    env = {**os.environ, "PHALANX_TOKEN": "secret"}
+    job = subprocess.Popen([sys.executable, "-m", "phalanx", *words], env=env, stderr=subprocess.DEVNULL)
+    try:
+        agent = psutil.Process(job.pid)
+        # Keeper, zygote, and one for each local rank.
+        wait_until(lambda: len(agent.children(recursive=True)) == 5, "three parked processes")
+        waiting = [child.pid for child in agent.children(recursive=True)]
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(HUNG) == 143
+        assert all(gone(pid) for pid in waiting)
+    finally:
+        job.kill()
+        job.wait()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_a_thousand_warm_starts_of_a_torch_worker(helpers: Any, tmp_path: Path) -> None:
+    """Every one computes what a cold start computes; the zygote neither grows nor keeps descriptors."""
+    pytest.importorskip("torch")
+    text = """
+import sys, torch
+torch.manual_seed(3)
+a = torch.randn(64, 64)
+print(float((a @ a.T).sum()), float(torch.rand(1)))
+"""
+    main = script(tmp_path, text)
+    cold = subprocess.run([sys.executable, str(main)], capture_output=True, text=True, check=True).stdout
+    spawner = helpers(preload=["torch"])
+    out = tmp_path / "out"
+
+    def warm() -> str:
+        job = Job(0, program=("script", str(main), []))
+        job.stdout = str(out)
+        out.unlink(missing_ok=True)
+        spawner.spawn([job], os.environ)
+        assert ends(spawner, 1)[0].code == 0
+        return out.read_text()
+
+    assert warm() == cold
+    zygote = psutil.Process(spawner.pid).children()[0]
+    memory, fds = zygote.memory_info().rss, zygote.num_fds()
+    for _ in range(1000):
+        assert warm() == cold
+    assert zygote.num_fds() == fds
+    assert zygote.memory_info().rss < memory + (16 << 20)

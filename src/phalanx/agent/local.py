@@ -275,6 +275,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._sleep(fds, timeout)
 
     def _look(self) -> Event | None:
+        if self.warmth is not None and self._state.phase is core.Phase.JOINING:
+            self.warmth.idle(self._worker_group.spec.local_world_size)
         if self._log is not None and self.watch is not None:
             self._log.first_line = self.watch.begun
             self._log.settle()

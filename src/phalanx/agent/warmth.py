@@ -76,6 +76,12 @@ class Warmth:
         self._due = [now + after for after in _LOOKS] if self.kind.startswith("python") else []
         self._parked = 0
 
+    def idle(self, count: int) -> None:
+        """Nothing runs and a round is awaited (a spare, a first node): be as ready for it as can be."""
+        if self.mode == "standby" and self.kind.startswith("python") and not self._parked:
+            self._parked = count
+            (self._next or self._now).park(count, self.warm_up)
+
     def due(self) -> float | None:
         """When `look` wants to be called next."""
         return self._due[0] if self._due else None
