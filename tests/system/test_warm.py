@@ -146,7 +146,7 @@ def test_siblings_differ_where_fresh_processes_would(helpers: Any, tmp_path: Pat
     import textwrap
 
     main = script(tmp_path, textwrap.dedent(text))
-    spawner = helpers(preload=["random", "numpy", "uuid", "tempfile"])
+    spawner = helpers(preload=["random", "numpy.random", "uuid", "tempfile"])
     jobs = []
     for rank in range(3):
         job = Job(rank, program=("script", str(main), [str(tmp_path / "values")]))
@@ -457,3 +457,18 @@ print(float((a @ a.T).sum()), float(torch.rand(1)))
         assert warm() == cold
     assert zygote.num_fds() == fds
     assert zygote.memory_info().rss < memory + (16 << 20)
+
+
+def test_the_answer_to_a_late_stop_is_not_taken_for_the_next_groups(helpers: Any, tmp_path: Path) -> None:
+    """Asked to stop twice, answered twice; the second answer comes when the next group is starting."""
+    spawner = helpers()
+    job = Job(0, program=("script", str(script(tmp_path, "pass\n")), []))
+    spawner.spawn([job], os.environ)
+    ends(spawner, 1)
+    spawner.stop(signal.SIGTERM, 1)
+    spawner.stop(signal.SIGTERM, 1)
+    spawner.spawn([job], os.environ)
+    events: list[Any] = []
+    while not any(isinstance(event, Exit) for event in events):
+        events += spawner.events(HUNG)
+    assert not any(isinstance(event, Stopped) for event in events)

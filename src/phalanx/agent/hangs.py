@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.core.progress import Verdict, View, blame, ranks_text
+from phalanx.core.progress import Verdict, View, blame
 from phalanx.timers import stacks
 from phalanx.timers.heartbeat import STACK_SIGNAL
 
@@ -165,8 +165,3 @@ class Incident:
                 file.write(text)
         except OSError:
             pass  # a full disk: what matters is on the screen
-
-
-def unready(view: View) -> str:
-    """Which ranks have not said anything yet, for a person."""
-    return ranks_text(tuple(beat.rank for beat in view.alive if not beat.count))

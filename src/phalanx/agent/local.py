@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
-_STRAY_GRACE = 2.0  # for what successful workers left running behind them
 _LOOK_AT_STATES = 1.0  # uninterruptible sleep is no event; it is looked for this often, when asked for
 
 
@@ -231,8 +230,10 @@ class LocalElasticAgent(SimpleElasticAgent):
             return RunResult(WorkerState.FAILED, failures=self._by_global_rank(failed))
         if context.all_succeeded:
             if self._swept is not context:
+                from phalanx.processes.context import STRAY_GRACE
+
                 self._swept = context
-                context.ask_stop(signal.SIGTERM, min(_STRAY_GRACE, self._shutdown_timeout))
+                context.ask_stop(signal.SIGTERM, min(STRAY_GRACE, self._shutdown_timeout))
             result = context.outcome(patience=1.0)
             if result is not None:
                 values = {worker_group.workers[r].global_rank: v for r, v in result.return_values.items()}

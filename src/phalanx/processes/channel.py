@@ -30,7 +30,6 @@ class Channel:
     def __init__(self, sock: _socket.socket) -> None:
         self.sock = sock
         self._inbox = bytearray()
-        self._fds: list[int] = []
 
     def fileno(self) -> int:
         return self.sock.fileno()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from phalanx.processes.tee import Tee
     from phalanx.timers.heartbeat import Boards
 
-_STRAY_GRACE = 2.0  # for what successful workers left running behind them
+STRAY_GRACE = 2.0  # for what successful workers left running behind them
 _ANSWER = 7.0  # over the grace: the zygote answers before that, or it is not going to
 
 
@@ -318,7 +318,7 @@ class PContext(abc.ABC):
                 self._ask_stop(signal.SIGTERM, self.stop_timeout)
             elif len(self._exits) == self.nprocs:
                 # Nobody to stop but what they may have left behind.
-                self._ask_stop(signal.SIGTERM, min(_STRAY_GRACE, self.stop_timeout))
+                self._ask_stop(signal.SIGTERM, min(STRAY_GRACE, self.stop_timeout))
 
     def _ask_stop(self, sig: int, grace: float) -> None:
         assert self.spawner is not None

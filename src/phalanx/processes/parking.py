@@ -31,7 +31,7 @@ class Lot:
     def descriptors(self) -> set[int]:
         return {channel.fileno() for channel in self.parked.values()}
 
-    def park(self, inherited: set[int], zygote: int) -> Handover | None:
+    def park(self, zygote: int) -> Handover | None:
         """Fork one. None in the zygote; the hand-over in the fork, when its time has come."""
         ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:

@@ -194,9 +194,8 @@ class Zygote:
         """Have this many forks waiting."""
         self.lot.warm_up = warm_up
         while len(self.lot.parked) < count and self.lot.failures < 3:
-            ours = {self.channel.fileno(), self.keeper_fd, self._wake_read, self._wake_write}
             try:
-                handover = self.lot.park(ours, os.getpid())
+                handover = self.lot.park(os.getpid())
             except OSError:
                 break  # no room for it; restarts are slower then, and nothing else
             if handover is None:
