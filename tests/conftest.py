@@ -81,6 +81,8 @@ def nothing_left_behind(
     monkeypatch.setenv("TMPDIR", str(private))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(private / "cache"))  # no lists of modules in somebody's home
+    # With it every piece of a print is a write of its own, and those of two ranks end up in one line.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     processes, threads, fds = _descendants(), set(threading.enumerate()), _fds()
     yield
     wait_until(lambda: _descendants() <= processes, f"the end of processes {_descendants() - processes}", 5)

@@ -45,7 +45,7 @@ total = float(add(mine)[0])
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == world - 1 and sys.argv[1:] == ["killed"]:
     os.kill(os.getpid(), 9)
 sync = multihost_utils.sync_global_devices("before the end")
-print("psum", total, flush=True)
+print(f"psum {total}", flush=True)
 jax.distributed.shutdown()
 """
 
