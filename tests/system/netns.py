@@ -124,6 +124,7 @@ class Job:
         conf: str = "",
         host: Host | None = None,
         terminal: bool = False,
+        before: Sequence[str] = (),
     ) -> Node:
         """Start an agent."""
         settings = f"name={name},{self._conf}" + (f",{conf}" if conf else "")
@@ -132,7 +133,12 @@ class Job:
         command = [*self._words, "--rdzv-endpoint", self.endpoint, "--rdzv-conf", settings]
         command += ["--nproc-per-node", str(nproc), *words, str(self.script)]
         node = Node(
-            name, command, nproc, before=host.inside if host else (), terminal=terminal, env=self.environment
+            name,
+            command,
+            nproc,
+            before=host.inside if host else before,
+            terminal=terminal,
+            env=self.environment,
         )
         self._nodes.append(node)
         return node

@@ -246,7 +246,7 @@ def test_a_collective_that_waits_for_a_lost_peer(tmp_path: Path, workers: int) -
 
 def test_slow_ranks_are_named_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, so that a window need not last as long as in life."""
-    import phalanx.core.progress as progress
+    import phalanx.core.pace as progress
     from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import WorkerSpec
     from phalanx.processes.logs import DefaultLogsSpecs

@@ -7,15 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.progress import (
-    WINDOW,
     Beat,
     Evidence,
-    Pace,
     View,
     WatchPolicy,
     alike,
     blame,
-    compare,
     judge,
     next_look,
 )
@@ -145,46 +142,6 @@ def test_an_odd_stack_stands_out_where_steps_are_not_counted() -> None:
 def test_identical_stacks_are_grouped_with_the_odd_ones_first() -> None:
     assert alike(seen(("a",), ("b",), ("a",), ("c",), ("b",), ("a",))) == ((3,), (1, 4), (0, 2, 5))
     assert alike(()) == ()
-
-
-def windows(*rates: tuple[float, ...]) -> list[list[int]]:
-    """Who is named in each window; `rates` are steps per second of each rank."""
-    pace, named = Pace(), []
-    steps = [0.0] * len(rates[0])
-    now = 100.0
-    for window in ((0.0,) * len(rates[0]), *rates):
-        steps = [done + rate * WINDOW for done, rate in zip(steps, window, strict=True)]
-        view = View(0.0, tuple(Beat(rank, now, int(done), 1) for rank, done in enumerate(steps)))
-        pace, found = compare(pace, view, now)
-        named.append([one.rank for one in found])
-        now += WINDOW
-    return named[1:]
-
-
-SLOW, EVEN = (10.0, 5.0, 10.0), (10.0, 10.0, 9.0)
-
-
-@pytest.mark.parametrize(
-    ("rates", "named"),
-    [
-        ((SLOW,) * 6, [[], [], [1], [], [], []]),  # once
-        ((SLOW, SLOW, EVEN, SLOW, SLOW, EVEN), [[]] * 6),  # not persistently
-        ((EVEN,) * 6, [[]] * 6),
-        (((10.0, 5.0),) * 3, [[], [], [1]]),
-        (((10.0,),) * 3, [[]] * 3),  # nobody to compare with
-        (((0.01, 0.0),) * 4, [[]] * 4),  # too few steps to tell
-    ],
-)
-def test_stragglers(rates: tuple[tuple[float, ...], ...], named: list[list[int]]) -> None:
-    assert windows(*rates) == named
-
-
-def test_a_straggler_is_named_with_both_rates() -> None:
-    pace = Pace()
-    for turn in range(4):
-        view = View(0.0, tuple(Beat(r, 10.0 * turn, turn * n, 1) for r, n in enumerate((100, 50, 100))))
-        pace, found = compare(pace, view, 10.0 * turn)
-    assert [one.reason for one in found] == ["rank 1 is slow: 5 steps/s where the others make 10"]
 
 
 @pytest.mark.parametrize("final", [True, False])

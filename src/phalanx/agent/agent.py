@@ -227,7 +227,7 @@ class SimpleElasticAgent(ElasticAgent):
             case say.EnterBarrier():
                 self._peers.finished(command.round)
             case say.ReportFailure():
-                self._peers.failed(command, self._last, self.job_name)
+                self._peers.failed(command, self._last, self.job_name, self._story(command.summary))
             case say.Leave():
                 self._peers.leave(self._number, self._state.ending.message if self._state.ending else "left")
             case say.CloseRendezvous():
@@ -315,6 +315,10 @@ class SimpleElasticAgent(ElasticAgent):
         rank, failure = root_cause(result.failures)
         ready = self._was_ready(failure.local_rank)
         return say.WorkerFailed(summary(rank, failure), failure.shell_status, failure.message, ready)
+
+    def _story(self, summary: str) -> str:
+        """What there is to tell of a failure in which no worker failed; empty where that is its summary."""
+        return ""
 
     def _was_ready(self, local_rank: int) -> bool | None:
         """Whether a worker had said that it was set up; None where workers cannot say so."""

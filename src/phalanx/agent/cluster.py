@@ -82,9 +82,9 @@ class Cluster:
         assert formed.round.number == number, "no round follows before the workers of the last are gone"
         return self._handler.info(formed)
 
-    def failed(self, command: say.ReportFailure, result: RunResult, name: str) -> None:
+    def failed(self, command: say.ReportFailure, result: RunResult, name: str, story: str) -> None:
         """Tell the others at once, with the report that all nodes will show should this end the job."""
-        report, code = command.summary, 1
+        report, code = story or command.summary, 1
         if result.failures:
             from phalanx.observe.report import diagnosis_of, format_report
 

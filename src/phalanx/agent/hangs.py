@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.core.progress import Verdict, View, blame
+from phalanx.core.progress import Evidence, Verdict, View, WatchPolicy, blame, judge
 from phalanx.timers import stacks
 from phalanx.timers.heartbeat import STACK_SIGNAL
 
@@ -23,6 +23,14 @@ PATIENCE = 0.6
 """Seconds for all workers to answer: the answer is C code, and late only on a machine that is overloaded."""
 LOOK_AGAIN = 0.02
 _NATIVE_PATIENCE = 8.0
+
+
+class Findings:
+    """What is known about the ranks of a hang, of one node or of all: by global rank."""
+
+    def __init__(self, view: View, found: dict[int, Evidence], where: dict[int, str]) -> None:
+        self.view, self.found, self.where = view, found, where
+        self.silent: list[str] = []  # nodes that did not answer
 
 
 class Incident:
@@ -116,24 +124,39 @@ class Incident:
 
     # -- summing up ---------------------------------------------------------------------------------
 
-    def conclude(self) -> str:
-        """Keep the stacks in the log directory, and say in one line what hangs and who stands out."""
+    def collect(self) -> Findings:
+        """What was found out on this node; the stacks are kept beside the logs."""
         found = {}
         for rank in self._pids:
             text = self._boards.stacks(rank, self._before[rank]) if rank in self._asked else ""
             found[self._places[rank]] = stacks.evidence(self._places[rank], text, rank in self._stopped)
             self._keep(self._path(rank, "stacks.txt"), text)
-        pids = {self._places[rank]: pid for rank, pid in self._pids.items()}
-        guilty = blame(self.view, self.verdict, tuple(found.values()))
-        who = stacks.in_one_line(guilty, found)
+        where = {self._places[rank]: f"pid {pid}" for rank, pid in self._pids.items()}
+        return Findings(self.view, found, where)
+
+    def conclude(self, findings: Findings, policy: WatchPolicy, now: float, host: str = "") -> str:
+        """Say in one line what hangs and who stands out, and keep the rest in the log directory."""
+        # Where other nodes have answered, too, the same rule says more: whom else it is true of.
+        again = judge(findings.view, now, policy)
+        if again is not None and again.rule == self.verdict.rule:
+            self.verdict = again
+        guilty = blame(findings.view, self.verdict, tuple(findings.found.values()))
+        who = stacks.in_one_line(guilty, findings.found)
         joint = ", " if who.startswith("at ") else ": "
         self.summary = f"{self.verdict.reason}{joint}{who}" if who else self.verdict.reason
-        self.report = stacks.in_full(f"HANG: {self.summary}", self.view, guilty, found, pids)
+        headline = f"HANG: {self.summary}"
+        self.report = stacks.in_full(headline, findings.view, guilty, findings.found, findings.where)
+        self.report += [f"  {node}: no answer" for node in findings.silent]
+        self.keep_report(host)
+        return self.summary
+
+    def keep_report(self, host: str = "") -> None:
+        """The report beside the logs of this attempt; `host` where there are several."""
         directory = self.directory
         if directory:
-            self.report.append(f"  stacks in full: {os.path.join(directory, '*', 'stacks.txt')}")
+            on = f" on {host}" if host else ""
+            self.report.append(f"  stacks in full{on}: {os.path.join(directory, '*', 'stacks.txt')}")
             self._keep(os.path.join(directory, "hang.txt"), "\n".join(self.report) + "\n")
-        return self.summary
 
     def as_data(self) -> dict[str, Any]:
         """For the report as JSON."""

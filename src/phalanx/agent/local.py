@@ -14,7 +14,7 @@ from phalanx.agent.agent import DEFAULT_ROLE, SimpleElasticAgent
 from phalanx.agent.environment import line_prefix, substitute, worker_environment
 from phalanx.agent.spec import RunResult, WorkerGroup, WorkerSpec
 from phalanx.core import group as core
-from phalanx.core.messages import Outcome, Signal, Uninterruptible, WorkerState
+from phalanx.core.messages import AllSucceeded, Outcome, Signal, Uninterruptible, WorkerState
 from phalanx.processes.spawner import Spawner
 
 TYPE_CHECKING = False
@@ -150,7 +150,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         context.start()
         self._context = context
         if self.watch is not None:
-            self.watch.started(context, worker_group, time.monotonic())
+            self.watch.started(context, worker_group, time.monotonic(), self._number, self._host)
         if self.warmth is not None:
             self.warmth.started(time.monotonic())
         if self.store is not None:
@@ -291,12 +291,14 @@ class LocalElasticAgent(SimpleElasticAgent):
             if stuck:
                 return Uninterruptible(stuck)
         event = super()._look()
+        if isinstance(event, AllSucceeded) and self.watch is not None:
+            self.watch.finished(time.monotonic())
         if event is None and self.watch is not None and self._state.phase is core.Phase.RUNNING:
             event = self.watch.look(time.monotonic())
         return event
 
     def _post(self, event: Event | Callable[[], None]) -> None:
-        if isinstance(event, Signal) and self.watch is not None and self.watch.repeats(event.sig):
+        if isinstance(event, Signal) and self.watch is not None and self.watch.preemption.repeats(event.sig):
             return
         super()._post(event)
 
@@ -317,6 +319,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         return tuple(
             p for p, since in self._stuck_since.items() if now - since > self._uninterruptible_timeout
         )
+
+    def _story(self, summary: str) -> str:
+        return self.watch.report(summary) if self.watch is not None else ""
 
     def _was_ready(self, local_rank: int) -> bool | None:
         return self.watch.was_ready(local_rank) if self.watch is not None else None
@@ -348,14 +353,18 @@ class LocalElasticAgent(SimpleElasticAgent):
             raise self.watch.unfit
         return result
 
+    @property
+    def _host(self) -> str:
+        """This node, as people know it."""
+        return self._peers.name or os.uname().nodename
+
     def _by_global_rank(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
         group = self._worker_group
-        host = self._peers.name or os.uname().nodename
         found = {}
         for local_rank, failure in failures.items():
             failure.global_rank = group.workers[local_rank].global_rank
             failure.role = group.spec.role
-            failure.host = host
+            failure.host = self._host
             found[failure.global_rank] = failure
         return found
 

@@ -99,7 +99,7 @@ class Peers:
             return say.BarrierDone(ok=False, missing=(str(error),), round=number)
         return say.BarrierDone(round=number)
 
-    def failed(self, command: say.ReportFailure, result: RunResult, name: str) -> None:
+    def failed(self, command: say.ReportFailure, result: RunResult, name: str, story: str) -> None:
         """Tell the others, if there is anybody to tell."""
         tell = getattr(self._handler, "report_failure", None)
         if tell is not None:

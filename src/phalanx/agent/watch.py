@@ -4,20 +4,16 @@
 carried out. Everything runs in the owner's thread. While nothing is asked for and no worker says anything,
 nothing is imported, read or woken for it.
 
-A hang goes like this: the verdict, then the stacks of all ranks (agent/hangs.py), then one line with who
-stands out, then `Hang` for the core (restart or fail), or only the line (warn).
-
-Preemption: the worker's board says so, and the signal itself goes to those workers that handle it (to the
-others it would mean death). Nobody else is told, for one killed rank could break the checkpoint of the rest;
-when no rank listens at all there is nothing to wait for, and all are stopped as by SIGTERM.
+A hang goes like this: the verdict, then the stacks of all ranks (agent/hangs.py), those of other nodes, too
+(agent/world.py), then one line with who stands out, then `Hang` for the core (restart or fail), or only the
+line (warn).
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
+from phalanx.agent.preemption import Preemption
 from phalanx.agent.services import NodeCheck, NodeUnfit, Services
 from phalanx.core.messages import Hang, RoundFailed
 
@@ -27,11 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.agent.hangs import Incident
+    from phalanx.agent.hangs import Findings, Incident
+    from phalanx.agent.output import Output
     from phalanx.agent.spec import WorkerGroup
+    from phalanx.agent.world import World
     from phalanx.config import RunConfig
     from phalanx.core.messages import Event
-    from phalanx.core.progress import Pace, Verdict, View, WatchPolicy
+    from phalanx.core.pace import Pace, Standing
+    from phalanx.core.progress import Verdict, View, WatchPolicy
     from phalanx.processes.context import PContext
     from phalanx.timers.heartbeat import Boards
 
@@ -43,9 +42,14 @@ class Watch:
 
     _context: PContext | None = None
     _incident: Incident | None = None
+    _findings: Findings | None
+    _group: WorkerGroup | None
+    _world: World | None = None
     _due: float | None
+    _first_exit: float
     _places: dict[int, int]
     _pace: Pace | None
+    _standing: Standing | None
     _output: Output | None
 
     def __init__(
@@ -57,14 +61,12 @@ class Watch:
         health_check: str = "",
     ) -> None:
         self.policy = policy
-        self.preempt_signal = preempt_signal
+        self.preemption = Preemption(preempt_signal)
         self.services = Services(health)
         self.node_check = NodeCheck(health_check) if health_check else None
         self.unfit: NodeUnfit | None = None  # why this node stays out
-        self.preempting = False
-        self._announced = False
         self.findings: list[dict[str, Any]] = []  # hangs and stragglers, for the report
-        self.last_hang: Incident | None = None
+        self.last_hang: list[str] = []  # the report
         self._note: Callable[[str], None] = lambda _line: None
         self._post: Callable[[Any], None] = lambda _event: None
         self._boards: Boards | None = None
@@ -141,32 +143,65 @@ class Watch:
 
         if self._boards is not None:
             self._boards.close()
-        self._boards = Boards(count, self.preempt_signal)
+        self._boards = Boards(count, self.preemption.signal)
         return self._boards
 
-    def started(self, context: PContext, group: WorkerGroup, now: float) -> None:
-        """These workers run now."""
+    def started(self, context: PContext, group: WorkerGroup, now: float, number: int, host: str) -> None:
+        """These workers run now, in this round; `host` is this node's name among the others."""
         self._forget()
         self._context = context
+        self._group, self._number, self._host = group, number, host
         self._places = {worker.local_rank: worker.global_rank for worker in group.workers}
         self._started_at = now
         self._alive = len(self._places)
         self._due = now if self.policy is not None else None
+        if self.policy is not None:
+            self._meet_others()
+
+    def _meet_others(self) -> World | None:
+        """The other nodes, once there is something to compare with them."""
+        group = self._group
+        if self._world is None and group is not None and (group.group_world_size or 1) > 1:
+            from phalanx.agent.world import world_of
+
+            self._world = world_of(group, self._number, self._host, self._post, self._hear)
+        return self._world
+
+    def finished(self, now: float) -> None:
+        """All workers of this node have ended well."""
+        self._exit(now, tuple(sorted(self._places.values())))
+        if self._world is not None:
+            self._world.no_rates()
+
+    def _exit(self, now: float, ranks: tuple[int, ...]) -> None:
+        if self._first_exit:
+            return
+        self._first_exit = now
+        limit = self.policy.partial_exit_timeout if self.policy is not None else None
+        if self._world is not None and limit is not None:
+            self._world.exited(ranks)
 
     def _forget(self) -> None:
         if self._incident is not None:
             self._incident.abandon()
+        if self._world is not None:
+            self._world.close()
+            self._world = None
         self._context = None
+        self._group = None
+        self._number, self._host = 0, ""
         self._places = {}
         self._started_at = 0.0
         self._alive = 0
         self._first_exit = 0.0
         self._due = None
-        self._incident = None
+        self._incident = self._findings = None
         self._warned = ""
         self._told_of_no_beats = False
-        self._pace = None
+        self._pace = self._standing = None
         self._output = None
+        self._output_elsewhere = self._asked_for_output = 0.0
+        self._finished_elsewhere: tuple[int, ...] = ()
 
     # -- the loop's view ----------------------------------------------------------------------------
 
@@ -189,8 +224,8 @@ class Watch:
         alive = len(self._context.running)
         left = alive != self._alive
         self._alive = alive
-        if left and not self._first_exit and alive:
-            self._first_exit = now
+        if left and alive:
+            self._exit(now, self._finished())
         if self._incident is not None:
             return self._proceed(self._incident, now)
         if not rung and not (left and self.policy is not None) and (self._due is None or now < self._due):
@@ -208,7 +243,12 @@ class Watch:
         elif verdict.rule != self._warned:
             self._begin(verdict, view, now)
             return None
-        times = [next_look(view, policy), self._look_for_stragglers(view, now), self._miss_beats(view, now)]
+        times = [
+            next_look(view, policy),
+            self._look_for_stragglers(view, now),
+            self._miss_beats(view, now),
+            self._ask_for_output(view, now),
+        ]
         self._due = min((at for at in times if at is not None), default=None)
         if verdict is not None:
             self._due = now + _WARN_AGAIN
@@ -234,27 +274,67 @@ class Watch:
                     slot.section,
                 )
             )
-        finished = tuple(self._places[rank] for rank in sorted(self._places) if rank not in running)
+        finished = tuple(sorted({*self._finished(), *self._finished_elsewhere}))
         output_at = None
         if policy.silence_timeout is not None:
+            from phalanx.agent.output import Output
+
             self._output = self._output or Output(self._context, self._started_at)
             output_at = self._output.last(now)
+            if output_at is not None:
+                output_at = max(output_at, self._output_elsewhere)
         return View(self._started_at, tuple(beats), finished, self._first_exit, output_at)
+
+    def _finished(self) -> tuple[int, ...]:
+        """The ranks of this node that have ended well."""
+        running = self._context.running if self._context is not None else set()
+        return tuple(self._places[rank] for rank in sorted(self._places) if rank not in running)
 
     def _look_for_stragglers(self, view: View, now: float) -> float | None:
         """Compare the rates, when it is time; when it is time again."""
-        from phalanx.core.progress import WINDOW, Pace, compare
-
-        if len(view.alive) < 2 or not any(beat.count for beat in view.alive):
+        if not any(beat.count for beat in view.alive):
             return None
-        pace = self._pace or Pace()
-        if now >= pace.at + WINDOW:
-            self._pace, found = compare(pace, view, now)
+        from phalanx.core import pace as core
+
+        world = self._meet_others()
+        if world is None and len(view.alive) < 2:
+            return None
+        before = self._pace or core.Pace()
+        if now < before.at + core.WINDOW:
+            return before.at + core.WINDOW
+        self._pace, rates = core.measure(before, view, now)
+        if rates and world is not None:
+            world.rates(rates, now - before.at)
+        elif rates:
+            standing = self._standing or core.Standing()
+            self._standing, found = core.compare(standing, rates, now - before.at, {})
             for one in found:
-                self._note(one.reason)
-                self.findings.append({"kind": "straggler", "rank": one.rank, "summary": one.reason})
-            pace = self._pace
-        return pace.at + WINDOW
+                self._name_slow(vars(one))
+        return now + core.WINDOW
+
+    def _name_slow(self, straggler: dict[str, Any]) -> None:
+        self._note(straggler["reason"])
+        self.findings.append(
+            {
+                "kind": "straggler",
+                "ranks": list(straggler["ranks"]),
+                "host": straggler["host"],
+                "summary": straggler["reason"],
+            }
+        )
+
+    def _ask_for_output(self, view: View, now: float) -> float | None:
+        """Ask the other nodes for output of theirs, in time for the answer; when to do so."""
+        limit = self.policy.silence_timeout if self.policy is not None else None
+        if self._world is None or limit is None or view.output_at in (None, self._asked_for_output):
+            return None
+        assert view.output_at is not None
+        due = view.output_at + limit - min(1.0, limit / 4)
+        if now < due:
+            return due
+        self._asked_for_output = view.output_at
+        self._world.ask_for_output()
+        return None
 
     def _miss_beats(self, view: View, now: float) -> float | None:
         """Say once that nobody sends the heartbeats that are to be watched."""
@@ -271,94 +351,124 @@ class Watch:
         )
         return None
 
+    # -- a hang -------------------------------------------------------------------------------------
+
     def _begin(self, verdict: Verdict, view: View, now: float) -> None:
+        if self._world is not None:
+            self._world.suspect(verdict, now)
+        self._collect(verdict, view, now)
+
+    def _collect(self, verdict: Verdict, view: View, now: float) -> None:
         from phalanx.agent.hangs import LOOK_AGAIN, Incident
 
         assert self._context is not None
         assert self._boards is not None
         self._incident = Incident(verdict, view, self._context, self._boards, self._places, now)
+        self._findings = None
         self._due = now + LOOK_AGAIN
 
     def _proceed(self, incident: Incident, now: float) -> Event | None:
         from phalanx.agent.hangs import LOOK_AGAIN
+        from phalanx.core.progress import WatchPolicy
 
-        if not incident.done(now):
-            self._due = now + LOOK_AGAIN
-            return None
+        self._due = now + LOOK_AGAIN
+        if self._findings is None:
+            if not incident.done(now):
+                return None
+            self._findings = incident.collect()
+        if self._world is not None:
+            what = self._world.proceed(self._findings, now)
+            if what == "wait":
+                return None
+            if what == "drop":
+                self._world.settled()
+                self._incident, self._due = None, now
+                return None
+        policy = self.policy or WatchPolicy()
+        summary = incident.conclude(
+            self._findings, policy, now, self._host if self._world is not None else ""
+        )
         self._incident, self._due = None, now
-        summary = incident.conclude()
-        self.last_hang = incident
+        if self._world is not None:
+            self._world.concluded(incident.as_data())
+        return self._judged(incident, policy.on_hang, summary)
+
+    def _judged(self, incident: Incident, mode: str, summary: str) -> Event | None:
+        self.last_hang = incident.report
         self.findings.append(incident.as_data())
-        mode = self.policy.on_hang if self.policy is not None else "restart"
         if mode == "warn":
             self._warned = incident.verdict.rule
             self._note(summary)
             return None
         return Hang(summary, final=mode == "fail")
 
-    def report(self) -> str:
-        """The last hang in full; empty when there was none."""
-        return "\n".join(self.last_hang.report) if self.last_hang is not None else ""
+    # -- what the other nodes say -------------------------------------------------------------------
 
-    # -- preemption ---------------------------------------------------------------------------------
+    def _hear(self, news: dict[str, Any]) -> None:
+        world, now = self._world, time.monotonic()
+        if world is None:
+            return  # of a round that is over
+        match news.get("kind"):
+            case "slow":
+                self._name_slow(news)
+            case "exit" if not self._first_exit:
+                self._first_exit, self._finished_elsewhere = now, tuple(news["ranks"])
+                self._due = now
+            case "quiet" if news["node"] != world.node:
+                self._answer_quiet(world, now)
+            case "output":
+                self._output_elsewhere = max(self._output_elsewhere, now - news["age"])
+            case "hang" if world.opened(news, now) and self._incident is None:
+                self._look_into(world, news, now)
+            case "verdict" if news["node"] != world.node:
+                self._take_verdict(world, news["hang"], now)
 
-    def repeats(self, sig: int) -> bool:
-        """Whether this announces a preemption that was announced before: once is enough.
+    def _answer_quiet(self, world: World, now: float) -> None:
+        limit = self.policy.silence_timeout if self.policy is not None else None
+        last = self._output.last(now) if self._output is not None else None
+        if limit is None or last is None:
+            return
+        # Old output is no answer, and what is known to be newer has been told.
+        if last > max(self._output_elsewhere, now - limit / 2):
+            world.tell_of_output(now - last)
 
-        Asked when the signal arrives, so that the second of two in a hurry is known for one, too.
-        """
-        before = self._announced
-        self._announced = before or sig == self.preempt_signal
-        return before and sig == self.preempt_signal
+    def _look_into(self, world: World, news: dict[str, Any], now: float) -> None:
+        """Another node found something that hangs: what do ours do?"""
+        from phalanx.agent.hangs import Findings
+        from phalanx.core.progress import Verdict, View, WatchPolicy
+
+        verdict = Verdict(news["rule"], tuple(news["ranks"]), news["reason"])
+        if self._context is not None and self._boards is not None and self._context.running:
+            self._collect(verdict, self._view(now, self.policy or WatchPolicy()), now)
+        else:  # nothing, they have finished
+            world.proceed(Findings(View(self._started_at, (), self._finished()), {}, {}), now)
+            world.settled()
+
+    def _take_verdict(self, world: World, hang: dict[str, Any], now: float) -> None:
+        """What another node made of a hang, from what all have said."""
+        world.settled()
+        self._warned = hang["rule"]
+        self.last_hang = hang["report"]
+        self.findings.append(hang)
+        if self._incident is not None:
+            self._incident.report = list(hang["report"])
+            self._incident.keep_report(self._host)
+            self._incident, self._due = None, now
+        if self.policy is not None and self.policy.on_hang == "warn":
+            self._note(hang["summary"])
+
+    def report(self, summary: str = "") -> str:
+        """The last hang in full, if it was this one; empty when there was none."""
+        return "\n".join(self.last_hang) if self.last_hang and summary in self.last_hang[0] else ""
+
+    # -- stopping -----------------------------------------------------------------------------------
 
     def stop(self, context: PContext, sig: int, grace: float) -> None:
         """Stop the workers; when it is for a preemption, let them checkpoint and leave by themselves."""
-        if sig != self.preempt_signal or self._boards is None or self.preempting:
+        if self._boards is not None and self.preemption.begins(sig):
+            self.preemption.stop(context, self._boards, grace, self._note)
+        else:
             context.ask_stop(sig, grace)
-            return
-        from phalanx.timers.stacks import catches
-
-        self.preempting = True
-        pids = context.pids()
-        running = context.running
-        handlers = {rank for rank in running if catches(pids[rank], sig)}
-        if not handlers and not any(self._boards.read(rank).listens for rank in running):
-            self._note("no worker listens for the preemption; they are stopped")
-            context.ask_stop(signal.SIGTERM, grace)
-            return
-        for rank in running:
-            self._boards.tell(rank)
-        context.send_signal(sig, handlers, alone=True)
-        context.ask_stop(0, grace)
-
-
-class Output:
-    """When the workers last wrote something into their log files."""
-
-    def __init__(self, context: PContext, started_at: float) -> None:
-        paths = {*context.stdouts.values(), *context.stderrs.values()} - {""}
-        self._sizes = dict.fromkeys(paths, 0)
-        self._looked_at = self._last = started_at
-
-    def last(self, now: float) -> float | None:
-        """The time of the last output; None where it goes to no file."""
-        if not self._sizes:
-            return None
-        newest = 0.0
-        for path, before in self._sizes.items():
-            try:
-                file = os.stat(path)
-            except OSError:
-                continue  # not there yet
-            if file.st_size != before:
-                self._sizes[path] = file.st_size
-                newest = max(newest, file.st_mtime)
-        if newest:
-            # How long ago by the clock of the files, but never before the last look: that clock may jump.
-            ago = min(max(0.0, time.time() - newest), now - self._looked_at)
-            self._last = now - ago
-        self._looked_at = now
-        return self._last
 
 
 def watch_for(config: RunConfig) -> Watch:

@@ -12,23 +12,11 @@ asked (the first that holds is the verdict):
 5. *silence*: no rank has written anything for `silence_timeout`.
 
 Who is to blame is another question, because in a hung collective all ranks fall silent at once: see `blame`.
-
-Stragglers are ranks whose step rate stays well below the others' over several windows (`Pace`). They are
-named, once, and nothing else follows.
 """
 
 from __future__ import annotations
 
 from phalanx.core.record import Record
-
-WINDOW = 10.0
-"""Seconds between two looks at the step rates."""
-_WINDOWS = 3
-"""How many in a row a rank must be slow: a checkpoint or a slow file is no straggler."""
-_SLOW = 0.8
-"""Of the others' rate."""
-_FEW = 3
-"""Steps in a window below which a rate says nothing."""
 
 
 class WatchPolicy(Record):
@@ -188,63 +176,6 @@ def alike(evidence: tuple[Evidence, ...]) -> tuple[tuple[int, ...], ...]:
     for one in sorted(evidence, key=lambda one: one.rank):
         groups.setdefault(one.stack, []).append(one.rank)
     return tuple(tuple(ranks) for ranks in sorted(groups.values(), key=lambda ranks: (len(ranks), ranks)))
-
-
-# ---- stragglers --------------------------------------------------------------------------------------
-
-
-class Pace(Record):
-    """The step counts at the last look, how often in a row each rank was slow, and who was named."""
-
-    at: float = 0.0
-    seen: tuple[tuple[int, int, float], ...] = ()
-    slow: tuple[tuple[int, int], ...] = ()
-    named: frozenset[int] = frozenset()
-
-
-class Straggler(Record):
-    """A rank that is persistently slower than the others."""
-
-    rank: int
-    rate: float
-    others: float
-    reason: str
-
-
-def compare(pace: Pace, view: View, now: float) -> tuple[Pace, tuple[Straggler, ...]]:
-    """Look at the rates of one more window; who is to be named now."""
-    seen = tuple(
-        (beat.rank, beat.count if beat.step is None else beat.step, beat.beat_at)
-        for beat in view.alive
-        if beat.count
-    )
-    rates = _rates(pace, seen, now)
-    before = dict(pace.slow)
-    slow: dict[int, int] = {}
-    found = []
-    if len(rates) > 1:
-        usual = sorted(rates.values())[len(rates) // 2]
-        for rank, rate in sorted(rates.items()):
-            if usual * (now - pace.at) < _FEW or rate >= _SLOW * usual:
-                continue
-            slow[rank] = before.get(rank, 0) + 1
-            if slow[rank] == _WINDOWS and rank not in pace.named:
-                reason = f"rank {rank} is slow: {rate:.3g} steps/s where the others make {usual:.3g}"
-                found.append(Straggler(rank, rate, usual, reason))
-    named = pace.named | {one.rank for one in found}
-    return Pace(now, seen, tuple(slow.items()), named), tuple(found)
-
-
-def _rates(pace: Pace, seen: tuple[tuple[int, int, float], ...], now: float) -> dict[int, float]:
-    """Steps per second since the last look, by the times of the heartbeats themselves."""
-    before = {rank: (steps, at) for rank, steps, at in pace.seen}
-    rates = {}
-    for rank, steps, at in seen:
-        if rank not in before or now <= pace.at:
-            continue
-        former, since = before[rank]
-        rates[rank] = (steps - former) / (at - since) if at > since and steps > former else 0.0
-    return rates
 
 
 # ---- words -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ time-out raises StoreTimeoutError, which is also a TimeoutError, and names the m
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from phalanx.core.commands import Add, Delete, Entry, Get, Notice, Put, Reply, Txn, When
@@ -104,6 +104,31 @@ class StoreFacade:
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there."""
         self._await(keys, self._timeout if timeout is None else timeout)
+
+    def subscribe(self, prefix: str, heard: Callable[[str, bytes], None]) -> Callable[[], None]:
+        """Hear of every key that is set below a prefix, those that are there first; what is returned ends it.
+
+        `heard` is called in the client's thread, and for the first ones in the caller's.
+        """
+
+        def noticed(notice: Notice) -> None:
+            tell([change.entry for change in notice.changes if not change.deleted])
+
+        def tell(entries: Sequence[Entry]) -> None:
+            for entry in entries:
+                heard(entry.key.removeprefix(self._prefix), entry.value)
+
+        number, reply = self._client.watch(self._key(prefix), noticed, prefix=True)
+        tell(reply.entries)
+
+        def end() -> None:
+            if self._client.lost is None:
+                try:
+                    self._client.unwatch(number)
+                except StoreError:
+                    pass  # closed in this moment
+
+        return end
 
     def has_extended_api(self) -> bool:
         """Whether append, multi_get and multi_set exist."""

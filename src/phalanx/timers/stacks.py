@@ -124,9 +124,12 @@ def in_one_line(blame: Blame, found: Mapping[int, Evidence]) -> str:
 
 
 def in_full(
-    reason: str, view: View, blame: Blame, found: Mapping[int, Evidence], pids: Mapping[int, int]
+    reason: str, view: View, blame: Blame, found: Mapping[int, Evidence], where: Mapping[int, str]
 ) -> list[str]:
-    """The report: ranks with identical stacks together, the odd ones out first."""
+    """The report: ranks with identical stacks together, the odd ones out first.
+
+    `where`: what a person needs to find a rank, as `pid 12` or `pid 12 on node-b`.
+    """
     lines = [reason]
     beats = {beat.rank: beat for beat in view.alive}
     first = [group for group in alike(tuple(found.values())) if set(group) & set(blame.ranks)]
@@ -134,7 +137,7 @@ def in_full(
     for group in (*first, *rest):
         one = found[group[0]]
         why = f" ({blame.reason})" if blame.reason and group in first else ""
-        about = ", ".join(filter(None, (_about(beats.get(rank), pids.get(rank)) for rank in group[:4])))
+        about = "; ".join(filter(None, (_about(beats.get(rank), where.get(rank)) for rank in group[:4])))
         lines.append(f"  {ranks_text(group)}{why}: {about}")
         if one.stopped:
             lines.append("    stopped by a signal: it cannot answer (kill -CONT lets it go on)")
@@ -148,10 +151,10 @@ def in_full(
     return lines
 
 
-def _about(beat: Beat | None, pid: int | None) -> str:
-    words = [f"pid {pid}"] if pid is not None else []
+def _about(beat: Beat | None, where: str | None) -> str:
+    words = [where] if where else []
     if beat is not None and beat.step is not None:
         words.append(f"step {beat.step}")
     if beat is not None and beat.section:
         words.append(f"in section {beat.section!r}")
-    return " ".join(words)
+    return ", ".join(words)

@@ -1,0 +1,255 @@
+"""The other nodes of a round, for whoever watches the progress of this one: rates, exits and hangs compared.
+
+*Rates.* Every node keeps the step rates of its ranks in the bulletin once a window. The lowest node that does
+so fetches all of them, compares (`core.pace`), and tells who is slow.
+
+*Output.* A node on which nobody writes asks, shortly before its patience ends, whether somebody does
+elsewhere; those that can say so answer, unless they heard another answer first.
+
+*Exits.* The first node on which a rank ends well tells it, so that the others' time begins to run.
+
+*Hangs.* In a hung collective all nodes fall silent together, and the one that holds the others up may be
+anywhere. So the node that notices first tells it (of several, the one whose news is first in the log: all see
+the same order). Everybody collects stacks and keeps them as a testimony; the one who told fetches them, sums
+up over the whole world, tells the verdict, and acts on it as if the hang were its own. A node that does not
+answer in time is named as silent, and does not hold up the rest. The testimonies carry times as ages, because
+nodes have no clock in common.
+
+Everything here runs in the owner's thread, but for the bulletin's own.
+"""
+
+from __future__ import annotations
+
+from phalanx.agent.bulletin import Bulletin, can_carry
+from phalanx.agent.hangs import Findings
+from phalanx.core.pace import Standing, compare
+from phalanx.core.progress import Beat, Evidence, Verdict
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx.agent.spec import WorkerGroup
+
+PATIENCE = 0.9
+"""Seconds from a verdict until the answers of the other nodes are to be there."""
+_GIVE_UP = 5.0
+"""For the verdict of another node, before we look for ourselves again."""
+_FRAMES = 40
+"""Of a stack, as it travels."""
+
+
+class World:
+    """This node among those of one round; `hear` is called in the owner's thread with the others' news."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        number: int,
+        host: str,
+        post: Callable[[Callable[[], None]], None],
+        hear: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.node, self._nodes = group.group_rank or 0, group.group_world_size or 1
+        self._host, self._post = host, post
+        self._windows = 0
+        self._seen: dict[str, int] = {}  # the window of each node's last rates
+        self._standing = Standing()
+        self._inquiry: Inquiry | None = None
+        self._hangs = 0
+        self._bulletin = Bulletin(
+            group.store, f"phalanx/progress/{number}/", lambda news: post(lambda: hear(news))
+        )
+
+    def close(self) -> None:
+        """The round is over."""
+        self._bulletin.close()
+
+    # -- rates --------------------------------------------------------------------------------------
+
+    def rates(self, rates: dict[int, float], span: float) -> None:
+        """What this node's ranks made in a window."""
+        self._windows += 1
+        mine = {"window": self._windows, "host": self._host, "rates": list(rates.items())}
+        self._bulletin.keep(f"pace/{self.node}", mine)
+        names = [f"pace/{node}" for node in range(self._nodes)]
+
+        def compare_all() -> None:
+            self._bulletin.fetch(names, 0.0, lambda found: self._post(lambda: self._compare(found, span)))
+
+        lower = names[: self.node]
+        if not lower:
+            compare_all()
+        else:  # somebody below us who keeps rates does it
+            self._bulletin.fetch(lower, 0.0, lambda found: None if found else compare_all(), enough=1)
+
+    def no_rates(self) -> None:
+        """Nothing runs here any more; somebody else may have to compare."""
+        if self._windows:
+            self._bulletin.keep(f"pace/{self.node}", {})
+
+    def _compare(self, found: dict[str, dict[str, Any]], span: float) -> None:
+        rates: dict[int, float] = {}
+        hosts: dict[int, str] = {}
+        for name, one in found.items():
+            for rank, rate in one["rates"]:
+                hosts[rank] = str(one["host"])
+                if one["window"] != self._seen.get(name):
+                    rates[rank] = float(rate)
+            self._seen[name] = one["window"]
+        self._standing, slow = compare(self._standing, rates, span, hosts)
+        for straggler in slow:
+            self._bulletin.tell({"kind": "slow", **vars(straggler)})
+
+    # -- exits --------------------------------------------------------------------------------------
+
+    def exited(self, ranks: tuple[int, ...]) -> None:
+        """These have ended well, while others may run on."""
+        self._bulletin.tell({"kind": "exit", "ranks": ranks})
+
+    # -- output -------------------------------------------------------------------------------------
+
+    def ask_for_output(self) -> None:
+        """Nothing was written here for long: where many ranks are silent by habit, one may still talk."""
+        self._bulletin.tell({"kind": "quiet", "node": self.node})
+
+    def tell_of_output(self, age: float) -> None:
+        """Somebody asked, and here something was written that long ago."""
+        self._bulletin.tell({"kind": "output", "age": age})
+
+    # -- hangs --------------------------------------------------------------------------------------
+
+    def suspect(self, verdict: Verdict, now: float) -> None:
+        """Something hangs here: let all nodes look."""
+        self._hangs += 1
+        self._inquiry = Inquiry(now)
+        case = f"{self.node}-{self._hangs}"
+        self._bulletin.tell({"kind": "hang", "node": self.node, "case": case, **vars(verdict)})
+
+    def opened(self, news: dict[str, Any], now: float) -> bool:
+        """A hang was told, here or elsewhere; whether it is the first word of it."""
+        if self._inquiry is None:
+            self._inquiry = Inquiry(now)
+        elif self._inquiry.case:
+            return False
+        self._inquiry.case, self._inquiry.author = str(news["case"]), int(news["node"])
+        return True
+
+    def proceed(self, findings: Findings, now: float) -> str:
+        """What to do with what was found here: `wait`, `conclude` (then all of it is here), or `drop` it."""
+        inquiry = self._inquiry
+        if inquiry is None:
+            return "drop"  # the verdict is known
+        if not inquiry.case:  # our own news has not come back: the store is slow, or away
+            return "wait" if now < inquiry.since + PATIENCE else "conclude"
+        if not inquiry.testified:
+            inquiry.testified = True
+            self._testify(inquiry, findings, now)
+        if inquiry.author != self.node:
+            return "wait" if now < inquiry.since + _GIVE_UP else "drop"
+        if inquiry.answers is None:
+            return "wait" if now < inquiry.since + PATIENCE else "conclude"
+        add_testimonies(findings, inquiry.answers, now)
+        answered = {name.rpartition("/")[2] for name in inquiry.answers}
+        silent = [n for n in range(self._nodes) if str(n) not in answered and n != self.node]
+        findings.silent = [f"node {n}" for n in silent]
+        return "conclude"
+
+    def _testify(self, inquiry: Inquiry, findings: Findings, now: float) -> None:
+        mine = testimony(findings, self._host, now)
+        self._bulletin.keep(f"{inquiry.case}/{self.node}", mine)
+        if inquiry.author != self.node:
+            return
+        for rank, where in findings.where.items():
+            findings.where[rank] = f"{where} on {self._host}"
+        others = [f"{inquiry.case}/{node}" for node in range(self._nodes) if node != self.node]
+
+        def arrived(answers: dict[str, dict[str, Any]]) -> None:
+            inquiry.answers = answers
+
+        left = inquiry.since + PATIENCE - now - 0.05  # to be here before we conclude without them
+        self._bulletin.fetch(others, max(0.0, left), lambda found: self._post(lambda: arrived(found)))
+
+    def concluded(self, data: dict[str, Any]) -> None:
+        """Tell the verdict, if the inquiry was ours; it is over in any case."""
+        if self._inquiry is not None and self._inquiry.author in (self.node, -1):
+            self._bulletin.tell({"kind": "verdict", "node": self.node, "hang": data})
+        self._inquiry = None
+
+    def settled(self) -> None:
+        """The verdict has been told, or is not waited for any longer."""
+        self._inquiry = None
+
+
+class Inquiry:
+    """A hang from its first word to the verdict, as one node sees it."""
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.case = ""  # not known to all yet
+        self.author = -1
+        self.testified = False
+        self.answers: dict[str, dict[str, Any]] | None = None
+
+
+def world_of(
+    group: WorkerGroup,
+    number: int,
+    host: str,
+    post: Callable[[Callable[[], None]], None],
+    hear: Callable[[dict[str, Any]], None],
+) -> World | None:
+    """None where there is no way to talk beside the rendezvous."""
+    return World(group, number, host, post, hear) if can_carry(group.store) else None
+
+
+# ---- testimonies as they travel ----------------------------------------------------------------------
+
+
+def testimony(findings: Findings, host: str, now: float) -> dict[str, Any]:
+    """What this node found, with ages instead of times."""
+    ranks = []
+    for beat in findings.view.alive:
+        seen = findings.found.get(beat.rank, Evidence(beat.rank))
+        ranks.append(
+            {
+                "rank": beat.rank,
+                "where": f"{findings.where.get(beat.rank, 'not running')} on {host}",
+                "stack": list(seen.stack[:_FRAMES]),
+                "stopped": seen.stopped,
+                "waiting": seen.waiting,
+                "quiet": now - beat.beat_at if beat.count else None,
+                "step": beat.step,
+                "count": beat.count,
+                "ready": now - beat.ready_at if beat.ready_at else None,
+                "left": beat.deadline - now if beat.deadline else None,
+                "section": beat.section,
+            }
+        )
+    return {"ranks": ranks, "finished": list(findings.view.finished)}
+
+
+def add_testimonies(findings: Findings, answers: dict[str, dict[str, Any]], now: float) -> None:
+    """Make what one node found what all have found."""
+    view = findings.view
+    beats, finished = list(view.alive), set(view.finished)
+    for answer in answers.values():
+        for one in answer["ranks"]:
+            rank = int(one["rank"])
+            beats.append(
+                Beat(
+                    rank,
+                    now - one["quiet"] if one["quiet"] is not None else 0.0,
+                    one["step"],
+                    int(one["count"]),
+                    now - one["ready"] if one["ready"] is not None else 0.0,
+                    now + one["left"] if one["left"] is not None else 0.0,
+                    str(one["section"]),
+                )
+            )
+            findings.found[rank] = Evidence(rank, tuple(one["stack"]), one["stopped"], one["waiting"])
+            findings.where[rank] = str(one["where"])
+        finished.update(answer["finished"])
+    beats.sort(key=lambda beat: beat.rank)
+    findings.view = view.replace(alive=tuple(beats), finished=tuple(sorted(finished)))

@@ -1,0 +1,209 @@
+"""Progress compared over the nodes of a job: hangs, stragglers, silence and exits on the other machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.system.netns import Job, Node, free_port
+from tests.system.run_helpers import Ended, plain_environment, script
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+
+BEGIN = """
+import os, sys, threading, time
+from phalanx import worker
+rank = int(os.environ["RANK"])
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+"""
+# Looks at the rates far more often than in life.
+QUICK = (
+    "import sys, phalanx.core.pace as pace; pace.WINDOW = 0.5; sys.argv = sys.argv[1:];"
+    "from phalanx.__main__ import main; main()"
+)
+
+
+@contextmanager
+def nodes(backend: str, tmp_path: Path, body: str, *words: str, quick: bool = False) -> Iterator[list[Node]]:
+    """Two nodes, a and b, of two workers each."""
+    path = script(tmp_path, BEGIN + body)
+    before = (sys.executable, "-c", QUICK) if quick else ()
+    words = ("--grace", "1", "--max-restarts", "0", *words)
+    if backend == "elastic":
+        with Job(tmp_path, "2", "", *words) as job:
+            job.script.write_text(BEGIN + body)
+            yield [job.node(name, "--log-dir", str(tmp_path / name), nproc=2, before=before) for name in "ab"]
+        return
+    port = str(free_port())
+    common = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+        *words,
+    )
+    made: list[Node] = []
+    try:
+        for rank, name in enumerate("ab"):
+            more = ("--node-rank", str(rank), "--log-dir", str(tmp_path / name))
+            made.append(Node(name, [*common, *more, path], 2, before=before, env=plain_environment()))
+        yield made
+    finally:
+        for node in made:
+            node.__exit__(*sys.exc_info())
+
+
+def ends(running: list[Node]) -> list[Ended]:
+    return [node.end() for node in running]
+
+
+both = pytest.mark.parametrize("backend", ["elastic", "static"])
+
+
+@both
+def test_who_holds_up_the_ranks_of_another_node_is_named_on_both(backend: str, tmp_path: Path) -> None:
+    """All ranks stop beating together; three of them are behind in the same place, one is somewhere else."""
+    body = """
+def wait_for_the_others(): threading.Event().wait()
+def lost(): threading.Event().wait()
+for step in range(5): worker.heartbeat(step)
+if rank == 3: lost()
+worker.heartbeat(5)
+wait_for_the_others()
+"""
+    with nodes(backend, tmp_path, body, "--heartbeat-timeout", "1.5") as running:
+        found = ends(running)
+    for end in found:
+        assert end.code == 1, end
+        assert re.search(r"no heartbeat from ranks 0-3 for \d", end.err), end
+        assert "rank 3 stands out (behind the others)" in end.err, end
+        assert "in lost" in end.err, end
+        assert end.err.count("in wait_for_the_others") == 1, end  # one group of identical stacks
+    for name in "ab":
+        (kept,) = (tmp_path / name).glob("*/*/hang.txt")
+        assert "in lost" in kept.read_text()
+        assert "ranks 0-2: pid" in kept.read_text()
+        assert len(list((tmp_path / name).glob("*/*/*/stacks.txt"))) == 2
+
+
+@needs_torch
+def test_a_collective_over_two_nodes_that_waits_for_a_lost_rank(tmp_path: Path) -> None:
+    body = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+def lost(): threading.Event().wait()
+for step in range(1000):
+    if rank == 2 and step == 5: lost()
+    dist.all_reduce(torch.ones(1))
+    worker.heartbeat(step)
+"""
+    with nodes("elastic", tmp_path, body, "--heartbeat-timeout", "2") as running:
+        for end in ends(running):
+            assert end.code == 1, end
+            assert "rank 2 stands out (the others wait for it), at train.py" in end.err, end
+            assert " on b, step 4" in end.err, end
+
+
+@both
+def test_only_the_other_node_hangs_and_both_restart_once(backend: str, tmp_path: Path) -> None:
+    body = """
+def stuck(): threading.Event().wait()
+for step in range(5): worker.heartbeat(step)
+if first:
+    if rank == 3: stuck()
+    while True:
+        worker.heartbeat(6)
+        time.sleep(0.01)
+"""
+    flags = ("--heartbeat-timeout", "1.5", "--max-restarts", "1")
+    with nodes(backend, tmp_path, body, *flags) as running:
+        for end in ends(running):
+            assert end.code == 0, end
+            assert "1 restart" in end.err, end
+            assert "no heartbeat from rank 3" in end.err, end
+            assert "in stuck" in end.err, end
+
+
+@both
+def test_warn_is_said_once_on_every_node_and_the_job_goes_on(backend: str, tmp_path: Path) -> None:
+    body = f"""
+path = {str(tmp_path / "go")!r}
+def stuck():
+    while not os.path.exists(path): time.sleep(0.02)
+worker.heartbeat(0)
+stuck()
+"""
+    with nodes(backend, tmp_path, body, "--heartbeat-timeout", "1", "--on-hang", "warn") as running:
+        for node in running:
+            node.read_until("no heartbeat from ranks 0-3 ")
+        (tmp_path / "go").touch()
+        for end in ends(running):
+            assert end.code == 0, end
+            assert end.err.count("no heartbeat from") == 1, end
+
+
+@both
+def test_a_node_of_silent_ranks_is_not_silent_while_another_talks(backend: str, tmp_path: Path) -> None:
+    """Only rank 0 prints, as in most jobs; then it stops as well."""
+    body = """
+def quiet(): threading.Event().wait()
+if rank == 0:
+    for step in range(30):
+        print(f"loss {step}", flush=True)
+        time.sleep(0.1)
+quiet()
+"""
+    with nodes(backend, tmp_path, body, "--silence-timeout", "1", "--redirects", "3") as running:
+        found = ends(running)
+    for end in found:
+        assert end.code == 1, end
+        assert "no output from ranks 0-3 for 1." in end.err, end
+    (log,) = (tmp_path / "a").glob("*/*/0/stdout.log")
+    assert "loss 29" in log.read_text()
+
+
+@both
+def test_ranks_that_run_on_after_those_of_another_node_have_finished(backend: str, tmp_path: Path) -> None:
+    body = """
+def late(): threading.Event().wait()
+if rank == 2: late()
+"""
+    with nodes(backend, tmp_path, body, "--partial-exit-timeout", "1") as running:
+        a, b = ends(running)
+    for end in (a, b):
+        assert end.code == 1, end
+    assert re.search(r"rank 2 still runs \d+\.\d s after .* finished", b.err), b
+    assert "in late" in b.err
+
+
+@both
+def test_a_slow_host_is_named_on_every_node(backend: str, tmp_path: Path) -> None:
+    body = f"""
+path = {str(tmp_path / "go")!r}
+step = 0
+while not os.path.exists(path):
+    worker.heartbeat(step)
+    step += 1
+    time.sleep(0.01 if rank < 2 else 0.05)
+"""
+    with nodes(backend, tmp_path, body, quick=True) as running:
+        for node in running:
+            node.read_until("is slow: ", times=1 if backend == "elastic" else 2)
+        (tmp_path / "go").touch()
+        found = ends(running)
+    who = [r"b \(ranks 2, 3\)"] if backend == "elastic" else ["rank 2", "rank 3"]  # here they share a host
+    for end in found:
+        assert end.code == 0, end
+        lines = sorted(line for line in end.err.splitlines() if "is slow" in line)
+        for line, name in zip(lines, who, strict=True):
+            assert re.search(rf"{name} is slow: [\d.]+ steps/s where the others make", line), lines
