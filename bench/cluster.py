@@ -2,7 +2,7 @@
 
 All agents run on this machine, one bare worker each, and meet on loopback. What is measured is what a person
 waits for: from the first exec, the kill or the last exit, until all workers run or all agents are gone.
-`run(quick)` returns plain data; `rows(quick)` the same as rows of the table.
+`run(quick)` returns all of it as plain data; the functions before it the rows of the table.
 """
 
 from __future__ import annotations
@@ -227,32 +227,55 @@ def _handlers(side: str) -> Figures:
     return found
 
 
-def rows(quick: bool) -> list[Row]:
-    """The whole table."""
+def forming(quick: bool) -> list[Row]:
+    """Agents that start together, and end together."""
     found = []
-    times = 1 if quick else 3
     for count, target in ((2, 1 / 8), (8, 1 / 8)) if quick else ((2, 1 / 8), (8, 1 / 8), (32, 1 / 10)):
-        samples = interleave(lambda side, count=count: _form_and_end(side, count), times)  # type: ignore[misc]
+        # Half a minute each for torchrun's 32; what a first run warms up, the smaller ones have.
+        times, warm = (1, True) if quick else (2, False) if count == 32 else (3, True)
+        samples = interleave(
+            lambda side, count=count: _form_and_end(side, count),  # type: ignore[misc]
+            times,
+            warm=warm,
+        )
         what = f"{count} agents: first exec → all workers running"
         found.append(compare("nodes", what, "s", Target(target), samples, "up"))
         what = f"{count} agents: last worker's exit → all agents gone"
         found.append(compare("nodes-exit", what, "s", Target(1 / 8), samples, "exit"))
+    return found
+
+
+def joining(quick: bool) -> list[Row]:
+    """Fewer nodes than there may be, and one that comes later."""
+    times = 1 if quick else 3
     samples = interleave(_last_call, times, warm=False)
     what = "3 of 1:4 nodes present → workers running"
-    found.append(compare("last-call", what, "s", Target(1 / 10), samples, "up"))
+    found = [compare("last-call", what, "s", Target(1 / 10), samples, "up")]
     samples = interleave(_late_node, times, warm=False)
     found.append(compare("join", "a fourth node joins 1:4 → all run", "s", Target(1 / 8), samples, "up"))
+    return found
+
+
+def losing(quick: bool) -> list[Row]:
+    """A node that is lost, or replaced."""
+    times = 1 if quick else 3
     # Three quarters of a minute each for torchrun: not for a quick look.
     slow = (OURS,) if quick else sides()
     samples = interleave(lambda side: _lost_node(side, True), times, warm=False, names=slow)
     what = "a node of 2:3 lost → the rest run again"
-    found.append(compare("loss", what, "s", Target(1 / 20), samples, "up"))
+    found = [compare("loss", what, "s", Target(1 / 20), samples, "up")]
     ours = interleave(lambda side: _lost_node(side, False), times, warm=False, names=(OURS,))
     what, note = "agent alone SIGKILLed → the rest run again", "torchrun does not notice it within a minute"
     found.append(compare("loss", what, "s", Target(2.0, "value"), ours, "up", [note]))
     samples = interleave(_replaced_node, times, warm=False, names=slow)
     what = "node of 3 SIGKILLed, replaced after 1 s → all run"
     found.append(compare("loss", what, "s", Target(2.5, "value"), samples, "up"))
+    return found
+
+
+def handlers(quick: bool) -> list[Row]:
+    """The rendezvous alone, in many processes."""
+    found = []
     samples = interleave(_handlers, 1 if quick else 5, warm=not quick)
     for key, name in (("first", "first round"), ("again", "re-formed round")):
         what = f"{HANDLERS} handlers in as many processes: {name}"
@@ -265,7 +288,8 @@ def rows(quick: bool) -> list[Row]:
 
 def run(quick: bool) -> dict[str, Any]:
     """All figures as plain data."""
-    return {"torch": has_torch(), "rows": [row.as_json() for row in rows(quick)]}
+    found = [row for part in (forming, joining, losing, handlers) for row in part(quick)]
+    return {"torch": has_torch(), "rows": [row.as_json() for row in found]}
 
 
 if __name__ == "__main__":

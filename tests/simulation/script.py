@@ -65,7 +65,9 @@ class Script:
         elif verb == "store":
             sim.stop_store(float(words[0]))
         elif verb == "close":
-            sim.put("job/close", " ".join(words).encode())
+            sim.put(
+                f"job/close/{max(a.participant.job for a in sim.agents.values())}", " ".join(words).encode()
+            )
         elif verb in ("sleep", "cut", "cut-up", "cut-down", "break"):
             for agent in (sim.agents[w] for w in words[1:]):
                 seconds = float(words[0])

@@ -11,7 +11,9 @@ direction or both. A connection that an agent closes is closed for the store a l
 Checked all the time (`Broken` is raised at the first violation):
 - two nodes that are awake never run workers of different rounds at the same moment;
 - all nodes start a round with the same members, each rank once, ranks 0..n-1;
-- the store never gives up the lease of a node that is awake and runs workers.
+- the store never gives up the lease of a node that is awake and runs workers;
+- the jobs that use one id follow each other: a later round is never of an earlier job, and no node runs
+  workers of two of them.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ class Agent:
         self.locked_out = 0.0  # until when it gets no new connection
         self.timer = 0
         self.run_number = 0
+        self.job = 0  # whose workers it has run
 
     @property
     def workers(self) -> int | None:
@@ -96,6 +99,7 @@ class Simulation:
         self.duplicates = self.reorder = 0.0
         self.messages = {"requests": 0, "replies": 0, "notices": 0, "bytes": 0}
         self.rounds: dict[int, tuple[Any, ...]] = {}
+        self.jobs: dict[int, int] = {}  # round -> the job it is of
         self.started: dict[tuple[int, int], str] = {}
         self.trace: list[str] = []
         self.tracing = False
@@ -228,6 +232,11 @@ class Simulation:
             raise Broken(f"{agent.id} starts as rank {start.rank} of {members}")
         if self.started.setdefault((number, start.rank), agent.id) != agent.id:
             raise Broken(f"rank {start.rank} of round {number} was started twice")
+        if max(self.jobs.get(n, 0) for n in (*self.rounds, 0) if n < number) > start.round.job:
+            raise Broken(f"round {number} is of job {start.round.job}, an earlier one is not: {self.jobs}")
+        if agent.job not in (0, start.round.job):
+            raise Broken(f"{agent.id} of job {agent.job} starts a round of job {start.round.job}")
+        agent.job = self.jobs[number] = start.round.job
         if agent.workers is not None:
             raise Broken(f"{agent.id} starts round {number} over round {agent.workers}")
         agent.workers, agent.run_number = number, agent.run_number + 1

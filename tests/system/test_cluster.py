@@ -7,6 +7,7 @@ import os
 import queue
 import random
 import re
+import resource
 import signal
 import subprocess
 from collections.abc import Callable
@@ -283,20 +284,12 @@ def test_a_wrong_token_is_told_at_once(tmp_path: Path) -> None:
 def test_the_store_is_killed_under_a_running_job(tmp_path: Path, journal: bool) -> None:
     more = ["--journal", str(tmp_path / "journal")] if journal else []
     with Job(tmp_path, "2", conf="is_host=0") as job:
-        words = ["--listen", job.endpoint, *more]
-
-        def store() -> Node:
-            node = Node("store", words, launcher=[PHALANX[0], "store"])
-            node.read_until("listening")
-            job._nodes.append(node)
-            return node
-
-        first = store()
+        first = separate_store(job, *more)
         nodes = [job.node(name) for name in "ab"]
         workers = everybody(nodes, 2)
         first.signal(signal.SIGKILL)
         if journal:
-            second = store()
+            second = separate_store(job, *more)
             tell(workers[:1])
             succeed(nodes, workers[1:])
             assert all(node.text.count("ready") == 1 for node in nodes), "nobody noticed"
@@ -308,6 +301,23 @@ def test_the_store_is_killed_under_a_running_job(tmp_path: Path, journal: bool) 
                 assert ended.code == 1
                 assert "kept no journal" in ended.said[-1], ended
             assert all_gone([w.pid for w in workers])
+
+
+def test_a_store_whose_disk_is_full_ends_aloud_and_the_job_goes_on_with_the_next(tmp_path: Path) -> None:
+    with Job(tmp_path, "2", "", "--max-restarts", "1", conf="is_host=0,ttl=60") as job:
+        journal = ["--journal", str(tmp_path / "journal"), "--linger", "50"]
+        store = separate_store(job, *journal)
+        nodes = [job.node(name) for name in "ab"]
+        workers = everybody(nodes, 2)
+        resource.prlimit(store.process.pid, resource.RLIMIT_FSIZE, (0, 0))
+        tell(workers[1:], signal.SIGUSR2)
+        ended = store.end()
+        assert ended.code == 1
+        assert f"journal {tmp_path / 'journal'}: " in ended.err
+        separate_store(job, *journal)
+        again = everybody(nodes, 2)
+        assert {w.attempt for w in again} == {1}, "the failure was told to the new store, once"
+        succeed(nodes, again)
 
 
 def test_the_host_of_the_store_is_killed_and_nobody_is_orphaned(tmp_path: Path) -> None:
@@ -326,13 +336,23 @@ def test_the_host_of_the_store_is_killed_and_nobody_is_orphaned(tmp_path: Path) 
 # ---- torch's way to use the handler, without an agent ----------------------------------------------
 
 
-def handlers(count: int, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, int]) -> list[RendezvousHandler]:
+def handlers(
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: tuple[int, int],
+    endpoint: str = "",
+    run_id: str = "run",
+    **settings: Any,
+) -> list[RendezvousHandler]:
+    """Nodes of one job; the first hosts the store, unless `is_host` says otherwise."""
     monkeypatch.setenv("PHALANX_TOKEN", TOKEN)
-    endpoint = f"127.0.0.1:{free_port()}"
-    settings = {"last_call_timeout": 0.2, "join_timeout": 20}
+    endpoint = endpoint or f"127.0.0.1:{free_port()}"
+    settings = {"last_call_timeout": 0.2, "join_timeout": 20, **settings}
     return [
         get_rendezvous_handler(
-            RendezvousParameters("c10d", endpoint, "run", *nodes, name=f"n{n}", is_host=n == 0, **settings)
+            RendezvousParameters(
+                "c10d", endpoint, run_id, *nodes, name=f"n{n}", **{"is_host": n == 0, **settings}
+            )
         )
         for n in range(count)
     ]
@@ -423,17 +443,62 @@ def test_torch_workers_of_two_nodes_meet_again_after_a_failure(tmp_path: Path) -
             assert ended.out.count("sum 10 1") == 2
 
 
-def test_who_comes_after_the_end_is_told_so(tmp_path: Path) -> None:
-    with Job(tmp_path, "1:2", conf="is_host=0") as job:
-        store = Node("store", ["--listen", job.endpoint], launcher=[PHALANX[0], "store"])
-        with store:
-            store.read_until("listening")
-            first = job.node("a")
-            succeed([first], first.up(1))
-            ended = job.node("b").end()
-            assert ended.code == 0
-            assert "run job is over (succeeded" in ended.said[-1]
-            assert "ready" not in ended.out
+def separate_store(job: Job, *words: str) -> Node:
+    """A store by itself, which outlives the jobs that use it."""
+    node = Node("store", ["--listen", job.endpoint, *words], launcher=[PHALANX[0], "store"])
+    job._nodes.append(node)
+    node.read_until("listening")
+    return node
+
+
+def test_an_id_is_free_again_when_the_nodes_of_its_job_have_gone(tmp_path: Path) -> None:
+    """A scheduler that starts a job again under its old id, at a store that has lasted, gets a new job."""
+    with Job(tmp_path, "2", "", "--max-restarts", "1", conf="is_host=0") as job:
+        journal = ["--journal", str(tmp_path / "journal")]
+        store = separate_store(job, *journal)
+        for life in ("fails", "is preempted", "succeeds", "succeeds"):
+            nodes = [job.node(name) for name in "ab"]
+            workers = everybody(nodes, 2)
+            assert {w.attempt for w in workers} == {0}, "no restart of an earlier job counts"
+            if life == "succeeds":
+                succeed(nodes, workers)
+                continue
+            tell(workers[1:], signal.SIGUSR2)
+            again = everybody(nodes, 2)
+            assert {w.attempt for w in again} == {1}
+            if life == "fails":
+                tell(again[1:], signal.SIGUSR2)
+                assert [node.end().code for node in nodes] == [9, 9]
+                store.signal(signal.SIGKILL)
+                store = separate_store(job, *journal)
+            else:
+                for node in nodes:
+                    node.signal(signal.SIGTERM)
+                assert [node.end().code for node in nodes] == [143, 143]
+
+
+def test_who_comes_while_a_job_is_ending_is_told_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = handlers(2, monkeypatch, (1, 2), ttl=600)
+    made[0].next_rendezvous()
+    made[0].set_closed()
+    wait_until(made[0].is_closed, "the end of the job")
+    with pytest.raises(RendezvousClosedError, match=r"run run is over \(closed: closed by n0\)"):
+        made[1].next_rendezvous()
+    together([h.shutdown for h in reversed(made)])
+
+
+def test_a_new_job_of_an_old_id_forms_where_the_last_one_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    # The host of the store is a member of another job, so that the store outlives the one that is closed.
+    (other,) = handlers(1, monkeypatch, (1, 1), endpoint, "other")
+    assert other.next_rendezvous().rank == 0
+    first = handlers(2, monkeypatch, (2, 2), endpoint, is_host=False)
+    together([h.next_rendezvous for h in first])
+    assert together([h.shutdown for h in first]) == [True, True]
+    second = handlers(2, monkeypatch, (2, 2), endpoint, is_host=False)
+    infos = together([h.next_rendezvous for h in second])
+    assert sorted((i.rank, i.world_size, i.attempt) for i in infos) == [(0, 2, 0), (1, 2, 0)]
+    together([h.shutdown for h in (*second, other)])
 
 
 @pytest.mark.long

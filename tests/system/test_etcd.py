@@ -36,6 +36,7 @@ from phalanx.store.client import Client, State
 from phalanx.store.etcd import EtcdClient, etcd_client_from
 from phalanx.store.etcd_http import Address
 from phalanx.store.facade import StoreFacade
+from phalanx.store.server import Server
 from phalanx.store.tls import Tls
 from tests.conftest import HUNG
 from tests.system.etcd_process import Cluster, etcd_program
@@ -286,6 +287,20 @@ def test_something_else_there_says_so() -> None:
         client.close()
         server.shutdown()
         thread.join(HUNG)
+
+
+def test_what_does_not_even_speak_http_is_told_in_words() -> None:
+    told: queue.Queue[str] = queue.Queue()
+    with Server("127.0.0.1", 0) as server:
+        client = EtcdClient(
+            [Address(*server.address)],
+            grace=0.3,
+            on_state=lambda state: told.put(f"{state.what}: {state.why}"),
+        )
+        with pytest.raises(StoreConnectionError, match="what answers there is not etcd"):
+            client.connect(HUNG)
+        client.close()
+    assert told.get(timeout=HUNG) == "failed: what answers there is not etcd"
 
 
 def test_restarted_under_its_clients(tmp_path: Path) -> None:

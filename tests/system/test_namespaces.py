@@ -9,11 +9,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.netns import Job, Network, free_port, possible
+from tests.system.netns import Host, Job, Network, free_port, possible
 from tests.system.run_helpers import all_gone
 from tests.system.test_cluster import everybody, succeed
 
@@ -36,6 +37,48 @@ def test_hosts_find_the_one_with_the_store_and_meet_at_an_address_that_all_reach
         workers = everybody(nodes, 3)
         assert {w.address for w in workers} == {network.hosts["a"].address}
         succeed(nodes, workers)
+
+
+class Inside(NamedTuple):
+    """A host on which /etc/hosts says what a test wants."""
+
+    inside: tuple[str, ...]
+
+
+def with_names(host: Host, file: Path, names: str) -> Any:
+    file.write_text(f"127.0.0.1 localhost\n{names}\n")
+    # `ip netns exec` gives the command a mount namespace of its own, so nobody else sees this file.
+    mount = ("sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(file))
+    return Inside((*host.inside, *mount))
+
+
+@hosts_possible
+@pytest.mark.parametrize("backend", ["phalanx", "static"])
+def test_a_host_that_knows_its_own_name_as_a_loopback_address_can_be_met_there(
+    tmp_path: Path, backend: str
+) -> None:
+    """As Debian sets machines up; and there is no default route that could tell another address."""
+    with (
+        Network("a", "b") as network,
+        Job(tmp_path, "2", "store-host:29400", "--rdzv-backend", backend) as job,
+    ):
+        job.script.write_text(
+            "import os, socket\n"
+            "where = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])\n"
+            "with socket.create_connection(where, 10) as sock:\n"
+            "    print(f'reached {sock.getpeername()[0]}', flush=True)\n"
+        )
+        names = {"a": "127.0.1.1 store-host", "b": f"{network.hosts['a'].address} store-host"}
+        nodes = [
+            job.node(
+                name, "--node-rank", rank, host=with_names(network.hosts[name], tmp_path / name, names[name])
+            )
+            for rank, name in (("0", "a"), ("1", "b"))
+        ]
+        for node in nodes:
+            ended = node.end()
+            assert ended.code == 0, ended
+        assert f"reached {network.hosts['a'].address}" in nodes[1].text
 
 
 @hosts_possible

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 
 from phalanx.core.commands import Add, Change, Command, Get, Grant, KeepAlive, Notice, Put, Reply
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError, UsageError
-from phalanx.store import wire
+from phalanx.store import handshake, wire
 from phalanx.store.client import Client, State
 from phalanx.store.facade import StoreFacade
 from phalanx.store.server import Server
@@ -207,6 +208,30 @@ def test_a_server_that_does_not_have_the_token_gets_nothing_from_us() -> None:
         thread.join(HUNG)
         client.close()
     assert caught == [b""]
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        (b"", "it takes connections and says nothing"),
+        (b"SSH-2.0\r\n", "does not speak Phalanx's protocol"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "does not speak Phalanx's protocol"),
+    ],
+    ids=["silence", "a short greeting", "a long one"],
+)
+def test_another_service_at_the_address_is_told(
+    monkeypatch: pytest.MonkeyPatch, says: bytes, words: str
+) -> None:
+    monkeypatch.setattr(handshake, "CONNECT_TIME", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client(*listener.getsockname(), token=TOKEN, grace=0.0)
+        with ThreadPoolExecutor(1) as pool:
+            error = pool.submit(client.connect, HUNG)
+            with listener.accept()[0] as stranger:
+                stranger.sendall(says)
+                with pytest.raises(StoreConnectionError, match=words):
+                    error.result(HUNG)
+        client.close()
 
 
 def test_a_network_address_needs_a_token() -> None:

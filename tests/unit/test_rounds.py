@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core import node_events as happen
-from phalanx.core.commands import Change, Delete, Entry, Grant, KeepAlive, Put, Reply, Txn, Watch
+from phalanx.core.commands import Change, Delete, Entry, Get, Grant, KeepAlive, Put, Reply, Txn, Watch, When
 from phalanx.core.node_events import End, Send, Start, Stop
 from phalanx.core.participant import Participant
 from phalanx.core.rounds import (
@@ -25,6 +25,7 @@ from phalanx.core.rounds import (
     View,
     assign_ranks,
     decide,
+    decode_node,
     decode_round,
     encode,
     natural,
@@ -212,7 +213,7 @@ def test_drain_and_leave_cost_nothing() -> None:
 
 def test_every_write_is_fenced_by_term_and_round() -> None:
     job = Job().running("a", "b")
-    job.put("close", b"enough")
+    job.put("close/1", b"enough")
     (txn,) = job.decide().commands
     assert isinstance(txn, Txn)
     assert [(w.key, w.what, w.number) for w in txn.when] == [
@@ -294,6 +295,124 @@ class Node:
         value = encode(Round(number, ACTIVE, (me,), reason=f"round {number}"))
         entry = Entry("ctl/round", value, 1, self.revision)
         return self.step(now, happen.Noticed(happen.Notice(1, (Change(entry),), self.revision)))
+
+
+def late(job: int, phase: str, mod: int) -> Entry:
+    value = encode(Round(3, phase, reason="done", outcome="succeeded", restarts=1, job=job))
+    return Entry("ctl/round", value, 1, mod)
+
+
+class Latecomer:
+    """A node whose first look finds a round, of a job that has ended or not; the test plays the store."""
+
+    def __init__(self, phase: str = CLOSED, *more: Entry) -> None:
+        self.it = Participant(NodeInfo("me", "me"), OPTIONS)
+        watch, grant = self.it.start(0.0)
+        assert isinstance(grant, Send)
+        self.it.step(0.0, happen.Answer(grant.tag, Reply(True, 20, number=3)))
+        assert isinstance(watch, Send)
+        self.asked = self.answer(watch, Reply(True, 20, (*more, late(1, phase, 20))))
+
+    def answer(self, asked: object, reply: Reply) -> Send | End:
+        """What comes out of an answer: exactly one thing."""
+        assert isinstance(asked, Send)
+        (action,) = self.it.step(0.1, happen.Answer(asked.tag, reply))
+        assert isinstance(action, Send | End)
+        return action
+
+
+def test_who_finds_the_job_closed_and_nobody_left_begins_the_next_one() -> None:
+    node = Latecomer()
+    assert isinstance(node.asked, Send)
+    assert node.asked.command == Get("node/", prefix=True)
+    claim = node.answer(node.asked, Reply(True, 21))
+    assert isinstance(claim, Send)
+    assert isinstance(claim.command, Txn)
+    assert claim.command.when == (When("ctl/round", "mod", 20),)
+    fresh = decode_round(claim.command.puts[0].value)
+    assert (fresh.number, fresh.phase, fresh.restarts, fresh.job) == (4, FORMING, 0, 2)
+    assert {d.key for d in claim.command.deletes} == {"result/", "drain/", "close/", "members", "status"}
+    entry = Entry("ctl/round", claim.command.puts[0].value, 1, 22)
+    register = node.answer(claim, Reply(True, 22, (entry,)))
+    assert isinstance(register, Send)
+    assert isinstance(register.command, Txn)
+    assert decode_node(register.command.puts[0].value).job == 2
+
+
+def test_who_finds_a_round_without_a_leader_or_any_node_begins_it_anew_with_all_restarts() -> None:
+    node = Latecomer(ACTIVE)
+    assert isinstance(node.asked, Send)
+    assert node.asked.command == Get("node/", prefix=True)
+    claim = node.answer(node.asked, Reply(True, 21))
+    assert isinstance(claim, Send)
+    assert isinstance(claim.command, Txn)
+    fresh = decode_round(claim.command.puts[0].value)
+    assert (fresh.number, fresh.phase, fresh.restarts, fresh.job) == (4, FORMING, 0, 1)
+
+
+def test_who_finds_a_round_with_a_leader_asks_nothing_but_to_be_in() -> None:
+    node = Latecomer(ACTIVE, Entry("ctl/leader", b"boss", 5, 5, 99))
+    assert isinstance(node.asked, Send)
+    assert isinstance(node.asked.command, Txn)
+    assert node.asked.command.puts[0].key == "node/me"
+
+
+def test_who_finds_the_job_closed_and_nodes_still_leaving_has_its_end() -> None:
+    node = Latecomer()
+    check = node.answer(node.asked, Reply(True, 21, (Entry("node/other", b"", 5, 5, 9),)))
+    assert isinstance(check, Send)
+    assert check.command == Txn((When("ctl/round", "mod", 20),))
+    end = node.answer(check, Reply(True, 21, (late(1, CLOSED, 20),)))
+    assert isinstance(end, End)
+    assert (end.outcome, end.reason) == ("succeeded", "done")
+
+
+def test_nodes_of_the_next_job_are_not_taken_for_leftovers_of_the_last() -> None:
+    node = Latecomer()  # somebody else was quicker, registered, and our watch has not told us yet
+    check = node.answer(node.asked, Reply(True, 30, (Entry("node/other", b"", 29, 29, 9),)))
+    register = node.answer(check, Reply(False, 30, (late(2, FORMING, 28),), error="condition"))
+    assert isinstance(register, Send)
+    assert isinstance(register.command, Txn)
+    assert register.command.puts[0].key == "node/me"
+
+
+def test_a_look_that_is_older_than_the_end_of_the_job_does_not_count() -> None:
+    node = Latecomer()
+    notice = happen.Notice(1, (Change(late(2, CLOSED, 25)),), 25)
+    assert node.it.step(0.1, happen.Noticed(notice)) == []
+    again = node.answer(node.asked, Reply(True, 21))
+    assert isinstance(again, Send)
+    assert again.command == Get("node/", prefix=True)
+
+
+def test_a_node_does_not_pass_from_its_job_into_the_next() -> None:
+    node = Node()
+    node.active(0.1)
+    node.step(0.2, happen.WorkersStopped(1))
+    node.revision += 1
+    told = Change(late(2, FORMING, node.revision))  # the end of its own job is forgotten history
+    actions = node.step(0.3, happen.Noticed(happen.Notice(1, (told,), node.revision, reset=True)))
+    assert [a.outcome for a in actions if isinstance(a, End)] == ["replaced"]
+    both = Node()
+    both.active(0.1)
+    both.step(0.2, happen.WorkersStopped(1))
+    changes = (Change(late(1, CLOSED, 900)), Change(late(2, FORMING, 901)))
+    actions = both.step(0.3, happen.Noticed(happen.Notice(1, changes, 901)))
+    assert [a.outcome for a in actions if isinstance(a, End)] == ["succeeded"]
+
+
+def test_the_leader_has_no_ear_for_nodes_and_requests_of_another_job() -> None:
+    job = Job(replace(OPTIONS, min_nodes=1))
+    job.put("ctl/round", encode(Round(4, job=2)))
+    stray = NodeRecord(NodeInfo("stray", "stray"), 4, job=1)
+    job.put("node/stray", encode(stray))
+    job.put("close/1", b"of the job before")
+    job.put("node/a", encode(stray._replace(info=NodeInfo("a", "a"), job=2)))
+    job.now += OPTIONS.last_call
+    round_ = job.published()
+    assert (round_.phase, names(round_), round_.job) == (ACTIVE, ["a"], 2)
+    job.put("close/2", b"of this one")
+    assert job.published().outcome == "closed"
 
 
 def test_a_node_starts_only_as_the_incarnation_that_was_chosen() -> None:

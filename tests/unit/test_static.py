@@ -28,7 +28,7 @@ from phalanx.rendezvous.address import free_port
 from phalanx.rendezvous.static import StaticRendezvous
 from phalanx.rendezvous.static_watch import StaticInfo
 from phalanx.store.torch_client import TorchStoreClient
-from tests.conftest import HUNG
+from tests.conftest import HUNG, wait_until
 
 Make = Callable[..., StaticRendezvous]
 
@@ -228,13 +228,31 @@ def test_two_nodes_of_the_same_rank_are_told(node: Make, port: int) -> None:
     zero = Joining(node(0, 3))
     with TorchStoreClient("127.0.0.1", port, HUNG, prefix="phalanx/") as client:
         client.wait(["join/1/1"])
-    second = Joining(node(1, 3))
+        before = client.get("join/1/1")
+        second = Joining(node(1, 3))
+        wait_until(lambda: client.get("join/1/1") != before, "the second node of this rank")
     two = Joining(node(2, 3))
     outcomes = [first.outcome(), second.outcome()]
     errors = [one for one in outcomes if isinstance(one, Exception)]
     assert len(errors) == 1
     assert "the same --node-rank" in str(errors[0])
     assert zero.info().round == two.info().round == 1
+
+
+def test_a_node_whose_rank_is_asked_for_again_hears_of_it_and_one_of_the_two_goes(node: Make) -> None:
+    nodes = [node(0), node(1)]
+    heard = [listening(one) for one in nodes]
+    form(*nodes)
+    second = Joining(node(1))
+    for one in heard:
+        assert one.get(timeout=HUNG) == MembershipChanged(waiting=1, round=1), (
+            "nobody runs on in the old round"
+        )
+    first = Joining(nodes[1])
+    form(nodes[0])
+    outcomes = [first.outcome(), second.outcome()]
+    (error,) = (one for one in outcomes if isinstance(one, Exception))
+    assert "the same --node-rank" in str(error)
 
 
 def test_a_second_node_0_is_refused(node: Make, port: int) -> None:

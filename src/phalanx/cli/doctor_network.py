@@ -51,7 +51,7 @@ def own_name(asked: Asked) -> Iterator[Finding]:
     name = asked.local_addr or socket.gethostname()
     addresses, why = resolve(name)
     shown = f"{name}: {', '.join(addresses) or why}"
-    advice = "give this node's address to the others: --local-addr ADDRESS"
+    advice = "give the others its address: --local-addr ADDRESS; for gloo also GLOO_SOCKET_IFNAME=INTERFACE"
     if not addresses:
         # Alone on a machine nobody needs the name.
         yield Finding("own name", shown, PROBLEM if asked.local_addr else WARN, advice)
@@ -197,12 +197,12 @@ def _tls(asked: Asked) -> Tls | None:
 
 def _serve(asked: Asked, token: Token | None, stack: ExitStack) -> bool:
     """A store for the meeting, unless another doctor on this machine was quicker."""
-    from phalanx.rendezvous.address import parse_rendezvous_endpoint
+    from phalanx.rendezvous.address import listening_address, parse_rendezvous_endpoint
     from phalanx.store.server import Server
 
-    where = parse_rendezvous_endpoint(asked.endpoint, STORE_PORT)
+    host, port = parse_rendezvous_endpoint(asked.endpoint, STORE_PORT)
     try:
-        stack.enter_context(Server(*where, token=token, tls=_tls(asked)))
+        stack.enter_context(Server(listening_address(host), port, token=token, tls=_tls(asked)))
     except StoreError as error:
         if "in use" not in str(error):
             raise
@@ -215,7 +215,8 @@ def _client(asked: Asked, token: Token | None, environ: Mapping[str, str]) -> Cl
     if asked.backend == "etcd":
         from phalanx.store.etcd import etcd_client_from
 
-        return etcd_client_from(asked.endpoint, asked.conf, environ=environ, grace=patience)
+        files = dict(zip(("tls_cert", "tls_key", "tls_ca"), asked.tls, strict=True))
+        return etcd_client_from(asked.endpoint, {**files, **asked.conf}, environ=environ, grace=patience)
     from phalanx.rendezvous.address import parse_rendezvous_endpoint
     from phalanx.store.client import Client
 

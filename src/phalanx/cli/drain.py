@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from phalanx.cli.store import Parser, add_trust, trust
 from phalanx.core.commands import Get, Notice, Put
@@ -17,7 +17,11 @@ from phalanx.errors import PhalanxError, StoreError, UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from phalanx.store.client import Client
+
+BACKENDS = ("phalanx", "c10d", "etcd")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,24 +29,48 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if bool(options.node) == options.self:
         raise UsageError("name one node, or --self for the nodes of this machine")
-    from phalanx.rendezvous.address import parse_rendezvous_endpoint
-    from phalanx.rendezvous.elastic_settings import DEFAULT_PORT
-    from phalanx.store.client import Client
-
+    if options.rdzv_backend not in BACKENDS:  # from the variable; argparse looks at arguments only
+        raise UsageError(
+            f"PET_RDZV_BACKEND={options.rdzv_backend}: nodes leave {', '.join(BACKENDS)} jobs only"
+        )
+    conf = _settings(options.rdzv_conf)
+    name = str(conf.get("name") or os.uname().nodename) if options.self else options.node
     try:
-        host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, DEFAULT_PORT)
-    except ValueError as error:
-        raise UsageError(f"--rdzv-endpoint: {error}") from None
-    try:
-        token, tls = trust(options)
-        with Client(host, port, token=token, tls=tls, grace=min(10.0, options.timeout)) as client:
-            name = os.uname().nodename if options.self else options.node
+        with _client(options, conf) as client:
             return drain(client, options.rdzv_id, name, options.timeout)
     except PhalanxError as error:
         if isinstance(error, ValueError):
             raise
         sys.stderr.write(f"phalanx drain: {error}\n")
         return 1
+
+
+def _settings(words: str) -> dict[str, str]:
+    from phalanx.checks import rendezvous_settings
+    from phalanx.config import Sources
+
+    return rendezvous_settings(Sources({"rdzv_conf": words}, {}))
+
+
+def _client(options: Namespace, conf: Mapping[str, str]) -> Client:
+    """A client of the job's store, which is found as `phalanx run` finds it."""
+    from phalanx.store.client import Client
+
+    grace = min(10.0, options.timeout)
+    if options.rdzv_backend == "etcd":
+        from phalanx.store.etcd import etcd_client_from
+
+        files = {name: getattr(options, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+        return etcd_client_from(options.rdzv_endpoint, {**files, **conf}, grace=grace)
+    from phalanx.rendezvous.address import parse_rendezvous_endpoint
+    from phalanx.rendezvous.elastic_settings import DEFAULT_PORT
+
+    try:
+        host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, DEFAULT_PORT)
+    except ValueError as error:
+        raise UsageError(f"--rdzv-endpoint: {error}") from None
+    token, tls = trust(options)
+    return Client(host, port, token=token, tls=tls, grace=grace)
 
 
 def drain(client: Client, run_id: str, name: str, timeout: float) -> int:
@@ -96,6 +124,20 @@ def _parser() -> Parser:
         metavar="ID",
         default=os.environ.get("PET_RDZV_ID", "none"),
         help="the job [%(default)s]",
+    )
+    parser.add_argument(
+        "--rdzv-backend",
+        "--rdzv_backend",
+        choices=BACKENDS,
+        default=os.environ.get("PET_RDZV_BACKEND", "phalanx"),
+        help="what kind of store that is [%(default)s]",
+    )
+    parser.add_argument(
+        "--rdzv-conf",
+        "--rdzv_conf",
+        metavar="K=V,…",
+        default=os.environ.get("PET_RDZV_CONF", ""),
+        help="the job's, for etcd: protocol, cacert, cert, key, user, password_file",
     )
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=60.0, help="how long it may take [%(default)s]"

@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """Serve until told to end."""
     options = _parser().parse_args(argv)
-    from phalanx.rendezvous.address import parse_rendezvous_endpoint
+    from phalanx.rendezvous.address import listening_address, parse_rendezvous_endpoint
     from phalanx.rendezvous.elastic_settings import DEFAULT_PORT
     from phalanx.store.server import Server
 
@@ -42,21 +42,31 @@ def main(argv: Sequence[str]) -> int:
     # Blocked before any thread exists, so that none of them can be the one that gets the signal.
     ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    failures: list[str] = []
+
+    def fail(text: str) -> None:
+        failures.append(text)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     try:
         token, tls = trust(options)
         with Server(
-            host,
+            listening_address(host),
             port,
             token=token,
             journal=options.journal,
             linger=options.linger,
             on_incident=_say,
+            on_failure=fail,
             tls=tls,
         ) as server:
             where = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
             kept = f", journal {options.journal}" if options.journal else ", no journal: jobs end with it"
             _say(f"listening on {where}:{server.address[1]}{kept}")
             signal.sigwait(ends)
+            if failures:
+                _say(failures[0])
+                return 1
     except PhalanxError as error:
         if isinstance(error, ValueError):
             raise

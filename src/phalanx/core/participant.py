@@ -23,10 +23,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from phalanx.core import node_events as happen
 from phalanx.core.commands import (
     Change,
     Command,
     Entry,
+    Get,
     Grant,
     KeepAlive,
     Notice,
@@ -38,23 +40,7 @@ from phalanx.core.commands import (
     Watch,
     When,
 )
-from phalanx.core.node_events import (
-    Action,
-    Answer,
-    Connected,
-    Disconnected,
-    End,
-    Event,
-    Leave,
-    Noticed,
-    Refused,
-    Send,
-    Start,
-    Stop,
-    StoreLost,
-    WorkersEnded,
-    WorkersStopped,
-)
+from phalanx.core.node_events import Action, End, Send, Start, Stop
 from phalanx.core.rounds import (
     ACTIVE,
     CLOSED,
@@ -65,6 +51,7 @@ from phalanx.core.rounds import (
     Result,
     Round,
     View,
+    begin_again,
     decide,
     decode_round,
     encode,
@@ -92,10 +79,11 @@ class Participant:
         self.rank = -1
         self.ended: End | None = None
         self._round_mod = 0
+        self._job = 0  # which of the jobs with this id is ours; 0: not known yet
         self._place: tuple[int, int] | None = None  # (incarnation, its rank in the round)
         self._leader = Entry("")
         self._control = False  # whether the control keys are known
-        self._over: WorkersEnded | None = None
+        self._over: happen.WorkersEnded | None = None
         self._stopping = False
         self._started = (0, 0)
         self._leaving = ""
@@ -107,14 +95,18 @@ class Participant:
         self._cap: float | None = None
         self._next_beat = 0.0
         self._view: View | None = None
-        self._everything = CONTROL
-        self._view_complete = self._dirty = False
+        self._everything, self._view_complete, self._dirty = CONTROL, False, False
         self._decided = self._status_at = float("-inf")
         self._lead_wake: float | None = None
         self._sent_decision = Decision((), "")
         self._pending: dict[int, _Pending] = {}
         self._tags = 0
         self._out: list[Action] = []
+
+    @property
+    def job(self) -> int:
+        """Which of the jobs with this id this node is part of."""
+        return self._job or 1
 
     @property
     def leading(self) -> bool:
@@ -128,7 +120,7 @@ class Participant:
         self._send(now, "grant", Grant(self.options.ttl))
         return self._drain()
 
-    def step(self, now: float, event: Event) -> list[Action]:
+    def step(self, now: float, event: happen.Event) -> list[Action]:
         """Take in one event; say what to do."""
         if self.ended is None:
             # The fence comes first: after a sleep nothing else may be believed before it.
@@ -154,39 +146,49 @@ class Participant:
 
     # Taking in
 
-    def _take_in(self, now: float, event: Event) -> None:
+    def _take_in(self, now: float, event: happen.Event) -> None:
         match event:
-            case Answer(tag, reply):
+            case happen.Answer(tag, reply):
                 self._heard = now
                 pending = self._pending.pop(tag, None)
                 if pending is not None and pending.generation in (0, self._generation):
                     self._answered(now, pending, reply)
-            case Noticed(notice):
+            case happen.Noticed(notice):
                 self._heard = now
                 self._noticed(now, notice)
-            case Connected():
+            case happen.Connected():
                 self._heard = now
                 self._next_beat = now
-            case Disconnected() if self.lease:
+            case happen.Disconnected() if self.lease:
                 self._cap = now + self.options.linger * FENCE
-            case Refused(at):
+            case happen.Refused(at):
                 self._proof = max(self._proof, at)
                 self._cap = None
-            case StoreLost(why):
+            case happen.StoreLost(why):
                 self._quit(End("store", why, self.round))
-            case WorkersStopped(number) if number == self.running:
+            case happen.WorkersStopped(number) if number == self.running:
                 self._idle(now)
-            case WorkersEnded(number) if number == self.running and not self._stopping:
+            case happen.WorkersEnded(number) if number == self.running and not self._stopping:
                 self._over = event
                 self._report(now, event)
-            case Leave(reason):
+            case happen.Leave(reason):
                 self._leaving = self._leaving or reason
 
     def _answered(self, now: float, pending: _Pending, reply: Reply) -> None:
         kind = pending.kind
         if kind == "control":
-            self._control = True
             self._noticed(now, Notice(CONTROL, tuple(map(Change, reply.entries)), reply.revision, True))
+            self._control = True
+            if self.round is None:
+                self._job = 1
+            elif self.round.phase != CLOSED and self._leader.lease:
+                self._job = self.round.job
+        elif kind == "remaining" and not self._job and reply.revision >= self._round_mod:
+            assert self.round is not None
+            claim = begin_again(self.round, self._round_mod, self.options, len(reply.entries))
+            self._send(now, "again", claim)
+        elif kind == "again":
+            self._learn_again(reply.entries[0])
         elif kind == "everything" and self._view is not None:
             self._view_complete = self._dirty = True
             self._view.learn(now, tuple(map(Change, reply.entries)), reset=True)
@@ -238,12 +240,26 @@ class Participant:
             self._learn_leader(now, Entry("", mod=notice.revision))
         for entry, deleted in notice.changes:
             if entry.key == self._key("ctl/round") and not deleted and entry.mod > self._round_mod:
-                self._round_mod, self.round = entry.mod, decode_round(entry.value)
-                self._place = None
-                if self._view is None:
-                    self.reason = self.round.reason
+                self._learn_round(entry)
             elif entry.key == self._key("ctl/leader"):
                 self._learn_leader(now, Entry("", mod=entry.mod) if deleted else entry)
+
+    def _learn_round(self, entry: Entry) -> None:
+        if self.round is not None and self.round.phase == CLOSED and self.round.job == self._job:
+            return  # our job has ended; what comes now is another's
+        self._round_mod, self.round = entry.mod, decode_round(entry.value)
+        self._place = None
+        if not self._job and self._control and self.round.phase != CLOSED:  # news: somebody is there
+            self._job = self.round.job
+        if self._view is None:
+            self.reason = self.round.reason
+
+    def _learn_again(self, entry: Entry) -> None:
+        """The round after `begin_again`: a new one, or still the one that was found, and so ours."""
+        if entry.mod > self._round_mod:
+            self._learn_round(entry)
+        elif entry.mod == self._round_mod and self.round is not None:
+            self._job = self.round.job
 
     def _learn_leader(self, now: float, entry: Entry) -> None:
         if entry.mod and entry.mod < self._leader.mod:
@@ -304,9 +320,8 @@ class Participant:
         if self.ended is not None:
             return
         if now >= self._heard + self.options.store_grace:
-            self._quit(
-                End("store", f"no word from the store for {self.options.store_grace:.0f} s", self.round)
-            )
+            silent = f"no word from the store for {self.options.store_grace:.0f} s (--store-grace)"
+            self._quit(End("store", silent, self.round))
             return
         current = self.round
         if self.lease and now >= self._next_beat and not self._asking("beat"):
@@ -323,8 +338,10 @@ class Participant:
 
     def _while_idle(self, now: float) -> None:
         current = self.round
-        if current is not None and current.phase == CLOSED:
+        if current is not None and self._job == current.job and current.phase == CLOSED:
             self._quit(End(current.outcome, current.reason, current))
+        elif current is not None and self._job not in (0, current.job):
+            self._quit(End("replaced", "its job ended while it was away, and another has its id", current))
         elif self._leaving:
             if self.lease:
                 self._send(now, "revoke", Revoke(self.lease))
@@ -335,9 +352,11 @@ class Participant:
             if answered or now >= self._give_up_at():
                 self._quit(End("left", self._leaving, current))
         elif now >= self._give_up_at():
-            self._quit(
-                End("timeout", f"{self.reason}; gave up after {now - self._waiting_since:.0f} s", current)
-            )
+            waited = f"{self.reason}; gave up after {now - self._waiting_since:.0f} s"
+            self._quit(End("timeout", waited, current))
+        elif current is not None and not self._job:
+            if not (self._asking("remaining") or self._asking("again")):
+                self._send(now, "remaining", Get(self._key("node/"), prefix=True))
         elif self.lease and self._control and not self._incarnation:
             self._register(now)
         elif current is not None and current.phase == ACTIVE:
@@ -388,7 +407,7 @@ class Participant:
             return
         self._ready = self._wanted_ready()
         key = self._key("node/" + self.info.id)
-        record = encode(NodeRecord(self.info, self._ready))
+        record = encode(NodeRecord(self.info, self._ready, job=self._job))
         self._send(now, "register", Txn((When(key, "mod", 0),), (Put(key, record, self.lease),)))
 
     def _update(self, now: float) -> None:
@@ -400,10 +419,10 @@ class Participant:
             return
         self._ready, self._told_leaving = max(wanted, self._ready), bool(self._leaving)
         key = self._key("node/" + self.info.id)
-        record = encode(NodeRecord(self.info, self._ready, self._leaving))
+        record = encode(NodeRecord(self.info, self._ready, self._leaving, self._job))
         self._send(now, "update", Txn((When(key, "mod", self._node_mod),), (Put(key, record, self.lease),)))
 
-    def _report(self, now: float, end: WorkersEnded) -> None:
+    def _report(self, now: float, end: happen.WorkersEnded) -> None:
         key = self._key("node/" + self.info.id)
         result = Put(self._key(f"result/{end.round}/{self.info.id}"), encode(Result(end.ok, end.detail)))
         self._send(now, "report", Txn((When(key, "create", self._incarnation),), (result,)))

@@ -7,7 +7,8 @@ Everything a job knows lies in a few keys below its own prefix:
     ctl/round             the round, written by the leader alone; every node watches `ctl/`
     members               the last active round's members, for a new leader's memory (nobody watches it)
     result/<round>/<id>   how the workers of a node ended in a round (no lease: outlives the node)
-    drain/<id>  close     requests that anybody may write
+    drain/<id>            a request that anybody may write; so is
+    close/<job>           a request to end the job that `Round.job` numbers
     status                the leader's present reason, for those who wait and want to show why
 
 A round is first *forming*: nodes stop what they run and say so by `ready = <its number>`. Then it is
@@ -23,6 +24,9 @@ Rules, each of which the simulator checks:
   the round it decided upon: a leader that was replaced while it slept cannot write.
 - A rank is a position in the list of members: unique and contiguous by construction.
 - One failed round costs one restart, however many nodes report a failure; membership costs none.
+- An id may be used again: a node that finds the job of this id closed, and no node of it left, begins
+  the next one (`begin_again`), which goes on counting rounds, counts its restarts from none and has a number
+  of its own. A node that belongs to a job never becomes part of the next one.
 
 A round of n nodes costs each node one write and one notice, and the leader one notice per node.
 All times are the leader's own monotonic clock; a new leader starts its waits again.
@@ -73,6 +77,7 @@ class NodeRecord(NamedTuple):
     info: NodeInfo
     ready: int
     leaving: str = ""
+    job: int = 1
 
 
 class Seen(NamedTuple):
@@ -113,6 +118,7 @@ class Round(NamedTuple):
     out: tuple[str, ...] = ()
     outcome: str = ""  # of a closed round: succeeded, failed, timeout or closed
     cause: tuple[str, str, str] = ("", "", "")  # of a failed round: node id, name, detail
+    job: int = 1  # how many jobs have had this id, with this one
 
     def rank_of(self, node: str, incarnation: int) -> int:
         """The rank of a node, or -1: not a member, or only an earlier incarnation was."""
@@ -145,8 +151,8 @@ def decode_node(value: bytes) -> NodeRecord:
     """The record of a node."""
     import json
 
-    info, ready, leaving = json.loads(value)
-    return NodeRecord(NodeInfo(*info), ready, leaving)
+    info, *rest = json.loads(value)
+    return NodeRecord(NodeInfo(*info), *rest)
 
 
 def decode_members(value: bytes) -> tuple[Member, ...]:
@@ -161,9 +167,9 @@ def decode_round(value: bytes) -> Round:
     """The record under `ctl/round`."""
     import json
 
-    number, phase, members, restarts, reason, term, out, outcome, cause = json.loads(value)
+    number, phase, members, restarts, reason, term, out, outcome, cause, *job = json.loads(value)
     ranked = tuple(Member(*m) for m in members)
-    return Round(number, phase, ranked, restarts, reason, term, tuple(out), outcome, tuple(cause))
+    return Round(number, phase, ranked, restarts, reason, term, tuple(out), outcome, tuple(cause), *job)
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
@@ -205,13 +211,13 @@ class View:
     previous_mod: int = 0
     results: dict[int, dict[str, tuple[int, Result]]] = field(default_factory=dict)
     drains: set[str] = field(default_factory=set)
-    close: str | None = None
+    closes: dict[str, str] = field(default_factory=dict)  # job -> why it is to end
 
     def learn(self, now: float, changes: tuple[Change, ...], reset: bool = False) -> None:
         """Take in what a watch over the whole prefix told."""
         if reset:
             known, self.nodes = self.nodes, {}
-            self.results, self.drains, self.close = {}, set(), None
+            self.results, self.drains, self.closes = {}, set(), {}
             if not self.round_mod:
                 self.since = now
         for entry, deleted in changes:
@@ -231,8 +237,10 @@ class View:
                 self._learn_result(rest, entry.mod, entry.value, deleted)
             elif kind == "drain":
                 (self.drains.discard if deleted else self.drains.add)(rest)
+            elif kind == "close" and deleted:
+                self.closes.pop(rest, None)
             elif kind == "close":
-                self.close = None if deleted else entry.value.decode(errors="replace")
+                self.closes[rest] = entry.value.decode(errors="replace")
 
     def _learn_result(self, rest: str, mod: int, value: bytes, deleted: bool) -> None:
         import json
@@ -249,22 +257,45 @@ class View:
         return seen is not None and seen.incarnation == member.incarnation
 
     def staying(self) -> dict[str, Seen]:
-        """The nodes that are here and are not about to leave."""
-        gone = self.drains.union(self.round.out)
-        return {i: s for i, s in self.nodes.items() if not s.record.leaving and i not in gone}
+        """The nodes of this job that are here and are not about to leave."""
+        gone, job = self.drains.union(self.round.out), self.round.job
+        return {
+            i: s
+            for i, s in self.nodes.items()
+            if not s.record.leaving and i not in gone and s.record.job == job
+        }
 
 
 def decide(now: float, view: View, options: Options) -> Decision:
     """The leader's next move, from nothing but what it sees."""
     if view.round.phase == CLOSED:
         return Decision((), view.round.reason)
-    if view.close is not None:
-        return _close(view, "closed", view.close or "closed on request")
+    asked = view.closes.get(str(view.round.job))
+    if asked is not None:
+        return _close(view, "closed", asked or "closed on request")
     if view.round.phase == ACTIVE:
         return _watch_over(now, view, options)
     if _untold(view):
         return _publish(view, view.round, view.round.reason)
     return _form(now, view, options)
+
+
+def begin_again(found: Round, mod: int, options: Options, remaining: int) -> Txn:
+    """What a newcomer asks who finds no leader, or the end of a job, and so many nodes of it still there.
+
+    With some of them left the answer only says whether the round is still this one. With none left, whoever
+    is first begins anew; the others see its round. A job that was not closed keeps its number: some of its
+    nodes may be alive, and come back when they reach the store again."""
+    still = (When(options.prefix + "ctl/round", "mod", mod),)
+    if remaining:
+        return Txn(still)
+    over = found.phase == CLOSED
+    ended = f"the one before it with this id ended: {found.outcome} ({found.reason})"
+    reason = f"a new job; {ended}" if over else "begun anew: all nodes had gone"
+    fresh = Round(found.number + 1, reason=reason, job=found.job + over)
+    ranges = tuple(Delete(options.prefix + name, prefix=True) for name in ("result/", "drain/", "close/"))
+    singles = tuple(Delete(options.prefix + name) for name in ("members", "status"))
+    return Txn(still, (Put(options.prefix + "ctl/round", encode(fresh)),), ranges + singles)
 
 
 def _untold(view: View) -> bool:

@@ -8,6 +8,12 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
     text = (endpoint or "").strip()
     if not text:
         return "localhost", default_port
+    if "," in text:
+        raise ValueError(f"rendezvous endpoint {endpoint!r}: name one; several are for --rdzv-backend etcd")
+    if "://" in text:
+        raise ValueError(
+            f"rendezvous endpoint {endpoint!r}: write host:port, without {text.partition('://')[0]}://"
+        )
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or not host or (rest and not rest.startswith(":")):
@@ -26,6 +32,33 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
     if not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError(f"rendezvous endpoint {endpoint!r}: the port must be a number from 0 to 65535")
     return host, int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can use an address."""
+    return address.startswith("127.") or address == "::1"
+
+
+def names_loopback(host: str) -> bool:
+    """Whether whoever wrote this meant this machine only."""
+    return host == "localhost" or is_loopback(host)
+
+
+def listening_address(host: str) -> str:
+    """Where to listen so that others reach us under this name: the name itself, but not a loopback of ours.
+
+    Many systems give a machine's own name a loopback address (Debian: 127.0.1.1); the others know it by
+    another one, which this machine cannot tell, so it listens on all it has.
+    """
+    if names_loopback(host):
+        return host
+    import socket
+
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return host  # whoever binds it has the better message
+    return "0.0.0.0" if all(is_loopback(str(where[4][0])) for where in found) else host
 
 
 def own_address() -> str:

@@ -21,8 +21,10 @@ from phalanx.errors import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
+    RendezvousStateError,
     RendezvousTimeoutError,
 )
+from phalanx.rendezvous.address import names_loopback
 from phalanx.rendezvous.elastic_loop import Membership, shared_prefix
 from phalanx.rendezvous.elastic_news import Ended, Failure, Formed, Over
 from phalanx.rendezvous.elastic_settings import Settings
@@ -199,19 +201,26 @@ def error_of(ended: Ended, settings: Settings) -> RendezvousError:
         return RendezvousGracefulExitError(reason)
     if outcome in ("succeeded", "failed", "closed"):
         return RendezvousClosedError(
-            f"run {settings.run_id} is over ({outcome}: {reason}); a new job needs another --rdzv-id"
+            f"run {settings.run_id} is over ({outcome}: {reason}); start it again when its nodes have gone, "
+            "or with another --rdzv-id"
         )
-    tried = ", ".join(settings.addresses())
+    if outcome == "replaced":
+        return RendezvousStateError(f"{settings.name} is no longer part of run {settings.run_id}: {reason}")
+    etcd = settings.backend == "etcd"
+    where, tried = settings.where, ", ".join(settings.addresses())
+    doctor = f"phalanx doctor --rdzv-endpoint {where}" + " --rdzv-backend etcd" * etcd
+    secret = "user and password" if etcd else "token"
     if outcome == "timeout":
         came = "" if current is None or not reason else f"{reason}; "
+        if names_loopback(settings.host):
+            came += f"nodes on other machines cannot meet at {where}, name an address they reach; "
         return RendezvousTimeoutError(
             f"{came}check on the missing nodes: the same --rdzv-id ({settings.run_id}) and --rdzv-endpoint "
-            f"({settings.where}: {tried}), the same token, and whether they reach that port "
-            f"(phalanx doctor --rdzv-endpoint {settings.where})"
+            f"({where}: {tried}), the same {secret}, and whether they reach that port ({doctor})"
         )
     if outcome == "connect":
         return RendezvousConnectionError(
-            f"{reason} Tried {tried}; check that the node with that address runs, that the port is open, and "
-            f"the token (phalanx doctor --rdzv-endpoint {settings.where})"
+            f"{reason} Tried {tried}; check that {'etcd' if etcd else 'the node with that address'} runs, "
+            f"that the port is open, and the {secret} ({doctor})"
         )
     return RendezvousConnectionError(reason)

@@ -25,6 +25,7 @@ from phalanx.core.node_events import End, Send, Start, Stop
 from phalanx.core.participant import Participant
 from phalanx.core.rounds import CLOSED, FORMING, NodeInfo, Result, encode
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError
+from phalanx.rendezvous.address import listening_address
 from phalanx.rendezvous.elastic_line import Line
 from phalanx.rendezvous.elastic_news import FAILED, Ended, Failure, Formed, Over, Waiting
 from phalanx.rendezvous.elastic_settings import open_server
@@ -81,6 +82,7 @@ class Membership:
         self._last: Round | None = None  # the round that was told to be over
         self._finished_by: float | None = None
         self._refused_since: float | None = None
+        self._dialling_since: float | None = None
         self._leaving = ""
         self._closing = False
         self._released = False
@@ -115,7 +117,7 @@ class Membership:
 
     def close(self, reason: str) -> None:
         """Ask for the end of the job, for all nodes."""
-        self._calls.put(lambda: self._send(Put(self.options.prefix + "close", reason.encode())))
+        self._calls.put(lambda: self._close(reason))
 
     def release(self) -> None:
         """Give everything back; a membership that has not ended is abandoned. Idempotent."""
@@ -151,10 +153,13 @@ class Membership:
         token = find_secret(self.settings)
         self.info = self.settings.node(self._slots, self._role)
         if self.settings.backend != "etcd":
-            self._server = open_server(self.settings, token)
+            self._server = open_server(
+                self.settings, token, lambda why: self._calls.put(lambda: self._lose(why))
+            )
             if self._server is not None:
                 self._server.start()
                 self.hosting = True
+        self._dialling_since = clock()
         self.client = connect(
             self.settings,
             token,
@@ -228,8 +233,8 @@ class Membership:
         closed = self._round is not None and self._round.phase == CLOSED
         if state.what == "lost" and not closed:
             self._lose(state.why)
-        elif state.what == "refused":
-            self._refused(state.at)
+        elif state.what in ("refused", "failed"):
+            self._unreached(state)
         elif state.what == "connected":
             self._refused_since = None
             self._step(happen.Connected())
@@ -247,6 +252,14 @@ class Membership:
             self._act(action)
         if self._leaving:
             self._step(happen.Leave(self._leaving))
+
+    def _unreached(self, state: State) -> None:
+        if self.participant is None and self._dialling_since is not None:
+            left = self._dialling_since + self.options.join_timeout - clock()
+            where = f"connecting to the store at {self.settings.where}"
+            self.line.learn(f"{where} ({state.why}), {max(0.0, left):.0f} s left", clock())
+        if state.what == "refused":
+            self._refused(state.at)
 
     def _refused(self, at: float) -> None:
         self._step(happen.Refused(at))
@@ -299,13 +312,14 @@ class Membership:
             return
         address = self.info.addr
         try:
-            served, port = self.open_meeting(address)
+            served, port = self.open_meeting(listening_address(address))
         except OSError as error:
             text = f"cannot serve the workers' store on {address}: {error}; name another with --local-addr"
             self._report(number, Failure(text, final="a wrong address stays wrong"), start)
             self._calls.put(lambda: self._step(happen.WorkersStopped(number)))
             return
-        old = (Delete(self._shared(number - 1), prefix=True),)
+        # Two, because the round after the last one that ran may have ended before it was active.
+        old = tuple(Delete(self._shared(number - back), prefix=True) for back in (1, 2))
         self._send(Txn((), (Put(key, f"{address} {port}".encode()),), old))
         self._hand(start, address, port, served)
 
@@ -379,6 +393,12 @@ class Membership:
         else:
             self._step(happen.Leave(reason))
 
+    def _close(self, reason: str) -> None:
+        if self.participant is not None:
+            # Numbered: what arrives late must not close the next job of this id.
+            key = f"{self.options.prefix}close/{self.participant.job}"
+            self._send(Put(key, reason.encode()))
+
     # Telling
 
     @property
@@ -413,20 +433,27 @@ class Membership:
             self.tell(Ended(end, self._handed.round if self._handed else None))
 
     def _say_goodbye(self) -> None:
-        """Take our key away, so that nobody waits for our lease; the host stays until all have done so."""
-        client = self.client
-        if client is None or client.lost is not None or self.participant is None:
+        """Take our key away, so that nobody waits for our lease; the host does so when all others have."""
+        client, participant = self.client, self.participant
+        if client is None or client.lost is not None or participant is None:
             return
-        if self.participant.lease:
-            self._send(Revoke(self.participant.lease))
-        if not self.hosting:
-            return
+        if self.hosting:
+            # With its key the host is still part of a job that is ending: who comes now is told its end, and
+            # begins no new job at a store that is about to go.
+            self._wait_for_the_others(client, participant)
+        if participant.lease:
+            self._send(Revoke(participant.lease))
+
+    def _wait_for_the_others(self, client: Client, participant: Participant) -> None:
         end = clock() + FAREWELL
         nodes = self.options.prefix + "node/"
         changed = threading.Event()
         try:
             client.watch(nodes, lambda notice: changed.set(), prefix=True)
-            while clock() < end and client.request(Get(nodes, prefix=True), FAREWELL).entries:
+            while clock() < end:
+                here = client.request(Get(nodes, prefix=True), FAREWELL).entries
+                if all(entry.lease == participant.lease for entry in here):
+                    return
                 changed.wait(max(0.0, end - clock()))
                 changed.clear()
         except StoreError:

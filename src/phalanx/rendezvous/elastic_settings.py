@@ -13,14 +13,14 @@ from phalanx.errors import StoreError, UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from phalanx.rendezvous.handler import RendezvousParameters
     from phalanx.store.server import Server
     from phalanx.store.tls import Tls
     from phalanx.store.token import Token
 
-DEFAULT_PORT = 29400
+DEFAULT_PORT, ETCD_PORT = 29400, 2379
 DEFAULT_TTL = 6.0
 _POSITIONS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # this node's index at its scheduler
 
@@ -33,7 +33,11 @@ class Settings:
 
         self.backend = params.backend
         self.endpoint = params.endpoint
-        self.host, self.port = parse_rendezvous_endpoint(params.endpoint.partition(",")[0], DEFAULT_PORT)
+        self._etcd = params.backend == "etcd"  # may have several endpoints, written as URLs
+        first = params.endpoint.partition(",")[0].rpartition("://")[2].rstrip("/")
+        self.host, self.port = parse_rendezvous_endpoint(
+            first if self._etcd else params.endpoint, ETCD_PORT if self._etcd else DEFAULT_PORT
+        )
         if self.port == 0:
             raise UsageError(
                 f"--rdzv-endpoint {params.endpoint}: nodes can only meet at a port all know, not 0"
@@ -73,6 +77,8 @@ class Settings:
     @property
     def where(self) -> str:
         """The endpoint as people write it."""
+        if self._etcd:
+            return self.endpoint
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
@@ -122,6 +128,8 @@ def _source_address(host: str, port: int) -> str:
     """The address this machine would use towards the endpoint; connecting a datagram socket sends nothing."""
     import socket
 
+    from phalanx.rendezvous.address import is_loopback, names_loopback
+
     # The second is from the block for documentation: nobody is there, but the way to it is the default route.
     for target in (host, "192.0.2.1"):
         try:
@@ -131,45 +139,43 @@ def _source_address(host: str, port: int) -> str:
                 found = str(probe.getsockname()[0])
         except OSError:
             continue
-        if not _is_loopback(found) or _names_loopback(host):
+        if not is_loopback(found) or names_loopback(host):
             return found
+        if target == host and not _is_any(host):
+            return host  # a name of this machine, which the others have found it by
     return os.uname().nodename
 
 
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+def _is_any(host: str) -> bool:
+    return host in ("0.0.0.0", "::", "*")
 
 
-def _names_loopback(host: str) -> bool:
-    """Whether the endpoint was meant to be this machine only."""
-    return host == "localhost" or _is_loopback(host)
-
-
-def open_server(settings: Settings, token: Token | None) -> Server | None:
+def open_server(
+    settings: Settings, token: Token | None, on_failure: Callable[[str], None] = lambda text: None
+) -> Server | None:
     """The embedded store, if this node is the one to host it."""
     import errno
 
+    from phalanx.rendezvous.address import listening_address
     from phalanx.store.server import Server
 
     if settings.is_host is False:
         return None
-    host = settings.host
-    if not _names_loopback(host) and all(map(_is_loopback, settings.addresses())):
-        # Many systems give a machine's own name a loopback address; the others know it by another one.
-        host = "0.0.0.0"
     try:
         return Server(
-            host,
+            listening_address(settings.host),
             settings.port,
             token=token,
             linger=settings.linger,
             journal=settings.journal,
             tls=settings.tls,
+            on_failure=on_failure,
         )
     except StoreError as error:
         cause = error.__cause__
         number = cause.errno if isinstance(cause, OSError) else None
-        elsewhere = number in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) or _unresolved(cause)
+        held = "locked" in str(cause)  # the journal, by an agent of this machine that was quicker
+        elsewhere = number in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) or held or _unresolved(cause)
         if settings.is_host or not elsewhere:
             raise
         return None

@@ -38,7 +38,7 @@ from phalanx.errors import (
 )
 from phalanx.rendezvous.handler import RendezvousHandler, RendezvousStoreInfo
 from phalanx.rendezvous.static_host import StaticHost
-from phalanx.rendezvous.static_watch import StaticInfo, Watch, load
+from phalanx.rendezvous.static_watch import StaticInfo, Watch, event_of, load
 from phalanx.store.torch_client import TorchStoreClient
 
 TYPE_CHECKING = False
@@ -98,7 +98,11 @@ class StaticRendezvous(RendezvousHandler):
         self._watch: Watch | None = None
         self._round = 0
         self._asked = 0  # the round that this node has asked to be in
+        self._tokens: list[
+            str
+        ] = []  # by which its own words are known from those of a second one of its rank
         self._news: dict[str, Any] | None = None  # why the round at hand is over
+        self.told: tuple[str, int] | None = None  # report and exit code of what ended the job elsewhere
         self._closed = False
         self._lock = threading.Lock()
 
@@ -133,6 +137,7 @@ class StaticRendezvous(RendezvousHandler):
         begin = time.monotonic()
         deadline, connect_by = begin + self.timeout, begin + patience
         token, self._asked = os.urandom(8).hex(), 0
+        self._tokens.append(token)
         while True:
             try:
                 formed = self._join(token, deadline, connect_by)
@@ -148,14 +153,21 @@ class StaticRendezvous(RendezvousHandler):
         return self._enter(formed)
 
     def report_failure(
-        self, round: int, attempt: int, summary: str, final: bool = False, delay: float = 0.0
+        self,
+        round: int,
+        attempt: int,
+        summary: str,
+        final: bool = False,
+        delay: float = 0.0,
+        told: tuple[str, int] = ("", 1),
     ) -> None:
-        """Tell the other nodes at once, so that they re-form or end with this node."""
+        """Tell the other nodes at once, so that they re-form or end with us; `told` is for their screens."""
         self.attempt = max(self.attempt, attempt)
         if final:
-            self.close(summary, True, attempt)
+            self.close(summary, True, attempt, told=told)
             return
-        why = {"node": self.rank, "attempt": attempt, "summary": summary, "delay": delay}
+        token = "".join(self._tokens[-1:])
+        why = {"node": self.rank, "token": token, "attempt": attempt, "summary": summary, "delay": delay}
         self._tell(lambda client: self._call_for(client, self._next, why))
 
     def leave(self) -> None:
@@ -165,7 +177,13 @@ class StaticRendezvous(RendezvousHandler):
         self._release()
 
     def close(
-        self, reason: str, job_failed: bool | None, attempt: int = 0, *, timed_out: bool = False
+        self,
+        reason: str,
+        job_failed: bool | None,
+        attempt: int = 0,
+        *,
+        timed_out: bool = False,
+        told: tuple[str, int] = ("", 1),
     ) -> None:
         """The job is over for all nodes; `job_failed` None: not known."""
         if self._closed:
@@ -178,6 +196,7 @@ class StaticRendezvous(RendezvousHandler):
             "summary": reason,
             "attempt": attempt or self.attempt,
             "timeout": timed_out,
+            "told": told,
         }
         self._tell(lambda client: self._announce_end(client, over))
 
@@ -200,13 +219,14 @@ class StaticRendezvous(RendezvousHandler):
             formed = load(client.get(f"formed/{number}"))
             if formed["tokens"][self.rank] == token:
                 return formed
-            if self._asked == number:
+            replaced = 0 < self._round < number and formed["tokens"][self.rank] not in self._tokens
+            if self._asked == number or replaced:
                 raise self._taken(formed)
         number += 1
         mine = {"token": token, "attempt": self.attempt, "host": os.uname().nodename, "pid": os.getpid()}
         client.set(f"join/{number}/{self.rank}", json.dumps(mine))
         self._asked = number
-        why = {"node": self.rank, "attempt": self.attempt, "summary": "joins again"}
+        why = {"node": self.rank, "token": token, "attempt": self.attempt, "summary": "joins again"}
         self._call_for(client, number, why)
         if self._host is not None:
             self._form(client, number, deadline)
@@ -325,7 +345,7 @@ class StaticRendezvous(RendezvousHandler):
 
     def _heard(self, number: int, news: dict[str, Any]) -> None:
         """From the watching thread: round `number` is called for, or node 0 is gone."""
-        own = news["node"] == self.rank and not news.get("lost")
+        own = news.get("token") in self._tokens
         with self._lock:
             if self._closed or own or number != self._round + 1:
                 return
@@ -333,17 +353,10 @@ class StaticRendezvous(RendezvousHandler):
         listener = self.listener
         if listener is None or news.get("failed") is False:
             return
-        from phalanx.core.messages import MembershipChanged, PeerFailed
-
-        node, attempt = str(news["node"]), int(news.get("attempt", 0))
-        final = bool(news.get("over"))
-        if final or attempt > self.attempt:
-            summary, delay = str(news["summary"]), float(news.get("delay", 0.0))
-            listener(PeerFailed(node, self._round, attempt, summary, final=final, delay=delay))
-        elif news.get("left") or news.get("lost"):
-            listener(MembershipChanged(lost=(f"node {node}",), round=self._round))
-        else:
-            listener(MembershipChanged(waiting=1, round=self._round))
+        if news.get("over"):
+            report, code = news.get("told") or ("", 1)
+            self.told = (str(report), int(code)) if report else None
+        listener(event_of(news, self._round, self.attempt))
 
     def _lost(self) -> bool:
         return bool(self._news and self._news.get("lost"))

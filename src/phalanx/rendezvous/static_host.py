@@ -7,6 +7,7 @@ import json
 import socket
 
 from phalanx.errors import RendezvousConnectionError, StoreConnectionError, StoreError
+from phalanx.rendezvous.address import listening_address
 from phalanx.store.torch_server import TorchStoreServer
 
 TYPE_CHECKING = False
@@ -66,13 +67,13 @@ class StaticHost:
 
 
 def _serve(host: str, port: int) -> TorchStoreServer:
-    """A server at the named address only; at all of them where the name is not this machine's own.
+    """A server at the named address only; at all of them where the name is not known here, or is a loopback.
 
     A Kubernetes service or a NAT gateway has an address that only others can use. But the same is seen when
     a second node was started as node 0, so somebody who answers there already is reported instead.
     """
     try:
-        return TorchStoreServer(host, port)
+        return TorchStoreServer(listening_address(host), port)
     except StoreConnectionError as error:
         cause = error.__cause__
         number = cause.errno if isinstance(cause, OSError) else None

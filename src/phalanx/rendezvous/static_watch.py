@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.core.messages import Event
     from phalanx.rendezvous.handler import RendezvousStoreInfo
     from phalanx.store.torch_client import TorchStoreClient
 
@@ -66,6 +67,19 @@ class Watch:
         self._client.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+
+def event_of(news: dict[str, Any], number: int, used: int) -> Event:
+    """What news of another node mean for round `number`, of a job that has used `used` restarts."""
+    from phalanx.core.messages import MembershipChanged, PeerFailed
+
+    node, attempt, final = str(news["node"]), int(news.get("attempt", 0)), bool(news.get("over"))
+    if final or attempt > used:
+        summary, delay = str(news["summary"]), float(news.get("delay", 0.0))
+        return PeerFailed(node, number, attempt, summary, final=final, delay=delay)
+    if news.get("left") or news.get("lost"):
+        return MembershipChanged(lost=(f"node {node}",), round=number)
+    return MembershipChanged(waiting=1, round=number)
 
 
 def load(value: bytes) -> dict[str, Any]:

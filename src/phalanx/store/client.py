@@ -37,7 +37,7 @@ OWN_WATCHES = 1_000_000  # numbers of `Client.watch`; callers who number their o
 
 
 class State(NamedTuple):
-    """What happened to the connection: connected, disconnected, refused (a try began at `at`) or lost."""
+    """Of the connection: connected, disconnected, lost; or of a try that began at `at`: refused, failed."""
 
     what: str
     at: float
@@ -226,8 +226,8 @@ class Client:
                 self._give_up(error)
                 break
             except (OSError, wire.WireError) as error:
-                if isinstance(error, ConnectionRefusedError):
-                    self.on_state(State("refused", began))
+                refused = isinstance(error, ConnectionRefusedError)
+                self.on_state(State("refused" if refused else "failed", began, _words(error)))
                 if self.clock() - away_since >= self.grace:
                     self._give_up(self._unreachable(error))
                     break
@@ -255,9 +255,8 @@ class Client:
                 self.on_state(State("disconnected", away_since))
 
     def _unreachable(self, error: Exception) -> StoreConnectionError:
-        text = getattr(error, "strerror", None) or str(error)
         return StoreConnectionError(
-            f"the store at {self.where} could not be reached for {self.grace:g} s ({text}): "
+            f"the store at {self.where} could not be reached for {self.grace:g} s ({_words(error)}): "
             "is it running, and is the address right?"
         )
 
@@ -368,6 +367,10 @@ class Client:
         self._connected.set()
         if first and not self._closing:
             self.on_state(State("lost", self.clock(), str(error)))
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _sealing(tls: Tls | None) -> ssl.SSLContext | None:

@@ -220,7 +220,7 @@ class EtcdClient(Client):
                     raise
                 problem: Exception = error
             except Failure as error:
-                problem = _certificate_trouble(error, self.where)
+                problem = _explained(error, self.where)
             else:
                 self._reached(path, answer)
                 return answer
@@ -262,6 +262,8 @@ class EtcdClient(Client):
 
     def _away(self, began: float, problem: Exception) -> None:
         """No member answered; for how long now?"""
+        if self.welcome is None:
+            self.on_state(State("failed", began, getattr(problem, "strerror", None) or str(problem)))
         if self._away_since is None:
             self._away_since = began
             with self._delivering:
@@ -279,10 +281,12 @@ class EtcdClient(Client):
                 pass
 
 
-def _certificate_trouble(error: Exception, where: str) -> Exception:
-    """A certificate that does not fit will not fit later either: say so at once."""
+def _explained(error: Exception, where: str) -> Exception:
+    """In words for a person; a certificate that does not fit will not fit later either, so it is raised."""
     import ssl
 
+    if not isinstance(error, OSError):  # the words of http.client would be whatever bytes came
+        return StoreConnectionError("what answers there is not etcd")
     if isinstance(error, ssl.SSLCertVerificationError):
         raise StoreAuthError(
             f"etcd at {where}: its certificate is not trusted ({error.verify_message}): "
@@ -316,8 +320,9 @@ def etcd_client_from(
 ) -> EtcdClient:
     """The client for `--rdzv-backend etcd`: HOST:PORT, or several with commas between them.
 
-    `config` (--rdzv-conf): protocol http|https, cacert, cert, key, user, password_file. A password
-    comes from PHALANX_ETCD_PASSWORD or that file. `options` go to EtcdClient.
+    `config` (--rdzv-conf): protocol http|https, cacert, cert, key (or tls_ca, tls_cert, tls_key, as the
+    options are called), user, password_file. A password comes from PHALANX_ETCD_PASSWORD or that file.
+    `options` go to EtcdClient.
     """
     env = os.environ if environ is None else environ
     if "password" in config:
@@ -326,7 +331,8 @@ def etcd_client_from(
             "set PHALANX_ETCD_PASSWORD, or password_file=FILE"
         )
     addresses, schemes = _addresses(endpoint)
-    files = [str(config.get(name) or "") for name in ("cacert", "cert", "key")]
+    names = (("cacert", "tls_ca"), ("cert", "tls_cert"), ("key", "tls_key"))
+    files = [str(config.get(ours) or config.get(flag) or "") for ours, flag in names]
     protocol = str(config.get("protocol") or next(iter(schemes), "https" if any(files) else "http"))
     if protocol not in ("http", "https") or len(schemes | {protocol}) > 1:
         raise UsageError(f"--rdzv-conf protocol={protocol}: use http or https, the same for every endpoint")
@@ -336,7 +342,7 @@ def etcd_client_from(
 
         context = https_context(*files)
     elif any(files):
-        raise UsageError("--rdzv-conf cacert, cert, key: these are for protocol=https")
+        raise UsageError("--tls-ca, --tls-cert, --tls-key (cacert, cert, key): these are for protocol=https")
     user = str(config.get("user") or "")
     password = _password(user, str(config.get("password_file") or ""), env)
     return EtcdClient(addresses, context=context, user=user, password=password, **options)

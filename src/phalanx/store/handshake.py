@@ -59,8 +59,13 @@ class Dialling:
             raise tls.refusal(self.client.where, self.client.tls, error) from None
 
     def _greeted(self, sock: socket.socket) -> bytes:
-        data = _read(sock, len(wire.MAGIC), self._plain_to_tls)
-        return wire.read_greeting(data + _read(sock, wire.NONCE))
+        try:
+            wire.read_greeting(_read(sock, len(wire.MAGIC), self._plain_to_tls))
+        except TimeoutError:
+            raise wire.WireError(
+                "it takes connections and says nothing: another service, or a store that is stopped"
+            ) from None
+        return _read(sock, wire.NONCE)
 
     def _plain_to_tls(self, data: bytes) -> None:
         if self.client.sealing is None and data.startswith(_TLS_ALERT):

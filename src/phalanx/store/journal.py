@@ -68,25 +68,25 @@ class Journal:
     def begin(self) -> None:
         """Open a turn, if none is open."""
         if not self._db.in_transaction:
-            self._db.execute("BEGIN IMMEDIATE")
+            self._write("BEGIN IMMEDIATE")
 
     def record(self, session: str, number: int, done: int, command: Command) -> None:
         """A call that changed something."""
         self.begin()
         frame = wire.encode(number, done, command)[wire.HEADER :]
-        self._db.execute("INSERT INTO log (session, lease, frame) VALUES (?, 0, ?)", (session, frame))
+        self._write("INSERT INTO log (session, lease, frame) VALUES (?, 0, ?)", (session, frame))
         self._lines += 1
 
     def record_expiry(self, lease: int) -> None:
         """A lease that the store ended by itself."""
         self.begin()
-        self._db.execute("INSERT INTO log (session, lease, frame) VALUES ('', ?, NULL)", (lease,))
+        self._write("INSERT INTO log (session, lease, frame) VALUES ('', ?, NULL)", (lease,))
         self._lines += 1
 
     def commit(self, model: Model, store: str) -> None:
         """Make the turn last; now and then fold the log into a snapshot."""
         if self._db.in_transaction:
-            self._db.execute("COMMIT")
+            self._write("COMMIT")
             if self._lines >= SNAPSHOT_EVERY:
                 self._snapshot(model, store)
 
@@ -95,9 +95,19 @@ class Journal:
         self._db.close()
 
     def _snapshot(self, model: Model, store: str) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.execute("DELETE FROM snapshot")
-        self._db.execute("INSERT INTO snapshot VALUES (?, ?)", (store, msgspec.msgpack.encode(model.dump())))
-        self._db.execute("DELETE FROM log")
-        self._db.execute("COMMIT")
+        self._write("BEGIN IMMEDIATE")
+        self._write("DELETE FROM snapshot")
+        self._write("INSERT INTO snapshot VALUES (?, ?)", (store, msgspec.msgpack.encode(model.dump())))
+        self._write("DELETE FROM log")
+        self._write("COMMIT")
         self._lines = 0
+
+    def _write(self, statement: str, values: tuple[object, ...] = ()) -> None:
+        import sqlite3
+
+        try:
+            self._db.execute(statement, values)
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"journal {self.path}: {error}; put that right and start the store again, jobs wait for it"
+            ) from error

@@ -82,15 +82,19 @@ class Server:
         linger: float = 1.0,
         tls: Tls | None = None,
         on_incident: Callable[[str], None] = lambda text: None,
+        on_failure: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.token, self.linger, self.on_incident = token, linger, on_incident
+        """`on_incident` hears of what the store outlives, `on_failure` of what it does not."""
+        self.token, self.linger = token, linger
+        self.on_incident, self.on_failure = on_incident, on_failure
         self._sealing: ssl.SSLContext | None = None
         self._binding = b""  # ties the proof of the token to our certificate
         if tls is not None:
             from phalanx.store.tls import own_fingerprint, server_context
 
             self._sealing, self._binding = server_context(tls), own_fingerprint(tls)
-        self._listener = _listen(host or "127.0.0.1", port, token)
+        host = host or "127.0.0.1"
+        self._listener = _bind(host, port, token)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.store = os.urandom(8).hex()
         # Lease numbers of a store that lost its data must not mean anything to its successor.
@@ -102,8 +106,13 @@ class Server:
 
                 self._journal = Journal(journal)
                 self.store = self._journal.load(self._model, self.store, time.monotonic())
+            # Not before the journal is read: clients that are refused know that the store is down, and their
+            # workers run on; a connection that nobody answers would tell them nothing.
+            _listen(self._listener, host, port)
         except BaseException:
             self._listener.close()
+            if self._journal is not None:
+                self._journal.close()
             raise
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, _Peer] = {}
@@ -151,7 +160,12 @@ class Server:
         try:
             self._turn_around()
         except Exception as error:  # noqa: BLE001 - the thread's last words; clients see the closed connection
-            self.on_incident(f"the store failed and is gone: {type(error).__name__}: {error}")
+            # What is not in the journal must not be answered; and to be refused tells more than silence.
+            for peer in list(self._peers.values()):
+                self._forget(peer)
+            self._listener.close()
+            said = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+            self.on_failure(f"the store failed and is gone: {said}")
         finally:
             self._say_goodbye()
 
@@ -389,7 +403,7 @@ class Server:
             self._gone[peer.session] = time.monotonic()
 
 
-def _listen(host: str, port: int, token: Token | None) -> socket.socket:
+def _bind(host: str, port: int, token: Token | None) -> socket.socket:
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -405,9 +419,15 @@ def _listen(host: str, port: int, token: Token | None) -> socket.socket:
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(where)
-        sock.listen(4096)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
         raise StoreError(f"the store cannot listen on {host}:{port}: {error.strerror}") from error
     return sock
+
+
+def _listen(sock: socket.socket, host: str, port: int) -> None:
+    try:
+        sock.listen(4096)
+    except OSError as error:  # somebody else has bound it as well, and was quicker
+        raise StoreError(f"the store cannot listen on {host}:{port}: {error.strerror}") from error

@@ -214,6 +214,10 @@ class TorchStoreClient:
         """Another client of the same server, for another thread."""
         return TorchStoreClient(self.host, self.port, self._timeout, prefix=self._prefix)
 
+    def beside(self, give_up: Callable[[], bool]) -> TorchStoreClient:
+        """As `clone`, for a thread that somebody may want to end while it still tries to connect."""
+        return TorchStoreClient(self.host, self.port, self._timeout, prefix=self._prefix, give_up=give_up)
+
     # -- the wire ---------------------------------------------------------------------------------------
 
     def _key(self, key: str) -> bytes:

@@ -262,9 +262,9 @@ class TorchStoreServer:
 
 
 def _warn(text: str) -> None:
-    import logging  # not on the way to the first worker
+    from phalanx.warn import warn  # not on the way to the first worker
 
-    logging.getLogger("phalanx.store").warning("%s", text)
+    warn(text)
 
 
 def _wire_key(key: str) -> bytes:

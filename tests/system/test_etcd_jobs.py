@@ -1,0 +1,105 @@
+"""Whole jobs over a real etcd: agents that meet there, nodes that are drained or killed, an id used again."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.core.commands import Get
+from phalanx.store.etcd import etcd_client_from
+from tests.conftest import HUNG
+from tests.system.etcd_process import Cluster, etcd_program
+from tests.system.netns import Job, tell
+from tests.system.run_helpers import PHALANX, Ended, plain_environment
+from tests.system.test_cluster import everybody, succeed
+
+pytestmark = pytest.mark.timeout(180)
+PASSWORD = "the password of root"
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One that wants a login."""
+    etcd_program()
+    with Cluster(tmp_path_factory.mktemp("etcd"), extra=("--auth-token", "simple")) as running:
+        member = running.members[0]
+        member.ask("/v3/auth/role/add", {"name": "root"})
+        member.ask("/v3/auth/user/add", {"name": "root", "password": PASSWORD})
+        member.ask("/v3/auth/user/grant", {"user": "root", "role": "root"})
+        member.ask("/v3/auth/enable")
+        yield running
+
+
+def job_at(etcd: Cluster, folder: Path, nodes: str, run_id: str, *words: str) -> Job:
+    endpoint = str(etcd.addresses[0])
+    job = Job(
+        folder,
+        nodes,
+        endpoint,
+        "--rdzv-backend",
+        "etcd",
+        "--rdzv-id",
+        run_id,
+        *words,
+        conf="user=root,is_host=0",
+    )
+    job.run_id = run_id
+    job.environment["PHALANX_ETCD_PASSWORD"] = PASSWORD
+    return job
+
+
+def drain(job: Job, *words: str, password: str = PASSWORD) -> Ended:
+    where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", job.endpoint, "--rdzv-id", job.run_id]
+    env = plain_environment(PHALANX_ETCD_PASSWORD=password)
+    command = [PHALANX[0], "drain", *where, "--rdzv-conf", "user=root", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HUNG)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def test_drain_lets_a_node_leave_for_nothing(tmp_path: Path, etcd: Cluster) -> None:
+    with job_at(etcd, tmp_path, "1:2", "drained") as job:
+        nodes = [job.node(name) for name in "ab"]
+        everybody(nodes, 2)
+        refused = drain(job, "b", password="not it")
+        assert refused.code == 1
+        assert "PHALANX_ETCD_PASSWORD" in refused.err
+        assert drain(job, "c").err == "phalanx drain: c: no such node in run drained; there are: a b\n"
+        done = drain(job, "b")
+        assert (done.code, done.out) == (0, "b has left\n"), done
+        assert nodes[1].end().code == 0
+        again = everybody(nodes[:1], 1)
+        assert {w.attempt for w in again} == {0}
+        succeed(nodes[:1], again)
+
+
+def test_an_agent_killed_is_missed_when_its_lease_ends_and_a_new_one_takes_its_place(
+    tmp_path: Path, etcd: Cluster
+) -> None:
+    with job_at(etcd, tmp_path, "2", "killed") as job:
+        nodes = [job.node(name) for name in "ab"]
+        everybody(nodes, 2)
+        nodes[0].signal(signal.SIGKILL)  # the leader, as likely as not
+        nodes[0] = job.node("a")
+        again = everybody(nodes, 2)
+        assert {w.attempt for w in again} == {0}
+        succeed(nodes, again)
+
+
+def test_an_id_is_free_again_when_the_nodes_of_its_job_have_gone(tmp_path: Path, etcd: Cluster) -> None:
+    with job_at(etcd, tmp_path, "2", "requeued", "--max-restarts", "0") as job:
+        for _ in range(2):
+            nodes = [job.node(name) for name in "ab"]
+            workers = everybody(nodes, 2)
+            tell(workers[:1], signal.SIGUSR2)
+            assert [node.end().code for node in nodes] == [9, 9]
+        nodes = [job.node(name) for name in "ab"]
+        succeed(nodes, everybody(nodes, 2))
+    config, environ = {"user": "root"}, {"PHALANX_ETCD_PASSWORD": PASSWORD}
+    with etcd_client_from(str(etcd.addresses[0]), config, environ=environ) as client:
+        left = client.request(Get("job/requeued/", prefix=True), HUNG).entries
+        assert {entry.key.split("/")[2] for entry in left} <= {"ctl", "members", "result", "status"}
+        assert len(left) <= 6, "what a job leaves behind does not grow with the number of jobs"
