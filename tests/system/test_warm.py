@@ -190,7 +190,7 @@ def test_a_list_belongs_to_one_script_and_one_set_of_packages(tmp_path: Path) ->
 def parked(spawner: Spawner, count: int) -> None:
     def there() -> bool:
         spawner.events(0)
-        return spawner.parked == count
+        return len(spawner.parked) == count
 
     wait_until(there, f"{count} parked processes")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import logging
 import os
@@ -582,3 +583,12 @@ def test_say_once_logger_is_phalanx(tmp_path: Path, tee: Tee, caplog: pytest.Log
     tee.start()
     tee.drain()
     assert [(r.name, r.levelno) for r in caplog.records] == [("phalanx", logging.WARNING)]
+
+
+@pytest.mark.parametrize("has", [4096, 1 << 20])
+def test_a_pipe_gets_room_for_more_than_one_block_and_is_never_made_smaller(has: int, tee: Tee) -> None:
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end), os.fdopen(write_end, "w") as stream:
+        fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, has)
+        tee.follow("never", stream)
+        assert fcntl.fcntl(read_end, fcntl.F_GETPIPE_SZ) >= max(has, BLOCK + 1)

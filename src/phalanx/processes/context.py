@@ -67,6 +67,7 @@ class PContext(abc.ABC):
         self.envs = envs
         self.nprocs = nprocs
         self.stop_timeout = 30.0  # grace for the rest of the group when one fails
+        self.stops_at_failure = False  # True: that begins at once, without the owner's word for it
         self.spawner: Spawner | None = None  # set before start: use this one, and leave it open
         self.numa_options: NumaOptions | None = None
         self.boards: Boards | None = None  # memory shared with the workers (timers/heartbeat.py)
@@ -139,7 +140,8 @@ class PContext(abc.ABC):
                 self.spawner = self._new_spawner()
                 self._owns_spawner = True
             self.started_at = time.time()
-            self._pids = self.spawner.spawn(jobs, os.environ)
+            at_failure = (signal.SIGTERM, self.stop_timeout) if self.stops_at_failure else None
+            self._pids = self.spawner.spawn(jobs, os.environ, at_failure)
         except BaseException:
             self._abandon()
             raise
@@ -486,6 +488,6 @@ def check_ranks(what: str, given: Mapping[int, object], nprocs: int) -> None:
 
 
 def _log(message: str) -> None:
-    import logging
+    from phalanx.warn import warn
 
-    logging.getLogger("phalanx").warning(message)
+    warn(message)

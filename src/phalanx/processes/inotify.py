@@ -35,24 +35,20 @@ class Watcher:
 
     def __init__(self) -> None:
         self.fd = -1
-        self.why_not = ""
         self._add: Callable[[int, bytes, int], int] | None = None
         self._remove: Callable[[int, int], int] | None = None
         try:
             # Imported here: ctypes takes milliseconds, and only a run that shows output needs it.
             import ctypes
 
-            libc: Any = ctypes.CDLL(None, use_errno=True)
+            libc: Any = ctypes.CDLL(None)
             init, add, remove = libc.inotify_init1, libc.inotify_add_watch, libc.inotify_rm_watch
             add.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32]
             self.fd = int(init(_IN_NONBLOCK | _IN_CLOEXEC))
-            if self.fd < 0:
-                self.why_not = f"inotify_init1: {os.strerror(ctypes.get_errno())}"
-                return
-            self._add, self._remove = add, remove
-        except (ImportError, OSError, AttributeError) as error:
-            self.fd = -1
-            self.why_not = f"this platform has no inotify ({error})"
+            if self.fd >= 0:
+                self._add, self._remove = add, remove
+        except (ImportError, OSError, AttributeError):
+            pass  # this platform has none
 
     def watch_file(self, fd: int, path: str) -> int:
         """Arms a one-shot watch for growth of the open file `fd`; the watch number, or -1."""

@@ -117,7 +117,7 @@ class Spawner:
         self._closed = False
         self.preload = preload or []
         self.importing = preload is not None
-        self.parked = 0
+        self.parked: list[int] = []  # the pids of forks that wait, when they were last told
         self.dropped: list[str] = []  # modules that do not suit a fork, and why
         self.running: set[int] = set()
         try:
@@ -135,8 +135,14 @@ class Spawner:
         """Readable when `events` has something to tell."""
         return self.channel.fileno()
 
-    def spawn(self, jobs: list[Job], env: Mapping[str, str]) -> dict[int, int]:
-        """Start the whole group or nothing: rank → pid, or StartError that names the rank and why."""
+    def spawn(
+        self, jobs: list[Job], env: Mapping[str, str], at_failure: tuple[int, float] | None = None
+    ) -> dict[int, int]:
+        """Start the whole group or nothing: rank → pid, or StartError that names the rank and why.
+
+        `at_failure`: the signal and the grace with which the helpers themselves stop the others when one
+        fails. `stop` may still be called, and is still answered.
+        """
         fds: list[int] = []
         specs = [_wire(job, fds) for job in jobs]
         null = None
@@ -158,6 +164,7 @@ class Spawner:
             "cwd": os.getcwd(),
             "std": std,
             "ignored": ignored,
+            "at_failure": None if at_failure is None else (int(at_failure[0]), float(at_failure[1])),
         }
         try:
             with self._lock:
@@ -211,7 +218,7 @@ class Spawner:
             self.importing = False
             self.dropped = list(message[1])
         elif message[0] == "parked":
-            self.parked = message[1]
+            self.parked = list(message[1])
         elif message[0] == "stopped" and message[1] == self._group:
             self._early.append(Stopped(tuple(message[2])))
 
@@ -221,6 +228,7 @@ class Spawner:
         Only sends, so that it can be called from a signal handler and from a poll.
         """
         self._send(("stop", self._group, int(sig), float(max(0.0, grace))))
+        os.sched_yield()  # who is to hear it may wait for this very processor, and we have work for long
 
     def park(self, count: int, warm_up: str = "") -> None:
         """Have this many forks ready for the next start; answered when they are."""

@@ -143,11 +143,11 @@ class Tee:
             self._unsaid.append(line)
             return
         try:
-            import logging
+            from phalanx.warn import warn
+
+            warn(line)
         except (ImportError, OSError):  # out of descriptors, and logging was never imported
             self._unsaid.append(line)
-            return
-        logging.getLogger("phalanx").warning(line)
 
     def _say_left(self) -> None:
         unsaid, self._unsaid = self._unsaid, []

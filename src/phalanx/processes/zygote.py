@@ -10,12 +10,14 @@
   inherits and kills what they had started. Keeper gone: the zygote kills everything and ends.
 * All or nothing: workers are forked, set up, and held at a gate; only when every one of them stands
   there may any of them run the user's program.
+* Where the agent said so at the start, the rest of a group is told to stop the moment one fails, and the
+  agent hears of it afterwards: what to do next is still decided there.
 * Single-threaded, standard library only: it must be safe to fork at any time.
 
 Messages from the agent:  ("spawn", request) ("stop", group, signal, grace) ("park", count, warm-up)
                           ("signal", number, ranks, alone)
 Messages to the agent:    ("started", {rank: pid}) ("refused", rank, text) ("stopped", group, [text, …])
-                          ("exit", rank, pid, code, when, signalled_at) ("parked", count)
+                          ("exit", rank, pid, code, when, signalled_at) ("parked", pids)
 
 A *parked* process is a fork made ahead of need: it waits, before the first line of the program and without
 rank or environment, until a spawn hands it both (parking.py). The world does not know of it.
@@ -95,6 +97,7 @@ class Zygote:
         self.runner = runner
         self.workers: dict[int, Worker] = {}  # by pid, until reaped
         self.stop: Stop | None = None
+        self.at_failure: tuple[int, float] | None = None  # the signal and grace for the others
         self.group = 0  # groups are numbered by the agent: an answer must not be taken for the next one's
         self._statuses: set[int] = set()  # pipes to workers that are being started
         self.lot = Lot()
@@ -159,6 +162,7 @@ class Zygote:
     def _spawn(self, request: dict[str, Any], fds: list[int]) -> None:
         self.stop = None
         self.group = request["group"]
+        self.at_failure = request["at_failure"]
         gate_read, gate_write = os.pipe()
         made: list[tuple[Worker, int]] = []
         refusal: tuple[int, str] | None = None
@@ -203,7 +207,7 @@ class Zygote:
             # In the fork, once it is needed.
             request, spec, fds, gate_read, status = handover
             self._in_fork(request, spec, fds, gate_read, status)
-        self._tell(("parked", len(self.lot.parked)))
+        self._tell(("parked", list(self.lot.parked)))
 
     def _fork(
         self,
@@ -290,19 +294,30 @@ class Zygote:
     # -- watching ---------------------------------------------------------------------------------
 
     def _reap(self) -> None:
+        ended = []
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                break
             if pid == 0:
-                return
-            if self.lot.lost(pid):
-                continue
-            worker = self.workers.pop(pid, None)
+                break
+            worker = None if self.lot.lost(pid) else self.workers.pop(pid, None)
             if worker:
-                code = os.waitstatus_to_exitcode(status)
-                self._tell(("exit", worker.rank, pid, code, time.time(), worker.signalled_at))
+                ended.append((worker, os.waitstatus_to_exitcode(status), time.time()))
+        if self.at_failure and not self.stop and any(code for _, code, _ in ended):
+            self._stop_others(*self.at_failure)
+        for worker, code, when in ended:
+            self._tell(("exit", worker.rank, worker.pid, code, when, worker.signalled_at))
+
+    def _stop_others(self, sig: int, grace: float) -> None:
+        """One failed: tell the others, unless the agent has just said something, which may be about them."""
+        poll = select.poll()
+        poll.register(self.channel.fileno(), select.POLLIN)
+        if not poll.poll(0):
+            self.at_failure = None
+            self.stop = Stop(sig, time.monotonic(), grace)
+            self._signal_workers(self.stop, kill=False)
 
     def _tell(self, message: tuple[Any, ...]) -> None:
         try:
@@ -321,6 +336,7 @@ class Zygote:
     def _stop(self, group: int, sig: int, grace: float) -> None:
         if group != self.group:
             return  # of the group before; it is gone
+        self.at_failure = None  # from here on the agent says how
         self._reap()  # who is gone by now was not stopped by us, and must not be told so
         now = time.monotonic()
         if self.stop:
@@ -335,14 +351,7 @@ class Zygote:
             return
         now = time.monotonic()
         kill = now >= stop.kill_at
-        for worker in self.workers.values():
-            if worker.pid in stop.told and not kill:
-                continue
-            worker.signalled_at = worker.signalled_at or time.time()
-            _signal_group(worker.pid, signal.SIGKILL if kill else stop.sig)
-            if not kill:
-                _signal_group(worker.pid, signal.SIGCONT)  # one that is stopped must hear it too
-            stop.told.add(worker.pid)
+        self._signal_workers(stop, kill)
         if kill or now >= stop.look_at or not self.workers:
             stop.look_at = now + _LOOK_AGAIN
             for pid in self._adopted():
@@ -355,6 +364,17 @@ class Zygote:
             self._stopped([])
         elif now >= stop.give_up_at:
             self._stopped([kernel.describe(pid) for pid in [*self.workers, *self._adopted()]])
+
+    def _signal_workers(self, stop: Stop, kill: bool) -> None:
+        untold = [worker for worker in self.workers.values() if kill or worker.pid not in stop.told]
+        for worker in untold:
+            worker.signalled_at = worker.signalled_at or time.time()
+            _signal_group(worker.pid, signal.SIGKILL if kill else stop.sig)
+            stop.told.add(worker.pid)
+        # One that is stopped must hear it too. Not in the loop above: whom we wake may take the processor
+        # from us, and the others would wait for their signal until it is gone.
+        for worker in untold if not kill else ():
+            _signal_group(worker.pid, signal.SIGCONT)
 
     def _anybody(self) -> bool:
         """Whether anything of the group is left; parked processes are not of it."""

@@ -1,0 +1,132 @@
+"""The rest of a group after its first failure: told by the helpers themselves, or on the owner's word."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
+from phalanx.processes.spawner import Exit, Job, Spawner, Stopped
+from tests.conftest import HUNG, wait_until
+
+# Ends well when it is let go, and says so when it was told to stop before that.
+STAYS = "trap 'echo told > {at}/told; exit 9' TERM; touch {at}/ready; read word < {at}/gate & wait $!; exit 0"
+FAILS = "until [ -e {at}/ready ]; do sleep 0.01; done; exit {code}"
+
+
+def group(at: Path, code: int, *, stops_at_failure: bool) -> SubprocessContext:
+    """Rank 0 ends with `code` once rank 1, which stays, is ready."""
+    os.mkfifo(at / "gate")
+    made = SubprocessContext(
+        name="g",
+        entrypoint="/bin/sh",
+        args={0: ("-c", FAILS.format(at=at, code=code)), 1: ("-c", STAYS.format(at=at))},
+        envs={0: {}, 1: {}},
+        logs_specs=DefaultLogsSpecs(),
+    )
+    made.stops_at_failure = stops_at_failure
+    made.start()
+    return made
+
+
+def let_go(at: Path) -> None:
+    with open(at / "gate", "r+b", buffering=0) as gate:  # to read as well: nobody needs to be there for it
+        gate.write(b"go\n")
+        wait_until(lambda: not select.select([gate], [], [], 0)[0], "somebody takes the word")
+
+
+def heard(made: SubprocessContext) -> None:
+    """Wait until the helpers have something to tell; what, is not looked at."""
+    assert select.select([made], [], [], HUNG)[0], "no exit was told"
+
+
+def test_the_others_are_told_without_the_owners_word(tmp_path: Path) -> None:
+    with group(tmp_path, 3, stops_at_failure=True) as made:
+        wait_until((tmp_path / "told").exists, "the other one was told")  # nobody has called wait or poll
+        result = made.wait(HUNG)
+    assert result is not None
+    assert (set(result.failures), set(result.stopped)) == ({0}, {1})
+    assert result.failures[0].exitcode == 3
+    assert result.stopped[1].is_victim
+
+
+def test_who_leaves_with_success_stops_nobody(tmp_path: Path) -> None:
+    with group(tmp_path, 0, stops_at_failure=True) as made:
+        heard(made)
+        assert made.wait(0) is None
+        let_go(tmp_path)
+        result = made.wait(HUNG)
+    assert result is not None
+    assert not result.is_failed()
+    assert not (tmp_path / "told").exists()
+
+
+def test_by_default_only_the_owner_stops_the_others(tmp_path: Path) -> None:
+    with group(tmp_path, 3, stops_at_failure=False) as made:
+        heard(made)
+        let_go(tmp_path)
+        wait_until(lambda: not psutil.pid_exists(made.pids()[1]), "the other one has ended by itself")
+        result = made.wait(HUNG)
+    assert result is not None
+    assert (set(result.failures), set(result.stopped)) == ({0}, set())
+    assert not (tmp_path / "told").exists()
+
+
+def test_one_that_outstays_the_grace_is_killed(tmp_path: Path) -> None:
+    stays = f"trap '' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    made = SubprocessContext(
+        name="g",
+        entrypoint="/bin/sh",
+        args={0: ("-c", FAILS.format(at=tmp_path, code=3)), 1: ("-c", stays)},
+        envs={0: {}, 1: {}},
+        logs_specs=DefaultLogsSpecs(),
+    )
+    made.stops_at_failure, made.stop_timeout = True, 0.3
+    with made:
+        made.start()
+        wait_until(lambda: not psutil.pid_exists(made.pids()[1]), "the other one is gone")
+        result = made.wait(HUNG)
+    assert result is not None
+    assert (set(result.failures), set(result.stopped)) == ({0}, {1})
+    assert result.stopped[1].exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("said", ["stop", "nothing"])
+def test_the_owners_word_goes_first(said: str, tmp_path: Path) -> None:
+    """The helpers see a failure and a stop of the owner's own kind at once: that one is carried out."""
+    os.mkfifo(tmp_path / "gate")
+    spawner = Spawner()
+    try:
+        jobs = [
+            Job(0, argv=["sleep", "1000"], path="/bin/sleep"),
+            Job(1, argv=["sh", "-c", STAYS.format(at=tmp_path)], path="/bin/sh"),
+        ]
+        pids = spawner.spawn(jobs, os.environ, at_failure=(signal.SIGTERM, HUNG))
+        wait_until((tmp_path / "ready").exists, "the other one is ready")
+        zygote = psutil.Process(spawner.pid).children()[0]
+        zygote.suspend()
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: psutil.Process(pids[0]).status() == psutil.STATUS_ZOMBIE, "it has failed")
+        if said == "stop":
+            spawner.stop(0, HUNG)  # they leave by themselves
+        zygote.resume()
+        if said == "nothing":
+            wait_until((tmp_path / "told").exists, "without a word of the owner's it is told")
+        else:
+            wait_until(lambda: not psutil.pid_exists(pids[0]), "the failure was seen")
+            let_go(tmp_path)
+        codes: dict[int, int] = {}
+        while True:
+            events = spawner.events(HUNG)
+            assert events, "no answer"
+            codes.update({event.rank: event.code for event in events if isinstance(event, Exit)})
+            if any(isinstance(event, Stopped) for event in events):
+                break
+        assert codes == {0: -signal.SIGKILL, 1: 0 if said == "stop" else 9}
+    finally:
+        spawner.close()
