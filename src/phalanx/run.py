@@ -26,5 +26,26 @@ __all__ = [
     "run_script_path",
 ]
 
+# What torch's module has at hand too, and people import from there; loaded when it is asked for.
+_ELSEWHERE = {
+    "DefaultLogsSpecs": "phalanx.processes.logs",
+    "LaunchConfig": "phalanx.launch.api",
+    "LogsSpecs": "phalanx.processes.logs",
+    "Std": "phalanx.processes.logs",
+    "elastic_launch": "phalanx.launch.api",
+    "get_logger": "phalanx.torch_names",
+    "macros": "phalanx.torch_names",
+    "record": "phalanx.processes.record",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_ELSEWHERE[name]), name)
+
+
 if __name__ == "__main__":
     main()

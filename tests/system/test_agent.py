@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +168,16 @@ def test_abstract_classes_cannot_be_made() -> None:
         ({"monitor_interval": 0}, "monitor_interval=0"),
         ({"monitor_interval": float("nan")}, "nan"),
         ({"master_port": 70000}, "70000"),
+        ({"local_world_size": "2"}, "local_world_size='2'"),
+        ({"max_restarts": None}, "max_restarts=None"),
+        ({"monitor_interval": None}, "monitor_interval=None"),
+        ({"monitor_interval": "1"}, "monitor_interval='1'"),
+        ({"master_port": "29500"}, "master_port='29500'"),
+        ({"args": "--lr 0.1"}, "args='--lr 0.1'"),
+        ({"args": None}, "args=None"),
         ({"entrypoint": None}, "entrypoint=None"),
         ({"entrypoint": ""}, "entrypoint=''"),
+        ({"entrypoint": 5}, "entrypoint=5"),
     ],
     ids=str,
 )
@@ -181,6 +191,22 @@ def test_bad_specifications_are_refused(bad: dict[str, Any], says: str) -> None:
     }
     with pytest.raises(ValueError, match=says.replace("(", r"\(")):
         WorkerSpec(**given)
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    spec = spec_of("x", local_world_size=numpy.int64(2), monitor_interval=numpy.float32(0.5))
+    assert len(WorkerGroup(spec).workers) == 2
+    assert type(spec.local_world_size) is int
+
+
+def test_a_function_is_known_by_its_name() -> None:
+    class Trainer:
+        def __call__(self) -> None: ...
+
+    spec = spec_of("x")
+    assert replace(spec, entrypoint=partial(partial(len))).get_entrypoint_name() == "len"
+    assert replace(spec, entrypoint=Trainer()).get_entrypoint_name().endswith("Trainer")
 
 
 def test_fn_is_deprecated_but_works() -> None:

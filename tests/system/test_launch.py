@@ -261,6 +261,9 @@ def test_defaults() -> None:
     assert (made.start_method, made.event_log_handler, made.shutdown_timeout) == ("spawn", "null", 30)
     assert made.rdzv_configs["timeout"] == 900
     assert LaunchConfig(1, 1, 1, rdzv_timeout=7).rdzv_configs["timeout"] == 7
+    assert LaunchConfig(1, 1, 1, rdzv_configs={"timeout": 5}).rdzv_configs == {"timeout": 5}
+    both = LaunchConfig(1, 1, 1, rdzv_timeout=7, rdzv_configs={"timeout": 5})
+    assert both.rdzv_configs == {"timeout": 7}
     assert LaunchConfig(1, 1, 1).rdzv_configs is not LaunchConfig(1, 1, 1).rdzv_configs
 
 
@@ -299,7 +302,8 @@ def test_shutdown_timeout_is_used_when_one_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [({"nproc_per_node": 0}, "local_world_size=0"), ({"max_restarts": -1}, "max_restarts=-1"),
-     ({"start_method": "thread"}, "thread"), ({"event_log_handler": "nosuch"}, "nosuch")],
+     ({"start_method": "thread"}, "thread"), ({"event_log_handler": "nosuch"}, "nosuch"),
+     ({"min_nodes": 2}, "min_nodes=2"), ({"min_nodes": 0}, "min_nodes=0")],
 )  # fmt: skip
 def test_bad_configurations(bad: dict[str, Any], says: str, tmp_path: Path) -> None:
     made = config(tmp_path)

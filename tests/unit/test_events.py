@@ -66,6 +66,13 @@ def test_a_rendezvous_event_survives_its_line() -> None:
     assert str(event) == event.serialize()
 
 
+def test_a_source_may_be_plain_text() -> None:
+    event = Event("e", "AGENT")  # type: ignore[arg-type]
+    assert Event.deserialize(event.serialize()) == Event("e", EventSource.AGENT)
+    meeting = RdzvEvent("e", "run1", "", "host", 5, "INIT")  # type: ignore[arg-type]
+    assert RdzvEvent.deserialize(meeting.serialize()).node_state is NodeState.INIT
+
+
 def test_garbage_is_refused() -> None:
     with pytest.raises(ValueError, match="no event"):
         Event.deserialize("[1, 2]")

@@ -159,8 +159,10 @@ def test_no_workers_no_paths(tmp_path: Path) -> None:
 # ---- log_dir
 
 
-def test_without_log_dir_a_private_directory_is_made_when_needed(tmp_path: Path) -> None:
-    specs = DefaultLogsSpecs()
+@pytest.mark.parametrize("log_dir", [None, ""])
+def test_without_log_dir_a_private_directory_is_made_when_needed(log_dir: str | None, tmp_path: Path) -> None:
+    specs = DefaultLogsSpecs(log_dir)
+    assert specs.is_temporary
     assert list((tmp_path / "tmp").iterdir()) == []
     dest = specs.reify(envs())
     root = Path(specs.root_log_dir)

@@ -92,7 +92,7 @@ def test_prof_counts_and_times_calls(keep: Keep) -> None:
     assert work.__doc__ == "Doubles."
     with pytest.raises(LookupError):
         fails()
-    names = {key.replace("<locals>.", "") for key in keep.values()}
+    names = {key.replace("test_prof_counts_and_times_calls.<locals>.", "") for key in keep.values()}
     assert names == {
         "torchelastic/work.success",
         "torchelastic/work.duration.ms",
@@ -106,6 +106,11 @@ class Machine:
     def turn(self) -> str:
         return "turned"
 
+    class Part:
+        @prof
+        def wear(self) -> None:
+            """Nothing."""
+
 
 @prof
 def plain_function() -> None:
@@ -114,10 +119,13 @@ def plain_function() -> None:
 
 def test_names_of_methods_and_functions(keep: Keep) -> None:
     assert Machine().turn() == "turned"
+    Machine.Part().wear()
     plain_function()
     assert [m.name for m in keep.seen] == [
         "Machine.turn.success",
         "Machine.turn.duration.ms",
+        "Machine.Part.wear.success",
+        "Machine.Part.wear.duration.ms",
         f"{__name__}.plain_function.success",
         f"{__name__}.plain_function.duration.ms",
     ]

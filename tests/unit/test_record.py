@@ -221,12 +221,16 @@ def test_dump_of_a_file_that_makes_no_sense_says_so(error_file: Path, tmp_path: 
     assert "errorCode" not in told(error_file)
 
 
-def test_a_plain_text_message_has_no_room_for_a_code(error_file: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("error")
+def test_a_plain_text_message_has_no_room_for_a_code(
+    error_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = str(tmp_path / "plain.json")
     assert write_data(path, {"message": "just text"})
-    with pytest.warns(UserWarning, match="plain.json.*plain text.*42"):
-        get_error_handler().dump_error_file(path, 42)
+    with pytest.raises(ChildFailedError):
+        failing({0: ProcessFailure(0, 123, 42, path)})()
     assert json.loads(error_file.read_bytes()) == {"message": "just text"}
+    assert f"{path}: its message is plain text; error code 42 is left out" in caplog.text
 
 
 def test_the_code_is_put_into_the_data_in_place() -> None:

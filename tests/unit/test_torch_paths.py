@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from phalanx import run
+from phalanx import elastic, run
 from phalanx.errors import ChildFailedError, RendezvousError, UsageError
 from tests.conftest import HUNG
 
@@ -188,6 +189,38 @@ def test_launch_config_has_torchs_fields_in_torchs_order(torch: ModuleType) -> N
     assert [name for name, _, _ in mine][: len(names)] == names
     differing = {a[0] for a, b in zip(mine, theirs, strict=False) if a != b}
     assert differing <= {"rdzv_backend"}
+
+
+PACKAGES = [
+    "phalanx.launcher",
+    "phalanx.elastic",
+    *(m.name for m in pkgutil.walk_packages(elastic.__path__, "phalanx.elastic.") if m.ispkg),
+]
+
+
+@pytest.mark.parametrize("ours", PACKAGES)
+def test_what_lies_below_a_package_can_be_written_without_importing_it(ours: str) -> None:
+    """As in torch, where importing a package imports most of what is in it."""
+    code = (
+        "import importlib, pkgutil, sys\n"
+        "package = importlib.import_module(sys.argv[1])\n"
+        "for m in pkgutil.iter_modules(package.__path__): assert getattr(package, m.name).__name__ == \\\n"
+        "    f'{sys.argv[1]}.{m.name}'\n"
+        "assert not hasattr(package, 'nosuch')"
+    )
+    subprocess.run([sys.executable, "-c", code, ours], check=True, timeout=HUNG)
+
+
+def test_torchs_module_run_has_the_launcher_at_hand() -> None:
+    from phalanx import launcher
+    from phalanx.elastic import multiprocessing, utils
+
+    assert run.elastic_launch is launcher.elastic_launch
+    assert run.LaunchConfig is launcher.LaunchConfig
+    assert run.Std is multiprocessing.Std
+    assert run.macros is utils.macros
+    with pytest.raises(AttributeError, match="nosuch"):
+        run.nosuch  # noqa: B018
 
 
 def test_no_torch_is_imported_without_need() -> None:

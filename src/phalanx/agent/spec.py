@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.core.messages import WorkerState
+from phalanx.processes.values import ByValue
 
 TYPE_CHECKING = False  # on the path of every start: plain classes, no typing, no dataclasses
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from phalanx.rendezvous.handler import RendezvousHandler
 
 
-class WorkerSpec:
+class WorkerSpec(ByValue):
     """What to run, how many of it on this node, and how often to try again."""
 
     def __init__(
@@ -41,25 +42,27 @@ class WorkerSpec:
 
             warnings.warn("WorkerSpec(fn=…): use entrypoint=… instead", DeprecationWarning, stacklevel=2)
             entrypoint = entrypoint or fn
-        if not isinstance(local_world_size, int) or local_world_size < 1:
+        if not _whole(local_world_size, 1):
             raise ValueError(f"local_world_size={local_world_size!r}: a node needs at least one worker")
-        if not entrypoint:
+        if not entrypoint or not (isinstance(entrypoint, str) or callable(entrypoint)):
             raise ValueError(f"entrypoint={entrypoint!r}: give a function or the name of a program")
-        if not isinstance(max_restarts, int) or max_restarts < 0:
+        if not _several(args):
+            raise ValueError(f"args={args!r}: give the arguments as a tuple")
+        if not _whole(max_restarts, 0):
             raise ValueError(f"max_restarts={max_restarts!r}: use 0 for no restarts, or more")
-        if not monitor_interval > 0:
+        if not hasattr(monitor_interval, "__float__") or not monitor_interval > 0:
             raise ValueError(f"monitor_interval={monitor_interval!r}: use seconds above 0")
-        if master_port is not None and not 0 <= master_port <= 65535:
-            raise ValueError(f"master_port={master_port!r}: a port is between 0 and 65535")
+        if master_port is not None and not (_whole(master_port, 0) and master_port <= 65535):
+            raise ValueError(f"master_port={master_port!r}: a port is a number between 0 and 65535")
         self.role = role
-        self.local_world_size = local_world_size
+        self.local_world_size = int(local_world_size)
         self.rdzv_handler = rdzv_handler
         self.fn = fn
         self.entrypoint = entrypoint
         self.args = tuple(args)
-        self.max_restarts = max_restarts
+        self.max_restarts = int(max_restarts)
         self.monitor_interval = monitor_interval
-        self.master_port = master_port
+        self.master_port = None if master_port is None else int(master_port)
         self.master_addr = master_addr
         self.local_addr = local_addr
         self.event_log_handler = event_log_handler
@@ -74,7 +77,20 @@ class WorkerSpec:
             import os
 
             return os.path.basename(self.entrypoint)
-        return str(getattr(self.entrypoint, "__qualname__", self.entrypoint))
+        entrypoint = self.entrypoint
+        while not hasattr(entrypoint, "__qualname__") and hasattr(entrypoint, "func"):
+            entrypoint = entrypoint.func  # a functools.partial is known by what it calls
+        return str(getattr(entrypoint, "__qualname__", type(entrypoint).__qualname__))
+
+
+def _whole(value: object, least: int) -> bool:
+    """Whether it is a whole number, of whatever library, and not below `least`."""
+    return hasattr(value, "__index__") and value.__index__() >= least
+
+
+def _several(value: object) -> bool:
+    """Whether it is a row of things; a text is one thing."""
+    return hasattr(value, "__iter__") and not isinstance(value, str | bytes)
 
 
 class Worker:
@@ -130,7 +146,7 @@ class WorkerGroup:
         self.state = WorkerState.INIT
 
 
-class RunResult:
+class RunResult(ByValue):
     """How the run ended on this node, by global rank."""
 
     def __init__(
@@ -148,9 +164,3 @@ class RunResult:
     def is_failed(self) -> bool:
         """Whether the job failed."""
         return self.state == WorkerState.FAILED
-
-    def __repr__(self) -> str:
-        return (
-            f"RunResult(state={self.state!r}, return_values={self.return_values!r}, "
-            f"failures={self.failures!r})"
-        )

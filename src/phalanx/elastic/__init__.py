@@ -1,0 +1,15 @@
+"""torch.distributed.elastic at Phalanx's path: names, and nothing but names."""
+
+from phalanx.torch_paths import below
+
+__getattr__ = below(
+    __name__,
+    "agent",
+    "control_plane",
+    "events",
+    "metrics",
+    "multiprocessing",
+    "rendezvous",
+    "timer",
+    "utils",
+)

@@ -58,7 +58,7 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
-            self.rdzv_configs.setdefault("timeout", self.rdzv_timeout)
+            self.rdzv_configs["timeout"] = self.rdzv_timeout
         self.rdzv_configs.setdefault("timeout", 900)
         if self.logs_specs is None:
             self.logs_specs = DefaultLogsSpecs()
@@ -136,7 +136,8 @@ def _warmth(
 
 def make_handler(config: LaunchConfig) -> RendezvousHandler:
     """The rendezvous handler that a configuration asks for."""
-    if config.max_nodes == 1 and config.rdzv_backend in ("phalanx", "c10d", "static"):
+    alone = config.min_nodes == config.max_nodes == 1  # other numbers below two are refused further down
+    if alone and config.rdzv_backend in ("phalanx", "c10d", "static"):
         from phalanx.rendezvous.solo import SoloRendezvous
 
         return SoloRendezvous(config.run_id, config.rdzv_backend)

@@ -74,7 +74,7 @@ class Event:
         return _dump(
             {
                 "name": self.name,
-                "source": self.source.value,
+                "source": plain(self.source),  # a plain text will do, too
                 "timestamp": self.timestamp,
                 "metadata": metadata,
             }
@@ -110,7 +110,7 @@ class RdzvEvent:
 
     def serialize(self) -> str:
         """One line of JSON."""
-        return _dump({**vars(self), "node_state": self.node_state.value})
+        return _dump({**vars(self), "node_state": plain(self.node_state)})
 
 
 class Incident(NamedTuple):

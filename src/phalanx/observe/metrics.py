@@ -125,9 +125,9 @@ def prof(fn: Callable[..., Any] | None = None, group: str = DEFAULT_GROUP) -> An
 
 
 def _metric_name(fn: Callable[..., Any]) -> str:
-    """`Class.method` for a method, `module.function` for a function."""
-    parts: list[str] = getattr(fn, "__qualname__", type(fn).__name__).split(".")
-    return ".".join(parts[-2:]) if len(parts) > 1 else f"{fn.__module__}.{parts[0]}"
+    """`Class.method` for a method (all of the qualified name), `module.function` for a function."""
+    name: str = getattr(fn, "__qualname__", type(fn).__name__)
+    return name if "." in name else f"{fn.__module__}.{name}"
 
 
 def _measured(fn: Callable[P, R], group: str, name: str) -> Callable[P, R]:

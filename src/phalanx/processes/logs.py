@@ -124,8 +124,9 @@ class DefaultLogsSpecs(LogsSpecs):
         tee: Std | dict[int, Std] = Std.NONE,
         local_ranks_filter: set[int] | None = None,
     ) -> None:
+        # An empty name (of a variable that is not set, say) must not mean the current directory.
+        log_dir = os.path.abspath(log_dir) if log_dir else None
         if log_dir is not None:
-            log_dir = os.path.abspath(log_dir)
             _make_log_dir(log_dir)
         super().__init__(log_dir, redirects, tee, local_ranks_filter)
         self._given = log_dir
@@ -135,6 +136,12 @@ class DefaultLogsSpecs(LogsSpecs):
     def is_temporary(self) -> bool:
         """Whether the logs are in a directory of our own making."""
         return self._given is None
+
+    def remove_empty(self) -> None:
+        """Remove what nobody wrote into of a temporary directory, if one was made."""
+        if self.is_temporary and self._root_log_dir is not None:
+            for directory, _, _ in os.walk(self._root_log_dir, topdown=False):
+                _remove_if_empty(directory)
 
     @property
     def root_log_dir(self) -> str:
@@ -291,3 +298,10 @@ def _make_log_dir(path: str) -> None:
 def _not_writable(path: str, error: OSError | None) -> PermissionError:
     why = error.strerror if error else "Permission denied"
     return PermissionError(f"log_dir {path!r} cannot be written ({why}); name another, or change its mode")
+
+
+def _remove_if_empty(directory: str) -> None:
+    try:
+        os.rmdir(directory)
+    except OSError:
+        pass  # something is in it, or somebody else removed it

@@ -53,12 +53,13 @@ class ErrorHandler:
         if isinstance(told, dict):
             told["errorCode"] = error_code
         else:
-            import warnings
+            # Logged, not warned: a warning can be made an exception, which would hide the failure.
+            import logging
 
-            warnings.warn(
-                f"error file {rootcause_error_file}: its message is plain text; "
-                f"error code {error_code} is left out",
-                stacklevel=2,
+            logging.getLogger("phalanx").warning(
+                "error file %s: its message is plain text; error code %s is left out",
+                rootcause_error_file,
+                error_code,
             )
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:

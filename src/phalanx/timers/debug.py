@@ -18,7 +18,8 @@ def log_debug_info_for_expired_timers(run_id: str, expired_timers: dict[int, lis
 
 def facts(pid: int) -> str:
     """Name, state, command and threads of a process, as far as the system tells."""
-    status = dict(line.split(":\t", 1) for line in _text(f"/proc/{pid}/status").splitlines() if ":\t" in line)
+    lines = [line.split(":\t", 1) for line in _text(f"/proc/{pid}/status").splitlines() if ":\t" in line]
+    status = {name: value.strip() for name, value in lines}
     if not status:
         return "gone"
     command = " ".join(_text(f"/proc/{pid}/cmdline").split("\0")).strip()

@@ -19,6 +19,7 @@ from phalanx.rendezvous.registry import (
     RendezvousHandlerRegistry,
     rendezvous_handler_registry,
 )
+from phalanx.torch_paths import below
 
 __all__ = [
     "RendezvousClosedError",
@@ -35,3 +36,17 @@ __all__ = [
     "RendezvousTimeoutError",
     "rendezvous_handler_registry",
 ]
+
+__getattr__ = below(
+    __name__,
+    "api",
+    "c10d_rendezvous_backend",
+    "dynamic_rendezvous",
+    "etcd_rendezvous",
+    "etcd_rendezvous_backend",
+    "etcd_server",
+    "etcd_store",
+    "registry",
+    "static_tcp_rendezvous",
+    "utils",
+)

@@ -8,6 +8,7 @@ from phalanx.elastic.agent.server.local_elastic_agent import (
     TORCHELASTIC_ENABLE_FILE_TIMER,
     TORCHELASTIC_TIMER_FILE,
 )
+from phalanx.torch_paths import below
 
 __all__ = [
     "TORCHELASTIC_ENABLE_FILE_TIMER",
@@ -21,3 +22,5 @@ __all__ = [
     "WorkerSpec",
     "WorkerState",
 ]
+
+__getattr__ = below(__name__, "api", "health_check_server")

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from phalanx.data import CyclingIterator
+from phalanx.torch_paths import below
 
 if TYPE_CHECKING:
     from phalanx.data import ElasticDistributedSampler
@@ -15,4 +16,4 @@ def __getattr__(name: str) -> object:
 
     if name in __all__:
         return getattr(data, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return below(__name__, "cycling_iterator", "elastic_distributed_sampler")(name)
