@@ -29,6 +29,7 @@ _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 def program(v: Sources, script: str) -> dict[str, Any]:
     """What each worker runs, found and runnable."""
+    _check_directory()
     module, no_python, run_path = v.flag("module"), v.flag("no_python"), v.flag("run_path")
     python = v.environ.get("PYTHON_EXEC", "")
     if python and _which(python, v.environ) is None:
@@ -53,6 +54,14 @@ def program(v: Sources, script: str) -> dict[str, Any]:
     return {"module": module, "no_python": no_python, "run_path": run_path, "python_exec": python}
 
 
+def _check_directory() -> None:
+    """Workers start where we are, and relative paths count from there."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise usage_error("the current directory has been deleted; cd to one that exists") from None
+
+
 def _check_binary(program: str, environ: Mapping[str, str]) -> None:
     if _which(program, environ) is not None:
         return
@@ -68,12 +77,14 @@ def _check_file(script: str, environ: Mapping[str, str]) -> None:
         if not os.path.isfile(os.path.join(script, "__main__.py")):
             raise usage_error(f"{script}: a directory without __main__.py; name the script to run")
     elif not os.path.exists(script):
-        hint = "give the path from here, or an absolute one"
+        hint, where = "give the path from here, or an absolute one", f"script in {os.getcwd()}"
         if os.path.isfile(script + ".py"):
             hint = f"did you mean {script}.py?"
         elif _which(script, environ):
             hint = "for a program add --no-python, for a module -m"
-        raise usage_error(f"{script}: no such script in {os.getcwd()}; {hint}")
+        elif os.path.isabs(script):
+            hint, where = "check the path", "script"
+        raise usage_error(f"{script or repr(script)}: no such {where}; {hint}")
     elif not os.access(script, os.R_OK):
         raise usage_error(f"{script}: cannot be read by this user; check its permissions")
 
@@ -85,14 +96,18 @@ def _check_module(v: Sources, name: str, python: str) -> None:
         )
     if python != sys.executable:
         return  # another interpreter has its own modules
+    if not _is_module(name):
+        top = name.partition(".")[0]
+        raise usage_error(
+            f"{v.label('module')} {name}: no module {top!r} here or on the Python path; check the name"
+        )
+
+
+def _is_module(name: str, directory: str = "") -> bool:
+    """Whether this interpreter finds a module's package, here or in another directory."""
     top = name.partition(".")[0]
-    for finder in sys.meta_path:
-        for path in (None, [os.getcwd()]):
-            if finder.find_spec(top, path) is not None:
-                return
-    raise usage_error(
-        f"{v.label('module')} {name}: no module {top!r} here or on the Python path; check the name"
-    )
+    places = (None, [os.getcwd(), os.path.abspath(directory)])
+    return any(finder.find_spec(top, path) is not None for finder in sys.meta_path for path in places)
 
 
 def _which(name: str, environ: Mapping[str, str]) -> str | None:
@@ -179,7 +194,10 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
                 "static needs a fixed number; add --rdzv-backend phalanx --rdzv-endpoint HOST:PORT",
             )
         if rank >= most:
-            raise v.bad("node_rank", f"node ranks go from 0 to {most - 1} with {most} node{'s' * (most > 1)}")
+            there = (
+                f"node ranks go from 0 to {most - 1} with {most} nodes" if most > 1 else "there is one node"
+            )
+            raise v.bad("node_rank", there)
         host = f"[{addr}]" if addr.count(":") > 1 and not addr.startswith("[") else addr
         endpoint = endpoint or f"{host}:{STATIC_PORT if port is None else port}"
     elif backend in ("phalanx", "c10d"):
@@ -190,12 +208,15 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
     else:
         _check_backend(v, backend, endpoint)
     _check_endpoint(v, endpoint)
+    if backend == "static":  # where nodes meet is where workers meet
+        addr, port = _host_and_port(v, endpoint)
     run_id = v.text("rdzv_id")
     if alone and not v.given("rdzv_id"):
         run_id = os.urandom(6).hex()
-    if not run_id.isprintable() or "/" in run_id or run_id in ("", ".", "..") or len(run_id) > 128:
+    if not run_id.isprintable() or "/" in run_id or run_id[:1] in ("", ".") or len(run_id.encode()) > 128:
         raise v.bad(
-            "rdzv_id", "a job id names directories and keys: 1 to 128 printable characters without '/'"
+            "rdzv_id",
+            "a job id names directories and keys: at most 128 bytes, printable, no '/', no '.' in front",
         )
     return {
         "standalone": alone,
@@ -232,6 +253,17 @@ def _check_endpoint(v: Sources, endpoint: str) -> None:
         raise v.bad(where, "write HOST:PORT, with a port between 0 and 65535")
 
 
+def _host_and_port(v: Sources, endpoint: str) -> tuple[str, int]:
+    """What the endpoint of a static rendezvous says about MASTER_ADDR and MASTER_PORT."""
+    from phalanx.rendezvous.address import parse_rendezvous_endpoint
+
+    try:
+        return parse_rendezvous_endpoint(endpoint, STATIC_PORT)
+    except ValueError as error:
+        where = "rdzv_endpoint" if v.given("rdzv_endpoint") else "master_addr"
+        raise v.bad(where, str(error)) from None
+
+
 def rendezvous_settings(v: Sources) -> dict[str, str]:
     """--rdzv-conf as a dictionary."""
     conf: dict[str, str] = {}
@@ -252,21 +284,29 @@ def _plugins(*groups: str) -> set[str]:
 
 def restarts(v: Sources) -> dict[str, Any]:
     """When to try again, and how to stop."""
-    names = v.text("signals_to_handle")
-    if names != DEFAULT_SIGNALS:
-        unknown = [name for name in map(str.strip, names.split(",")) if _signal_number(name) is None]
-        if unknown:
-            v.warnings.append(
-                f"{v.label('signals_to_handle')}: {', '.join(unknown)}: no such signal, ignored"
-            )
     return {
         "max_restarts": v.integer("max_restarts", 0),
         "restart_window": v.number("restart_window", 0.001),
         "no_restart_on": frozenset(_exit_codes(v)),
         "shutdown_timeout": _grace(v),
-        "signals_to_handle": names,
+        "signals_to_handle": _signals(v),
         "monitor_interval": v.number("monitor_interval", 0.001),
     }
+
+
+def _signals(v: Sources) -> str:
+    """The names that mean something; of the others we warn here, once, and hand them to nobody."""
+    names = v.text("signals_to_handle")
+    if names == DEFAULT_SIGNALS:
+        return names
+    wanted = [name for name in map(str.strip, names.split(",")) if name]
+    known = [name for name in wanted if _signal_number(name) and name not in ("SIGKILL", "SIGSTOP")]
+    for name in wanted:
+        if name not in known:
+            why = "cannot be handled" if _signal_number(name) else "no such signal"
+            meant = f" (did you mean SIG{name}?)" if _signal_number(f"SIG{name}") else ""
+            v.warnings.append(f"{v.label('signals_to_handle')}: {name}: {why}, ignored{meant}")
+    return ",".join(known)
 
 
 def _grace(v: Sources) -> float:
@@ -327,8 +367,18 @@ def output(v: Sources, count: int) -> dict[str, Any]:
         "duplicate_stdout_filters": v.words("duplicate_stdout_filters"),
         "duplicate_stderr_filters": v.words("duplicate_stderr_filters"),
         "logs_specs": specs,
-        "event_log_handler": v.text("event_log_handler"),
+        "event_log_handler": _event_handler(v),
     }
+
+
+def _event_handler(v: Sources) -> str:
+    name = v.text("event_log_handler")
+    if name != "null":
+        from phalanx.observe.events import destinations
+
+        if name not in destinations():
+            raise v.bad("event_log_handler", f"no such handler; use {', '.join(destinations())}")
+    return name
 
 
 def _check_std(v: Sources, dest: str, count: int) -> None:
@@ -388,7 +438,7 @@ def _preempt_signal(v: Sources) -> int | None:
     return number
 
 
-def warmth(v: Sources) -> dict[str, Any]:
+def warmth(v: Sources, python: str) -> dict[str, Any]:
     """How far ahead of the workers the helpers are."""
     mode, warm_up = v.text("warm"), v.text("warmup")
     if warm_up:
@@ -400,6 +450,8 @@ def warmth(v: Sources) -> dict[str, Any]:
     for name in v.words("preload"):
         if not name.replace(".", "_").isidentifier():
             raise v.bad("preload", f"{name} is no module name")
+        if python == sys.executable and not _is_module(name):
+            v.warnings.append(f"{v.label('preload')}: no module {name!r} on the Python path, left out")
     return {"warm": mode, "preload": v.words("preload"), "warmup": warm_up}
 
 
@@ -410,8 +462,9 @@ def terminal(v: Sources, known: dict[str, Any]) -> dict[str, Any]:
         raise usage_error(
             f"{v.label('attach')} and --detach: a run without a terminal has none to lend; drop one"
         )
-    if attach is not None and known["max_nodes"] == 1 and attach >= known["local_world_size"]:
-        raise v.bad("attach", f"ranks go from 0 to {known['local_world_size'] - 1} here")
+    count = known["local_world_size"]
+    if attach is not None and known["max_nodes"] == 1 and attach >= count:
+        raise v.bad("attach", f"ranks go from 0 to {count - 1} here" if count > 1 else "there is only rank 0")
     quiet, verbose = v.flag("quiet"), v.flag("verbose")
     if quiet and verbose:
         # A flag on this command line overrules a variable set for all of them.
@@ -419,7 +472,7 @@ def terminal(v: Sources, known: dict[str, Any]) -> dict[str, Any]:
             raise usage_error(f"{v.label('quiet')} and {v.label('verbose')}: choose one")
         quiet, verbose = "quiet" in v.arguments, "verbose" in v.arguments
     return {
-        **warmth(v),
+        **warmth(v, known["python_exec"]),
         "attach": attach,
         "detach": detach,
         "dry_run": v.flag("dry_run"),

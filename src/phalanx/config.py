@@ -191,8 +191,9 @@ class Sources:
             value = int(raw) if whole else float(raw)
         except ValueError:
             raise self.bad(dest, f"not a {'whole ' if whole else ''}number") from None
-        if not low <= value <= high or value != value or (value == float("inf")):
+        if not low <= value <= high or value == float("inf"):  # false for nan as well
             bounds = f"{low:g} or more" if high == float("inf") else f"between {low:g} and {high:g}"
+            bounds += ", and finite" * (value != value or value == float("inf"))
             raise self.bad(dest, f"must be {bounds}")
         return value
 
@@ -212,7 +213,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
     """
     found = scan(argv)
     if found.script is None:
-        raise usage_error("no script given; write: phalanx run [options] script.py [arguments]")
+        took = [name for name, value in found.values.items() if list(argv[-1:]) == [value]]
+        why = f" ({argv[-1]} is the value of {BY_DEST[took[-1]].name})" if took else ""
+        raise usage_error(f"no script given{why}; write: phalanx run [options] script.py [arguments]")
     return _resolve(Sources(found.values, environ), found.script, found.script_args)
 
 

@@ -75,6 +75,11 @@ class Option:
         self.group = ""
 
     @property
+    def is_torchruns(self) -> bool:
+        """Whether torchrun has it too."""
+        return (self.env or "").startswith("PET_") or self.dest in ("help", "logs_specs", "numa_binding")
+
+    @property
     def name(self) -> str:
         """The spelling used in messages and help: long, with dashes."""
         return next(flag for flag in self.flags if flag.startswith("--"))
@@ -154,7 +159,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
             Option("--rdzv-backend", "str", "static", "phalanx (or c10d), static, etcd, or a plug-in"),
             Option("--rdzv-endpoint", "str", "", "where the nodes meet", metavar="HOST:PORT"),
             Option("--rdzv-id", "str", "none", "name of the job, the same on every node"),
-            Option("--rdzv-conf", "str", "", "more settings: key=value,key=value", metavar="K=V,…"),
+            Option("--rdzv-conf", "str", "", "more settings: key=value,key=value", metavar="K=V,..."),
             Option("--token-file", "str", None, "the secret that all nodes share", env="PHALANX_"),
             Option(
                 "--tls-cert", "str", None, "TLS: certificate of this node", env="PHALANX_", metavar="FILE"
@@ -196,9 +201,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 env="PHALANX_",
                 metavar="S",
             ),
-            Option(
-                "--shutdown-timeout", "int", None, "the same under torchrun's name; --grace wins", metavar="S"
-            ),
+            Option("--shutdown-timeout", "int", None, "what torchrun calls --grace, which wins", metavar="S"),
             Option(
                 "--signals-to-handle",
                 "str",
@@ -283,7 +286,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "-r --redirects",
                 "str",
                 "0",
-                "to files: 1 stdout, 2 stderr, 3 both, or RANK:N,…",
+                "to files: 1 stdout, 2 stderr, 3 both, or RANK:N,...",
                 metavar="STD",
             ),
             Option("-t --tee", "str", "0", "to files and the console, same values as -r", metavar="STD"),
@@ -457,7 +460,7 @@ def find_option(name: str) -> Option:
             if flag.startswith(name) and option not in matches:
                 matches.append(option)
     # What torchrun's users shorten stays short: our own options give way to its.
-    matches = [option for option in matches if not (option.env or "").startswith("PHALANX_")] or matches
+    matches = [option for option in matches if option.is_torchruns] or matches
     if len(matches) == 1:
         return matches[0]
     if matches:

@@ -131,6 +131,11 @@ class Running:
             os.close(self._out)
 
     @property
+    def terminal(self) -> int:
+        """Our side of its terminal."""
+        return self._terminal
+
+    @property
     def text(self) -> str:
         """What it wrote so far, as far as it was read."""
         return self.seen.decode(errors="replace")

@@ -139,6 +139,37 @@ def test_bash_completion(tmp_path: Path) -> None:
     assert complete(["phalanx", "run", "--tee", "3", "--numa-binding", "s"], tmp_path) == {"socket"}
     assert complete(["phalanx", "run", "--standalone", "train.py", "--n"], tmp_path) == set()
     assert complete(["phalanx", "completion", "z"], tmp_path) == {"zsh"}
+    # What bash makes of --warm=st.
+    assert complete(["phalanx", "run", "--warm", "=", "st"], tmp_path) == {"standby"}
+    assert complete(["phalanx", "run", "--warm", "="], tmp_path) == {"auto", "off", "standby"}
+    assert complete(["phalanx", "run", "--warm", "=", "off", "--nproc"], tmp_path) == {"--nproc-per-node"}
+
+
+def test_fish_completion(tmp_path: Path) -> None:
+    fish = shutil.which("fish")
+    if not fish:
+        return  # the text is looked at below
+    (tmp_path / "train.py").touch()
+    (tmp_path / "completion").write_text(completion.script("fish"))
+
+    def complete(line: str) -> set[str]:
+        code = f"source completion; complete -C '{line}'"
+        done = subprocess.run(
+            [fish, "--no-config", "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            cwd=tmp_path,
+        )
+        return {found.partition("\t")[0] for found in done.stdout.splitlines()}
+
+    assert complete("phalanx ru") == {"run"}
+    assert complete("phalanx run --nproc") == {"--nproc-per-node"}
+    assert complete("phalanx run --nproc_per_node 2 --warm s") == {"standby"}
+    assert complete("phalanx run --role run tr") == {"train.py"}
+    assert complete("phalanx run --standalone train.py --n") == set()
+    assert complete("phalanx completion ") == {"bash", "zsh", "fish"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -208,6 +239,46 @@ def test_report_into_a_closed_pipe_is_quiet() -> None:
         os.close(write)
     assert done.stderr == b""
     assert done.returncode == 141
+
+
+@pytest.mark.parametrize("words", ["--version", "help", "run --help", "env", "completion bash"])
+def test_a_full_disk_is_said_in_one_line(words: str) -> None:
+    for unbuffered in ("", "1"):
+        done = subprocess.run(
+            ["sh", "-c", f"'{sys.executable}' -m phalanx {words} >/dev/full"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+        assert done.stderr.endswith(": cannot write to stdout: No space left on device\n"), done.stderr
+        assert done.stderr.count("\n") == 1
+        assert done.returncode == 1
+
+
+@pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full", "0<&- 1>&- 2>&-"])
+@pytest.mark.parametrize("words", ["run --nnodes 0 x.py", "no-such-command", ""])
+def test_bad_usage_is_code_2_also_when_nobody_can_be_told(words: str, stderr: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"'{sys.executable}' -m phalanx {words} {stderr}"], timeout=60, check=False
+    )
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("words", ["", "run", "store", "drain", "doctor", "env", "completion"])
+def test_help_needs_no_more_than_ascii(words: str) -> None:
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    plain.pop("PYTHONIOENCODING", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "help", *words.split()],
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env=plain,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\u" not in done.stdout or words not in ("", "run")
 
 
 def test_python_m_phalanx() -> None:

@@ -197,6 +197,14 @@ def test_prefix_template_flag_beats_variable(script: str) -> None:
     assert ask("--log-line-prefix-template", "B", script, **{name: "A"}).log_line_prefix_template == "B"
 
 
+def test_our_own_options_give_way_when_shortened(script: str) -> None:
+    """What is unique under torchrun stays unique here."""
+    for short in ("--log-", "--log_"):
+        assert ask(short, "logs", script).log_dir == "logs"
+    with pytest.raises(InformationRequested):
+        parse(["--he"], {})
+
+
 def test_a_shortened_option_may_match_both_spellings_of_one(script: str) -> None:
     assert ask("--nproc", "2", script).local_world_size == 2
 
@@ -318,6 +326,10 @@ REFUSED = [
     (["--rdzv-backend", "zoo"], "--rdzv-backend zoo: no such backend"),
     (["--rdzv-id", "../x"], "--rdzv-id ../x:"),
     (["--rdzv-id", "a\nb"], "--rdzv-id a"),
+    (["--rdzv-id", ".x"], "--rdzv-id .x: a job id names directories"),
+    (["--rdzv-id", "ü" * 65], "at most 128 bytes"),
+    (["--event-log-handler", "nope"], "--event-log-handler nope: no such handler; use null, console"),
+    (["--node-rank", "3", "--master-port", "29500"], "--node-rank 3: there is one node"),
     (["--role", "a/b"], "--role a/b:"),
     (["--role="], "--role: a role is"),
     (["--start-method", "thread"], "--start-method thread: choose one of spawn"),
@@ -327,12 +339,12 @@ REFUSED = [
     (["--tee="], "--tee: use"),
     (["--local-ranks-filter", "a,b"], "--local-ranks-filter a,b: write local ranks"),
     (["--shutdown-timeout", "-1"], "--shutdown-timeout -1: must be 0 or more"),
-    (["--grace", "inf"], "--grace inf: must be"),
+    (["--grace", "inf"], "--grace inf: must be 0 or more, and finite"),
     (["--restart-window", "0"], "--restart-window 0: must be"),
     (["--no-restart-on", "2,SIGFOO"], "'SIGFOO' is neither"),
     (["--no-restart-on", "0"], "'0' is neither"),
     (["--logs-specs", "nope"], "--logs-specs nope: no such plug-in"),
-    (["--attach", "1"], "--attach 1: ranks go from 0 to 0"),
+    (["--attach", "1"], "--attach 1: there is only rank 0"),
     (["--attach", "0", "--detach"], "--attach 0 and --detach"),
     (["-q", "--verbose"], "--quiet and --verbose"),
     (["-m", "--no-python"], "--module and --no-python"),
@@ -395,8 +407,10 @@ def test_scripts_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "here.py").write_text("")
     (tmp_path / "folder").mkdir()
     assert "no script given" in refusal()
-    assert "no script given" in refusal("--tee", "3")
-    assert "absent.py: no such script" in refusal("absent.py")
+    assert "no script given (3 is the value of --tee)" in refusal("--tee", "3")
+    assert f"absent.py: no such script in {tmp_path};" in refusal("absent.py")
+    assert refusal("/nowhere/absent.py") == "/nowhere/absent.py: no such script; check the path"
+    assert refusal("").startswith("'': no such script")
     assert "did you mean here.py?" in refusal("here")
     assert "--no-python" in refusal("sh")
     assert "folder: a directory without __main__.py" in refusal("folder")
@@ -405,6 +419,15 @@ def test_scripts_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "write ./here.py" in refusal("--no-python", "here.py")
     assert "drop -m" in refusal("-m", "here.py")
     assert "no module 'absent_module'" in refusal("-m", "absent_module.train")
+
+
+def test_a_directory_that_is_gone(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "gone"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    place.rmdir()
+    for words in ([script], ["absent.py"], ["-m", "train"], ["--no-python", "true"]):
+        assert "the current directory has been deleted" in refusal(*words)
 
 
 def test_unreadable_script() -> None:
@@ -425,7 +448,28 @@ def test_doubtful_input_is_a_warning_not_an_end(script: str) -> None:
     run = ask("--signals-to-handle", "SIGTERM,SIGFOO", "-r", "5:3", "--local-ranks-filter", "9", script)
     assert len(run.warnings) == 3
     assert "SIGFOO" in run.warnings[0]
-    assert run.signals_to_handle == "SIGTERM,SIGFOO"
+    assert run.signals_to_handle == "SIGTERM"  # nobody after us has to warn of it again
+
+
+def test_signals_that_cannot_be_meant_are_said_once_each(script: str) -> None:
+    run = ask("--signals-to-handle", " SIGKILL,TERM,,SIGUSR1", script)
+    assert run.signals_to_handle == "SIGUSR1"
+    killing, short = run.warnings
+    assert killing.endswith("SIGKILL: cannot be handled, ignored")
+    assert short.endswith("TERM: no such signal, ignored (did you mean SIGTERM?)")
+
+
+def test_a_module_to_preload_that_is_not_there_is_said(script: str) -> None:
+    (warning,) = ask("--preload", "json,no_such_module_anywhere", script).warnings
+    assert "no module 'no_such_module_anywhere'" in warning
+
+
+def test_a_static_endpoint_is_where_the_workers_meet(script: str) -> None:
+    run = ask("--rdzv-endpoint", "[::1]:29531", script)
+    assert (run.master_addr, run.master_port, run.standalone) == ("::1", 29531, False)
+    run = ask("--nnodes", "2", "--master-addr", "node0", script)
+    assert (run.master_addr, run.master_port) == ("node0", 29500)
+    assert "put an IPv6 address in brackets" in refusal("--rdzv-endpoint", "fe80::1", script)
 
 
 def test_a_flag_here_overrules_a_variable_that_says_the_opposite(script: str) -> None:

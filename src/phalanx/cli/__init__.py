@@ -2,11 +2,12 @@
 
 Every command is a module with `main(argv) -> int`, imported only when it is asked for. The rules that hold
 for all of them live here: bad usage is one line on stderr and exit code 2, help goes to stdout, an interrupt
-is 130, a reader that went away (`phalanx env | head`) ends the command without a traceback.
+is 130, a reader that went away (`phalanx env | head`) or a full disk ends the command without a traceback.
 """
 
 from __future__ import annotations
 
+import io
 import sys
 
 TYPE_CHECKING = False
@@ -18,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("phalanx.cli.run", "run a script as a group of workers, like torchrun"),
     "store": ("phalanx.cli.store", "serve the store that the nodes of jobs meet at"),
     "drain": ("phalanx.cli.drain", "let a node leave a running job, at no cost"),
+    "status": ("phalanx.cli.status", "show how the jobs on this machine are"),
     "env": ("phalanx.cli.env", "print what belongs in a bug report"),
     "doctor": ("phalanx.cli.doctor", "check this machine and the way to the others"),
     "completion": ("phalanx.cli.completion", "print a completion script for bash, zsh or fish"),
@@ -25,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 USAGE = 2
+_UNWRITABLE = (5, 27, 28, 122)  # EIO, EFBIG, ENOSPC, EDQUOT: what a write to a file of stdout's can run into
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         from phalanx.cli.help import overview
 
-        sys.stderr.write(overview())
+        _write_error(overview())
         return USAGE
     first = words[0]
     if first in COMMANDS:
@@ -41,10 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if first in ("-h", "--help"):
         return invoke("help", words[1:])
     if first in ("-V", "--version"):
-        from phalanx import __version__
-
-        print(f"phalanx {__version__}")
-        return 0
+        return invoke("help", ["--version"])
     return complain("", _unknown_command(first))
 
 
@@ -52,6 +52,8 @@ def invoke(command: str, argv: Sequence[str]) -> int:
     """Run a command's `main` under the rules common to all commands."""
     from phalanx.options import InformationRequested
 
+    if command != "run" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without our letters is no error
     try:
         # Not importlib.import_module: `__import__` is there already, importlib is one more module to load.
         module = COMMANDS[command][0]
@@ -71,6 +73,12 @@ def invoke(command: str, argv: Sequence[str]) -> int:
             raise  # there it is not known to be ours
         _abandon_stdout()
         return 141  # 128 + SIGPIPE, what the shell shows for a program that died of it
+    except OSError as error:
+        if command == "run" or error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        _abandon_stdout()
+        _write_error(f"phalanx {command}: cannot write to stdout: {error.strerror}\n")
+        return 1
     except ValueError as error:
         from phalanx.errors import UsageError
 
@@ -82,8 +90,18 @@ def invoke(command: str, argv: Sequence[str]) -> int:
 def complain(command: str, message: str) -> int:
     """One line about bad usage, on stderr; the exit code that goes with it."""
     line = " ".join(message.splitlines())
-    sys.stderr.write(f"phalanx{' ' * bool(command)}{command}: {line}\n")
+    _write_error(f"phalanx{' ' * bool(command)}{command}: {line}\n")
     return USAGE
+
+
+def _write_error(text: str) -> None:
+    """To stderr, unless it is closed or full: the exit code still says it."""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+    except (OSError, ValueError):
+        pass
 
 
 def _abandon_stdout() -> None:
@@ -100,7 +118,7 @@ def _unknown_command(word: str) -> str:
     import os
 
     if word.startswith("-") or word.endswith(".py") or os.path.isfile(word):
-        return f"{word}: no such command; to start a script write: phalanx run {word} …"
+        return f"{word}: no such command; to start a script write: phalanx run {word} ..."
     near = difflib.get_close_matches(word, COMMANDS, 1, 0.6)
     if near:
         return f"{word}: no such command; did you mean phalanx {near[0]}?"

@@ -52,11 +52,14 @@ def _bash() -> str:
     return f"""\
 # bash completion for phalanx; load it with: eval "$(phalanx completion bash)"
 _phalanx_words() {{
-    COMPREPLY=($(compgen -W "$1" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+    COMPREPLY=($(compgen -W "$1" -- "$word"))
 }}
 _phalanx() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" i=2
     COMPREPLY=()
+    # bash takes --warm=off as three words; what follows the = is completed alone.
+    [[ "$word" == "=" ]] && word=
+    [[ "$before" == "=" ]] && before="${{COMP_WORDS[COMP_CWORD-2]}}"
     if [[ $COMP_CWORD -eq 1 ]]; then
         _phalanx_words "{" ".join(COMMANDS)} --help --version"
         return
@@ -69,7 +72,7 @@ _phalanx() {{
     esac
     while [[ $i -lt $COMP_CWORD ]]; do
         case "${{COMP_WORDS[i]}}" in
-            {taking}) i=$((i + 1));;
+            {taking}) i=$((i + 1)); [[ "${{COMP_WORDS[i]}}" == "=" && $i -lt $COMP_CWORD ]] && i=$((i + 1));;
             --) i=$((i + 1)); break;;
             -*) ;;
             *) compopt -o default 2>/dev/null; return;;
@@ -97,7 +100,10 @@ def _zsh() -> str:
         values = _values(option)
         ends = f":{option.metavar}:({' '.join(values)})" if values else f":{option.metavar}:_files"
         ends = "" if option.kind == "flag" else ends.replace("HOST:PORT", "address")
-        lines += [f"        '{name}[{about}]{ends}' \\" for name in _names(option)]
+        # With =, what a long option takes may follow it in the same word or in the next.
+        lines += [
+            f"        '{n}{'=' * (n[:2] == '--' and bool(ends))}[{about}]{ends}' \\" for n in _names(option)
+        ]
     commands = " ".join(
         f"'{name}:{_quoted(about).replace(':', '')}'" for name, (_, about) in COMMANDS.items()
     )
@@ -132,22 +138,41 @@ fi
 
 
 def _fish() -> str:
+    taking = " ".join(flag for option in OPTIONS if option.kind != "flag" for flag in option.flags)
     lines = [
         "# fish completion for phalanx; load it with: phalanx completion fish | source",
-        "set -l commands " + " ".join(COMMANDS),
+        "function __phalanx_in --description 'whether this is the command'",
+        "    set -l words (commandline -opc)",
+        '    test (count $words) -gt 1; and test "$words[2]" = $argv[1]',
+        "end",
+        "function __phalanx_before_script --description 'whether options are still ours'",
+        "    __phalanx_in run; or return 1",
+        "    set -l words (commandline -opc)",
+        "    set -e words[1..2]",
+        "    set -l value no",
+        "    for word in $words",
+        "        if test $value = yes",
+        "            set value no",
+        f"        else if contains -- $word {taking}",
+        "            set value yes",
+        "        else if not string match -q -- '-*' $word; or test $word = --",
+        "            return 1",
+        "        end",
+        "    end",
+        "end",
     ]
-    first = "not __fish_seen_subcommand_from $commands"
-    for name, (_, about) in COMMANDS.items():
-        lines.append(f"complete -c phalanx -f -n '{first}' -a {name} -d '{_quoted(about)}'")
-    lines.append(
-        f"complete -c phalanx -f -n '__fish_seen_subcommand_from completion' -a '{' '.join(SHELLS)}'"
-    )
+    lines += [
+        f"complete -c phalanx -f -n '{where}' -a {name} -d '{_quoted(about)}'"
+        for name, (_, about) in COMMANDS.items()
+        for where in ("__fish_use_subcommand", "__phalanx_in help")
+    ]
+    lines.append(f"complete -c phalanx -f -n '__phalanx_in completion' -a '{' '.join(SHELLS)}'")
     for option in OPTIONS:
         names = " ".join(f"-l {flag[2:]}" if len(flag) > 2 else f"-s {flag[1:]}" for flag in _names(option))
         values = _values(option)
         takes = "" if option.kind == "flag" else f" -x -a '{' '.join(values)}'" if values else " -r"
         about = _quoted(option.help)
-        lines.append(f"complete -c phalanx -n '__fish_seen_subcommand_from run' {names}{takes} -d '{about}'")
+        lines.append(f"complete -c phalanx -n __phalanx_before_script {names}{takes} -d '{about}'")
     return "\n".join(lines) + "\n"
 
 

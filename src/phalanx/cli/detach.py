@@ -21,8 +21,6 @@ def detach(config: RunConfig) -> bool:
         raise usage_error(
             f"--detach: the output cannot go to {path} ({error.strerror}); name a directory with --log-dir"
         ) from None
-    sys.stdout.flush()
-    sys.stderr.flush()
     away, tell = os.pipe()
     pid = os.fork()  # before any thread or helper exists
     if pid:
@@ -31,7 +29,7 @@ def detach(config: RunConfig) -> bool:
         # Until it has left the terminal: the shell may close that as soon as we return, which would reach it.
         os.read(away, 1)
         os.close(away)
-        print(f"phalanx: running in the background as pid {pid}; output in {path}; stop it with: kill {pid}")
+        _tell(f"phalanx: running in the background as pid {pid}; output in {path}; stop it with: kill {pid}")
         return False
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -41,4 +39,14 @@ def detach(config: RunConfig) -> bool:
     os.dup2(log, 2)
     for fd in (null, log, away, tell):
         os.close(fd)
+    if sys.stderr is None:  # it was closed when Python started; now there is something behind it
+        sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     return True
+
+
+def _tell(line: str) -> None:
+    """The job runs by now, whether or not anybody can be told."""
+    try:
+        print(line, flush=True)
+    except (OSError, ValueError):
+        pass

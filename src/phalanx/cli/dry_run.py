@@ -7,6 +7,7 @@ import shlex
 
 from phalanx.agent.environment import substitute, worker_environment
 from phalanx.agent.spec import Worker, WorkerGroup, WorkerSpec
+from phalanx.cli.run import signals_of
 from phalanx.config import RunConfig, worker_command
 from phalanx.core.ranks import assign_identical
 from phalanx.rendezvous.solo import SoloRendezvous
@@ -35,6 +36,7 @@ def plan(config: RunConfig) -> str:
         for p in assign_identical(config.node_rank, config.max_nodes, config.local_world_size)
     ]
     environ = dict(os.environ)
+    given = {"TORCHELASTIC_SIGNALS_TO_HANDLE": signals_of(config), "TORCHELASTIC_ERROR_FILE": UNKNOWN}
     if config.omp_num_threads is not None:
         environ["OMP_NUM_THREADS"] = str(config.omp_num_threads)
     lines = [*_settings(config), ""]
@@ -47,8 +49,11 @@ def plan(config: RunConfig) -> str:
             use_agent_store=handler.use_agent_store,
             environ=environ,
         )
+        env.update(given)
         env["MASTER_ADDR"] = config.master_addr if config.rdzv_backend == "static" else "localhost"
-        env["MASTER_PORT"] = str(config.master_port) if config.rdzv_backend == "static" else UNKNOWN
+        # Port 0, of a static rendezvous too, is one that the system chooses.
+        port = config.master_port if config.rdzv_backend == "static" else None
+        env["MASTER_PORT"] = str(port) if port else UNKNOWN
         if several and config.rdzv_backend != "static":
             for name in ("RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR"):
                 env[name] = UNKNOWN

@@ -36,7 +36,12 @@ for bad usage.
 
 def main(argv: Sequence[str]) -> int:
     """`phalanx help [command]`."""
-    topic = argv[0] if argv else ""
+    topic = argv[0] if argv and argv[0] not in ("-h", "--help") else ""
+    if topic == "--version":
+        from phalanx import __version__
+
+        print(f"phalanx {__version__}")
+        return 0
     if topic and topic not in COMMANDS:
         raise usage_error(f"{topic}: no such command; there are {', '.join(COMMANDS)}")
     if topic == "run":
@@ -61,7 +66,7 @@ def _own_help(command: str) -> int:
 
 def overview() -> str:
     """What `phalanx --help` says."""
-    lines = ["usage: phalanx COMMAND …", "", "Runs a group of workers as one unit. Commands:", ""]
+    lines = ["usage: phalanx COMMAND ...", "", "Runs a group of workers as one unit. Commands:", ""]
     lines += [f"  {name:<12} {about}" for name, (_, about) in COMMANDS.items()]
     lines += ["", "phalanx help COMMAND says more; phalanx --version says which version this is."]
     return "\n".join(lines) + "\n"

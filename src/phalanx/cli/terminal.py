@@ -1,0 +1,42 @@
+"""The terminal as it was: a worker that is killed at a prompt of its own (pdb, readline) cannot tidy up."""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any
+
+
+class KeptModes:
+    """Within: the workers may change the terminal's modes. Afterwards: they are what they were."""
+
+    def __init__(self, fd: int = 0) -> None:
+        self._fd = fd
+        self._modes: list[Any] | None = None
+
+    def __enter__(self) -> KeptModes:
+        if os.isatty(self._fd):
+            import termios
+
+            try:
+                self._modes = termios.tcgetattr(self._fd)
+            except termios.error:
+                pass  # hung up just now
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if self._modes is None:
+            return
+        import termios
+
+        try:
+            # Not from the background: the terminal is somebody else's there, and touching it would stop us.
+            if os.tcgetpgrp(self._fd) == os.getpgrp() and termios.tcgetattr(self._fd) != self._modes:
+                termios.tcsetattr(self._fd, termios.TCSANOW, self._modes)
+        except (OSError, termios.error):
+            pass  # it is gone, and its modes with it

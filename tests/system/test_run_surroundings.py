@@ -1,0 +1,164 @@
+"""`phalanx run` in odd surroundings: closed streams, deleted directories, limits, names, endpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import termios
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import HUNG, gone, wait_until
+from tests.system.run_helpers import PHALANX, READY, Ended, Running, plain_environment, run, script
+
+
+def in_shell(text: str, *words: str, cwd: Path) -> Ended:
+    """Run under a shell; `text` is a line with RUN in it."""
+    done = subprocess.run(
+        ["bash", "-c", text.replace("RUN", shlex.join([*PHALANX, *words]))],
+        env=plain_environment(TMPDIR=str(cwd)),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=HUNG,
+        check=False,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+# ---- where the output is -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["-r3", "-t3", "--redirects=0:1"])
+def test_files_that_nobody_named_are_named_at_the_start(option: str, tmp_path: Path) -> None:
+    env = plain_environment(TMPDIR=str(tmp_path))
+    ended = run(option, script(tmp_path, "print('text')"), env=env)
+    found = re.search(r", output in (\S+)$", ended.said[0])
+    assert found is not None, ended
+    (log,) = Path(found[1]).glob("*/attempt_0/0/stdout.log")
+    assert log.read_text() == "text\n"
+
+
+def test_no_place_is_named_that_holds_nothing_or_is_known(tmp_path: Path) -> None:
+    path = script(tmp_path, "")
+    for words in ([], ["-t3", "--log-dir", str(tmp_path / "logs")]):
+        assert "output in" not in run(*words, path).err
+
+
+# ---- streams -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closed", [">&-", ">/dev/full", "<&- >&- 2>&-"])
+def test_a_detached_run_starts_also_when_nobody_can_be_told(closed: str, tmp_path: Path) -> None:
+    path = script(tmp_path, "import os; print('ran', os.getppid())")
+    ended = in_shell(f"RUN {closed}", "--detach", path, cwd=tmp_path)
+    assert (ended.code, ended.err) == (0, ""), ended
+    (log,) = tmp_path.glob("phalanx-*.out")
+    wait_until(lambda: "all workers succeeded" in log.read_text(), "the end of the run in the background")
+    helper = int(log.read_text().split("ran ")[1].split()[0])
+    wait_until(lambda: gone(helper), "the end of its helpers")
+
+
+def test_what_cannot_work_is_said_before_it_is_detached(tmp_path: Path) -> None:
+    ended = run("--detach", "--event-log-handler", "nosuch", script(tmp_path, ""), cwd=tmp_path)
+    assert ended.code == 2, ended
+    assert "no such handler" in ended.err
+
+
+def test_a_plan_that_cannot_be_written(tmp_path: Path) -> None:
+    path = script(tmp_path, "")
+    full = in_shell("RUN >/dev/full", "--dry-run", path, cwd=tmp_path)
+    assert (full.code, full.said) == (
+        1, ["the plan cannot be written to stdout: No space left on device"],
+    ), full  # fmt: skip
+    # The reader is gone before the plan comes.
+    cut = in_shell("exec 3> >(exec true); wait $!; RUN >&3; echo code $?", "--dry-run", path, cwd=tmp_path)
+    assert (cut.out, cut.err) == ("code 0\n", ""), cut
+
+
+def test_a_plan_names_files_by_their_bytes(tmp_path: Path) -> None:
+    name = os.fsdecode(b"b\xffd.py")
+    (tmp_path / name).touch()
+    done = subprocess.run(
+        [*PHALANX, "--dry-run", name],
+        env=plain_environment(PYTHONIOENCODING="utf-8:strict"),
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=HUNG,
+        check=False,
+    )
+    assert done.returncode == 0, done
+    assert b"b\xffd.py'" in done.stdout
+
+
+# ---- the terminal --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.stdout.write('raw'), time.sleep(1000)"])
+def test_the_terminal_is_left_as_it_was(end: str, tmp_path: Path) -> None:
+    """A worker that dies at a prompt of its own, as pdb's with readline, leaves it without echo."""
+    code = f"{READY}import tty; sys.stdin.readline(); tty.setraw(0); print('raw', flush=True); {end}"
+    with Running(["--attach", "0", "--grace", "0", script(tmp_path, code)], terminal=True) as job:
+        job.workers(1)
+        before = termios.tcgetattr(job.terminal)
+        job.type(b"go\n")
+        job.read_until("raw")
+        job.signal(signal.SIGTERM)
+        job.end()
+        assert termios.tcgetattr(job.terminal) == before
+
+
+# ---- limits and places ---------------------------------------------------------------------------------
+
+
+def test_too_few_descriptors_are_said_in_one_line(tmp_path: Path) -> None:
+    ended = in_shell("ulimit -n 9; exec RUN", script(tmp_path, ""), cwd=tmp_path)
+    assert ended.code == 1, ended
+    (line,) = ended.err.splitlines()
+    assert "cannot be started" in line
+    assert "ulimit -n" in line
+
+
+@pytest.mark.parametrize(
+    "words", [["train.py"], ["--dry-run", "SCRIPT"], ["--detach", "SCRIPT"], ["-m", "x"]]
+)
+def test_a_deleted_directory_is_bad_usage(words: list[str], tmp_path: Path) -> None:
+    path = script(tmp_path, "")
+    there = [path if word == "SCRIPT" else word for word in words]
+    ended = in_shell("mkdir gone; cd gone; rmdir ../gone; RUN", *there, cwd=tmp_path)
+    assert ended.code == 2, ended
+    assert ended.err == "phalanx run: the current directory has been deleted; cd to one that exists\n"
+
+
+def test_unknown_signals_are_said_once(tmp_path: Path) -> None:
+    told = "import os; print(os.environ['TORCHELASTIC_SIGNALS_TO_HANDLE'])"
+    ended = run("--signals-to-handle", "SIGTERM,SIGFOO", script(tmp_path, told))
+    assert (ended.code, ended.out) == (0, "SIGTERM\n"), ended
+    assert sum("SIGFOO" in line for line in ended.err.splitlines()) == 1, ended
+
+
+def test_verbose_repeats_nothing(tmp_path: Path) -> None:
+    ended = run("--verbose", "--max-restarts", "1", script(tmp_path, "raise SystemExit(3)"))
+    assert ended.code == 3, ended
+    assert sum("restart 1 of 1" in line for line in ended.said) == 1, ended
+
+
+# ---- endpoints -----------------------------------------------------------------------------------------
+
+
+def test_a_static_endpoint_is_the_workers_too(tmp_path: Path) -> None:
+    """As under torchrun: with static, where nodes meet is where workers meet."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
+    words = ["--rdzv-endpoint", f"localhost:{port}", script(tmp_path, code)]
+    ended = run(*words)
+    assert (ended.code, ended.out) == (0, f"localhost {port}\n"), ended
+    assert f"MASTER_PORT={port} " in run("--dry-run", *words).out
