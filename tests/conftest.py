@@ -14,6 +14,10 @@ from tempfile import mkdtemp
 
 import psutil
 import pytest
+from hypothesis import settings
+
+settings.register_profile("phalanx", deadline=None)  # on a busy machine an example may take any time
+settings.load_profile("phalanx")
 
 HUNG = 30.0  # seconds; no claim about speed, only about ever coming back
 

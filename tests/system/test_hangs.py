@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -128,6 +129,20 @@ def test_the_whole_story_of_a_restart(tmp_path: Path) -> None:
     assert any(line.endswith("restart 1 of 1") for line in ended.said), ended
     assert ended.said[-1].startswith("all workers succeeded")
     assert ended.said[-1].endswith(", 1 restart")
+
+
+def test_a_hang_that_ends_the_job_is_kept_as_json(tmp_path: Path) -> None:
+    ended = hang(tmp_path, SPIN, "--heartbeat-timeout", "1", "--on-hang", "fail")
+    assert ended.code == 1, ended
+    (path,) = (tmp_path / "logs").glob("*/failure.json")
+    kept = json.loads(path.read_text())
+    assert kept["exit_code"] == 1
+    assert kept["root_rank"] is None
+    assert kept["reason"].startswith("no heartbeat from rank 1")
+    assert "in spin" in kept["report"]
+    (found,) = kept["watch"]
+    assert (found["kind"], found["rule"], found["ranks"]) == ("hang", "heartbeat", [1])
+    assert ended.err.endswith(f"The same as JSON: {path}\n")
 
 
 def test_fail_uses_no_restart(tmp_path: Path) -> None:
@@ -264,7 +279,7 @@ def test_slow_ranks_are_named_and_left_alone(tmp_path: Path, monkeypatch: pytest
     assert len(slow) == 1, notes
     assert slow[0].startswith("rank 1 is slow: ")
     assert agent.watch is not None
-    assert [finding["kind"] for finding in agent.watch.findings] == ["straggler"]
+    assert [finding["kind"] for finding in agent.watch.casebook.findings] == ["straggler"]
 
 
 def ask(port: int, path: str) -> int:

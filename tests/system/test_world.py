@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -207,3 +208,44 @@ while not os.path.exists(path):
         lines = sorted(line for line in end.err.splitlines() if "is slow" in line)
         for line, name in zip(lines, who, strict=True):
             assert re.search(rf"{name} is slow: [\d.]+ steps/s where the others make", line), lines
+
+
+def test_a_node_whose_agent_does_not_answer_is_listed_and_holds_up_nobody(tmp_path: Path) -> None:
+    body = """
+worker.heartbeat(0)
+print(f"beating {rank} {os.getppid()}", flush=True)
+threading.Event().wait()
+"""
+    with nodes("static", tmp_path, body, "--heartbeat-timeout", "2") as (a, b):
+        for node in (a, b):
+            node.read_until("beating ", times=2)
+        b.signal(signal.SIGSTOP)
+        a.read_until("no answer")
+        assert "node 1: no answer" in a.text
+        assert a.end().code == 1
+        b.signal(signal.SIGCONT)
+        b.signal(signal.SIGTERM)
+        assert b.end().code == 143
+
+
+def test_nonsense_in_the_store_is_no_news(tmp_path: Path) -> None:
+    """The store of a static round is open to the workers."""
+    body = """
+from phalanx.store.torch_client import TorchStoreClient
+worker.heartbeat(0)
+store = TorchStoreClient(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+prefix = "phalanx/store/1/phalanx/progress/1/"
+if rank == 0:
+    news = [b"[]", b"{", b'{"kind": "exit"}', b'{"kind": "hang"}', b'{"kind": "slow", "reason": 1}',
+            b'{"kind": "verdict", "node": 7}', b'{"kind": "output", "age": "x"}']
+    for text in news:
+        store.set(f"{prefix}news/{store.add(prefix + 'count', 1) - 1}", text)
+    store.set(prefix + "kept/pace/1", b'{"window": "x"}')
+    store.set("sent", b"1")
+store.wait(["sent"])
+threading.Event().wait()
+"""
+    with nodes("static", tmp_path, body, "--heartbeat-timeout", "1.5") as running:
+        for end in ends(running):
+            assert end.code == 1, end
+            assert "no heartbeat from ranks 0-3" in end.err, end

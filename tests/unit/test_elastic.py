@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import StoreError, UsageError
+from phalanx.errors import PhalanxError, StoreError, UsageError
 from phalanx.rendezvous import elastic_line
+from phalanx.rendezvous.address import listening_address
 from phalanx.rendezvous.elastic_line import Line
 from phalanx.rendezvous.elastic_news import Failure
 from phalanx.rendezvous.elastic_settings import Settings, open_server
 from phalanx.rendezvous.handler import RendezvousParameters
+from phalanx.store.etcd import etcd_client_from
 from phalanx.store.token import Token
 from tests.system.netns import free_port
 
@@ -46,6 +48,48 @@ def test_a_setting_that_makes_no_sense_is_named(conf: dict[str, str], says: str)
 def test_a_port_that_nobody_can_know_is_refused() -> None:
     with pytest.raises(UsageError, match="not 0"):
         settings("127.0.0.1:0")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "says"),
+    [
+        ("a:1,b:2", "name one; several are for --rdzv-backend etcd"),
+        ("http://a:1", "write host:port, without http://"),
+        ("::1", "put an IPv6 address in brackets"),
+        ("[::1", "write .address.:port"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_one_is_refused_with_what_to_write(endpoint: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        settings(endpoint)
+
+
+def test_etcd_may_have_several_endpoints_written_as_urls() -> None:
+    endpoint = "https://[::1]:2379/,https://b:2379/"
+    made = Settings(RendezvousParameters("etcd", endpoint, "run", 1, 4))
+    assert (made.host, made.port, made.where) == ("::1", 2379, endpoint)
+    client = etcd_client_from(endpoint, {"tls_ca": ""})
+    assert client.where == "[::1]:2379,b:2379"
+    client.close()
+
+
+def test_the_tls_options_are_etcds_too() -> None:
+    with pytest.raises(UsageError, match="for protocol=https"):
+        etcd_client_from("a:2379", {"protocol": "http", "tls_ca": "ca.pem"})
+    with pytest.raises(PhalanxError, match=r"no-such-file\.pem"):
+        etcd_client_from("a:2379", {"tls_ca": "no-such-file.pem"})
+
+
+def test_a_name_that_is_a_loopback_address_here_is_served_at_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {"node0": "127.0.1.1", "node1": "10.0.0.1"}
+    monkeypatch.setattr(
+        "socket.getaddrinfo", lambda host, *_, **__: [(0, 0, 0, "", (found.get(host, host), 0))]
+    )
+    assert [listening_address(host) for host in ("node0", "node1", "localhost", "127.0.0.1", "10.0.0.2")] == [
+        "0.0.0.0", "node1", "localhost", "127.0.0.1", "10.0.0.2",
+    ]  # fmt: skip
 
 
 def test_a_node_is_known_by_its_rank_its_schedulers_index_and_its_name() -> None:

@@ -49,6 +49,13 @@ _WAITS = {
 """What a person at a terminal is told when a phase lasts."""
 
 
+def _in_words(error: Exception) -> str:
+    """Without the number of an OSError, which says nothing that its words do not."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
 class ElasticAgent(ABC):
     """Runs worker groups."""
 
@@ -74,6 +81,7 @@ class SimpleElasticAgent(ElasticAgent):
         self.restart_policy = RestartPolicy(max_restarts=spec.max_restarts)
         self.on_note: Callable[[str], None] | None = None  # one line per incident, for a person
         self.on_reason: Callable[[str], None] | None = None  # every decision, for who wants them all
+        self.notes: deque[tuple[float, str]] = deque(maxlen=20)  # the last ones, with the time
         self.progress: Progress | None = None  # for a person at a terminal
         self.job_name = spec.get_entrypoint_name()  # as the failure report calls it
         self._peers: Peers | Cluster = Peers(spec.rdzv_handler, self._post, exit_barrier_timeout)
@@ -346,6 +354,7 @@ class SimpleElasticAgent(ElasticAgent):
             os.read(self._wake_read, 4096)
 
     def _note(self, line: str) -> None:
+        self.notes.append((time.time(), line))
         if self.progress is not None:
             self.progress.clear()
         if self.on_note is not None:
@@ -377,8 +386,8 @@ class SimpleElasticAgent(ElasticAgent):
             ids = self._start_workers(self._worker_group)
         except (StartError, OSError, ValueError, TypeError, RendezvousError) as error:
             known = isinstance(error, StartError | RendezvousError)
-            self._error = error if known else StartError(str(error))
-            self._post(say.StartFailed(str(error)))
+            self._error = error if known else StartError(_in_words(error))
+            self._post(say.StartFailed(_in_words(error)))
             return
         self._last = RunResult(WorkerState.HEALTHY)  # what failed before has been overcome
         for worker in self._worker_group.workers:

@@ -1,6 +1,7 @@
 """A log that the nodes of a round share beside the rendezvous: all hear the same news in the same order.
 
-It stands in the round's store, whatever kind that is, and needs no more of it than torch's Store methods:
+It stands in the round's store, and needs no more of it than torch's Store methods and a way to wait beside
+others: `subscribe`, or another connection (`beside`).
 
     count         how many pieces of news there are
     news/K        the K-th; who has news counts up and writes
@@ -37,7 +38,7 @@ _TROUBLE = (PhalanxError, OSError, RuntimeError, ValueError)
 
 def can_carry(store: Any) -> bool:
     """Whether somebody can wait at this store while others use it."""
-    return hasattr(store, "subscribe") or hasattr(store, "clone")
+    return hasattr(store, "subscribe") or hasattr(store, "beside")
 
 
 class Bulletin:
@@ -131,22 +132,22 @@ class Bulletin:
             pass
 
     @staticmethod
-    def _get(store: Any, key: str, end: float) -> dict[str, Any] | None:
+    def _get(store: Any, key: str, end: float) -> dict[str, Any]:
         from datetime import timedelta
 
         left = end - time.monotonic()
         if not store.check([key]):
             if left <= 0:
-                return None
+                return {}
             try:
                 store.wait([key], timedelta(seconds=left))
             except TimeoutError:
-                return None
+                return {}
         return _read(store.get(key))
 
     def _connection(self) -> Any:
         """A connection of our own, which `close` ends, and with it whatever waits on it."""
-        made = self._store.clone()
+        made = self._store.beside(lambda: self._closed)
         with self._lock:
             if not self._closed:
                 self._own.append(made)
@@ -167,20 +168,20 @@ class Bulletin:
             pass
 
     def _heard(self, key: str, value: bytes) -> None:
-        number, news = key.rpartition("/")[2], _read(value)
-        if news is None or not number.isdigit():
+        number = key.rpartition("/")[2]
+        if not number.isdigit():
             return
         with self._lock:  # also while it is told, or two threads could change the order; it only posts
-            self._early[int(number)] = news
+            self._early[int(number)] = _read(value)
             while self._next in self._early and not self._closed:
                 self._hear(self._early.pop(self._next))
                 self._next += 1
 
 
-def _read(value: bytes) -> dict[str, Any] | None:
-    """A record of ours; anything else is nobody's news."""
+def _read(value: bytes) -> dict[str, Any]:
+    """A record of ours; anything else is as good as an empty one."""
     try:
         record = json.loads(value)
     except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 
+from phalanx.agent.peers import for_all_screens
 from phalanx.core import messages as say
 from phalanx.core.messages import Outcome
 from phalanx.core.rounds import CLOSED
@@ -84,13 +85,7 @@ class Cluster:
 
     def failed(self, command: say.ReportFailure, result: RunResult, name: str, story: str) -> None:
         """Tell the others at once, with the report that all nodes will show should this end the job."""
-        report, code = story or command.summary, 1
-        if result.failures:
-            from phalanx.observe.report import diagnosis_of, format_report
-
-            everyone = {**result.failures, **result.stopped}
-            report = format_report(name, everyone, started_at=self._began, width=100)
-            code = diagnosis_of(everyone, self._began).exit_code
+        report, code = for_all_screens(result, name, self._began, story or command.summary)
         final = command.summary if command.final else ""
         self._membership.failed(command.round, Failure(command.summary, final, report, code))
 

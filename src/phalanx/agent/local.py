@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.agent.status import StatusSocket
     from phalanx.agent.warmth import Warmth
     from phalanx.agent.watch import Watch
     from phalanx.core.messages import Event, Finish
@@ -64,6 +65,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         self.store: WorkerStore | None = None
         self.warmth: Warmth | None = None  # keeps helpers that are ahead of the workers' needs
         self.watch: Watch | None = None  # may be given before `run`; one that watches nothing by default
+        self.status: StatusSocket | None = None  # answers `phalanx status`
+        self._since = time.time()
         self.attach: int | None = None  # the local rank that has the terminal's input
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -100,12 +103,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         """Remove the temporary directories of this run that nobody wrote into; given ones stay."""
         from phalanx.processes.logs import DefaultLogsSpecs
 
-        specs, run_dir = self._logs_specs, self.run_dir
-        if run_dir is None or not isinstance(specs, DefaultLogsSpecs) or not specs.is_temporary:
-            return
-        for directory, _, _ in os.walk(run_dir, topdown=False):
-            _remove_if_empty(directory)
-        _remove_if_empty(os.path.dirname(run_dir))
+        if isinstance(self._logs_specs, DefaultLogsSpecs):
+            self._logs_specs.remove_empty()
 
     def exception_of(self, global_rank: int) -> BaseException | None:
         """The exception that ended a function worker, where it could be pickled."""
@@ -144,6 +143,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         context.handles_signals = False
         context.explains = False
         context.stop_timeout = self._shutdown_timeout
+        # With a preemption signal the agent alone decides: who dies of it must not stop who saves.
+        context.stops_at_failure = self.watch is None or not self.watch.preemption.signal
         context.attach = self.attach
         if self.watch is not None:
             context.boards = self.watch.boards(context.nprocs)
@@ -245,6 +246,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             if self._context is not None:
                 self._context.close(death_sig, min(timeout, self._shutdown_timeout))
         finally:
+            if self.status is not None:
+                self.status.close()
             if self.warmth is not None:
                 if self._context is not None:
                     self.warmth.learn(self._context)
@@ -273,7 +276,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         if busy and self.watch is not None and self._state.phase is core.Phase.RUNNING:
             timeout = self.watch.limit(timeout, time.monotonic())
             fds += self.watch.fds()
-        self._sleep(fds, timeout)
+        if self.status is None:  # at the first pause: nobody is kept waiting for it
+            from phalanx.agent.status import StatusSocket, snapshot
+
+            self.status = StatusSocket(lambda: snapshot(self, self._since))
+        self._sleep([*fds, *self.status.fds()], timeout)
+        self.status.answer()
 
     def _look(self) -> Event | None:
         if self.warmth is not None and self._state.phase is core.Phase.JOINING:
@@ -395,13 +403,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self.store.host, self.store.port
 
 
-def _remove_if_empty(directory: str) -> None:
-    try:
-        os.rmdir(directory)
-    except OSError:
-        pass  # something is in it, or somebody else removed it
-
-
 class WorkerStore:
     """The store at MASTER_ADDR:MASTER_PORT: bound first, served once the workers are on their way."""
 
@@ -420,7 +421,12 @@ class WorkerStore:
             return
         # As bytes: a str would be taken through the codec for international names, which has to be loaded.
         name = self.host.encode() if self.host.isascii() else self.host
-        address = socket.getaddrinfo(name, port or 0, type=socket.SOCK_STREAM)[0]
+        try:
+            address = socket.getaddrinfo(name, port or 0, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{self.host}: no such host, for the workers' store ({error.strerror})"
+            ) from None
         self._socket = socket.socket(address[0], address[1])
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

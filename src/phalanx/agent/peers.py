@@ -7,6 +7,8 @@ becomes an event too: the agent must never hang or crash for them.
 
 from __future__ import annotations
 
+import time
+
 from phalanx.core import messages as say
 from phalanx.errors import RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError
 
@@ -26,12 +28,12 @@ class Peers:
     name = ""  # of this node, where the nodes have names
     meets = False  # whether each round brings a place of its own for the workers to meet
     waiting = ""  # what the nodes wait for, in words
-    job_failure: tuple[str, int] | None = None  # report and exit code, where all nodes tell the same
 
     def __init__(self, handler: RendezvousHandler, post: Callable[[say.Event], None], timeout: float) -> None:
         self._handler: Any = handler
         self._post, self._timeout = post, timeout
         self._number = 0
+        self._began = time.time()
         self._info: RendezvousInfo | None = None
         self.error: BaseException | None = None  # what the handler raised last
 
@@ -103,7 +105,14 @@ class Peers:
         """Tell the others, if there is anybody to tell."""
         tell = getattr(self._handler, "report_failure", None)
         if tell is not None:
-            tell(command.round, command.attempt, command.summary, command.final, command.delay)
+            told = for_all_screens(result, name, self._began, story or command.summary)
+            tell(command.round, command.attempt, command.summary, command.final, command.delay, told)
+
+    @property
+    def job_failure(self) -> tuple[str, int] | None:
+        """Report and exit code, where another node ended the job and told them."""
+        found: tuple[str, int] | None = getattr(self._handler, "told", None)
+        return found
 
     def ending(self, ending: Ending) -> None:
         """The agent stops its workers for good."""
@@ -123,3 +132,14 @@ class Peers:
 
     def give_back(self) -> None:
         """Close what is open; idempotent."""
+
+
+def for_all_screens(result: RunResult, name: str, began: float, otherwise: str) -> tuple[str, int]:
+    """The report that all nodes will show should this end the job, and the exit code."""
+    if not result.failures:
+        return otherwise, 1
+    from phalanx.observe.report import diagnosis_of, format_report
+
+    everyone = {**result.failures, **result.stopped}
+    report = format_report(name, everyone, started_at=began, width=100)
+    return report, diagnosis_of(everyone, began).exit_code

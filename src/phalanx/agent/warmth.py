@@ -82,6 +82,11 @@ class Warmth:
             self._parked = count
             (self._next or self._now).park(count, self.warm_up)
 
+    @property
+    def parked(self) -> list[int]:
+        """The pids of processes that wait for the next start."""
+        return [pid for helpers in (self._now, self._next) if helpers is not None for pid in helpers.parked]
+
     def due(self) -> float | None:
         """When `look` wants to be called next."""
         return self._due[0] if self._due else None

@@ -36,6 +36,9 @@ PATIENCE = 0.9
 """Seconds from a verdict until the answers of the other nodes are to be there."""
 _GIVE_UP = 5.0
 """For the verdict of another node, before we look for ourselves again."""
+_LAST_WORD = 1.0
+_NOT_OURS = (KeyError, TypeError, ValueError)
+"""What a record that is none of ours makes one raise: the store of a static round is open to workers, too."""
 _FRAMES = 40
 """Of a stack, as it travels."""
 
@@ -57,7 +60,7 @@ class World:
         self._seen: dict[str, int] = {}  # the window of each node's last rates
         self._standing = Standing()
         self._inquiry: Inquiry | None = None
-        self._hangs = 0
+        self._hangs = self._verdicts = 0  # told by us; heard
         self._bulletin = Bulletin(
             group.store, f"phalanx/progress/{number}/", lambda news: post(lambda: hear(news))
         )
@@ -93,11 +96,15 @@ class World:
         rates: dict[int, float] = {}
         hosts: dict[int, str] = {}
         for name, one in found.items():
-            for rank, rate in one["rates"]:
-                hosts[rank] = str(one["host"])
-                if one["window"] != self._seen.get(name):
-                    rates[rank] = float(rate)
-            self._seen[name] = one["window"]
+            try:
+                window, host, measured = int(one["window"]), str(one["host"]), list(one["rates"])
+                news = {int(rank): float(rate) for rank, rate in measured}
+            except _NOT_OURS:
+                continue
+            hosts.update(dict.fromkeys(news, host))
+            if window != self._seen.get(name):
+                rates.update(news)
+            self._seen[name] = window
         self._standing, slow = compare(self._standing, rates, span, hosts)
         for straggler in slow:
             self._bulletin.tell({"kind": "slow", **vars(straggler)})
@@ -125,10 +132,16 @@ class World:
         self._hangs += 1
         self._inquiry = Inquiry(now)
         case = f"{self.node}-{self._hangs}"
-        self._bulletin.tell({"kind": "hang", "node": self.node, "case": case, **vars(verdict)})
+        news = {"kind": "hang", "node": self.node, "case": case, "after": self._verdicts, **vars(verdict)}
+        self._bulletin.tell(news)
 
     def opened(self, news: dict[str, Any], now: float) -> bool:
-        """A hang was told, here or elsewhere; whether it is the first word of it."""
+        """A hang was told, here or elsewhere; whether it is the first word of it.
+
+        It is not, when its author had not heard the last verdict yet: then it is the hang of that verdict.
+        """
+        if news["after"] != self._verdicts:
+            return False
         if self._inquiry is None:
             self._inquiry = Inquiry(now)
         elif self._inquiry.case:
@@ -150,10 +163,10 @@ class World:
             return "wait" if now < inquiry.since + _GIVE_UP else "drop"
         if inquiry.answers is None:
             return "wait" if now < inquiry.since + PATIENCE else "conclude"
-        add_testimonies(findings, inquiry.answers, now)
-        answered = {name.rpartition("/")[2] for name in inquiry.answers}
-        silent = [n for n in range(self._nodes) if str(n) not in answered and n != self.node]
-        findings.silent = [f"node {n}" for n in silent]
+        for node in range(self._nodes):
+            answer = inquiry.answers.get(f"{inquiry.case}/{node}")
+            if node != self.node and (answer is None or not add_testimony(findings, answer, now)):
+                findings.silent.append(f"node {node}")
         return "conclude"
 
     def _testify(self, inquiry: Inquiry, findings: Findings, now: float) -> None:
@@ -173,12 +186,32 @@ class World:
 
     def concluded(self, data: dict[str, Any]) -> None:
         """Tell the verdict, if the inquiry was ours; it is over in any case."""
-        if self._inquiry is not None and self._inquiry.author in (self.node, -1):
+        inquiry, self._inquiry = self._inquiry, None
+        if inquiry is not None and inquiry.author in (self.node, -1):
+            self._bulletin.keep(f"{inquiry.case}/verdict", data)
             self._bulletin.tell({"kind": "verdict", "node": self.node, "hang": data})
-        self._inquiry = None
 
-    def settled(self) -> None:
-        """The verdict has been told, or is not waited for any longer."""
+    def last_word(self) -> dict[str, Any] | None:
+        """The verdict that we still wait for, now that the job ends over it: the end may be told first."""
+        inquiry, self._inquiry = self._inquiry, None
+        if inquiry is None or inquiry.author in (self.node, -1):
+            return None
+        import threading
+
+        name, found = f"{inquiry.case}/verdict", {}
+        fetched = threading.Event()
+
+        def then(what: dict[str, dict[str, Any]]) -> None:
+            found.update(what)
+            fetched.set()
+
+        self._bulletin.fetch([name], _LAST_WORD, then)
+        fetched.wait(_LAST_WORD)
+        return found.get(name)
+
+    def settled(self, verdict: bool = False) -> None:
+        """The verdict has been heard, or is not waited for any longer."""
+        self._verdicts += verdict
         self._inquiry = None
 
 
@@ -230,26 +263,27 @@ def testimony(findings: Findings, host: str, now: float) -> dict[str, Any]:
     return {"ranks": ranks, "finished": list(findings.view.finished)}
 
 
-def add_testimonies(findings: Findings, answers: dict[str, dict[str, Any]], now: float) -> None:
-    """Make what one node found what all have found."""
-    view = findings.view
-    beats, finished = list(view.alive), set(view.finished)
-    for answer in answers.values():
+def add_testimony(findings: Findings, answer: dict[str, Any], now: float) -> bool:
+    """Add what another node found; False when that makes no sense."""
+    beats, found, where = [], {}, {}
+    try:
         for one in answer["ranks"]:
             rank = int(one["rank"])
-            beats.append(
-                Beat(
-                    rank,
-                    now - one["quiet"] if one["quiet"] is not None else 0.0,
-                    one["step"],
-                    int(one["count"]),
-                    now - one["ready"] if one["ready"] is not None else 0.0,
-                    now + one["left"] if one["left"] is not None else 0.0,
-                    str(one["section"]),
-                )
-            )
-            findings.found[rank] = Evidence(rank, tuple(one["stack"]), one["stopped"], one["waiting"])
-            findings.where[rank] = str(one["where"])
-        finished.update(answer["finished"])
-    beats.sort(key=lambda beat: beat.rank)
-    findings.view = view.replace(alive=tuple(beats), finished=tuple(sorted(finished)))
+            beat_at = 0.0 if one["quiet"] is None else now - one["quiet"]
+            ready_at = 0.0 if one["ready"] is None else now - one["ready"]
+            deadline = 0.0 if one["left"] is None else now + one["left"]
+            step = None if one["step"] is None else int(one["step"])
+            count, section = int(one["count"]), str(one["section"])
+            beats.append(Beat(rank, beat_at, step, count, ready_at, deadline, section))
+            stack = tuple(map(str, one["stack"]))
+            found[rank] = Evidence(rank, stack, bool(one["stopped"]), bool(one["waiting"]))
+            where[rank] = str(one["where"])
+        finished = {int(rank) for rank in answer["finished"]}
+    except _NOT_OURS:
+        return False
+    view = findings.view
+    alive = sorted((*view.alive, *beats), key=lambda beat: beat.rank)
+    findings.view = view.replace(alive=tuple(alive), finished=tuple(sorted(finished.union(view.finished))))
+    findings.found.update(found)
+    findings.where.update(where)
+    return True

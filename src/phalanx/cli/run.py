@@ -15,7 +15,7 @@ from phalanx.config import parse, worker_command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from phalanx.agent.local import LocalElasticAgent
@@ -32,10 +32,7 @@ def main(argv: Sequence[str]) -> int:
     for warning in config.warnings:
         say(f"warning: {warning}")
     if config.dry_run:
-        from phalanx.cli.dry_run import plan
-
-        print(plan(config))
-        return 0
+        return _show_plan(config)
     if config.detach:
         from phalanx.cli.detach import detach
 
@@ -44,6 +41,23 @@ def main(argv: Sequence[str]) -> int:
     code = launch(config)
     _give_up_lost_streams()
     return code
+
+
+def _show_plan(config: RunConfig) -> int:
+    from phalanx.cli.dry_run import plan
+
+    try:
+        # Names of files may hold bytes that are no text; they go out as they came in.
+        sys.stdout.buffer.write(os.fsencode(plan(config) + "\n"))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pass  # `| head`
+    except (OSError, AttributeError) as error:  # a full disk; `>&-`
+        say(f"the plan cannot be written to stdout: {getattr(error, 'strerror', 'it is closed')}")
+        _give_up_lost_streams()
+        return 1
+    _give_up_lost_streams()
+    return 0
 
 
 def _open_standard_descriptors() -> None:
@@ -86,21 +100,29 @@ def launch(config: RunConfig) -> int:
     if config.omp_num_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(config.omp_num_threads)  # before helpers import anything
     # First of all, so that the helpers come up while the rest of the agent is still being imported.
-    warmth = warmth_for(*worker_command(config), config.warm, config.preload, config.warmup)
+    try:
+        warmth = warmth_for(*worker_command(config), config.warm, config.preload, config.warmup)
+    except (OSError, RuntimeError) as error:  # no descriptor, no process to be had; StartError says so itself
+        why = error.strerror if isinstance(error, OSError) else error
+        say(f"the helper processes cannot be started: {why}; see `ulimit -n` and `ulimit -u`")
+        return 1
     warmth.say = say
     begin = time.time()
+    from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
     from phalanx.processes.signals import SIGNALS_VARIABLE, SignalScope
 
-    os.environ[SIGNALS_VARIABLE] = _signals(config)
+    os.environ[SIGNALS_VARIABLE] = signals_of(config)
     agent: LocalElasticAgent | None = None
     try:
         # From here on, and not only within `agent.run`: process 1 of a container has no default action
         # for a signal, so that one which comes early would be lost there.
-        with SignalScope():
-            agent = make_agent(config)
+        with KeptModes(), SignalScope():
+            specs = logs_specs(config)
+            agent = make_agent(config, specs)
             agent.warmth = warmth
             _connect(config, agent)
+            _say_unless_quiet(config, _first_line(config, specs))
             result = agent.run()
     except SignalException as stop:
         verb = "preempted" if stop.sigval == config.preempt_signal else "stopped"
@@ -122,7 +144,7 @@ def launch(config: RunConfig) -> int:
     return 0
 
 
-def _signals(config: RunConfig) -> str:
+def signals_of(config: RunConfig) -> str:
     """The names of the signals that stop the workers; the announcement of a preemption is one of them."""
     names = config.signals_to_handle
     if config.preempt_signal is None:
@@ -137,7 +159,7 @@ def _connect(config: RunConfig, agent: LocalElasticAgent) -> None:
     agent.on_note = _silent if config.quiet else say
     agent.job_name = os.path.basename(config.script)
     if config.verbose:
-        agent.on_reason = say
+        agent.on_reason, agent.on_note = _say_everything_once()
     if not config.quiet and sys.stderr is not None and sys.stderr.isatty():
         from phalanx.observe.progress import on_terminal
 
@@ -146,7 +168,22 @@ def _connect(config: RunConfig, agent: LocalElasticAgent) -> None:
             from phalanx.agent.cluster import CountdownLine
 
             agent.progress = CountdownLine(sys.stderr)
-    _say_unless_quiet(config, _first_line(config))
+
+
+def _say_everything_once() -> tuple[Callable[[str], None], Callable[[str], None]]:
+    """For --verbose: every decision; what is only its reason again is not repeated."""
+    last = ""
+
+    def reason(line: str) -> None:
+        nonlocal last
+        last = line
+        say(line)
+
+    def note(line: str) -> None:
+        if not last.endswith(line):
+            say(line)
+
+    return reason, note
 
 
 def _silent(_line: str) -> None:
@@ -158,14 +195,13 @@ def _say_unless_quiet(config: RunConfig, line: str) -> None:
         say(line)
 
 
-def make_agent(config: RunConfig) -> LocalElasticAgent:
-    """The agent that a command line asks for."""
+def make_agent(config: RunConfig, specs: LogsSpecs) -> LocalElasticAgent:
+    """The agent that a command line asks for, with its logs where `specs` says."""
     from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import WorkerSpec
     from phalanx.agent.watch import watch_for
     from phalanx.core.restarts import RestartPolicy
 
-    _check_event_handler(config.event_log_handler)
     program, args = worker_command(config)
     spec = WorkerSpec(
         role=config.role,
@@ -186,7 +222,7 @@ def make_agent(config: RunConfig) -> LocalElasticAgent:
     )
     agent = LocalElasticAgent(
         spec,
-        logs_specs(config),
+        specs,
         start_method=config.start_method,
         log_line_prefix_template=_prefix(config),
         shutdown_timeout=config.shutdown_timeout,
@@ -221,19 +257,9 @@ def logs_specs(config: RunConfig) -> LogsSpecs:
     except OSError as error:
         from phalanx.options import usage_error
 
-        raise usage_error(f"--log-dir: {error}") from None
+        why = str(error.strerror or error).removeprefix(f"log_dir {os.path.abspath(config.log_dir or '')!r} ")
+        raise usage_error(f"--log-dir {config.log_dir}: {why}") from None
     return made
-
-
-def _check_event_handler(name: str) -> None:
-    if name == "null":
-        return
-    from phalanx.observe.events import destinations
-
-    if name not in destinations():
-        from phalanx.options import usage_error
-
-        raise usage_error(f"--event-log-handler {name}: no such handler; use {', '.join(destinations())}")
 
 
 def _handler(config: RunConfig) -> RendezvousHandler:
@@ -285,11 +311,14 @@ def _prefix(config: RunConfig) -> str | None:
     return "" if config.max_nodes == 1 and len(shown) == 1 else None
 
 
-def _first_line(config: RunConfig) -> str:
+def _first_line(config: RunConfig, specs: LogsSpecs) -> str:
     workers = "1 worker" if config.local_world_size == 1 else f"{config.local_world_size} workers"
     omp = ", OMP_NUM_THREADS=1 each" if config.omp_num_threads is not None else ""
-    script = os.path.basename(config.script)
-    return f"{script}: {workers}{omp} (run {config.run_id[:12]})"
+    script = os.path.basename(config.script.rstrip("/"))
+    # Who did not name the place could not find the files.
+    hidden = config.log_dir is None and not config.redirects == config.tee == "0"
+    where = f", output in {specs.root_log_dir}" if hidden else ""
+    return f"{script}: {workers}{omp} (run {config.run_id[:12]}){where}"
 
 
 def _last_line(agent: LocalElasticAgent, begin: float) -> str:
@@ -311,23 +340,22 @@ def _tell_failure(config: RunConfig, agent: LocalElasticAgent, result: RunResult
     from phalanx.observe.report import diagnosis_of, format_report, report_json
 
     told = agent.job_failure  # every node of a job tells the same
-    everyone = {**result.failures, **result.stopped}
-    if not result.failures and told is None:
-        # A hang, or another node's failure, which was said already.
-        _write_report(agent.watch.report() if agent.watch is not None else "")
-        return 1
     name = os.path.basename(config.script)
-    colour = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    path: str | None = None
     if result.failures:
-        path = _keep_json(agent, report_json(name, everyone, started_at=begin))
-    if told is not None:
-        text, code = told
-    else:
-        text = format_report(name, everyone, started_at=begin, colour=colour)
-        code = diagnosis_of(everyone, begin).exit_code
-    _write_report(text, f"The same as JSON: {path}\n" if path and config.log_dir else "")
-    return code
+        everyone = {**result.failures, **result.stopped}
+        kept = report_json(name, everyone, started_at=begin)
+        if told is None:
+            colour = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+            text = format_report(name, everyone, started_at=begin, colour=colour)
+            told = text, diagnosis_of(everyone, begin).exit_code
+    else:  # a hang, or the failure of another node: nobody here has failed
+        told = told or (agent.watch.report() if agent.watch is not None else "", 1)
+        reason = agent.outcome.message if agent.outcome is not None else ""
+        kept = {"name": name, "exit_code": told[1], "started_at": begin, "reason": reason, "report": told[0]}
+        kept.update(root_rank=None, failed=[], echoes=[], stopped=[], ranks=[])
+    path = _keep_json(agent, kept)
+    _write_report(told[0], f"The same as JSON: {path}\n" if path and config.log_dir else "")
+    return told[1]
 
 
 def _write_report(text: str, after: str = "") -> None:
@@ -351,8 +379,8 @@ def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:
         return None
     import json
 
-    if agent.watch is not None and agent.watch.findings:
-        report = {**report, "watch": agent.watch.findings}
+    if agent.watch is not None and agent.watch.casebook.findings:
+        report = {**report, "watch": agent.watch.casebook.findings}
     path = os.path.join(directory, "failure.json")
     try:
         with open(path, "w") as file:

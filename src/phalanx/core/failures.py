@@ -8,7 +8,8 @@ Rules, in the order in which they are applied:
    taken as it is; one with whole seconds only narrows down the exit time; an impossible one (after the exit,
    before the start) is ignored and the exit time counts.
 2. **Victims.** A worker that ended after the parent had signalled it, whatever its code, is a victim of the
-   stop and not a failure, unless its error record shows that it had failed before the signal.
+   stop and not a failure, unless its error record shows that it had failed before the signal. Such a one has
+   the code it would have ended with, not that of our signal.
 3. **Echoes.** A failure that only says "my peer is gone" (see `ECHOES`) ranks below every real failure,
    whatever the times: a peer's socket often closes before the dying peer has written down its own error.
 4. **Root cause** is the earliest real failure; without one the earliest echo; else the earliest victim. Ties
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # A record may be stamped a hair after the exit was seen: two clock reads in two processes.
@@ -114,6 +115,14 @@ ECHOES: tuple[tuple[str, str], ...] = (
     ),
 )
 _SIGABRT = 6
+# How a crash stack begins, and the signal that was then on its way.
+_FATAL = (
+    ("Fatal Python error: Segmentation fault", -11),
+    ("Fatal Python error: Bus error", -7),
+    ("Fatal Python error: Floating", -8),
+    ("Fatal Python error: Illegal instruction", -4),
+    ("Fatal Python error", -_SIGABRT),
+)
 # CPython prints one of these between the links of an exception chain, oldest first.
 _CHAIN = (
     r"\n(?:The above exception was the direct cause of the following exception:"
@@ -172,6 +181,17 @@ def is_victim(ending: Ending, started_at: float | None = None) -> bool:
     return when >= ending.stopped_at
 
 
+def own_code(ending: Ending, started_at: float | None = None) -> int:
+    """The code of what a worker did itself: our signal may overtake one that has failed already."""
+    error, stop = ending.error, ending.stopped_at
+    ours = stop is not None and ending.at >= stop and ending.code < 0
+    if error is None or not ours or is_victim(ending, started_at):
+        return ending.code
+    if error.code is not None:
+        return error.code
+    return next((code for words, code in _FATAL if error.message.startswith(words)), 1)
+
+
 def diagnose(endings: Iterable[Ending], started_at: float | None = None) -> Diagnosis:
     """Find the root cause among the endings of one group of workers."""
 
@@ -179,7 +199,7 @@ def diagnose(endings: Iterable[Ending], started_at: float | None = None) -> Diag
         # Whole milliseconds: finer differences are noise of the clock and the scheduler.
         return (int(moment(ending, started_at) * 1000 + 0.5), ending.rank)
 
-    everyone = sorted(endings, key=order)
+    everyone = sorted((replace(e, code=own_code(e, started_at)) for e in endings), key=order)
     if not everyone:
         raise ValueError("diagnose: no endings were given; at least one worker must have ended")
     bad = [e for e in everyone if e.code != 0]

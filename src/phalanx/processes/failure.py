@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.core.failures import Ending, ErrorRecord, is_victim, moment, shell_status
+from phalanx.core.failures import Ending, ErrorRecord, is_victim, moment, own_code, shell_status
 from phalanx.processes import error_file as files
 from phalanx.processes.evidence import code_in_words, signal_label
 
@@ -47,6 +47,7 @@ class ProcessFailure:
         if self.exited_at is None:
             self.exited_at = time.time()
         self.error, self.no_error_reason = files.read_failure(self.error_file, self.exitcode)
+        self.exitcode = own_code(self.ending())
         if self.error is None:
             self.error_file_data = {"message": NO_MESSAGE, "errorTraits": dict(SYSTEM_TERMINATED)}
             self.message = self._status_message()

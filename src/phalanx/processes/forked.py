@@ -52,7 +52,8 @@ def tidy(
         words = {"module": ["-m", target], "code": ["-c", target]}.get(mode, [target])
         rank = os.environ.get("RANK")
         title = " ".join([sys.executable, *words, *args])
-        set_title(f"{title} [rank {rank}]" if rank is not None else title)
+        title = f"{title} [rank {rank}]" if rank is not None else title
+        set_title(title.encode(errors="replace").decode())  # names of files need not be text
 
 
 def _differ() -> None:

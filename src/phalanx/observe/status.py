@@ -1,0 +1,93 @@
+"""The state of a job, as an agent tells it, in words and columns for a person."""
+
+from __future__ import annotations
+
+from phalanx.observe.duration import duration
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+PHASES = {
+    "NEW": "starting",
+    "JOINING": "waiting for the rendezvous",
+    "REFORMING": "re-forming",
+    "CLEARING": "re-forming",
+    "WAITING": "waiting before the next start",
+    "STARTING": "starting workers",
+    "RUNNING": "running",
+    "BARRIER": "finished here, waiting for the other nodes",
+    "ENDING": "ending",
+    "DONE": "ended",
+}
+_INCIDENTS = 5
+
+
+def format_status(job: dict[str, Any], width: int = 100) -> str:
+    """One job: a headline, a row for each worker of this node, and what has happened to them."""
+    lines = [_headline(job)]
+    lines += _table(job["workers"])
+    count = job["standbys"]["count"]
+    if count:
+        lines.append(f"  {_count(count, 'standby', 'standbys')} parked, {_bytes(job['standbys']['memory'])}")
+    lines += [f"  slow: {line}" for line in job["slow"]]
+    lines += [f"  hang: {line}" for line in job["hangs"]]
+    known = {*job["slow"], *job["hangs"]}
+    others = [one for one in job["incidents"] if one["what"] not in known]
+    for one in others[-_INCIDENTS:]:
+        lines.append(f"  {duration(max(0.0, job['now'] - one['at']))} ago: {one['what']}")
+    if job["logs"]:
+        lines.append(f"  logs: {job['logs']}")
+    return "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in lines)
+
+
+def _headline(job: dict[str, Any]) -> str:
+    words = [f"{job['name']} (run {job['run']}) on {job['host']}, pid {job['pid']}"]
+    phase = PHASES.get(job["phase"], job["phase"])
+    waiting = job["waiting_for"] if job["phase"] == "JOINING" else ""
+    words.append(f"{waiting or phase} for {duration(max(0.0, job['now'] - job['since']))}")
+    if job["restarts"]:
+        words.append(f"restart {job['restarts']} of {job['max_restarts']}")
+    if len(job["nodes"]) > 1:
+        nodes = f"node {job['node'] + 1} of {len(job['nodes'])}"
+        words.append(f"{nodes} ({' '.join(job['nodes'][:8])}{' …' if len(job['nodes']) > 8 else ''})")
+        words.append(f"round {job['round']}")
+    if job["world_size"] > 0:
+        words.append(f"world of {job['world_size']}")
+    return ", ".join(words)
+
+
+def _table(workers: list[dict[str, Any]]) -> list[str]:
+    """Columns that have something in them, right under their names."""
+    if not workers:
+        return []
+    columns: list[tuple[str, list[str]]] = [
+        ("rank", [str(one["rank"]) for one in workers]),
+        ("pid", [str(one["pid"]) for one in workers]),
+        ("state", [_state(one) for one in workers]),
+        ("step", ["" if one["step"] is None else str(one["step"]) for one in workers]),
+        ("steps/s", ["" if one["rate"] is None else f"{one['rate']:.3g}" for one in workers]),
+        ("last beat", ["" if one["quiet"] is None else f"{one['quiet']:.1f} s ago" for one in workers]),
+        ("section", [one["section"] for one in workers]),
+    ]
+    shown = [(name, cells) for name, cells in columns if any(cells)]
+    widths = [max(len(name), *map(len, cells)) for name, cells in shown]
+    rows = [[name for name, _ in shown], *([cells[i] for _, cells in shown] for i in range(len(workers)))]
+    return [
+        "  " + "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _state(worker: dict[str, Any]) -> str:
+    if not worker["running"]:
+        return "ended"
+    return "ready" if worker["ready"] else "running"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
