@@ -94,11 +94,30 @@ def _timers(report: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def _heartbeat(report: dict[str, Any]) -> list[Row]:
+    rows = []
+    for call, limit in (
+        ("heartbeat", 2e-6),
+        ("should_checkpoint", None),
+        ("section", None),
+        ("expires", None),
+    ):
+        target = None if limit is None else Target(limit, "value")
+        rows.append(
+            Row("heartbeat", f"worker.{call}(), a call", "s", target, ours=report["inside"][call] / 1e6)
+        )
+    slowest = report["probes, milliseconds"]["slowest"] / 1e3
+    what = "/healthz while twice as many workers as processors spin, slowest"
+    rows.append(Row("health", what, "s", Target(0.1, "value"), ours=slowest))
+    return rows
+
+
 GROUPS = (
     Group(("launch", "exit"), "bench.launch", "bare"),
     Group(("launch-torch",), "bench.launch", "torch", needs_torch=True),
     Group(("detect", "restart"), "bench.restart", "bare"),
     Group(("restart-torch",), "bench.restart", "torch", needs_torch=True),
+    Group(("standby",), "bench.restart", "standby"),
     Group(("memory", "idle"), "bench.idle"),
     Group(("orphans",), "bench.launch", "orphans"),
     Group(("line",), "bench.launch", "line"),
@@ -112,6 +131,7 @@ GROUPS = (
     Group(("tee", "latency"), "bench.tee", adapt=_tee),
     Group(("store",), "bench.torch_store", adapt=_store, needs_torch=True),
     Group(("timers",), "bench.timers", adapt=_timers, needs_torch=True),
+    Group(("heartbeat", "health"), "bench.heartbeat", adapt=_heartbeat),
 )
 
 

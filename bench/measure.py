@@ -367,5 +367,7 @@ def in_words(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     if unit == "s":
-        return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+        if value >= 1:
+            return f"{value:.2f} s"
+        return f"{value * 1e3:.3g} ms" if value >= 5e-5 else f"{value * 1e6:.3g} µs"
     return f"{value:.3g} {unit}".rstrip() if abs(value) < 1000 else f"{value:,.0f} {unit}".rstrip()

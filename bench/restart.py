@@ -20,12 +20,15 @@ from bench.measure import (
     Samples,
     Target,
     compare,
+    has_torch,
     interleave,
     settle,
     sides,
 )
 
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+_STANDBY = ("--warm", "standby")
+_TO_PARK = 60.0  # seconds; learning what a worker imports, and importing it, happens in the background
 
 
 def bare(quick: bool) -> list[Row]:
@@ -44,9 +47,44 @@ def bare(quick: bool) -> list[Row]:
     return rows
 
 
-def _killed_bare(side: str, nproc: int) -> Figures:
-    with Launch(side, "bare.py", "wait", nproc=nproc, restarts=3) as launch:
+def standby(quick: bool) -> list[Row]:
+    """The same where every worker has a parked successor, once that is there."""
+    what = "SIGKILL → all bare workers run user code again, N=8, standby"
+    samples = interleave(lambda side: _killed_bare(side, 8, parked=True), 2 if quick else 9)
+    rows = [compare("standby", what, "s", Target(1 / 15), samples, "again")]
+    if has_torch():
+        for nproc, rounds in ((2, 1 if quick else 5), (8, 1 if quick else 3)):
+            samples = interleave(
+                lambda side, nproc=nproc: _killed_torch(  # type: ignore[misc]
+                    side, nproc, _OWN_STORE if side == THEIRS else {}, parked=True
+                ),
+                rounds,
+            )
+            what = f"SIGKILL → first all_reduce again, torch, N={nproc}, standby"
+            rows.append(compare("standby", what, "s", Target(1 / 15), samples, "again"))
+    return rows
+
+
+def _flags(side: str, parked: bool) -> tuple[str, ...]:
+    return _STANDBY if parked and side == OURS else ()
+
+
+def _until_parked(launch: Launch) -> None:
+    """Our agent says itself how many successors wait."""
+    from phalanx.cli.status import jobs
+
+    end = time.monotonic() + _TO_PARK
+    while not any(j["pid"] == launch.pid and j["standbys"]["count"] == launch.nproc for j in jobs()):
+        if time.monotonic() > end:
+            raise FailedRun(f"not all of {launch.nproc} successors were parked within {_TO_PARK:.0f} s")
+        time.sleep(0.1)
+
+
+def _killed_bare(side: str, nproc: int, parked: bool = False) -> Figures:
+    with Launch(side, "bare.py", "wait", nproc=nproc, restarts=3, flags=_flags(side, parked)) as launch:
         up = launch.expect("up")
+        if parked and side == OURS:
+            _until_parked(launch)
         settle()
         at = time.monotonic()
         os.kill(up[nproc - 1].pid, 9)
@@ -98,9 +136,12 @@ def _came_back(nproc: int, rounds: int, ours: Samples) -> Row:
     return row
 
 
-def _killed_torch(side: str, nproc: int, env: dict[str, str]) -> Figures:
-    with Launch(side, "reduce.py", "wait", nproc=nproc, restarts=3, env=env) as launch:
+def _killed_torch(side: str, nproc: int, env: dict[str, str], parked: bool = False) -> Figures:
+    flags = _flags(side, parked)
+    with Launch(side, "reduce.py", "wait", nproc=nproc, restarts=3, env=env, flags=flags) as launch:
         reduced = launch.expect("reduced")
+        if parked and side == OURS:
+            _until_parked(launch)
         settle()
         at = time.monotonic()
         os.kill(reduced[nproc - 1].pid, 9)
