@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -119,7 +120,8 @@ def test_queues_and_locks_travel_as_with_multiprocessing() -> None:
     assert not result.failures
     assert {queue.get(), queue.get()} == {"0", "1"}
     queue.close()
-    del queue, lock
+    del queue, lock, group, result
+    gc.collect()  # while the tracker below still knows their names
     # The standard library's own helper, which would live as long as this process.
     from multiprocessing import resource_tracker
 
