@@ -3,6 +3,8 @@
     PhalanxError
     ├── UsageError (ValueError)             a command line, variable or option is wrong → exit code 2
     ├── StartError (RuntimeError)           workers could not be started; nothing is left half-started
+    │   ├── ProgramNotFoundError (FileNotFoundError)
+    │   └── ProgramNotExecutableError (PermissionError)
     ├── UnkillableError (RuntimeError)      a worker outlived SIGKILL (uninterruptible sleep)
     ├── SignalException                     a signal asked the agent to stop
     ├── ChildFailedError                    workers failed; carries the failures and prints the report
@@ -39,6 +41,20 @@ class UsageError(PhalanxError, ValueError):
 
 class StartError(PhalanxError, RuntimeError):
     """The group could not be started; every process made on the way is gone again."""
+
+
+class ProgramNotFoundError(StartError, FileNotFoundError):
+    """The program that the workers are to run does not exist."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # an OSError with an errno would make a sentence of its own
+
+
+class ProgramNotExecutableError(StartError, PermissionError):
+    """The program that the workers are to run is there, but may not be executed."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class UnkillableError(PhalanxError, RuntimeError):

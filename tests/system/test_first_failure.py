@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -15,7 +17,11 @@ from phalanx.processes.spawner import Exit, Job, Spawner, Stopped
 from tests.conftest import HUNG, wait_until
 
 # Ends well when it is let go, and says so when it was told to stop before that.
-STAYS = "trap 'echo told > {at}/told; exit 9' TERM; touch {at}/ready; read word < {at}/gate & wait $!; exit 0"
+# What waits is a process of its own, and ready only when it has its own way with signals.
+STAYS = (
+    "trap 'echo told > {at}/told; exit 9' TERM; "
+    "{{ touch {at}/ready; read word < {at}/gate; }} & wait $!; exit 0"
+)
 FAILS = "until [ -e {at}/ready ]; do sleep 0.01; done; exit {code}"
 
 
@@ -130,3 +136,98 @@ def test_the_owners_word_goes_first(said: str, tmp_path: Path) -> None:
         assert codes == {0: -signal.SIGKILL, 1: 0 if said == "stop" else 9}
     finally:
         spawner.close()
+
+
+def pair(at: Path) -> list[Job]:
+    """Rank 0 runs until it is killed, rank 1 stays."""
+    at.mkdir()
+    os.mkfifo(at / "gate")
+    return [
+        Job(0, argv=["sleep", "1000"], path="/bin/sleep"),
+        Job(1, argv=["sh", "-c", STAYS.format(at=at)], path="/bin/sh"),
+    ]
+
+
+def ends(spawner: Spawner, codes: dict[int, int], until: type[Exit] | type[Stopped]) -> None:
+    """Take in what happens up to the first event of a kind."""
+    while True:
+        events = spawner.events(HUNG)
+        assert events, f"nothing more after {codes}"
+        codes.update({event.rank: event.code for event in events if isinstance(event, Exit)})
+        if any(isinstance(event, until) for event in events):
+            return
+
+
+def test_after_a_stop_of_the_owners_a_failure_stops_nobody(tmp_path: Path) -> None:
+    spawner = Spawner()
+    try:
+        pids = spawner.spawn(pair(tmp_path / "a"), os.environ, at_failure=(signal.SIGTERM, HUNG))
+        wait_until((tmp_path / "a/ready").exists, "the other one is ready")
+        spawner.stop(0, HUNG)  # they leave by themselves
+        spawner.signal(signal.SIGKILL, {0})  # heard after the stop: they travel in order
+        codes: dict[int, int] = {}
+        ends(spawner, codes, Exit)
+        let_go(tmp_path / "a")
+        ends(spawner, codes, Stopped)
+        assert codes == {0: -signal.SIGKILL, 1: 0}
+        assert not (tmp_path / "a/told").exists()
+        assert not psutil.pid_exists(pids[1])
+    finally:
+        spawner.close()
+
+
+@pytest.mark.parametrize("before", ["failure", "stop"])
+def test_the_next_group_of_the_same_helpers_is_watched_again(before: str, tmp_path: Path) -> None:
+    spawner = Spawner()
+    try:
+        for number, armed in enumerate((True, True, False)):
+            at = tmp_path / str(number)
+            at_failure = (signal.SIGTERM, HUNG) if armed else None
+            pids = spawner.spawn(pair(at), os.environ, at_failure=at_failure)
+            wait_until((at / "ready").exists, "the other one is ready")
+            codes: dict[int, int] = {}
+            if before == "stop" and number == 0:
+                spawner.stop(signal.SIGTERM, HUNG)
+                ends(spawner, codes, Stopped)
+                continue
+            os.kill(pids[0], signal.SIGKILL)
+            if armed:
+                ends(spawner, codes, Stopped)  # nobody has asked for it
+                assert codes == {0: -signal.SIGKILL, 1: 9}, number
+                continue
+            ends(spawner, codes, Exit)
+            let_go(at)
+            spawner.stop(0, HUNG)
+            ends(spawner, codes, Stopped)
+            assert codes == {0: -signal.SIGKILL, 1: 0}
+    finally:
+        spawner.close()
+
+
+IN_BETWEEN = """
+import _socket, os, signal
+from phalanx.processes.channel import Channel
+from phalanx.processes.zygote import Worker, Zygote
+ours, theirs = _socket.socketpair()
+read, write = os.pipe()
+zygote = Zygote(Channel(theirs), read)
+stays = os.fork()
+if not stays:
+    os.setsid(); signal.pause()
+fails = os.fork()
+if not fails:
+    os._exit(3)
+os.waitid(os.P_PID, fails, os.WEXITED | os.WNOWAIT)
+zygote.workers = {pid: Worker(rank, pid) for rank, pid in enumerate((stays, fails))}
+zygote.group, zygote.at_failure = 1, (signal.SIGTERM, 30.0)
+zygote._stop(1, 0, 30.0)
+assert zygote.stop.sig == 0 and not zygote.workers[stays].signalled_at, "another stop than asked for"
+os.kill(stays, signal.SIGKILL)
+os.waitpid(stays, 0)
+"""
+
+
+def test_a_failure_in_the_very_moment_of_a_stop_does_not_replace_it() -> None:
+    """No other process can hit this moment, hence from inside: it has failed, and the stop is just read."""
+    done = subprocess.run([sys.executable, "-c", IN_BETWEEN], capture_output=True, timeout=HUNG, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

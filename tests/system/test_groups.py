@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ from phalanx.elastic.multiprocessing import (
     SubprocessContext,
     start_processes,
 )
+from phalanx.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from phalanx.errors import StartError
 from tests.conftest import HUNG, gone, wait_until
 
@@ -322,6 +328,29 @@ def test_unknown_and_unusable_programs(tmp_path: Path) -> None:
             start_processes("bad", program, none(2), envs(2), DefaultLogsSpecs())
 
 
+@pytest.mark.parametrize("start", ["group", "single"])
+def test_programs_that_cannot_run_are_told_as_subprocess_does(start: str, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.txt"
+    plain.write_text("hello")
+    kinds: list[tuple[str, type[OSError], int]] = [
+        ("no-such-program", FileNotFoundError, errno.ENOENT),
+        (str(tmp_path / "absent"), FileNotFoundError, errno.ENOENT),
+        (str(plain), PermissionError, errno.EACCES),
+        (str(tmp_path), PermissionError, errno.EACCES),
+    ]
+    run: Callable[[str], object] = {
+        "group": lambda program: start_processes("bad", program, none(2), envs(2), DefaultLogsSpecs()),
+        "single": lambda program: SubprocessHandler(program, (), {}, None, None, 0, None),
+    }[start]
+    for program, kind, number in kinds:
+        with pytest.raises(kind) as found:
+            run(program)
+        assert isinstance(found.value, StartError)
+        assert isinstance(found.value, RuntimeError)
+        assert (found.value.errno, found.value.filename) == (number, program)
+        assert str(found.value).startswith(f"{program}: "), found.value
+
+
 def test_entrypoint_none() -> None:
     with pytest.raises(TypeError, match="entrypoint None"):
         start_processes("bad", None, none(1), envs(1), DefaultLogsSpecs())  # type: ignore[arg-type]
@@ -407,6 +436,31 @@ def test_close_is_idempotent_and_safe_before_start_and_after_the_end() -> None:
     running.close()
     running.close()
     assert gone(running.pids()[0])
+
+
+def test_close_while_another_thread_waits(caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever of the two hears of the end, the other one does not wait for it, nor for the helpers' end."""
+    before = [signal.getsignal(sig) for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    for _ in range(5):
+        group = sh("exec sleep 1000")
+        results: list[Any] = []
+        waiter = threading.Thread(target=lambda g, r: r.append(g.wait(period=HUNG)), args=(group, results))
+        waiter.start()
+        wait_until(partial(_sleeps, waiter), "the other thread waits")
+        begun = time.monotonic()
+        group.close()
+        waiter.join(HUNG / 2)
+        assert not waiter.is_alive()
+        assert time.monotonic() - begun < HUNG / 2  # it would have been the whole period
+        assert results[0] is None or results[0].failures[0].exitcode == -signal.SIGTERM
+        assert group.wait(0) is not None
+        assert [signal.getsignal(sig) for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == before
+    assert caplog.text == ""
+
+
+def _sleeps(thread: threading.Thread) -> bool:
+    with open(f"/proc/self/task/{thread.native_id}/wchan") as file:
+        return "poll" in file.read()
 
 
 def test_results_are_the_same_however_often_they_are_asked_for() -> None:
@@ -553,6 +607,46 @@ def test_python_prints_arrive_line_by_line(tmp_path: Path) -> None:
         wait_until(lambda: path.exists() and path.read_text() == "first\n", "the line")
     finally:
         group.close()
+
+
+@pytest.mark.parametrize("kind", ["program", "function"])
+def test_the_paths_that_a_group_has_by_torchs_names(kind: str, tmp_path: Path) -> None:
+    entrypoint, args = ("/bin/true", ()) if kind == "program" else (double, (1,))
+    with start_processes("p", entrypoint, {0: args}, envs(1), logs(tmp_path)) as group:  # type: ignore[dict-item]
+        for name in ("stdouts", "stderrs", "error_files", "filtered_stdout", "filtered_stderr"):
+            assert getattr(group, name) == getattr(group.logs, name)
+        assert group.filtered_stdout.endswith("filtered_stdout.log")
+        assert group.filtered_stderr.endswith("filtered_stderr.log")
+
+
+def test_each_program_of_a_group_has_a_handle() -> None:
+    with sh("exec sleep 1000", 2) as group:
+        assert isinstance(group, SubprocessContext)
+        handlers = group.subprocess_handlers
+        assert {rank: handler.proc.pid for rank, handler in handlers.items()} == group.pids()
+        assert [handlers[rank].local_rank_id for rank in (0, 1)] == [0, 1]
+        assert handlers[1].proc.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            handlers[1].proc.wait(0.01)
+        handlers[1].close(signal.SIGUSR1)
+        assert handlers[1].proc.wait(HUNG) == handlers[1].proc.returncode == -signal.SIGUSR1
+        assert handlers[0].proc.poll() is None
+        handlers[0].proc.kill()
+        assert handlers[0].proc.wait() == -signal.SIGKILL
+        handlers[0].proc.terminate()  # gone: nobody else gets it
+        result = group.wait(HUNG)
+    assert result is not None
+    assert set(result.failures) == {0, 1}
+
+
+def test_a_single_program_starts_its_logs_anew(tmp_path: Path) -> None:
+    out, err = tmp_path / "out", tmp_path / "err"
+    out.write_text("old\n" * 10)
+    err.write_text("old\n" * 10)
+    handler = SubprocessHandler("/bin/sh", ("-c", "echo new; echo bad >&2"), {}, str(out), str(err), 0, None)
+    assert handler.proc.wait(HUNG) == 0
+    handler.close()
+    assert (out.read_text(), err.read_text()) == ("new\n", "bad\n")
 
 
 def test_filtered_lines_are_also_in_one_combined_file(tmp_path: Path) -> None:

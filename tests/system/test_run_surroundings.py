@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import termios
 from pathlib import Path
 
@@ -69,6 +70,48 @@ def test_what_cannot_work_is_said_before_it_is_detached(tmp_path: Path) -> None:
     assert "no such handler" in ended.err
 
 
+@pytest.mark.parametrize("warm", ["auto", "off"])  # without warmth the agent has no other reason to wake up
+@pytest.mark.parametrize("where", ["| true", ">/dev/full"])
+def test_a_console_that_is_gone_is_not_waited_for(where: str, warm: str, tmp_path: Path) -> None:
+    path = script(tmp_path, "print('text'); raise SystemExit(7)")
+    words = ["--warm", warm, "--log-dir", str(tmp_path / "logs"), "-t3", path]
+    ended = in_shell(f"set -o pipefail; RUN {where}", *words, cwd=tmp_path)
+    assert ended.code == 7, ended
+    about = [line for line in ended.said if "output" in line or "stdout" in line]
+    full = "stdout: No space left on device: not all output of the workers is there; their log files have it"
+    assert about == ([full] if where == ">/dev/full" else []), ended
+    assert [log.read_text() for log in tmp_path.glob("logs/*/attempt_0/0/stdout.log")] == ["text\n"]
+
+
+def test_a_console_that_is_only_slow_gets_everything(tmp_path: Path) -> None:
+    path = script(tmp_path, "import sys; sys.stdout.write('text\\n' * 400_000)\nopen('done', 'w').close()")
+    # Nothing is taken for longer than one step of the agent's patience, once the worker is through.
+    reader = "{ until [ -e done ]; do sleep 0.05; done; sleep 1.5; wc -l; }"
+    ended = in_shell(f"set -o pipefail; RUN | {reader}", "--warm=off", "-t3", path, cwd=tmp_path)
+    assert (ended.code, ended.out.strip()) == (0, "400000"), ended
+    assert len(ended.said) == 2, ended
+
+
+def test_a_worker_whose_output_nobody_reads_has_lost_no_peer(tmp_path: Path) -> None:
+    path = script(tmp_path, "while True: print('text')")
+    ended = in_shell("set -o pipefail; RUN | head -1", path, cwd=tmp_path)
+    assert (ended.code in (1, 120), ended.out) == (True, "text\n"), ended  # 120: by Python itself, at its end
+    assert "Root cause: rank 0" in ended.err
+    assert "whoever read from this worker" in ended.err
+    assert "other nodes" not in ended.err
+
+
+@pytest.mark.parametrize("python", ["ours", "another"])
+def test_a_script_that_does_not_parse(python: str, tmp_path: Path) -> None:
+    path = script(tmp_path, "import os\ndef f(:\n")
+    # -x is no flag that we could imitate: Python runs as it stands, without a line of ours.
+    words = ["-r3", path] if python == "ours" else ["-r3", "--no-python", sys.executable, "-x", path]
+    ended = run(*words)
+    assert ended.code == 1, ended
+    assert "SyntaxError: invalid syntax" in ended.said[1]
+    assert f"Look next  {path}:2\n" in ended.err, ended
+
+
 def test_a_plan_that_cannot_be_written(tmp_path: Path) -> None:
     path = script(tmp_path, "")
     full = in_shell("RUN >/dev/full", "--dry-run", path, cwd=tmp_path)
@@ -121,6 +164,20 @@ def test_too_few_descriptors_are_said_in_one_line(tmp_path: Path) -> None:
     (line,) = ended.err.splitlines()
     assert "cannot be started" in line
     assert "ulimit -n" in line
+
+
+@pytest.mark.parametrize("limit", [50, 64, 100])
+def test_too_few_descriptors_for_so_many_workers(limit: int, tmp_path: Path) -> None:
+    """With the limits here the agent itself, its helper, or only its console would run out of them."""
+    words = ["--nproc-per-node=40", "-t3", script(tmp_path, "print('ran')")]
+    ended = in_shell(f"ulimit -n {limit}; exec RUN", *words, cwd=tmp_path)
+    assert (ended.code, ended.out) == (1, ""), ended
+    (line,) = [line for line in ended.said if "40 workers" not in line] or [ended.err]
+    assert re.match(rf"too many open files: raise ulimit -n \({limit} here, about \d+ needed\)", line), ended
+    enough = re.search(r"about (\d+) needed", line)
+    assert enough is not None
+    ended = in_shell(f"ulimit -n {enough[1]}; exec RUN", *words, cwd=tmp_path)
+    assert (ended.code, ended.out.count("ran")) == (0, 40), ended
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from phalanx.core.failures import (
     is_victim,
     moment,
     ranks_text,
+    root_of,
     shell_status,
 )
 
@@ -214,3 +215,18 @@ def test_every_ending_has_one_place_and_the_root_is_the_best_of_them(endings: li
     assert sorted(r for g in d.groups for r in g.ranks) == sorted(e.rank for e in [*d.failed, *d.echoes])
     assert d.reason
     assert 0 < d.exit_code < 256
+
+
+@given(
+    st.permutations(range(4)),
+    st.lists(st.sampled_from(["", "real", "echo", "victim"]), min_size=4, max_size=4),
+)
+def test_the_root_alone_is_the_same(order: list[int], kinds: list[str]) -> None:
+    endings = []
+    for rank in order:
+        kind = kinds[rank]
+        message = {"real": "ValueError: no", "echo": "ConnectionResetError: gone"}.get(kind)
+        error = ErrorRecord(message, at=10.0 + rank, precise=True) if message else None
+        stop = 5.0 if kind == "victim" else None
+        endings.append(Ending(rank, 100 + rank, 1 if kind else 0, 11.0 + rank, error, stop))
+    assert root_of(endings) == diagnose(endings).root

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -185,6 +186,31 @@ def deep_recursion(make: Make) -> dict[int, ProcessFailure]:
     return {0: make(0, 1, 0.5, "RecursionError: too deep", stack)}
 
 
+SYNTAX = '  File "/home/me/train.py", line 3\n    def f(:\n          ^\nSyntaxError: invalid syntax\n'
+
+
+def syntax_error(make: Make) -> dict[int, ProcessFailure]:
+    return {0: make(0, 1, 0.02, "SyntaxError: invalid syntax (train.py, line 3)", SYNTAX)}
+
+
+def syntax_error_on_stderr(make: Make) -> dict[int, ProcessFailure]:
+    """By an interpreter that nothing of ours runs in."""
+    return {0: make(0, 1, 0.02, tail=f"starting\n{SYNTAX}", stderr_path="/logs/run_1/attempt_0/0/stderr.log")}
+
+
+def nothing_known(make: Make) -> dict[int, ProcessFailure]:
+    return {0: make(0, 1, 0.02)}
+
+
+def output_not_read(make: Make) -> dict[int, ProcessFailure]:
+    """Several workers, and the reader of what they print has gone."""
+    stack = (
+        'Traceback (most recent call last):\n  File "/home/me/train.py", line 8, in <module>\n'
+        '    print("step", n)\nBrokenPipeError: [Errno 32] Broken pipe\n'
+    )
+    return {r: make(r, 1, 0.02 + r / 100, "BrokenPipeError: [Errno 32] Broken pipe", stack) for r in (0, 1)}
+
+
 SITUATIONS: dict[str, tuple[Situation, int]] = {
     "exception": (exception, 100),
     "exception_60": (exception, 60),
@@ -198,6 +224,10 @@ SITUATIONS: dict[str, tuple[Situation, int]] = {
     "only_echoes": (only_echoes, 100),
     "not_found": (not_found, 100),
     "deep_recursion": (deep_recursion, 100),
+    "syntax_error": (syntax_error, 100),
+    "syntax_error_on_stderr": (syntax_error_on_stderr, 100),
+    "nothing_known": (nothing_known, 100),
+    "output_not_read": (output_not_read, 100),
 }
 
 
@@ -231,7 +261,7 @@ def test_colour_adds_only_colour(make: Make, name: str) -> None:
     failures = SITUATIONS[name][0](make)
     coloured = format_report("train.py", failures, colour=True, width=100)
     assert "\x1b[1;31m" in coloured
-    assert report._ESCAPES.sub("", coloured) == format_report("train.py", failures, width=100)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == format_report("train.py", failures, width=100)
 
 
 def test_a_traceback_is_shown_once(make: Make) -> None:
@@ -258,6 +288,50 @@ def test_hostile_text_cannot_upset_the_terminal(make: Make) -> None:
     text = format_report(nasty, {0: failure})
     assert not [c for c in text if (ord(c) < 32 and c != "\n") or 0x7F <= ord(c) < 0xA0 or c == "\u202e"]
     assert "  | last" in text
+
+
+def test_a_broken_pipe_of_the_only_worker_is_its_own(make: Make) -> None:
+    stack = STACK.replace(
+        "ValueError: batch of 0 rows on rank RANK", "BrokenPipeError: [Errno 32] Broken pipe"
+    )
+    failure = make(0, 1, 1.0, "BrokenPipeError: [Errno 32] Broken pipe", stack, alone=True)
+    text = format_report("train.py", {0: failure})
+    assert "Root cause: rank 0" in text
+    assert "other nodes" not in text
+    assert "whoever read from this worker" in text
+    assert "/home/me/train.py:42, in step" in text
+    # One of several: a socket to another rank breaks in the same words.
+    failure.alone = False
+    assert "First to notice: rank 0" in format_report("train.py", {0: failure})
+
+
+def test_names_that_are_no_utf8(make: Make) -> None:
+    name = os.fsdecode(b"train\xff.py")
+    stack = STACK.replace("train.py", name)
+    failure = make(0, 1, 1.0, "ValueError: no", stack, stderr_path=f"/logs/{name}/stderr.log")
+    text = format_report(name, {0: failure})
+    assert "train\ufffd.py FAILED" in text
+    assert "/logs/train\ufffd.py/stderr.log" in text
+    assert "dcff" not in text.replace(
+        "\\udcff", ""
+    )  # in the error file it is escaped: JSON knows no such byte
+    assert text.encode()
+
+
+@pytest.mark.parametrize(
+    ("tail", "what"),
+    [
+        ("Fatal Python error: init_x: no\nPython runtime state: core\n", "Fatal Python error: init_x: no"),
+        (
+            '[rank0]:   File "/a.py", line 2\n[rank0]:     x y\n[rank0]: SyntaxError: invalid syntax\n',
+            "SyntaxError: invalid syntax",
+        ),
+        (STACK.replace("RANK", "0") + "and more\n", "ValueError: batch of 0 rows on rank 0"),
+        ("cannot open /data\n", "exit code 1"),
+    ],
+)
+def test_what_an_interpreter_of_somebody_else_said(make: Make, tail: str, what: str) -> None:
+    assert report.summary(0, make(0, 1, 1.0, tail=tail)) == f"rank 0: {what}"
 
 
 def test_text_for_a_stream_that_cannot_write_it(make: Make) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from phalanx.agent.spec import RunResult, WorkerSpec
 from phalanx.core.messages import WorkerState
+from phalanx.processes.error_file import message_data, write_data
+from phalanx.processes.failure import ProcessFailure
 from phalanx.processes.logs import LogsDest
 from phalanx.processes.result import RunProcsResult
 from phalanx.rendezvous.solo import SoloRendezvous
@@ -76,6 +80,43 @@ def test_subclasses() -> None:
     assert Told("a") == Told("a") != Told("b")
 
 
+def test_a_failure_is_one_too(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    write_data(str(path), message_data("ValueError: no", "", 12_500_000_000))
+    failure = ProcessFailure(1, 77, 3, str(path), exited_at=13.0, role="trainer")
+    names = [field.name for field in dataclasses.fields(failure)]
+    assert names[:7] == [
+        "local_rank", "pid", "exitcode", "error_file", "error_file_data", "message", "timestamp"
+    ]  # fmt: skip
+    moved = dataclasses.replace(failure, local_rank=2)
+    assert (moved.local_rank, moved.message, moved.timestamp, moved.role) == (
+        2, "ValueError: no", 12.5, "trainer"
+    )  # fmt: skip
+    assert dataclasses.replace(failure) == failure != moved
+    with pytest.raises((TypeError, ValueError), match="message"):
+        dataclasses.replace(failure, message="mine")
+    told = dataclasses.asdict(failure)
+    assert json.loads(json.dumps(told)) == told
+    assert told["message"] == "ValueError: no"
+    assert pickle.loads(pickle.dumps(failure)) == failure == copy.deepcopy(failure)
+    assert "error_file_data" not in repr(failure)
+
+
+@dataclasses.dataclass
+class Placed(ProcessFailure):
+    rack: str = dataclasses.field(default="", kw_only=True)
+
+
+def test_a_subclass_of_a_failure_reads_the_file_as_well() -> None:
+    placed = Placed(0, 5, -9, "", rack="b2")
+    assert (placed.rack, placed.signal_name(), placed.evidence) == ("b2", "SIGKILL", "")
+    assert "SIGKILL" in placed.message
+
+
 def test_nothing_is_imported_for_it() -> None:
-    code = "import sys; from phalanx.agent.spec import RunResult; assert 'dataclasses' not in sys.modules"
+    code = (
+        "import sys; from phalanx.agent.spec import RunResult;"
+        "from phalanx.processes.failure import ProcessFailure;"
+        "ProcessFailure(0, 1, -9, '').ending(); assert 'dataclasses' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HUNG)

@@ -10,8 +10,9 @@ Rules, in the order in which they are applied:
 2. **Victims.** A worker that ended after the parent had signalled it, whatever its code, is a victim of the
    stop and not a failure, unless its error record shows that it had failed before the signal. Such a one has
    the code it would have ended with, not that of our signal.
-3. **Echoes.** A failure that only says "my peer is gone" (see `ECHOES`) ranks below every real failure,
-   whatever the times: a peer's socket often closes before the dying peer has written down its own error.
+3. **Echoes.** A failure that only says "my peer is gone" (see `ECHOES`), where there is a peer, ranks below
+   every real failure, whatever the times: a peer's socket often closes before the dying peer has written down
+   its own error.
 4. **Root cause** is the earliest real failure; without one the earliest echo; else the earliest victim. Ties
    go to the lower rank, so that the answer never depends on the order of the input.
 
@@ -22,16 +23,19 @@ is not 0. `reason` says in one sentence why the root is the root.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+
+from phalanx.core.record import Record
+
+TYPE_CHECKING = False  # importing typing and collections.abc costs a restart, which waits for this module
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
 
 # A record may be stamped a hair after the exit was seen: two clock reads in two processes.
 CLOCK_SLACK = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorRecord:
+class ErrorRecord(Record):
     """What a worker wrote about its own failure."""
 
     message: str
@@ -39,11 +43,10 @@ class ErrorRecord:
     at: float | None = None
     precise: bool = False  # False: `at` is in whole seconds
     code: int | None = None  # replaces the exit code in reports
-    data: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    data: dict[str, Any] | None = None  # all that the error file holds
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(Record):
     """How one worker ended; `code` is negative for a signal, times are wall-clock seconds."""
 
     rank: int
@@ -55,10 +58,10 @@ class Ending:
     tail: str = ""
     host: str = ""
     evidence: str = ""
+    alone: bool = False  # the only worker of its job: there is no peer that it could have lost
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Record):
     """Failures that are the same but for rank, pid, port and address."""
 
     ranks: tuple[int, ...]
@@ -66,8 +69,7 @@ class Group:
     echo: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Record):
     """Who failed first, who failed too, who only noticed, who was stopped; and why we think so."""
 
     root: Ending
@@ -83,6 +85,7 @@ class Diagnosis:
         return shell_status(self.root.code) or 1
 
 
+_BROKEN_PIPE = "broken pipe to a peer"
 # The ways in which a healthy worker says that it lost a peer. Matched, without regard to case, on the text of
 # the exception that came first in its chain; on the last lines of stderr only when there is no error record.
 ECHOES: tuple[tuple[str, str], ...] = (
@@ -92,7 +95,7 @@ ECHOES: tuple[tuple[str, str], ...] = (
         "connection closed by a peer",
     ),
     (r"connection (was )?aborted|ConnectionAbortedError", "connection aborted by a peer"),
-    (r"broken pipe|BrokenPipeError", "broken pipe to a peer"),
+    (r"broken pipe|BrokenPipeError", _BROKEN_PIPE),
     # A bare EOFError is a closed connection; one with words is a truncated pickle or a closed stdin.
     (r"^EOFError:?\s*$|EOF (read )?from (remote|peer)|IncompleteReadError", "end of stream from a peer"),
     (r"failed to recv, got 0 bytes|recvValue failed|sendBytes failed", "store connection lost"),
@@ -132,6 +135,8 @@ _CHAIN = (
 
 def echo_of(ending: Ending) -> str:
     """What kind of lost-peer echo this failure is, or an empty string when it is a failure of its own."""
+    if ending.alone:
+        return ""
     if ending.error is not None and not ending.error.message.startswith("Fatal Python error"):
         text = _first_in_chain(ending.error)
     elif ending.code > 0 or ending.code == -_SIGABRT:
@@ -142,8 +147,17 @@ def echo_of(ending: Ending) -> str:
     # Compiled on first use (re keeps them): importing this module is on the way to the first worker.
     for pattern, meaning in ECHOES:
         if re.search(pattern, text, re.IGNORECASE | re.MULTILINE):
-            return meaning
+            return "" if meaning == _BROKEN_PIPE and _was_printing(ending) else meaning
     return ""
+
+
+def _was_printing(ending: Ending) -> bool:
+    """Whether the pipe that broke was the worker's own output: `phalanx run ... | head` is no lost peer."""
+    text = ending.error.traceback if ending.error is not None else ending.tail
+    lines = [line.strip() for line in text.splitlines()]
+    places = [number for number, line in enumerate(lines) if line.startswith('File "')]
+    source = lines[places[-1] + 1] if places and places[-1] + 1 < len(lines) else ""
+    return re.search(r"\bprint\(|\bstd(out|err)\b", source) is not None
 
 
 def _first_in_chain(error: ErrorRecord) -> str:
@@ -194,14 +208,7 @@ def own_code(ending: Ending, started_at: float | None = None) -> int:
 
 def diagnose(endings: Iterable[Ending], started_at: float | None = None) -> Diagnosis:
     """Find the root cause among the endings of one group of workers."""
-
-    def order(ending: Ending) -> tuple[int, int]:
-        # Whole milliseconds: finer differences are noise of the clock and the scheduler.
-        return (int(moment(ending, started_at) * 1000 + 0.5), ending.rank)
-
-    everyone = sorted((replace(e, code=own_code(e, started_at)) for e in endings), key=order)
-    if not everyone:
-        raise ValueError("diagnose: no endings were given; at least one worker must have ended")
+    everyone = _in_order(endings, started_at)
     bad = [e for e in everyone if e.code != 0]
     victims = [e for e in bad if is_victim(e, started_at)]
     own = [e for e in bad if not is_victim(e, started_at)]
@@ -211,6 +218,29 @@ def diagnose(endings: Iterable[Ending], started_at: float | None = None) -> Diag
     reason = _reason(root, failed, echoes, victims, started_at)
     groups = _groups(failed, echo=False) + _groups(echoes, echo=True)
     return Diagnosis(root, failed, echoes, victims, reason, groups)
+
+
+def root_of(endings: Iterable[Ending], started_at: float | None = None) -> Ending:
+    """The root alone, the same as `diagnose` finds: a restart names it, and waits for nothing else."""
+    everyone = _in_order(endings, started_at)
+    bad = [e for e in everyone if e.code != 0]
+    own = [e for e in bad if not is_victim(e, started_at)]
+    if len(own) > 1:  # else there is nothing to choose from, and the patterns need not be compiled
+        own = [e for e in own if not echo_of(e)] or own
+    return (own or bad or everyone)[0]
+
+
+def _in_order(endings: Iterable[Ending], started_at: float | None) -> list[Ending]:
+    """By the moment of failure, each with the code of what it did itself."""
+
+    def order(ending: Ending) -> tuple[int, int]:
+        # Whole milliseconds: finer differences are noise of the clock and the scheduler.
+        return (int(moment(ending, started_at) * 1000 + 0.5), ending.rank)
+
+    everyone = sorted((e.replace(code=own_code(e, started_at)) for e in endings), key=order)
+    if not everyone:
+        raise ValueError("diagnose: no endings were given; at least one worker must have ended")
+    return everyone
 
 
 def _reason(

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Any
 
-from phalanx.core.failures import Diagnosis, Ending, Group, diagnose, echo_of, last_line, moment, ranks_text
+from phalanx.core.failures import diagnose, echo_of, last_line, moment, ranks_text, root_of
 from phalanx.observe.duration import duration
 from phalanx.processes.evidence import code_in_words, next_step, signal_label
 
+TYPE_CHECKING = False  # a restart waits for `summary`: nothing is imported or compiled that it does not need
 if TYPE_CHECKING:
+    from typing import Any
+
+    from phalanx.core.failures import Diagnosis, Ending, Group
     from phalanx.processes.failure import ProcessFailure
 
 Failures = dict[int, "ProcessFailure"]
@@ -31,7 +34,7 @@ LINE_CAP = 500
 
 def root_cause(failures: Failures) -> tuple[int, ProcessFailure]:
     """The rank and the failure that all of this began with."""
-    rank = diagnosis_of(failures).root.rank
+    rank = root_of(failure.ending(rank) for rank, failure in failures.items()).rank
     return rank, failures[rank]
 
 
@@ -42,7 +45,7 @@ def diagnosis_of(failures: Failures, started_at: float | None = None) -> Diagnos
 
 def summary(rank: int, failure: ProcessFailure) -> str:
     """One line for an incident: who, and what in the fewest words."""
-    what = _headline(failure.message) if failure.error else _short_status(failure.reported_exitcode)
+    what = _said(failure) or _short_status(failure.reported_exitcode)
     return f"rank {rank}: {what}"
 
 
@@ -115,8 +118,8 @@ def _root_lines(
     lines[0] = paint(lines[0], "1")
     when = _when(moment(root, started_at), started_at)
     rows = [
-        ("what", _headline(failure.message) if failure.error else _status(failure)),
-        ("how", _status(failure) if failure.error else ""),
+        ("what", _said(failure) or _status(failure)),
+        ("how", _status(failure) if _said(failure) else ""),
         ("when", when),
         ("why", found.reason if len(found.failed + found.echoes + found.victims) > 1 else ""),
         ("evidence", failure.evidence),
@@ -171,7 +174,7 @@ def _one_line(
 ) -> str:
     gap = moment(group.first, started_at) - zero
     where = f" on {failure.host}" if failure.host and len(group.ranks) == 1 else ""
-    said = _headline(failure.message) if failure.error else (failure.evidence or last_line(failure.tail))
+    said = _said(failure) or failure.evidence or last_line(failure.tail)
     if group.echo:
         said = f"{echo_of(group.first)}: {said}"
     status = _short_status(failure.reported_exitcode)
@@ -193,7 +196,7 @@ def _place(root: Ending, failure: ProcessFailure) -> str:
 
 def _status(failure: ProcessFailure) -> str:
     text = code_in_words(failure.exitcode) + (
-        "" if failure.error or failure.exitcode < 0 else ", no traceback"
+        "" if failure.error or failure.exitcode < 0 or _said(failure) else ", no traceback"
     )
     if failure.reported_exitcode != failure.exitcode:
         return f"error code {failure.reported_exitcode} by its error file (the process: {text})"
@@ -229,7 +232,7 @@ def _when(at: float, started_at: float | None) -> str:
 # ---------------------------------------------------------------- what to look at next
 
 
-_FRAME = re.compile(r'^\s*(?:\| )?File "(.+)", line (\d+), in (.+)$')
+_FRAME = r'^\s*(?:\| )?File "(.+)", line (\d+)(?:, in (.+))?$'  # a SyntaxError's has no function
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3", "<frozen ")
 
 
@@ -242,11 +245,13 @@ def hint(found: Diagnosis, failure: ProcessFailure) -> str:
         return "the reports of the other nodes; the rank that was lost is not among these"
     if "out of memory" in failure.evidence:
         return "this rank's memory: smaller batches, fewer data-loading processes, or a higher memory limit"
-    place = _own_frame(failure.traceback)
+    place = _own_frame(failure.traceback or ("" if failure.error else failure.tail))
     if re.search(r"(CUDA|HIP|XPU).{0,20}out of memory|OutOfMemoryError", failure.message):
         return f"GPU memory (`nvidia-smi`: is another process on it?), then {place or 'the batch size'}"
     if "ModuleNotFoundError" in failure.message:
         return f"the environment this worker runs in, then {place}" if place else "the worker's environment"
+    if failure.message.startswith("BrokenPipeError"):
+        return f"whoever read from this worker (its output in `... | head`?): gone before {place or 'it'}"
     step = next_step(failure.exitcode)
     if place:
         return f"{place}; {step}" if root.code < 0 and step else place
@@ -256,25 +261,36 @@ def hint(found: Diagnosis, failure: ProcessFailure) -> str:
         return "the last lines of stderr above" + (", the rest is in the log" if failure.stderr_path else "")
     if _is_path(failure.stderr_path):
         return f"{failure.stderr_path} (it is empty or has no last lines)"
-    return "the worker's own output; it left no traceback, so it may have called exit() itself"
+    return (
+        "the worker's own output (-r 3 keeps it with the report); no exception was recorded: it called "
+        "exit() itself, or its program did not get as far"
+    )
 
 
 def _own_frame(traceback: str) -> str:
-    frames = [m.groups() for line in traceback.splitlines() if (m := _FRAME.match(line))]
+    frames = [m.groups() for line in traceback.splitlines() if (m := re.match(_FRAME, line))]
     own = [f for f in frames if not any(part in f[0] for part in _LIBRARY)] or frames
-    return plain_text(f"{own[-1][0]}:{own[-1][1]}, in {own[-1][2]}") if own else ""
+    if not own:
+        return ""
+    path, line, function = own[-1]
+    return plain_text(f"{path}:{line}" + (f", in {function}" if function else ""))
 
 
 # ---------------------------------------------------------------- text of workers
 
 
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_ESCAPES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])"
+_CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+_UNDECODED = r"[\ud800-\udfff]"  # a byte of a file name, say, that is no UTF-8
 
 
 def plain_text(text: str) -> str:
     """One piece of a worker's text that is safe on any terminal."""
-    return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", _ESCAPES.sub("", text).replace("\t", "    "))
+    if text.isascii() and text.isprintable():
+        return text
+    text = re.sub(_ESCAPES, "", text).replace("\t", "    ")
+    text = re.sub(_UNDECODED, "\ufffd", text)
+    return re.sub(_CONTROL, lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
 def plain_lines(text: str) -> list[str]:
@@ -293,7 +309,26 @@ def _headline(message: str) -> str:
     return (lines[0][:300] + more) if lines else ""
 
 
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
+def _said(failure: ProcessFailure) -> str:
+    """The exception in one line: as recorded, else as the interpreter itself printed it before it gave up."""
+    if failure.error:
+        return _headline(failure.message)
+    if failure.exitcode <= 0:
+        return ""
+    said = ""
+    inside = False  # below a place in the source, until the line that says what happened there
+    for line in plain_lines(failure.tail):
+        line = line.partition("]: ")[2] if line.startswith("[rank") else line
+        if line.startswith('  File "'):
+            inside = True
+        elif line.startswith("Fatal Python error: "):
+            said = line
+        elif inside and line and not line.startswith((" ", "Traceback (")):
+            said, inside = line, False
+    return said[:300]
+
+
+_RANK_PREFIX = r"^\[rank\d+\]:\s?"
 _CHAIN_LINES = ("Traceback (most recent call last)", "The above exception", "During handling of the above")
 
 
@@ -303,7 +338,7 @@ def _own_tail(tail: list[str], traceback: list[str]) -> list[str]:
         return [line for line in tail if line] and tail
     known = {line.strip() for line in traceback}
     final = next((line.strip() for line in reversed(traceback) if line.strip()), "")
-    bare = [_RANK_PREFIX.sub("", line) for line in tail]
+    bare = [re.sub(_RANK_PREFIX, "", line) for line in tail]
     end = max((i for i, line in enumerate(bare) if line.strip() == final), default=-1)
     start = end
     while start > 0 and _of_traceback(bare[start - 1], known):

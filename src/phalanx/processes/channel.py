@@ -24,6 +24,14 @@ _CLOEXEC: int = getattr(_socket, "MSG_CMSG_CLOEXEC", 0)
 _FDS_PER_FRAME = 200  # the kernel takes 253 at most in one message
 
 
+class TooManyFilesError(Exception):
+    """A message came without all of its descriptors; they are closed again, the message is kept."""
+
+    def __init__(self, message: Message) -> None:
+        super().__init__(message[0])
+        self.message = message
+
+
 class Channel:
     """One end of the conversation. `receive` blocks; `pending` only takes what has arrived."""
 
@@ -56,6 +64,7 @@ class Channel:
     def receive(self) -> tuple[Message, list[int]]:
         """The next message and its descriptors, blocking; EOFError when the other end is gone."""
         fds: list[int] = []
+        expected = 0
         while True:
             space = _socket.CMSG_LEN(_FDS_PER_FRAME * array.array("i").itemsize)
             header, ancillary, _flags, _addr = self.sock.recvmsg(_HEADER.size, space, _CLOEXEC)
@@ -69,9 +78,15 @@ class Channel:
                             os.set_inheritable(fd, False)
             if len(header) < _HEADER.size:
                 header += self._exactly(_HEADER.size - len(header), eof_is_end=not header)
-            length, _count = _HEADER.unpack(header)
+            length, count = _HEADER.unpack(header)
+            expected += count
             if length:
-                return marshal.loads(self._exactly(length)), fds
+                message = marshal.loads(self._exactly(length))
+                if len(fds) < expected:  # the kernel drops those that do not fit into this process's table
+                    for fd in fds:
+                        os.close(fd)
+                    raise TooManyFilesError(message)
+                return message, fds
 
     def _exactly(self, count: int, eof_is_end: bool = False) -> bytes:
         chunks = []
@@ -110,3 +125,10 @@ class Channel:
 
     def close(self) -> None:
         self.sock.close()
+
+    def detach(self) -> int:
+        """The descriptor alone, for whoever closes it; -1 where it is closed already.
+
+        Else Python would warn of an unclosed socket in a fork that closes descriptors by their numbers.
+        """
+        return self.sock.detach()

@@ -17,25 +17,34 @@ from __future__ import annotations
 import abc
 import os
 import signal
-import sys
 import time
 from _thread import RLock
 
 from phalanx.processes.child import ERROR_FILE, TALLY_FD
 from phalanx.processes.result import RunProcsResult, tail_of
 from phalanx.processes.signals import SignalScope
-from phalanx.processes.spawner import Exit, HelpersLost, Job, Place, Spawner, Stopped
+from phalanx.processes.spawner import (
+    Exit,
+    HelpersLost,
+    Job,
+    Place,
+    Spawner,
+    Stopped,
+    files_needed,
+    require_files,
+)
+from phalanx.warn import warn
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
+    from phalanx.processes.console import Console
     from phalanx.processes.evidence import Snapshot
     from phalanx.processes.failure import ProcessFailure
     from phalanx.processes.logs import LogsDest, LogsSpecs
     from phalanx.processes.numa import NumaOptions
-    from phalanx.processes.tee import Tee
     from phalanx.timers.heartbeat import Boards
 
 STRAY_GRACE = 2.0  # for what successful workers left running behind them
@@ -61,6 +70,7 @@ class PContext(abc.ABC):
         check_ranks("envs", envs, nprocs)
         if nprocs == 0:
             raise RuntimeError(f"group {name!r} has no workers: args and envs are empty")
+        require_files(nprocs)
         self.name = name
         self.entrypoint = entrypoint
         self.args = args
@@ -80,21 +90,23 @@ class PContext(abc.ABC):
         self.stdouts = self.logs.stdouts
         self.stderrs = self.logs.stderrs
         self.error_files = self.logs.error_files
+        self.filtered_stdout = self.logs.filtered_stdout
+        self.filtered_stderr = self.logs.filtered_stderr
         self._prefixes = log_line_prefixes
         self._filters = (duplicate_stdout_filters, duplicate_stderr_filters)
         self._lock = RLock()
+        self._listening = RLock()  # an RLock, because a signal's exception may strike before its release
         self._state = "new"
         self._pids: dict[int, int] = {}
         self._exits: dict[int, Exit] = {}
         self._result: RunProcsResult | None = None
-        self._tee: Tee | None = None
+        self._console: Console | None = None
         self._tally = -1
         self._learn = -1
         self.learned: list[str] = []  # modules that the first worker imported
         self._signals = SignalScope()
         self._before: Snapshot | None = None
         self._owns_spawner = False
-        self._drain_until = 0.0
 
     # -- what a kind of worker fills in -----------------------------------------------------------
 
@@ -135,7 +147,13 @@ class PContext(abc.ABC):
             from phalanx.processes.evidence import snapshot
 
             self._before = snapshot()
-            self._start_tee()
+            if self.logs.tee_stdouts or self.logs.tee_stderrs or any(self._filters):
+                from phalanx.processes.console import Console
+
+                self._console = Console(self.name, self.logs, self._prefixes, self._filters)
+            require_files(self.nprocs, files_needed(jobs, self._console.files if self._console else 0))
+            if self._console is not None:
+                self._console.start()
             if self.spawner is None:
                 self.spawner = self._new_spawner()
                 self._owns_spawner = True
@@ -179,30 +197,6 @@ class PContext(abc.ABC):
 
             self._tally = anonymous_file("phalanx-tally")
         return [("tally", self._tally, number)]
-
-    def _start_tee(self) -> None:
-        streams = (
-            (self.logs.tee_stdouts, self.stdouts, sys.stdout, self._filters[0], self.logs.filtered_stdout),
-            (self.logs.tee_stderrs, self.stderrs, sys.stderr, self._filters[1], self.logs.filtered_stderr),
-        )
-        if not any(shown or (filters and combined) for shown, _, _, filters, combined in streams):
-            return
-        from phalanx.processes.tee import Containing, Tee
-
-        self._tee = Tee(self.name)
-        for shown, files, console, filters, combined in streams:
-            for rank in range(self.nprocs):
-                prefix = self._prefix(rank)
-                if shown.get(rank) and console is not None:
-                    self._tee.follow(shown[rank], console, prefix)
-                if filters and combined and files.get(rank):
-                    self._tee.follow(files[rank], combined, prefix, line_filter=Containing(filters))
-        self._tee.start()
-
-    def _prefix(self, rank: int) -> str:
-        if self._prefixes is not None and rank in self._prefixes:
-            return self._prefixes[rank]
-        return f"[{self.name}{rank}]:"
 
     def _abandon(self) -> None:
         """A start that failed: nothing may be left of it."""
@@ -248,15 +242,17 @@ class PContext(abc.ABC):
     def fileno(self) -> int:
         """Readable when `advance` has something to take in."""
         assert self.spawner is not None
+        if self._state == "done" and self._console is not None and not self._console.over:
+            return self._console.fileno()
         return self.spawner.fileno()
 
     def advance(self, patience: float = 0.0) -> None:
         """Take in what happened; changes nothing in the world."""
         if self._state == "new":
             raise RuntimeError(f"group {self.name!r} was not started")
-        if self._state != "done":
-            assert self.spawner is not None
-            self._take_in(self.spawner.events(patience))
+        self._listen(patience)
+        if self._state == "done" and self._console is not None:
+            self._console.finish()
 
     def failed(self) -> dict[int, ProcessFailure]:
         """The failures known so far, by local rank."""
@@ -275,23 +271,36 @@ class PContext(abc.ABC):
 
     @property
     def done(self) -> bool:
-        """Whether nothing of the group is left."""
-        return self._state == "done"
+        """Whether nothing of the group is left, and its output is shown."""
+        return self._state == "done" and (self._console is None or self._console.over)
 
     def ask_stop(self, sig: int, grace: float) -> None:
         """Begin to stop, or hurry a stop that has begun; returns at once."""
         with self._lock:
             if self._state in ("running", "stopping"):
                 self._ask_stop(sig, grace)
+            elif self._console is not None and grace <= 0:
+                self._console.hurry()
 
     def outcome(self, patience: float = 0.0) -> RunProcsResult | None:
         """The result once nothing of the group is left and its output is shown; then all is given back."""
-        if self._state != "done" or not self._drained(patience):
+        if self._state != "done" or not self._shown(patience):
             return self._result
         with self._lock:
             if self._result is None:
                 self._result = self._conclude()
         return self._result
+
+    def _listen(self, patience: float) -> None:
+        """Wait for news and take it in; one thread at a time: none waits for what another has read."""
+        if not self._listening.acquire(timeout=max(0.0, patience)):
+            return
+        try:
+            if self._state != "done":
+                assert self.spawner is not None
+                self._take_in(self.spawner.events(patience))
+        finally:
+            self._listening.release()
 
     def _take_in(self, events: list[Any]) -> None:
         with self._lock:
@@ -301,16 +310,15 @@ class PContext(abc.ABC):
                 elif isinstance(event, Stopped):
                     self._state = "done"
                     self.unkillable = event.unkillable
-                elif isinstance(event, HelpersLost):
+                elif isinstance(event, HelpersLost) and self._state != "done":
                     self._lose_helpers()
 
     def _lose_helpers(self) -> None:
         """Keeper and zygote were killed; the kernel kills the workers with them."""
         for rank, pid in self._pids.items():
             self._exits.setdefault(rank, Exit(rank, pid, -signal.SIGKILL, time.time(), 0.0))
-        if self._state != "new":
-            self._state = "done"
-        _log("the helper process of the group was killed; its workers ended with it")
+        self._state = "done"
+        warn("the helper process of the group was killed; its workers ended with it")
 
     def _decide(self) -> None:
         with self._lock:
@@ -327,14 +335,9 @@ class PContext(abc.ABC):
         self._state = "stopping"
         self.spawner.stop(sig, grace)
 
-    def _drained(self, patience: float) -> bool:
-        """Whether all output is on the console; a blocked console gets 30 s in all, then is given up."""
-        if self._tee is None:
-            return True
-        self._drain_until = self._drain_until or time.monotonic() + 30.0
-        left = self._drain_until - time.monotonic()
-        # Without patience (a poll) a moment must do; what is not out by then is tried again.
-        return self._tee.drain(max(0.0, min(left, max(patience, 0.05)))) == 0 or left <= 0
+    def _shown(self, patience: float) -> bool:
+        """Whether all output is on the console, or that was given up."""
+        return self._console is None or self._console.finish(patience)
 
     def _conclude(self) -> RunProcsResult:
         """Build the result from how every worker ended, and give everything back."""
@@ -370,6 +373,7 @@ class PContext(abc.ABC):
             tail=tail_of(self.stderrs.get(rank, "")),
             stdout_path=self.stdouts.get(rank, ""),
             stderr_path=self.stderrs.get(rank, ""),
+            alone=str(self.envs[rank].get("WORLD_SIZE", self.nprocs)) == "1",
         )
 
     def explain(self, failures: dict[int, ProcessFailure]) -> None:
@@ -385,6 +389,10 @@ class PContext(abc.ABC):
         """Pass a signal to workers that run on (a preemption notice, say), `alone` or with their children."""
         if self.spawner is not None and self._state == "running":
             self.spawner.signal(sig, set(range(self.nprocs)) if ranks is None else ranks, alone)
+
+    def exit_code(self, rank: int) -> int | None:
+        """How a rank ended, negative for a signal; None while that is not known."""
+        return self._exits[rank].code if rank in self._exits else None
 
     @property
     def running(self) -> set[int]:
@@ -402,6 +410,7 @@ class PContext(abc.ABC):
             self._release()
             return
         if self._result is not None or self.spawner is None:
+            self._signals.__exit__(None, None, None)  # else with handlers, if another thread got the result
             return
         with self._signals.deferred(self._hurry):
             with self._lock:
@@ -409,21 +418,24 @@ class PContext(abc.ABC):
                     self._ask_stop(death_sig or signal.SIGTERM, timeout)
             end = time.monotonic() + timeout + _ANSWER
             while self._state != "done" and time.monotonic() < end:
-                self._take_in(self.spawner.events(min(1.0, max(0.0, end - time.monotonic()))))
+                self._listen(min(1.0, max(0.0, end - time.monotonic())))
             if self._state != "done":
                 self._state = "done"  # the zygote hangs; releasing the spawner ends it by force
-                _log(f"group {self.name!r}: the helper process does not answer; it is killed")
+                warn(f"group {self.name!r}: the helper process does not answer; it is killed")
             if self.unkillable:
-                _log(f"group {self.name!r}: SIGKILL did not end {', '.join(self.unkillable)}")
-            while not self._drained(1.0):
+                warn(f"group {self.name!r}: SIGKILL did not end {', '.join(self.unkillable)}")
+            while not self._shown(1.0):
                 pass
             with self._lock:
                 if self._result is None:
                     self._result = self._conclude()
+            self._signals.__exit__(None, None, None)
 
     def _hurry(self) -> None:
         if self.spawner is not None:
             self.spawner.stop(signal.SIGKILL, 0)
+        if self._console is not None:
+            self._console.hurry()
 
     def imported(self) -> list[str]:
         """The modules that the first worker has imported so far, where they are recorded."""
@@ -437,8 +449,8 @@ class PContext(abc.ABC):
         """Give back everything but the result; idempotent."""
         try:
             self.imported()
-            if self._tee is not None:
-                self._tee.stop()
+            if self._console is not None:
+                self._console.stop()
             self._say_losses()
             self._remove_empty_stacks()
             if self._owns_spawner and self.spawner is not None:
@@ -458,7 +470,7 @@ class PContext(abc.ABC):
             for index, files in enumerate((self.stdouts, self.stderrs)):
                 lost = int.from_bytes(os.pread(self._tally, 8, 16 * rank + 8 * index), "little")
                 if lost:
-                    _log(f"rank {rank}: {lost} bytes did not fit into {files.get(rank)} (is the disk full?)")
+                    warn(f"rank {rank}: {lost} bytes did not fit into {files.get(rank)} (is the disk full?)")
 
     def _remove_empty_stacks(self) -> None:
         for rank in self._pids:
@@ -485,9 +497,3 @@ def check_ranks(what: str, given: Mapping[int, object], nprocs: int) -> None:
             f"{what}: the local ranks are {sorted(given, key=str)}, but for {nprocs} workers they must be "
             f"{sorted(expected)}"
         )
-
-
-def _log(message: str) -> None:
-    from phalanx.warn import warn
-
-    warn(message)

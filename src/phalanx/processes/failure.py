@@ -8,44 +8,69 @@ gone. A missing, huge or broken error file still gives a correct failure, from t
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Any
 
-from phalanx.core.failures import Ending, ErrorRecord, is_victim, moment, own_code, shell_status
+from phalanx.core.failures import Ending, is_victim, moment, own_code, shell_status
 from phalanx.processes import error_file as files
 from phalanx.processes.evidence import code_in_words, signal_label
+from phalanx.processes.values import ByValue
+
+TYPE_CHECKING = False  # a restart waits for this module: no typing, no dataclasses
+if TYPE_CHECKING:
+    from typing import Any
+
+    from phalanx.core.failures import ErrorRecord
 
 NO_FILE = "<N/A>"
 NO_MESSAGE = "<NONE>"
 SYSTEM_TERMINATED = {"category": "system_terminated_error", "retryability": "False"}
 
 
-@dataclass
-class ProcessFailure:
+class ProcessFailure(ByValue):
     """A failed worker: where, when, how, and in its own words if it left any."""
 
-    local_rank: int
-    pid: int
-    exitcode: int
-    error_file: str
-    error_file_data: dict[str, Any] = field(init=False, repr=False)
-    message: str = field(init=False)
-    timestamp: float = field(init=False)
-    exited_at: float | None = field(default=None, kw_only=True)
-    stopped_at: float | None = field(default=None, kw_only=True)
-    tail: str = field(default="", kw_only=True, repr=False)
-    evidence: str = field(default="", kw_only=True)
-    host: str = field(default="", kw_only=True)
-    stderr_path: str = field(default="", kw_only=True)
-    stdout_path: str = field(default="", kw_only=True)
-    global_rank: int | None = field(default=None, kw_only=True)
-    role: str = field(default="", kw_only=True)
-    error: ErrorRecord | None = field(init=False, repr=False, compare=False)
-    no_error_reason: str = field(init=False, repr=False, compare=False)
+    error_file_data: dict[str, Any]
+    message: str
+    timestamp: float
+
+    def __init__(
+        self,
+        local_rank: int,
+        pid: int,
+        exitcode: int,
+        error_file: str,
+        *,
+        exited_at: float | None = None,
+        stopped_at: float | None = None,
+        tail: str = "",
+        evidence: str = "",
+        host: str = "",
+        stderr_path: str = "",
+        stdout_path: str = "",
+        global_rank: int | None = None,
+        role: str = "",
+        alone: bool = False,
+    ) -> None:
+        self.local_rank = local_rank
+        self.pid = pid
+        self.exitcode = exitcode
+        self.error_file = error_file
+        self.exited_at = exited_at
+        self.stopped_at = stopped_at
+        self.tail = tail
+        self.evidence = evidence
+        self.host = host
+        self.stderr_path = stderr_path
+        self.stdout_path = stdout_path
+        self.global_rank = global_rank
+        self.role = role
+        self.alone = alone
+        self.__post_init__()
 
     def __post_init__(self) -> None:
+        """Read what the worker left; by this name, because a dataclass made of this class calls it."""
         if self.exited_at is None:
             self.exited_at = time.time()
+        self.error: ErrorRecord | None
         self.error, self.no_error_reason = files.read_failure(self.error_file, self.exitcode)
         self.exitcode = own_code(self.ending())
         if self.error is None:
@@ -65,6 +90,11 @@ class ProcessFailure:
         if "was not written" in self.no_error_reason or not self.error_file:
             self.error_file = NO_FILE
 
+    def __repr__(self) -> str:
+        long = ("error_file_data", "tail", "error", "no_error_reason")
+        shown = [f"{name}={value!r}" for name, value in vars(self).items() if name not in long]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def ending(self, rank: int | None = None) -> Ending:
         """This failure as the plain data that `core.failures` decides on."""
         assert self.exited_at is not None
@@ -78,6 +108,7 @@ class ProcessFailure:
             tail=self.tail,
             host=self.host,
             evidence=self.evidence,
+            alone=self.alone,
         )
 
     @property

@@ -37,6 +37,29 @@ _HOLD_PIPE = 1.0
 STOP_FLUSH = 0.25  # how long `stop` lets a half-written block finish
 
 
+class Ending:
+    """A drain in progress: the files that are to end, and how long a destination may take nothing."""
+
+    def __init__(self, stall: float, now: float) -> None:
+        self.stall = stall
+        self.begun = now
+        self.sources: list[Source] = []
+        self.taken = False  # the thread knows of it, and `sources` is complete
+
+    @property
+    def left(self) -> list[Source]:
+        return [source for source in self.sources if not source.done]
+
+    @property
+    def over(self) -> bool:
+        return self.taken and not self.left
+
+    @property
+    def give_up_at(self) -> float:
+        # A sink's clock starts with the drain: it may have been quiet for hours before.
+        return max([self.begun, *(source.sink.moved for source in self.left)]) + self.stall
+
+
 class Follower:
     """The engine; `lose` and `say` are how it tells of trouble."""
 
@@ -55,6 +78,9 @@ class Follower:
         self.inbox: deque[Callable[[], None]] = deque()
         self.thread: threading.Thread | None = None
         self.stopping = False
+        self.on_done: Callable[[], None] = lambda: None  # a source is done; called with `cond` held
+        self.give_up: Callable[[Ending], None] = lambda _: None
+        self._ending: Ending | None = None
         self.sources: set[Source] = set()
         self._poll_interval = max(0.01, poll_interval)
         self._wake_r = self._wake_w = -1
@@ -120,6 +146,8 @@ class Follower:
                     busy = True
             if self._finishing:
                 self._settle()
+            if self._ending is not None:
+                self._keep_to_the_end(self._ending, now)
             if not busy and not self.inbox:
                 self._rest(now)
         end = time.monotonic() + STOP_FLUSH
@@ -141,6 +169,7 @@ class Follower:
                 os.close(fd)
             self._wake_r = self._wake_w = -1
             self.stopping = True
+            self.on_done()
             self.cond.notify_all()
 
     def adopt(self, source: Source) -> None:
@@ -315,6 +344,8 @@ class Follower:
             for sink in self.sinks.values()
             if sink.owner is not None and sink.ready and not sink.pending
         ]
+        if self._ending is not None:
+            times.append(self._ending.give_up_at)
         if self._wake_r < 0:
             times.append(now + self._poll_interval)
         for source in self.sources:
@@ -367,15 +398,26 @@ class Follower:
 
     # ---- the end of sources
 
-    def finish_all(self, sources: list[Source], taken: threading.Event) -> None:
-        """Lets every source end at its present size; puts them into `sources`."""
+    def finish_all(self, ending: Ending) -> None:
+        """Lets every source end at its present size."""
         with self.cond:
-            sources.extend(s for s in self.sources if not s.done)
-            for source in sources:
+            ending.sources.extend(s for s in self.sources if not s.done)
+            for source in ending.sources:
                 source.limit = source.on_disk()
                 self._queue(source)
-            taken.set()
+            ending.taken = True
+            self._ending = ending
+            self.on_done()
             self.cond.notify_all()
+
+    def _keep_to_the_end(self, ending: Ending, now: float) -> None:
+        with self.cond:
+            if not ending.over and ending.give_up_at <= now:
+                self.give_up(ending)
+            if ending.over:
+                self._ending = None
+                self.on_done()
+                self.cond.notify_all()
 
     def _settle(self) -> None:
         """Ends the sources whose last byte has left the sink."""
@@ -401,4 +443,5 @@ class Follower:
         with self.cond:
             source.close()
             source.done = True
+            self.on_done()
             self.cond.notify_all()

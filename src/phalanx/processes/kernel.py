@@ -81,7 +81,7 @@ def children() -> list[int]:
     """
     me = os.getpid()
     try:
-        with open(f"/proc/self/task/{me}/children") as listing:
+        with open(f"/proc/self/task/{me}/children", encoding="ascii") as listing:
             return [int(pid) for pid in listing.read().split()]
     except OSError:
         pass
@@ -113,7 +113,7 @@ def describe(pid: int) -> str:
     if not fields:
         return f"pid {pid} (gone)"
     try:
-        with open(f"/proc/{pid}/comm") as comm:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
             name = comm.read().strip()
     except OSError:
         name = "?"

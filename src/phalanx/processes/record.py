@@ -68,7 +68,7 @@ class ErrorHandler:
         if record is None:
             data = files.message_data(f"a child process failed; {reason}", "", code=error_code or None)
         else:
-            data = record.data
+            data = record.data or {}
             if error_code:
                 self.override_error_code_in_rootcause_data(rootcause_error_file, data, error_code)
         path = self._path()

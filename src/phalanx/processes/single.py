@@ -1,6 +1,7 @@
 """One program under the same guarantees as a group: its own helpers, its own session, no orphans.
 
 `SubprocessHandler` is the handle that torch's users know; `Process` has the part of Popen they use.
+`WorkerHandler` is the same view of one worker of a group, which stays the group's: it ends as a whole.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.processes.command import find_program
 from phalanx.processes.spawner import Exit, HelpersLost, Job, Spawner, Stopped
+from phalanx.processes.start import program_for
 
 if TYPE_CHECKING:
+    from phalanx.processes.context import PContext
     from phalanx.processes.numa import NumaOptions
 
 _ANSWER = 7.0  # over the grace: see context.py
+_LOOK = 1.0  # bounds one sleep; nothing is polled at that rate
 
 
 class Process:
@@ -97,7 +100,10 @@ class SubprocessHandler:
         numa_options: NumaOptions | None,
     ) -> None:
         self.local_rank_id = local_rank_id
-        path = find_program(entrypoint, {**os.environ, **env})
+        path = program_for(entrypoint, {**os.environ, **env})
+        for log in (stdout, stderr):
+            if log:
+                _start_anew(log)
         argv = [entrypoint, *(str(arg) for arg in args)]
         job = Job(0, argv=argv, path=path)
         job.env, job.stdout, job.stderr = env, stdout or "", stderr or ""
@@ -110,6 +116,66 @@ class SubprocessHandler:
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """`death_sig` (SIGTERM) to the program and what it started; SIGKILL to what is left of it."""
         self.proc.close(death_sig or signal.SIGTERM, grace=30.0)
+
+
+def _start_anew(log: str) -> None:
+    """Empty a log file that is there already, as torch does; a group's own never are."""
+    try:
+        os.close(os.open(log, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC))
+    except OSError:
+        pass  # not there; or not to be written, which the start is going to say
+
+
+class WorkerProcess:
+    """A worker of a group: pid, poll, wait, signals."""
+
+    def __init__(self, group: PContext, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+        self.pid = group.pids()[rank]
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code as far as it is known; it changes by `poll` and `wait`, of the group as well."""
+        return self._group.exit_code(self._rank)
+
+    def poll(self) -> int | None:
+        """The exit code (negative: a signal), or None while it runs."""
+        self._group.advance()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; subprocess.TimeoutExpired when it does not come in time."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left = _LOOK if end is None else end - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(f"rank {self._rank}", timeout or 0.0)
+            self._group.advance(min(left, _LOOK))
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        """To the worker and everything in its process group, while it runs."""
+        if self.poll() is None:
+            self._group.send_signal(sig, {self._rank})
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class WorkerHandler:
+    """What `SubprocessContext.subprocess_handlers` holds."""
+
+    def __init__(self, group: PContext, rank: int) -> None:
+        self.local_rank_id = rank
+        self.proc = WorkerProcess(group, rank)
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """`death_sig` (SIGTERM) to the worker and its process group; the group's `close` ends the rest."""
+        self.proc.send_signal(death_sig or signal.SIGTERM)
 
 
 def get_subprocess_handler(

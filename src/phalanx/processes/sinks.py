@@ -42,6 +42,7 @@ class Sink:
         self.pending_raw = 0  # bytes of the source's file that the pending block stands for
         self.moved = time.monotonic()  # when the destination last accepted something
         self.dead = ""
+        self.unread = False  # dead, because who read from it has left
         self.torn = False  # a block was dropped halfway: the next one starts on a new line
         self.owner: Source | None = None  # whose line is open
         self.overwrites: Source | None = None  # on a terminal: whose bar the cursor stands on, in column 0
@@ -104,6 +105,7 @@ class Sink:
             self.torn = True
             self._drop(f"{self.name}: {os.strerror(error.errno or 0)}")
         else:
+            self.unread = error.errno == errno.EPIPE
             self.dead = f"{self.name} is closed: {error.strerror or error}"
             self._drop(self.dead)
 
@@ -194,9 +196,10 @@ class StreamSink(Sink):
 class NoSink(Sink):
     """A destination that could not be opened: everything meant for it is counted as lost."""
 
-    def __init__(self, name: str, why: str) -> None:
+    def __init__(self, name: str, why: str, unread: bool = False) -> None:
         super().__init__(name, tty=False)
         self.dead = why
+        self.unread = unread
 
 
 def open_sink(dst: TextIO | str | os.PathLike[str]) -> tuple[Hashable, Sink]:
@@ -250,7 +253,7 @@ def _open_fd(fd: int, name: str) -> tuple[Hashable, Sink]:
             return key, FdSink(name, again, tty)
         except OSError as error:
             if error.errno == errno.ENXIO and kind == stat.S_IFIFO:
-                return key, NoSink(name, f"{name} is closed: nobody reads the pipe")
+                return key, NoSink(name, f"{name} is closed: nobody reads the pipe", unread=True)
             return key, PacedFdSink(name, os.dup(fd), tty)
     except OSError as error:
         return key, NoSink(name, f"{name} cannot be written: {error.strerror}")

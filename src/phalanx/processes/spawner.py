@@ -7,6 +7,7 @@ most one group at a time: whatever the zygote adopts then belongs to that group,
 from __future__ import annotations
 
 import _socket
+import errno
 import os
 import select
 import sys
@@ -33,6 +34,7 @@ _PROGRAM = (
 _WISHES_FD = 4  # and the list of modules to import
 _SOCKET_FD = 3  # where a freshly started helper finds its end of the socket
 CLEAR_NOW = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # to the keeper: the zygote hangs, end it
+_OWN_FILES = 20  # pipes, sockets and such, whatever the number of workers
 _CLOSE_PATIENCE = 6.0  # longer than the zygote's own patience with processes that outlive SIGKILL
 
 
@@ -143,8 +145,9 @@ class Spawner:
         `at_failure`: the signal and the grace with which the helpers themselves stop the others when one
         fails. `stop` may still be called, and is still answered.
         """
-        fds: list[int] = []
-        specs = [_wire(job, fds) for job in jobs]
+        places: dict[int, int] = {}  # descriptor → its place in the message; each travels once
+        specs = [_wire(job, places) for job in jobs]
+        fds = list(places)
         null = None
         std = []
         for number in (0, 1, 2):
@@ -169,7 +172,9 @@ class Spawner:
         try:
             with self._lock:
                 self.channel.send(("spawn", request), fds)
-                return self._started()
+                return self._started(jobs)
+        except StartError:
+            raise  # some are OSErrors as well
         except (OSError, EOFError) as error:
             raise StartError(
                 f"the helper process (pid {self.pid}) ended while workers were started: {error}"
@@ -178,7 +183,7 @@ class Spawner:
             if null is not None:
                 os.close(null)
 
-    def _started(self) -> dict[int, int]:
+    def _started(self, jobs: list[Job]) -> dict[int, int]:
         while True:
             message, _ = self.channel.receive()
             if message[0] == "started":
@@ -186,6 +191,8 @@ class Spawner:
                 self.running = set(pids)
                 return pids
             if message[0] == "refused":
+                if message[2].endswith(os.strerror(errno.EMFILE)):
+                    raise _too_many_files(len(jobs), files_needed(jobs))
                 raise StartError(f"rank {message[1]} could not be started: {message[2]}")
             self._note(message)  # news of a former group
 
@@ -262,11 +269,28 @@ class Spawner:
                 raise UnkillableError(f"the helper process did not end: {what}")
 
 
-def _wire(job: Job, fds: list[int]) -> dict[str, Any]:
-    places = []
-    for name, fd, target in job.fds:
-        places.append((name, len(fds), target))
-        fds.append(fd)
+def files_needed(jobs: list[Job], followed: int = 0) -> int:
+    """About how many descriptors the helper or, with this many files to follow, the agent has at a time."""
+    helper = len(jobs) + len({fd for job in jobs for _, fd, _ in job.fds})
+    agent = followed + len(os.listdir("/proc/self/fd" if kernel.LINUX else "/dev/fd")) if followed else 0
+    return max(helper, agent)
+
+
+def require_files(workers: int, needed: int = 0) -> None:
+    """StartError when the limit on open files does not allow a start: it would fail halfway."""
+    if 0 < os.sysconf("SC_OPEN_MAX") < _OWN_FILES + max(workers, needed):
+        raise _too_many_files(workers, needed)
+
+
+def _too_many_files(workers: int, needed: int) -> StartError:
+    limit = os.sysconf("SC_OPEN_MAX")
+    # Rounded up, and with room for what a group may have: nobody wants to raise it twice.
+    enough = 64 * ((_OWN_FILES + max(4 * workers, needed)) // 64 + 1)
+    return StartError(f"too many open files: raise ulimit -n ({limit} here, about {enough} needed)")
+
+
+def _wire(job: Job, known: dict[int, int]) -> dict[str, Any]:
+    places = [(name, known.setdefault(fd, len(known)), target) for name, fd, target in job.fds]
     return {
         "rank": job.rank,
         "argv": list(job.argv),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from phalanx.errors import ProgramNotExecutableError, ProgramNotFoundError, StartError
 from phalanx.processes.child import TALLY_FD
 from phalanx.processes.command import BOOTSTRAP, find_program, python_flags, split_python, worker_argv
 from phalanx.processes.context import PContext
@@ -18,6 +20,20 @@ if TYPE_CHECKING:
     from phalanx.processes.function import Parcel
     from phalanx.processes.logs import LogsSpecs
     from phalanx.processes.numa import NumaOptions
+    from phalanx.processes.single import WorkerHandler
+
+
+def program_for(program: str, env: Mapping[str, str]) -> str:
+    """As find_program, with errors that are also those of subprocess, which people from torch catch."""
+    try:
+        return find_program(program, env)
+    except StartError as error:
+        told = str(error)
+    at_hand = os.path.isdir(program) or "is not executable" in told
+    failed = (ProgramNotExecutableError if at_hand else ProgramNotFoundError)(told)
+    failed.errno = errno.EACCES if at_hand else errno.ENOENT
+    failed.filename = program
+    raise failed
 
 
 class SubprocessContext(PContext):
@@ -62,7 +78,7 @@ class SubprocessContext(PContext):
                 fds = [*fds, ("learn", self._learn, -1)]
             return Job(rank, program=(mode, target, rest), fds=fds, options=options)
         assert isinstance(self.entrypoint, str)
-        path = find_program(self.entrypoint, {**os.environ, **env})
+        path = program_for(self.entrypoint, {**os.environ, **env})
         argv = worker_argv(self.entrypoint, path, self._words(rank), options)
         return Job(rank, argv=argv, path=path, fds=self._tally_place(rank))
 
@@ -82,6 +98,13 @@ class SubprocessContext(PContext):
 
     def _return_value(self, rank: int) -> None:
         return None
+
+    @property
+    def subprocess_handlers(self) -> dict[int, WorkerHandler]:
+        """Local rank → a handle on that worker alone, once they are started."""
+        from phalanx.processes.single import WorkerHandler
+
+        return {rank: WorkerHandler(self, rank) for rank in self._pids}
 
 
 class MultiprocessContext(PContext):

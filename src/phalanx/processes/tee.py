@@ -7,7 +7,8 @@ different workers never mix on a destination, also when stdout and stderr are th
 Invariants
 - After `drain` everything the files held at the call is on the destinations, or counted as not shown.
 - No call here waits on a destination without a bound.
-- Each loss is counted (`lost`, by reason in `losses`) and each reason said once on the logger "phalanx".
+- Each loss is counted (`lost`, by reason in `losses`) and each reason said once on the logger "phalanx"; but
+  nobody is told of a pipe whose reader has left (`... | head`): he left because he had seen enough.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import time
 from select import POLLOUT, poll
 from typing import TYPE_CHECKING, TextIO
 
-from phalanx.processes.follower import STOP_FLUSH, Follower
+from phalanx.processes.follower import STOP_FLUSH, Ending, Follower
 from phalanx.processes.sinks import Sink, open_sink
 from phalanx.processes.sources import Containing, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 __all__ = ["Containing", "Tee"]
 
@@ -38,6 +39,11 @@ class Tee:
         self.lost = 0  # bytes not shown
         self.losses: dict[str, int] = {}  # ... by reason
         self._follower = Follower(name, poll_interval, self._lose, self._say)
+        self._follower.on_done = self._note_progress
+        self._follower.give_up = self._give_up
+        self._ending: Ending | None = None
+        self._over_r = self._over_w = -1
+        self._told_over = False
         self._streams: list[TextIO] = []  # kept alive: sinks are told apart by identity
         self._prefixes: dict[str, int] = {}
         self._started = False
@@ -82,44 +88,83 @@ class Tee:
 
         For after the workers' exit. Ends early on a destination that accepts nothing for `stall` seconds.
         """
-        if self._follower.stopping or not (self._follower.inbox or self._follower.thread):
-            return 0
-        sources: list[Source] = []
-        taken = threading.Event()
-        self._follower.post(lambda: self._follower.finish_all(sources, taken))
-        self._follower.run_thread()
-        begun = time.monotonic()
-        with self._follower.cond:
-            while True:
-                now = time.monotonic()
-                left = [s for s in sources if not s.done]
-                if taken.is_set() and not left:
-                    break
-                # A sink's clock starts at the call: it may have been quiet for hours before.
-                ends = [max(s.sink.moved, begun) + stall for s in left] or [begun + stall]
-                if max(ends) <= now:
-                    if not taken.is_set():  # the thread is stuck in a stream's own write
-                        sources.extend(left := [s for s in self._follower.sources if not s.done])
-                    self._give_up(left, stall)
-                    break
-                self._follower.cond.wait(max(ends) - now)
-        self._say_left()
+        _, sources = self._finish(None, stall)
         return sum(s.lost for s in sources)
+
+    def finish(self, patience: float, stall: float = 30.0) -> bool:
+        """The same in steps: whether it is over after `patience`, if only because it was given up."""
+        return self._finish(patience, stall)[0]
+
+    def hurry(self, stall: float) -> None:
+        """Have less patience with a destination, in a `finish` that was not over yet."""
+        with self._follower.cond:
+            if self._ending is not None:
+                self._ending.stall = min(self._ending.stall, stall)
+        self._follower.wake()
+
+    def fileno(self) -> int:
+        """Readable once `finish`, which was not over yet, has nothing left to wait for."""
+        with self._follower.cond:
+            if self._over_r < 0:
+                self._over_r, self._over_w = os.pipe()
+            self._note_progress()
+            return self._over_r
+
+    def _finish(self, patience: float | None, stall: float) -> tuple[bool, list[Source]]:
+        follower = self._follower
+        if follower.stopping or not (follower.inbox or follower.thread):
+            return True, []
+        with follower.cond:
+            begun = self._ending
+            ending = begun or Ending(stall, time.monotonic())
+            self._ending = ending
+        if begun is None:
+            follower.post(lambda: follower.finish_all(ending))
+            follower.run_thread()
+        until = None if patience is None else time.monotonic() + patience
+        with follower.cond:
+            while not ending.over:
+                now = time.monotonic()
+                if ending.give_up_at <= now:
+                    if not ending.taken:  # the thread is stuck in a stream's own write
+                        ending.sources.extend(s for s in follower.sources if not s.done)
+                        ending.taken = True
+                    self._give_up(ending)
+                    break
+                if until is not None and until <= now:
+                    return False, ending.sources
+                follower.cond.wait(min(ending.give_up_at, until or ending.give_up_at) - now)
+            if self._ending is ending:
+                self._ending = None
+        self._say_left()
+        return True, ending.sources
+
+    def _note_progress(self) -> None:
+        """With `cond` held, whenever a source is done."""
+        if self._over_w >= 0 and (self._ending is None or self._ending.over) and not self._told_over:
+            self._told_over = True
+            os.write(self._over_w, b"!")
 
     def stop(self) -> None:
         """Ends following at once (call `drain` first for completeness); bounded, idempotent."""
         self._follower.stopping = True
         thread = self._follower.thread
+        if thread is threading.current_thread():
+            return
         if thread is None:
             for sink in self._follower.sinks.values():
                 sink.close()
             self._follower.sinks.clear()
-            return
-        if thread is threading.current_thread():
-            return
-        self._follower.wake()
-        thread.join(STOP_FLUSH + 1.0)  # a stream of the user's may block for ever; a daemon thread may too
-        self._say_left()
+        else:
+            self._follower.wake()
+            thread.join(
+                STOP_FLUSH + 1.0
+            )  # a stream of the user's may block for ever; a daemon thread may too
+            self._say_left()
+        with self._follower.cond:
+            for fd in {self._over_r, self._over_w} - {-1}:
+                os.close(fd)
+            self._over_r = self._over_w = -1
 
     @property
     def alive(self) -> bool:
@@ -132,8 +177,8 @@ class Tee:
         self.lost += count
         first = why not in self.losses
         self.losses[why] = self.losses.get(why, 0) + count
-        if first:
-            self._say(f"tee {self.name}: {why} ({count} bytes not shown so far; the count goes on)")
+        if first and not sink.unread:
+            self._say(f"{why}: not all output of the workers is there; their log files have it")
 
     def _say(self, line: str) -> None:
         # Never log into a blocked stderr: the handler's lock would then hold up the whole agent.
@@ -154,14 +199,15 @@ class Tee:
         for line in unsaid:
             self._say(line)
 
-    def _give_up(self, left: Iterable[Source], stall: float) -> None:
-        """Counts what a stalled destination did not take, in the caller: the thread itself may be stuck."""
-        for source in left:
+    def _give_up(self, ending: Ending) -> None:
+        """Counts what stalled destinations did not take; in the thread, or in the caller if that is stuck."""
+        for source in ending.left:
             sink = source.sink
             count = source.unshown() + (sink.unshown() if sink.pending_source is source else 0)
             source.done = True
-            self._lose(sink, source, count, f"{sink.name} accepted nothing for {stall:g} s")
+            self._lose(sink, source, count, f"{sink.name} accepted nothing for {ending.stall:g} s")
             self._follower.post(lambda source=source: self._follower.forget(source))  # type: ignore[misc]  # bound per turn
+        self._note_progress()
 
 
 def _paint(prefix: str, number: int, sink: Sink) -> bytes:

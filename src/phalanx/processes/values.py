@@ -23,8 +23,16 @@ class _OfDataclass:
 
         # Of the class that says what there is: a subclass may have an __init__ of its own.
         kind = next(base for base in owner.__mro__ if ByValue in base.__bases__ or base is ByValue)
-        described = []
+        described: list[tuple[str, str, Any]] = []
+        # What the class annotates but does not take is found out when one is made.
+        found_out = [
+            (name, annotation, dataclasses.field(init=False))
+            for name, annotation in inspect.get_annotations(kind).items()
+        ]
         for name, parameter in inspect.signature(kind).parameters.items():
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                described += found_out
+                found_out = []
             annotation = str(parameter.annotation)
             settings: dict[str, Any] = {}
             if parameter.default is None and annotation.startswith("dict["):
@@ -34,6 +42,7 @@ class _OfDataclass:
             if parameter.kind is parameter.KEYWORD_ONLY:
                 settings["kw_only"] = True
             described.append((name, annotation, dataclasses.field(**settings)))
+        described += found_out
         return vars(dataclasses.make_dataclass(kind.__name__, described))[self._name]
 
 

@@ -16,8 +16,9 @@
 
 Messages from the agent:  ("spawn", request) ("stop", group, signal, grace) ("park", count, warm-up)
                           ("signal", number, ranks, alone)
-Messages to the agent:    ("started", {rank: pid}) ("refused", rank, text) ("stopped", group, [text, …])
-                          ("exit", rank, pid, code, when, signalled_at) ("parked", pids)
+Messages to the agent:    ("started", {rank: pid}) ("refused", rank or None, text)
+                          ("stopped", group, [text, …]) ("exit", rank, pid, code, when, signalled_at)
+                          ("parked", pids)
 
 A *parked* process is a fork made ahead of need: it waits, before the first line of the program and without
 rank or environment, until a spawn hands it both (parking.py). The world does not know of it.
@@ -25,11 +26,13 @@ rank or environment, until a spawn hands it both (parking.py). The world does no
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import time
 
 from phalanx.processes import kernel
+from phalanx.processes.channel import TooManyFilesError
 from phalanx.processes.parking import Lot
 from phalanx.processes.rawsignal import signal
 from phalanx.processes.settling import default_signals, in_words, leave_zygote, moved, place
@@ -136,6 +139,8 @@ class Zygote:
     def _serve(self) -> bool:
         try:
             message, fds = self.channel.receive()
+        except TooManyFilesError:  # only a start carries any
+            return self._tell(("refused", None, os.strerror(errno.EMFILE)))
         except (EOFError, OSError):
             return False
         try:
@@ -163,12 +168,13 @@ class Zygote:
         self.stop = None
         self.group = request["group"]
         self.at_failure = request["at_failure"]
-        gate_read, gate_write = os.pipe()
         made: list[tuple[Worker, int]] = []
         refusal: tuple[int, str] | None = None
         specs = request["workers"]
         rank = 0
+        gate: list[int] = []
         try:
+            gate_read, gate_write = gate = list(os.pipe())
             for spec in specs:
                 rank = spec["rank"]
                 made.append(self._fork(request, spec, fds, gate_read, gate_write))
@@ -180,12 +186,13 @@ class Zygote:
                     self.lot.failures += 1
                     made[index] = self._fork(request, specs[index], fds, gate_read, gate_write, fresh=True)
         except OSError as error:
-            refusal = (rank, f"cannot fork: {error.strerror}")
+            what = str(error.strerror)
+            refusal = (rank, what if error.errno == errno.EMFILE else f"cannot fork: {what}")
         refusal = refusal or _first_refusal(made, b"ready")
         if refusal is None:
             os.write(gate_write, b"g" * len(made))
             refusal = _first_refusal(made, b"")
-        for fd in (gate_read, gate_write, *self._statuses):
+        for fd in (*gate, *self._statuses):
             os.close(fd)
         self._statuses.clear()
         if refusal is None:
@@ -280,8 +287,8 @@ class Zygote:
         if spec["argv"]:
             os.execve(spec["path"], spec["argv"], {**request["env"], **spec["env"]})
         # What an exec would have closed. Descriptors of the process that asked for "fork" stay open.
-        ours = {self.channel.fileno(), self.keeper_fd, self._wake_read, self._wake_write, gate_read, status}
-        ours |= self.lot.descriptors()
+        ours = {self.keeper_fd, self._wake_read, self._wake_write, gate_read, status}
+        ours |= {channel.detach() for channel in (self.channel, *self.lot.parked.values())}
         for fd in (ours | set(fds) | self._statuses) - set(spec["places"].values()) - {0, 1, 2, -1}:
             os.close(fd)
         os.environ.clear()
@@ -319,11 +326,12 @@ class Zygote:
             self.stop = Stop(sig, time.monotonic(), grace)
             self._signal_workers(self.stop, kill=False)
 
-    def _tell(self, message: tuple[Any, ...]) -> None:
+    def _tell(self, message: tuple[Any, ...]) -> bool:
         try:
             self.channel.send(message)
         except OSError:
-            pass  # the agent is gone; its closed socket ends the loop in a moment
+            return False  # the agent is gone; its closed socket ends the loop in a moment
+        return True
 
     # -- stopping ---------------------------------------------------------------------------------
 
