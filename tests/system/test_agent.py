@@ -149,6 +149,37 @@ def test_an_error_in_a_hook_ends_the_agent_cleanly() -> None:
     assert handler.closed_by_agent == 1
 
 
+def test_a_signal_that_a_hook_raises_leaves_the_rendezvous_open() -> None:
+    class Signalled(Hooked):
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            raise SignalException("a signal, as a hook has it", signal.SIGINT)
+
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+            self.calls.append(f"shutdown by {death_sig.name}")
+
+    handler = Scripted()
+    agent = Signalled(spec_of("x", handler=handler), [])
+    with pytest.raises(SignalException, match="as a hook has it"):
+        agent.run()
+    assert agent.calls[-1] == "shutdown by SIGINT"
+    assert (handler.left, handler.closed_by_agent) == (1, 0)
+
+
+@pytest.mark.parametrize("state", [WorkerState.UNKNOWN, WorkerState.INIT, WorkerState.STOPPED])
+def test_a_state_that_no_running_group_has_is_an_error_of_the_hook(state: WorkerState) -> None:
+    handler = Scripted()
+    agent = Hooked(spec_of("x", handler=handler), [state, S])
+    with pytest.raises(RuntimeError, match=f"role r: _monitor_workers says WorkerState.{state.name}"):
+        agent.run()
+    assert agent.calls == ["start", "monitor", "shutdown"]
+    assert handler.closed_by_agent == 1
+
+
+def test_an_unhealthy_group_without_restarts_has_failed() -> None:
+    result = Hooked(spec_of("x"), [U]).run()
+    assert (result.state, result.is_failed()) == (F, True)
+
+
 def test_abstract_classes_cannot_be_made() -> None:
     for kind in (ElasticAgent, SimpleElasticAgent, RendezvousHandler):
         with pytest.raises(TypeError):

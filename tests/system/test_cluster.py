@@ -213,6 +213,18 @@ def test_a_node_that_finished_comes_back_when_the_others_need_it(tmp_path: Path)
         succeed(nodes[:2], again)
 
 
+def test_a_node_lost_before_it_reported_its_end_is_named_and_fails_nobody(tmp_path: Path) -> None:
+    with Job(tmp_path, "2", "", "--verbose") as job:
+        nodes = [job.node(name) for name in "ab"]
+        workers = everybody(nodes, 2)
+        tell(workers[:1])
+        nodes[0].read_until("all workers succeeded; waiting for the other nodes")
+        nodes[1].signal(signal.SIGKILL)  # noticed a second later, for it might come back
+        ended = nodes[0].end()
+        assert ended.code == 0, ended
+        assert "all workers succeeded; the exit barrier ended without word from b (lost before" in ended.err
+
+
 def test_drain_lets_a_node_leave_for_nothing(tmp_path: Path) -> None:
     with Job(tmp_path, "1:2") as job:
         nodes = [job.node(name) for name in "ab"]
@@ -249,6 +261,50 @@ def test_on_a_terminal_one_line_tells_who_is_awaited(tmp_path: Path) -> None:
         assert a.text.count("\n") <= 2, "it is redrawn, not repeated"
         b = job.node("b")
         succeed([b], everybody([a, b], 2))
+
+
+def static_node(
+    job: Job, rank: int, nodes: int, conf: str = "join_timeout=25", terminal: bool = False
+) -> Node:
+    words = ["--nnodes", str(nodes), "--node-rank", str(rank), "--rdzv-conf", conf]
+    host, _, port = job.endpoint.rpartition(":")
+    words += ["--master-addr", host, "--master-port", port, "--nproc-per-node", "1", str(job.script)]
+    node = Node(f"node {rank}", words, terminal=terminal)
+    job._nodes.append(node)
+    return node
+
+
+def test_nodes_with_given_ranks_wait_aloud(tmp_path: Path) -> None:
+    """Node 0 tells who is here, the others tell where they knock, and then the same as node 0."""
+    own = re.escape(os.uname().nodename)
+    with Job(tmp_path, "4") as job:
+        two = static_node(job, 2, 4)
+        two.read_until(f"phalanx: connecting to node 0 at {job.endpoint}, ")
+        zero = static_node(job, 0, 4)
+        for node in (zero, two):
+            node.read_until("waiting for nodes 1, 3, ")
+        assert re.search(rf"2 of 4 nodes here \({own} {own}\), waiting for nodes 1, 3, \d+ s left", zero.text)
+        assert zero.text.count("nodes here") <= 2, "now and then, not all the time"
+        nodes = [zero, two, static_node(job, 1, 4), static_node(job, 3, 4)]
+        succeed(nodes, everybody(nodes, 4))
+
+
+def test_a_node_with_a_given_rank_gives_up_with_who_is_missing(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        ended = static_node(job, 0, 2, "join_timeout=2").end()
+        assert ended.code == 1, ended
+        assert re.search(r"1 of 2 nodes here \(\S+\), waiting for node 1, [01] s left", ended.err), ended
+        assert "node 1 of 2 did not come within 2 s" in ended.said[-1]
+
+
+def test_on_a_terminal_one_line_tells_which_rank_is_awaited(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        zero = static_node(job, 0, 2, terminal=True)
+        while len(set(re.findall(r"waiting for node 1, (\d+) s left", zero.text))) < 3:
+            zero.read_until("s left", zero.text.count("s left") + 1)
+        assert zero.text.count("\n") <= 2, "it is redrawn, not repeated"
+        nodes = [zero, static_node(job, 1, 2)]
+        succeed(nodes[1:], everybody(nodes, 2))
 
 
 def test_nobody_at_the_endpoint_is_told_with_the_addresses(tmp_path: Path) -> None:

@@ -82,6 +82,38 @@ def test_a_host_that_knows_its_own_name_as_a_loopback_address_can_be_met_there(
 
 
 @hosts_possible
+@pytest.mark.parametrize(
+    ("own_name", "given", "told"),
+    [
+        pytest.param("127.0.1.1 {host}", {}, "eth0 eth0", id="loopback"),
+        pytest.param("", {}, "eth0 eth0", id="unknown"),
+        pytest.param("{address} {host}", {}, "- -", id="known"),
+        pytest.param("127.0.1.1 {host}", {"GLOO_SOCKET_IFNAME": "lo"}, "lo -", id="chosen"),
+    ],
+)
+def test_gloo_is_told_the_interface_where_it_would_take_the_loopback(
+    own_name: str, given: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    with (
+        Network("a", "b") as network,
+        Job(tmp_path, "2", f"{network.hosts['a'].address}:29400") as job,
+    ):
+        job.environment |= given
+        job.script.write_text(
+            "import os\n"
+            "told = [os.environ.get(name + '_SOCKET_IFNAME', '-') for name in ('GLOO', 'TP')]\n"
+            "print(f'told {told[0]} {told[1]}', flush=True)\n"
+        )
+        for name, host in network.hosts.items():
+            names = own_name.format(host=os.uname().nodename, address=host.address)
+            job.node(name, host=with_names(host, tmp_path / name, names))
+        for node in job._nodes:
+            ended = node.end()
+            assert ended.code == 0, ended
+            assert f"told {told}\n" in ended.out + ended.err, ended
+
+
+@hosts_possible
 def test_a_partition_stops_the_minority_before_the_majority_goes_on(tmp_path: Path) -> None:
     with three_hosts(tmp_path, "2:3") as (network, job):
         nodes = [job.node(name, host=network.hosts[name]) for name in "abc"]

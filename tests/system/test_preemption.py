@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import gone
+from phalanx.agent.local import LocalElasticAgent
+from phalanx.agent.spec import WorkerSpec
+from phalanx.agent.watch import Watch
+from phalanx.errors import SignalException
+from phalanx.observe import events
+from phalanx.processes.logs import DefaultLogsSpecs
+from phalanx.rendezvous.solo import SoloRendezvous
+from phalanx.timers.heartbeat import Boards
+from tests.conftest import gone, wait_until
 from tests.system.run_helpers import Ended, Running, all_gone, run, script
 
 READY = "print('ready', os.environ['RANK'], os.getpid(), flush=True)\n"
@@ -169,3 +181,57 @@ def test_a_signal_that_cannot_be_handled_is_refused(tmp_path: Path, name: str) -
     ended = run("--preempt-signal", name, script(tmp_path, textwrap.dedent("print('never')")))
     assert ended.code == 2
     assert f"--preempt-signal {name}: name a signal that can be handled" in ended.err
+
+
+# Leave with a code of their own, on the spot; the last one to be ready announces the preemption.
+QUICK = """
+import os, signal, sys, time
+from phalanx import worker
+signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(3))
+worker.should_checkpoint()
+folder, world = sys.argv[1], int(os.environ["WORLD_SIZE"])
+open(os.path.join(folder, os.environ["RANK"]), "w").close()
+if os.environ["RANK"] == "0":
+    while len(os.listdir(folder)) < world: time.sleep(0.005)
+    os.kill(int(sys.argv[2]), signal.SIGUSR1)
+while not worker.should_checkpoint(): time.sleep(0.001)
+os._exit(3)
+"""
+
+
+@pytest.fixture
+def event_file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "events.jsonl"
+    events.set_file(path)
+    yield path
+    events.set_file(None)
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["", "told-late"])
+def test_who_leaves_the_moment_it_is_told_has_not_failed(
+    slow: bool, event_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = tmp_path / "ready"
+    ready.mkdir()
+    command = ("-c", QUICK, str(ready), str(os.getpid()))
+    spec = WorkerSpec("r", 4, SoloRendezvous("job"), entrypoint=sys.executable, args=command, max_restarts=0)
+    spec.event_log_handler = "file"
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")))
+    agent.watch = Watch(preempt_signal=signal.SIGUSR1)
+    if slow:  # the agent gets no processor between telling a worker and the next step
+        tell = Boards.tell
+
+        def tell_and_lose_time(boards: Boards, rank: int) -> None:
+            tell(boards, rank)
+            pid = agent.get_worker_group().workers[rank].id
+            wait_until(lambda: gone(pid), "the worker leaves")
+
+        monkeypatch.setattr(Boards, "tell", tell_and_lose_time)
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGUSR1")
+    with pytest.raises(SignalException):
+        agent.run()
+    found = [json.loads(line) for line in event_file.read_text().splitlines()]
+    ends = [
+        e["metadata"]["state"] for e in found if e["source"] == "WORKER" and not e["name"].endswith("START")
+    ]
+    assert ends == ["TERMINATED"] * 4

@@ -41,7 +41,7 @@ def train(python: str, folder: Path, kills: int, steps: int) -> dict[str, object
             words += ["--rdzv-endpoint", f"{network.hosts['a'].address}:29400", "--max-restarts", str(kills)]
             job = Job(
                 folder / name, *words, path, str(folder), str(steps), str(kills),
-                python=python, before=host.inside, PHALANX_TOKEN="secret", GLOO_SOCKET_IFNAME="eth0",
+                python=python, before=host.inside, PHALANX_TOKEN="secret",
             )  # fmt: skip
             jobs.append(job)
         try:

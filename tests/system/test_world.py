@@ -30,16 +30,31 @@ QUICK = (
 )
 
 
+# Does not hear a verdict when it is told.
+DEAF = (
+    "import sys; from phalanx.agent.lookout import Lookout; take_in = Lookout._take_in;"
+    "Lookout._take_in = lambda self, world, news, now:"
+    " None if news.get('kind') == 'verdict' and news['node'] >= 0 else take_in(self, world, news, now);"
+    "sys.argv = sys.argv[1:]; from phalanx.__main__ import main; main()"
+)
+
+
 @contextmanager
-def nodes(backend: str, tmp_path: Path, body: str, *words: str, quick: bool = False) -> Iterator[list[Node]]:
-    """Two nodes, a and b, of two workers each."""
+def nodes(
+    backend: str, tmp_path: Path, body: str, *words: str, quick: bool = False, b: str = ""
+) -> Iterator[list[Node]]:
+    """Two nodes, a and b, of two workers each; `b` is what node b runs instead of the launcher."""
     path = script(tmp_path, BEGIN + body)
-    before = (sys.executable, "-c", QUICK) if quick else ()
+    usual = (sys.executable, "-c", QUICK) if quick else ()
+    befores = {"a": usual, "b": (sys.executable, "-c", b) if b else usual}
     words = ("--grace", "1", "--max-restarts", "0", *words)
     if backend == "elastic":
         with Job(tmp_path, "2", "", *words) as job:
             job.script.write_text(BEGIN + body)
-            yield [job.node(name, "--log-dir", str(tmp_path / name), nproc=2, before=before) for name in "ab"]
+            yield [
+                job.node(name, "--log-dir", str(tmp_path / name), nproc=2, before=before)
+                for name, before in befores.items()
+            ]
         return
     port = str(free_port())
     common = (
@@ -55,7 +70,7 @@ def nodes(backend: str, tmp_path: Path, body: str, *words: str, quick: bool = Fa
     )
     made: list[Node] = []
     try:
-        for rank, name in enumerate("ab"):
+        for rank, (name, before) in enumerate(befores.items()):
             more = ("--node-rank", str(rank), "--log-dir", str(tmp_path / name))
             made.append(Node(name, [*common, *more, path], 2, before=before, env=plain_environment()))
         yield made
@@ -95,6 +110,23 @@ wait_for_the_others()
         assert "in lost" in kept.read_text()
         assert "ranks 0-2: pid" in kept.read_text()
         assert len(list((tmp_path / name).glob("*/*/*/stacks.txt"))) == 2
+
+
+def test_a_node_that_hears_of_the_end_before_the_verdict_fetches_it(tmp_path: Path) -> None:
+    body = """
+def stuck(): threading.Event().wait()
+for step in range(5): worker.heartbeat(step)
+if rank < 2: stuck()
+while True:
+    worker.heartbeat(6)
+    time.sleep(0.01)
+"""
+    with nodes("elastic", tmp_path, body, "--heartbeat-timeout", "1.5", b=DEAF) as running:
+        for end in ends(running):
+            assert end.code == 1, end
+    for name in "ab":
+        (kept,) = (tmp_path / name).glob("*/*/hang.txt")
+        assert "no heartbeat from ranks 0, 1" in kept.read_text()
 
 
 @needs_torch

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
 import pytest
 
 from phalanx.errors import RendezvousError
-from phalanx.rendezvous.handler import RendezvousHandler, RendezvousParameters
+from phalanx.rendezvous.address import parse_rendezvous_endpoint
+from phalanx.rendezvous.handler import RendezvousHandler, RendezvousParameters, RendezvousStoreInfo
 from phalanx.rendezvous.registry import RendezvousHandlerRegistry, get_rendezvous_handler
 from phalanx.rendezvous.solo import SoloRendezvous
 from phalanx.rendezvous.static import StaticRendezvous
@@ -90,3 +92,66 @@ def test_a_plug_in_is_found(group: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert (handler.get_backend(), handler.get_run_id()) == ("plugged", "job")
     with pytest.raises(ValueError, match="plugged"):
         get_rendezvous_handler(parameters("nope"))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "where"),
+    [
+        ("", ("localhost", 7)),
+        (" host ", ("host", 7)),
+        ("host:1", ("host", 1)),
+        ("[::1]", ("::1", 7)),
+        ("[fe80::1%eth0]:1", ("fe80::1%eth0", 1)),
+        ("bücher.example:1", ("bücher.example", 1)),
+    ],
+)
+def test_endpoints(endpoint: str, where: tuple[str, int]) -> None:
+    assert parse_rendezvous_endpoint(endpoint, 7) == where
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "[::1]:",
+        "host:",
+        "ht tp:1",
+        "a\tb",
+        "host\x00:1",
+        "host/path:1",
+        "[::1:1",
+        "[a]b]:1",
+        ":1",
+        "[ ]:1",
+        "a:b",
+    ],
+)
+def test_an_endpoint_that_is_none_is_refused_with_its_value(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="rendezvous endpoint") as refused:
+        parse_rendezvous_endpoint(endpoint, 7)
+    assert repr(endpoint) in str(refused.value)
+
+
+class Shared(dict[str, bytes]):
+    """As much of a store as `build` needs."""
+
+    def set(self, key: str, value: bytes) -> None:
+        self[key] = value
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+
+@pytest.mark.parametrize("port", [0, None])
+def test_where_to_meet_is_told_with_a_port_that_can_be_connected_to(port: int | None) -> None:
+    store = Shared()
+    told = RendezvousStoreInfo.build(0, store, "host", port)
+    assert 0 < told.master_port < 65536
+    assert RendezvousStoreInfo.build(1, store, "elsewhere") == told
+    assert RendezvousStoreInfo.build(0, store, "host", 5).master_port == 5
+
+
+def test_where_to_meet_is_a_dataclass_for_those_who_know_it_from_torch() -> None:
+    where = RendezvousStoreInfo("host", 5)
+    assert [field.name for field in dataclasses.fields(where)] == ["master_addr", "master_port"]
+    assert dataclasses.asdict(where) == {"master_addr": "host", "master_port": 5}
+    assert dataclasses.replace(where, master_port=6) == RendezvousStoreInfo("host", 6)

@@ -84,7 +84,9 @@ class SimpleElasticAgent(ElasticAgent):
         self.notes: deque[tuple[float, str]] = deque(maxlen=20)  # the last ones, with the time
         self.progress: Progress | None = None  # for a person at a terminal
         self.job_name = spec.get_entrypoint_name()  # as the failure report calls it
-        self._peers: Peers | Cluster = Peers(spec.rdzv_handler, self._post, exit_barrier_timeout)
+        self._peers: Peers | Cluster = Peers(
+            spec.rdzv_handler, self._post, exit_barrier_timeout, self.show_waiting
+        )
         self._log: RunLog | None = None  # events and metrics; None where nobody listens
         self._state = core.GroupState()
         self._info: RendezvousInfo | None = None
@@ -131,15 +133,24 @@ class SimpleElasticAgent(ElasticAgent):
         self._log = self._listen()
         self._find_cluster()
         finish: say.Finish | None = None
+        signalled: SignalException | None = None
         try:
             with scope:
                 finish = self._loop()
             return self._conclude(finish)
+        except SignalException as error:
+            signalled = error
+            raise
         finally:
             if self.progress is not None:
                 self.progress.clear()
-            self._shutdown()
-            if finish is None:  # an error of ours or of a hook: the others must not wait for this node
+            if finish is not None:
+                self._shutdown()
+            elif signalled is not None:  # raised by a hook: the others may go on
+                self._shutdown(signalled.sigval)
+                self._peers.leave(self._number, f"stopped by {signalled.sigval.name}")
+            else:  # an error of ours or of a hook: the others must not wait for this node
+                self._shutdown()
                 self._rdzv_handler.shutdown()
             self._peers.give_back()
             read, write = self._wake_read, self._wake_write
@@ -309,6 +320,9 @@ class SimpleElasticAgent(ElasticAgent):
         if result.state is WorkerState.UNHEALTHY:
             self._last = result
             return say.Hang("workers are unhealthy")
+        if result.state is not WorkerState.HEALTHY:  # or it would be asked again for ever
+            role, states = self._worker_group.spec.role, "HEALTHY, SUCCEEDED, FAILED or UNHEALTHY"
+            raise RuntimeError(f"role {role}: _monitor_workers says {result.state}: it must say {states}")
         if not self._rdzv_handler.watches:
             waiting = self._rdzv_handler.num_nodes_waiting()
             if waiting > 0:

@@ -10,9 +10,10 @@ others: `subscribe`, or another connection (`beside`).
 News cost a message to every node, so they are for what happens once. What is said again and again is kept,
 and fetched by the one who needs it.
 
-Nothing here waits in the owner's thread: what is asked is done by a thread of its own, one thing after the
-other, and `hear` is called by the store's or by a listener's. A store that fails ends the talk in silence:
-the rendezvous finds out for itself, and a job does not end because its nodes could not compare notes.
+Nothing here makes the owner's thread wait for the store: what is asked is done by a thread of its own, one
+thing after the other, and `hear` is called by the store's or by a listener's. A store that fails ends the
+talk in silence: the rendezvous finds out for itself, and a job does not end because its nodes could not
+compare notes.
 
 A node that counts up and dies before it writes leaves a gap in which the others would wait. It is lost with
 that, which is the end of the round and so of this log.
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _TROUBLE = (PhalanxError, OSError, RuntimeError, ValueError)
 """What a store may raise; torch's own raises RuntimeErrors."""
+_CLOSE_PATIENCE = 0.3
+"""For our threads to end. One that is in the middle of a request ends with its answer, or with the store."""
 
 
 def can_carry(store: Any) -> bool:
@@ -91,8 +94,10 @@ class Bulletin:
         def errand(store: Any) -> None:
             end = time.monotonic() + patience
             found = {}
-            for name in names:
-                value = self._get(store, f"{self._prefix}kept/{name}", end)
+            keys = [f"{self._prefix}kept/{name}" for name in names]
+            there = self._all_of(store, keys) if enough is None else []
+            for number, name in enumerate(names):
+                value = _read(there[number]) if there else self._get(store, keys[number], end)
                 if value:
                     found[name] = value
                 if len(found) == enough:
@@ -102,8 +107,13 @@ class Bulletin:
 
         self._errands.put(errand)
 
+    @property
+    def alive(self) -> bool:
+        """Whether what is asked may still be answered."""
+        return self._threads[0].is_alive()
+
     def close(self) -> None:
-        """Hear and tell no more; on return the threads are gone. Idempotent."""
+        """Hear and tell no more. Idempotent, and does not wait for a store that does not answer."""
         with self._lock:
             self._closed = True
             own, self._own = self._own, []
@@ -111,9 +121,10 @@ class Bulletin:
         self._errands.put(None)
         for connection in own:
             connection.close()
+        end = time.monotonic() + _CLOSE_PATIENCE
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(max(0.0, end - time.monotonic()))
 
     # -- our thread ---------------------------------------------------------------------------------
 
@@ -130,6 +141,13 @@ class Bulletin:
                 errand(store)
         except _TROUBLE:
             pass
+
+    @staticmethod
+    def _all_of(store: Any, keys: list[str]) -> list[bytes]:
+        """The values of all keys, asked for at once, where all are there; else none."""
+        if len(keys) < 2 or not hasattr(store, "multi_get") or not store.check(keys):
+            return []
+        return list(store.multi_get(keys))
 
     @staticmethod
     def _get(store: Any, key: str, end: float) -> dict[str, Any]:

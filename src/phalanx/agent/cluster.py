@@ -12,7 +12,7 @@ import time
 from phalanx.agent.peers import for_all_screens
 from phalanx.core import messages as say
 from phalanx.core.messages import Outcome
-from phalanx.core.rounds import CLOSED
+from phalanx.core.rounds import CLOSED, LOST
 from phalanx.observe.progress import Progress
 from phalanx.rendezvous.elastic import UNLIMITED, error_of
 from phalanx.rendezvous.elastic_loop import clock
@@ -175,9 +175,10 @@ class Cluster:
             if failed is not None:
                 return failed
         if self._finished == number:  # whatever it was, it cannot fail workers that have succeeded
-            ok = outcome in ("succeeded", "closed")
-            silent = () if ok or outcome == "left" else (f"the store ({reason})",)
-            return say.BarrierDone(ok, silent, number)
+            if outcome in ("succeeded", "closed"):
+                lost = reason.partition(LOST)[2]
+                return say.BarrierDone(not lost, (f"{lost} ({LOST[:-2]})",) if lost else (), number)
+            return say.BarrierDone(False, () if outcome == "left" else (f"the store ({reason})",), number)
         error = error_of(ended, self._handler.settings)
         if outcome in ("succeeded", "closed"):
             return say.RoundFailed("closed", str(error), job_failed=False)

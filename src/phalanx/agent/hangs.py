@@ -26,10 +26,10 @@ _NATIVE_PATIENCE = 8.0
 
 
 class Findings:
-    """What is known about the ranks of a hang, of one node or of all: by global rank."""
+    """What is known about the ranks of a hang, of one node or of all, by global rank, as it was at `at`."""
 
-    def __init__(self, view: View, found: dict[int, Evidence], where: dict[int, str]) -> None:
-        self.view, self.found, self.where = view, found, where
+    def __init__(self, view: View, at: float, found: dict[int, Evidence], where: dict[int, str]) -> None:
+        self.view, self.at, self.found, self.where = view, at, found, where
         self.silent: list[str] = []  # nodes that did not answer
 
 
@@ -46,7 +46,7 @@ class Incident:
         now: float,
     ) -> None:
         self.verdict = verdict
-        self.view = view
+        self.view, self._at = view, now
         self.summary = verdict.reason
         self.report: list[str] = []
         self._context = context
@@ -68,11 +68,8 @@ class Incident:
         if self._native:
             self._until_native = now + _NATIVE_PATIENCE
 
-    def done(self, now: float) -> bool:
+    def answered(self, now: float) -> bool:
         """Whether everybody has answered, or has had the time to."""
-        return self._answered(now) and self._native_done(now)
-
-    def _answered(self, now: float) -> bool:
         # The end of an answer is not marked: it is whole when it has stopped growing.
         sizes = {rank: self._boards.stacks_size(rank) for rank in self._asked & self._context.running}
         whole = all(
@@ -108,7 +105,8 @@ class Incident:
                     continue
         return found
 
-    def _native_done(self, now: float) -> bool:
+    def native_done(self, now: float) -> bool:
+        """Whether the native stacks are there, where there are to be any, or have had their time."""
         for rank, process in list(self._native.items()):
             if process.poll() is None and now >= self._until_native:
                 process.kill()
@@ -120,7 +118,7 @@ class Incident:
     def abandon(self) -> None:
         """The workers ended meanwhile."""
         self._until_native = 0.0
-        self._native_done(1.0)
+        self.native_done(1.0)
 
     # -- summing up ---------------------------------------------------------------------------------
 
@@ -132,12 +130,12 @@ class Incident:
             found[self._places[rank]] = stacks.evidence(self._places[rank], text, rank in self._stopped)
             self._keep(self._path(rank, "stacks.txt"), text)
         where = {self._places[rank]: f"pid {pid}" for rank, pid in self._pids.items()}
-        return Findings(self.view, found, where)
+        return Findings(self.view, self._at, found, where)
 
-    def conclude(self, findings: Findings, policy: WatchPolicy, now: float, host: str = "") -> str:
+    def conclude(self, findings: Findings, policy: WatchPolicy, host: str = "") -> str:
         """Say in one line what hangs and who stands out, and keep the rest in the log directory."""
         # Where other nodes have answered, too, the same rule says more: whom else it is true of.
-        again = judge(findings.view, now, policy)
+        again = judge(findings.view, findings.at, policy)
         if again is not None and again.rule == self.verdict.rule:
             self.verdict = again
         guilty = blame(findings.view, self.verdict, tuple(findings.found.values()))

@@ -14,7 +14,14 @@ from phalanx.agent.agent import DEFAULT_ROLE, SimpleElasticAgent
 from phalanx.agent.environment import line_prefix, substitute, worker_environment
 from phalanx.agent.spec import RunResult, WorkerGroup, WorkerSpec
 from phalanx.core import group as core
-from phalanx.core.messages import AllSucceeded, Outcome, Signal, Uninterruptible, WorkerState
+from phalanx.core.messages import (
+    AllSucceeded,
+    CloseRendezvous,
+    Outcome,
+    Signal,
+    Uninterruptible,
+    WorkerState,
+)
 from phalanx.processes.spawner import Spawner
 
 TYPE_CHECKING = False
@@ -22,10 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.agent.interface import Interface
     from phalanx.agent.status import StatusSocket
     from phalanx.agent.warmth import Warmth
     from phalanx.agent.watch import Watch
-    from phalanx.core.messages import Event, Finish
+    from phalanx.core.messages import Command, Event, Finish
     from phalanx.processes.context import PContext
     from phalanx.processes.failure import ProcessFailure
     from phalanx.processes.logs import LogsSpecs
@@ -66,6 +74,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self.warmth: Warmth | None = None  # keeps helpers that are ahead of the workers' needs
         self.watch: Watch | None = None  # may be given before `run`; one that watches nothing by default
         self.status: StatusSocket | None = None  # answers `phalanx status`
+        self._interface: Interface | None = None
         self._since = time.time()
         self.attach: int | None = None  # the local rank that has the terminal's input
 
@@ -122,6 +131,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         spec, attempt = worker_group.spec, self._state.attempt
         args, envs, prefixes = {}, {}, {}
         host = os.uname().nodename
+        several = self._of_several_nodes(worker_group)
         for worker in worker_group.workers:
             local_rank = worker.local_rank
             envs[local_rank] = worker_environment(
@@ -132,6 +142,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 use_agent_store=self._uses_agent_store(),
                 environ=os.environ,
             )
+            envs[local_rank].update(several)
             if self.watch is not None:
                 envs[local_rank].update(self.watch.services.environment)
             args[local_rank] = substitute(spec.args, local_rank)
@@ -157,6 +168,16 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self.store is not None:
             self.store.serve()
         return context.pids()
+
+    def _of_several_nodes(self, group: WorkerGroup) -> dict[str, str]:
+        """What only workers that have to find those of other nodes need to be told."""
+        if (group.group_world_size or 1) == 1:
+            return {}
+        if self._interface is None:
+            from phalanx.agent.interface import Interface
+
+            self._interface = Interface()
+        return self._interface.environment(os.environ, group.master_addr, group.spec.local_addr)
 
     def _uses_agent_store(self) -> bool:
         """Whether an agent, this one or node 0's, serves the store that the workers are sent to."""
@@ -294,6 +315,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             now = time.monotonic()
             if now >= due and self._state.phase is core.Phase.RUNNING:
                 self.warmth.look(self._context, now)
+                _prepare_for_a_failure()
         if self._uninterruptible_timeout > 0 and self._state.phase is core.Phase.RUNNING:
             stuck = self._stuck()
             if stuck:
@@ -309,6 +331,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         if isinstance(event, Signal) and self.watch is not None and self.watch.preemption.repeats(event.sig):
             return
         super()._post(event)
+
+    def _do(self, command: Command) -> None:
+        if self.watch is not None and isinstance(command, CloseRendezvous) and command.job_failed:
+            self.watch.job_failed()
+        super()._do(command)
 
     def _join(self) -> None:
         if self.watch is None:
@@ -344,6 +371,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         result = context.outcome(patience=1.0)
         if result is None:
             return None
+        if self.watch is not None:
+            self.watch.preemption.excuse(result.failures.values())
         # Without one that failed by itself it was we who ended them (a signal, a new round): no failure.
         if any(not failure.is_victim for failure in result.failures.values()):
             self._last = RunResult(
@@ -401,6 +430,12 @@ class LocalElasticAgent(SimpleElasticAgent):
             self.store = WorkerStore(spec.master_addr, spec.master_port, self._rdzv_handler.use_agent_store)
         self.store.new_round()
         return self.store.host, self.store.port
+
+
+def _prepare_for_a_failure() -> None:
+    """Import what is needed between a worker's death and the next start, while there is time for it."""
+    import phalanx.observe.report
+    import phalanx.processes.failure  # noqa: F401 - for its being there
 
 
 class WorkerStore:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from phalanx.timers.heartbeat import Boards
 
 _WARN_AGAIN = 5.0  # between looks at a hang that was only warned about
+_KEPT = 100  # findings, of which each may have a long report
 
 
 class Casebook:
@@ -43,20 +44,18 @@ class Casebook:
 
     def slow(self, straggler: dict[str, Any]) -> None:
         """Name who is slow."""
-        self.note(straggler["reason"])
-        self.findings.append(
-            {
-                "kind": "straggler",
-                "ranks": list(straggler["ranks"]),
-                "host": straggler["host"],
-                "summary": straggler["reason"],
-            }
-        )
+        ranks, host, reason = list(straggler["ranks"]), straggler["host"], str(straggler["reason"])
+        self.note(reason)
+        self._keep({"kind": "straggler", "ranks": ranks, "host": host, "summary": reason})
 
     def hang(self, data: dict[str, Any]) -> None:
         """Keep a hang, as `Incident.as_data` has it."""
-        self.last_hang = list(data["report"])
-        self.findings.append(data)
+        self.last_hang = [str(line) for line in data["report"]]
+        self._keep({**data, "kind": "hang", "summary": str(data["summary"])})
+
+    def _keep(self, finding: dict[str, Any]) -> None:
+        self.findings.append(finding)
+        del self.findings[:-_KEPT]
 
 
 class Lookout:
@@ -93,7 +92,7 @@ class Lookout:
         self._standing: Standing | None = None
         self.rates: dict[int, float] = {}  # of the last window, by global rank
         self._output: Output | None = None
-        self._output_elsewhere = self._asked_for_output = 0.0
+        self._output_elsewhere = self._asked_for_output = self._told_of_output = 0.0
         self._world: World | None = None
         if policy is not None:
             self._meet_others()
@@ -289,11 +288,14 @@ class Lookout:
 
         self._due = now + LOOK_AGAIN
         if self._findings is None:
-            if not incident.done(now):
+            if not incident.answered(now):
                 return None
             self._findings = incident.collect()
+        native = incident.native_done(now)  # they take longer, and the workers have to live for so long
+        if self._world is None and not native:
+            return None
         if self._world is not None:
-            what = self._world.proceed(self._findings, now)
+            what = self._world.proceed(self._findings, now, native)
             if what == "wait":
                 return None
             if what == "drop":
@@ -301,9 +303,7 @@ class Lookout:
                 self._incident, self._due = None, now
                 return None
         policy = self.policy or WatchPolicy()
-        summary = incident.conclude(
-            self._findings, policy, now, self._host if self._world is not None else ""
-        )
+        summary = incident.conclude(self._findings, policy, self._host if self._world is not None else "")
         self._incident, self._due = None, now
         if self._world is not None:
             self._world.concluded(incident.as_data())
@@ -323,7 +323,7 @@ class Lookout:
         try:
             if self._world is not None:
                 self._take_in(self._world, news, time.monotonic())
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             pass  # no news of ours: the store of a static round is open to the workers, too
 
     def _take_in(self, world: World, news: dict[str, Any], now: float) -> None:
@@ -336,7 +336,7 @@ class Lookout:
             case "quiet" if news["node"] != world.node:
                 self._answer_quiet(world, now)
             case "output":
-                self._output_elsewhere = max(self._output_elsewhere, now - news["age"])
+                self._output_elsewhere = max(self._output_elsewhere, now - max(0.0, float(news["age"])))
             case "hang" if world.opened(news, now) and self._incident is None:
                 self._look_into(world, news, now)
             case "verdict":
@@ -349,8 +349,9 @@ class Lookout:
         last = self._output.last(now) if self._output is not None else None
         if limit is None or last is None:
             return
-        # Old output is no answer, and what is known to be newer has been told.
-        if last > max(self._output_elsewhere, now - limit / 2):
+        # Old output is no answer, what is known to be newer has been told, and all who ask hear one answer.
+        if last > max(self._output_elsewhere, self._told_of_output, now - limit / 2):
+            self._told_of_output = last
             world.tell_of_output(now - last)
 
     def _look_into(self, world: World, news: dict[str, Any], now: float) -> None:
@@ -362,7 +363,7 @@ class Lookout:
         if self._context.running:
             self._collect(verdict, self._view(now, self.policy or WatchPolicy()), now)
         else:  # nothing, they have finished
-            world.proceed(Findings(View(self._started_at, (), self._finished()), {}, {}), now)
+            world.proceed(Findings(View(self._started_at, (), self._finished()), now, {}, {}), now)
             world.settled()
 
     def _take_verdict(self, hang: dict[str, Any], now: float) -> None:
@@ -370,8 +371,8 @@ class Lookout:
         self._warned = hang["rule"]
         self._casebook.hang(hang)
         if self._incident is not None:
-            self._incident.report = list(hang["report"])
+            self._incident.report = list(self._casebook.last_hang)
             self._incident.keep_report(self._host)
             self._incident, self._due = None, now
         if self.policy is not None and self.policy.on_hang == "warn":
-            self._casebook.note(hang["summary"])
+            self._casebook.note(str(hang["summary"]))

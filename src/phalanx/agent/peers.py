@@ -27,18 +27,30 @@ class Peers:
 
     name = ""  # of this node, where the nodes have names
     meets = False  # whether each round brings a place of its own for the workers to meet
-    waiting = ""  # what the nodes wait for, in words
 
-    def __init__(self, handler: RendezvousHandler, post: Callable[[say.Event], None], timeout: float) -> None:
+    def __init__(
+        self,
+        handler: RendezvousHandler,
+        post: Callable[[say.Event], None],
+        timeout: float,
+        show: Callable[[str], None] | None = None,
+    ) -> None:
         self._handler: Any = handler
-        self._post, self._timeout = post, timeout
+        self._post, self._timeout, self._show = post, timeout, show
         self._number = 0
         self._began = time.time()
         self._info: RendezvousInfo | None = None
         self.error: BaseException | None = None  # what the handler raised last
 
+    @property
+    def waiting(self) -> str:
+        """What the nodes wait for, in words, where the handler can tell."""
+        return str(getattr(self._handler, "waiting_for", ""))
+
     def join(self, gone: int | None, attempt: int) -> None:
         """Be in the next round; `gone` is the one before, if nothing of it is alive."""
+        if hasattr(self._handler, "on_waiting"):
+            self._handler.on_waiting = self._show
         if hasattr(self._handler, "listener"):  # one that tells of other nodes by itself
             self._handler.listener, self._handler.attempt = self._post, attempt
         if self._handler.immediate:

@@ -8,12 +8,14 @@ listens at all there is nothing to wait for, and all are stopped as by SIGTERM.
 from __future__ import annotations
 
 import signal
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from phalanx.processes.context import PContext
+    from phalanx.processes.failure import ProcessFailure
     from phalanx.timers.heartbeat import Boards
 
 
@@ -24,6 +26,7 @@ class Preemption:
         self.signal = sig
         self.under_way = False
         self._announced = False
+        self._since = 0.0  # by the wall clock, as exits are
 
     def repeats(self, sig: int) -> bool:
         """Whether this announces what was announced before: once is enough.
@@ -42,7 +45,8 @@ class Preemption:
         """Let the workers checkpoint and leave; after the grace they are stopped."""
         from phalanx.timers.stacks import catches
 
-        self.under_way = True
+        # First of all: a worker may be told, and gone, before its parent has heard that this is a stop.
+        self.under_way, self._since = True, time.time()
         pids, running = context.pids(), context.running
         handlers = {rank for rank in running if catches(pids[rank], self.signal)}
         if not handlers and not any(boards.read(rank).listens for rank in running):
@@ -53,3 +57,10 @@ class Preemption:
             boards.tell(rank)
         context.send_signal(self.signal, handlers, alone=True)
         context.ask_stop(0, grace)
+
+    def excuse(self, failures: Iterable[ProcessFailure]) -> None:
+        """Whoever left after the workers were told did so because of it, whatever its exit code."""
+        for failure in failures:
+            when = failure.exited_at
+            if self.under_way and failure.stopped_at is None and when is not None and when >= self._since:
+                failure.stopped_at = self._since

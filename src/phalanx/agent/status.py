@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PREFIX = "phalanx/"
 _BUFFER = 1 << 20  # an answer is never waited for: what does not fit is lost
 _PEER = 12  # struct ucred: pid, uid, gid
+_AT_ONCE = 16  # answers between two looks at the workers, however many ask
 
 
 class StatusSocket:
@@ -49,8 +50,10 @@ class StatusSocket:
         return [] if self._socket is None else [self._socket.fileno()]
 
     def answer(self) -> None:
-        """Tell everybody who has asked by now; never waits."""
-        while self._socket is not None:
+        """Tell those who have asked by now; never waits."""
+        for _ in range(_AT_ONCE):
+            if self._socket is None:
+                return
             try:
                 peer, _ = self._socket.accept()
             except OSError:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from phalanx.processes.context import PContext
     from phalanx.timers.heartbeat import Boards
 
-_WARN_AGAIN = 5.0  # between looks at a hang that was only warned about
-
 
 class Watch:
     """What one agent watches, over all its starts."""
@@ -73,13 +71,16 @@ class Watch:
         """Stop the services and give the boards back."""
         if self.node_check is not None:
             self.node_check.close()
-        if self.lookout is not None:
-            self.lookout.hear_last_word()
         self._end_lookout()
         if self._boards is not None:
             self._boards.close()
             self._boards = None
         self.services.close()
+
+    def job_failed(self) -> None:
+        """The job is about to be over for this node: the last time that the others can be heard."""
+        if self.lookout is not None:
+            self.lookout.hear_last_word()
 
     def join(self, go: Callable[[], None]) -> None:
         """Enter the rendezvous with `go`, in the owner's thread, once this node is found fit."""

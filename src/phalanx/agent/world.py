@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 PATIENCE = 0.9
 """Seconds from a verdict until the answers of the other nodes are to be there."""
-_GIVE_UP = 5.0
+_GIVE_UP = 10.0
 """For the verdict of another node, before we look for ourselves again."""
 _LAST_WORD = 1.0
-_NOT_OURS = (KeyError, TypeError, ValueError)
+_NOT_OURS = (KeyError, TypeError, ValueError, OverflowError)
 """What a record that is none of ours makes one raise: the store of a static round is open to workers, too."""
 _FRAMES = 40
 """Of a stack, as it travels."""
@@ -55,14 +55,15 @@ class World:
         hear: Callable[[dict[str, Any]], None],
     ) -> None:
         self.node, self._nodes = group.group_rank or 0, group.group_world_size or 1
-        self._host, self._post = host, post
+        self._host = host
+        self._post: Callable[[Callable[[], None]], None] = lambda errand: post(lambda: _carry_out(errand))
         self._windows = 0
         self._seen: dict[str, int] = {}  # the window of each node's last rates
         self._standing = Standing()
         self._inquiry: Inquiry | None = None
         self._hangs = self._verdicts = 0  # told by us; heard
         self._bulletin = Bulletin(
-            group.store, f"phalanx/progress/{number}/", lambda news: post(lambda: hear(news))
+            group.store, f"phalanx/progress/{number}/", lambda news: self._post(lambda: hear(news))
         )
 
     def close(self) -> None:
@@ -142,35 +143,48 @@ class World:
         """
         if news["after"] != self._verdicts:
             return False
+        case, author = str(news["case"]), int(news["node"])
         if self._inquiry is None:
             self._inquiry = Inquiry(now)
         elif self._inquiry.case:
             return False
-        self._inquiry.case, self._inquiry.author = str(news["case"]), int(news["node"])
+        self._inquiry.case, self._inquiry.author = case, author
         return True
 
-    def proceed(self, findings: Findings, now: float) -> str:
-        """What to do with what was found here: `wait`, `conclude` (then all of it is here), or `drop` it."""
+    def proceed(self, findings: Findings, now: float, complete: bool = True) -> str:
+        """What to do with what was found here: `wait`, `conclude` (then all of it is here), or `drop` it.
+
+        `complete`: nothing more is being collected here. Others hear of what there is before that.
+        """
         inquiry = self._inquiry
         if inquiry is None:
             return "drop"  # the verdict is known
         if not inquiry.case:  # our own news has not come back: the store is slow, or away
-            return "wait" if now < inquiry.since + PATIENCE else "conclude"
+            return self._alone(findings, inquiry, now) if complete else "wait"
         if not inquiry.testified:
             inquiry.testified = True
             self._testify(inquiry, findings, now)
         if inquiry.author != self.node:
             return "wait" if now < inquiry.since + _GIVE_UP else "drop"
+        if not complete:
+            return "wait"
         if inquiry.answers is None:
-            return "wait" if now < inquiry.since + PATIENCE else "conclude"
+            return self._alone(findings, inquiry, now)
         for node in range(self._nodes):
             answer = inquiry.answers.get(f"{inquiry.case}/{node}")
-            if node != self.node and (answer is None or not add_testimony(findings, answer, now)):
+            if node != self.node and (answer is None or not add_testimony(findings, answer)):
                 findings.silent.append(f"node {node}")
         return "conclude"
 
+    @staticmethod
+    def _alone(findings: Findings, inquiry: Inquiry, now: float) -> str:
+        if now < inquiry.since + PATIENCE:
+            return "wait"
+        findings.silent.append("the other nodes")
+        return "conclude"
+
     def _testify(self, inquiry: Inquiry, findings: Findings, now: float) -> None:
-        mine = testimony(findings, self._host, now)
+        mine = testimony(findings, self._host)
         self._bulletin.keep(f"{inquiry.case}/{self.node}", mine)
         if inquiry.author != self.node:
             return
@@ -194,7 +208,7 @@ class World:
     def last_word(self) -> dict[str, Any] | None:
         """The verdict that we still wait for, now that the job ends over it: the end may be told first."""
         inquiry, self._inquiry = self._inquiry, None
-        if inquiry is None or inquiry.author in (self.node, -1):
+        if inquiry is None or inquiry.author in (self.node, -1) or not self._bulletin.alive:
             return None
         import threading
 
@@ -226,6 +240,16 @@ class Inquiry:
         self.answers: dict[str, dict[str, Any]] | None = None
 
 
+def _carry_out(errand: Callable[[], None]) -> None:
+    """In the owner's thread, where an error would end the job: what other nodes say must not be able to."""
+    try:
+        errand()
+    except Exception as error:  # noqa: BLE001 - see above; `_NOT_OURS` is what is known to happen
+        from phalanx.warn import warn
+
+        warn(f"what the other nodes say about their progress makes no sense: {type(error).__name__}: {error}")
+
+
 def world_of(
     group: WorkerGroup,
     number: int,
@@ -240,9 +264,9 @@ def world_of(
 # ---- testimonies as they travel ----------------------------------------------------------------------
 
 
-def testimony(findings: Findings, host: str, now: float) -> dict[str, Any]:
+def testimony(findings: Findings, host: str) -> dict[str, Any]:
     """What this node found, with ages instead of times."""
-    ranks = []
+    now, ranks = findings.at, []
     for beat in findings.view.alive:
         seen = findings.found.get(beat.rank, Evidence(beat.rank))
         ranks.append(
@@ -263,9 +287,9 @@ def testimony(findings: Findings, host: str, now: float) -> dict[str, Any]:
     return {"ranks": ranks, "finished": list(findings.view.finished)}
 
 
-def add_testimony(findings: Findings, answer: dict[str, Any], now: float) -> bool:
+def add_testimony(findings: Findings, answer: dict[str, Any]) -> bool:
     """Add what another node found; False when that makes no sense."""
-    beats, found, where = [], {}, {}
+    now, beats, found, where = findings.at, [], {}, {}
     try:
         for one in answer["ranks"]:
             rank = int(one["rank"])

@@ -51,7 +51,7 @@ def own_name(asked: Asked) -> Iterator[Finding]:
     name = asked.local_addr or socket.gethostname()
     addresses, why = resolve(name)
     shown = f"{name}: {', '.join(addresses) or why}"
-    advice = "give the others its address: --local-addr ADDRESS; for gloo also GLOO_SOCKET_IFNAME=INTERFACE"
+    advice = "give the others its address: --local-addr ADDRESS"
     if not addresses:
         # Alone on a machine nobody needs the name.
         yield Finding("own name", shown, PROBLEM if asked.local_addr else WARN, advice)

@@ -327,7 +327,8 @@ def _last_line(agent: LocalElasticAgent, begin: float) -> str:
         return f"{finish.message}{_took(begin)}"
     restarts = agent.attempt
     after = f", {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
-    return f"all workers succeeded{_took(begin)}{after}"
+    but = finish.message.removeprefix("all workers succeeded") if finish is not None else ""
+    return f"all workers succeeded{_took(begin)}{after}{but}"
 
 
 def _took(begin: float) -> str:

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 from phalanx.core.commands import Change, Command, Delete, Put, Txn, When
 
 FORMING, ACTIVE, CLOSED = "forming", "active", "closed"
+LOST = "lost before they reported: "  # and who, at the end of the reason of a job that succeeded without them
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +315,7 @@ def _watch_over(now: float, view: View, options: Options) -> Decision:
     pending = [m for m in current.members if m.id not in results]
     lost = [m.name for m in pending if not view.present(m)]
     if len(lost) == len(pending) and results:
-        late = f"; lost before they reported: {listing(lost)}" if lost else ""
+        late = f"; {LOST}{listing(lost)}" if lost else ""
         return _close(view, "succeeded", f"workers of {count(len(results), 'node')} succeeded{late}")
     if lost:
         return _reform(view, f"lost {listing(lost)}")

@@ -18,13 +18,15 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
         host, bracket, rest = text[1:].partition("]")
         if not bracket or not host or (rest and not rest.startswith(":")):
             raise ValueError(f"rendezvous endpoint {endpoint!r}: write [address]:port")
-        port = rest[1:]
+        colon, port = rest[:1], rest[1:]
     elif text.count(":") > 1:
         raise ValueError(f"rendezvous endpoint {endpoint!r}: put an IPv6 address in brackets: [{text}]:port")
     else:
         host, colon, port = text.partition(":")
-        if colon and not port:
-            raise ValueError(f"rendezvous endpoint {endpoint!r}: the port after ':' is missing")
+    if colon and not port:
+        raise ValueError(f"rendezvous endpoint {endpoint!r}: the port after ':' is missing")
+    if any(char.isspace() or not char.isprintable() or char in "/[]" for char in host):
+        raise ValueError(f"rendezvous endpoint {endpoint!r}: {host!r} is no name of a host")
     if not host:
         raise ValueError(f"rendezvous endpoint {endpoint!r}: the host is missing")
     if not port:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from phalanx.processes.values import ByValue
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 
-class RendezvousStoreInfo:
+class RendezvousStoreInfo(ByValue):
     """Where the workers of a round find their store."""
 
     MASTER_ADDR_KEY = "MASTER_ADDR"
@@ -18,16 +20,6 @@ class RendezvousStoreInfo:
     def __init__(self, master_addr: str, master_port: int) -> None:
         self.master_addr = master_addr
         self.master_port = master_port
-
-    def __repr__(self) -> str:
-        return f"RendezvousStoreInfo(master_addr={self.master_addr!r}, master_port={self.master_port})"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RendezvousStoreInfo):
-            return NotImplemented
-        return (self.master_addr, self.master_port) == (other.master_addr, other.master_port)
-
-    __hash__ = None  # type: ignore[assignment]  # its fields can be set
 
     @staticmethod
     def build(
@@ -38,7 +30,7 @@ class RendezvousStoreInfo:
             from phalanx.rendezvous.address import free_port, own_address
 
             address = local_addr or own_address()
-            port = server_port if server_port is not None else free_port()
+            port = server_port or free_port()
             store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, address.encode())
             store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port).encode())
         addr = store.get(RendezvousStoreInfo.MASTER_ADDR_KEY).decode()

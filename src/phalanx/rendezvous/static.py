@@ -7,6 +7,7 @@ client of it, and so are the workers. The agents' keys begin with `phalanx/`:
     join/N/K         node K wants to be in round N
     round/N          why round N is needed; the nodes of round N-1 wait for this key, each in a thread
     formed/N         round N is complete, or the job is over
+    waiting/N        whom round N waits for, in words
     seen/N/K         node K knows that the job is over, so node 0 may go
     store/N/…        what the agents of round N tell each other
 
@@ -15,8 +16,9 @@ connection of the round before, and announces the new round in it. So no worker 
 in the next one. Whoever loses its connection on the way connects again and finds itself in the new round, or
 joins anew when it was not noticed: joining is repeated until it is answered, and repeating it is harmless.
 
-Invariants: nobody polls; every wait ends with the join time-out and says who is missing; a node that the
-others wait for in vain, that fails, or that leaves, is known by number to all of them.
+Invariants: nobody polls, but for the words of a wait that people see; every wait ends with the join time-out
+and says who is missing; a node that the others wait for in vain, that fails, or that leaves, is known by
+number to all of them.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from phalanx.errors import (
 )
 from phalanx.rendezvous.handler import RendezvousHandler, RendezvousStoreInfo
 from phalanx.rendezvous.static_host import StaticHost
+from phalanx.rendezvous.static_line import WaitingLine, wait_for_joins, wait_for_round
 from phalanx.rendezvous.static_watch import StaticInfo, Watch, event_of, load
 from phalanx.store.torch_client import TorchStoreClient
 
@@ -63,6 +66,7 @@ class StaticRendezvous(RendezvousHandler):
     `listener` (set it before the first round) is called from a thread with the events of `core.messages`
     that concern the round at hand: a peer failed, left, or wants to join again. Without one, ask
     `num_nodes_waiting`, which costs nothing. `attempt` is what this node tells the others when it joins.
+    `on_waiting` gets a line now and then while a round is waited for; `waiting_for` is that line at any time.
     """
 
     watches = True
@@ -92,15 +96,15 @@ class StaticRendezvous(RendezvousHandler):
         self.timeout = timeout
         self.attempt = 0
         self.listener: Callable[[Event], None] | None = None
+        self.on_waiting: Callable[[str], None] | None = None
         self._host: StaticHost | None = None
         self._control: TorchStoreClient | None = None
         self._shared: TorchStoreClient | None = None  # the agents' store of the round
         self._watch: Watch | None = None
         self._round = 0
         self._asked = 0  # the round that this node has asked to be in
-        self._tokens: list[
-            str
-        ] = []  # by which its own words are known from those of a second one of its rank
+        self._tokens: list[str] = []  # by which its words are known from those of a second one of its rank
+        self._line: WaitingLine | None = None  # while it joins
         self._news: dict[str, Any] | None = None  # why the round at hand is over
         self.told: tuple[str, int] | None = None  # report and exit code of what ended the job elsewhere
         self._closed = False
@@ -128,29 +132,26 @@ class StaticRendezvous(RendezvousHandler):
     def set_closed(self) -> None:
         self.close("closed by this node", None)
 
+    @property
+    def waiting_for(self) -> str:
+        """What this node waits for, in words; empty while it does not."""
+        return "" if (line := self._line) is None else line.words
+
     def next_rendezvous(self) -> StaticInfo:
         """Join the next round, and wait for the others."""
         self._end_watch()
         if self._news is not None and self._news.get("over"):
             raise self._over(self._news)  # the store may be gone with whoever ended it
-        patience = min(self.timeout, _LOST_PATIENCE) if self._lost() else self.timeout
-        begin = time.monotonic()
-        deadline, connect_by = begin + self.timeout, begin + patience
+        deadline = time.monotonic() + self.timeout
+        connect_by = min(deadline, time.monotonic() + _LOST_PATIENCE) if self._lost() else deadline
         token, self._asked = os.urandom(8).hex(), 0
         self._tokens.append(token)
-        while True:
-            try:
-                formed = self._join(token, deadline, connect_by)
-                break
-            except StoreConnectionError as error:
-                if self._closed:
-                    raise RendezvousClosedError(f"run {self.run_id}: closed while joining") from None
-                if self._control is None:
-                    raise self._no_connection(error) from error
-                # Emptied for the new round, most likely; or node 0 is gone and comes back, or not.
-                self._drop_control()
-                connect_by = min(deadline, time.monotonic() + _LOST_PATIENCE)
-        return self._enter(formed)
+        line = self._line = WaitingLine(self.on_waiting)
+        try:
+            return self._enter(self._joined(token, deadline, connect_by, line))
+        finally:
+            self._line = None
+            line.end()
 
     def report_failure(
         self,
@@ -208,10 +209,24 @@ class StaticRendezvous(RendezvousHandler):
 
     # -- joining ----------------------------------------------------------------------------------------
 
-    def _join(self, token: str, deadline: float, connect_by: float) -> dict[str, Any]:
+    def _joined(self, token: str, deadline: float, connect_by: float, line: WaitingLine) -> dict[str, Any]:
+        while True:
+            try:
+                return self._join(token, deadline, connect_by, line)
+            except StoreConnectionError as error:
+                if self._closed:
+                    raise RendezvousClosedError(f"run {self.run_id}: closed while joining") from None
+                if self._control is None:
+                    raise self._no_connection(error) from error
+                # Emptied for the new round, most likely; or node 0 is gone and comes back, or not.
+                self._drop_control()
+                connect_by = min(deadline, time.monotonic() + _LOST_PATIENCE)
+
+    def _join(self, token: str, deadline: float, connect_by: float, line: WaitingLine) -> dict[str, Any]:
         """One try: the record of the round that has this very join in it."""
         if self._closed:
             raise RendezvousClosedError(f"run {self.run_id}: the rendezvous was closed by this node")
+        line.say(f"connecting to node 0 at {self._where}", connect_by)
         client = self._connected(connect_by)
         now = self._now(client, deadline)
         number = int(now["round"])
@@ -226,13 +241,13 @@ class StaticRendezvous(RendezvousHandler):
         mine = {"token": token, "attempt": self.attempt, "host": os.uname().nodename, "pid": os.getpid()}
         client.set(f"join/{number}/{self.rank}", json.dumps(mine))
         self._asked = number
-        why = {"node": self.rank, "token": token, "attempt": self.attempt, "summary": "joins again"}
-        self._call_for(client, number, why)
-        if self._host is not None:
-            self._form(client, number, deadline)
-            client = self._connected(deadline)  # the store was emptied
+        self._call_for(client, number, {**mine, "node": self.rank, "summary": "joins again"})
+        line.say(f"joined at {self._where}, waiting for the other nodes", deadline)
         try:
-            client.wait([f"formed/{number}"], max(0.0, deadline - time.monotonic()))
+            if self._host is not None:
+                self._form(wait_for_joins(client, number, self.world_size, line), number)
+                client = self._connected(deadline)  # the store was emptied
+            wait_for_round(client, number, line)
         except StoreTimeoutError:
             raise self._time_out(client, number) from None
         formed = load(client.get(f"formed/{number}"))
@@ -268,15 +283,10 @@ class StaticRendezvous(RendezvousHandler):
             )
         return now
 
-    def _form(self, client: TorchStoreClient, number: int, deadline: float) -> None:
-        """Node 0: wait for all, then begin the round with an empty store."""
+    def _form(self, values: list[bytes], number: int) -> None:
+        """Node 0: all have joined; begin the round with an empty store."""
         assert self._host is not None
-        keys = [f"join/{number}/{node}" for node in range(self.world_size)]
-        try:
-            client.wait(keys, max(0.0, deadline - time.monotonic()))
-        except StoreTimeoutError:
-            raise self._time_out(client, number) from None
-        joins = [load(value) for value in client.multi_get(keys)]
+        joins = [load(value) for value in values]
         for join in joins:
             if join.get("over"):
                 raise self._over(join)
@@ -324,8 +334,7 @@ class StaticRendezvous(RendezvousHandler):
     def _enter(self, formed: dict[str, Any]) -> StaticInfo:
         """Take up the place in the round, and begin to watch for its end."""
         number = int(formed["round"])
-        host, _ = self._address
-        port = self._port
+        host, port = self._address
         shared = TorchStoreClient(
             host, port, self.timeout, connect_timeout=_REPLY, prefix=f"{PREFIX}store/{number}/"
         )
@@ -406,11 +415,7 @@ class StaticRendezvous(RendezvousHandler):
 
     @property
     def _address(self) -> tuple[str, int]:
-        return (
-            (self._host.local_address, self._port)
-            if self._host is not None
-            else (self.master_addr, self._port)
-        )
+        return self.master_addr if self._host is None else self._host.local_address, self._port
 
     def _connected(self, deadline: float) -> TorchStoreClient:
         """The connection of this node's agent; node 0 serves before it connects."""
