@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,11 @@ def test_the_users_own_modules_are_never_preloaded(helpers: Any, tmp_path: Path)
         ("import os; os._exit(3)", "ended the process"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended the process"),
         ("import sys; sys.exit(4)", "SystemExit"),
+        ("import os; RANK = int(os.environ.get('RANK', 0))", "reads RANK"),
+        ("import os; keep = os.pipe()", "opens pipe:"),
+        ("import subprocess; keep = subprocess.Popen(['sleep', '1000'])", "starts a process"),
+        ("import tempfile; keep = tempfile.TemporaryFile()", "(deleted)"),
+        ("import my_plug_in", "imports my_plug_in from"),
     ],
 )
 def test_a_module_that_does_not_suit_a_fork_is_dropped_by_name(
@@ -107,7 +113,8 @@ def test_a_module_that_does_not_suit_a_fork_is_dropped_by_name(
     packages = tmp_path / "site-packages"
     packages.mkdir()
     (packages / "unsuitable.py").write_text(text + "\n")
-    monkeypatch.setenv("PYTHONPATH", str(packages))
+    script(tmp_path, "VALUE = 1\n", "my_plug_in.py")  # as an editable install has it: found, not installed
+    monkeypatch.setenv("PYTHONPATH", f"{packages}:{tmp_path}")
     out = tmp_path / "out.json"
     spawner = helpers(preload=["unsuitable", *HEAVY])
     assert run_one(spawner, script(tmp_path, REPORT), str(out)) == 0
@@ -131,6 +138,29 @@ def test_helpers_that_are_importing_can_be_closed_at_once(
     wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the import")
     spawner.close()
     assert gone(int(pid_file.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PYTHONDEVMODE", "1"), ("PYTHONWARNINGS", "error"), ("PYTHONWARNDEFAULTENCODING", "1")],
+)
+@pytest.mark.parametrize("parks", [0, 1])
+def test_warnings_are_about_the_workers_own_doing(
+    name: str, value: str, parks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setenv(name, value)
+    path = script(tmp_path, "import gc, sys; gc.collect(); print('done', file=sys.stderr)")
+    spawner = Spawner("python", preload=[])
+    try:
+        if parks:
+            spawner.park(parks)
+            parked(spawner, parks)
+        jobs = [Job(rank, program=("script", str(path), [])) for rank in range(2)]
+        spawner.spawn(jobs, os.environ)
+        assert [end.code for end in ends(spawner, 2)] == [0, 0]
+    finally:
+        spawner.close()
+    assert capfd.readouterr().err == "done\n" * 2
 
 
 def test_siblings_differ_where_fresh_processes_would(helpers: Any, tmp_path: Path) -> None:
@@ -159,17 +189,171 @@ def test_siblings_differ_where_fresh_processes_would(helpers: Any, tmp_path: Pat
         assert len(set(column)) == 3, column
 
 
+EARLY = "import sys\nearly = 'sqlite3' in sys.modules\nimport sqlite3\nsys.exit(40 + early)\n"
+
+
+def launched(main: Path, *words: str, **env: str) -> int:
+    """Run a script as one worker, by the command; its exit code."""
+    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "-q", *words, str(main)]
+    done = subprocess.run(command, env={**os.environ, **env}, timeout=HUNG, stderr=subprocess.DEVNULL)
+    return done.returncode
+
+
+def siblings(spawner: Spawner, main: Path, folder: Path, count: int = 3) -> list[Any]:
+    """What so many ranks have written as JSON into the file that they are given."""
+    jobs = []
+    for rank in range(count):
+        job = Job(rank, program=("script", str(main), [str(folder / f"said{rank}")]))
+        job.env = {"RANK": str(rank)}
+        job.stdout = str(folder / f"stdout{rank}")
+        jobs.append(job)
+    spawner.spawn(jobs, os.environ)
+    assert all(end.code == 0 for end in ends(spawner, count))
+    return [json.loads((folder / f"said{rank}").read_text()) for rank in range(count)]
+
+
+def test_what_an_interpreter_notes_at_an_import_is_each_siblings_own(helpers: Any, tmp_path: Path) -> None:
+    text = """
+import json, logging, multiprocessing, os, sys, threading
+record = logging.LogRecord("", 0, "", 0, "", (), None)
+json.dump({
+    "key": bytes(multiprocessing.current_process().authkey).hex(),
+    "started": record.created - record.relativeCreated / 1000,
+    "thread": threading.main_thread().native_id == os.getpid(),
+    "name": open("/proc/self/comm").read().strip(),
+}, open(sys.argv[1], "w"))
+"""
+    spawner = helpers(preload=["logging", "multiprocessing", "threading"])
+    run_one(spawner, script(tmp_path, "pass\n", "first.py"))  # so that the imports are done by now
+    began = time.time()
+    said = siblings(spawner, script(tmp_path, text), tmp_path)
+    assert len({one["key"] for one in said}) == 3
+    for one in said:
+        assert one["started"] > began - 0.001  # the clock of the records is rounded
+        assert one["thread"]
+        assert one["name"] == os.path.basename(sys.executable)[:15]
+
+
+def test_torchs_random_numbers_differ_between_siblings(helpers: Any, tmp_path: Path) -> None:
+    """As in fresh processes, which seed it from the system; with a seed of the program's own they agree."""
+    pytest.importorskip("torch")
+    text = """
+import json, sys, torch
+first = float(torch.rand(1))
+torch.manual_seed(3)
+json.dump([first, torch.initial_seed(), float(torch.rand(1))], open(sys.argv[1], "w"))
+"""
+    said = siblings(helpers(preload=["torch"]), script(tmp_path, text), tmp_path)
+    assert len({one[0] for one in said}) == 3
+    assert len({tuple(one[1:]) for one in said}) == 1
+
+
+def test_what_an_import_leaves_behind_is_every_workers(
+    helpers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    data = script(tmp_path, "abcdef", "data")
+    (packages / "lasting.py").write_text(
+        "import os, threading\n"
+        "os.environ['SET_BY_IMPORT'] = 'yes'\n"
+        "os.environ.setdefault('GIVEN', 'by the import')\n"
+        "os.environ.pop('TAKEN_BY_IMPORT')\n"
+        f"file = open({str(data)!r}, 'rb', buffering=0)\n"
+        "file.read(1)\n"
+        "print('imported')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    monkeypatch.setenv("TAKEN_BY_IMPORT", "x")
+    monkeypatch.setenv("GIVEN", "before")
+    text = """
+import ctypes, json, os, sys
+early = "lasting" in sys.modules
+import lasting
+libc = ctypes.CDLL(None)
+libc.getenv.restype = ctypes.c_char_p
+names = ["SET_BY_IMPORT", "GIVEN", "TAKEN_BY_IMPORT"]
+json.dump([early, [os.environ.get(n) for n in names], [str(libc.getenv(n.encode())) for n in names],
+           lasting.file.read(2).decode(), lasting.file.read().decode()], open(sys.argv[1], "w"))
+print("running")
+"""
+    main = script(tmp_path, text)
+    for said in siblings(helpers(preload=["lasting"]), main, tmp_path):
+        assert said == [True, ["yes", "before", None], ["b'yes'", "b'before'", "None"], "bc", "def"]
+    for rank in range(3):
+        assert (tmp_path / f"stdout{rank}").read_text() == "imported\nrunning\n"
+
+
+def test_a_module_of_the_scripts_own_hides_the_installed_one_at_every_start(tmp_path: Path) -> None:
+    """Also where it is a package that imports it, and where it was not there when the list was made."""
+    text = (
+        "import sys\nearly = 'sqlite3' in sys.modules\nimport decimal, sqlite3, numbers\n"
+        "sys.exit(40 + 2 * hasattr(numbers, 'MINE') + early)\n"
+    )
+    main = script(tmp_path, text)
+    assert [launched(main) for _ in range(2)] == [40, 41]
+    mine = script(tmp_path, "MINE = 1\nfrom abc import ABC as Number\nRational = Number\n", "numbers.py")
+    assert [launched(main) for _ in range(3)] == [42, 43, 43]
+    mine.unlink()
+    assert [launched(main) for _ in range(2)] == [40, 41]
+
+
+@pytest.mark.parametrize(
+    ("line", "early"),
+    [
+        ("os.environ['FLAVOUR'] = 'mint'", 1),
+        ("os.environ.setdefault('FLAVOUR', 'mint')", 1),
+        ("os.environ['FLAVOUR'] = 'mi' + os.environ['END']", 0),
+        ("if True:\n    os.environ['FLAVOUR'] = 'mint'", 0),
+        ("def choose():\n    os.environ['FLAVOUR'] = 'mint'\nchoose()", 0),
+        ("import chooser; chooser.choose()", 0),
+    ],
+)
+def test_a_variable_set_before_an_import_is_seen_by_it_at_every_start(
+    line: str, early: int, tmp_path: Path
+) -> None:
+    """Imported ahead only where it is certain what the variable is going to be."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "icecream.py").write_text("import os\nFLAVOUR = os.environ.get('FLAVOUR')\n")
+    (packages / "chooser.py").write_text("import os\ndef choose(): os.environ['FLAVOUR'] = 'mint'\n")
+    text = "import os, sys\nearly = 'icecream' in sys.modules\nset_before = 'FLAVOUR' in os.environ\n"
+    text += f"{line}\nimport icecream\nassert not set_before\n"
+    text += "sys.exit(40 + 2 * (icecream.FLAVOUR == 'mint') + early)\n"
+    main = script(tmp_path, text)
+    env = {"PYTHONPATH": str(packages), "END": "nt"}
+    assert [launched(main, **env) for _ in range(2)] == [42, 42 + early]
+    main.write_text(text.replace("mi", "li").replace("FLAVOUR == 'lint'", "FLAVOUR == 'mint'"))
+    if "chooser" not in line:  # its line is not in the script
+        assert launched(main, **env) == 40
+
+
+def test_a_module_that_was_refused_once_is_not_tried_again(tmp_path: Path) -> None:
+    first = Learned(["script", str(tmp_path / "a.py")], os.environ)
+    first.add(["good", "bad", "bad.part", "badly"])
+    first.forget("bad")
+    first.save()
+    again = Learned(["script", str(tmp_path / "a.py")], os.environ)
+    assert again.names == ["good", "badly"]
+    again.add(["good", "bad", "bad.part"])  # the worker had to import it by itself
+    assert again.names == ["good", "badly"]
+
+
+def test_a_fork_of_helpers_in_the_background_has_the_usual_priority(helpers: Any, tmp_path: Path) -> None:
+    spawner = helpers(preload=HEAVY, background=True)
+    text = "import json, os, sys; json.dump(os.getpriority(0, 0), open(sys.argv[1], 'w'))\n"
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert siblings(spawner, script(tmp_path, text), tmp_path, 1) == [own]
+
+
 def test_a_worker_records_what_it_imports_and_the_list_is_kept(tmp_path: Path) -> None:
-    main = script(tmp_path, "import sqlite3\n")
-    words = ["run", "--nproc-per-node", "1", "-q", str(main)]
-    command = [sys.executable, "-m", "phalanx", *words]
-    assert subprocess.run(command, timeout=HUNG).returncode == 0
-    known = Learned(["script", str(main)], os.environ).names
-    assert "sqlite3" in known
-    main.write_text("import sys\nsys.exit(40 + ('sqlite3' in sys.modules))\n")
-    assert subprocess.run(command, timeout=HUNG, stderr=subprocess.DEVNULL).returncode == 41
-    off = [*command[:4], "--warm", "off", *command[4:]]
-    assert subprocess.run(off, timeout=HUNG, stderr=subprocess.DEVNULL).returncode == 40
+    main = script(tmp_path, EARLY)
+    assert launched(main) == 40
+    assert "sqlite3" in Learned(["script", str(main)], os.environ).names
+    assert launched(main) == 41
+    main.write_text(EARLY.replace("import sqlite3", "import sqlite3, decimal  # an edit"))
+    assert launched(main) == 41
+    assert launched(main, "--warm", "off") == 40
 
 
 def test_a_list_belongs_to_one_script_and_one_set_of_packages(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def start() -> "Callable[[], object]":
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ and any(os.path.isdir(p + "/jax/_src") for p in sys.path):
         _load("launch.jax")["offer"]()  # JAX finds its job through a class, not through variables
     if "learn" in places:
-        sys.meta_path.insert(0, Recorder(places["learn"]))
+        sys.meta_path.insert(0, _load("processes.recorder")["Recorder"](places["learn"]))
     if mode == "function":
         os._exit(_load("processes.call")["run_function"](target, places["entry"], places["box"], globals()))
     _restore_orig_argv(mode, target, args)
@@ -69,6 +69,7 @@ def _wait_as_zygote(options: str, root: str) -> "tuple[str, str, str, list[str],
     """Be a zygote. Comes back in its forks only, each with the program that it is to run."""
     from_ours = set(sys.modules)
     path = list(sys.path)
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
     sys.path.insert(0, root)
     from phalanx.processes.forked import tidy, titles
     from phalanx.processes.keeper import close_others, main
@@ -78,8 +79,18 @@ def _wait_as_zygote(options: str, root: str) -> "tuple[str, str, str, list[str],
     close_others(max([fd, *wishes]))
     spec = main(fd, agent, None, wishes[0] if wishes else None)
     tidy(spec, path, from_ours, set_title)
+    _step_forward(nice)
     mode, target, args = spec["program"]
     return mode, spec["options"], target, args, spec["places"]
+
+
+def _step_forward(nice: int) -> None:
+    """Helpers that prepare the next start in the background have a low priority; their workers have not."""
+    try:
+        if os.getpriority(os.PRIO_PROCESS, 0) != nice:
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+    except OSError:
+        pass  # it takes a privilege
 
 
 def prepare(options: str, places: dict[str, int]) -> None:
@@ -304,20 +315,6 @@ def _code(text: str) -> "Callable[[], object]":
         lines = [line + "\n" for line in text.splitlines()]
         linecache.cache["<string>"] = (len(text), None, lines, "<string>")
     return _bound(exec, compile(text, "<string>", "exec", dont_inherit=True), space)
-
-
-class Recorder:
-    """A finder that finds nothing: it only writes down what is asked for, for the next start's preload."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        try:
-            os.write(self.fd, f"{name}\n".encode())
-        except OSError:
-            pass  # closed by a program that closes all it does not know
-        return
 
 
 class Guard:

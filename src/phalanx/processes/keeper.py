@@ -121,7 +121,9 @@ class Wishes:
             with open(fd, encoding="utf-8", errors="replace") as file:
                 nice, *self.names = file.read().split("\n")
             if nice.strip() == "nice":
-                os.nice(10)
+                from phalanx.processes.parking import step_back
+
+                step_back(10)
 
     def hear(self, text: str) -> None:
         """Lines of a zygote that imports."""
