@@ -92,6 +92,18 @@ def test_standbys_are_counted_with_their_memory(tmp_path: Path) -> None:
         job.end()
 
 
+def test_standbys_of_helpers_that_have_no_workers_yet_are_counted(tmp_path: Path) -> None:
+    """At the first launch of a script the helpers that know its modules are a second set."""
+    run = f"first-{os.getpid()}"
+    heavy = "import asyncio, concurrent.futures, email.mime.text, http.server, unittest, xml.dom.minidom\n"
+    words = ["--nproc-per-node", "2", "--rdzv-id", run, "--warm", "standby"]
+    with Running([*words, script(tmp_path, heavy + BEATS)]) as job:
+        job.workers(2)
+        wait_until(lambda: told(run)["standbys"]["count"] == 2, "two parked processes")
+        job.signal(signal.SIGTERM)
+        job.end()
+
+
 def test_a_killed_agent_leaves_nothing_to_find(tmp_path: Path) -> None:
     run = f"killed-{os.getpid()}"
     with Running(["--rdzv-id", run, script(tmp_path, BEATS)]) as job:

@@ -85,7 +85,12 @@ class Warmth:
     @property
     def parked(self) -> list[int]:
         """The pids of processes that wait for the next start."""
-        return [pid for helpers in (self._now, self._next) if helpers is not None for pid in helpers.parked]
+        found = []
+        for helpers in (self._now, self._next):
+            if helpers is not None:
+                helpers.catch_up()  # nobody listens to those that have no workers yet
+                found += helpers.parked
+        return found
 
     def due(self) -> float | None:
         """When `look` wants to be called next."""

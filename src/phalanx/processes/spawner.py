@@ -206,6 +206,13 @@ class Spawner:
             poll = select.poll()
             poll.register(self.channel.fileno(), select.POLLIN)
             poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
+        self.catch_up()
+        with self._lock:
+            early, self._early = self._early, []
+            return early
+
+    def catch_up(self) -> None:
+        """Read what is there; events stay for `events`, which must be asked before the next wait."""
         with self._lock:
             messages, gone = self.channel.pending() if not self.lost else ([], False)
             for message in messages:
@@ -213,8 +220,6 @@ class Spawner:
             if gone:
                 self.lost = True
                 self._early.append(HelpersLost())
-            early, self._early = self._early, []
-            return early
 
     def _note(self, message: tuple[Any, ...]) -> None:
         if message[0] == "exit":
