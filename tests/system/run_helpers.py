@@ -39,9 +39,14 @@ def plain_environment(**more: str) -> dict[str, str]:
 
 def run(*words: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, stdin: str = "") -> Ended:
     """Run to the end."""
+    return ended([*PHALANX, *words], plain_environment() if env is None else env, cwd, stdin)
+
+
+def ended(command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, stdin: str = "") -> Ended:
+    """Any command, run to the end."""
     done = subprocess.run(
-        [*PHALANX, *words],
-        env=plain_environment() if env is None else dict(env),
+        command,
+        env=dict(env),
         cwd=cwd,
         input=stdin,
         capture_output=True,

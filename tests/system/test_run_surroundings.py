@@ -14,21 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.run_helpers import PHALANX, READY, Ended, Running, plain_environment, run, script
+from tests.system.run_helpers import PHALANX, READY, Ended, Running, ended, plain_environment, run, script
 
 
 def in_shell(text: str, *words: str, cwd: Path) -> Ended:
     """Run under a shell; `text` is a line with RUN in it."""
-    done = subprocess.run(
-        ["bash", "-c", text.replace("RUN", shlex.join([*PHALANX, *words]))],
-        env=plain_environment(TMPDIR=str(cwd)),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=HUNG,
-        check=False,
-    )
-    return Ended(done.returncode, done.stdout, done.stderr)
+    line = text.replace("RUN", shlex.join([*PHALANX, *words]))
+    return ended(["bash", "-c", line], plain_environment(TMPDIR=str(cwd)), cwd)
 
 
 # ---- where the output is -------------------------------------------------------------------------------

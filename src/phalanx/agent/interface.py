@@ -9,6 +9,7 @@ they meet. Whoever has set one of the two variables is left alone with both.
 from __future__ import annotations
 
 import os
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,45 +21,42 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 class Interface:
-    """Found once per agent: names are looked up, which may take a while."""
+    """Found once per agent. The look-up of our own name begins at once, while the nodes still meet."""
 
     def __init__(self) -> None:
+        import threading
+
         self._found: str | None = None
+        self._hidden = False  # our name is known to lead nowhere that others could reach
+        self._by = time.monotonic() + _PATIENCE
+        self._looking = threading.Thread(target=self._look_up, name="phalanx-interface", daemon=True)
+        self._looking.start()
+
+    def _look_up(self) -> None:
+        import socket
+
+        from phalanx.rendezvous.address import is_loopback
+
+        try:
+            listed = socket.getaddrinfo(os.uname().nodename, None, type=socket.SOCK_STREAM)
+        except OSError:
+            listed = []
+        self._hidden = all(is_loopback(str(one[4][0])) for one in listed)
 
     def environment(self, environ: Mapping[str, str], meeting: str | None, own: str | None) -> dict[str, str]:
         """What workers get; `meeting` is their MASTER_ADDR, `own` the address that this node was given."""
         if meeting is None or any(environ.get(name) for name in VARIABLES):
             return {}
         if self._found is None:
-            self._found = _within(_PATIENCE, meeting, own)
+            self._looking.join(max(0.0, self._by - time.monotonic()))
+            self._found = _leading_to(meeting, own) if self._hidden else ""
         return dict.fromkeys(VARIABLES, self._found) if self._found else {}
 
 
-def _within(patience: float, meeting: str, own: str | None) -> str:
-    """`_needed`, in a thread: a name server that does not answer must not hold up the agent."""
-    import threading
-
-    found: list[str] = []
-    thread = threading.Thread(
-        target=lambda: found.append(_needed(meeting, own)), name="phalanx-interface", daemon=True
-    )
-    thread.start()
-    thread.join(patience)
-    return found[0] if found else ""
-
-
-def _needed(meeting: str, own: str | None) -> str:
+def _leading_to(meeting: str, own: str | None) -> str:
     """The interface to name; empty where none has to be, or none is known."""
-    import socket
-
     from phalanx.rendezvous.address import is_loopback
 
-    try:
-        listed = socket.getaddrinfo(os.uname().nodename, None, type=socket.SOCK_STREAM)
-    except OSError:
-        listed = []
-    if any(not is_loopback(str(one[4][0])) for one in listed):
-        return ""
     address = _address(own or meeting, given=own is not None)
     return "" if not address or is_loopback(address) else interface_of(address)
 

@@ -171,12 +171,8 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _of_several_nodes(self, group: WorkerGroup) -> dict[str, str]:
         """What only workers that have to find those of other nodes need to be told."""
-        if (group.group_world_size or 1) == 1:
+        if (group.group_world_size or 1) == 1 or self._interface is None:
             return {}
-        if self._interface is None:
-            from phalanx.agent.interface import Interface
-
-            self._interface = Interface()
         return self._interface.environment(os.environ, group.master_addr, group.spec.local_addr)
 
     def _uses_agent_store(self) -> bool:
@@ -338,6 +334,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         super()._do(command)
 
     def _join(self) -> None:
+        if self._interface is None and not self._rdzv_handler.immediate:
+            from phalanx.agent.interface import Interface
+
+            self._interface = Interface()
         if self.watch is None:
             super()._join()
         else:

@@ -320,10 +320,13 @@ class Lookout:
     # -- what the other nodes say -------------------------------------------------------------------
 
     def _hear(self, news: dict[str, Any]) -> None:
+        if self._world is None:
+            return
+        from phalanx.agent.world import NOT_OURS
+
         try:
-            if self._world is not None:
-                self._take_in(self._world, news, time.monotonic())
-        except (KeyError, TypeError, ValueError, OverflowError):
+            self._take_in(self._world, news, time.monotonic())
+        except NOT_OURS:
             pass  # no news of ours: the store of a static round is open to the workers, too
 
     def _take_in(self, world: World, news: dict[str, Any], now: float) -> None:

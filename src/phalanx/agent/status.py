@@ -70,8 +70,12 @@ class StatusSocket:
             peer.setblocking(False)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
             peer.send(json.dumps(self._tell()).encode())
-        except Exception:  # noqa: BLE001 - a question must never end the job; who gets no answer may ask again
-            pass
+        except OSError:
+            pass  # it has gone, or is slow; it may ask again
+        except Exception as error:  # noqa: BLE001 - a question must never end the job, but our fault is told
+            from phalanx.warn import warn
+
+            warn(f"status: no answer, because of {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Nobody is told any more; idempotent."""

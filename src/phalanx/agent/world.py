@@ -37,7 +37,7 @@ PATIENCE = 0.9
 _GIVE_UP = 10.0
 """For the verdict of another node, before we look for ourselves again."""
 _LAST_WORD = 1.0
-_NOT_OURS = (KeyError, TypeError, ValueError, OverflowError)
+NOT_OURS = (KeyError, TypeError, ValueError, OverflowError)
 """What a record that is none of ours makes one raise: the store of a static round is open to workers, too."""
 _FRAMES = 40
 """Of a stack, as it travels."""
@@ -100,7 +100,7 @@ class World:
             try:
                 window, host, measured = int(one["window"]), str(one["host"]), list(one["rates"])
                 news = {int(rank): float(rate) for rank, rate in measured}
-            except _NOT_OURS:
+            except NOT_OURS:
                 continue
             hosts.update(dict.fromkeys(news, host))
             if window != self._seen.get(name):
@@ -202,7 +202,8 @@ class World:
         """Tell the verdict, if the inquiry was ours; it is over in any case."""
         inquiry, self._inquiry = self._inquiry, None
         if inquiry is not None and inquiry.author in (self.node, -1):
-            self._bulletin.keep(f"{inquiry.case}/verdict", data)
+            if inquiry.case:
+                self._bulletin.keep(f"{inquiry.case}/verdict", data)
             self._bulletin.tell({"kind": "verdict", "node": self.node, "hang": data})
 
     def last_word(self) -> dict[str, Any] | None:
@@ -244,7 +245,7 @@ def _carry_out(errand: Callable[[], None]) -> None:
     """In the owner's thread, where an error would end the job: what other nodes say must not be able to."""
     try:
         errand()
-    except Exception as error:  # noqa: BLE001 - see above; `_NOT_OURS` is what is known to happen
+    except Exception as error:  # noqa: BLE001 - see above; `NOT_OURS` is what is known to happen
         from phalanx.warn import warn
 
         warn(f"what the other nodes say about their progress makes no sense: {type(error).__name__}: {error}")
@@ -303,7 +304,7 @@ def add_testimony(findings: Findings, answer: dict[str, Any]) -> bool:
             found[rank] = Evidence(rank, stack, bool(one["stopped"]), bool(one["waiting"]))
             where[rank] = str(one["where"])
         finished = {int(rank) for rank in answer["finished"]}
-    except _NOT_OURS:
+    except NOT_OURS:
         return False
     view = findings.view
     alive = sorted((*view.alive, *beats), key=lambda beat: beat.rank)
