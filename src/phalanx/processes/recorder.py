@@ -41,7 +41,10 @@ class Recorder:
         self._own: dict[str, bool] = {}  # by the first part of a name: whether it is the user's
         self._pid = os.getpid()
         self._unsure = False
-        sys.addaudithook(self._heard)
+        # Not an audit hook: that is called for everything for as long as the process lives, in its last moments
+        # as well, where Python code lets threads of C++ run that then find no interpreter, and abort.
+        self._putenv, self._unsetenv = os.putenv, os.unsetenv
+        os.putenv, os.unsetenv = self._put, self._unset
 
     # -- imports ----------------------------------------------------------------------------------
 
@@ -86,17 +89,25 @@ class Recorder:
 
     # -- variables --------------------------------------------------------------------------------
 
-    def _heard(self, event: str, args: "tuple[Any, ...]") -> None:
-        if event in ("os.putenv", "os.unsetenv") and not self._unsure and os.getpid() == self._pid:
-            try:
-                name = os.fsdecode(args[0])
-                value = os.fsdecode(args[1]) if event == "os.putenv" else None
-                self._set(name, value)
-            except Exception:  # noqa: BLE001 - whatever happens here must not happen to the program
-                pass
+    def _put(self, name: "Any", value: "Any", /) -> None:
+        self._putenv(name, value)
+        self._heard(name, value)
+
+    def _unset(self, name: "Any", /) -> None:
+        self._unsetenv(name)
+        self._heard(name, None)
+
+    def _heard(self, name: "Any", value: "Any") -> None:
+        try:
+            if not self._unsure and os.getpid() == self._pid:
+                self._set(os.fsdecode(name), None if value is None else os.fsdecode(value))
+        except Exception:  # noqa: BLE001 - whatever happens here must not happen to the program
+            pass
+        if self._unsure and os.putenv == self._put:  # nothing more to be learned
+            os.putenv, os.unsetenv = self._putenv, self._unsetenv
 
     def _set(self, name: str, value: str | None) -> None:
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(3)
         while frame is not None and frame.f_code.co_filename in ("<frozen os>", os.__file__):
             frame = frame.f_back
         setter = frame
