@@ -54,7 +54,7 @@ print(json.dumps({name: round(max(0.0, cost(call) - base), 3) for name, call in 
 
 def measure(inside: bool, quick: bool) -> dict[str, float]:
     """Microseconds a call, by name."""
-    from phalanx.timers.heartbeat import STACK_SIGNAL, VARIABLE, Boards
+    from phalanx.supervision.heartbeat import STACK_SIGNAL, VARIABLE, Boards
 
     env = {name: value for name, value in os.environ.items() if name != VARIABLE}
     fds: tuple[int, ...] = ()

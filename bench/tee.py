@@ -61,7 +61,7 @@ with open(sys.argv[2], "wb") as kept:
 
 def _tails() -> dict[str, Callable[..., Any]]:
     """The TailLog classes to compare: ours, and torch's where it can be imported."""
-    found = {"phalanx": importlib.import_module("phalanx.processes.tail_log").TailLog}
+    found = {"phalanx": importlib.import_module("phalanx.logs.tail_log").TailLog}
     try:
         module = importlib.import_module("torch.distributed.elastic.multiprocessing.tail_log")
     except ImportError:

@@ -41,7 +41,7 @@ def _serve(kind: str, pipe: Connection) -> None:
         pipe.send(store.port)
         pipe.poll(None)
     else:
-        from phalanx.store.torch_server import TorchStoreServer
+        from phalanx.store.torch.server import TorchStoreServer
 
         with TorchStoreServer() as server:
             pipe.send(server.port)

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 
-from phalanx.store.torch_client import TorchStoreClient
+from phalanx.store.torch.client import TorchStoreClient
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,12 @@ from hypothesis import settings
 
 settings.register_profile("phalanx", deadline=None)  # on a busy machine an example may take any time
 settings.load_profile("phalanx")
+
+# A test run in the background of a shell, or under nohup, inherits ignored signals; so would every process
+# that a test starts.
+for _signal in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, signal.default_int_handler if _signal is signal.SIGINT else signal.SIG_DFL)
 
 HUNG = 30.0  # seconds; no claim about speed, only about ever coming back
 

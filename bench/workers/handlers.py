@@ -18,8 +18,8 @@ from typing import Any
 def handler(side: str, endpoint: str, count: int, number: int) -> Any:
     """One node's handler."""
     if side == "phalanx":
-        from phalanx.rendezvous.handler import RendezvousParameters
-        from phalanx.rendezvous.registry import get_rendezvous_handler
+        from phalanx.membership.handler import RendezvousParameters
+        from phalanx.membership.registry import get_rendezvous_handler
 
         more = {"name": f"n{number}"}
     else:
@@ -69,15 +69,6 @@ def main(side: str, count: int) -> None:
     else:
         import encodings.idna  # noqa: F401
 
-        import phalanx.rendezvous.address
-        import phalanx.rendezvous.elastic
-        import phalanx.rendezvous.elastic_store
-        import phalanx.rendezvous.registry
-        import phalanx.store.client
-        import phalanx.store.facade
-        import phalanx.store.handshake
-        import phalanx.store.server
-        import phalanx.store.token  # noqa: F401
     subprocess.run(["ip", "link", "set", "lo", "up"], check=False, capture_output=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -9,10 +9,10 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 _WHERE = {
-    "start_processes": "phalanx.processes.start",
-    "Std": "phalanx.processes.logs",
-    "DefaultLogsSpecs": "phalanx.processes.logs",
-    "record": "phalanx.processes.record",
+    "start_processes": "phalanx.workers.worker_kinds",
+    "Std": "phalanx.logs.specs",
+    "DefaultLogsSpecs": "phalanx.logs.specs",
+    "record": "phalanx.workers.record",
     "ChildFailedError": "phalanx.errors",
     "SignalException": "phalanx.errors",
     "PhalanxError": "phalanx.errors",

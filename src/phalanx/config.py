@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
-from phalanx import checks
+from phalanx import validation
 from phalanx.options import (
     BY_DEST,
     OPTIONS,
@@ -294,11 +294,11 @@ def worker_command(config: RunConfig) -> tuple[str, tuple[str, ...]]:
 
 def _resolve(v: Sources, script: str, script_args: tuple[str, ...]) -> RunConfig:
     values: dict[str, Any] = {"script": script, "script_args": script_args}
-    values.update(checks.program(v, script))
-    values.update(checks.workers(v))
-    values.update(checks.nodes(v))
-    values.update(checks.restarts(v))
-    values.update(checks.output(v, values["local_world_size"]))
-    values.update(checks.watching(v, values))
-    values.update(checks.terminal(v, values))
+    values.update(validation.program(v, script))
+    values.update(validation.workers(v))
+    values.update(validation.nodes(v))
+    values.update(validation.restarts(v))
+    values.update(validation.output(v, values["local_world_size"]))
+    values.update(validation.watching(v, values))
+    values.update(validation.terminal(v, values))
     return RunConfig(**values, warnings=tuple(v.warnings))

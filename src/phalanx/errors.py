@@ -28,7 +28,7 @@ TYPE_CHECKING = False  # importing typing and signal would cost every start some
 if TYPE_CHECKING:
     import signal
 
-    from phalanx.processes.failure import ProcessFailure
+    from phalanx.workers.failure import ProcessFailure
 
 
 class PhalanxError(Exception):

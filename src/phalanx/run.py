@@ -1,6 +1,6 @@
 """`torch.distributed.run` at Phalanx's path: `phalanx.run.main(words)`, and `python -m phalanx.run …`."""
 
-from phalanx.launch.torchrun import (
+from phalanx.cli.torchrun import (
     config_from_args,
     determine_local_world_size,
     get_args_parser,
@@ -28,14 +28,14 @@ __all__ = [
 
 # What torch's module has at hand too, and people import from there; loaded when it is asked for.
 _ELSEWHERE = {
-    "DefaultLogsSpecs": "phalanx.processes.logs",
-    "LaunchConfig": "phalanx.launch.api",
-    "LogsSpecs": "phalanx.processes.logs",
-    "Std": "phalanx.processes.logs",
-    "elastic_launch": "phalanx.launch.api",
-    "get_logger": "phalanx.torch_names",
-    "macros": "phalanx.torch_names",
-    "record": "phalanx.processes.record",
+    "DefaultLogsSpecs": "phalanx.logs.specs",
+    "LaunchConfig": "phalanx.agent.job",
+    "LogsSpecs": "phalanx.logs.specs",
+    "Std": "phalanx.logs.specs",
+    "elastic_launch": "phalanx.agent.job",
+    "get_logger": "phalanx.integrations.torch_functions",
+    "macros": "phalanx.integrations.torch_functions",
+    "record": "phalanx.workers.record",
 }
 
 

@@ -12,7 +12,7 @@
             break
 
 Invariants
-- A heartbeat is a copy into memory that the agent shares (timers/heartbeat.py): no system call, no lock.
+- A heartbeat is a copy into memory that the agent shares (supervision/heartbeat.py): no system call, no lock.
 - Only the worker speaks: a process that it forks or starts finds these calls without effect, so that a data
   loader can neither hide a hang of its parent nor be taken for it.
 - What is read and written here is private to the two processes; nothing of it is in a file or on a network.
@@ -24,7 +24,7 @@ import mmap
 import os
 from time import monotonic
 
-from phalanx.timers.heartbeat import (
+from phalanx.supervision.heartbeat import (
     BEAT,
     BEAT_AT,
     DEADLINE_AT,
@@ -171,7 +171,7 @@ def supervised() -> bool:
 def __getattr__(name: str) -> object:
     """`record`, for who has only this module in mind; it is loaded when it is used."""
     if name == "record":
-        from phalanx.processes.record import record
+        from phalanx.workers.record import record
 
         return record
     raise AttributeError(f"module 'phalanx.worker' has no attribute {name!r}")

@@ -8,11 +8,25 @@ from __future__ import annotations
 
 import msgspec
 
-from phalanx.core.commands import Add, Delete, Get, Grant, KeepAlive, Notice, Put, Reply, Txn, Watch, When
-from phalanx.store import etcd_translation, torch_tcp, wire
-from phalanx.store.etcd_watch import MALFORMED
+from phalanx.core.store_commands import (
+    Add,
+    Delete,
+    Get,
+    Grant,
+    KeepAlive,
+    Notice,
+    Put,
+    Reply,
+    Txn,
+    Watch,
+    When,
+)
+from phalanx.store.embedded import wire
+from phalanx.store.etcd import translation as etcd_translation
+from phalanx.store.etcd.watch import MALFORMED
 from phalanx.store.model import Model
-from phalanx.store.torch_tcp import MAGIC, UINT32, VALIDATE, Request, RequestParser
+from phalanx.store.torch import protocol as torch_tcp
+from phalanx.store.torch.protocol import MAGIC, UINT32, VALIDATE, Request, RequestParser
 
 CAP = 4096
 

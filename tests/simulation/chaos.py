@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.core.node_events import Start
+from phalanx.core.participant_events import StartRound
 from phalanx.core.rounds import Options
 from tests.simulation.simulator import Agent, Broken, Simulation
 
@@ -87,7 +87,7 @@ class Chaos:
     def _calm(self) -> None:
         self.fail_chance = self.sim.duplicates = self.sim.reorder = 0.0
 
-    def _workers(self, agent: Agent, start: Start) -> None:
+    def _workers(self, agent: Agent, start: StartRound) -> None:
         chance, run = self.sim.random, agent.run_number
         ok = chance.random() >= self.fail_chance
         when = self.work if ok else chance.uniform(0, self.work)

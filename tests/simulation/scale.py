@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
-from phalanx.core.node_events import Start
+from phalanx.core.participant_events import StartRound
 from phalanx.core.rounds import Options
 from tests.simulation.simulator import Agent, Broken, Simulation
 
@@ -34,7 +34,7 @@ def measure(nodes: int) -> Figures:
     sim = Simulation(7, options, latency=(0.0002, 0.002))
     started: dict[int, int] = {}
 
-    def note(agent: Agent, start: Start) -> None:
+    def note(agent: Agent, start: StartRound) -> None:
         started[start.round.number] = started.get(start.round.number, 0) + 1
 
     def total() -> int:

@@ -24,13 +24,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.core import node_events as happen
-from phalanx.core.commands import Command, Notice, Put, Reply, Watch
-from phalanx.core.node_events import End, Send, Start, Stop
+from phalanx.core import participant_events as happen
 from phalanx.core.participant import Participant
+from phalanx.core.participant_events import End, Send, StartRound, StopRound
 from phalanx.core.rounds import NodeInfo, Options
+from phalanx.core.store_commands import Command, Notice, Put, Reply, Watch
+from phalanx.store.embedded.client_session import Request, Session
 from phalanx.store.model import Model
-from phalanx.store.session import Request, Session
 
 
 class Broken(AssertionError):
@@ -104,7 +104,7 @@ class Simulation:
         self.trace: list[str] = []
         self.tracing = False
         self.ended = 0
-        self.on_start: Callable[[Agent, Start], None] = lambda agent, start: None
+        self.on_start: Callable[[Agent, StartRound], None] = lambda agent, start: None
         self.stop_time: Callable[[], float] = lambda: 0.1
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -169,7 +169,7 @@ class Simulation:
 
     def leave(self, agent: Agent, reason: str) -> None:
         """SIGTERM or a preemption notice."""
-        self._tell(agent, happen.Leave(reason))
+        self._tell(agent, happen.LeaveRequested(reason))
 
     def put(self, key: str, value: bytes) -> None:
         """A write by somebody outside the job (a drain or close request)."""
@@ -196,7 +196,7 @@ class Simulation:
             agent.asleep = False
             self.say(agent.id, "process continued")
             inbox, agent.inbox = agent.inbox, []
-            self._tell(agent, happen.Tick())
+            self._tell(agent, happen.ClockTick())
             self._check_one_round(agent)
             for deliver in inbox:
                 deliver()
@@ -206,9 +206,9 @@ class Simulation:
             match action:
                 case Send(tag, command):
                     self._ask(agent, tag, command)
-                case Start():
+                case StartRound():
                     self._start(agent, action)
-                case Stop(number, reason, at_once):
+                case StopRound(number, reason, at_once):
                     self._stop(agent, number, reason, at_once)
                 case End(outcome, reason):
                     self.say(agent.id, f"ends: {outcome} ({reason})")
@@ -219,9 +219,9 @@ class Simulation:
         wake = agent.participant.wake_at()
         if wake is not None and agent.ended is None:
             timer = agent.timer
-            self.at(wake, lambda: self._tell(agent, happen.Tick()) if agent.timer == timer else None)
+            self.at(wake, lambda: self._tell(agent, happen.ClockTick()) if agent.timer == timer else None)
 
-    def _start(self, agent: Agent, start: Start) -> None:
+    def _start(self, agent: Agent, start: StartRound) -> None:
         members, number = start.round.members, start.round.number
         self.say(agent.id, f"starts workers: round {number}, rank {start.rank} of {len(members)}")
         if number not in self.rounds and len({m.id for m in members}) != len(members):

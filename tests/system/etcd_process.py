@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.store.etcd_http import Address, EtcdError, Failure, Line, Members
+from phalanx.store.etcd.http import Address, EtcdConnection, EtcdError, Failure, Members
 from tests.conftest import HUNG, wait_until
 
 
@@ -71,7 +71,7 @@ class Member:
 
     def ask(self, path: str, body: dict[str, object] | None = None) -> dict[str, object]:
         """Straight to this member."""
-        line = Line(Members([self.address], None, "", ""))
+        line = EtcdConnection(Members([self.address], None, "", ""))
         try:
             return line.call(path, body or {}, HUNG)
         finally:

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-from phalanx.processes.spawner import Exit
+from phalanx.zygote.spawner import Exit
 
 
 def impostor(number: int) -> subprocess.Popen[bytes]:

@@ -19,7 +19,7 @@ import pytest
 from phalanx.agent.agent import ElasticAgent, SimpleElasticAgent
 from phalanx.agent.local import LocalElasticAgent
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
-from phalanx.core.messages import WorkerState
+from phalanx.core.group_events import WorkerState
 from phalanx.errors import (
     PhalanxError,
     RendezvousClosedError,
@@ -28,10 +28,10 @@ from phalanx.errors import (
     SignalException,
     StartError,
 )
+from phalanx.logs.specs import DefaultLogsSpecs
+from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
+from phalanx.membership.solo import SoloRendezvous
 from phalanx.observe import events, metrics
-from phalanx.processes.logs import DefaultLogsSpecs
-from phalanx.rendezvous.handler import RendezvousHandler, RendezvousInfo
-from phalanx.rendezvous.solo import SoloRendezvous
 from tests.conftest import HUNG, gone, wait_until
 
 PYTHON = sys.executable

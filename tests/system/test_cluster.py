@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from phalanx.errors import RendezvousClosedError
-from phalanx.rendezvous.elastic_news import Ended, Failure, Formed, Over
-from phalanx.rendezvous.handler import RendezvousHandler, RendezvousParameters
-from phalanx.rendezvous.registry import get_rendezvous_handler
+from phalanx.membership.handler import RendezvousHandler, RendezvousParameters
+from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over
+from phalanx.membership.registry import get_rendezvous_handler
 from tests.conftest import HUNG, gone, wait_until
 from tests.system.netns import TOKEN, Job, Node, Worker, free_port, tell
 from tests.system.run_helpers import PHALANX, all_gone, plain_environment, run
@@ -463,7 +463,7 @@ def test_a_failure_that_ends_the_job_does_so_although_its_round_is_over(
     for member in members:
         member.start()
     assert {type(told.get(timeout=HUNG)) for _ in members} == {Formed}
-    members[1].failed(0, Failure("exit code 3", final="exit code 3"))  # of a round before this one
+    members[1].failed(0, NodeFailure("exit code 3", final="exit code 3"))  # of a round before this one
     ends = []
     while len(ends) < 2:
         match told.get(timeout=HUNG):

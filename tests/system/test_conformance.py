@@ -32,10 +32,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.processes.child import ERROR_FILE
-from phalanx.processes.command import BOOTSTRAP, worker_argv
-from phalanx.processes.logs import DefaultLogsSpecs, Std
-from phalanx.processes.start import SubprocessContext
+from phalanx.logs.specs import DefaultLogsSpecs, Std
+from phalanx.workers.program import BOOTSTRAP, worker_argv
+from phalanx.workers.worker_kinds import SubprocessContext
+from phalanx.zygote.bootstrap import ERROR_FILE
 from tests.conftest import HUNG
 
 PYTHON = sys.executable

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core import node_events as happen
-from phalanx.core.commands import (
+from phalanx.core import participant_events as happen
+from phalanx.core.rounds import Options
+from phalanx.core.store_commands import (
     Add,
     Change,
     Command,
@@ -30,14 +31,13 @@ from phalanx.core.commands import (
     Watch,
     When,
 )
-from phalanx.core.rounds import Options
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError
-from phalanx.store.client import Client, State
-from phalanx.store.etcd import EtcdClient, etcd_client_from
-from phalanx.store.etcd_http import Address
-from phalanx.store.facade import StoreFacade
-from phalanx.store.server import Server
-from phalanx.store.tls import Tls
+from phalanx.store.embedded.client import Client, State
+from phalanx.store.embedded.server import Server
+from phalanx.store.embedded.tls import Tls
+from phalanx.store.etcd.client import EtcdClient, etcd_client_from
+from phalanx.store.etcd.http import Address
+from phalanx.store.torch.torch_store_adapter import StoreFacade
 from tests.conftest import HUNG
 from tests.system.etcd_process import Cluster, etcd_program
 from tests.system.test_rounds_over_store import Node, starts
@@ -399,7 +399,7 @@ def test_a_rendezvous_over_a_cluster_that_loses_its_leader(
         next(m for m in cluster.members if m.leads()).kill()
         nodes["node3"].inbox.put(happen.WorkersEnded(1, False, "exit code 1"))
         assert starts(said, 2, 4) == names
-        nodes["node4"].inbox.put(happen.Leave("SIGTERM"))
+        nodes["node4"].inbox.put(happen.LeaveRequested("SIGTERM"))
         assert said.get(timeout=HUNG)[1].outcome == "left"  # type: ignore[attr-defined]
         assert starts(said, 3, 3) == names[:3]
         for name in names[:3]:

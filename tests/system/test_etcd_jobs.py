@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.commands import Get
-from phalanx.store.etcd import etcd_client_from
+from phalanx.core.store_commands import Get
+from phalanx.store.etcd.client import etcd_client_from
 from tests.conftest import HUNG
 from tests.system.etcd_process import Cluster, etcd_program
 from tests.system.netns import Job, tell

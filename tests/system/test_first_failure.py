@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
-from phalanx.processes.spawner import Exit, Job, Spawner, Stopped
+from phalanx.zygote.spawner import Exit, GroupStopped, Job, Spawner
 from tests.conftest import HUNG, wait_until
 
 # Ends well when it is let go, and says so when it was told to stop before that.
@@ -131,7 +131,7 @@ def test_the_owners_word_goes_first(said: str, tmp_path: Path) -> None:
             events = spawner.events(HUNG)
             assert events, "no answer"
             codes.update({event.rank: event.code for event in events if isinstance(event, Exit)})
-            if any(isinstance(event, Stopped) for event in events):
+            if any(isinstance(event, GroupStopped) for event in events):
                 break
         assert codes == {0: -signal.SIGKILL, 1: 0 if said == "stop" else 9}
     finally:
@@ -148,7 +148,7 @@ def pair(at: Path) -> list[Job]:
     ]
 
 
-def ends(spawner: Spawner, codes: dict[int, int], until: type[Exit] | type[Stopped]) -> None:
+def ends(spawner: Spawner, codes: dict[int, int], until: type[Exit] | type[GroupStopped]) -> None:
     """Take in what happens up to the first event of a kind."""
     while True:
         events = spawner.events(HUNG)
@@ -168,7 +168,7 @@ def test_after_a_stop_of_the_owners_a_failure_stops_nobody(tmp_path: Path) -> No
         codes: dict[int, int] = {}
         ends(spawner, codes, Exit)
         let_go(tmp_path / "a")
-        ends(spawner, codes, Stopped)
+        ends(spawner, codes, GroupStopped)
         assert codes == {0: -signal.SIGKILL, 1: 0}
         assert not (tmp_path / "a/told").exists()
         assert not psutil.pid_exists(pids[1])
@@ -188,17 +188,17 @@ def test_the_next_group_of_the_same_helpers_is_watched_again(before: str, tmp_pa
             codes: dict[int, int] = {}
             if before == "stop" and number == 0:
                 spawner.stop(signal.SIGTERM, HUNG)
-                ends(spawner, codes, Stopped)
+                ends(spawner, codes, GroupStopped)
                 continue
             os.kill(pids[0], signal.SIGKILL)
             if armed:
-                ends(spawner, codes, Stopped)  # nobody has asked for it
+                ends(spawner, codes, GroupStopped)  # nobody has asked for it
                 assert codes == {0: -signal.SIGKILL, 1: 9}, number
                 continue
             ends(spawner, codes, Exit)
             let_go(at)
             spawner.stop(0, HUNG)
-            ends(spawner, codes, Stopped)
+            ends(spawner, codes, GroupStopped)
             assert codes == {0: -signal.SIGKILL, 1: 0}
     finally:
         spawner.close()
@@ -206,8 +206,8 @@ def test_the_next_group_of_the_same_helpers_is_watched_again(before: str, tmp_pa
 
 IN_BETWEEN = """
 import _socket, os, signal
-from phalanx.processes.channel import Channel
-from phalanx.processes.zygote import Worker, Zygote
+from phalanx.zygote.channel import Channel
+from phalanx.zygote.zygote import Worker, Zygote
 ours, theirs = _socket.socketpair()
 read, write = os.pipe()
 zygote = Zygote(Channel(theirs), read)

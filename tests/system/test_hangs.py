@@ -261,11 +261,11 @@ def test_a_collective_that_waits_for_a_lost_peer(tmp_path: Path, workers: int) -
 
 def test_slow_ranks_are_named_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, so that a window need not last as long as in life."""
-    import phalanx.core.pace as progress
+    import phalanx.core.stragglers as progress
     from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import WorkerSpec
-    from phalanx.processes.logs import DefaultLogsSpecs
-    from phalanx.rendezvous.solo import SoloRendezvous
+    from phalanx.logs.specs import DefaultLogsSpecs
+    from phalanx.membership.solo import SoloRendezvous
 
     monkeypatch.setattr(progress, "WINDOW", 0.5)
     path = script(tmp_path, BEGIN + "for step in range(6, 300 if rank != 1 else 30):\n"
@@ -324,9 +324,9 @@ def test_an_agent_whose_loop_stalls_is_not_healthy(tmp_path: Path, monkeypatch: 
 
     from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import WorkerSpec
-    from phalanx.agent.watch import Watch
-    from phalanx.processes.logs import DefaultLogsSpecs
-    from phalanx.rendezvous.solo import SoloRendezvous
+    from phalanx.logs.specs import DefaultLogsSpecs
+    from phalanx.membership.solo import SoloRendezvous
+    from phalanx.supervision.supervision import Watch
 
     monkeypatch.setattr("phalanx.web.health.Pulse.__init__.__defaults__", (lambda: False, None, 0.5))
     path = script(tmp_path, "import time; time.sleep(1000)\n")

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from phalanx.launch import jax as ours
-from phalanx.store.torch_server import TorchStoreServer
+from phalanx.integrations import jax as ours
+from phalanx.store.torch.server import TorchStoreServer
 from tests.system.jobs import job, python_with, script
 
 COLLECTIVES = """
@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 if sys.argv[1:] == ["below a shell"]:
-    from phalanx.launch.jax import offer
+    from phalanx.integrations.jax import offer
     offer()
 assert not [finder for finder in sys.meta_path if type(finder).__name__ == "_Hook"]
 # The count and place that the agents would have, not the workers: ours must be asked first.
@@ -133,7 +133,7 @@ def test_the_address_goes_through_the_store(monkeypatch: pytest.MonkeyPatch) -> 
         waiting = threading.Thread(target=lambda: asked.append(ours.coordinator(30)))
         waiting.start()
         # The environment is the process's own: rank 0 is another one.
-        code = "import json; from phalanx.launch import jax; print(json.dumps(jax.coordinator(30)))"
+        code = "import json; from phalanx.integrations import jax; print(json.dumps(jax.coordinator(30)))"
         env = os.environ | worker(0, server.port)
         said = subprocess.run(
             [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, check=True

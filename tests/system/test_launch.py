@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from phalanx.agent.job import LaunchConfig, elastic_launch, launch_agent
 from phalanx.errors import ChildFailedError, SignalException, StartError
-from phalanx.launch.api import LaunchConfig, elastic_launch, launch_agent
-from phalanx.processes.logs import DefaultLogsSpecs
-from phalanx.processes.signals import SIGNALS_VARIABLE
+from phalanx.logs.specs import DefaultLogsSpecs
+from phalanx.workers.signals import SIGNALS_VARIABLE
 from tests.conftest import HUNG
 from tests.system.run_helpers import plain_environment, script
 
@@ -219,7 +219,7 @@ def test_a_signal_is_raised(tmp_path: Path) -> None:
 NOTEBOOK = """\
 # A notebook's __main__ has no file, and its functions live there.
 import os
-from phalanx.launch.api import LaunchConfig, elastic_launch
+from phalanx.agent.job import LaunchConfig, elastic_launch
 base = 40
 class Point:
     def __init__(self, x): self.x = x

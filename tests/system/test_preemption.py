@@ -14,12 +14,12 @@ import pytest
 
 from phalanx.agent.local import LocalElasticAgent
 from phalanx.agent.spec import WorkerSpec
-from phalanx.agent.watch import Watch
 from phalanx.errors import SignalException
+from phalanx.logs.specs import DefaultLogsSpecs
+from phalanx.membership.solo import SoloRendezvous
 from phalanx.observe import events
-from phalanx.processes.logs import DefaultLogsSpecs
-from phalanx.rendezvous.solo import SoloRendezvous
-from phalanx.timers.heartbeat import Boards
+from phalanx.supervision.heartbeat import Boards
+from phalanx.supervision.supervision import Watch
 from tests.conftest import gone, wait_until
 from tests.system.run_helpers import Ended, Running, all_gone, run, script
 

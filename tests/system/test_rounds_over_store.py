@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from phalanx.core import node_events as happen
-from phalanx.core.node_events import End, Send, Start, Stop
+from phalanx.core import participant_events as happen
 from phalanx.core.participant import Participant
+from phalanx.core.participant_events import End, Send, StartRound, StopRound
 from phalanx.core.rounds import NodeInfo, Options
-from phalanx.store.client import Client, State
-from phalanx.store.server import Server
-from phalanx.store.token import Token
+from phalanx.store.embedded.client import Client, State
+from phalanx.store.embedded.server import Server
+from phalanx.store.embedded.token import Token
 from tests.conftest import HUNG
 
 TOKEN = Token(b"test secret", "the test")
@@ -57,7 +57,7 @@ class Node(threading.Thread):
                 left = None if wake is None else max(0.0, wake - time.monotonic())
                 event: happen.Event = self.inbox.get(timeout=left)
             except queue.Empty:
-                event = happen.Tick()
+                event = happen.ClockTick()
             actions = self.participant.step(time.monotonic(), event)
         self.client.close()
 
@@ -65,9 +65,9 @@ class Node(threading.Thread):
         match action:
             case Send(tag, command):
                 self.client.send(command, lambda reply: self.inbox.put(happen.Answer(tag, reply)))
-            case Stop(number):
+            case StopRound(number):
                 self.inbox.put(happen.WorkersStopped(number))
-            case Start() | End():
+            case StartRound() | End():
                 self.said.put((self.name, action))
 
 
@@ -76,7 +76,7 @@ def starts(said: queue.Queue[tuple[str, object]], number: int, nodes: int) -> li
     ranks: dict[int, str] = {}
     while len(ranks) < nodes:
         name, action = said.get(timeout=HUNG)
-        assert isinstance(action, Start), action
+        assert isinstance(action, StartRound), action
         if action.round.number == number:
             assert len(action.round.members) == nodes
             ranks[action.rank] = name
@@ -92,7 +92,7 @@ def test_form_fail_re_form_lose_one_and_succeed() -> None:
         assert starts(said, 1, 8) == names
         nodes["node3"].inbox.put(happen.WorkersEnded(1, False, "exit code 1"))
         assert starts(said, 2, 8) == names
-        nodes["node8"].inbox.put(happen.Leave("SIGTERM"))
+        nodes["node8"].inbox.put(happen.LeaveRequested("SIGTERM"))
         assert said.get(timeout=HUNG)[1].outcome == "left"  # type: ignore[attr-defined]
         assert starts(said, 3, 7) == names[:7]
         for name in names[:7]:

@@ -139,8 +139,8 @@ import sys, threading
 from phalanx.agent.local import LocalElasticAgent
 from phalanx.agent.spec import WorkerSpec
 from phalanx.errors import SignalException
-from phalanx.processes.logs import DefaultLogsSpecs
-from phalanx.rendezvous.solo import SoloRendezvous
+from phalanx.logs.specs import DefaultLogsSpecs
+from phalanx.membership.solo import SoloRendezvous
 
 class Never(SoloRendezvous):
     immediate = False

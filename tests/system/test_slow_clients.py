@@ -10,10 +10,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from phalanx.core.commands import Get, Put, Watch
-from phalanx.store import wire
-from phalanx.store.client import Client
-from phalanx.store.server import Server
+from phalanx.core.store_commands import Get, Put, Watch
+from phalanx.store.embedded import wire
+from phalanx.store.embedded.client import Client
+from phalanx.store.embedded.server import Server
 from tests.conftest import HUNG
 from tests.system.test_store_server import TOKEN, closes, shake_hands
 
@@ -58,7 +58,7 @@ def test_half_a_message_of_megabytes_costs_what_has_arrived(server: Server, clie
 def test_strangers_who_say_nothing_are_sent_away(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.store.server.HANDSHAKE_TIME", 0.3)
+    monkeypatch.setattr("phalanx.store.embedded.server.HANDSHAKE_TIME", 0.3)
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(server.address)) for _ in range(50)]
         assert client.put("k", b"v").ok
@@ -70,8 +70,8 @@ def test_strangers_who_say_nothing_are_sent_away(
 def test_more_strangers_than_are_let_in_do_not_lock_out_those_inside(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.store.server.STRANGERS", 5)
-    monkeypatch.setattr("phalanx.store.server.HANDSHAKE_TIME", 0.3)
+    monkeypatch.setattr("phalanx.store.embedded.server.STRANGERS", 5)
+    monkeypatch.setattr("phalanx.store.embedded.server.HANDSHAKE_TIME", 0.3)
     with ExitStack() as stack:
         crowd = [stack.enter_context(socket.create_connection(server.address)) for _ in range(20)]
         assert client.put("k", b"v").ok
@@ -86,7 +86,7 @@ def test_more_strangers_than_are_let_in_do_not_lock_out_those_inside(
 def test_a_watcher_that_does_not_read_does_not_hold_up_the_other_watchers(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.store.server.UNREAD_CAP", 4 << 20)
+    monkeypatch.setattr("phalanx.store.embedded.server.UNREAD_CAP", 4 << 20)
     dropped = threading.Event()
     server.on_incident = lambda text: dropped.set() if "did not read" in text else None
     seen: queue.Queue[int] = queue.Queue()

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.commands import Add, Change, Command, Get, Grant, KeepAlive, Notice, Put, Reply
+from phalanx.core.store_commands import Add, Change, Command, Get, Grant, KeepAlive, Notice, Put, Reply
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError, UsageError
-from phalanx.store import handshake, wire
-from phalanx.store.client import Client, State
-from phalanx.store.facade import StoreFacade
-from phalanx.store.server import Server
-from phalanx.store.token import Token
+from phalanx.store.embedded import handshake, wire
+from phalanx.store.embedded.client import Client, State
+from phalanx.store.embedded.server import Server
+from phalanx.store.embedded.token import Token
+from phalanx.store.torch.torch_store_adapter import StoreFacade
 from tests.conftest import HUNG
 from tests.unit.store_contract import StoreContract
 
@@ -299,7 +299,7 @@ def test_those_who_know_the_token_and_misbehave_lose_only_themselves(
 def test_a_client_that_does_not_read_is_dropped_and_the_others_are_served(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.store.server.UNREAD_CAP", 4 << 20)
+    monkeypatch.setattr("phalanx.store.embedded.server.UNREAD_CAP", 4 << 20)
     dropped = threading.Event()
     server.on_incident = lambda text: dropped.set() if "did not read" in text else None
     with shake_hands(server.address) as slow:
@@ -318,7 +318,7 @@ def test_values_of_megabytes_and_messages_over_the_limit(
     entry = client.get("big")
     assert entry is not None
     assert entry.value == big
-    monkeypatch.setattr("phalanx.store.wire.CAP", 1 << 20)
+    monkeypatch.setattr("phalanx.store.embedded.wire.CAP", 1 << 20)
     with pytest.raises(StoreError, match="over the store's limit"):
         client.put("big", big)
     assert client.request(Get("big")).error == "size"
@@ -327,8 +327,8 @@ def test_values_of_megabytes_and_messages_over_the_limit(
 
 SERVE = """
 import sys
-from phalanx.store.server import Server
-from phalanx.store.token import Token
+from phalanx.store.embedded.server import Server
+from phalanx.store.embedded.token import Token
 token = Token(b"test secret", "")
 with Server("127.0.0.1", int(sys.argv[1]), token=token, journal=sys.argv[2] or None) as server:
     print(server.address[1], flush=True)
@@ -383,7 +383,7 @@ def test_a_journal_is_held_by_one_store_at_a_time(tmp_path: Path) -> None:
 
 
 def test_the_journal_is_folded_and_still_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.store.journal.SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr("phalanx.store.embedded.journal.SNAPSHOT_EVERY", 10)
     journal = str(tmp_path / "journal")
     for _ in range(2):
         with Server(token=TOKEN, journal=journal) as server, Client(*server.address, token=TOKEN) as client:

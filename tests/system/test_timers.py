@@ -24,7 +24,7 @@ from phalanx.elastic.timer import (
     LocalTimerServer,
     expires,
 )
-from phalanx.timers import wire
+from phalanx.supervision.timers import wire
 from tests.conftest import HUNG, gone, wait_until
 
 FORK = multiprocessing.get_context("fork")
@@ -252,7 +252,7 @@ def test_garbage_floods_and_strange_pids_harm_nobody(bed: Bed, monkeypatch: pyte
     signalled: list[int] = []
     with monkeypatch.context() as patch:
         # As in an agent that uses no timers itself. The signal does no harm should all this fail.
-        patch.setattr("phalanx.timers.workers.asking", set())
+        patch.setattr("phalanx.supervision.timers.workers.asking", set())
         patch.setattr(signal, "pidfd_send_signal", lambda *args: signalled.append(args[1]))
         for pid in strange:
             bed.write(b"\x1e%d.0:strange\t%b 18\n" % (pid, now))

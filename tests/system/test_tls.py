@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.commands import Grant, KeepAlive
+from phalanx.core.store_commands import Grant, KeepAlive
 from phalanx.errors import StoreAuthError, UsageError
-from phalanx.store import wire
-from phalanx.store.client import Client
-from phalanx.store.server import Server
-from phalanx.store.tls import Tls, client_context, own_fingerprint
-from phalanx.store.token import Token
+from phalanx.store.embedded import wire
+from phalanx.store.embedded.client import Client
+from phalanx.store.embedded.server import Server
+from phalanx.store.embedded.tls import Tls, client_context, own_fingerprint
+from phalanx.store.embedded.token import Token
 from tests.conftest import HUNG
 from tests.system.test_store_server import Proxy
 from tests.unit.store_contract import StoreContract
@@ -218,7 +218,7 @@ def test_a_wrong_token_inside_tls_names_where_ours_is_from(server: Server, tls: 
 def test_a_client_that_stops_in_the_handshake_costs_nothing_and_goes(
     server: Server, tls: Tls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.store.server.HANDSHAKE_TIME", 0.5)
+    monkeypatch.setattr("phalanx.store.embedded.server.HANDSHAKE_TIME", 0.5)
     turns: list[float] = []
     original = server._timeout
     monkeypatch.setattr(server, "_timeout", lambda now: turns.append(now) or original(now))

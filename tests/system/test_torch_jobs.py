@@ -15,8 +15,8 @@ import pytest
 
 from phalanx.agent.environment import worker_environment
 from phalanx.agent.spec import Worker, WorkerGroup, WorkerSpec
+from phalanx.membership.solo import SoloRendezvous
 from phalanx.options import OPTIONS
-from phalanx.rendezvous.solo import SoloRendezvous
 from tests.conftest import gone
 from tests.system.jobs import Job, job, python_with, script
 

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.agent.warmth import Warmth
-from phalanx.processes.learned import Learned
-from phalanx.processes.spawner import Exit, Job, Spawner, Stopped
+from phalanx.warm.helper_pool import Warmth
+from phalanx.warm.import_cache import Learned
+from phalanx.zygote.spawner import Exit, GroupStopped, Job, Spawner
 from tests.conftest import HUNG, gone, wait_until
 from tests.system.netns import free_port
 
@@ -419,7 +419,7 @@ def test_parked_processes_are_not_part_of_a_group(helpers: Any, tmp_path: Path) 
     parked(spawner, 1)
     spawner.stop(signal.SIGTERM, HUNG)
     events: list[Any] = []
-    while not any(isinstance(event, Stopped) for event in events):
+    while not any(isinstance(event, GroupStopped) for event in events):
         events += spawner.events(HUNG)
     assert len(zygote_children(spawner)) == 1
 
@@ -655,4 +655,4 @@ def test_the_answer_to_a_late_stop_is_not_taken_for_the_next_groups(helpers: Any
     events: list[Any] = []
     while not any(isinstance(event, Exit) for event in events):
         events += spawner.events(HUNG)
-    assert not any(isinstance(event, Stopped) for event in events)
+    assert not any(isinstance(event, GroupStopped) for event in events)

@@ -25,14 +25,14 @@ first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 """
 # Looks at the rates far more often than in life.
 QUICK = (
-    "import sys, phalanx.core.pace as pace; pace.WINDOW = 0.5; sys.argv = sys.argv[1:];"
+    "import sys, phalanx.core.stragglers as pace; pace.WINDOW = 0.5; sys.argv = sys.argv[1:];"
     "from phalanx.__main__ import main; main()"
 )
 
 
 # Does not hear a verdict when it is told.
 DEAF = (
-    "import sys; from phalanx.agent.lookout import Lookout; take_in = Lookout._take_in;"
+    "import sys; from phalanx.supervision.hang_detector import Lookout; take_in = Lookout._take_in;"
     "Lookout._take_in = lambda self, world, news, now:"
     " None if news.get('kind') == 'verdict' and news['node'] >= 0 else take_in(self, world, news, now);"
     "sys.argv = sys.argv[1:]; from phalanx.__main__ import main; main()"
@@ -263,7 +263,7 @@ threading.Event().wait()
 def test_nonsense_in_the_store_is_no_news(tmp_path: Path) -> None:
     """The store of a static round is open to the workers."""
     body = """
-from phalanx.store.torch_client import TorchStoreClient
+from phalanx.store.torch.client import TorchStoreClient
 worker.heartbeat(0)
 store = TorchStoreClient(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 prefix = "phalanx/store/1/phalanx/progress/1/"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from phalanx.core.commands import (
+from phalanx.core.store_commands import (
     Add,
     Change,
     Command,

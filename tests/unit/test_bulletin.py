@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from phalanx.agent.bulletin import Bulletin, can_carry
-from phalanx.store.client import Client
-from phalanx.store.facade import StoreFacade
-from phalanx.store.server import Server
-from phalanx.store.torch_client import TorchStoreClient
-from phalanx.store.torch_server import TorchStoreServer
+from phalanx.store.embedded.client import Client
+from phalanx.store.embedded.server import Server
+from phalanx.store.torch.client import TorchStoreClient
+from phalanx.store.torch.server import TorchStoreServer
+from phalanx.store.torch.torch_store_adapter import StoreFacade
+from phalanx.supervision.round_broadcast import Bulletin, can_carry
 from tests.conftest import HUNG
 
 

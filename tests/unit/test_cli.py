@@ -94,7 +94,7 @@ def test_the_examples_in_the_help_are_valid(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "package").mkdir()
-    monkeypatch.setattr("phalanx.checks.resolve_nproc", lambda *_, **__: 4)
+    monkeypatch.setattr("phalanx.validation.resolve_nproc", lambda *_, **__: 4)
     lines = help_module.EXAMPLES.replace("\\\n", "").splitlines()
     commands = [line.split() for line in lines if line.startswith("  phalanx run")]
     assert parse(commands[example][2:], {}).local_world_size == 4
@@ -218,7 +218,7 @@ def test_report_survives_a_section_that_breaks(monkeypatch: pytest.MonkeyPatch) 
     def broken(*_: object) -> int:
         raise OSError("driver on fire")
 
-    monkeypatch.setattr("phalanx.launch.devices.count_gpus", broken)
+    monkeypatch.setattr("phalanx.devices.count_gpus", broken)
     facts = env.collect({})
     assert facts["devices"] == {"failed": "OSError: driver on fire"}
     assert "kernel" in facts["machine"]

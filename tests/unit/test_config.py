@@ -395,8 +395,8 @@ def test_a_bad_variable_is_named(script: str, name: str, value: str, words: str)
 
 
 def test_no_gpu_is_said_with_what_hides_it(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.launch.devices.nvidia_gpus", lambda root: [])
-    monkeypatch.setattr("phalanx.launch.devices._amd_gpus", lambda root: 0)
+    monkeypatch.setattr("phalanx.devices.nvidia_gpus", lambda root: [])
+    monkeypatch.setattr("phalanx.devices._amd_gpus", lambda root: 0)
     assert "no GPU is visible here (CUDA_VISIBLE_DEVICES='')" in refusal(
         "--nproc-per-node", "gpu", script, CUDA_VISIBLE_DEVICES=""
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.devices import (
+from phalanx.devices import (
     count_cpus,
     count_gpus,
     count_xpus,

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from phalanx.errors import PhalanxError, StoreError, UsageError
-from phalanx.rendezvous import elastic_line
-from phalanx.rendezvous.address import listening_address
-from phalanx.rendezvous.elastic_line import Line
-from phalanx.rendezvous.elastic_news import Failure
-from phalanx.rendezvous.elastic_settings import Settings, open_server
-from phalanx.rendezvous.handler import RendezvousParameters
-from phalanx.store.etcd import etcd_client_from
-from phalanx.store.token import Token
+from phalanx.membership import waiting_line
+from phalanx.membership.address import listening_address
+from phalanx.membership.handler import RendezvousParameters
+from phalanx.membership.membership_events import NodeFailure
+from phalanx.membership.settings import Settings, open_server
+from phalanx.membership.waiting_line import StatusLine
+from phalanx.store.embedded.token import Token
+from phalanx.store.etcd.client import etcd_client_from
 from tests.system.netns import free_port
 
 TOKEN = Token(b"x", "the test")
@@ -120,31 +120,31 @@ def test_whoever_can_bind_the_endpoint_hosts_the_store() -> None:
 
 
 def test_the_line_counts_down_and_is_shown_at_its_times() -> None:
-    line = Line("connecting", 100.0)
+    line = StatusLine("connecting", 100.0)
     line.learn("1 of 2 nodes here (a), waiting for 1 more, 25 s left", 100.0)
     assert line.words(104.2) == "1 of 2 nodes here (a), waiting for 1 more, 21 s left"
     assert line.words(999.0).endswith(", 0 s left")
-    assert line.show_at() == 100.0 + elastic_line.SHOW_AFTER
+    assert line.show_at() == 100.0 + waiting_line.SHOW_AFTER
     line.show(101.0)
-    assert line.show_at() == 101.0 + elastic_line.SHOW_EVERY
+    assert line.show_at() == 101.0 + waiting_line.SHOW_EVERY
     line.wait(110.0)
     assert not line.shown
-    assert line.show_at() == 110.0 + elastic_line.SHOW_AFTER
+    assert line.show_at() == 110.0 + waiting_line.SHOW_AFTER
 
 
 def test_the_leader_writes_what_changed_and_goes_on_while_others_wait() -> None:
-    line = Line("a", 0.0)
+    line = StatusLine("a", 0.0)
     assert line.write_at(forming=False) == float("-inf")
     assert line.write(1.0) == b"a"
     assert line.write_at(forming=False) is None
-    assert line.write_at(forming=True) == 1.0 + elastic_line.WRITE_EVERY
+    assert line.write_at(forming=True) == 1.0 + waiting_line.WRITE_EVERY
     line.learn("b", 1.1)
-    assert line.write_at(forming=False) == 1.0 + elastic_line.WRITE_AFTER
+    assert line.write_at(forming=False) == 1.0 + waiting_line.WRITE_AFTER
 
 
 def test_a_failure_travels_and_garbage_is_only_a_summary() -> None:
-    failure = Failure("rank 3: exit code 7", "not worth it", "a\nreport", 7)
-    assert Failure.read(failure.text()) == failure
-    assert Failure.read("") == Failure("")
-    assert Failure.read("{not json") == Failure("{not json")
-    assert len(Failure("x", report="y" * 10_000_000).text()) < 100_000
+    failure = NodeFailure("rank 3: exit code 7", "not worth it", "a\nreport", 7)
+    assert NodeFailure.read(failure.text()) == failure
+    assert NodeFailure.read("") == NodeFailure("")
+    assert NodeFailure.read("{not json") == NodeFailure("{not json")
+    assert len(NodeFailure("x", report="y" * 10_000_000).text()) < 100_000

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.processes import error_file
-from phalanx.processes.failure import ProcessFailure
+from phalanx.workers import error_file
+from phalanx.workers.failure import ProcessFailure
 
 NOW = 1_700_000_000_123_456_789
 
@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
         "import resource, signal, sys, os\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
-        "from phalanx.processes import error_file\n"
+        "from phalanx.workers import error_file\n"
         "print(error_file.write_exception(sys.argv[1], ValueError('y' * 1000)))\n"
     )
     target = str(tmp_path / "error.json")
@@ -161,7 +161,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_cheap_to_import() -> None:
     code = (
         "import sys; before = set(sys.modules)\n"
-        "import phalanx.processes.error_file\n"
+        "import phalanx.workers.error_file\n"
         "print(*sorted(set(sys.modules) - before))"
     )
     run = subprocess.run(

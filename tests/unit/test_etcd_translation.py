@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.commands import Change, Delete, Entry, Grant, Notice, Put, Txn, Watch, When
+from phalanx.core.store_commands import Change, Delete, Entry, Grant, Notice, Put, Txn, Watch, When
 from phalanx.errors import StoreError, UsageError
-from phalanx.store import etcd_translation as words
-from phalanx.store.etcd import etcd_client_from
-from phalanx.store.etcd_http import Address, EtcdError
-from phalanx.store.etcd_requests import Requests
+from phalanx.store.etcd import translation as words
+from phalanx.store.etcd.client import etcd_client_from
+from phalanx.store.etcd.http import Address, EtcdError
+from phalanx.store.etcd.requests import EtcdRequests
 
 
 def b64(text: str) -> str:
@@ -88,7 +88,7 @@ def test_the_outcome_of_a_transaction() -> None:
         once,
         {"header": {"revision": "9"}, "succeeded": True, "responses": [{"response_put": {}}, *shown]},
     )
-    assert good == words.Outcome(True, 9, (Entry("k", b"v", 2, 9, 77), Entry("gone")), None)
+    assert good == words.RequestOutcome(True, 9, (Entry("k", b"v", 2, 9, 77), Entry("gone")), None)
     memory = {"response_range": {"kvs": [kv("once", "5", 8)]}}
     bad = words.outcome(txn, once, {"header": {"revision": "9"}, "responses": [*shown, memory]})
     assert (bad.ok, bad.entries, bad.memory) == (False, good.entries, Entry("once", b"5", 2, 8))
@@ -134,7 +134,7 @@ class Etcd:
 def test_a_transaction_that_had_been_done_already_is_a_success() -> None:
     once = {"response_range": {"kvs": [kv("phalanx.once/s", "4", 8, 5)]}}
     etcd = Etcd({"ID": "5"}, {"header": {"revision": "8"}, "responses": [once]})
-    assert Requests("s", etcd).carry_out(4, Put("k", b"v")).ok
+    assert EtcdRequests("s", etcd).carry_out(4, Put("k", b"v")).ok
 
 
 def test_somebody_elses_success_is_not_ours() -> None:
@@ -144,7 +144,7 @@ def test_somebody_elses_success_is_not_ours() -> None:
         "responses": [{"response_range": {"kvs": [kv("k", "other", 7)]}}, {"response_range": {}}],
     }
     etcd = Etcd({"ID": "5"}, refused)
-    reply = Requests("s", etcd).carry_out(4, Txn((When("k", "mod", 0),), (Put("k", b"v"),)))
+    reply = EtcdRequests("s", etcd).carry_out(4, Txn((When("k", "mod", 0),), (Put("k", b"v"),)))
     assert (reply.ok, reply.error, reply.entries[0].value) == (False, "condition", b"other")
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.processes import evidence
-from phalanx.processes.evidence import Snapshot, code_in_words, explain, next_step, signal_label, snapshot
+from phalanx.workers import exit_evidence
+from phalanx.workers.exit_evidence import Snapshot, code_in_words, explain, next_step, signal_label, snapshot
 
 LIMIT = 48 << 20
 EATER = "import sys\nsys.stdin.readline()\nkept = []\nwhile True: kept.append(b'x' * (1 << 20))"
@@ -73,8 +73,10 @@ def test_without_counters_it_claims_nothing() -> None:
 @pytest.fixture
 def limited() -> Iterator[Path]:
     """A memory cgroup below our own with a small limit."""
-    mount, kind = next(((m, k) for k in ("v1", "v2") if (m := evidence._cgroup_mounts().get(k))), (None, ""))
-    own = next(iter(evidence._counter_files("self")), None)
+    mount, kind = next(
+        ((m, k) for k in ("v1", "v2") if (m := exit_evidence._cgroup_mounts().get(k))), (None, "")
+    )
+    own = next(iter(exit_evidence._counter_files("self")), None)
     if mount is None or own is None:
         pytest.skip("no memory cgroup is mounted")
     group = Path(own).parent / f"phalanx-test-{uuid.uuid4().hex[:8]}"
@@ -118,13 +120,13 @@ def test_real_oom_kill_is_told_as_surely_as_it_is_known(
     assert code == -9
     assert str(limited) in next(iter(before.cgroups))
     text = explain(code, pid, before)
-    log = evidence.oom_lines(before.monotonic_us)
+    log = exit_evidence.oom_lines(before.monotonic_us)
     if log and any(f"Killed process {pid} " in line for line in log):
         assert "out of memory" in text
         assert f"pid {pid}" in text
         assert "its memory limit (cgroup), it held" in text
     # From here on as if the kernel log could not be read: the counters alone.
-    monkeypatch.setattr(evidence, "oom_lines", lambda _since: None)
+    monkeypatch.setattr(exit_evidence, "oom_lines", lambda _since: None)
     text = explain(code, pid, before)
     assert text.startswith("probably out of memory: the kernel's count")
     assert str(limited) in text
@@ -142,15 +144,15 @@ def test_oom_of_another_process_is_not_ours(limited: Path) -> None:
 
 
 def test_unreadable_log_and_odd_records(tmp_path: Path) -> None:
-    assert evidence.oom_lines(0, str(tmp_path / "none")) is None
+    assert exit_evidence.oom_lines(0, str(tmp_path / "none")) is None
     log = tmp_path / "kmsg"
     log.write_text("6,1,5000000,-;Memory cgroup out of memory: Killed process 12 (python) anon-rss:2048kB\n")
-    assert evidence.oom_lines(0, str(log)) == [
+    assert exit_evidence.oom_lines(0, str(log)) == [
         "Memory cgroup out of memory: Killed process 12 (python) anon-rss:2048kB"
     ]
-    assert evidence.oom_lines(10_000_000, str(log)) == [], "from before the snapshot"
+    assert exit_evidence.oom_lines(10_000_000, str(log)) == [], "from before the snapshot"
     log.write_bytes(b"\xff\x00garbage;Killed process")
-    assert evidence.oom_lines(0, str(log)) == ["Killed process"]
+    assert exit_evidence.oom_lines(0, str(log)) == ["Killed process"]
 
 
 def test_a_bus_error_looks_at_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from phalanx.core.failures import (
     Diagnosis,
-    Ending,
     ErrorRecord,
+    WorkerExit,
     diagnose,
     echo_of,
     fingerprint,
@@ -35,7 +35,7 @@ def golden_cases() -> list[tuple[str, str, str]]:
     return cases
 
 
-def parse(text: str) -> tuple[list[Ending], float | None]:
+def parse(text: str) -> tuple[list[WorkerExit], float | None]:
     endings, started = [], None
     for line in filter(None, text.splitlines()):
         words = dict(word.split("=", 1) for word in shlex.split(line))
@@ -47,7 +47,7 @@ def parse(text: str) -> tuple[list[Ending], float | None]:
             message, _, at = words["error"].rpartition("@")
             error = ErrorRecord(message, at=float(at), precise="." in at)
         endings.append(
-            Ending(
+            WorkerExit(
                 int(words["rank"]),
                 100 + int(words["rank"]),
                 int(words["code"]),
@@ -95,8 +95,8 @@ def test_golden(given_text: str, expected: str) -> None:
     ],
 )
 def test_lost_peer_is_an_echo(text: str) -> None:
-    assert echo_of(Ending(0, 1, 1, 1.0, ErrorRecord(text)))
-    assert echo_of(Ending(0, 1, 1, 1.0, None, tail=f"noise\n{text}\n"))
+    assert echo_of(WorkerExit(0, 1, 1, 1.0, ErrorRecord(text)))
+    assert echo_of(WorkerExit(0, 1, 1, 1.0, None, tail=f"noise\n{text}\n"))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_lost_peer_is_an_echo(text: str) -> None:
     ],
 )
 def test_a_failure_of_its_own_is_no_echo(text: str) -> None:
-    assert not echo_of(Ending(0, 1, 1, 1.0, ErrorRecord(text)))
+    assert not echo_of(WorkerExit(0, 1, 1, 1.0, ErrorRecord(text)))
 
 
 CHAIN = """Traceback (most recent call last):
@@ -135,14 +135,14 @@ CONTEXT = "During handling of the above exception, another exception occurred:"
 def test_first_link_of_an_exception_chain_decides(link: str) -> None:
     lost, real = "ConnectionResetError: [Errno 104] Connection reset by peer", "ValueError: bad"
     wrapped = CHAIN.format(first=lost, link=link, last=real)
-    assert echo_of(Ending(0, 1, 1, 1.0, ErrorRecord(real, wrapped)))
+    assert echo_of(WorkerExit(0, 1, 1, 1.0, ErrorRecord(real, wrapped)))
     teardown = CHAIN.format(first=real, link=link, last=lost)
-    assert not echo_of(Ending(0, 1, 1, 1.0, ErrorRecord(lost, teardown)))
+    assert not echo_of(WorkerExit(0, 1, 1, 1.0, ErrorRecord(lost, teardown)))
 
 
 def test_a_kill_is_never_an_echo() -> None:
-    assert not echo_of(Ending(0, 1, -9, 1.0, tail="Connection reset by peer"))
-    assert echo_of(Ending(0, 1, -6, 1.0, tail="Watchdog caught collective operation timeout"))
+    assert not echo_of(WorkerExit(0, 1, -9, 1.0, tail="Connection reset by peer"))
+    assert echo_of(WorkerExit(0, 1, -6, 1.0, tail="Watchdog caught collective operation timeout"))
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,16 @@ def test_shell_status() -> None:
 
 
 def test_fingerprint_keeps_what_differs() -> None:
-    one = Ending(0, 1, 1, 1.0, ErrorRecord("ValueError: step 7 of 10"))
-    two = Ending(1, 2, 1, 1.0, ErrorRecord("ValueError: step 8 of 10"))
+    one = WorkerExit(0, 1, 1, 1.0, ErrorRecord("ValueError: step 7 of 10"))
+    two = WorkerExit(1, 2, 1, 1.0, ErrorRecord("ValueError: step 8 of 10"))
     assert fingerprint(one) != fingerprint(two)
-    assert fingerprint(Ending(0, 1, 1, 1.0, tail="a\nb\n")) != fingerprint(
-        Ending(1, 2, 1, 1.0, tail="a\nc\n")
+    assert fingerprint(WorkerExit(0, 1, 1, 1.0, tail="a\nb\n")) != fingerprint(
+        WorkerExit(1, 2, 1, 1.0, tail="a\nc\n")
     )
-    assert fingerprint(Ending(0, 1, 1, 1.0, tail="a\nb\n")) == fingerprint(Ending(1, 2, 1, 1.0, tail="c\nb"))
-    assert fingerprint(Ending(0, 1, -9, 1.0)) != fingerprint(Ending(0, 1, -11, 1.0))
+    assert fingerprint(WorkerExit(0, 1, 1, 1.0, tail="a\nb\n")) == fingerprint(
+        WorkerExit(1, 2, 1, 1.0, tail="c\nb")
+    )
+    assert fingerprint(WorkerExit(0, 1, -9, 1.0)) != fingerprint(WorkerExit(0, 1, -11, 1.0))
 
 
 def test_nothing_ended() -> None:
@@ -181,7 +183,7 @@ def test_nothing_ended() -> None:
 times = st.floats(min_value=1.0, max_value=100.0)
 endings_strategy = st.lists(
     st.builds(
-        Ending,
+        WorkerExit,
         rank=st.integers(0, 50),
         pid=st.integers(1, 99),
         code=st.integers(-15, 5),
@@ -202,7 +204,7 @@ endings_strategy = st.lists(
 
 
 @given(endings_strategy)
-def test_every_ending_has_one_place_and_the_root_is_the_best_of_them(endings: list[Ending]) -> None:
+def test_every_ending_has_one_place_and_the_root_is_the_best_of_them(endings: list[WorkerExit]) -> None:
     d = diagnose(endings)
     placed = [e.rank for e in [*d.failed, *d.echoes, *d.victims]]
     assert sorted(placed) == sorted(e.rank for e in endings if e.code != 0)
@@ -228,5 +230,5 @@ def test_the_root_alone_is_the_same(order: list[int], kinds: list[str]) -> None:
         message = {"real": "ValueError: no", "echo": "ConnectionResetError: gone"}.get(kind)
         error = ErrorRecord(message, at=10.0 + rank, precise=True) if message else None
         stop = 5.0 if kind == "victim" else None
-        endings.append(Ending(rank, 100 + rank, 1 if kind else 0, 11.0 + rank, error, stop))
+        endings.append(WorkerExit(rank, 100 + rank, 1 if kind else 0, 11.0 + rank, error, stop))
     assert root_of(endings) == diagnose(endings).root

@@ -16,20 +16,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core import group, messages
+from phalanx.core import group, group_events
 from phalanx.core.group import GroupPolicy, GroupState, IllegalMove, Phase, WorkerState, step
-from phalanx.core.messages import (
+from phalanx.core.group_events import (
     AllSucceeded,
     BarrierDone,
     EnterBarrier,
     Finish,
+    GroupRound,
     Hang,
     Join,
     MembershipChanged,
     Outcome,
     PeerFailed,
     ReportFailure,
-    Round,
     RoundFailed,
     RoundOver,
     RoundReady,
@@ -76,7 +76,7 @@ def replay(script: str) -> str:
         if not line.startswith("> "):
             continue
         time, _, text = line[2:].partition(" ")
-        event = eval(text, vars(messages))
+        event = eval(text, vars(group_events))
         state, commands, reason = step(state, event, float(time), policy)
         out += [line, f"  {state.phase.value} {state.worker_state.value} attempt={state.attempt}: {reason}"]
         out += [f"    {command!r}" for command in commands]
@@ -114,9 +114,9 @@ def test_all_traces_together_take_every_arrow_of_the_table() -> None:
 
 # ---- the table ---------------------------------------------------------------------------------------
 
-EVENTS: list[messages.Event] = [
+EVENTS: list[group_events.Event] = [
     Start(),
-    RoundReady(Round(9)),
+    RoundReady(GroupRound(9)),
     RoundFailed("error", "x"),
     RoundOver(1, "x"),
     Started((1,)),
@@ -180,9 +180,9 @@ def drive(*events: Any, policy: GroupPolicy | None = None) -> group.Step:
 
 def test_an_illegal_move_tells_the_history() -> None:
     with pytest.raises(IllegalMove) as caught:
-        drive(Start(), RoundReady(Round(1)), Started((5,)), RoundReady(Round(2)))
+        drive(Start(), RoundReady(GroupRound(1)), Started((5,)), RoundReady(GroupRound(2)))
     text = str(caught.value)
-    assert "RoundReady(round=Round(number=2" in text
+    assert "RoundReady(round=GroupRound(number=2" in text
     assert "NEW --Start--> JOINING" in text
     assert "STARTING --Started--> RUNNING: workers are running (pids 5)" in text
 
@@ -190,18 +190,20 @@ def test_an_illegal_move_tells_the_history() -> None:
 def test_news_of_workers_after_their_stop_is_illegal() -> None:
     """It would be taken for news of the next ones."""
     with pytest.raises(IllegalMove):
-        drive(Start(), RoundReady(Round(1)), Started(), WorkerFailed("x"), Stopped(), WorkerFailed("y"))
+        drive(Start(), RoundReady(GroupRound(1)), Started(), WorkerFailed("x"), Stopped(), WorkerFailed("y"))
 
 
 def test_round_numbers_must_grow() -> None:
     with pytest.raises(IllegalMove, match="numbers must grow"):
-        drive(Start(), RoundReady(Round(3)), Started(), WorkerFailed("x"), RoundReady(Round(3)))
+        drive(Start(), RoundReady(GroupRound(3)), Started(), WorkerFailed("x"), RoundReady(GroupRound(3)))
 
 
 def test_the_stop_is_the_first_command_of_a_failure() -> None:
     """What is waited for most goes out first."""
     for policy in (GroupPolicy(), GroupPolicy(RestartPolicy(max_restarts=0))):
-        commands = drive(Start(), RoundReady(Round(1)), Started(), WorkerFailed("x"), policy=policy).commands
+        commands = drive(
+            Start(), RoundReady(GroupRound(1)), Started(), WorkerFailed("x"), policy=policy
+        ).commands
         assert type(commands[0]) is StopWorkers
         assert type(commands[1]) is ReportFailure
 
@@ -210,7 +212,7 @@ def test_the_history_is_bounded() -> None:
     policy = GroupPolicy(RestartPolicy(max_restarts=10_000, backoff_max=0))
     state = step(GroupState(), Start(), 0.0, policy).state
     for number in range(500):
-        for event in (RoundReady(Round(number)), Started(), WorkerFailed("x"), Stopped()):
+        for event in (RoundReady(GroupRound(number)), Started(), WorkerFailed("x"), Stopped()):
             state = step(state, event, 0.0, policy).state
     assert state.attempt == 500
     assert len(state.recent) < 50
@@ -335,7 +337,7 @@ class World:
     def round_ready(self) -> None:
         self.join = False
         self.round += 1
-        self.post(RoundReady(Round(self.round, ("a", "b"), attempt=self.state.attempt)))
+        self.post(RoundReady(GroupRound(self.round, ("a", "b"), attempt=self.state.attempt)))
 
     def round_failed(self) -> None:
         self.join = False
@@ -412,7 +414,7 @@ def test_own_failures_never_get_more_restarts_than_the_budget(budget: int, lives
     policy = GroupPolicy(RestartPolicy(budget))
     state, now, starts = step(GroupState(), Start(), 0.0, policy).state, 0.0, 0
     for number, lived in enumerate(lives):
-        result = step(state, RoundReady(Round(number)), now, policy)
+        result = step(state, RoundReady(GroupRound(number)), now, policy)
         if result.state.phase is Phase.WAITING:
             now = result.state.not_before
             result = step(result.state, Tick(), now, policy)

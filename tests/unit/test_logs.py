@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.processes.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
+from phalanx.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
 from tests.conftest import as_nobody, drop_privileges
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.processes.numa import (
+from phalanx.workers.numa import (
     AffinityMode,
     NumaOptions,
     Topology,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.core.pace import WINDOW, Pace, Standing, compare, measure
 from phalanx.core.progress import Beat, View
+from phalanx.core.stragglers import WINDOW, Pace, Standing, compare, measure
 
 
 def windows(*rates: tuple[float, ...]) -> list[list[tuple[int, ...]]]:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from phalanx.observe.progress import PATIENCE, REDRAW, Progress, on_terminal
+from phalanx.observe.progress_line import PATIENCE, REDRAW, Progress, on_terminal
 
 
 class Screen(io.StringIO):

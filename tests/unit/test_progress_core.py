@@ -147,10 +147,10 @@ def test_identical_stacks_are_grouped_with_the_odd_ones_first() -> None:
 @pytest.mark.parametrize("final", [True, False])
 def test_a_final_hang_ends_the_job_whatever_restarts_are_left(final: bool) -> None:
     from phalanx.core import group
-    from phalanx.core import messages as say
+    from phalanx.core import group_events as say
 
     policy, state = group.GroupPolicy(), group.GroupState()
-    for event in (say.Start(), say.RoundReady(say.Round(1)), say.Started((1,))):
+    for event in (say.Start(), say.RoundReady(say.GroupRound(1)), say.Started((1,))):
         state, _, _ = group.step(state, event, 0.0, policy)
     state, commands, reason = group.step(state, say.Hang("rank 1 hangs", final), 9.0, policy)
     assert state.phase is (group.Phase.ENDING if final else group.Phase.REFORMING)

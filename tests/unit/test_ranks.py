@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.ranks import (
     Candidate,
-    NodeInfo,
+    NodeSlots,
     WorkerRanks,
     assign,
     assign_identical,
@@ -22,7 +22,7 @@ from phalanx.core.ranks import (
 
 
 def test_heterogeneous_roles() -> None:
-    nodes = [NodeInfo(2, "trainer", 1), NodeInfo(0, "trainer", 2), NodeInfo(1, "reader", 3)]
+    nodes = [NodeSlots(2, "trainer", 1), NodeSlots(0, "trainer", 2), NodeSlots(1, "reader", 3)]
     assert assign(nodes) == [
         [WorkerRanks(0, 0, 0, 6, 3), WorkerRanks(1, 1, 1, 6, 3)],
         [WorkerRanks(0, 2, 0, 6, 3), WorkerRanks(1, 3, 1, 6, 3), WorkerRanks(2, 4, 2, 6, 3)],
@@ -31,13 +31,13 @@ def test_heterogeneous_roles() -> None:
 
 
 node_lists = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), min_size=1, max_size=12).map(
-    lambda items: [NodeInfo(rank, role, size) for rank, (role, size) in enumerate(items)]
+    lambda items: [NodeSlots(rank, role, size) for rank, (role, size) in enumerate(items)]
 )
 
 
 @given(node_lists, st.randoms())
 def test_ranks_are_unique_and_contiguous_whatever_the_order(
-    nodes: list[NodeInfo], rng: random.Random
+    nodes: list[NodeSlots], rng: random.Random
 ) -> None:
     shuffled = list(nodes)
     rng.shuffle(shuffled)
@@ -56,26 +56,26 @@ def test_ranks_are_unique_and_contiguous_whatever_the_order(
 
 @given(st.integers(1, 9), st.integers(1, 9))
 def test_identical_nodes_need_no_exchange(nodes: int, size: int) -> None:
-    exchanged = assign([NodeInfo(rank, "default", size) for rank in range(nodes)])
+    exchanged = assign([NodeSlots(rank, "default", size) for rank in range(nodes)])
     assert [assign_identical(rank, nodes, size) for rank in range(nodes)] == exchanged
 
 
 @pytest.mark.parametrize(
     ("nodes", "text"),
     [
-        ([NodeInfo(0, "a", 1), NodeInfo(0, "a", 1)], r"node ranks \[0, 0\]"),
-        ([NodeInfo(1, "a", 1)], r"node ranks \[1\]"),
-        ([NodeInfo(0, "a", 0)], "brings 0 workers"),
+        ([NodeSlots(0, "a", 1), NodeSlots(0, "a", 1)], r"node ranks \[0, 0\]"),
+        ([NodeSlots(1, "a", 1)], r"node ranks \[1\]"),
+        ([NodeSlots(0, "a", 0)], "brings 0 workers"),
     ],
 )
-def test_impossible_rounds_are_refused(nodes: list[NodeInfo], text: str) -> None:
+def test_impossible_rounds_are_refused(nodes: list[NodeSlots], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         assign(nodes)
 
 
 def test_ranks_outside_the_round_are_refused() -> None:
     with pytest.raises(ValueError, match="node rank 2"):
-        assign_to([NodeInfo(0, "a", 1)], 2)
+        assign_to([NodeSlots(0, "a", 1)], 2)
     with pytest.raises(ValueError, match="node rank 3"):
         assign_identical(3, 3, 1)
     with pytest.raises(ValueError, match="local_world_size=0"):

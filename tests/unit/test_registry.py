@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import RendezvousError
-from phalanx.rendezvous.address import parse_rendezvous_endpoint
-from phalanx.rendezvous.handler import RendezvousHandler, RendezvousParameters, RendezvousStoreInfo
-from phalanx.rendezvous.registry import RendezvousHandlerRegistry, get_rendezvous_handler
-from phalanx.rendezvous.solo import SoloRendezvous
-from phalanx.rendezvous.static import StaticRendezvous
+from phalanx.membership.address import parse_rendezvous_endpoint
+from phalanx.membership.handler import RendezvousHandler, RendezvousParameters, RendezvousStoreInfo
+from phalanx.membership.registry import RendezvousHandlerRegistry, get_rendezvous_handler
+from phalanx.membership.solo import SoloRendezvous
+from phalanx.membership.static import StaticRendezvous
 
 
 def parameters(backend: str, **settings: object) -> RendezvousParameters:
@@ -31,7 +31,7 @@ def install(monkeypatch: pytest.MonkeyPatch, place: Path, group: str, name: str)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plug-in\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{group}]\n{name} = plug_in_for_tests:offer\n")
     (place / "plug_in_for_tests.py").write_text(
-        "from phalanx.rendezvous.solo import SoloRendezvous\n"
+        "from phalanx.membership.solo import SoloRendezvous\n"
         "def offer():\n    return lambda params: SoloRendezvous(params.run_id, params.backend)\n"
     )
     monkeypatch.syspath_prepend(str(place))

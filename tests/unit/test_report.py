@@ -18,8 +18,8 @@ import pytest
 
 from phalanx.observe import report
 from phalanx.observe.report import format_report, report_json, root_cause
-from phalanx.processes.error_file import message_data
-from phalanx.processes.failure import ProcessFailure
+from phalanx.workers.error_file import message_data
+from phalanx.workers.failure import ProcessFailure
 
 START = 1_700_000_000.0
 Make = Callable[..., ProcessFailure]

@@ -7,28 +7,40 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core import node_events as happen
-from phalanx.core.commands import Change, Delete, Entry, Get, Grant, KeepAlive, Put, Reply, Txn, Watch, When
-from phalanx.core.node_events import End, Send, Start, Stop
+from phalanx.core import participant_events as happen
 from phalanx.core.participant import Participant
+from phalanx.core.participant_events import End, Send, StartRound, StopRound
 from phalanx.core.rounds import (
     ACTIVE,
     CLOSED,
     FORMING,
-    Decision,
+    LeaderView,
     Member,
     NodeInfo,
     NodeRecord,
     Options,
     Result,
     Round,
-    View,
+    RoundDecision,
     assign_ranks,
     decide,
     decode_node,
     decode_round,
     encode,
     natural,
+)
+from phalanx.core.store_commands import (
+    Change,
+    Delete,
+    Entry,
+    Get,
+    Grant,
+    KeepAlive,
+    Put,
+    Reply,
+    Txn,
+    Watch,
+    When,
 )
 
 OPTIONS = Options(min_nodes=2, max_nodes=3, last_call=2.0, settle=0.2, join_timeout=30.0, max_restarts=1)
@@ -38,7 +50,7 @@ class Job:
     """A view of the store, written key by key."""
 
     def __init__(self, options: Options = OPTIONS) -> None:
-        self.options, self.view = options, View(options, term=7)
+        self.options, self.view = options, LeaderView(options, term=7)
         self.revision, self.now = 10, 0.0
         self.view.learn(0.0, (), reset=True)
 
@@ -63,7 +75,7 @@ class Job:
         )
         self.view.learn(self.now, (Change(entry),))
 
-    def decide(self) -> Decision:
+    def decide(self) -> RoundDecision:
         return decide(self.now, self.view, self.options)
 
     def published(self) -> Round:
@@ -103,7 +115,7 @@ def test_waiting_says_who_is_here_and_how_long_it_will_wait() -> None:
         job.node(name)
     job.now = 3.0
     decision = job.decide()
-    assert decision == Decision(
+    assert decision == RoundDecision(
         (), "3 of 4 nodes here (node-a node-b node-c), waiting for 1 more, 27 s left", 30.0
     )
     job.now = 30.0
@@ -130,7 +142,7 @@ def test_max_completes_at_once_and_the_rest_are_spares() -> None:
     assert names(job.published()) == ["b", "c", "d"]
     assert job.decide().reason == "round 1: 3 nodes running"
     job.ready("a", 2)
-    assert job.decide() == Decision((), "round 1: 3 nodes running, 1 spare")
+    assert job.decide() == RoundDecision((), "round 1: 3 nodes running, 1 spare")
 
 
 def test_a_late_node_makes_all_re_form_after_a_moment_and_ranks_stay() -> None:
@@ -417,19 +429,21 @@ def test_the_leader_has_no_ear_for_nodes_and_requests_of_another_job() -> None:
 
 def test_a_node_starts_only_as_the_incarnation_that_was_chosen() -> None:
     node = Node()
-    assert not any(isinstance(a, Start) for a in node.active(0.1, incarnation=41))
-    assert any(isinstance(a, Start) for a in node.active(0.2, number=2))
+    assert not any(isinstance(a, StartRound) for a in node.active(0.1, incarnation=41))
+    assert any(isinstance(a, StartRound) for a in node.active(0.2, number=2))
 
 
 def test_silence_fences_before_the_lease_can_be_over_and_answers_put_it_off() -> None:
     node = Node()
     node.active(0.1)
     for second in range(1, 20):
-        assert not any(isinstance(a, Stop) for a in node.step(float(second), happen.Tick()))
+        assert not any(isinstance(a, StopRound) for a in node.step(float(second), happen.ClockTick()))
     wake = node.it.wake_at()
     assert wake is not None
     last_sent = max(t for t in (2.0 * n for n in range(10)) if t <= 19.0)
-    while not (stops := [a for a in node.step(wake, happen.Tick(), answers=False) if isinstance(a, Stop)]):
+    while not (
+        stops := [a for a in node.step(wake, happen.ClockTick(), answers=False) if isinstance(a, StopRound)]
+    ):
         wake = node.it.wake_at()
         assert wake is not None
     assert stops[0].at_once
@@ -443,9 +457,11 @@ def test_a_refused_connection_lets_workers_run_on_and_silence_does_not() -> None
         node.step(1.0, happen.Disconnected())
         for tenth in range(11, 600):
             now = tenth / 10
-            events = [happen.Refused(now), happen.Tick()] if refused and now < 20 else [happen.Tick()]
+            events = (
+                [happen.Refused(now), happen.ClockTick()] if refused and now < 20 else [happen.ClockTick()]
+            )
             for event in events:
-                if any(isinstance(a, Stop) for a in node.step(now, event, answers=False)):
+                if any(isinstance(a, StopRound) for a in node.step(now, event, answers=False)):
                     return now
         raise AssertionError("never")
 
@@ -457,18 +473,18 @@ def test_after_a_sleep_the_fence_comes_before_the_news() -> None:
     node = Node()
     node.active(0.1)
     actions = node.active(100.0, number=2)
-    assert isinstance(actions[0], Stop)
+    assert isinstance(actions[0], StopRound)
     assert actions[0].at_once
-    assert not any(isinstance(a, Start) for a in actions)
+    assert not any(isinstance(a, StartRound) for a in actions)
 
 
 def test_a_lost_store_ends_the_node_with_the_reason() -> None:
     node = Node()
     node.active(0.1)
     actions = node.step(1.0, happen.StoreLost("its data are gone"))
-    assert isinstance(actions[0], Stop)
+    assert isinstance(actions[0], StopRound)
     assert actions[-1] == End("store", "its data are gone", node.it.round)
-    assert node.step(2.0, happen.Tick()) == []
+    assert node.step(2.0, happen.ClockTick()) == []
     assert node.it.wake_at() is None
 
 
@@ -476,6 +492,6 @@ def test_keep_alives_are_three_to_a_lease() -> None:
     node = Node()
     node.active(0.1)
     for tenth in range(600):
-        node.step(tenth / 10, happen.Tick())
+        node.step(tenth / 10, happen.ClockTick())
     beats = [a for a in node.log if isinstance(a, Send) and isinstance(a.command, KeepAlive)]
     assert 28 <= len(beats) <= 31

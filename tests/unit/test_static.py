@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.messages import MembershipChanged, PeerFailed
+from phalanx.core.group_events import MembershipChanged, PeerFailed
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -24,10 +24,10 @@ from phalanx.errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from phalanx.rendezvous.address import free_port
-from phalanx.rendezvous.static import StaticRendezvous
-from phalanx.rendezvous.static_watch import StaticInfo
-from phalanx.store.torch_client import TorchStoreClient
+from phalanx.membership.address import free_port
+from phalanx.membership.static import StaticRendezvous
+from phalanx.membership.static_watch import StaticInfo
+from phalanx.store.torch.client import TorchStoreClient
 from tests.conftest import HUNG, wait_until
 
 Make = Callable[..., StaticRendezvous]

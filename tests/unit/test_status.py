@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.core.group import Phase
-from phalanx.observe.status import PHASES, format_status
+from phalanx.observe.status_text import PHASES, format_status
 
 
 def worker(rank: int, **more: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core.commands import (
+from phalanx.core.store_commands import (
     Add,
     Change,
     Command,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from phalanx.errors import StoreConnectionError, StoreTimeoutError
-from phalanx.store.synchronize import barrier, get_all, store_timeout, synchronize
-from phalanx.store.torch_client import TorchStoreClient
-from phalanx.store.torch_server import TorchStoreServer
+from phalanx.store.store_barrier import barrier, get_all, store_timeout, synchronize
+from phalanx.store.torch.client import TorchStoreClient
+from phalanx.store.torch.server import TorchStoreServer
 from tests.conftest import HUNG
 
 

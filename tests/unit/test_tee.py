@@ -24,10 +24,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.processes import inotify
-from phalanx.processes.sources import BLOCK
-from phalanx.processes.tail_log import TailLog, tail_logfile
-from phalanx.processes.tee import Containing, Tee
+from phalanx.logs import inotify
+from phalanx.logs.followed_file import BLOCK
+from phalanx.logs.tail_log import TailLog, tail_logfile
+from phalanx.logs.tee import Containing, Tee
 
 HUNG = 20.0
 
@@ -193,7 +193,7 @@ def test_a_huge_line_streams_in_bounded_memory_and_is_not_mixed(tmp_path: Path) 
         log.write(b"\n")
     (tmp_path / "small").write_bytes(b"y\n" * 1000)
     program = (
-        "import sys, resource; from phalanx.processes.tee import Tee\n"
+        "import sys, resource; from phalanx.logs.tee import Tee\n"
         "t = Tee('t')\n"
         "for p in sys.argv[1:]: t.follow(p, sys.stdout, 'p:')\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
@@ -341,7 +341,7 @@ def test_stdout_and_stderr_on_one_pipe_never_tear_lines(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).write_bytes((name * 70 + "\n").encode() * 20_000)
     program = (
-        "import sys; from phalanx.processes.tee import Tee\n"
+        "import sys; from phalanx.logs.tee import Tee\n"
         "t = Tee('t'); t.follow(sys.argv[1], sys.stdout); t.follow(sys.argv[2], sys.stderr)\n"
         "t.start(); t.drain(); t.stop()\n"
     )
@@ -545,7 +545,7 @@ def test_without_inotify_files_are_looked_at_now_and_then(
 def test_no_descriptors_left_is_survived_and_counted(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"line\n")
     program = (
-        "import os, resource, sys; from phalanx.processes.tee import Tee\n"
+        "import os, resource, sys; from phalanx.logs.tee import Tee\n"
         "t = Tee('t'); t.follow(sys.argv[1], sys.stdout)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32)); held = []\n"
         "try:\n"

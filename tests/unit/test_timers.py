@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from phalanx.elastic import timer
 from phalanx.elastic.timer import api, debug_info_logging, file_based_local_timer, local_timer
-from phalanx.timers import fifo, frames, requests, wire
+from phalanx.supervision.timers import fifo, queue_codec, requests, wire
 from tests.conftest import HUNG, wait_until
 
 FORK = multiprocessing.get_context("fork")  # spawn would leave its resource tracker running
@@ -301,9 +301,9 @@ def test_file_request_json_is_torchs() -> None:
 def test_a_frame_is_read_without_and_with_pickle(scope: str, pid: int, at: float) -> None:
     request = timer.TimerRequest(pid, scope, at)
     request.started = 77
-    frame = frames.encode(request)
+    frame = queue_codec.encode(request)
     assert len(frame) <= 4096
-    for found in (frames.decode(frame[4:]), pickle.loads(frame[4:]), frames.unpickle(frame[4:])):
+    for found in (queue_codec.decode(frame[4:]), pickle.loads(frame[4:]), queue_codec.unpickle(frame[4:])):
         assert found is not None
         assert (found.worker_id, found.started) == (pid, 77)
         assert found.expiration_time == pytest.approx(at, abs=1e-4)
@@ -318,15 +318,17 @@ class Evil:
 
 
 def test_only_requests_are_unpickled() -> None:
-    assert frames.unpickle(pickle.dumps(Evil())) is None
+    assert queue_codec.unpickle(pickle.dumps(Evil())) is None
     assert not os.path.exists(os.path.join(os.environ["TMPDIR"], "evil"))
-    assert frames.unpickle(pickle.dumps(timer.TimerRequest(5, "a", 1.0))) == timer.TimerRequest(5, "a", 1.0)
+    assert queue_codec.unpickle(pickle.dumps(timer.TimerRequest(5, "a", 1.0))) == timer.TimerRequest(
+        5, "a", 1.0
+    )
 
 
 def test_torchs_requests_are_read_without_torch() -> None:
     torch_api = pytest.importorskip("torch.distributed.elastic.timer.api")
     body = pickle.dumps(torch_api.TimerRequest(5, "a", 1.0))
-    found = frames.unpickle(body)
+    found = queue_codec.unpickle(body)
     assert type(found) is timer.TimerRequest
     assert found == timer.TimerRequest(5, "a", 1.0)
 
@@ -367,7 +369,7 @@ def test_garbage_in_a_queue_is_dropped_alone() -> None:
 
 
 def test_a_full_queue_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.timers.queue.PATIENCE", 0.05)
+    monkeypatch.setattr("phalanx.supervision.timers.queue.PATIENCE", 0.05)
     q = FORK.Queue(2)
     client = timer.LocalTimerClient(q)
     client.acquire("a", 5.0)
@@ -380,7 +382,7 @@ def test_a_full_queue_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyP
 
 
 def test_a_full_pipe_of_a_queue_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.timers.queue.PATIENCE", 0.05)
+    monkeypatch.setattr("phalanx.supervision.timers.queue.PATIENCE", 0.05)
     q = FORK.Queue()
     client, source = timer.LocalTimerClient(q), local_timer.MultiprocessingRequestQueue(q)
     with pytest.raises(TimeoutError, match="stuck"):
@@ -616,7 +618,7 @@ def test_a_server_can_be_started_again_and_is_alive_while_idle(tmp_path: Path) -
 
 
 def test_a_stalled_server_shows_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.timers.watchdog._STALLED", 0.0)
+    monkeypatch.setattr("phalanx.supervision.timers.watchdog._STALLED", 0.0)
     stuck, go = threading.Event(), threading.Event()
 
     def block(name: str, request: object) -> None:

@@ -147,7 +147,7 @@ def test_methods_are_called_in_the_same_way(torch: ModuleType, theirs: str) -> N
         mine, yours = getattr(ours, name, None), getattr(original, name)
         if not isinstance(yours, type) or mine is None or "etcd" in theirs or not hasattr(mine, "__module__"):
             continue
-        if mine.__module__ == "phalanx.rendezvous.unsupported":
+        if mine.__module__ == "phalanx.membership.unsupported":
             continue  # they cannot be made, so nobody calls their methods
         for method, function in vars(yours).items():
             if method.startswith("_") or not (inspect.isfunction(function) or isinstance(function, property)):
@@ -387,7 +387,7 @@ def test_python_m_phalanx_run(script: Path) -> None:
 
 
 def test_phalanx_torchrun(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.launch.torchrun import torchrun_main
+    from phalanx.cli.torchrun import torchrun_main
 
     monkeypatch.setattr(sys, "argv", ["phalanx-torchrun", "--standalone", str(script), "3"])
     assert torchrun_main() == 3

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.agent.spec import RunResult, WorkerSpec
-from phalanx.core.messages import WorkerState
-from phalanx.processes.error_file import message_data, write_data
-from phalanx.processes.failure import ProcessFailure
-from phalanx.processes.logs import LogsDest
-from phalanx.processes.result import RunProcsResult
-from phalanx.rendezvous.solo import SoloRendezvous
+from phalanx.core.group_events import WorkerState
+from phalanx.logs.specs import LogsDest
+from phalanx.membership.solo import SoloRendezvous
+from phalanx.workers.error_file import message_data, write_data
+from phalanx.workers.failure import ProcessFailure
+from phalanx.workers.result import RunProcsResult
 from tests.conftest import HUNG
 
 
@@ -116,7 +116,7 @@ def test_a_subclass_of_a_failure_reads_the_file_as_well() -> None:
 def test_nothing_is_imported_for_it() -> None:
     code = (
         "import sys; from phalanx.agent.spec import RunResult;"
-        "from phalanx.processes.failure import ProcessFailure;"
+        "from phalanx.workers.failure import ProcessFailure;"
         "ProcessFailure(0, 1, -9, '').ending(); assert 'dataclasses' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HUNG)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.processes.context import PContext
-from phalanx.processes.logs import DefaultLogsSpecs
-from phalanx.processes.start import MultiprocessContext, SubprocessContext
-from phalanx.timers.heartbeat import STACK_SIGNAL, VARIABLE, Boards
-from phalanx.timers.stacks import catches, parse
+from phalanx.logs.specs import DefaultLogsSpecs
+from phalanx.supervision.heartbeat import STACK_SIGNAL, VARIABLE, Boards
+from phalanx.supervision.stacks import catches, parse
+from phalanx.workers.worker_group import PContext
+from phalanx.workers.worker_kinds import MultiprocessContext, SubprocessContext
 from tests.conftest import HUNG, wait_until
 
 Start = Callable[..., tuple[PContext, Boards]]

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from phalanx.agent.bulletin import Bulletin
-from phalanx.agent.hangs import Findings
-from phalanx.agent.lookout import Casebook, Lookout
 from phalanx.agent.status import StatusSocket
-from phalanx.agent.world import World
 from phalanx.core.progress import Beat, Verdict, View, WatchPolicy
-from phalanx.store.client import Client
-from phalanx.store.facade import StoreFacade
-from phalanx.store.server import Server
-from phalanx.store.torch_client import TorchStoreClient
+from phalanx.store.embedded.client import Client
+from phalanx.store.embedded.server import Server
+from phalanx.store.torch.client import TorchStoreClient
+from phalanx.store.torch.torch_store_adapter import StoreFacade
+from phalanx.supervision.hang_consensus import World
+from phalanx.supervision.hang_detector import Casebook, Lookout
+from phalanx.supervision.round_broadcast import Bulletin
+from phalanx.supervision.stack_collection import Findings
 from tests.conftest import HUNG, wait_until
 
 NODES = 64

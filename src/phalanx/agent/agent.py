@@ -17,24 +17,24 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 
-from phalanx.agent.peers import Peers
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
 from phalanx.core import group as core
-from phalanx.core import messages as say
-from phalanx.core.messages import Outcome, WorkerState
+from phalanx.core import group_events as say
+from phalanx.core.group_events import Outcome, WorkerState
 from phalanx.core.restarts import RestartPolicy
 from phalanx.errors import RendezvousError, SignalException
-from phalanx.processes.signals import SignalScope
+from phalanx.membership.peers import Peers
+from phalanx.workers.signals import SignalScope
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.agent.cluster import Cluster
-    from phalanx.observe.progress import Progress
+    from phalanx.membership.cluster import Cluster
+    from phalanx.membership.handler import RendezvousInfo
+    from phalanx.observe.progress_line import Progress
     from phalanx.observe.run_log import RunLog
-    from phalanx.rendezvous.handler import RendezvousInfo
 
 DEFAULT_ROLE = "default"
 
@@ -162,7 +162,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     def open_meeting(self, address: str) -> tuple[Any, int]:
         """Where the workers of a round meet, should this node be its first: (what serves there, port)."""
-        from phalanx.rendezvous.address import free_port
+        from phalanx.membership.address import free_port
 
         return None, free_port()
 
@@ -170,7 +170,7 @@ class SimpleElasticAgent(ElasticAgent):
         """Talk to a rendezvous that tells by itself what happens to the job, where it is one."""
         handler: Any = self._rdzv_handler
         if hasattr(handler, "attach"):
-            from phalanx.agent.cluster import Cluster
+            from phalanx.membership.cluster import Cluster
 
             self._peers = Cluster(self, handler, self._exit_barrier_timeout)
 
@@ -434,7 +434,7 @@ class SimpleElasticAgent(ElasticAgent):
         elif group_world_size == 1 or same:
             places = assign_identical(group_rank, group_world_size, spec.local_world_size)
         else:
-            from phalanx.agent.exchange import node_infos
+            from phalanx.membership.exchange import node_infos
 
             nodes = node_infos(store, group_rank, group_world_size, spec, self._number)
             places = assign_to(nodes, group_rank)

@@ -14,7 +14,7 @@ from phalanx.agent.agent import DEFAULT_ROLE, SimpleElasticAgent
 from phalanx.agent.environment import line_prefix, substitute, worker_environment
 from phalanx.agent.spec import RunResult, WorkerGroup, WorkerSpec
 from phalanx.core import group as core
-from phalanx.core.messages import (
+from phalanx.core.group_events import (
     AllSucceeded,
     CloseRendezvous,
     Outcome,
@@ -22,22 +22,22 @@ from phalanx.core.messages import (
     Uninterruptible,
     WorkerState,
 )
-from phalanx.processes.spawner import Spawner
+from phalanx.zygote.spawner import Spawner
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.agent.interface import Interface
     from phalanx.agent.status import StatusSocket
-    from phalanx.agent.warmth import Warmth
-    from phalanx.agent.watch import Watch
-    from phalanx.core.messages import Command, Event, Finish
-    from phalanx.processes.context import PContext
-    from phalanx.processes.failure import ProcessFailure
-    from phalanx.processes.logs import LogsSpecs
-    from phalanx.rendezvous.handler import RendezvousInfo
+    from phalanx.core.group_events import Command, Event, Finish
+    from phalanx.logs.specs import LogsSpecs
+    from phalanx.membership.handler import RendezvousInfo
+    from phalanx.membership.network_interface import Interface
+    from phalanx.supervision.supervision import Supervision
+    from phalanx.warm.helper_pool import Warmth
+    from phalanx.workers.failure import ProcessFailure
+    from phalanx.workers.worker_group import PContext
 
 UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
@@ -72,7 +72,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         self.spawner: Spawner | None = None  # may be given before `run`, so that it starts early
         self.store: WorkerStore | None = None
         self.warmth: Warmth | None = None  # keeps helpers that are ahead of the workers' needs
-        self.watch: Watch | None = None  # may be given before `run`; one that watches nothing by default
+        self.watch: Supervision | None = (
+            None  # may be given before `run`; one that watches nothing by default
+        )
         self.status: StatusSocket | None = None  # answers `phalanx status`
         self._interface: Interface | None = None
         self._since = time.time()
@@ -81,9 +83,9 @@ class LocalElasticAgent(SimpleElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """As `SimpleElasticAgent.run`, with a watch over the workers' progress."""
         if self.watch is None:
-            from phalanx.agent.watch import Watch
+            from phalanx.supervision.supervision import Supervision
 
-            self.watch = Watch()
+            self.watch = Supervision()
         try:
             self.watch.open(
                 run_id=self._rdzv_handler.get_run_id(),
@@ -101,7 +103,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         """The directory of this run's logs, once workers have started."""
         if self._context is None or not self._context.error_files:
             return None
-        from phalanx.processes.logs import DefaultLogsSpecs
+        from phalanx.logs.specs import DefaultLogsSpecs
 
         if not isinstance(self._logs_specs, DefaultLogsSpecs):
             return self._logs_specs.root_log_dir  # how a plug-in lays out its files is its own affair
@@ -110,14 +112,14 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def remove_empty_logs(self) -> None:
         """Remove the temporary directories of this run that nobody wrote into; given ones stay."""
-        from phalanx.processes.logs import DefaultLogsSpecs
+        from phalanx.logs.specs import DefaultLogsSpecs
 
         if isinstance(self._logs_specs, DefaultLogsSpecs):
             self._logs_specs.remove_empty()
 
     def exception_of(self, global_rank: int) -> BaseException | None:
         """The exception that ended a function worker, where it could be pickled."""
-        from phalanx.processes.start import MultiprocessContext
+        from phalanx.workers.worker_kinds import MultiprocessContext
 
         if isinstance(self._context, MultiprocessContext):
             for worker in self._worker_group.workers:
@@ -187,7 +189,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         envs: dict[int, dict[str, str]],
         prefixes: dict[int, str] | None,
     ) -> PContext:
-        from phalanx.processes.start import MultiprocessContext, SubprocessContext
+        from phalanx.workers.worker_kinds import MultiprocessContext, SubprocessContext
 
         context: PContext
         common: dict[str, Any] = {
@@ -248,7 +250,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             return RunResult(WorkerState.FAILED, failures=self._by_global_rank(failed))
         if context.all_succeeded:
             if self._swept is not context:
-                from phalanx.processes.context import STRAY_GRACE
+                from phalanx.workers.worker_group import STRAY_GRACE
 
                 self._swept = context
                 context.ask_stop(signal.SIGTERM, min(STRAY_GRACE, self._shutdown_timeout))
@@ -335,7 +337,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _join(self) -> None:
         if self._interface is None and not self._rdzv_handler.immediate:
-            from phalanx.agent.interface import Interface
+            from phalanx.membership.network_interface import Interface
 
             self._interface = Interface()
         if self.watch is None:
@@ -345,7 +347,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _stuck(self) -> tuple[int, ...]:
         """Workers that have been in uninterruptible sleep for longer than allowed."""
-        from phalanx.processes.state import is_uninterruptible_state, read_proc_state
+        from phalanx.workers.process_state import is_uninterruptible_state, read_proc_state
 
         now = time.monotonic()
         pids = self._context.pids().values() if self._context is not None else ()
@@ -435,7 +437,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 def _prepare_for_a_failure() -> None:
     """Import what is needed between a worker's death and the next start, while there is time for it."""
     import phalanx.observe.report
-    import phalanx.processes.failure  # noqa: F401 - for its being there
+    import phalanx.workers.failure  # noqa: F401 - for its being there
 
 
 class WorkerStore:
@@ -449,7 +451,7 @@ class WorkerStore:
         self._server: Any = None
         self._socket: socket.socket | None = None
         if not served:
-            from phalanx.rendezvous.address import free_port
+            from phalanx.membership.address import free_port
 
             # Rank 0 binds it itself, as the user asked; nobody can hold it for him meanwhile.
             self.port = port or free_port()
@@ -482,7 +484,7 @@ class WorkerStore:
     def serve(self) -> None:
         """Answer; connections made since the bind have been waiting in the backlog."""
         if self._server is None and self._socket is not None:
-            from phalanx.store.torch_server import TorchStoreServer
+            from phalanx.store.torch.server import TorchStoreServer
 
             self._server = TorchStoreServer(sock=self._socket)
             self._socket = None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from phalanx.core.messages import WorkerState
-from phalanx.processes.values import ByValue
+from phalanx.core.group_events import WorkerState
+from phalanx.workers.values import ByValue
 
 TYPE_CHECKING = False  # on the path of every start: plain classes, no typing, no dataclasses
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.processes.failure import ProcessFailure
-    from phalanx.processes.numa import NumaOptions
-    from phalanx.rendezvous.handler import RendezvousHandler
+    from phalanx.membership.handler import RendezvousHandler
+    from phalanx.workers.failure import ProcessFailure
+    from phalanx.workers.numa import NumaOptions
 
 
 class WorkerSpec(ByValue):

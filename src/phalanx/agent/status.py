@@ -73,7 +73,7 @@ class StatusSocket:
         except OSError:
             pass  # it has gone, or is slow; it may ask again
         except Exception as error:  # noqa: BLE001 - a question must never end the job, but our fault is told
-            from phalanx.warn import warn
+            from phalanx.log import warn
 
             warn(f"status: no answer, because of {type(error).__name__}: {error}")
 

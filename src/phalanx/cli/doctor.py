@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(words: list[str], environ: Mapping[str, str]) -> Asked:
     """The words of the command line, with the variables that `phalanx run` reads."""
-    from phalanx.checks import rendezvous_settings
     from phalanx.config import Sources
+    from phalanx.validation import rendezvous_settings
 
     own, rest = _own_options(words)
     found = scan(rest)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
+from phalanx import devices
 from phalanx.cli.doctor import OK, PROBLEM, WARN, Finding
-from phalanx.launch import devices
 
 _INTERFACES = "/sys/class/net"
 # Variable, the values that hurt ("" : any), and what they do. All are for people who debug something.

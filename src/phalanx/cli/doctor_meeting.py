@@ -20,8 +20,8 @@ from phalanx.cli.doctor import OK, PROBLEM, WARN, Asked, Finding
 from phalanx.cli.doctor_network import reach
 
 if TYPE_CHECKING:
-    from phalanx.core.commands import Entry, Notice
-    from phalanx.store.client import Client
+    from phalanx.core.store_commands import Entry, Notice
+    from phalanx.store.embedded.client import Client
 
 FAR_APART = 1.0  # seconds between clocks that make logs hard to compare
 _PREFIX = "doctor/"
@@ -61,7 +61,7 @@ class _Board:
 
 def meet(client: Client, asked: Asked) -> Iterator[Finding]:
     """The whole of it; one row for each other node."""
-    from phalanx.core.commands import Grant, Revoke
+    from phalanx.core.store_commands import Grant, Revoke
 
     until = time.monotonic() + asked.wait
     board, me = _Board(), f"{socket.gethostname()}-{os.getpid()}-{os.urandom(2).hex()}"

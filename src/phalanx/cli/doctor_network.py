@@ -19,9 +19,9 @@ from phalanx.cli.doctor import OK, PROBLEM, WARN, Asked, Finding
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError
 
 if TYPE_CHECKING:
-    from phalanx.store.client import Client
-    from phalanx.store.tls import Tls
-    from phalanx.store.token import Token
+    from phalanx.store.embedded.client import Client
+    from phalanx.store.embedded.tls import Tls
+    from phalanx.store.embedded.token import Token
 
 NAME_TIME = 5.0
 REACH_TIME = 3.0
@@ -105,7 +105,7 @@ def reach(address: str, port: int, limit: float = REACH_TIME) -> str:
 
 def way_to_the_store(asked: Asked, environ: Mapping[str, str]) -> Iterator[Finding]:
     """From the name to the first answer of the store, and on to the other doctors."""
-    from phalanx.rendezvous.address import parse_rendezvous_endpoint
+    from phalanx.membership.address import parse_rendezvous_endpoint
 
     parts = asked.endpoint.split(",") if asked.backend == "etcd" else [asked.endpoint]
     hosting, there = False, False
@@ -178,7 +178,7 @@ def _at_the_store(asked: Asked, environ: Mapping[str, str], hosting: bool) -> It
 
 
 def _token(asked: Asked, environ: Mapping[str, str]) -> Token:
-    from phalanx.store.token import FILE_VARIABLE, Token, find_token
+    from phalanx.store.embedded.token import FILE_VARIABLE, Token, find_token
 
     if not asked.token_file:
         # A look makes no file: a store that is there has a token, and one made here would not be it.
@@ -190,15 +190,15 @@ def _token(asked: Asked, environ: Mapping[str, str]) -> Token:
 def _tls(asked: Asked) -> Tls | None:
     if not any(asked.tls):
         return None
-    from phalanx.store.tls import Tls
+    from phalanx.store.embedded.tls import Tls
 
     return Tls(*asked.tls)
 
 
 def _serve(asked: Asked, token: Token | None, stack: ExitStack) -> bool:
     """A store for the meeting, unless another doctor on this machine was quicker."""
-    from phalanx.rendezvous.address import listening_address, parse_rendezvous_endpoint
-    from phalanx.store.server import Server
+    from phalanx.membership.address import listening_address, parse_rendezvous_endpoint
+    from phalanx.store.embedded.server import Server
 
     host, port = parse_rendezvous_endpoint(asked.endpoint, STORE_PORT)
     try:
@@ -213,12 +213,12 @@ def _serve(asked: Asked, token: Token | None, stack: ExitStack) -> bool:
 def _client(asked: Asked, token: Token | None, environ: Mapping[str, str]) -> Client:
     patience = asked.wait if asked.together > 1 else 4.0
     if asked.backend == "etcd":
-        from phalanx.store.etcd import etcd_client_from
+        from phalanx.store.etcd.client import etcd_client_from
 
         files = dict(zip(("tls_cert", "tls_key", "tls_ca"), asked.tls, strict=True))
         return etcd_client_from(asked.endpoint, {**files, **asked.conf}, environ=environ, grace=patience)
-    from phalanx.rendezvous.address import parse_rendezvous_endpoint
-    from phalanx.store.client import Client
+    from phalanx.membership.address import parse_rendezvous_endpoint
+    from phalanx.store.embedded.client import Client
 
     where = parse_rendezvous_endpoint(asked.endpoint, STORE_PORT)
     return Client(*where, token=token, tls=_tls(asked), grace=patience)

@@ -11,15 +11,15 @@ import time
 from collections.abc import Mapping, Sequence
 
 from phalanx.cli.store import Parser, add_trust, trust
-from phalanx.core.commands import Get, Notice, Put
 from phalanx.core.rounds import NodeRecord, decode_node
+from phalanx.core.store_commands import Get, Notice, Put
 from phalanx.errors import PhalanxError, StoreError, UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from phalanx.store.client import Client
+    from phalanx.store.embedded.client import Client
 
 BACKENDS = ("phalanx", "c10d", "etcd")
 
@@ -46,24 +46,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _settings(words: str) -> dict[str, str]:
-    from phalanx.checks import rendezvous_settings
     from phalanx.config import Sources
+    from phalanx.validation import rendezvous_settings
 
     return rendezvous_settings(Sources({"rdzv_conf": words}, {}))
 
 
 def _client(options: Namespace, conf: Mapping[str, str]) -> Client:
     """A client of the job's store, which is found as `phalanx run` finds it."""
-    from phalanx.store.client import Client
+    from phalanx.store.embedded.client import Client
 
     grace = min(10.0, options.timeout)
     if options.rdzv_backend == "etcd":
-        from phalanx.store.etcd import etcd_client_from
+        from phalanx.store.etcd.client import etcd_client_from
 
         files = {name: getattr(options, name) for name in ("tls_cert", "tls_key", "tls_ca")}
         return etcd_client_from(options.rdzv_endpoint, {**files, **conf}, grace=grace)
-    from phalanx.rendezvous.address import parse_rendezvous_endpoint
-    from phalanx.rendezvous.elastic_settings import DEFAULT_PORT
+    from phalanx.membership.address import parse_rendezvous_endpoint
+    from phalanx.membership.settings import DEFAULT_PORT
 
     try:
         host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, DEFAULT_PORT)

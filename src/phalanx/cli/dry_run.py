@@ -10,7 +10,7 @@ from phalanx.agent.spec import Worker, WorkerGroup, WorkerSpec
 from phalanx.cli.run import signals_of
 from phalanx.config import RunConfig, worker_command
 from phalanx.core.ranks import assign_identical
-from phalanx.rendezvous.solo import SoloRendezvous
+from phalanx.membership.solo import SoloRendezvous
 
 UNKNOWN = "?"
 

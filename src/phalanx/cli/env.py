@@ -12,7 +12,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from phalanx.launch import devices
+from phalanx import devices
 from phalanx.options import usage_error
 
 Section = dict[str, object]

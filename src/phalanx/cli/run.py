@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import RunResult
     from phalanx.config import RunConfig
-    from phalanx.processes.logs import LogsSpecs
-    from phalanx.rendezvous.handler import RendezvousHandler
+    from phalanx.logs.specs import LogsSpecs
+    from phalanx.membership.handler import RendezvousHandler
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,7 +95,7 @@ def say(line: str) -> None:
 
 def launch(config: RunConfig) -> int:
     """Start the agent, run it to the end, and tell."""
-    from phalanx.agent.warmth import warmth_for
+    from phalanx.warm.helper_pool import warmth_for
 
     if config.omp_num_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(config.omp_num_threads)  # before helpers import anything
@@ -110,7 +110,7 @@ def launch(config: RunConfig) -> int:
     begin = time.time()
     from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
-    from phalanx.processes.signals import SIGNALS_VARIABLE, SignalScope
+    from phalanx.workers.signals import SIGNALS_VARIABLE, SignalScope
 
     os.environ[SIGNALS_VARIABLE] = signals_of(config)
     agent: LocalElasticAgent | None = None
@@ -161,11 +161,11 @@ def _connect(config: RunConfig, agent: LocalElasticAgent) -> None:
     if config.verbose:
         agent.on_reason, agent.on_note = _say_everything_once()
     if not config.quiet and sys.stderr is not None and sys.stderr.isatty():
-        from phalanx.observe.progress import on_terminal
+        from phalanx.observe.progress_line import on_terminal
 
         agent.progress = on_terminal(sys.stderr)
         if agent.progress is not None and config.max_nodes > 1:
-            from phalanx.agent.cluster import CountdownLine
+            from phalanx.membership.cluster import CountdownLine
 
             agent.progress = CountdownLine(sys.stderr)
 
@@ -199,8 +199,8 @@ def make_agent(config: RunConfig, specs: LogsSpecs) -> LocalElasticAgent:
     """The agent that a command line asks for, with its logs where `specs` says."""
     from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import WorkerSpec
-    from phalanx.agent.watch import watch_for
     from phalanx.core.restarts import RestartPolicy
+    from phalanx.supervision.supervision import watch_for
 
     program, args = worker_command(config)
     spec = WorkerSpec(
@@ -240,11 +240,11 @@ def make_agent(config: RunConfig, specs: LogsSpecs) -> LocalElasticAgent:
 
 def logs_specs(config: RunConfig) -> LogsSpecs:
     """Where the output goes: our way, or a plug-in's (found by its entry point)."""
-    from phalanx.processes.logs import DefaultLogsSpecs, Std
+    from phalanx.logs.specs import DefaultLogsSpecs, Std
 
     kind: Any = DefaultLogsSpecs
     if config.logs_specs:
-        from phalanx.launch.plugins import load
+        from phalanx.plugins import load
 
         kind = load(config.logs_specs, "phalanx.logs_specs", "torchrun.logs_specs")
     try:
@@ -264,11 +264,11 @@ def logs_specs(config: RunConfig) -> LogsSpecs:
 
 def _handler(config: RunConfig) -> RendezvousHandler:
     if config.max_nodes == 1 and config.rdzv_backend in ("phalanx", "static"):
-        from phalanx.rendezvous.solo import SoloRendezvous
+        from phalanx.membership.solo import SoloRendezvous
 
         return SoloRendezvous(config.run_id, config.rdzv_backend)
-    from phalanx.rendezvous.handler import RendezvousParameters
-    from phalanx.rendezvous.registry import get_rendezvous_handler
+    from phalanx.membership.handler import RendezvousParameters
+    from phalanx.membership.registry import get_rendezvous_handler
 
     settings: dict[str, Any] = dict(config.rdzv_conf)
     if config.rdzv_backend in ("phalanx", "etcd"):
@@ -298,7 +298,7 @@ def _handler(config: RunConfig) -> RendezvousHandler:
 def _numa(config: RunConfig) -> Any:
     if config.numa_binding is None:
         return None
-    from phalanx.processes.numa import AffinityMode, NumaOptions
+    from phalanx.workers.numa import AffinityMode, NumaOptions
 
     return NumaOptions(AffinityMode(config.numa_binding))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.agent.status import PREFIX, user_of
 from phalanx.cli.store import Parser
-from phalanx.observe.status import format_status
+from phalanx.observe.status_text import format_status
 
 _PATIENCE = 5.0
 

@@ -17,8 +17,8 @@ from phalanx.errors import PhalanxError, UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.store.tls import Tls
-    from phalanx.store.token import Token
+    from phalanx.store.embedded.tls import Tls
+    from phalanx.store.embedded.token import Token
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,9 +31,9 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """Serve until told to end."""
     options = _parser().parse_args(argv)
-    from phalanx.rendezvous.address import listening_address, parse_rendezvous_endpoint
-    from phalanx.rendezvous.elastic_settings import DEFAULT_PORT
-    from phalanx.store.server import Server
+    from phalanx.membership.address import listening_address, parse_rendezvous_endpoint
+    from phalanx.membership.settings import DEFAULT_PORT
+    from phalanx.store.embedded.server import Server
 
     try:
         host, port = parse_rendezvous_endpoint(options.listen, DEFAULT_PORT)
@@ -113,13 +113,13 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 def trust(options: argparse.Namespace) -> tuple[Token, Tls | None]:
     """The token, and the files for TLS where it is asked for."""
-    from phalanx.store.token import FILE_VARIABLE, find_token
+    from phalanx.store.embedded.token import FILE_VARIABLE, find_token
 
     token = find_token({FILE_VARIABLE: options.token_file} if options.token_file else None)
     files = (options.tls_cert, options.tls_key, options.tls_ca)
     if not any(files):
         return token, None
-    from phalanx.store.tls import Tls
+    from phalanx.store.embedded.tls import Tls
 
     return token, Tls(*files)
 

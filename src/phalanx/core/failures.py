@@ -46,7 +46,7 @@ class ErrorRecord(Record):
     data: dict[str, Any] | None = None  # all that the error file holds
 
 
-class Ending(Record):
+class WorkerExit(Record):
     """How one worker ended; `code` is negative for a signal, times are wall-clock seconds."""
 
     rank: int
@@ -65,17 +65,17 @@ class Group(Record):
     """Failures that are the same but for rank, pid, port and address."""
 
     ranks: tuple[int, ...]
-    first: Ending
+    first: WorkerExit
     echo: bool = False
 
 
 class Diagnosis(Record):
     """Who failed first, who failed too, who only noticed, who was stopped; and why we think so."""
 
-    root: Ending
-    failed: list[Ending]
-    echoes: list[Ending]
-    victims: list[Ending]
+    root: WorkerExit
+    failed: list[WorkerExit]
+    echoes: list[WorkerExit]
+    victims: list[WorkerExit]
     reason: str
     groups: list[Group]
 
@@ -133,7 +133,7 @@ _CHAIN = (
 )
 
 
-def echo_of(ending: Ending) -> str:
+def echo_of(ending: WorkerExit) -> str:
     """What kind of lost-peer echo this failure is, or an empty string when it is a failure of its own."""
     if ending.alone:
         return ""
@@ -151,7 +151,7 @@ def echo_of(ending: Ending) -> str:
     return ""
 
 
-def _was_printing(ending: Ending) -> bool:
+def _was_printing(ending: WorkerExit) -> bool:
     """Whether the pipe that broke was the worker's own output: `phalanx run ... | head` is no lost peer."""
     text = ending.error.traceback if ending.error is not None else ending.tail
     lines = [line.strip() for line in text.splitlines()]
@@ -172,7 +172,7 @@ def _first_in_chain(error: ErrorRecord) -> str:
     return "\n".join(text) or error.message
 
 
-def moment(ending: Ending, started_at: float | None = None) -> float:
+def moment(ending: WorkerExit, started_at: float | None = None) -> float:
     """The wall-clock second at which this worker failed, as exactly as can be told."""
     error = ending.error
     if error is None or error.at is None or error.at <= 0 or error.at > ending.at + CLOCK_SLACK:
@@ -184,7 +184,7 @@ def moment(ending: Ending, started_at: float | None = None) -> float:
     return min(ending.at, error.at + 0.999)
 
 
-def is_victim(ending: Ending, started_at: float | None = None) -> bool:
+def is_victim(ending: WorkerExit, started_at: float | None = None) -> bool:
     """Whether this worker ended because the parent stopped it."""
     if ending.stopped_at is None or ending.at < ending.stopped_at:
         return False
@@ -195,7 +195,7 @@ def is_victim(ending: Ending, started_at: float | None = None) -> bool:
     return when >= ending.stopped_at
 
 
-def own_code(ending: Ending, started_at: float | None = None) -> int:
+def own_code(ending: WorkerExit, started_at: float | None = None) -> int:
     """The code of what a worker did itself: our signal may overtake one that has failed already."""
     error, stop = ending.error, ending.stopped_at
     ours = stop is not None and ending.at >= stop and ending.code < 0
@@ -206,7 +206,7 @@ def own_code(ending: Ending, started_at: float | None = None) -> int:
     return next((code for words, code in _FATAL if error.message.startswith(words)), 1)
 
 
-def diagnose(endings: Iterable[Ending], started_at: float | None = None) -> Diagnosis:
+def diagnose(endings: Iterable[WorkerExit], started_at: float | None = None) -> Diagnosis:
     """Find the root cause among the endings of one group of workers."""
     everyone = _in_order(endings, started_at)
     bad = [e for e in everyone if e.code != 0]
@@ -220,7 +220,7 @@ def diagnose(endings: Iterable[Ending], started_at: float | None = None) -> Diag
     return Diagnosis(root, failed, echoes, victims, reason, groups)
 
 
-def root_of(endings: Iterable[Ending], started_at: float | None = None) -> Ending:
+def root_of(endings: Iterable[WorkerExit], started_at: float | None = None) -> WorkerExit:
     """The root alone, the same as `diagnose` finds: a restart names it, and waits for nothing else."""
     everyone = _in_order(endings, started_at)
     bad = [e for e in everyone if e.code != 0]
@@ -230,10 +230,10 @@ def root_of(endings: Iterable[Ending], started_at: float | None = None) -> Endin
     return (own or bad or everyone)[0]
 
 
-def _in_order(endings: Iterable[Ending], started_at: float | None) -> list[Ending]:
+def _in_order(endings: Iterable[WorkerExit], started_at: float | None) -> list[WorkerExit]:
     """By the moment of failure, each with the code of what it did itself."""
 
-    def order(ending: Ending) -> tuple[int, int]:
+    def order(ending: WorkerExit) -> tuple[int, int]:
         # Whole milliseconds: finer differences are noise of the clock and the scheduler.
         return (int(moment(ending, started_at) * 1000 + 0.5), ending.rank)
 
@@ -244,7 +244,11 @@ def _in_order(endings: Iterable[Ending], started_at: float | None) -> list[Endin
 
 
 def _reason(
-    root: Ending, failed: list[Ending], echoes: list[Ending], victims: list[Ending], started_at: float | None
+    root: WorkerExit,
+    failed: list[WorkerExit],
+    echoes: list[WorkerExit],
+    victims: list[WorkerExit],
+    started_at: float | None,
 ) -> str:
     who = f"rank {root.rank}"
     if failed:
@@ -270,8 +274,8 @@ def _reason(
     return "no rank ended with an error"
 
 
-def _groups(endings: list[Ending], *, echo: bool) -> list[Group]:
-    found: dict[str, list[Ending]] = {}
+def _groups(endings: list[WorkerExit], *, echo: bool) -> list[Group]:
+    found: dict[str, list[WorkerExit]] = {}
     for ending in endings:
         found.setdefault(fingerprint(ending), []).append(ending)
     return [Group(tuple(sorted(e.rank for e in same)), same[0], echo) for same in found.values()]
@@ -293,7 +297,7 @@ def normalise(text: str) -> str:
     return text.strip()
 
 
-def fingerprint(ending: Ending) -> str:
+def fingerprint(ending: WorkerExit) -> str:
     """Equal for two endings that a person would call the same failure."""
     error = ending.error
     if error is not None:

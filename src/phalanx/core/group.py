@@ -32,24 +32,34 @@ The rules:
 MOVES lists what an event may lead to, LATE what may be in the queue still although it no longer
 matters. Everything else is a bug in the owner loop: `IllegalMove`, with the recent history.
 
-The moves themselves are in `core.moves`, the events and commands in `core.messages`.
+Events and commands are in `core.group_events`.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeAlias
 
-from phalanx.core import moves
-from phalanx.core.messages import (
+from phalanx.core import restarts
+from phalanx.core.group_events import (
     AllSucceeded,
     BarrierDone,
+    CloseRendezvous,
+    Command,
+    EnterBarrier,
     Event,
+    Finish,
+    GroupRound,
     Hang,
+    Join,
+    Leave,
     MembershipChanged,
+    Note,
     Outcome,
     PeerFailed,
-    Round,
+    ReportFailure,
     RoundFailed,
     RoundOver,
     RoundReady,
@@ -57,30 +67,399 @@ from phalanx.core.messages import (
     Start,
     Started,
     StartFailed,
+    StartWorkers,
     Stopped,
+    StopWorkers,
     Tick,
     Uninterruptible,
+    WakeAt,
     WorkerFailed,
     WorkerState,
 )
-from phalanx.core.moves import Ending, GroupPolicy, GroupState, IllegalMove, Phase, Step
+from phalanx.core.record import Record
+from phalanx.core.restarts import Failure, History, RestartPolicy
+from phalanx.errors import PhalanxError
 
-__all__ = [
-    "LATE",
-    "MEANING",
-    "MOVES",
-    "Ending",
-    "GroupPolicy",
-    "GroupState",
-    "IllegalMove",
-    "Outcome",
-    "Phase",
-    "Round",
-    "Step",
-    "WorkerState",
-    "diagram",
-    "step",
-]
+
+class Phase(StrEnum):
+    """Where the owner loop stands; `WorkerState` is the coarser view for the outside."""
+
+    NEW = "NEW"
+    JOINING = "JOINING"
+    REFORMING = "REFORMING"
+    CLEARING = "CLEARING"
+    WAITING = "WAITING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    BARRIER = "BARRIER"
+    ENDING = "ENDING"
+    DONE = "DONE"
+
+
+class IllegalMove(PhalanxError, RuntimeError):
+    """The owner loop broke the contract; says which event came when, and what came before."""
+
+
+class GroupPolicy(Record):
+    """What the owner of the job chose."""
+
+    restarts: RestartPolicy = RestartPolicy()
+    stop_signal: int = signal.SIGTERM
+    grace: float = 30.0
+
+
+class Ending(Record):
+    """What the group ends as, once its workers are gone."""
+
+    outcome: Outcome
+    message: str
+    sig: int | None = None
+
+
+class GroupState(Record):
+    """All there is to know about the group; made by `step` only."""
+
+    phase: Phase = Phase.NEW
+    worker_state: WorkerState = WorkerState.INIT
+    round: GroupRound | None = None
+    void: int = -1
+    """The latest round known to have failed."""
+    history: History = History()
+    started_at: float = 0.0
+    stop_by: float = 0.0
+    not_before: float = 0.0
+    cause: str = ""
+    """The failure we are recovering from; empty once the workers run again."""
+    ending: Ending | None = None
+    signals: int = 0
+    recent: tuple[str, ...] = ()
+
+    @property
+    def attempt(self) -> int:
+        """Restarts used by the job so far."""
+        return self.history.attempt
+
+
+class Step(NamedTuple):
+    """The answer to one event."""
+
+    state: GroupState
+    commands: tuple[Command, ...]
+    reason: str
+
+
+_ALIVE = frozenset({Phase.STARTING, Phase.RUNNING})
+_DYING = frozenset({Phase.REFORMING, Phase.CLEARING, Phase.ENDING})
+
+
+def complaint(state: GroupState, event: Event, what: str) -> str:
+    """The message of an illegal move."""
+    past = "\n  ".join(state.recent) or "(nothing)"
+    return f"{event!r} in phase {state.phase.value} {what}; before it:\n  {past}"
+
+
+# ---- the moves ---------------------------------------------------------------------------------------
+
+
+def _go(state: GroupState, phase: Phase, reason: str, *commands: Command, **changes: Any) -> Step:
+    """The step to `phase`."""
+    return Step(state.replace(phase=phase, **changes), commands, reason)
+
+
+def _stay(state: GroupState, reason: str, **changes: Any) -> Step:
+    """No move."""
+    return _go(state, state.phase, reason, **changes)
+
+
+def on_start(state: GroupState, event: Start, now: float, policy: GroupPolicy) -> Step:
+    return _go(state, Phase.JOINING, "joining the rendezvous", Join(state.attempt))
+
+
+def on_round_ready(state: GroupState, event: RoundReady, now: float, policy: GroupPolicy) -> Step:
+    new = event.round
+    if state.round is not None and new.number <= state.round.number:
+        raise IllegalMove(complaint(state, event, f"follows round {state.round.number}: numbers must grow"))
+    if new.number <= state.void:
+        return _go(
+            state, state.phase, f"round {new.number} has failed already; joining again", Join(state.attempt)
+        )
+    # A failure that met a change of members in the same moment may not have been counted: then it was none.
+    attempt = new.attempt if new.counted else max(state.attempt, new.attempt)
+    history = state.history.replace(attempt=attempt)
+    state = state.replace(round=new, history=history)
+    if state.phase is Phase.REFORMING:
+        return _go(state, Phase.CLEARING, f"round {new.number} is ready; waiting for the old workers to end")
+    return _start_or_wait(state, now)
+
+
+def _start_or_wait(state: GroupState, now: float) -> Step:
+    """A round is there and no worker is alive."""
+    assert state.round is not None, "a start needs a round"
+    if now < state.not_before:
+        reason = f"round {state.round.number} is ready; back-off for {state.not_before - now:g} s"
+        return _go(state, Phase.WAITING, reason, WakeAt(state.not_before))
+    reason = f"starting workers of round {state.round.number} as node {state.round.node_rank}"
+    if state.attempt:
+        reason += f", attempt {state.attempt}"
+    command = StartWorkers(state.round, state.attempt)
+    return _go(state, Phase.STARTING, reason, command, started_at=now, worker_state=WorkerState.INIT)
+
+
+def on_tick(state: GroupState, event: Tick, now: float, policy: GroupPolicy) -> Step:
+    return _start_or_wait(state, now)
+
+
+def on_round_failed(state: GroupState, event: RoundFailed, now: float, policy: GroupPolicy) -> Step:
+    told = f": {event.message}" if event.message else ""
+    after = f" (while recovering from: {state.cause})" if state.cause else ""
+    if event.kind == "graceful":
+        return _end(state, now, policy, Ending(Outcome.LEFT, f"left the rendezvous{told}"))
+    job_failed = bool(state.cause) if event.job_failed is None else event.job_failed
+    if event.kind == "closed" and not job_failed:
+        return _end(state, now, policy, Ending(Outcome.CLOSED, f"the rendezvous is closed{told}"))
+    what = {"closed": "the rendezvous was closed", "timeout": "the rendezvous timed out"}
+    message = f"{what.get(event.kind, 'the rendezvous failed')}{told}{after}"
+    return _end(state, now, policy, Ending(Outcome.FAILED, message), Note(message))
+
+
+def on_started(state: GroupState, event: Started, now: float, policy: GroupPolicy) -> Step:
+    changes = {"worker_state": WorkerState.HEALTHY, "started_at": now, "cause": ""}
+    return _go(
+        state, Phase.RUNNING, f"workers are running (pids {', '.join(map(str, event.pids))})", **changes
+    )
+
+
+def on_start_failed(state: GroupState, event: StartFailed, now: float, policy: GroupPolicy) -> Step:
+    # Nothing is alive: JOINING has the same meaning for what follows, and there is nothing to stop.
+    idle = state.replace(phase=Phase.JOINING)
+    if event.retry:
+        return _failure(idle, now, policy, event.message, Failure(now, event.message))
+    report = ReportFailure(_number(state), state.attempt, event.message, final=True)
+    message = f"{event.message}; not restarted: a start that fails would fail again"
+    return _end(idle, now, policy, Ending(Outcome.FAILED, message), report, Note(message))
+
+
+def on_worker_failed(state: GroupState, event: WorkerFailed, now: float, policy: GroupPolicy) -> Step:
+    error = event.error or event.summary
+    failure = Failure(now, error, event.exit_code, now - state.started_at, event.ready)
+    state = state.replace(worker_state=WorkerState.FAILED)
+    return _failure(state, now, policy, event.summary, failure)
+
+
+def on_unhealthy(state: GroupState, event: Hang | Uninterruptible, now: float, policy: GroupPolicy) -> Step:
+    if isinstance(event, Hang):
+        summary = event.summary
+        if event.final:
+            report = ReportFailure(_number(state), state.attempt, summary, final=True)
+            state = state.replace(worker_state=WorkerState.UNHEALTHY)
+            return _end(state, now, policy, Ending(Outcome.FAILED, summary), report, Note(summary))
+    else:
+        pids = ", ".join(map(str, event.pids))
+        summary = f"workers in uninterruptible sleep (pid {pids})"
+    state = state.replace(worker_state=WorkerState.UNHEALTHY)
+    # Ready: it ran for long enough to hang, so this is no crash at the start.
+    return _failure(state, now, policy, summary, Failure(now, summary, None, now - state.started_at, True))
+
+
+def _failure(state: GroupState, now: float, policy: GroupPolicy, summary: str, failure: Failure) -> Step:
+    """This node's own failure: decide for the job, and tell the others."""
+    number = _number(state)
+    verdict = restarts.decide(state.history, failure, now, policy.restarts)
+    line = f"{summary}; {verdict.reason}"
+    if not verdict.restart:
+        report = ReportFailure(number, state.attempt, summary, final=True)
+        return _end(state, now, policy, Ending(Outcome.FAILED, line), report, Note(line))
+    history = restarts.record(state.history, failure, policy.restarts)
+    report = ReportFailure(number, history.attempt, summary, final=False, delay=verdict.delay)
+    state = state.replace(history=history, void=number, cause=summary, not_before=now + verdict.delay)
+    return _reform(state, now, policy, line, report)
+
+
+def on_peer_failed(state: GroupState, event: PeerFailed, now: float, policy: GroupPolicy) -> Step:
+    what = f"node {event.node}: {event.summary or 'failed'}"
+    if event.final:
+        return _final(state, event, now, policy, what)
+    if event.round <= state.void or event.round < _number(state):
+        history = state.history.replace(attempt=max(state.attempt, event.attempt))
+        return _stay(state, f"{what}; the failure of round {event.round} is known already", history=history)
+    ran = state.phase in _ALIVE or state.phase is Phase.BARRIER
+    lived = now - state.started_at if ran else 0.0
+    failure = Failure(now, event.summary, None, lived)
+    history = restarts.record(state.history, failure, policy.restarts, event.attempt)
+    not_before = max(state.not_before, now + event.delay)
+    # A node that was in no round yet has lost nothing: it recovers from nothing.
+    cause = what if state.round is not None else ""
+    state = state.replace(history=history, void=event.round, cause=cause, not_before=not_before)
+    line = f"{what}; re-forming for attempt {state.attempt}"
+    if state.phase in (Phase.JOINING, Phase.REFORMING):
+        # A round we have not been told of yet: its RoundReady, if it still comes, is void.
+        return _stay(state, line)
+    return _reform(state, now, policy, line)
+
+
+def on_peer_failed_late(state: GroupState, event: PeerFailed, now: float, policy: GroupPolicy) -> Step:
+    what = f"node {event.node}: {event.summary or 'failed'}"
+    if event.final:
+        return _final(state, event, now, policy, what)
+    return _stay(state, f"{what}; this node is ending already")
+
+
+def _final(state: GroupState, event: PeerFailed, now: float, policy: GroupPolicy, what: str) -> Step:
+    """Another node has ended the job."""
+    if state.ending is not None and state.ending.outcome in (Outcome.FAILED, Outcome.SIGNALED):
+        return _stay(state, f"{what}; the job is ending already")
+    message = f"{what}; the job has failed"
+    return _end(state, now, policy, Ending(Outcome.FAILED, message), Note(message))
+
+
+def on_membership(state: GroupState, event: MembershipChanged, now: float, policy: GroupPolicy) -> Step:
+    if event.round is not None and event.round != _number(state):
+        return _stay(state, f"a membership change of round {event.round} is out of date")
+    causes = []
+    if event.lost:
+        causes.append(f"lost {', '.join(event.lost)}")
+    if event.waiting:
+        causes.append(f"{event.waiting} waiting to join")
+    if not causes:
+        return _stay(state, "membership is unchanged")
+    return _reform(state, now, policy, f"{' and '.join(causes)}; re-forming, which uses no restart")
+
+
+def on_round_over(state: GroupState, event: RoundOver, now: float, policy: GroupPolicy) -> Step:
+    kill: tuple[Command, ...] = ()
+    if event.at_once:
+        policy = policy.replace(stop_signal=signal.SIGKILL, grace=0.0)
+        if state.phase in _DYING:
+            kill, state = (StopWorkers(signal.SIGKILL, 0.0),), state.replace(stop_by=now)
+    if state.phase in (Phase.REFORMING, Phase.ENDING):
+        what = "killing what is left" if kill else "the workers are being stopped already"
+        return _go(state, state.phase, f"{event.reason}; {what}", *kill)
+    if event.round != _number(state):
+        return _go(state, state.phase, f"the end of round {event.round} is out of date", *kill)
+    return _reform(state, now, policy, f"{event.reason}; re-forming, which uses no restart", *kill)
+
+
+def on_succeeded(state: GroupState, event: AllSucceeded, now: float, policy: GroupPolicy) -> Step:
+    command = EnterBarrier(_number(state))
+    changes = {"worker_state": WorkerState.SUCCEEDED, "cause": ""}
+    return _go(state, Phase.BARRIER, "all workers succeeded; waiting for the other nodes", command, **changes)
+
+
+def on_barrier_done(state: GroupState, event: BarrierDone, now: float, policy: GroupPolicy) -> Step:
+    if event.round is not None and event.round != _number(state):
+        return _stay(state, f"the barrier of round {event.round} is out of date")
+    message = "all workers succeeded"
+    if event.ok:
+        return _end(state, now, policy, Ending(Outcome.SUCCEEDED, message))
+    gone = f" from {', '.join(event.missing)}" if event.missing else ""
+    message += f"; the exit barrier ended without word{gone}"
+    return _end(state, now, policy, Ending(Outcome.SUCCEEDED, message), Note(message))
+
+
+def on_signal(state: GroupState, event: Signal, now: float, policy: GroupPolicy) -> Step:
+    name = _signal_name(event.sig)
+    state = state.replace(signals=state.signals + 1)
+    if state.signals > 2:
+        return _stay(state, f"{name}: the workers are being killed already")
+    if state.signals == 2:
+        return _go(
+            state,
+            state.phase,
+            f"second signal, {name}: killing the workers now",
+            StopWorkers(signal.SIGKILL, 0.0),
+            Note(f"{name} again: killing the workers"),
+            stop_by=now,
+        )
+    ending = Ending(Outcome.SIGNALED, f"stopped by {name}", event.sig)
+    if state.ending is not None and state.ending.outcome is Outcome.FAILED:
+        ending = state.ending
+    note = Note(f"{name}: stopping")
+    if state.phase in _DYING:
+        again = StopWorkers(event.sig, max(0.0, state.stop_by - now))
+        return _go(state, Phase.ENDING, f"{name} while stopping", again, note, ending=ending)
+    return _end(state, now, policy, ending, note)
+
+
+def on_stopped(state: GroupState, event: Stopped, now: float, policy: GroupPolicy) -> Step:
+    if event.unkillable:
+        return _unkillable(state, event, now, policy)
+    if state.phase is Phase.ENDING:
+        assert state.ending is not None, "ENDING knows how it ends"
+        return _finish(state.replace(worker_state=WorkerState.STOPPED), state.ending)
+    state = state.replace(worker_state=WorkerState.STOPPED)
+    if state.phase is Phase.CLEARING:
+        return _start_or_wait(state, now)
+    return _go(state, Phase.JOINING, "the old workers are gone; waiting for the round")
+
+
+def _unkillable(state: GroupState, event: Stopped, now: float, policy: GroupPolicy) -> Step:
+    """Something outlived SIGKILL: it still holds its devices and ports, so nothing is started over it."""
+    names = f"could not be killed: {', '.join(event.unkillable)}"
+    state = state.replace(worker_state=WorkerState.UNHEALTHY)
+    ending = state.ending
+    if ending is not None and ending.outcome in (Outcome.FAILED, Outcome.SIGNALED):
+        return _finish(state, ending.replace(message=f"{ending.message}; {names}"), Note(names))
+    message = f"{state.cause}; {names}" if state.cause else names
+    report = ReportFailure(_number(state), state.attempt, message, final=True)
+    return _finish(state, Ending(Outcome.FAILED, message), report, Note(f"{names}; not restarted over it"))
+
+
+# ---- what several moves share ------------------------------------------------------------------------
+
+
+def _reform(state: GroupState, now: float, policy: GroupPolicy, reason: str, *tell: Command) -> Step:
+    """Enter the rendezvous again, and stop what is alive at the same time: the stop goes out first."""
+    join, note = Join(state.attempt), Note(reason)
+    if state.phase in _ALIVE:
+        stop = StopWorkers(policy.stop_signal, policy.grace)
+        return _go(state, Phase.REFORMING, reason, stop, *tell, join, note, stop_by=now + policy.grace)
+    if state.phase is Phase.CLEARING:
+        return _go(state, Phase.REFORMING, reason, *tell, join, note)
+    return _go(state, Phase.JOINING, reason, *tell, join, note, worker_state=WorkerState.STOPPED)
+
+
+def _end(state: GroupState, now: float, policy: GroupPolicy, ending: Ending, *tell: Command) -> Step:
+    """End the group as `ending`, once nothing of it is alive."""
+    if state.phase in _ALIVE:
+        sig = ending.sig or policy.stop_signal
+        stop = StopWorkers(sig, policy.grace)
+        changes = {"ending": ending, "stop_by": now + policy.grace}
+        return _go(state, Phase.ENDING, ending.message, stop, *tell, **changes)
+    if state.phase in _DYING:
+        return _go(state, Phase.ENDING, ending.message, *tell, ending=ending)
+    return _finish(state, ending, *tell)
+
+
+def _finish(state: GroupState, ending: Ending, *tell: Command) -> Step:
+    """Nothing is alive (or nothing more can be done about it): say goodbye to the others, and end."""
+    farewell: tuple[Command, ...] = ()
+    if ending.outcome in (Outcome.SUCCEEDED, Outcome.FAILED):
+        farewell = (CloseRendezvous(ending.message, ending.outcome is Outcome.FAILED),)
+    elif ending.outcome is not Outcome.CLOSED:
+        farewell = (Leave(graceful=True),)
+    final = state.worker_state
+    if ending.outcome is Outcome.FAILED:
+        final = WorkerState.FAILED
+    elif final not in (WorkerState.SUCCEEDED, WorkerState.UNHEALTHY):
+        final = WorkerState.STOPPED
+    finish = Finish(ending.outcome, final, ending.message, ending.sig)
+    return _go(state, Phase.DONE, ending.message, *tell, *farewell, finish, ending=ending, worker_state=final)
+
+
+def _number(state: GroupState) -> int:
+    """The number of the round at hand, -1 before the first."""
+    return -1 if state.round is None else state.round.number
+
+
+def _signal_name(sig: int) -> str:
+    """SIGTERM for 15; unnamed ones (real-time) by number."""
+    try:
+        return signal.Signals(sig).name
+    except ValueError:
+        return f"signal {sig}"
+
+
+# ---- the table ---------------------------------------------------------------------------------------
 
 _HISTORY = 12
 """Moves remembered for the message of an illegal one."""
@@ -104,77 +483,77 @@ Row: TypeAlias = Mapping[type[Any], tuple[Handler, tuple[Phase, ...]]]
 NEW, JOINING, REFORMING, CLEARING, WAITING, STARTING, RUNNING, BARRIER, ENDING, DONE = Phase
 
 _UP: Row = {
-    WorkerFailed: (moves.on_worker_failed, (REFORMING, ENDING)),
-    Hang: (moves.on_unhealthy, (REFORMING, ENDING)),
-    Uninterruptible: (moves.on_unhealthy, (REFORMING, ENDING)),
-    AllSucceeded: (moves.on_succeeded, (BARRIER,)),
-    Signal: (moves.on_signal, (ENDING,)),
+    WorkerFailed: (on_worker_failed, (REFORMING, ENDING)),
+    Hang: (on_unhealthy, (REFORMING, ENDING)),
+    Uninterruptible: (on_unhealthy, (REFORMING, ENDING)),
+    AllSucceeded: (on_succeeded, (BARRIER,)),
+    Signal: (on_signal, (ENDING,)),
 }
 """Workers may be alive. A worker may be quicker to end than the start of its siblings, hence both phases."""
 
 MOVES: Mapping[Phase, Row] = {
     NEW: {
-        Start: (moves.on_start, (JOINING,)),
-        Signal: (moves.on_signal, (DONE,)),
+        Start: (on_start, (JOINING,)),
+        Signal: (on_signal, (DONE,)),
     },
     JOINING: {
-        RoundReady: (moves.on_round_ready, (STARTING, WAITING, JOINING)),
-        RoundFailed: (moves.on_round_failed, (DONE,)),
-        PeerFailed: (moves.on_peer_failed, (JOINING, DONE)),
-        Signal: (moves.on_signal, (DONE,)),
+        RoundReady: (on_round_ready, (STARTING, WAITING, JOINING)),
+        RoundFailed: (on_round_failed, (DONE,)),
+        PeerFailed: (on_peer_failed, (JOINING, DONE)),
+        Signal: (on_signal, (DONE,)),
     },
     REFORMING: {
-        RoundReady: (moves.on_round_ready, (CLEARING, REFORMING)),
-        RoundFailed: (moves.on_round_failed, (ENDING,)),
-        Stopped: (moves.on_stopped, (JOINING, DONE)),
-        PeerFailed: (moves.on_peer_failed, (REFORMING, ENDING)),
-        Signal: (moves.on_signal, (ENDING,)),
-        RoundOver: (moves.on_round_over, (REFORMING,)),
+        RoundReady: (on_round_ready, (CLEARING, REFORMING)),
+        RoundFailed: (on_round_failed, (ENDING,)),
+        Stopped: (on_stopped, (JOINING, DONE)),
+        PeerFailed: (on_peer_failed, (REFORMING, ENDING)),
+        Signal: (on_signal, (ENDING,)),
+        RoundOver: (on_round_over, (REFORMING,)),
     },
     CLEARING: {
-        Stopped: (moves.on_stopped, (STARTING, WAITING, DONE)),
-        MembershipChanged: (moves.on_membership, (REFORMING, CLEARING)),
-        PeerFailed: (moves.on_peer_failed, (REFORMING, CLEARING, ENDING)),
-        Signal: (moves.on_signal, (ENDING,)),
-        RoundOver: (moves.on_round_over, (REFORMING, CLEARING)),
-        RoundFailed: (moves.on_round_failed, (ENDING,)),
+        Stopped: (on_stopped, (STARTING, WAITING, DONE)),
+        MembershipChanged: (on_membership, (REFORMING, CLEARING)),
+        PeerFailed: (on_peer_failed, (REFORMING, CLEARING, ENDING)),
+        Signal: (on_signal, (ENDING,)),
+        RoundOver: (on_round_over, (REFORMING, CLEARING)),
+        RoundFailed: (on_round_failed, (ENDING,)),
     },
     WAITING: {
-        Tick: (moves.on_tick, (STARTING, WAITING)),
-        MembershipChanged: (moves.on_membership, (JOINING, WAITING)),
-        PeerFailed: (moves.on_peer_failed, (JOINING, WAITING, DONE)),
-        Signal: (moves.on_signal, (DONE,)),
-        RoundOver: (moves.on_round_over, (JOINING, WAITING)),
-        RoundFailed: (moves.on_round_failed, (DONE,)),
+        Tick: (on_tick, (STARTING, WAITING)),
+        MembershipChanged: (on_membership, (JOINING, WAITING)),
+        PeerFailed: (on_peer_failed, (JOINING, WAITING, DONE)),
+        Signal: (on_signal, (DONE,)),
+        RoundOver: (on_round_over, (JOINING, WAITING)),
+        RoundFailed: (on_round_failed, (DONE,)),
     },
     STARTING: {
         **_UP,
-        Started: (moves.on_started, (RUNNING,)),
-        StartFailed: (moves.on_start_failed, (JOINING, DONE)),
-        MembershipChanged: (moves.on_membership, (REFORMING, STARTING)),
-        PeerFailed: (moves.on_peer_failed, (REFORMING, STARTING, ENDING)),
-        RoundOver: (moves.on_round_over, (REFORMING, STARTING)),
-        RoundFailed: (moves.on_round_failed, (ENDING,)),
+        Started: (on_started, (RUNNING,)),
+        StartFailed: (on_start_failed, (JOINING, DONE)),
+        MembershipChanged: (on_membership, (REFORMING, STARTING)),
+        PeerFailed: (on_peer_failed, (REFORMING, STARTING, ENDING)),
+        RoundOver: (on_round_over, (REFORMING, STARTING)),
+        RoundFailed: (on_round_failed, (ENDING,)),
     },
     RUNNING: {
         **_UP,
-        MembershipChanged: (moves.on_membership, (REFORMING, RUNNING)),
-        PeerFailed: (moves.on_peer_failed, (REFORMING, RUNNING, ENDING)),
-        RoundOver: (moves.on_round_over, (REFORMING, RUNNING)),
-        RoundFailed: (moves.on_round_failed, (ENDING,)),
+        MembershipChanged: (on_membership, (REFORMING, RUNNING)),
+        PeerFailed: (on_peer_failed, (REFORMING, RUNNING, ENDING)),
+        RoundOver: (on_round_over, (REFORMING, RUNNING)),
+        RoundFailed: (on_round_failed, (ENDING,)),
     },
     BARRIER: {
-        BarrierDone: (moves.on_barrier_done, (DONE, BARRIER)),
-        PeerFailed: (moves.on_peer_failed, (JOINING, BARRIER, DONE)),
-        Signal: (moves.on_signal, (DONE,)),
-        RoundOver: (moves.on_round_over, (JOINING, BARRIER)),
-        RoundFailed: (moves.on_round_failed, (DONE,)),
+        BarrierDone: (on_barrier_done, (DONE, BARRIER)),
+        PeerFailed: (on_peer_failed, (JOINING, BARRIER, DONE)),
+        Signal: (on_signal, (DONE,)),
+        RoundOver: (on_round_over, (JOINING, BARRIER)),
+        RoundFailed: (on_round_failed, (DONE,)),
     },
     ENDING: {
-        Stopped: (moves.on_stopped, (DONE,)),
-        PeerFailed: (moves.on_peer_failed_late, (ENDING,)),
-        Signal: (moves.on_signal, (ENDING,)),
-        RoundOver: (moves.on_round_over, (ENDING,)),
+        Stopped: (on_stopped, (DONE,)),
+        PeerFailed: (on_peer_failed_late, (ENDING,)),
+        Signal: (on_signal, (ENDING,)),
+        RoundOver: (on_round_over, (ENDING,)),
     },
     DONE: {},
 }
@@ -207,13 +586,13 @@ def step(state: GroupState, event: Event, now: float, policy: GroupPolicy) -> St
     move = MOVES[phase].get(kind)
     if move is None:
         if kind not in LATE[phase]:
-            raise IllegalMove(moves.complaint(state, event, "is not possible"))
+            raise IllegalMove(complaint(state, event, "is not possible"))
         return Step(state, (), f"{kind.__name__} in {phase.value}: it no longer matters")
     handler, targets = move
     after, commands, reason = handler(state, event, now, policy)
     if after.phase not in targets:
         what = f"led to {after.phase.value}, which the table does not allow"
-        raise IllegalMove(moves.complaint(state, event, what))
+        raise IllegalMove(complaint(state, event, what))
     line = f"{now:.3f} {phase.value} --{kind.__name__}--> {after.phase.value}: {reason}"
     return Step(after.replace(recent=(*after.recent, line)[-_HISTORY:]), commands, reason)
 

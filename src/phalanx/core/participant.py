@@ -23,8 +23,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.core import node_events as happen
-from phalanx.core.commands import (
+from phalanx.core import participant_events as happen
+from phalanx.core.participant_events import Action, End, Send, StartRound, StopRound
+from phalanx.core.rounds import (
+    ACTIVE,
+    CLOSED,
+    LeaderView,
+    NodeInfo,
+    NodeRecord,
+    Options,
+    Result,
+    Round,
+    RoundDecision,
+    begin_again,
+    decide,
+    decode_round,
+    encode,
+)
+from phalanx.core.store_commands import (
     Change,
     Command,
     Entry,
@@ -39,22 +55,6 @@ from phalanx.core.commands import (
     Unwatch,
     Watch,
     When,
-)
-from phalanx.core.node_events import Action, End, Send, Start, Stop
-from phalanx.core.rounds import (
-    ACTIVE,
-    CLOSED,
-    Decision,
-    NodeInfo,
-    NodeRecord,
-    Options,
-    Result,
-    Round,
-    View,
-    begin_again,
-    decide,
-    decode_round,
-    encode,
 )
 
 CONTROL = 1  # the watch that every node has; a leader's own gets a new number each time
@@ -94,11 +94,11 @@ class Participant:
         self._proof = self._heard = self._waiting_since = 0.0
         self._cap: float | None = None
         self._next_beat = 0.0
-        self._view: View | None = None
+        self._view: LeaderView | None = None
         self._everything, self._view_complete, self._dirty = CONTROL, False, False
         self._decided = self._status_at = float("-inf")
         self._lead_wake: float | None = None
-        self._sent_decision = Decision((), "")
+        self._sent_decision = RoundDecision((), "")
         self._pending: dict[int, _Pending] = {}
         self._tags = 0
         self._out: list[Action] = []
@@ -171,7 +171,7 @@ class Participant:
             case happen.WorkersEnded(number) if number == self.running and not self._stopping:
                 self._over = event
                 self._report(now, event)
-            case happen.Leave(reason):
+            case happen.LeaveRequested(reason):
                 self._leaving = self._leaving or reason
 
     def _answered(self, now: float, pending: _Pending, reply: Reply) -> None:
@@ -269,7 +269,7 @@ class Participant:
         if self._view is not None and (not ours or entry.create != self._view.term):
             self._step_down(now)
         if ours and self._view is None:
-            self._view = View(self.options, entry.create, since=now)
+            self._view = LeaderView(self.options, entry.create, since=now)
             self._read_everything(now)
 
     def _step_down(self, now: float) -> None:
@@ -310,7 +310,7 @@ class Participant:
         if self.running is not None:
             # Also when a stop is under way: a grace that outlasts the lease would break the promise.
             self._stopping = True
-            self._out.append(Stop(self.running, why, at_once=True))
+            self._out.append(StopRound(self.running, why, at_once=True))
         self._send(now, "revoke", Revoke(self._old_lease))
 
     # Going on
@@ -364,7 +364,7 @@ class Participant:
             if rank >= 0 and self._started != (current.number, self._incarnation):
                 self._started = (current.number, self._incarnation)
                 self.running, self.rank, self._over = current.number, rank, None
-                self._out.append(Start(current, rank))
+                self._out.append(StartRound(current, rank))
             elif len(current.members) >= self.options.max_nodes:
                 self._waiting_since = now  # a spare waits as long as it is one
 
@@ -383,7 +383,7 @@ class Participant:
             self._idle(now)
             return
         self._stopping = True
-        self._out.append(Stop(self.running, why))
+        self._out.append(StopRound(self.running, why))
 
     def _idle(self, now: float) -> None:
         self.running, self.rank, self._stopping, self._over = None, -1, False, None
@@ -477,7 +477,7 @@ class Participant:
 
     def _quit(self, end: End) -> None:
         if self.running is not None and not self._stopping and self._over is None:
-            self._out.append(Stop(self.running, end.reason))
+            self._out.append(StopRound(self.running, end.reason))
         self.ended, self.reason = end, end.reason
         self._out.append(end)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
-class NodeInfo(NamedTuple):
+class NodeSlots(NamedTuple):
     """What a node contributes to a round."""
 
     rank: int
@@ -38,7 +38,7 @@ class Candidate(NamedTuple):
     scheduled: int | None = None
 
 
-def _checked(nodes: Iterable[NodeInfo]) -> list[NodeInfo]:
+def _checked(nodes: Iterable[NodeSlots]) -> list[NodeSlots]:
     """The nodes by rank, or ValueError naming what is wrong with them."""
     ordered = sorted(nodes)
     if [node.rank for node in ordered] != list(range(len(ordered))):
@@ -52,7 +52,7 @@ def _checked(nodes: Iterable[NodeInfo]) -> list[NodeInfo]:
     return ordered
 
 
-def assign(nodes: Iterable[NodeInfo]) -> list[list[WorkerRanks]]:
+def assign(nodes: Iterable[NodeSlots]) -> list[list[WorkerRanks]]:
     """The ranks of all workers, one list per node, by node rank."""
     ordered = _checked(nodes)
     world = sum(node.local_world_size for node in ordered)
@@ -69,7 +69,7 @@ def assign(nodes: Iterable[NodeInfo]) -> list[list[WorkerRanks]]:
     return result
 
 
-def assign_to(nodes: Iterable[NodeInfo], rank: int) -> list[WorkerRanks]:
+def assign_to(nodes: Iterable[NodeSlots], rank: int) -> list[WorkerRanks]:
     """The ranks of the workers of one node: O(nodes) however many workers the others have."""
     ordered = _checked(nodes)
     if not 0 <= rank < len(ordered):

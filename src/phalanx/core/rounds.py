@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from phalanx.core.commands import Change, Command, Delete, Put, Txn, When
+from phalanx.core.store_commands import Change, Command, Delete, Put, Txn, When
 
 FORMING, ACTIVE, CLOSED = "forming", "active", "closed"
 LOST = "lost before they reported: "  # and who, at the end of the reason of a job that succeeded without them
@@ -130,7 +130,7 @@ class Round(NamedTuple):
         return -1
 
 
-class Decision(NamedTuple):
+class RoundDecision(NamedTuple):
     """What the leader does now, why, and when to ask again if nothing happens (None: no need)."""
 
     commands: tuple[Command, ...]
@@ -199,7 +199,7 @@ def assign_ranks(nodes: list[NodeInfo], before: dict[str, int]) -> list[NodeInfo
 
 
 @dataclass(slots=True)
-class View:
+class LeaderView:
     """The job's keys as the leader knows them, kept up to date by `learn`."""
 
     options: Options
@@ -267,10 +267,10 @@ class View:
         }
 
 
-def decide(now: float, view: View, options: Options) -> Decision:
+def decide(now: float, view: LeaderView, options: Options) -> RoundDecision:
     """The leader's next move, from nothing but what it sees."""
     if view.round.phase == CLOSED:
-        return Decision((), view.round.reason)
+        return RoundDecision((), view.round.reason)
     asked = view.closes.get(str(view.round.job))
     if asked is not None:
         return _close(view, "closed", asked or "closed on request")
@@ -299,12 +299,12 @@ def begin_again(found: Round, mod: int, options: Options, remaining: int) -> Txn
     return Txn(still, (Put(options.prefix + "ctl/round", encode(fresh)),), ranges + singles)
 
 
-def _untold(view: View) -> bool:
+def _untold(view: LeaderView) -> bool:
     """Whether a node is to leave and has not been told: the round is the only way to tell anybody."""
     return not view.drains.isdisjoint(view.nodes.keys() - set(view.round.out))
 
 
-def _watch_over(now: float, view: View, options: Options) -> Decision:
+def _watch_over(now: float, view: LeaderView, options: Options) -> RoundDecision:
     """An active round: failures first, then the end, then who went, then who came."""
     current = view.round
     results = view.results.get(current.number, {})
@@ -330,14 +330,14 @@ def _watch_over(now: float, view: View, options: Options) -> Decision:
         settled = min(s.at for s in newcomers.values()) + options.settle
         if len(newcomers) >= room or now >= settled:
             return _reform(view, f"{joined} joined")
-        return Decision((), f"{joined} joined, re-forming in {settled - now:.1f} s", settled)
+        return RoundDecision((), f"{joined} joined, re-forming in {settled - now:.1f} s", settled)
     if _untold(view):
         return _publish(view, current, current.reason)
     spares = f", {count(len(newcomers), 'spare')}" if newcomers else ""
-    return Decision((), f"round {current.number}: {count(len(names), 'node')} running{spares}")
+    return RoundDecision((), f"round {current.number}: {count(len(names), 'node')} running{spares}")
 
 
-def _after_failure(view: View, options: Options, node: str, result: Result) -> Decision:
+def _after_failure(view: LeaderView, options: Options, node: str, result: Result) -> RoundDecision:
     name = next((m.name for m in view.round.members if m.id == node), node)
     restarts = view.round.restarts + 1
     failed = view.round._replace(restarts=restarts, cause=(node, name, result.detail))
@@ -350,7 +350,7 @@ def _after_failure(view: View, options: Options, node: str, result: Result) -> D
     return _reform(view, f"workers on {name} failed, {count(left, 'restart')} left", failed)
 
 
-def _form(now: float, view: View, options: Options) -> Decision:
+def _form(now: float, view: LeaderView, options: Options) -> RoundDecision:
     """A forming round: wait for the old workers to stop, then for enough nodes, then a last call."""
     number = view.round.number
     stopping = [
@@ -376,11 +376,11 @@ def _form(now: float, view: View, options: Options) -> Decision:
         text = (
             f"{len(here)} of {low} to {high} nodes here ({names}), {room}, last call {close_at - now:.0f} s"
         )
-        return Decision((), text, close_at)
+        return RoundDecision((), text, close_at)
     text = _waiting(here, stopping, low, high)
     if now >= deadline:
         return _close(view, "timeout", f"{text}; gave up after {options.join_timeout:.0f} s")
-    return Decision((), f"{text}, {deadline - now:.0f} s left", deadline)
+    return RoundDecision((), f"{text}, {deadline - now:.0f} s left", deadline)
 
 
 def _waiting(here: dict[str, Seen], stopping: list[str], low: int, high: int) -> str:
@@ -393,7 +393,7 @@ def _waiting(here: dict[str, Seen], stopping: list[str], low: int, high: int) ->
     return text + (f", waiting for {missing} more" if missing > 0 else "")
 
 
-def _activate(view: View, options: Options, here: dict[str, Seen]) -> Decision:
+def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> RoundDecision:
     before = {m.id: rank for rank, m in enumerate(view.previous)}
     # Members of the last round stay members; after them whoever came first.
     chosen = sorted(here, key=lambda i: (i not in before, here[i].incarnation))[: options.max_nodes]
@@ -414,22 +414,22 @@ def _activate(view: View, options: Options, here: dict[str, Seen]) -> Decision:
     return decision._replace(commands=(decision.commands[0]._replace(puts=puts, deletes=deletes),))
 
 
-def _reform(view: View, reason: str, base: Round | None = None) -> Decision:
+def _reform(view: LeaderView, reason: str, base: Round | None = None) -> RoundDecision:
     forming = (base or view.round)._replace(number=view.round.number + 1, phase=FORMING, members=())
     return _publish(view, forming, reason)
 
 
-def _close(view: View, outcome: str, reason: str, base: Round | None = None) -> Decision:
+def _close(view: LeaderView, outcome: str, reason: str, base: Round | None = None) -> RoundDecision:
     closed = (base or view.round)._replace(phase=CLOSED, members=(), outcome=outcome)
     return _publish(view, closed, reason)
 
 
-def _publish(view: View, new: Round, reason: str) -> Decision:
+def _publish(view: LeaderView, new: Round, reason: str) -> RoundDecision:
     out = tuple(sorted(view.drains.intersection(view.nodes)))
     new = new._replace(reason=reason, term=view.term, out=out)
     leader, key = view.options.prefix + "ctl/leader", view.options.prefix + "ctl/round"
     guards = (When(leader, "create", view.term), When(key, "mod", view.round_mod))
-    return Decision((Txn(guards, (Put(key, encode(new)),)),), reason)
+    return RoundDecision((Txn(guards, (Put(key, encode(new)),)),), reason)
 
 
 def count(number: int, one: str, many: str = "") -> str:

@@ -1,6 +1,6 @@
 """torch.distributed.elastic at Phalanx's path: names, and nothing but names."""
 
-from phalanx.torch_paths import below
+from phalanx.lazy_modules import below
 
 __getattr__ = below(
     __name__,

@@ -15,14 +15,14 @@ import re
 
 from phalanx.core.failures import diagnose, echo_of, last_line, moment, ranks_text, root_of
 from phalanx.observe.duration import duration
-from phalanx.processes.evidence import code_in_words, next_step, signal_label
+from phalanx.workers.exit_evidence import code_in_words, next_step, signal_label
 
 TYPE_CHECKING = False  # a restart waits for `summary`: nothing is imported or compiled that it does not need
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.core.failures import Diagnosis, Ending, Group
-    from phalanx.processes.failure import ProcessFailure
+    from phalanx.core.failures import Diagnosis, Group, WorkerExit
+    from phalanx.workers.failure import ProcessFailure
 
 Failures = dict[int, "ProcessFailure"]
 WIDTH = 100
@@ -183,7 +183,7 @@ def _one_line(
     return text if len(text) <= columns else text[: columns - 3] + "..."
 
 
-def _place(root: Ending, failure: ProcessFailure) -> str:
+def _place(root: WorkerExit, failure: ProcessFailure) -> str:
     details = []
     if failure.local_rank != root.rank:
         details.append(f"local rank {failure.local_rank}")

@@ -13,8 +13,8 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from phalanx.core import messages as say
-from phalanx.core.messages import Outcome
+from phalanx.core import group_events as say
+from phalanx.core.group_events import Outcome
 from phalanx.observe import events, metrics
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx.agent.spec import RunResult, Worker, WorkerGroup
     from phalanx.core.group import GroupState
     from phalanx.observe.events import EventMetadataValue
-    from phalanx.processes.failure import ProcessFailure
+    from phalanx.workers.failure import ProcessFailure
 
 AGENT_METRICS = "torchelastic"
 

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections import deque
 from typing import Any
 
-from phalanx.core.commands import (
+from phalanx.core.store_commands import (
     Add,
     Change,
     Command,

@@ -1,12 +1,12 @@
 """torch.distributed.elastic.multiprocessing's names."""
 
 from phalanx.errors import SignalException
-from phalanx.processes.context import PContext
-from phalanx.processes.failure import ProcessFailure
-from phalanx.processes.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
-from phalanx.processes.result import RunProcsResult
-from phalanx.processes.start import MultiprocessContext, SubprocessContext, start_processes
-from phalanx.torch_paths import below
+from phalanx.lazy_modules import below
+from phalanx.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
+from phalanx.workers.failure import ProcessFailure
+from phalanx.workers.result import RunProcsResult
+from phalanx.workers.worker_group import PContext
+from phalanx.workers.worker_kinds import MultiprocessContext, SubprocessContext, start_processes
 
 __all__ = [
     "DefaultLogsSpecs",

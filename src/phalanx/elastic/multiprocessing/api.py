@@ -1,15 +1,15 @@
 """torch.distributed.elastic.multiprocessing.api's names."""
 
 from phalanx.errors import SignalException
-from phalanx.processes.context import PContext
-from phalanx.processes.failure import ProcessFailure
-from phalanx.processes.logs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
-from phalanx.processes.record import record
-from phalanx.processes.redirects import get_std_cm
-from phalanx.processes.result import RunProcsResult
-from phalanx.processes.single import SubprocessHandler, get_subprocess_handler
-from phalanx.processes.start import MultiprocessContext, SubprocessContext
-from phalanx.processes.tail_log import TailLog
+from phalanx.logs.redirects import get_std_cm
+from phalanx.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
+from phalanx.logs.tail_log import TailLog
+from phalanx.workers.failure import ProcessFailure
+from phalanx.workers.record import record
+from phalanx.workers.result import RunProcsResult
+from phalanx.workers.subprocess_handle import SubprocessHandler, get_subprocess_handler
+from phalanx.workers.worker_group import PContext
+from phalanx.workers.worker_kinds import MultiprocessContext, SubprocessContext
 
 __all__ = [
     "DefaultLogsSpecs",

@@ -1,5 +1,5 @@
 """torch's import path for redirecting descriptors."""
 
-from phalanx.processes.redirects import get_libc, redirect, redirect_stderr, redirect_stdout
+from phalanx.logs.redirects import get_libc, redirect, redirect_stderr, redirect_stdout
 
 __all__ = ["get_libc", "redirect", "redirect_stderr", "redirect_stdout"]

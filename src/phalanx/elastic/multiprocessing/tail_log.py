@@ -1,5 +1,5 @@
 """torch's import path for following log files."""
 
-from phalanx.processes.tail_log import TailLog, tail_logfile
+from phalanx.logs.tail_log import TailLog, tail_logfile
 
 __all__ = ["TailLog", "tail_logfile"]

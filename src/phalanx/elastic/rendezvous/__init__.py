@@ -8,18 +8,18 @@ from phalanx.errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from phalanx.rendezvous.handler import (
+from phalanx.lazy_modules import below
+from phalanx.membership.handler import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from phalanx.rendezvous.registry import (
+from phalanx.membership.registry import (
     RendezvousHandlerCreator,
     RendezvousHandlerRegistry,
     rendezvous_handler_registry,
 )
-from phalanx.torch_paths import below
 
 __all__ = [
     "RendezvousClosedError",

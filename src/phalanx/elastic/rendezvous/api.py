@@ -8,13 +8,13 @@ from phalanx.errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from phalanx.rendezvous.handler import (
+from phalanx.membership.handler import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from phalanx.rendezvous.registry import (
+from phalanx.membership.registry import (
     RendezvousHandlerCreator,
     RendezvousHandlerRegistry,
     rendezvous_handler_registry,

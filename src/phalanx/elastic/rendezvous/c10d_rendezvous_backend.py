@@ -1,6 +1,6 @@
 """torch.distributed.elastic.rendezvous.c10d_rendezvous_backend's names; they say why they are not here."""
 
-from phalanx.rendezvous.unsupported import C10dRendezvousBackend
-from phalanx.rendezvous.unsupported import create_c10d_backend as create_backend
+from phalanx.membership.unsupported import C10dRendezvousBackend
+from phalanx.membership.unsupported import create_c10d_backend as create_backend
 
 __all__ = ["C10dRendezvousBackend", "create_backend"]

@@ -1,5 +1,5 @@
 """torch.distributed.elastic.rendezvous.etcd_server's names; they say why they are not here."""
 
-from phalanx.rendezvous.unsupported import EtcdServer
+from phalanx.membership.unsupported import EtcdServer
 
 __all__ = ["EtcdServer"]

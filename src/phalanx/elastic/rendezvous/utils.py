@@ -1,5 +1,5 @@
 """torch.distributed.elastic.rendezvous.utils's names."""
 
-from phalanx.rendezvous.address import parse_rendezvous_endpoint
+from phalanx.membership.address import parse_rendezvous_endpoint
 
 __all__ = ["parse_rendezvous_endpoint"]

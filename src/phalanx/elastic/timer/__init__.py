@@ -10,6 +10,6 @@ from phalanx.elastic.timer.file_based_local_timer import FileTimerRequest as Fil
 from phalanx.elastic.timer.file_based_local_timer import FileTimerServer as FileTimerServer
 from phalanx.elastic.timer.local_timer import LocalTimerClient as LocalTimerClient
 from phalanx.elastic.timer.local_timer import LocalTimerServer as LocalTimerServer
-from phalanx.torch_paths import below
+from phalanx.lazy_modules import below
 
 __getattr__ = below(__name__, "debug_info_logging")

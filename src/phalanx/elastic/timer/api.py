@@ -1,6 +1,6 @@
 """torch.distributed.elastic.timer.api's names."""
 
-from phalanx.timers.requests import RequestQueue, TimerClient, TimerRequest, configure, expires
-from phalanx.timers.server import TimerServer
+from phalanx.supervision.timers.requests import RequestQueue, TimerClient, TimerRequest, configure, expires
+from phalanx.supervision.timers.server import TimerServer
 
 __all__ = ["RequestQueue", "TimerClient", "TimerRequest", "TimerServer", "configure", "expires"]

@@ -1,7 +1,7 @@
 """torch.distributed.elastic.utils's names."""
 
-from phalanx.torch_names import get_env_variable_or_raise, get_socket_with_port, macros
-from phalanx.torch_paths import below
+from phalanx.integrations.torch_functions import get_env_variable_or_raise, get_socket_with_port, macros
+from phalanx.lazy_modules import below
 
 __all__ = ["get_env_variable_or_raise", "get_socket_with_port", "macros"]
 

@@ -1,5 +1,5 @@
 """torch.distributed.elastic.utils.store's names."""
 
-from phalanx.store.synchronize import barrier, get_all, store_timeout, synchronize
+from phalanx.store.store_barrier import barrier, get_all, store_timeout, synchronize
 
 __all__ = ["barrier", "get_all", "store_timeout", "synchronize"]

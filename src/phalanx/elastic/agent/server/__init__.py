@@ -3,12 +3,12 @@
 from phalanx.agent.agent import ElasticAgent, SimpleElasticAgent
 from phalanx.agent.local import LocalElasticAgent
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
-from phalanx.core.messages import WorkerState
+from phalanx.core.group_events import WorkerState
 from phalanx.elastic.agent.server.local_elastic_agent import (
     TORCHELASTIC_ENABLE_FILE_TIMER,
     TORCHELASTIC_TIMER_FILE,
 )
-from phalanx.torch_paths import below
+from phalanx.lazy_modules import below
 
 __all__ = [
     "TORCHELASTIC_ENABLE_FILE_TIMER",

@@ -3,7 +3,7 @@
 from phalanx.agent.agent import DEFAULT_ROLE as DEFAULT_ROLE
 from phalanx.agent.agent import ElasticAgent, SimpleElasticAgent
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
-from phalanx.core.messages import WorkerState
+from phalanx.core.group_events import WorkerState
 
 __all__ = [
     "ElasticAgent",

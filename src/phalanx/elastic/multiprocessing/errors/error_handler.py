@@ -1,5 +1,5 @@
 """`torch.distributed.elastic.multiprocessing.errors.error_handler`, at the same names."""
 
-from phalanx.processes.record import ErrorHandler
+from phalanx.workers.record import ErrorHandler
 
 __all__ = ["ErrorHandler"]

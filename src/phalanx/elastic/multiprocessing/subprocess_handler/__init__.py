@@ -1,7 +1,7 @@
 """torch.distributed.elastic.multiprocessing.subprocess_handler's names."""
 
-from phalanx.processes.single import SubprocessHandler, get_subprocess_handler
-from phalanx.torch_paths import below
+from phalanx.lazy_modules import below
+from phalanx.workers.subprocess_handle import SubprocessHandler, get_subprocess_handler
 
 __all__ = ["SubprocessHandler", "get_subprocess_handler"]
 

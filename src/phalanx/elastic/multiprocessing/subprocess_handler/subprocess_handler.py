@@ -1,5 +1,5 @@
 """torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler's names."""
 
-from phalanx.processes.single import SubprocessHandler
+from phalanx.workers.subprocess_handle import SubprocessHandler
 
 __all__ = ["SubprocessHandler"]

@@ -2,18 +2,18 @@
 
 from typing import TYPE_CHECKING
 
-from phalanx.data import CyclingIterator
-from phalanx.torch_paths import below
+from phalanx.integrations.torch_data import CyclingIterator
+from phalanx.lazy_modules import below
 
 if TYPE_CHECKING:
-    from phalanx.data import ElasticDistributedSampler
+    from phalanx.integrations.torch_data import ElasticDistributedSampler
 
 __all__ = ["CyclingIterator", "ElasticDistributedSampler"]
 
 
 def __getattr__(name: str) -> object:
-    from phalanx import data
+    from phalanx.integrations import torch_data
 
     if name in __all__:
-        return getattr(data, name)
+        return getattr(torch_data, name)
     return below(__name__, "cycling_iterator", "elastic_distributed_sampler")(name)

@@ -1,5 +1,16 @@
-"""torch.distributed.elastic.utils.data.elastic_distributed_sampler's names; importing it imports torch."""
+"""elastic_distributed_sampler, under torch's path; torch is imported on first use."""
 
-from phalanx.data import ElasticDistributedSampler
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.integrations.torch_data import ElasticDistributedSampler
 
 __all__ = ["ElasticDistributedSampler"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from phalanx.integrations import torch_data
+
+    return getattr(torch_data, name)

@@ -1,0 +1,188 @@
+"""What runs beside an agent when it is asked for: the health port, the timers' watchdog, the check of a node.
+
+Each is started before the first round and stopped after the last; none of them ever touches the group. They
+post to the owner's queue, or ask it, like everybody else.
+"""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.errors import PhalanxError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx.supervision.timers.file_server import FileTimerServer
+    from phalanx.web.health import HealthServer
+
+ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
+TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+HEALTH_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
+
+_CHECK_PATIENCE = 60.0
+_LAST_WORDS = 300
+
+
+class NodeUnfit(PhalanxError):
+    """This node failed its health check and stays out of the job."""
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """`[ADDR:]PORT`, with brackets around an IPv6 address; ValueError when it is none."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f"{text!r}: write PORT or ADDRESS:PORT, with a port between 0 and 65535")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class Services:
+    """The services of one run."""
+
+    def __init__(self, health: str | None = None) -> None:
+        self.health_address = os.environ.get(HEALTH_PORT, "") if health is None else health
+        self.health: HealthServer | None = None
+        self.timers: FileTimerServer | None = None
+        self.environment: dict[str, str] = {}
+        self._given: Any = None  # a server that the caller brought
+        self._own_folder = ""
+
+    def open(
+        self,
+        run_id: str,
+        knock: Callable[[threading.Event], None],
+        busy: Callable[[], bool],
+        ready: Callable[[], bool],
+        given: Any = None,
+    ) -> None:
+        """Start what is asked for; on an error nothing is left running."""
+        try:
+            if os.environ.get(ENABLE_FILE_TIMER) == "1":
+                self._start_timers(run_id)
+            if self.health_address:
+                self._start_health(knock, busy, ready)
+            if given is not None:
+                given.start()
+                self._given = given
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_timers(self, run_id: str) -> None:
+        from phalanx.supervision.timers.fifo import private_path
+        from phalanx.supervision.timers.file_server import FileTimerServer
+
+        path = os.environ.get(TIMER_FILE, "")
+        if not path:
+            path = private_path()
+            self._own_folder = os.path.dirname(path)
+        server = FileTimerServer(path, run_id)
+        server.start()
+        self.timers = server
+        self.environment[TIMER_FILE] = path
+
+    def _start_health(
+        self, knock: Callable[[threading.Event], None], busy: Callable[[], bool], ready: Callable[[], bool]
+    ) -> None:
+        from phalanx.web.health import HealthServer, Pulse
+
+        try:
+            host, port = split_address(self.health_address)
+        except ValueError as error:
+            raise ValueError(f"{HEALTH_PORT}={error}") from None
+        fed = self.timers.get_last_progress_time if self.timers is not None else None
+        self.health = HealthServer(host, port, Pulse(knock, busy, fed).live, ready)
+        self.health.start()
+
+    def close(self) -> None:
+        """Stop everything; idempotent."""
+        given, self._given = self._given, None
+        if given is not None:
+            given.stop()
+        if self.health is not None:
+            self.health.stop()
+        timers, self.timers = self.timers, None
+        if timers is not None:
+            timers.stop()
+        folder, self._own_folder = self._own_folder, ""
+        if folder:
+            try:
+                os.rmdir(folder)
+            except OSError:
+                pass  # a worker made something in it
+
+
+class NodeCheck:
+    """A command of the user's that says whether this node is fit to join."""
+
+    def __init__(self, command: str, patience: float = _CHECK_PATIENCE) -> None:
+        import threading
+
+        self.command = command
+        self._patience = patience
+        self._process: Any = None
+        self._closed = False
+        self._lock = threading.Lock()  # between a start of the command and the end of it all
+
+    def begin(self, then: Callable[[NodeUnfit | None], None]) -> None:
+        """Run it in a thread, for it may take long and signals are to be answered; `then` is called there."""
+        import threading
+
+        threading.Thread(target=lambda: then(self.run()), name="phalanx-node-check", daemon=True).start()
+
+    def run(self) -> NodeUnfit | None:
+        """None when the node is fit, else what is wrong with it."""
+        import subprocess
+
+        try:
+            with self._lock:
+                if self._closed:
+                    return None
+                process: Any = subprocess.Popen(
+                    ["/bin/sh", "-c", self.command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                self._process = process
+        except OSError as error:
+            return NodeUnfit(f"health check {self.command!r} could not be run: {error.strerror}")
+        try:
+            output, _ = process.communicate(timeout=self._patience)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            process.wait()  # not for the end of its output, which may be held by something in another session
+            process.stdout.close()
+            return self._unfit(f"did not end within {self._patience:g} s")
+        finally:
+            self._process = None
+        if process.returncode == 0:
+            return None
+        lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
+        said = f": {lines[-1][:_LAST_WORDS]}" if lines else ""
+        how = f"exit code {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
+        return self._unfit(f"failed ({how}){said}")
+
+    def _unfit(self, how: str) -> NodeUnfit:
+        host = os.uname().nodename
+        return NodeUnfit(f"health check {self.command!r} {how}; {host} stays out of the job")
+
+    def _kill(self) -> None:
+        import signal
+
+        process = self._process
+        if process is not None and process.returncode is None:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def close(self) -> None:
+        """Do not leave a check running behind us; its thread waits for it."""
+        with self._lock:
+            self._closed = True
+            self._kill()

@@ -1,0 +1,283 @@
+"""What the agent's owner loop and `core.group` say to each other: events in, commands out.
+
+The contract the shell keeps:
+- every `Join` is answered by exactly one `RoundReady` or `RoundFailed`, unless `Leave` or
+  `CloseRendezvous` came first (then an answer may still come, or not); a rendezvous that watches the
+  job may post `RoundFailed` later too: the round was there, and now the job is over for this node;
+- every `StartWorkers` is answered by `Started` or `StartFailed`; after `StartFailed` nothing is alive;
+- a stop, however often its `StopWorkers` is repeated to hurry it, is answered by exactly one
+  `Stopped`; also when nothing was alive, and when the start had not finished;
+- round numbers only grow; `Leave`, `CloseRendezvous` and `Note` need no answer and never fail.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum
+from typing import TypeAlias
+
+from phalanx.core.record import Record
+
+
+class WorkerState(str, Enum):  # noqa: UP042 - str(INIT) is "WorkerState.INIT", as in torch
+    """The state of a group as the outside sees it; the values are torch's."""
+
+    UNKNOWN = "UNKNOWN"
+    INIT = "INIT"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+    @staticmethod
+    def is_running(state: WorkerState) -> bool:
+        """Whether worker processes of a group in this state are alive."""
+        return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
+
+
+class Outcome(StrEnum):
+    """How the life of a group ended."""
+
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    SIGNALED = "SIGNALED"
+    CLOSED = "CLOSED"
+    """The rendezvous was closed before this node had a part in it: a clean return."""
+    LEFT = "LEFT"
+    """This node was asked to leave; the job goes on without it: a clean return."""
+
+
+class GroupRound(Record):
+    """A formation of nodes; `members` are names by node rank, `attempt` is the job's count of restarts.
+
+    `counted`: the rendezvous counts for all nodes, so its `attempt` holds even where this node had more."""
+
+    number: int
+    members: tuple[str, ...] = ()
+    node_rank: int = 0
+    store: str = ""
+    attempt: int = 0
+    counted: bool = False
+
+
+# ---- events: what happened ---------------------------------------------------------------------------
+
+
+class Start(Record):
+    """Begin."""
+
+
+class RoundReady(Record):
+    """The rendezvous has formed a round with this node in it."""
+
+    round: GroupRound
+
+
+class RoundFailed(Record):
+    """The rendezvous gave no round; `kind` is closed, timeout, graceful or error.
+
+    `job_failed` is what `CloseRendezvous` told, None where the backend cannot carry it."""
+
+    kind: str
+    message: str = ""
+    job_failed: bool | None = None
+
+
+class Started(Record):
+    """All workers of this node exist."""
+
+    pids: tuple[int, ...] = ()
+
+
+class StartFailed(Record):
+    """The workers could not be made; `retry` where the cause may pass by itself (memory, process limit)."""
+
+    message: str
+    retry: bool = False
+
+
+class WorkerFailed(Record):
+    """A worker of this node failed; `error` identifies the error (for fail fast), by default the summary."""
+
+    summary: str
+    exit_code: int | None = None
+    error: str = ""
+    ready: bool | None = None
+
+
+class AllSucceeded(Record):
+    """All workers of this node ended well."""
+
+
+class Stopped(Record):
+    """The stop is over; `unkillable` names what outlived SIGKILL."""
+
+    unkillable: tuple[str, ...] = ()
+
+
+class MembershipChanged(Record):
+    """Nodes that the round could take in are waiting, or members are lost; `round` None: the current one."""
+
+    waiting: int = 0
+    lost: tuple[str, ...] = ()
+    round: int | None = None
+
+
+class RoundOver(Record):
+    """The rendezvous has ended this round and forms the next; nothing failed.
+
+    `at_once`: this node may have been replaced already, so its workers must not live on."""
+
+    round: int
+    reason: str
+    at_once: bool = False
+
+
+class PeerFailed(Record):
+    """Another node's failure, with its verdict for the job: `final`, or a restart after `delay`."""
+
+    node: str
+    round: int
+    attempt: int
+    summary: str = ""
+    final: bool = False
+    delay: float = 0.0
+
+
+class Signal(Record):
+    """A person or a scheduler asked the agent to stop."""
+
+    sig: int
+
+
+class BarrierDone(Record):
+    """The exit barrier is over, with or without the `missing` nodes."""
+
+    ok: bool = True
+    missing: tuple[str, ...] = ()
+    round: int | None = None
+
+
+class Uninterruptible(Record):
+    """Workers have been in uninterruptible sleep for too long."""
+
+    pids: tuple[int, ...]
+
+
+class Hang(Record):
+    """The watchdog says that a worker makes no progress; `final`: whatever restarts are left."""
+
+    summary: str
+    final: bool = False
+
+
+class Tick(Record):
+    """The time asked for with `WakeAt` has come."""
+
+
+Event: TypeAlias = (
+    Start
+    | RoundReady
+    | RoundFailed
+    | Started
+    | StartFailed
+    | WorkerFailed
+    | AllSucceeded
+    | Stopped
+    | MembershipChanged
+    | RoundOver
+    | PeerFailed
+    | Signal
+    | BarrierDone
+    | Uninterruptible
+    | Hang
+    | Tick
+)
+
+# ---- commands: what to do, in this order -------------------------------------------------------------
+
+
+class Join(Record):
+    """Enter the rendezvous; `attempt` is told to it, so that the round carries the job's highest."""
+
+    attempt: int
+
+
+class StartWorkers(Record):
+    """Start the workers of this round."""
+
+    round: GroupRound
+    attempt: int
+
+
+class StopWorkers(Record):
+    """Send `sig` to all workers and what they started; SIGKILL to what is left after `grace` seconds.
+
+    Repeated during a stop: send this signal too, and bring the deadline forward (never back)."""
+
+    sig: int
+    grace: float
+
+
+class ReportFailure(Record):
+    """Tell the other nodes at once (they get `PeerFailed`)."""
+
+    round: int
+    attempt: int
+    summary: str
+    final: bool
+    delay: float = 0.0
+
+
+class EnterBarrier(Record):
+    """Wait for the other nodes to finish too."""
+
+    round: int
+
+
+class Leave(Record):
+    """Take this node out of the rendezvous; the others may go on."""
+
+    graceful: bool = True
+
+
+class CloseRendezvous(Record):
+    """The job is over, for all nodes."""
+
+    reason: str
+    job_failed: bool
+
+
+class WakeAt(Record):
+    """Post `Tick` at this time; a later `WakeAt` replaces it."""
+
+    time: float
+
+
+class Note(Record):
+    """One line for the console: one per incident."""
+
+    line: str
+
+
+class Finish(Record):
+    """The end: nothing follows."""
+
+    outcome: Outcome
+    state: WorkerState
+    message: str = ""
+    sig: int | None = None
+
+
+Command: TypeAlias = (
+    Join
+    | StartWorkers
+    | StopWorkers
+    | ReportFailure
+    | EnterBarrier
+    | Leave
+    | CloseRendezvous
+    | WakeAt
+    | Note
+    | Finish
+)

@@ -1,0 +1,104 @@
+"""What happens to a node and what it does about it: the events and actions of `core.participant`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from phalanx.core.rounds import Round
+from phalanx.core.store_commands import Command, Notice, Reply
+
+
+class ClockTick(NamedTuple):
+    """Time has passed."""
+
+
+class Connected(NamedTuple):
+    """The connection to the store is there (again); what was asked before is being asked again."""
+
+
+class Disconnected(NamedTuple):
+    """The connection to the store ended, as far as we know now."""
+
+
+class Refused(NamedTuple):
+    """The store's address refused a connection attempt that began at `at`: it is not running."""
+
+    at: float
+
+
+class StoreLost(NamedTuple):
+    """The store came back without its data, or is not coming back."""
+
+    why: str
+
+
+class Answer(NamedTuple):
+    """The reply to `Send` with this tag."""
+
+    tag: int
+    reply: Reply
+
+
+class Noticed(NamedTuple):
+    """A watch told something."""
+
+    notice: Notice
+
+
+class WorkersStopped(NamedTuple):
+    """What `StopRound` asked for is done: none of that round's workers runs on this node."""
+
+    round: int
+
+
+class WorkersEnded(NamedTuple):
+    """The workers of this node ended by themselves; when not ok, all of them are stopped by now."""
+
+    round: int
+    ok: bool
+    detail: str = ""
+
+
+class LeaveRequested(NamedTuple):
+    """This node is to go (a signal, a drain); the others go on."""
+
+    reason: str
+
+
+Event = (
+    ClockTick | Connected | Disconnected | Refused | StoreLost | Answer | Noticed
+    | WorkersStopped | WorkersEnded | LeaveRequested
+)  # fmt: skip
+
+
+class Send(NamedTuple):
+    """Ask the store; across reconnects, until it is answered."""
+
+    tag: int
+    command: Command
+
+
+class StartRound(NamedTuple):
+    """Start workers as the node of this rank."""
+
+    round: Round
+    rank: int
+
+
+class StopRound(NamedTuple):
+    """Stop the workers of a round; `at_once`: they must not live on, kill them without a grace."""
+
+    number: int
+    reason: str
+    at_once: bool = False
+
+
+class End(NamedTuple):
+    """The job is over for this node: succeeded, failed, closed, timeout, left or store."""
+
+    outcome: str
+    reason: str
+    round: Round | None
+
+
+Action = Send | StartRound | StopRound | End

@@ -1,0 +1,125 @@
+"""Small functions that only torch's interface has, for programs that import them from there.
+
+Nothing of Phalanx itself uses them. `phalanx.elastic.utils` offers them at torch's import paths.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from phalanx.store.torch.client import TorchStoreClient
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import logging
+    from typing import Any
+
+LOG_LEVEL = "LOGLEVEL"
+
+
+class macros:  # torch's name
+    """The macros that may stand in the arguments of a worker."""
+
+    local_rank = "${local_rank}"
+
+    @staticmethod
+    def substitute(args: list[Any], local_rank: str) -> list[Any]:
+        """Fill in `${local_rank}` (and `$local_rank`); what is no string stays as it is."""
+        from string import Template
+
+        return [Template(a).safe_substitute(local_rank=local_rank) if isinstance(a, str) else a for a in args]
+
+
+def get_env_variable_or_raise(env_name: str) -> str:
+    """A variable that must be there."""
+    value = os.environ.get(env_name)
+    if value is None:
+        raise ValueError(f"the environment variable {env_name} is not set; set it before this starts")
+    return value
+
+
+def get_socket_with_port() -> socket.socket:
+    """A listening socket on loopback at a port chosen by the system; the caller closes it."""
+    failure: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        "localhost", 0, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
+    ):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.bind(address)
+            sock.listen(0)
+        except OSError as error:
+            failure = error
+            sock.close()
+            continue
+        return sock
+    raise RuntimeError(f"no port could be bound on localhost: {failure}")
+
+
+def get_log_level() -> str:
+    """The level for our loggers: LOGLEVEL, or WARNING."""
+    return os.environ.get(LOG_LEVEL, "WARNING").upper()
+
+
+def get_logger(name: str | None = None) -> logging.Logger:
+    """A logger at the level of LOGLEVEL, by default named for the caller's module."""
+    import logging
+    import sys
+
+    logger = logging.getLogger(name or sys._getframe(1).f_globals.get("__name__", "phalanx"))
+    logger.setLevel(get_log_level())
+    return logger
+
+
+class ServedStore(TorchStoreClient):
+    """A store and the server behind it; closing it closes both."""
+
+    def __init__(self, host: str, port: int, timeout: float) -> None:
+        from phalanx.store.torch.server import TorchStoreServer
+
+        self._server = TorchStoreServer(host, port)
+        try:
+            self._server.start()
+            super().__init__(self._server.address[0], self._server.port, timeout)
+        except BaseException:
+            self._server.close()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._server.close()
+
+
+def create_c10d_store(
+    is_server: bool,
+    server_addr: str,
+    server_port: int = -1,
+    world_size: int = 1,
+    timeout: float = 600,
+    wait_for_workers: bool = True,
+    retries: int = 3,
+    use_libuv: bool | None = None,
+) -> TorchStoreClient:
+    """A store with torch's methods and protocol, made here or met there; `close` it at the end.
+
+    It is no instance of a torch class, so no process group can be built on it; torch's own TCPStore can
+    be a client of the same server. `retries` and `use_libuv` have no meaning here: the port is chosen by
+    whoever binds it, so nothing needs a second try.
+    """
+    if server_port == -1 and not is_server:
+        raise ValueError("create_c10d_store: server_port is missing; a client must know where the server is")
+    store: TorchStoreClient
+    if is_server:
+        store = ServedStore(server_addr, max(server_port, 0), timeout)
+    else:
+        store = TorchStoreClient(server_addr, server_port, timeout)
+    if wait_for_workers:
+        from phalanx.store.store_barrier import barrier
+
+        try:
+            barrier(store, world_size, "phalanx/create", timeout)
+        except BaseException:
+            store.close()
+            raise
+    return store

@@ -1,0 +1,273 @@
+"""Where followed output goes: a terminal, a pipe, a socket, a file, or any Python text stream.
+
+Invariants
+- A sink holds at most one block (`pending`); nothing more is read from a log before that block is gone. A
+  blocked destination thus costs bounded memory, and what it has not shown yet waits in the log files.
+- A descriptor never blocks the caller. Pipes and terminals are opened a second time, because O_NONBLOCK on
+  the inherited description would also make the shell's and the workers' writes fail with EAGAIN. What
+  cannot be opened again is written in pieces that fit once poll says there is room.
+- Bytes go out as they came. Only a stream with neither descriptor nor `.buffer` gets decoded text.
+- Errors never leave `push`: a full disk loses the block, a closed destination is `dead`; both are told
+  through `lose`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from select import POLLERR, POLLHUP, POLLNVAL, POLLOUT, poll
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from phalanx.logs.followed_file import FollowedFile
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PIPE = 512 * 1024  # bytes that a console's pipe should hold
+_PIECE = 512  # POSIX's smallest PIPE_BUF: fits wherever poll says "writable"
+
+
+class Sink:
+    """One destination: the block on its way, who owns the current line, and what was lost."""
+
+    def __init__(self, name: str, tty: bool) -> None:
+        self.name = name
+        self.tty = tty
+        self.fd = -1  # what to poll for room; -1 where there is nothing to poll
+        self.pending: list[memoryview] = []
+        self.pending_source: FollowedFile | None = None
+        self.pending_raw = 0  # bytes of the source's file that the pending block stands for
+        self.moved = time.monotonic()  # when the destination last accepted something
+        self.dead = ""
+        self.unread = False  # dead, because who read from it has left
+        self.torn = False  # a block was dropped halfway: the next one starts on a new line
+        self.owner: FollowedFile | None = None  # whose line is open
+        self.overwrites: FollowedFile | None = None  # on a terminal: the progress bar the cursor is on
+        self.ready: list[FollowedFile] = []
+        self.lose: Callable[[Sink, FollowedFile | None, int, str], None] = lambda *_: None
+
+    def put(self, source: FollowedFile, block: list[memoryview], raw: int) -> None:
+        """Takes the next block; the one before must be gone."""
+        if self.torn:
+            block.insert(0, memoryview(b"\n"))
+            self.torn = False
+        self.pending, self.pending_source, self.pending_raw = block, source, raw
+
+    def push(self) -> bool:
+        """Writes what the destination accepts now; True when nothing is pending any more."""
+        while self.pending:
+            if self.dead:
+                self._drop(self.dead)
+                break
+            try:
+                n = self._write(self.pending)
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError as error:
+                self._failed(error)
+                break
+            except Exception as error:  # noqa: BLE001 - a stream of the user's may raise anything
+                self.dead = f"{self.name} failed: {type(error).__name__}: {error}"
+                continue
+            if n == 0:
+                return False
+            self.moved = time.monotonic()
+            self._advance(n)
+        self.pending_source = None
+        self.pending_raw = 0
+        return True
+
+    def unshown(self) -> int:
+        """About how many bytes of the source's file are in the pending block and not yet written."""
+        return min(self.pending_raw, sum(map(len, self.pending)))
+
+    def close(self) -> None:
+        """Frees what the sink holds; never the stream it was given."""
+
+    def _write(self, block: list[memoryview]) -> int:
+        raise NotImplementedError
+
+    def _advance(self, n: int) -> None:
+        block = self.pending
+        while n:
+            first = len(block[0])
+            if n < first:
+                block[0] = block[0][n:]
+                return
+            n -= first
+            del block[0]
+
+    def _failed(self, error: OSError) -> None:
+        if error.errno in _NO_ROOM:
+            self.torn = True
+            self._drop(f"{self.name}: {os.strerror(error.errno or 0)}")
+        else:
+            self.unread = error.errno == errno.EPIPE
+            self.dead = f"{self.name} is closed: {error.strerror or error}"
+            self._drop(self.dead)
+
+    def _drop(self, why: str) -> None:
+        count = self.unshown()
+        self.pending = []
+        self.lose(self, self.pending_source, count, why)
+
+
+class FdSink(Sink):
+    """A descriptor that can be written without blocking, or that never blocks (a regular file)."""
+
+    def __init__(self, name: str, fd: int, tty: bool) -> None:
+        super().__init__(name, tty)
+        self.fd = fd
+
+    def _write(self, block: list[memoryview]) -> int:
+        return os.writev(self.fd, block)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class PacedFdSink(FdSink):
+    """A blocking descriptor that cannot be opened again: small pieces, each only when there is room."""
+
+    def __init__(self, name: str, fd: int, tty: bool) -> None:
+        super().__init__(name, fd, tty)
+        self._poll = poll()
+        self._poll.register(fd, POLLOUT)
+
+    def _write(self, block: list[memoryview]) -> int:
+        events = self._poll.poll(0)
+        if not events:
+            return 0
+        if events[0][1] & (POLLERR | POLLHUP | POLLNVAL):
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        return os.write(self.fd, block[0][:_PIECE])
+
+
+class SocketSink(FdSink):
+    """A stream socket as console (inetd-like supervisors): the kernel is told per call not to wait."""
+
+    def __init__(self, name: str, fd: int) -> None:
+        super().__init__(name, fd, tty=False)
+        import socket
+
+        self._flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+        self._socket = socket.socket(fileno=fd)
+
+    def _write(self, block: list[memoryview]) -> int:
+        return self._socket.sendmsg(block, (), self._flags)
+
+    def close(self) -> None:
+        self._socket.close()
+        self.fd = -1
+
+
+class StreamSink(Sink):
+    """A Python stream without descriptor: bytes to its `.buffer`, else text with bad UTF-8 replaced."""
+
+    def __init__(self, name: str, stream: Any) -> None:
+        super().__init__(name, tty=False)
+        self._stream = stream
+        self._buffer = getattr(stream, "buffer", None)
+        self._decoder: Any = None
+        if self._buffer is None:
+            import codecs
+
+            self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def _write(self, block: list[memoryview]) -> int:
+        data = b"".join(block)
+        if self._buffer is not None:
+            self._buffer.write(data)
+            self._buffer.flush()
+        else:
+            # Final at a line's end: half a character must not swallow the start of the next line.
+            self._stream.write(self._decoder.decode(data, data.endswith(b"\n")))
+            flush = getattr(self._stream, "flush", None)
+            if flush is not None:
+                flush()
+        return len(data)
+
+
+class NoSink(Sink):
+    """A destination that could not be opened: everything meant for it is counted as lost."""
+
+    def __init__(self, name: str, why: str, unread: bool = False) -> None:
+        super().__init__(name, tty=False)
+        self.dead = why
+        self.unread = unread
+
+
+def open_sink(dst: TextIO | str | os.PathLike[str]) -> tuple[Hashable, Sink]:
+    """The sink for a stream or for a path to append to, and the key that tells two names of one apart."""
+    if isinstance(dst, str | os.PathLike):
+        return _open_path(os.fspath(dst))
+    try:
+        # What Python still holds back must come before what we write below it. Only here, in the caller's
+        # thread: a daemon thread caught in a flush when the interpreter ends would abort the process.
+        dst.flush()
+    except (OSError, ValueError, AttributeError):
+        pass
+    try:
+        fd = dst.fileno()
+    except (OSError, ValueError, AttributeError):
+        name = getattr(dst, "name", None)
+        return ("stream", id(dst)), StreamSink(name if isinstance(name, str) else type(dst).__name__, dst)
+    given = getattr(dst, "name", None)
+    name = {1: "stdout", 2: "stderr"}.get(fd, given if isinstance(given, str) else f"descriptor {fd}")
+    return _open_fd(fd, name)
+
+
+def _open_path(path: str) -> tuple[Hashable, Sink]:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        return ("path", path), NoSink(path, f"{path} cannot be opened: {error.strerror}")
+    status = os.fstat(fd)
+    return ("file", status.st_dev, status.st_ino), FdSink(path, fd, tty=False)
+
+
+def _open_fd(fd: int, name: str) -> tuple[Hashable, Sink]:
+    try:
+        status = os.fstat(fd)
+    except OSError as error:
+        return ("fd", fd), NoSink(name, f"{name} is closed: {error.strerror}")
+    key = ("file", status.st_dev, status.st_ino)
+    kind = stat.S_IFMT(status.st_mode)
+    try:
+        if kind == stat.S_IFSOCK:
+            return key, SocketSink(name, os.dup(fd))
+        if kind not in (stat.S_IFIFO, stat.S_IFCHR):
+            # A duplicate shares the file offset; opening again would start at 0 and overwrite.
+            return key, FdSink(name, os.dup(fd), tty=False)
+        tty = os.isatty(fd)
+        try:
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            again = os.open(f"/proc/self/fd/{fd}", flags)
+            if kind == stat.S_IFIFO:
+                _widen(again)
+            return key, FdSink(name, again, tty)
+        except OSError as error:
+            if error.errno == errno.ENXIO and kind == stat.S_IFIFO:
+                return key, NoSink(name, f"{name} is closed: nobody reads the pipe", unread=True)
+            return key, PacedFdSink(name, os.dup(fd), tty)
+    except OSError as error:
+        return key, NoSink(name, f"{name} cannot be written: {error.strerror}")
+
+
+def _widen(pipe: int) -> None:
+    """Room for two blocks: with the usual 64 KiB writer and reader wake each other five times as often.
+
+    Not for as much as there may be: all pipes of a user share one allowance.
+    """
+    import fcntl
+
+    try:
+        if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < _PIPE:
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE)
+    except (AttributeError, OSError):
+        pass  # no such call here, or the allowance is used up: it works as it is

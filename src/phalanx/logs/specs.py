@@ -1,0 +1,307 @@
+"""Where the output of workers goes: which streams are redirected, which are shown, and in what files.
+
+    <log_dir>/<run_id>_<unique>/attempt_<k>/<local_rank>/{stdout.log, stderr.log, error.json}
+
+Invariants
+- A directory is made exclusively and never reused. When workers start again without a failure having used
+  up a restart (membership changed), the attempt number stays the same, so the second such start gets
+  `attempt_0.1`, the third `attempt_0.2`: nothing written before is deleted or overwritten.
+- A run id is a name that came from outside. It becomes one path component or is refused; it never decides
+  where in the file system anything is made.
+- Without a log_dir a private directory (0700) is made when it is first needed, not before.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from enum import IntFlag
+
+from phalanx.workers.values import ByValue
+
+__all__ = ["DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"]
+
+_DEFAULT_RUN_ID = "none"
+_LONGEST_RUN_ID = 200  # leaves room for the unique part within the usual 255 bytes of a file name
+
+
+class Std(IntFlag):
+    """Which of a worker's two output streams is meant."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = OUT | ERR
+
+    @classmethod
+    def from_str(cls, vm: str) -> Std | dict[int, Std]:
+        """`"3"` for all ranks, or `"0:3,1:0,12:1"` by local rank."""
+        parts = [part.split(":") for part in vm.split(",")]
+        if len(parts) == 1 and len(parts[0]) == 1:
+            return cls._digit(parts[0][0], vm)
+        found: dict[int, Std] = {}
+        for part in parts:
+            if len(part) != 2 or not (part[0].isascii() and part[0].isdigit()):
+                raise cls._bad(vm)
+            found[int(part[0])] = cls._digit(part[1], vm)
+        return found
+
+    @classmethod
+    def _digit(cls, text: str, whole: str) -> Std:
+        if text not in ("0", "1", "2", "3"):
+            raise cls._bad(whole)
+        return cls(int(text))
+
+    @staticmethod
+    def _bad(vm: str) -> ValueError:
+        return ValueError(
+            f"{vm!r} names no streams; use 0 (none), 1 (stdout), 2 (stderr) or 3 (both), "
+            "or one per local rank such as 0:3,1:0"
+        )
+
+
+def to_map(val_or_map: Std | dict[int, Std], local_world_size: int) -> dict[int, Std]:
+    """One `Std` for each local rank; ranks a map does not name get NONE."""
+    if isinstance(val_or_map, Std):
+        return dict.fromkeys(range(local_world_size), val_or_map)
+    return {rank: val_or_map.get(rank, Std.NONE) for rank in range(local_world_size)}
+
+
+class LogsDest(ByValue):
+    """Local rank -> path; an empty path or no entry: that stream is not redirected, or not shown."""
+
+    def __init__(
+        self,
+        stdouts: dict[int, str] | None = None,
+        stderrs: dict[int, str] | None = None,
+        tee_stdouts: dict[int, str] | None = None,
+        tee_stderrs: dict[int, str] | None = None,
+        error_files: dict[int, str] | None = None,
+        filtered_stdout: str = "",
+        filtered_stderr: str = "",
+    ) -> None:
+        self.stdouts = stdouts if stdouts is not None else {}
+        self.stderrs = stderrs if stderrs is not None else {}
+        self.tee_stdouts = tee_stdouts if tee_stdouts is not None else {}
+        self.tee_stderrs = tee_stderrs if tee_stderrs is not None else {}
+        self.error_files = error_files if error_files is not None else {}
+        self.filtered_stdout = filtered_stdout
+        self.filtered_stderr = filtered_stderr
+
+
+class LogsSpecs(ABC):
+    """What a user asked for; `reify` turns it into paths for one start of the group."""
+
+    def __init__(
+        self,
+        log_dir: str | None = None,
+        redirects: Std | dict[int, Std] = Std.NONE,
+        tee: Std | dict[int, Std] = Std.NONE,
+        local_ranks_filter: set[int] | None = None,
+    ) -> None:
+        self._root_log_dir = log_dir
+        self._redirects = redirects
+        self._tee = tee
+        self._local_ranks_filter = local_ranks_filter
+
+    @abstractmethod
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """The destinations for workers with these environments, by local rank."""
+
+    @property
+    @abstractmethod
+    def root_log_dir(self) -> str:
+        """The directory under which all logs are."""
+
+
+class DefaultLogsSpecs(LogsSpecs):
+    """One directory per run, start and rank under `log_dir`, or under a private temporary directory."""
+
+    def __init__(
+        self,
+        log_dir: str | None = None,
+        redirects: Std | dict[int, Std] = Std.NONE,
+        tee: Std | dict[int, Std] = Std.NONE,
+        local_ranks_filter: set[int] | None = None,
+    ) -> None:
+        # An empty name (of a variable that is not set, say) must not mean the current directory.
+        log_dir = os.path.abspath(log_dir) if log_dir else None
+        if log_dir is not None:
+            _make_log_dir(log_dir)
+        super().__init__(log_dir, redirects, tee, local_ranks_filter)
+        self._given = log_dir
+        self._run_dirs: dict[str, str] = {}
+
+    @property
+    def is_temporary(self) -> bool:
+        """Whether the logs are in a directory of our own making."""
+        return self._given is None
+
+    def remove_empty(self) -> None:
+        """Remove what nobody wrote into of a temporary directory, if one was made."""
+        if self.is_temporary and self._root_log_dir is not None:
+            for directory, _, _ in os.walk(self._root_log_dir, topdown=False):
+                _remove_if_empty(directory)
+
+    @property
+    def root_log_dir(self) -> str:
+        """The given directory, or the temporary one (made on first use)."""
+        if self._root_log_dir is None:
+            self._root_log_dir = _make_unique(_temporary(), "phalanx", 0o700)
+        return self._root_log_dir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Makes the directories for one start of the group and names the files in them."""
+        first = envs.get(0) or next(iter(envs.values()), {})
+        attempt_dir = self._new_attempt_dir(
+            self._run_dir(first.get("TORCHELASTIC_RUN_ID") or _DEFAULT_RUN_ID),
+            _attempt(first.get("TORCHELASTIC_RESTART_COUNT") or "0"),
+        )
+        dest = LogsDest(
+            filtered_stdout=os.path.join(attempt_dir, "filtered_stdout.log"),
+            filtered_stderr=os.path.join(attempt_dir, "filtered_stderr.log"),
+        )
+        for rank in envs:
+            rank_dir = os.path.join(attempt_dir, str(rank))
+            os.mkdir(rank_dir, 0o777)
+            dest.error_files[rank] = os.path.join(rank_dir, "error.json")
+            streams = (
+                (Std.OUT, "stdout.log", dest.stdouts, dest.tee_stdouts),
+                (Std.ERR, "stderr.log", dest.stderrs, dest.tee_stderrs),
+            )
+            for which, name, paths, shown in streams:
+                self._place(which, rank, os.path.join(rank_dir, name), paths, shown)
+        return dest
+
+    def _place(self, which: Std, rank: int, path: str, paths: dict[int, str], shown: dict[int, str]) -> None:
+        """Decides for one stream of one rank whether it has a file and whether it is shown."""
+        on_console = not self._local_ranks_filter or rank in self._local_ranks_filter
+        if which & _of(self._tee, rank):
+            paths[rank] = path
+            if on_console:
+                shown[rank] = path
+        elif which & _of(self._redirects, rank):
+            paths[rank] = path
+        else:
+            # Without a file the worker writes to the console itself; a rank that must not is silenced.
+            paths[rank] = "" if on_console else os.devnull
+
+    def _run_dir(self, run_id: str) -> str:
+        known = self._run_dirs.get(run_id)
+        if known is not None and os.path.isdir(known):
+            return known
+        name = _path_component(run_id)
+        root = self.root_log_dir
+        try:
+            os.makedirs(root, exist_ok=True)  # it may have been deleted since; then start afresh
+            made = _make_unique(root, name, 0o777)
+        except PermissionError as error:
+            raise _not_writable(root, error) from error
+        self._run_dirs[run_id] = made
+        return made
+
+    @staticmethod
+    def _new_attempt_dir(run_dir: str, attempt: int) -> str:
+        again = 0
+        while True:
+            name = f"attempt_{attempt}.{again}" if again else f"attempt_{attempt}"
+            path = os.path.join(run_dir, name)
+            try:
+                os.mkdir(path)
+            except FileExistsError:
+                again += 1
+                continue
+            except PermissionError as error:
+                raise _not_writable(run_dir, error) from error
+            return path
+
+    def __repr__(self) -> str:
+        return (
+            f"DefaultLogsSpecs(root_log_dir={self._root_log_dir}, redirects={self._redirects!r}, "
+            f"tee={self._tee!r}, local_ranks_filter={self._local_ranks_filter})"
+        )
+
+    def _asked(self) -> tuple[object, ...]:
+        return self._given, self._redirects, self._tee, self._local_ranks_filter
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DefaultLogsSpecs):
+            return NotImplemented
+        return self._asked() == other._asked()
+
+    __hash__ = None  # type: ignore[assignment]  # equal by value, and the values are mutable
+
+
+def _of(wanted: Std | dict[int, Std], rank: int) -> Std:
+    return wanted if isinstance(wanted, Std) else wanted.get(rank, Std.NONE)
+
+
+def _attempt(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"TORCHELASTIC_RESTART_COUNT={text!r}: not a count of restarts; use 0, 1, 2, …")
+    return int(text)
+
+
+def _path_component(run_id: str) -> str:
+    """The run id as the start of a directory name; raises ValueError for what cannot safely be one."""
+    advice = "use letters, digits, '-', '_' and '.'"
+    if "/" in run_id or os.sep in run_id or (os.altsep and os.altsep in run_id):
+        raise ValueError(f"run id {run_id!r}: must not contain a path separator; {advice}")
+    if any(ord(c) < 32 or ord(c) == 127 for c in run_id):
+        raise ValueError(f"run id {run_id!r}: must not contain control characters; {advice}")
+    if run_id.startswith("."):
+        raise ValueError(f"run id {run_id!r}: must not start with a dot; {advice}")
+    length = len(os.fsencode(run_id))
+    if length > _LONGEST_RUN_ID:
+        raise ValueError(
+            f"run id {run_id[:20]!r}…: {length} bytes; at most {_LONGEST_RUN_ID} fit a file name"
+        )
+    return run_id
+
+
+def _temporary() -> str:
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        path = os.environ.get(name)
+        if path and os.access(path, os.W_OK | os.X_OK):
+            return os.path.abspath(path)
+    return "/tmp"
+
+
+def _make_unique(parent: str, name: str, mode: int) -> str:
+    """A new directory `<name>_<unique>`; by hand, as importing tempfile takes longer than all the rest."""
+    while True:
+        path = os.path.join(parent, f"{name}_{os.urandom(4).hex()}")
+        try:
+            os.mkdir(path, mode)
+        except FileExistsError:
+            continue
+        return path
+
+
+def _make_log_dir(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(
+            f"log_dir {path!r} is a file, or lies below one; name a directory"
+        ) from error
+    except PermissionError as error:
+        raise _not_writable(path, error) from error
+    except OSError as error:
+        raise OSError(
+            error.errno, f"log_dir {path!r} cannot be made ({error.strerror}); name another"
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise _not_writable(path, None)
+
+
+def _not_writable(path: str, error: OSError | None) -> PermissionError:
+    why = error.strerror if error else "Permission denied"
+    return PermissionError(f"log_dir {path!r} cannot be written ({why}); name another, or change its mode")
+
+
+def _remove_if_empty(directory: str) -> None:
+    try:
+        os.rmdir(directory)
+    except OSError:
+        pass  # something is in it, or somebody else removed it

@@ -1,0 +1,228 @@
+"""The elastic rendezvous: nodes come and go, and every change gives a new numbered round.
+
+Two ways to use it:
+- The agent attaches itself (`attach`) and hears happenings as they come: see agent.cluster.
+- Anybody else calls torch's methods: `next_rendezvous` waits for a round; `num_nodes_waiting` says, without
+  asking anybody, whether that round is over, and then `next_rendezvous` is called again. Calling it while the
+  round still runs asks all nodes for a new one, as a torch agent does after a failure.
+
+No call but `next_rendezvous`, `shutdown` and `leave` waits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+
+from phalanx.core.rounds import CLOSED
+from phalanx.errors import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from phalanx.membership.address import names_loopback
+from phalanx.membership.handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from phalanx.membership.membership import Membership, shared_prefix
+from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over
+from phalanx.membership.settings import Settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx.core.ranks import NodeSlots
+    from phalanx.membership.handler import RendezvousParameters
+    from phalanx.membership.membership_events import Happening
+
+UNLIMITED = 1 << 30  # restarts, where whoever uses the handler counts them
+_LAST_WORD = 5.0  # for the leader to hear from us, or we from it, at the end
+
+
+def create_handler(params: RendezvousParameters) -> ElasticRendezvous:
+    """For the registry."""
+    return ElasticRendezvous(Settings(params))
+
+
+class ElasticInfo(RendezvousInfo):
+    """A round as this node sees it: also its number, its nodes, and what serves the workers' store here."""
+
+    def __init__(self, formed: Formed, store: Any) -> None:
+        where = RendezvousStoreInfo(formed.address, formed.port)
+        super().__init__(store, formed.rank, len(formed.round.members), where)
+        self.round = formed.round.number
+        self.attempt = formed.round.restarts
+        self.served = formed.served
+        self.names = tuple(member.name for member in formed.round.members)
+        self._members = formed.round.members
+
+    @property
+    def nodes(self) -> list[NodeSlots]:
+        """Everybody's role and worker count, by node rank: they came with the round."""
+        from phalanx.core.ranks import NodeSlots
+
+        return [NodeSlots(rank, m.role, m.slots) for rank, m in enumerate(self._members)]
+
+
+class ElasticRendezvous(RendezvousHandler):
+    """This node's handle on the rounds of a job."""
+
+    watches = True
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.membership: Membership | None = None
+        self._attached = False
+        self._news = threading.Condition()
+        self._formed: Formed | None = None
+        self._number = 0  # of the round that `next_rendezvous` gave last
+        self._over = self._closed = False
+        self._ended: Ended | None = None
+
+    # torch's interface
+
+    def get_backend(self) -> str:
+        return self.settings.backend
+
+    def get_run_id(self) -> str:
+        return self.settings.run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self._attached and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+    def next_rendezvous(self) -> ElasticInfo:
+        """Wait for the next round that this node is part of."""
+        membership = self._joined()
+        with self._news:
+            if self._number and self._ended is None:
+                if not self._over:
+                    membership.failed(
+                        self._number, NodeFailure(f"{self.settings.name} asked for a new round")
+                    )
+                membership.workers_gone(self._number)
+            self._news.wait_for(lambda: self._ended is not None or self._formed is not None)
+            formed, self._formed, self._over = self._formed, None, False
+            if self._ended is not None:
+                raise error_of(self._ended, self.settings)
+        assert formed is not None
+        self._number = formed.round.number
+        return self.info(formed)
+
+    def num_nodes_waiting(self) -> int:
+        """1 when the round at hand is over, so that it is time to call `next_rendezvous`."""
+        return int(self._over)
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        if self.membership is not None and not self.membership.ended.is_set():
+            self.membership.close(f"closed by {self.settings.name}")
+
+    def shutdown(self) -> bool:
+        """End the job for all nodes and give everything back."""
+        membership = self.membership
+        if membership is not None:
+            if membership.started and not membership.ended.is_set():
+                self.set_closed()
+                membership.workers_gone(self._number)
+                membership.ended.wait(_LAST_WORD)
+            membership.release()
+        return True
+
+    def leave(self, reason: str = "left") -> None:
+        """Go, and give everything back; the others go on."""
+        membership = self.membership
+        if membership is not None and membership.started:
+            if not membership.ended.is_set():
+                membership.leave(reason)
+                membership.workers_gone(self._number)
+                membership.ended.wait(_LAST_WORD)
+            membership.release()
+
+    # For an agent
+
+    def attach(
+        self,
+        tell: Callable[[Happening], None],
+        open_meeting: Callable[[str], tuple[Any, int]],
+        *,
+        slots: int,
+        role: str,
+        max_restarts: int,
+    ) -> Membership:
+        """Be told of everything as it happens, instead of asking; `start` of what is returned joins."""
+        options = replace(self.settings.options, max_restarts=max_restarts)
+        self._attached = True
+        self.membership = Membership(self.settings, options, tell, open_meeting, slots, role)
+        return self.membership
+
+    def info(self, formed: Formed) -> ElasticInfo:
+        """A round in torch's form, with the store that its nodes share."""
+        from phalanx.store.torch.torch_store_adapter import StoreFacade
+
+        assert self.membership is not None
+        assert self.membership.client is not None
+        prefix = shared_prefix(self.settings.run_id, formed.round.number) + "store/"
+        return ElasticInfo(formed, StoreFacade(self.membership.client, prefix))
+
+    def _joined(self) -> Membership:
+        if self.membership is None:
+            from phalanx.membership.address import free_port
+
+            options = replace(self.settings.options, max_restarts=UNLIMITED)
+            self.membership = Membership(
+                self.settings, options, self._hear, lambda _address: (None, free_port())
+            )
+            self.membership.start()
+        return self.membership
+
+    def _hear(self, happening: Happening) -> None:
+        with self._news:
+            match happening:
+                case Formed():
+                    self._formed = happening
+                case Over():
+                    self._over, self._formed = True, None
+                    self._closed = happening.now is not None and happening.now.phase == CLOSED
+                case Ended(end):
+                    self._ended, self._over = happening, True
+                    self._closed = end.outcome in ("closed", "succeeded", "failed", "timeout")
+            self._news.notify_all()
+
+
+def error_of(ended: Ended, settings: Settings) -> RendezvousError:
+    """The end of a membership as an exception that says what to look at."""
+    outcome, reason, current = ended.end
+    if outcome == "left":
+        return RendezvousGracefulExitError(reason)
+    if outcome in ("succeeded", "failed", "closed"):
+        return RendezvousClosedError(
+            f"run {settings.run_id} is over ({outcome}: {reason}); start it again when its nodes have gone, "
+            "or with another --rdzv-id"
+        )
+    if outcome == "replaced":
+        return RendezvousStateError(f"{settings.name} is no longer part of run {settings.run_id}: {reason}")
+    etcd = settings.backend == "etcd"
+    where, tried = settings.where, ", ".join(settings.addresses())
+    doctor = f"phalanx doctor --rdzv-endpoint {where}" + " --rdzv-backend etcd" * etcd
+    secret = "user and password" if etcd else "token"
+    if outcome == "timeout":
+        came = "" if current is None or not reason else f"{reason}; "
+        if names_loopback(settings.host):
+            came += f"nodes on other machines cannot meet at {where}, name an address they reach; "
+        return RendezvousTimeoutError(
+            f"{came}check on the missing nodes: the same --rdzv-id ({settings.run_id}) and --rdzv-endpoint "
+            f"({where}: {tried}), the same {secret}, and whether they reach that port ({doctor})"
+        )
+    if outcome == "connect":
+        return RendezvousConnectionError(
+            f"{reason} Tried {tried}; check that {'etcd' if etcd else 'the node with that address'} runs, "
+            f"that the port is open, and the {secret} ({doctor})"
+        )
+    return RendezvousConnectionError(reason)

@@ -1,0 +1,116 @@
+"""Which rendezvous backend a name stands for: the built-in ones, those registered here, and plug-ins.
+
+A plug-in is an entry point of the group `phalanx.handlers` or `torchrun.handlers`: a function without
+arguments that returns the creator, which takes `RendezvousParameters` and returns the handler (torchrun's
+convention, for both groups). Plug-ins are looked up when their name is asked for, never at import.
+"""
+
+from __future__ import annotations
+
+from phalanx.errors import RendezvousError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.membership.handler import RendezvousHandler, RendezvousParameters
+
+    RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
+else:
+    RendezvousHandlerCreator = "Callable[[RendezvousParameters], RendezvousHandler]"
+
+GROUPS = ("phalanx.handlers", "torchrun.handlers")
+ALIASES = {"c10d": "phalanx"}
+
+
+class RendezvousHandlerRegistry:
+    """Creators of handlers, by the name of the backend."""
+
+    def __init__(self) -> None:
+        self._registry: dict[str, RendezvousHandlerCreator] = {}
+
+    def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
+        """Make a backend known; the same creator may come again, another one may not."""
+        if not backend:
+            raise ValueError("rendezvous backend: the name is empty; give it one")
+        if not callable(creator):
+            raise ValueError(f"rendezvous backend {backend!r}: {creator!r} is no function of the parameters")
+        there = self._registry.setdefault(backend, creator)
+        if there is not creator:
+            raise ValueError(f"rendezvous backend {backend!r} is registered already, as {there!r}")
+
+    def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
+        """The handler for these parameters."""
+        creator = self._registry.get(params.backend) or _plugin(params.backend)
+        if creator is None:
+            known = ", ".join(sorted({*self._registry, *_plugin_names()})) or "none"
+            raise ValueError(f"rendezvous backend {params.backend!r}: no such backend; known are {known}")
+        handler = creator(params)
+        made = handler.get_backend()
+        if made not in (params.backend, ALIASES.get(params.backend)):
+            raise RuntimeError(
+                f"rendezvous backend {params.backend!r}: its creator made a handler for {made!r}; "
+                "the two names must be the same"
+            )
+        return handler
+
+
+def _plugin(name: str) -> RendezvousHandlerCreator | None:
+    from importlib.metadata import entry_points
+
+    for group in GROUPS:
+        for entry in entry_points(group=group, name=name):
+            creator: RendezvousHandlerCreator = entry.load()()
+            return creator
+    return None
+
+
+def _plugin_names() -> set[str]:
+    from importlib.metadata import entry_points
+
+    return {entry.name for group in GROUPS for entry in entry_points(group=group)}
+
+
+def _static(params: RendezvousParameters) -> RendezvousHandler:
+    from phalanx.membership.static import create_rdzv_handler
+
+    return create_rdzv_handler(params)
+
+
+def _elastic(params: RendezvousParameters) -> RendezvousHandler:
+    from importlib import import_module
+
+    where = "phalanx.membership.elastic"
+    try:
+        module = import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name != where:
+            raise
+        raise RendezvousError(
+            f"rendezvous backend {params.backend!r} for {params.min_nodes}:{params.max_nodes} nodes: not "
+            "part of this installation; use --rdzv-backend static with --node-rank on every node"
+        ) from None
+    handler: RendezvousHandler = module.create_handler(params)
+    return handler
+
+
+def _etcd_v2(params: RendezvousParameters) -> RendezvousHandler:
+    raise RendezvousError(
+        f"rendezvous backend {params.backend!r}: etcd's v2 API is not supported; use etcd, which speaks v3"
+    )
+
+
+rendezvous_handler_registry = RendezvousHandlerRegistry()
+for _name, _creator in (
+    ("static", _static),
+    ("phalanx", _elastic),
+    ("c10d", _elastic),
+    ("etcd", _elastic),
+    ("etcd-v2", _etcd_v2),
+):
+    rendezvous_handler_registry.register(_name, _creator)
+
+
+def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """The handler for these parameters, from the registry that everybody shares."""
+    return rendezvous_handler_registry.create_handler(params)

@@ -1,0 +1,188 @@
+"""What an elastic rendezvous was asked for: the store's address, this node's name, how long things may take.
+
+The one who hosts the store is found by binding: whoever can listen on the endpoint's address does, and
+everybody else is a client. `is_host` in --rdzv-conf overrules that. Addresses are looked up forwards only.
+"""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.core.rounds import NodeInfo, Options
+from phalanx.errors import StoreError, UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from phalanx.membership.handler import RendezvousParameters
+    from phalanx.store.embedded.server import Server
+    from phalanx.store.embedded.tls import Tls
+    from phalanx.store.embedded.token import Token
+
+DEFAULT_PORT, ETCD_PORT = 29400, 2379
+DEFAULT_TTL = 6.0
+_POSITIONS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # this node's index at its scheduler
+
+
+class Settings:
+    """Everything about this node's part in the rendezvous, checked."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        from phalanx.membership.address import parse_rendezvous_endpoint
+
+        self.backend = params.backend
+        self.endpoint = params.endpoint
+        self._etcd = params.backend == "etcd"  # may have several endpoints, written as URLs
+        first = params.endpoint.partition(",")[0].rpartition("://")[2].rstrip("/")
+        self.host, self.port = parse_rendezvous_endpoint(
+            first if self._etcd else params.endpoint, ETCD_PORT if self._etcd else DEFAULT_PORT
+        )
+        if self.port == 0:
+            raise UsageError(
+                f"--rdzv-endpoint {params.endpoint}: nodes can only meet at a port all know, not 0"
+            )
+        self.params = params
+        self.run_id = params.run_id
+        self.local_addr = params.local_addr
+        self.is_host = params.get_as_bool("is_host")
+        self.linger = _seconds(params, "linger", 1.0)
+        self.name = str(params.get("name") or os.uname().nodename)
+        self.rank = params.get_as_int("rank", -1) or 0
+        self.journal: str | None = params.get("journal")
+        self.token_file: str | None = params.get("token_file")
+        self._tls = tuple(str(params.get(f"tls_{what}") or "") for what in ("cert", "key", "ca"))
+        beats, tries = params.get("keep_alive_interval"), params.get("keep_alive_max_attempt")
+        ttl = DEFAULT_TTL
+        if beats is not None or tries is not None:
+            ttl = _seconds(params, "keep_alive_interval", 5.0) * (
+                params.get_as_int("keep_alive_max_attempt", 3) or 3
+            )
+        self.options = Options(
+            min_nodes=params.min_nodes,
+            max_nodes=params.max_nodes,
+            join_timeout=_seconds(params, "join_timeout", _seconds(params, "timeout", 600.0)),
+            last_call=_seconds(params, "last_call_timeout", 2.0),
+            settle=_seconds(params, "settle", 0.2),
+            ttl=_seconds(params, "ttl", ttl),
+            linger=self.linger,
+            store_grace=_seconds(params, "store_grace", 60.0),
+            prefix=f"job/{self.run_id}/",
+        )
+        if self.options.ttl <= self.linger:
+            raise UsageError(
+                f"--rdzv-conf ttl={self.options.ttl:g}: a lease must outlast linger={self.linger:g} s"
+            )
+
+    @property
+    def where(self) -> str:
+        """The endpoint as people write it."""
+        if self._etcd:
+            return self.endpoint
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def tls(self) -> Tls | None:
+        """The files for TLS, where it is asked for."""
+        if not any(self._tls):
+            return None
+        from phalanx.store.embedded.tls import Tls
+
+        return Tls(*self._tls)
+
+    def node(self, slots: int, role: str, environ: Mapping[str, str] = os.environ) -> NodeInfo:
+        """This node, under an id that no other incarnation of it has."""
+        position = next((environ[v] for v in _POSITIONS if environ.get(v, "").isdigit()), "-1")
+        unique = f"{self.name}.{os.getpid()}.{os.urandom(3).hex()}"
+        return NodeInfo(unique, self.name, self.address(), slots, role, self.rank, int(position))
+
+    def address(self) -> str:
+        """The address others reach this node by: given, or that of the interface towards the endpoint."""
+        return self.local_addr or _source_address(self.host, self.port)
+
+    def addresses(self) -> list[str]:
+        """What the endpoint's name stands for, for people."""
+        import socket
+
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            return [f"{self.host} (no address: {error.strerror})"]
+        return list(dict.fromkeys(str(address[4][0]) for address in found))
+
+
+def _seconds(params: RendezvousParameters, key: str, default: float) -> float:
+    value = params.get(key)
+    if value is None:
+        return default
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"--rdzv-conf {key}={value}: use a number of seconds, 0 or more")
+    return seconds
+
+
+def _source_address(host: str, port: int) -> str:
+    """The address this machine would use towards the endpoint; connecting a datagram socket sends nothing."""
+    import socket
+
+    from phalanx.membership.address import is_loopback, names_loopback
+
+    # The second is from the block for documentation: nobody is there, but the way to it is the default route.
+    for target in (host, "192.0.2.1"):
+        try:
+            family, kind, proto, _, where = socket.getaddrinfo(target, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, proto) as probe:
+                probe.connect(where)
+                found = str(probe.getsockname()[0])
+        except OSError:
+            continue
+        if not is_loopback(found) or names_loopback(host):
+            return found
+        if target == host and not _is_any(host):
+            return host  # a name of this machine, which the others have found it by
+    return os.uname().nodename
+
+
+def _is_any(host: str) -> bool:
+    return host in ("0.0.0.0", "::", "*")
+
+
+def open_server(
+    settings: Settings, token: Token | None, on_failure: Callable[[str], None] = lambda text: None
+) -> Server | None:
+    """The embedded store, if this node is the one to host it."""
+    import errno
+
+    from phalanx.membership.address import listening_address
+    from phalanx.store.embedded.server import Server
+
+    if settings.is_host is False:
+        return None
+    try:
+        return Server(
+            listening_address(settings.host),
+            settings.port,
+            token=token,
+            linger=settings.linger,
+            journal=settings.journal,
+            tls=settings.tls,
+            on_failure=on_failure,
+        )
+    except StoreError as error:
+        cause = error.__cause__
+        number = cause.errno if isinstance(cause, OSError) else None
+        held = "locked" in str(cause)  # the journal, by an agent of this machine that was quicker
+        elsewhere = number in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) or held or _unresolved(cause)
+        if settings.is_host or not elsewhere:
+            raise
+        return None
+
+
+def _unresolved(error: BaseException | None) -> bool:
+    """A name that does not resolve yet: whoever has it will host the store, and clients try again."""
+    import socket
+
+    return isinstance(error, socket.gaierror)

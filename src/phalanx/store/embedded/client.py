@@ -1,0 +1,382 @@
+"""A connection to the embedded store that heals: one socket, one thread, any number of callers.
+
+    client = Client("host", 29400, token=find_token())
+    client.connect(timeout=30)
+    client.request(Put("key", b"value"))
+
+The thread owns the socket. Callers number their requests (store.session) and wait; when the
+connection breaks, what is unanswered is asked again on the next one, and watches go on where they
+were. Only after `grace` seconds without a connection, a refused token, or a store that has lost its
+data do requests fail. Callbacks run in the client's thread and must not block or wait for replies.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from phalanx.core.store_commands import Command, Entry, Get, Notice, Put, Reply, Unwatch, Watch
+from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError
+from phalanx.store.embedded import wire
+from phalanx.store.embedded.client_session import Request, Session
+from phalanx.store.embedded.token import Token
+
+if TYPE_CHECKING:
+    import ssl
+
+    from phalanx.store.embedded.tls import Tls
+
+_CHUNK = 256 << 10
+OWN_WATCHES = 1_000_000  # numbers of `Client.watch`; callers who number their own stay below
+
+
+class State(NamedTuple):
+    """Of the connection: connected, disconnected, lost; or of a try that began at `at`: refused, failed."""
+
+    what: str
+    at: float
+    why: str = ""
+
+
+class _Waiting:
+    """A caller, or a callback, that waits for a reply."""
+
+    __slots__ = ("callback", "event", "reply")
+
+    def __init__(self, callback: Callable[[Reply], None] | None) -> None:
+        self.callback = callback
+        self.event = threading.Event() if callback is None else None
+        self.reply: Reply | None = None
+
+
+class Client:
+    """A session with a store."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        token: Token | None = None,
+        grace: float = 60.0,
+        patience: float = 5.0,
+        tls: Tls | None = None,
+        on_state: Callable[[State], None] = lambda state: None,
+        on_notice: Callable[[Notice], None] = lambda notice: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.host, self.port, self.token = host, port, token
+        self.grace, self.patience, self.clock = grace, patience, clock
+        self.on_state, self.on_notice = on_state, on_notice
+        self.tls, self.sealing = tls, _sealing(tls)
+        self.session = os.urandom(12).hex()
+        self.welcome: wire.Welcome | None = None
+        self.lost: StoreError | None = None
+        self._talk = Session()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, _Waiting] = {}
+        self._sent: dict[int, float] = {}  # what has been asked on this connection, and when
+        self._watches: dict[int, Callable[[Notice], None]] = {}
+        self._lost_callbacks: dict[Callable[[], None], None] = {}
+        self._next_watch = OWN_WATCHES
+        self._out: deque[bytes] = deque()
+        self._connected = threading.Event()
+        self._online = self._closing = False
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def where(self) -> str:
+        """The address, as people write it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def connect(self, timeout: float | None = None) -> Client:
+        """Start, and wait for the first connection; raises what is in the way of it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="phalanx-store-client", daemon=True)
+            self._thread.start()
+        if not self._connected.wait(timeout):
+            raise StoreTimeoutError(f"no connection to the store at {self.where} within {timeout:g} s")
+        if self.lost is not None:
+            raise self.lost
+        return self
+
+    def close(self) -> None:
+        """End the session's connection; requests that wait fail; idempotent."""
+        if not self._closing:
+            self._closing = True
+            self._wake()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()
+            self._give_up(StoreConnectionError(f"the connection to {self.where} was closed by this side"))
+            self._wake_in.close()
+            self._wake_out.close()
+
+    def __enter__(self) -> Client:
+        return self.connect(self.grace)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Asking
+
+    def send(self, command: Command, callback: Callable[[Reply], None]) -> int:
+        """Ask without waiting; `callback` gets the reply in the client's thread, if there ever is one."""
+        return self._ask(command, _Waiting(callback))
+
+    def request(self, command: Command, timeout: float | None = None) -> Reply:
+        """Ask and wait; by default as long as the session lives."""
+        waiting = _Waiting(None)
+        number = self._ask(command, waiting)
+        assert waiting.event is not None
+        if not waiting.event.wait(timeout):
+            with self._lock:
+                self._waiting.pop(number, None)
+                self._sent.pop(number, None)
+                self._talk.drop(number)
+            raise StoreTimeoutError(f"the store at {self.where} did not answer within {timeout:g} s")
+        if waiting.reply is None:
+            raise self.lost or StoreConnectionError(f"no connection to the store at {self.where}")
+        return waiting.reply
+
+    def get(self, key: str) -> Entry | None:
+        """One key, or None."""
+        entries = self.request(Get(key)).entries
+        return entries[0] if entries else None
+
+    def put(self, key: str, value: bytes, lease: int = 0) -> Reply:
+        """Set one key."""
+        return self.request(Put(key, value, lease))
+
+    def watch(
+        self, key: str, callback: Callable[[Notice], None], *, prefix: bool = False, start: int = 0
+    ) -> tuple[int, Reply]:
+        """Watch, and wait until it stands: its number, and what was there (for start 0)."""
+        with self._lock:
+            self._next_watch += 1
+            number = self._next_watch
+            self._watches[number] = callback
+        reply = self.request(Watch(number, key, prefix, start))
+        if not reply.ok:
+            self._watches.pop(number, None)
+        return number, reply
+
+    def unwatch(self, number: int) -> None:
+        """No more of a watch; does not wait."""
+        self._watches.pop(number, None)
+        self.send(Unwatch(number), lambda reply: None)
+
+    def when_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call back once the session is lost for good; call what is returned to take that back."""
+        with self._lock:
+            self._lost_callbacks[callback] = None
+            lost = self.lost is not None
+        if lost:
+            callback()
+        return lambda: self._lost_callbacks.pop(callback, None)
+
+    def _ask(self, command: Command, waiting: _Waiting) -> int:
+        with self._lock:
+            if self.lost is not None or self._closing:
+                raise self.lost or StoreConnectionError(f"the connection to {self.where} is closed")
+            request = self._talk.ask(command)
+            try:
+                packed = wire.encode(*request)
+            except StoreError:
+                self._talk.drop(request.number)
+                raise
+            self._waiting[request.number] = waiting
+            if self._online:
+                self._out.append(packed)
+                self._sent[request.number] = self.clock()
+        self._wake()
+        return request.number
+
+    def _wake(self) -> None:
+        try:
+            self._wake_out.send(b"x")
+        except OSError:
+            pass  # full: it is awake already; closed: nobody is there
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            self._stay_connected()
+        except Exception as error:  # noqa: BLE001 - a failing callback must not leave callers waiting for ever
+            self._give_up(StoreError(f"the store's client failed: {type(error).__name__}: {error}"))
+
+    def _stay_connected(self) -> None:
+        from phalanx.store.embedded.handshake import Dialling
+
+        away_since, pause = self.clock(), 0.05
+        while not self._closing and self.lost is None:
+            began = self.clock()
+            try:
+                sock, welcome = Dialling(self).connect()
+            except StoreAuthError as error:
+                self._give_up(error)
+                break
+            except (OSError, wire.WireError) as error:
+                refused = isinstance(error, ConnectionRefusedError)
+                self.on_state(State("refused" if refused else "failed", began, _words(error)))
+                if self.clock() - away_since >= self.grace:
+                    self._give_up(self._unreachable(error))
+                    break
+                self._rest(min(pause, max(0.0, away_since + self.grace - self.clock())))
+                pause = min(pause * 2, 1.0)
+                continue
+            if self.welcome is not None and welcome.store != self.welcome.store:
+                sock.close()
+                self._give_up(StoreConnectionError(
+                    f"the store at {self.where} was restarted and has lost its data: start it with a journal "
+                    "(phalanx store --journal FILE) to let jobs outlive it"
+                ))  # fmt: skip
+                break
+            self.welcome = welcome
+            self._come_online()
+            try:
+                self._converse(sock)
+            except (OSError, wire.WireError):
+                pass  # whatever it was, the answer is a new connection
+            finally:
+                sock.close()
+                self._online = False
+            away_since, pause = self.clock(), 0.05
+            if not self._closing:
+                self.on_state(State("disconnected", away_since))
+
+    def _unreachable(self, error: Exception) -> StoreConnectionError:
+        return StoreConnectionError(
+            f"the store at {self.where} could not be reached for {self.grace:g} s ({_words(error)}): "
+            "is it running, and is the address right?"
+        )
+
+    def _rest(self, seconds: float) -> None:
+        """Back off, unless closed meanwhile."""
+        end = self.clock() + seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_in, selectors.EVENT_READ)
+            while not self._closing and (left := end - self.clock()) > 0:
+                if selector.select(left):
+                    self._drain_wake()
+
+    def _drain_wake(self) -> None:
+        try:
+            while self._wake_in.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _come_online(self) -> None:
+        with self._lock:
+            self._out.clear()
+            self._sent.clear()
+            now = self.clock()
+            for request in self._talk.resume():
+                self._queue(request, now)
+            self._online = True
+        self._connected.set()
+        self.on_state(State("connected", now))
+
+    def _queue(self, request: Request, now: float) -> None:
+        self._out.append(wire.encode(*request))
+        self._sent[request.number] = now
+
+    def _converse(self, sock: socket.socket) -> None:
+        frames, unsent = wire.Frames(), bytearray()
+        sock.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_in, selectors.EVENT_READ)
+            selector.register(sock, selectors.EVENT_READ)
+            while True:
+                while self._out:
+                    unsent += self._out.popleft()
+                if unsent:
+                    try:
+                        del unsent[: sock.send(unsent[:_CHUNK])]
+                    except BlockingIOError:
+                        pass
+                if self._closing and not unsent:
+                    return
+                selector.modify(sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0))
+                for key, mask in selector.select(self._patience_left()):
+                    if key.fileobj is self._wake_in:
+                        self._drain_wake()
+                    elif mask & selectors.EVENT_READ:
+                        try:
+                            data = sock.recv(_CHUNK)
+                        except BlockingIOError:
+                            continue  # part of a TLS record
+                        if not data:
+                            return
+                        for frame in frames.feed(data):
+                            self._take_in(frame)
+                if self._patience_left() == 0.0:
+                    return
+
+    def _patience_left(self) -> float | None:
+        with self._lock:
+            oldest = next(iter(self._sent.values()), None)
+        return None if oldest is None else max(0.0, oldest + self.patience - self.clock())
+
+    def _take_in(self, frame: wire.Frame) -> None:
+        body = frame.body
+        if isinstance(body, Notice):
+            with self._lock:
+                notice = self._talk.noticed(body)
+            if notice is not None:
+                self._watches.get(notice.watch, self.on_notice)(notice)
+            return
+        if not isinstance(body, Reply):
+            raise wire.WireError(f"{type(body).__name__} is not for a client")
+        with self._lock:
+            self._sent.pop(frame.number, None)
+            requests, result = self._talk.answered(frame.number, body)
+            waiting = self._waiting.pop(frame.number, None)
+            for request in requests:
+                self._queue(request, self.clock())
+        if isinstance(result, Notice):
+            self._watches.get(result.watch, self.on_notice)(result)
+        elif result is not None and waiting is not None:
+            waiting.reply = result
+            if waiting.callback is not None:
+                waiting.callback(result)
+            elif waiting.event is not None:
+                waiting.event.set()
+
+    def _give_up(self, error: StoreError) -> None:
+        with self._lock:
+            first, self.lost = self.lost is None, self.lost or error
+            waiting = list(self._waiting.values())
+            self._waiting.clear()
+            callbacks = list(self._lost_callbacks)
+        for callback in callbacks:
+            callback()
+        for one in waiting:
+            if one.event is not None:
+                one.event.set()
+        self._connected.set()
+        if first and not self._closing:
+            self.on_state(State("lost", self.clock(), str(error)))
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _sealing(tls: Tls | None) -> ssl.SSLContext | None:
+    """What TLS needs, made here so that bad files are the caller's error and not a thread's."""
+    if tls is None:
+        return None
+    from phalanx.store.embedded.tls import client_context
+
+    return client_context(tls)

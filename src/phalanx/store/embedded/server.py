@@ -1,0 +1,433 @@
+"""The embedded store: one thread, one selector, the model behind it, an optional journal beside it.
+
+    with Server("127.0.0.1", 0, token=find_token()) as server:
+        host, port = server.address
+
+Invariants:
+- Nothing a client sends is parsed before it has proved the token; nothing is allocated for a
+  length that is over the cap; a client that is silent in the handshake, garbles a frame or does not
+  read what it is sent loses its own connection and disturbs nobody else.
+- What a turn of the loop changed is in the journal before any of it is answered.
+- A client that hung up has `linger` seconds to come back before its leases end. A connection that
+  the server itself gave up shortens nothing: the client may not know of it yet.
+- A server that was stopped (a debugger, SIGSTOP, a suspended host) starts all leases again: its
+  clients could not have reached it, and a lease may always last longer, never shorter.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from phalanx.core.store_commands import Command, Notice, Reply, Watch
+from phalanx.errors import StoreError, UsageError
+from phalanx.store.embedded import wire
+from phalanx.store.embedded.token import Token
+from phalanx.store.model import Model, Notices, mutates
+
+if TYPE_CHECKING:
+    import ssl
+
+    from phalanx.store.embedded.tls import Tls
+
+HANDSHAKE_TIME = 5.0
+UNREAD_CAP = 128 << 20  # what may wait for one client to read it
+STRANGERS = 512  # connections that have not proved the token yet
+STALLED = 1.0
+FORGET_AFTER = 900.0
+_CHUNK = 256 << 10
+
+
+class _Peer:
+    """One accepted connection."""
+
+    __slots__ = (
+        "closing",
+        "deadline",
+        "frames",
+        "nonce",
+        "out",
+        "raw",
+        "session",
+        "sock",
+        "stage",
+        "theirs",
+        "where",
+    )
+
+    def __init__(self, sock: socket.socket, where: str, deadline: float) -> None:
+        self.sock, self.where, self.deadline = sock, where, deadline
+        self.stage, self.raw, self.out = "greeting", b"", bytearray()
+        self.nonce, self.theirs = os.urandom(wire.NONCE), b""
+        self.frames = wire.Frames(wire.HELLO_CAP)
+        self.session = ""
+        self.closing = False
+
+
+class Server:
+    """A store that listens; `start` and `close`, or a `with` block."""
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        token: Token | None = None,
+        journal: str | None = None,
+        linger: float = 1.0,
+        tls: Tls | None = None,
+        on_incident: Callable[[str], None] = lambda text: None,
+        on_failure: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`on_incident` hears of what the store outlives, `on_failure` of what it does not."""
+        self.token, self.linger = token, linger
+        self.on_incident, self.on_failure = on_incident, on_failure
+        self._sealing: ssl.SSLContext | None = None
+        self._binding = b""  # ties the proof of the token to our certificate
+        if tls is not None:
+            from phalanx.store.embedded.tls import own_fingerprint, server_context
+
+            self._sealing, self._binding = server_context(tls), own_fingerprint(tls)
+        host = host or "127.0.0.1"
+        self._listener = _bind(host, port, token)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self.store = os.urandom(8).hex()
+        # Lease numbers of a store that lost its data must not mean anything to its successor.
+        self._model = Model(first_lease=int.from_bytes(os.urandom(5), "big") << 20 | 1)
+        self._journal = None
+        try:
+            if journal is not None:
+                from phalanx.store.embedded.journal import Journal
+
+                self._journal = Journal(journal)
+                self.store = self._journal.load(self._model, self.store, time.monotonic())
+            # Not before the journal is read: clients that are refused know that the store is down, and their
+            # workers run on; a connection that nobody answers would tell them nothing.
+            _listen(self._listener, host, port)
+        except BaseException:
+            self._listener.close()
+            if self._journal is not None:
+                self._journal.close()
+            raise
+        self._selector = selectors.DefaultSelector()
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._strangers: dict[_Peer, None] = {}  # those that have not said Hello yet
+        self._current: dict[str, _Peer] = {}
+        self._gone: dict[str, float] = {}
+        self._dirty: dict[_Peer, None] = {}
+        self._accept_at: float | None = None
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._closing, self._flush = False, 0.0
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Server:
+        """Serve in a thread of its own."""
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="phalanx-store", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self, flush: float = 2.0) -> None:
+        """Say what is still to be said, for at most `flush` seconds, and stop; idempotent."""
+        if self._closing:
+            return
+        self._closing, self._flush = True, flush
+        if self._thread is not None:
+            self._wake_out.send(b"x")
+            self._thread.join()
+        for sock in (self._listener, self._wake_in, self._wake_out):
+            sock.close()
+        self._selector.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The loop
+
+    def _run(self) -> None:
+        try:
+            self._turn_around()
+        except Exception as error:  # noqa: BLE001 - the thread's last words; clients see the closed connection
+            # What is not in the journal must not be answered; and to be refused tells more than silence.
+            for peer in list(self._peers.values()):
+                self._forget(peer)
+            self._listener.close()
+            said = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+            self.on_failure(f"the store failed and is gone: {said}")
+        finally:
+            self._say_goodbye()
+
+    def _turn_around(self) -> None:
+        while not self._closing:
+            now = time.monotonic()
+            timeout = self._timeout(now)
+            expected = now + (timeout if timeout is not None else float("inf"))
+            events = self._selector.select(timeout)
+            now = time.monotonic()
+            if now > expected + STALLED:
+                self._model.renew_all(now)
+            for key, mask in events:
+                if key.fileobj is self._listener:
+                    self._accept(now)
+                elif key.fileobj is not self._wake_in and (peer := self._peers.get(key.fileobj)):  # type: ignore[call-overload] # sockets only
+                    self._serve(peer, mask, now)
+            self._pass_time(now)
+            self._end_turn()
+
+    def _timeout(self, now: float) -> float | None:
+        times = [peer.deadline for peer in self._strangers]
+        if (expiry := self._model.next_expiry(now)) is not None:
+            times.append(expiry)
+        if self._accept_at is not None:
+            times.append(self._accept_at)
+        return max(0.0, min(times) - now) if times else None
+
+    def _pass_time(self, now: float) -> None:
+        for lease in self._model.expired(now):
+            if self._journal is not None:
+                self._journal.record_expiry(lease)
+            self._notify(self._model.revoke(lease))
+        for peer in [p for p in self._strangers if p.deadline <= now]:
+            self._drop(peer, "did not finish the handshake in time")
+        if self._accept_at is not None and now >= self._accept_at:
+            self._accept_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        for session in [s for s, at in self._gone.items() if now - at > FORGET_AFTER]:
+            del self._gone[session]
+            self._model.forget(session)
+
+    def _end_turn(self) -> None:
+        if self._journal is not None:
+            self._journal.commit(self._model, self.store)
+        dirty, self._dirty = self._dirty, {}
+        for peer in dirty:
+            if peer.sock in self._peers:
+                self._flush_peer(peer)
+
+    def _say_goodbye(self) -> None:
+        end = time.monotonic() + self._flush
+        for peer in list(self._peers.values()):
+            try:
+                peer.sock.settimeout(max(0.01, end - time.monotonic()))
+                peer.sock.sendall(peer.out)
+            except (OSError, wire.WireError):
+                pass  # it did not read it; it is told by the closed connection
+            self._forget(peer)
+
+    # Connections
+
+    def _accept(self, now: float) -> None:
+        try:
+            sock, where = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # Out of descriptors: the listener stays readable, so look away for a moment instead of spinning.
+            self.on_incident(f"the store cannot accept connections: {error}")
+            self._selector.unregister(self._listener)
+            self._accept_at = now + 0.2
+            return
+        sock.setblocking(False)
+        if len(self._strangers) >= STRANGERS:
+            sock.close()
+            return
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if self._sealing is not None:
+                sock = self._sealing.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        except OSError:  # it has gone again already
+            sock.close()
+            return
+        peer = _Peer(sock, f"{where[0]}:{where[1]}", now + HANDSHAKE_TIME)
+        self._peers[sock] = peer
+        self._strangers[peer] = None
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._write(peer, wire.greeting(peer.nonce))
+
+    def _serve(self, peer: _Peer, mask: int, now: float) -> None:
+        if mask & selectors.EVENT_WRITE or peer.out:
+            self._dirty[peer] = None
+        if not mask & selectors.EVENT_READ:
+            return
+        try:
+            data = peer.sock.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except wire.WireError as error:
+            self._drop(peer, str(error))
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._hung_up(peer, now)
+            return
+        try:
+            self._received(peer, data, now)
+        except (wire.WireError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # The last four would be our own faults; they cost whoever finds one a connection, not the store.
+            self._drop(peer, f"{type(error).__name__}: {error}")
+
+    def _received(self, peer: _Peer, data: bytes, now: float) -> None:
+        if peer.stage == "greeting":
+            peer.raw += data
+            if len(peer.raw) < wire.GREETING:
+                if not wire.MAGIC.startswith(peer.raw[: len(wire.MAGIC)]):
+                    wire.read_greeting(peer.raw)
+                return
+            peer.theirs = wire.read_greeting(peer.raw[: wire.GREETING])
+            peer.raw, data, peer.stage = peer.raw[wire.GREETING :], b"", "proof"
+        if peer.stage == "proof":
+            peer.raw += data
+            if len(peer.raw) < wire.PROOF:
+                return
+            given, data, peer.raw = peer.raw[: wire.PROOF], peer.raw[wire.PROOF :], b""
+            secret = self.token.secret if self.token else b""
+            if not wire.proves(given, secret, "client", peer.nonce + self._binding, peer.theirs):
+                peer.closing = True
+                self._write(peer, wire.REFUSED)
+                source = f" (ours is from {self.token.source})" if self.token else ""
+                self.on_incident(f"{peer.where} showed a wrong token{source}")
+                return
+            self._write(peer, wire.proof(secret, "server", peer.theirs + self._binding, peer.nonce))
+            peer.stage = "hello"
+        if peer.closing:
+            return
+        for frame in peer.frames.feed(data):
+            self._frame(peer, frame, now)
+
+    def _frame(self, peer: _Peer, frame: wire.Frame, now: float) -> None:
+        body = frame.body
+        if peer.stage == "hello":
+            if not isinstance(body, wire.Hello):
+                raise wire.WireError(f"{type(body).__name__} before Hello")
+            peer.session, peer.stage, peer.frames.cap = body.session, "open", wire.CAP
+            self._strangers.pop(peer, None)
+            old = self._current.get(body.session)
+            if old is not None:
+                self._drop(old, "")
+            self._current[body.session] = peer
+            self._gone.pop(body.session, None)
+            welcome = wire.Welcome(self.store, self._journal is not None, self.linger)
+            self._write(peer, wire.encode(0, 0, welcome))
+        elif isinstance(body, (wire.Hello, wire.Welcome, Reply, Notice)):
+            raise wire.WireError(f"{type(body).__name__} is not for a server")
+        else:
+            self._carry_out(peer, frame.number, frame.done, body, now)
+
+    def _carry_out(self, peer: _Peer, number: int, done: int, command: Command, now: float) -> None:
+        reply, notices = self._model.apply(peer.session, number, done, command, now)
+        if self._journal is not None and mutates(command):
+            # After it worked: a command that cannot be carried out must not meet the next server too.
+            self._journal.record(peer.session, number, done, command)
+        try:
+            packed = wire.encode(number, done, reply)
+        except StoreError:
+            packed = wire.encode(number, done, Reply(False, reply.revision, error="size"))
+        self._write(peer, packed)
+        if isinstance(command, Watch):
+            missed = self._model.replay(peer.session, command)
+            if missed is not None:
+                notices = [(peer.session, missed), *notices]
+        self._notify(notices)
+
+    def _notify(self, notices: Notices) -> None:
+        packed: dict[Notice, bytes] = {}  # the same words for thousands are packed once
+        for session, notice in notices:
+            peer = self._current.get(session)
+            if peer is not None:
+                if notice not in packed:
+                    packed[notice] = wire.encode(0, 0, notice)
+                self._write(peer, packed[notice])
+
+    def _write(self, peer: _Peer, data: bytes) -> None:
+        if len(peer.out) + len(data) > UNREAD_CAP:
+            self._drop(peer, f"did not read {len(peer.out)} bytes that were sent to it")
+            return
+        peer.out += data
+        self._dirty[peer] = None
+
+    def _flush_peer(self, peer: _Peer) -> None:
+        try:
+            while peer.out:
+                del peer.out[: peer.sock.send(peer.out[:_CHUNK])]
+        except BlockingIOError:
+            pass
+        except wire.WireError as error:
+            self._drop(peer, str(error))
+            return
+        except OSError:
+            self._hung_up(peer, time.monotonic())
+            return
+        if peer.closing and not peer.out:
+            self._forget(peer)
+            return
+        # A TLS handshake that waits for the client is not helped by a socket that could take more.
+        blocked = peer.out and not getattr(peer.sock, "waits_to_read", False)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if blocked else 0)
+        if self._selector.get_key(peer.sock).events != wanted:
+            self._selector.modify(peer.sock, wanted)
+
+    def _hung_up(self, peer: _Peer, now: float) -> None:
+        """The client closed the connection, so it knows."""
+        if self._current.get(peer.session) is peer:
+            self._model.shorten(peer.session, now + self.linger)
+        self._forget(peer)
+
+    def _drop(self, peer: _Peer, why: str) -> None:
+        if why and peer.sock in self._peers:
+            self.on_incident(f"connection from {peer.where} closed: {why}")
+        self._forget(peer)
+
+    def _forget(self, peer: _Peer) -> None:
+        if self._peers.pop(peer.sock, None) is None:
+            return
+        self._strangers.pop(peer, None)
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+        if self._current.get(peer.session) is peer:
+            del self._current[peer.session]
+            self._model.hang_up(peer.session)
+            self._gone[peer.session] = time.monotonic()
+
+
+def _bind(host: str, port: int, token: Token | None) -> socket.socket:
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise StoreError(f"the store cannot listen on {host}:{port}: {error.strerror}") from error
+    address = str(where[0])
+    if token is None and not (address.startswith("127.") or address == "::1"):
+        raise UsageError(
+            f"--listen {host}:{port}: a store on a network address needs a token (PHALANX_TOKEN)"
+        )
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(where)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise StoreError(f"the store cannot listen on {host}:{port}: {error.strerror}") from error
+    return sock
+
+
+def _listen(sock: socket.socket, host: str, port: int) -> None:
+    try:
+        sock.listen(4096)
+    except OSError as error:  # somebody else has bound it as well, and was quicker
+        raise StoreError(f"the store cannot listen on {host}:{port}: {error.strerror}") from error

@@ -1,0 +1,161 @@
+"""What hung workers are doing: their stacks, asked for by signal, taken apart, and told to a person.
+
+A Python worker has faulthandler's handler on `STACK_SIGNAL` from its first moment (bootstrap.py). It is C
+code that needs neither the interpreter's lock nor memory, so a thread that spins or sleeps in C is no
+obstacle.
+The text goes into the worker's board: no file, no output of the worker is touched.
+
+Invariants
+- The signal goes only to a process that catches it (/proc says so): to any other it would mean death.
+- Only the worker itself is asked, never its children, who may have inherited the handler and the file.
+"""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.core.progress import Beat, Blame, Evidence, View, alike, ranks_text
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Frames of libraries in whose depths a rank waits for the other ranks.
+_COLLECTIVES = ("/torch/distributed/", "/mpi4py/", "/horovod/", "/deepspeed/comm/")
+_INNER = 8
+"""How far from the innermost frame such a call may be."""
+_SHOWN = 6
+_OURS = ("_importlib_bootstrap.py", os.path.join("phalanx", "zygote", "bootstrap.py"))
+
+
+def catches(pid: int, sig: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            for line in status:
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (sig - 1) & 1)
+    except (OSError, ValueError):
+        pass
+    return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger."""
+    from phalanx.kernel import stat_fields
+
+    fields = stat_fields(pid)
+    return fields is not None and fields[0] in "Tt"
+
+
+# ---- faulthandler's text -----------------------------------------------------------------------------
+
+
+def parse(text: str) -> tuple[tuple[str, ...], ...]:
+    """The threads of a dump, the main one first; frames innermost first, as `file:line in f`.
+
+    A dump lists the newest thread first, so the main thread comes last. Its end is not marked: a dump that is
+    cut off has its last thread cut off.
+    """
+    threads: list[list[str]] = []
+    for line in text.splitlines():
+        if line.startswith(("Thread 0x", "Current thread 0x", "Stack (")):
+            threads.append([])
+        elif line.startswith('  File "') and threads:
+            place, found, function = line[8:].rpartition(" in ")
+            name, quoted, number = place.rpartition('", line ')
+            if found and quoted:
+                threads[-1].append(f"{name}:{number} in {function}")
+        elif line.startswith("  <no Python frame>") and threads:
+            threads[-1].append("no Python frame")
+    return tuple(_without_ours(frames) for frames in reversed(threads))
+
+
+def _without_ours(frames: list[str]) -> tuple[str, ...]:
+    """Without the frames below the program, which are those of the launcher."""
+    end = len(frames)
+    while end > 1 and any(name in frames[end - 1] for name in _OURS):
+        end -= 1
+    return tuple(frames[:end])
+
+
+def waits_for_peers(stack: tuple[str, ...]) -> bool:
+    """Whether the innermost frames are in a call that needs the other ranks."""
+    return any(part in frame for frame in stack[:_INNER] for part in _COLLECTIVES)
+
+
+def evidence(rank: int, text: str, stopped: bool) -> Evidence:
+    """What a rank's answer says."""
+    threads = parse(text)
+    main = threads[0] if threads else ()
+    return Evidence(rank, main, stopped, waits_for_peers(main))
+
+
+def short(frame: str) -> str:
+    """A frame with the file's name instead of its path."""
+    place, found, function = frame.rpartition(" in ")
+    return f"{os.path.basename(place)} in {function}" if found else frame
+
+
+def innermost(stack: tuple[str, ...]) -> str:
+    """Where a stack stands, as near to the user's own code as can be: what a person looks for first."""
+    own = [frame for frame in stack if not _of_library(frame)]
+    return short(own[0] if own else stack[0]) if stack else ""
+
+
+def _of_library(frame: str) -> bool:
+    return frame.startswith("<") or any(
+        part in frame for part in ("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3")
+    )
+
+
+# ---- for a person ------------------------------------------------------------------------------------
+
+
+def in_one_line(blame: Blame, found: Mapping[int, Evidence]) -> str:
+    """`rank 1 stands out (the others wait for it), at train.py:12 in load`."""
+    stacks = {found[rank].stack for rank in blame.ranks if rank in found}
+    places = {innermost(stack) for stack in stacks}
+    where = places.pop() if len(places) == 1 else ""
+    at = f", at {where}" if where else ""
+    if not blame.reason:
+        return f"all of them{at}" if at and len(blame.ranks) > 1 else at.removeprefix(", ")
+    verb = "stand" if len(blame.ranks) > 1 else "stands"
+    return f"{ranks_text(blame.ranks)} {verb} out ({blame.reason}){at}"
+
+
+def in_full(
+    reason: str, view: View, blame: Blame, found: Mapping[int, Evidence], where: Mapping[int, str]
+) -> list[str]:
+    """The report: ranks with identical stacks together, the odd ones out first.
+
+    `where`: what a person needs to find a rank, as `pid 12` or `pid 12 on node-b`.
+    """
+    lines = [reason]
+    beats = {beat.rank: beat for beat in view.alive}
+    first = [group for group in alike(tuple(found.values())) if set(group) & set(blame.ranks)]
+    rest = [group for group in alike(tuple(found.values())) if group not in first]
+    for group in (*first, *rest):
+        one = found[group[0]]
+        why = f" ({blame.reason})" if blame.reason and group in first else ""
+        about = "; ".join(filter(None, (_about(beats.get(rank), where.get(rank)) for rank in group[:4])))
+        lines.append(f"  {ranks_text(group)}{why}: {about}")
+        if one.stopped:
+            lines.append("    stopped by a signal: it cannot answer (kill -CONT lets it go on)")
+        elif not one.stack:
+            lines.append("    no Python stack: it did not answer, or is no Python started by us")
+        lines += [f"    {short(frame)}" for frame in one.stack[:_SHOWN]]
+        if len(one.stack) > _SHOWN:
+            lines.append(f"    ... {len(one.stack) - _SHOWN} more frames")
+    if view.finished:
+        lines.append(f"  {ranks_text(view.finished)}: finished")
+    return lines
+
+
+def _about(beat: Beat | None, where: str | None) -> str:
+    words = [where] if where else []
+    if beat is not None and beat.step is not None:
+        words.append(f"step {beat.step}")
+    if beat is not None and beat.section:
+        words.append(f"in section {beat.section!r}")
+    return ", ".join(words)

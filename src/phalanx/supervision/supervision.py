@@ -1,0 +1,197 @@
+"""What an agent has beside its workers: boards, services, preemption, and for every start a lookout."""
+
+from __future__ import annotations
+
+from phalanx.agent.agent_services import NodeCheck, NodeUnfit, Services
+from phalanx.core.group_events import RoundFailed
+from phalanx.supervision.hang_detector import Casebook, Lookout
+from phalanx.supervision.preemption import Preemption
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx.agent.spec import WorkerGroup
+    from phalanx.config import RunConfig
+    from phalanx.core.group_events import Event
+    from phalanx.core.progress import WatchPolicy
+    from phalanx.supervision.heartbeat import Boards
+    from phalanx.workers.worker_group import PContext
+
+
+class Supervision:
+    """What one agent watches, over all its starts."""
+
+    def __init__(
+        self,
+        policy: WatchPolicy | None = None,
+        *,
+        preempt_signal: int = 0,
+        health: str | None = None,
+        health_check: str = "",
+    ) -> None:
+        self.policy = policy
+        self.preemption = Preemption(preempt_signal)
+        self.services = Services(health)
+        self.node_check = NodeCheck(health_check) if health_check else None
+        self.unfit: NodeUnfit | None = None  # why this node stays out
+        self.casebook = Casebook()
+        self.lookout: Lookout | None = None  # while workers run, and until the next ones do
+        self._post: Callable[[Any], None] = lambda _event: None
+        self._boards: Boards | None = None
+
+    # -- over the whole run -------------------------------------------------------------------------
+
+    def open(
+        self,
+        *,
+        run_id: str,
+        post: Callable[[Any], None],
+        note: Callable[[str], None],
+        phase: Callable[[], str],
+        health_check_server: Any = None,
+    ) -> None:
+        """Start the services; `post` is for events and errands of the owner's queue."""
+        self._post, self.casebook.note = post, note
+
+        def knock(answer: threading.Event) -> None:
+            post(answer.set)
+
+        self.services.open(
+            run_id,
+            knock,
+            lambda: phase() == "STARTING",
+            lambda: phase() in ("RUNNING", "BARRIER"),
+            health_check_server,
+        )
+
+    def close(self) -> None:
+        """Stop the services and give the boards back."""
+        if self.node_check is not None:
+            self.node_check.close()
+        self._end_lookout()
+        if self._boards is not None:
+            self._boards.close()
+            self._boards = None
+        self.services.close()
+
+    def job_failed(self) -> None:
+        """The job is about to be over for this node: the last time that the others can be heard."""
+        if self.lookout is not None:
+            self.lookout.hear_last_word()
+
+    def join(self, go: Callable[[], None]) -> None:
+        """Enter the rendezvous with `go`, in the owner's thread, once this node is found fit."""
+        if self.node_check is None:
+            go()
+            return
+
+        def then(unfit: NodeUnfit | None) -> None:
+            self._post(go if unfit is None else lambda: self._stay_out(unfit))
+
+        self.node_check.begin(then)
+
+    def _stay_out(self, unfit: NodeUnfit) -> None:
+        self.unfit = unfit
+        self.casebook.note(str(unfit))
+        # Graceful: the others go on without this node.
+        self._post(RoundFailed("graceful", str(unfit)))
+
+    # -- one start ----------------------------------------------------------------------------------
+
+    def begun(self) -> float | None:
+        """When all workers of the last start had reached their first line; None where that is not known."""
+        return self._boards.begun() if self._boards is not None else None
+
+    def was_ready(self, rank: int) -> bool | None:
+        """Whether this worker had called ready() or sent a heartbeat; None where it has no board."""
+        if self._boards is None:
+            return None
+        slot = self._boards.read(rank)
+        return bool(slot.ready_at or slot.count)
+
+    def boards(self, count: int) -> Boards:
+        """New boards for a start; those of the last one are given back."""
+        from phalanx.supervision.heartbeat import Boards
+
+        if self._boards is not None:
+            self._boards.close()
+        self._boards = Boards(count, self.preemption.signal)
+        return self._boards
+
+    def started(self, context: PContext, group: WorkerGroup, now: float, number: int, host: str) -> None:
+        """These workers run now, in this round; `host` is this node's name among the others."""
+        self._end_lookout()
+        assert self._boards is not None, "boards come before workers"
+        self.lookout = Lookout(
+            context,
+            self._boards,
+            group,
+            self.policy,
+            self.casebook,
+            self._post,
+            number=number,
+            host=host,
+            now=now,
+        )
+
+    def finished(self, now: float) -> None:
+        """All workers of this node have ended well."""
+        if self.lookout is not None:
+            self.lookout.finished(now)
+
+    def _end_lookout(self) -> None:
+        if self.lookout is not None:
+            self.lookout.close()
+            self.lookout = None
+
+    # -- the loop's view ----------------------------------------------------------------------------
+
+    def fds(self) -> list[int]:
+        """What else the owner waits for."""
+        return [self._boards.fileno()] if self._boards is not None and self.lookout is not None else []
+
+    def limit(self, timeout: float | None, now: float) -> float | None:
+        """How long the owner may sleep."""
+        return timeout if self.lookout is None else self.lookout.limit(timeout, now)
+
+    def look(self, now: float) -> Event | None:
+        """Whether something hangs; to be called whenever the owner is awake and workers run."""
+        return None if self.lookout is None else self.lookout.look(now)
+
+    def report(self, summary: str = "") -> str:
+        """The last hang in full, if it was this one; empty when there was none."""
+        lines = self.casebook.last_hang
+        return "\n".join(lines) if lines and summary in lines[0] else ""
+
+    # -- stopping -----------------------------------------------------------------------------------
+
+    def stop(self, context: PContext, sig: int, grace: float) -> None:
+        """Stop the workers; when it is for a preemption, let them checkpoint and leave by themselves."""
+        if self._boards is not None and self.preemption.begins(sig):
+            self.preemption.stop(context, self._boards, grace, self.casebook.note)
+        else:
+            context.ask_stop(sig, grace)
+
+
+def watch_for(config: RunConfig) -> Supervision:
+    """The watch that a command line asks for."""
+    timeouts = (
+        config.heartbeat_timeout,
+        config.silence_timeout,
+        config.startup_timeout,
+        config.partial_exit_timeout,
+    )
+    policy = None
+    if any(timeout is not None for timeout in timeouts) or config.on_hang != "restart":
+        from phalanx.core.progress import WatchPolicy
+
+        policy = WatchPolicy(*timeouts, config.on_hang)
+    return Supervision(
+        policy,
+        preempt_signal=config.preempt_signal or 0,
+        health=config.health_port,
+        health_check=config.health_check,
+    )

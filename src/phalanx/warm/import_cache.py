@@ -1,0 +1,228 @@
+"""What earlier workers of a script imported: learned while they run, kept in a cache file per script.
+
+The key holds all that could make the list wrong: the script, the interpreter and its flags, and the state of
+the package directories (installing anything changes their time stamps). The user's own code could as well, by
+what it does before it imports something (import_recorder.py defines the words for that): it may set
+variables, change sys.path, or hide an installed module behind a file of the same name. So the list is
+thrown away when a line that looks like any of these was edited, or when such a file has appeared beside the
+script.
+
+Every module is checked again when it is imported (preload.py), and a stale or broken file costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_LIMIT = 1 << 20  # bytes; torch and transformers together need about 100 KB
+_MOST = 100  # lists
+_MARK = "phalanx modules 2"
+_MOST_OWN = 1000  # files of the user's that are watched for edits
+# Where one of these stands in a line of the user's, what a later import gives may depend on it.
+_TELLING = (b"environ", b"putenv", b"dotenv", b"sys.path", b"sys.modules", b"addsitedir", b"meta_path")
+
+
+def cache_dir(environ: Mapping[str, str]) -> str | None:
+    """Where the lists are kept; None when there is no home to keep them in."""
+    base = environ.get("XDG_CACHE_HOME")
+    if not base:
+        home = environ.get("HOME")
+        if not home:
+            return None
+        base = os.path.join(home, ".cache")
+    return os.path.join(base, "phalanx", "modules")
+
+
+class Learned:
+    """The list of one script."""
+
+    def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.key = _key(program)
+        directory = cache_dir(environ)
+        self.path = os.path.join(directory, _name_of(self.key)) if directory else None
+        self.names: list[str] = []  # and what import_recorder.py has other words for
+        self._unsuitable: list[str] = []
+        self._own: dict[str, _File] = {}
+        first = _first_path(program)
+        if program[0] == "script":
+            self._own[os.path.realpath(program[1])] = _File(os.path.realpath(program[1]))
+        self._load(first)
+
+    def _load(self, first: str) -> None:
+        if self.path is None:
+            return
+        try:
+            with open(self.path, encoding="utf-8", errors="surrogateescape") as file:
+                lines = file.read(_LIMIT).split("\n")
+        except (OSError, ValueError):
+            return
+        if lines[:2] != [_MARK, self.key] or lines[-2:] != [".", ""]:
+            return  # another version, another key of the same name, or cut off
+        files = [_File.read(line[1:]) for line in lines[2:-2] if line.startswith("=")]
+        names = [line for line in lines[2:-2] if not line.startswith(("-", "="))]
+        if all(file.says_the_same() for file in files) and not _hides(first, names):
+            self.names = names
+            self._unsuitable = [line[1:] for line in lines[2:-2] if line.startswith("-")]
+            self._own = {file.path: file for file in files}
+
+    def add(self, lines: Iterable[str]) -> int:
+        """Take in what a worker's recorder wrote, in its order; how many were new."""
+        known = {*self.names, *(f"={path}" for path in self._own)}
+        new = [line for line in dict.fromkeys(lines) if line not in known and _is_plain(line)]
+        for line in new:
+            if line.startswith("=") and len(self._own) < _MOST_OWN:
+                self._own[line[1:]] = _File(line[1:])
+        self.names += [
+            line for line in new if not line.startswith(("=", "~")) and not self._is_unsuitable(line)
+        ]
+        return len(new)
+
+    def forget(self, name: str) -> None:
+        """A module that does not suit a zygote, and what is below it: not to be tried again."""
+        self._unsuitable.append(name)
+        self.names = [known for known in self.names if not self._is_unsuitable(known)]
+
+    def _is_unsuitable(self, name: str) -> bool:
+        return any(name == bad or name.startswith(bad + ".") for bad in self._unsuitable)
+
+    def save(self) -> None:
+        """Write the list, atomically; a file system that does not want it is no trouble."""
+        if self.path is None:
+            return
+        own = [f"={file.written()}" for file in self._own.values()]
+        bad = [f"-{name}" for name in dict.fromkeys(self._unsuitable)]
+        text = "\n".join([_MARK, self.key, *bad, *own, *self.names, "."]) + "\n"
+        scratch = f"{self.path}.{os.getpid()}"
+        try:
+            os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+            _make_room(os.path.dirname(self.path))
+            with open(scratch, "w", encoding="utf-8", errors="surrogateescape") as file:
+                file.write(text)
+            os.replace(scratch, self.path)
+        except OSError:
+            try:
+                os.unlink(scratch)
+            except OSError:
+                pass
+
+
+class _File:
+    """A file of the user's, and what its telling lines say."""
+
+    def __init__(self, path: str, seen: tuple[int, int, int] | None = None) -> None:
+        self.path = path
+        self.seen = seen or (*_stat(path), _telling(path))  # time, size, and a sum of the lines
+
+    @classmethod
+    def read(cls, text: str) -> _File:
+        """From a line of the cache file."""
+        time, size, lines, path = text.split(" ", 3)
+        return cls(path, (int(time), int(size), int(lines)))
+
+    def written(self) -> str:
+        return " ".join([*(str(number) for number in self.seen), self.path])
+
+    def says_the_same(self) -> bool:
+        """Also after an edit, where that was about something else."""
+        now = _stat(self.path)
+        if now == self.seen[:2]:
+            return True
+        lines = _telling(self.path)
+        same = lines == self.seen[2] and now != (0, 0)
+        self.seen = (*now, lines)
+        return same
+
+
+def _stat(path: str) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+def _telling(path: str) -> int:
+    import zlib
+
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_LIMIT)
+    except OSError:
+        return 0
+    return zlib.crc32(
+        b"\n".join(line for line in text.splitlines() if any(word in line for word in _TELLING))
+    )
+
+
+def _first_path(program: Sequence[str]) -> str:
+    """Where the program's own modules are looked for before all others."""
+    mode, target = program[0], program[1]
+    if mode == "script":
+        return target if os.path.isdir(target) else os.path.dirname(os.path.realpath(target))
+    return os.getcwd() if mode in ("module", "code") else ""
+
+
+def _hides(first: str, names: list[str]) -> bool:
+    """Whether a module lies there that has the name of an installed one in the list."""
+    try:
+        entries = os.listdir(first) if first and names else []
+    except OSError:
+        return False
+    tops = {name.partition(".")[0] for name in names}
+    for entry in entries:
+        name, _, suffix = entry.partition(".")
+        if name in tops and (
+            suffix.endswith(("py", "pyc", "so"))
+            or (not suffix and os.path.exists(os.path.join(first, name, "__init__.py")))
+        ):
+            return True
+    return False
+
+
+def _make_room(directory: str) -> None:
+    """Keep the newest lists only: scripts come and go, and with every installed package all keys change."""
+    entries = [entry for entry in os.scandir(directory) if entry.is_file()]
+    if len(entries) > _MOST:
+        entries.sort(key=lambda entry: entry.stat().st_mtime)
+        for entry in entries[: len(entries) - _MOST]:
+            os.unlink(entry.path)
+
+
+def _is_plain(line: str) -> bool:
+    if line.startswith(("=", "+", "?")):
+        return len(line) < 5000
+    return bool(line) and line.isprintable() and " " not in line and len(line) < 500
+
+
+def _key(program: Sequence[str]) -> str:
+    """`program` is mode and target; a script counts by its real path."""
+    mode, target = program[0], program[1]
+    what = os.path.realpath(target) if mode == "script" else f"-{mode[0]} {target}"
+    parts = [what, sys.executable, sys.version.split()[0], *program[2:]]
+    for path in sys.path:
+        if path.endswith(("site-packages", "dist-packages")):
+            try:
+                parts.append(f"{path}@{os.stat(path).st_mtime_ns}")
+            except OSError:
+                pass
+    return "|".join(part.replace("\n", " ") for part in parts)
+
+
+def _name_of(key: str) -> str:
+    # Not hashlib, which takes longer to import than all of this; the key itself is in the file.
+    import zlib
+
+    data = key.encode("utf-8", "surrogateescape")
+    return f"{zlib.crc32(data):08x}{zlib.adler32(data):08x}"
+
+
+def read_names(fd: int) -> list[str]:
+    """The lines that a worker's recorder has written so far."""
+    size = os.fstat(fd).st_size
+    data = os.pread(fd, min(size, _LIMIT), 0)
+    return data.decode("utf-8", "surrogateescape").split("\n")[:-1]

@@ -1,0 +1,153 @@
+"""What the first worker of a group imports, written down while it happens, for the next start's preload.
+
+While it happens, because a worker that is killed cannot report at its end. The list is for a process that
+knows nothing of the user's code, so it also says where that code has a hand in what an import gives:
+
+    NAME          an installed module, or one of the standard library
+    =PATH         a file of the user's own; it is never preloaded
+    !NAME         one that hides an installed module of the same name
+    +NAME=VALUE   a variable that the script sets here, to the same value whenever it runs,
+    ?NAME=VALUE   or only where it was not set before
+    ~NAME         a variable that the user's code sets here, and we cannot tell to what next time. Nothing
+                  that is imported from here on is written down: it may depend on it
+
+Loaded by its place in the worker, as bootstrap.py is: standard library only, quoted annotations.
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Any
+
+_ONLY_AST = 0x400  # ast.PyCF_ONLY_AST, without the module
+
+
+def homes() -> tuple[str, ...]:
+    """Where installed packages and the standard library live."""
+    packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages", ".zip"))]
+    library = os.path.dirname(os.__file__)
+    return tuple(os.path.join(path, "") for path in [*packages, library, library + "/lib-dynload"])
+
+
+class Recorder:
+    """A finder that finds nothing: it only writes down what is asked for."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._homes = homes()
+        self._own: dict[str, bool] = {}  # by the first part of a name: whether it is the user's
+        self._pid = os.getpid()
+        self._unsure = False
+        # An audit hook was rejected: it runs for every event until the process ends. During shutdown it
+        # released the lock to C++ threads, which then found no interpreter and aborted.
+        self._putenv, self._unsetenv = os.putenv, os.unsetenv
+        os.putenv, os.unsetenv = self._put, self._unset
+
+    # -- imports ----------------------------------------------------------------------------------
+
+    def find_spec(self, name: str, path: "Any" = None, target: object = None) -> None:
+        try:
+            self._note(name, path)
+        except Exception:  # noqa: BLE001 - finders of others: an import must not fail because we look on
+            pass
+        return
+
+    def _note(self, name: str, path: "Any") -> None:
+        top, _, inside = name.partition(".")
+        if top not in self._own:
+            self._own[top] = top == "__main__" or self._is_own(top)  # of a directory or a zip file
+        if self._own[top]:
+            found = self._find(name, path if inside else None)
+            if found:
+                self._write(f"={found}")
+        elif not self._unsure:
+            self._write(name)
+
+    def _is_own(self, top: str) -> bool:
+        if top in sys.builtin_module_names:
+            return False
+        found = self._find(top, None)
+        if found is None or found.startswith(self._homes):
+            return False
+        hidden = self._find(top, [home.rstrip("/") for home in self._homes])
+        if hidden:
+            self._write(f"!{top}")
+        return True
+
+    def _find(self, name: str, path: "list[str] | None") -> str | None:
+        spec = sys.modules["_frozen_importlib_external"].PathFinder.find_spec(name, path)
+        return spec.origin if spec is not None and spec.has_location else None
+
+    def _write(self, line: str) -> None:
+        try:
+            os.write(self.fd, f"{line}\n".encode("utf-8", "surrogateescape"))
+        except OSError:
+            pass  # closed by a program that closes all it does not know
+
+    # -- variables --------------------------------------------------------------------------------
+
+    def _put(self, name: "Any", value: "Any", /) -> None:
+        self._putenv(name, value)
+        self._heard(name, value)
+
+    def _unset(self, name: "Any", /) -> None:
+        self._unsetenv(name)
+        self._heard(name, None)
+
+    def _heard(self, name: "Any", value: "Any") -> None:
+        try:
+            if not self._unsure and os.getpid() == self._pid:
+                self._set(os.fsdecode(name), None if value is None else os.fsdecode(value))
+        except Exception:  # noqa: BLE001 - whatever happens here must not happen to the program
+            pass
+        if self._unsure and os.putenv == self._put:  # nothing more to be learned
+            os.putenv, os.unsetenv = self._putenv, self._unsetenv
+
+    def _set(self, name: str, value: str | None) -> None:
+        frame: FrameType | None = sys._getframe(3)
+        while frame is not None and frame.f_code.co_filename in ("<frozen os>", os.__file__):
+            frame = frame.f_back
+        setter = frame
+        while frame is not None and not self._is_users(frame):
+            if "importlib" in frame.f_code.co_filename and "_bootstrap" in frame.f_code.co_filename:
+                return  # it comes with an import, and will come with it again
+            frame = frame.f_back
+        if frame is None or (frame is not setter and frame.f_code.co_name != "<module>"):
+            return  # by a package in the course of its work: the imports at the top are long done
+        try:
+            word = _constant(frame, name, value) if frame is setter else ""
+        except Exception:  # noqa: BLE001 - any other statement there can be
+            word = ""
+        self._unsure = not word
+        self._write(f"{word}{name}={value}" if word else f"~{name}")
+
+    def _is_users(self, frame: "FrameType") -> bool:
+        file = frame.f_code.co_filename
+        if frame.f_globals.get("__name__") == "__main__":
+            return True
+        return not file.startswith(("<", *self._homes)) and file != __file__
+
+
+def _constant(frame: "FrameType", name: str, value: str | None) -> str:
+    """Whether the line that runs is `os.environ["NAME"] = "VALUE"` at the left edge of the script."""
+    if frame.f_code.co_name != "<module>" or frame.f_globals.get("__name__") != "__main__":
+        return ""
+    with open(frame.f_code.co_filename, encoding="utf-8") as file:
+        line = file.read().split("\n")[frame.f_lineno - 1]
+    if line[:1].isspace() or value is None or "\n" in value:
+        return ""
+    tree: Any = compile(line, "line", "exec", _ONLY_AST)
+    (statement,) = tree.body
+    kind = type(statement).__name__
+    if kind == "Assign":
+        (target,) = statement.targets
+        found = (target.value.attr, target.slice.value, statement.value.value)
+        return "+" if found == ("environ", name, value) else ""
+    if kind == "Expr":
+        call = statement.value
+        said = [call.func.attr, call.func.value.attr, *(argument.value for argument in call.args)]
+        return "?" if said == ["setdefault", "environ", name, value] else ""
+    return ""

@@ -1,0 +1,223 @@
+"""Functions as workers: how a function, its arguments and its result travel between processes.
+
+They travel in anonymous memory files, not in pipes: any size, no deadlock, nothing left on a disk.
+Pickles go from the agent to its own children and back, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import io
+import marshal
+import mmap
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from phalanx.errors import PhalanxError
+from phalanx.kernel import anonymous_file
+from phalanx.zygote import bootstrap, function_call
+from phalanx.zygote.spawner import Place
+
+_STREAMS = (
+    ("stdin", 0, "r", None),
+    ("stdout", 1, "w", None),
+    ("stderr", 2, "w", "backslashreplace"),
+)
+_FIRST_EXTRA_FD = 20  # descriptors that multiprocessing objects in the arguments ask for
+
+
+class RemoteError(PhalanxError):
+    """Stands in for an exception of a worker that could not be pickled."""
+
+
+class Parcel:
+    """The function and each rank's arguments, pickled, with the descriptors the pickles refer to."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.entry_fd = -1
+        self.places: dict[int, list[Place]] = {rank: [] for rank in ranks}
+        self.boxes = {rank: anonymous_file("phalanx-box") for rank in ranks}
+
+    def fill(self, entrypoint: Callable[..., object], args: dict[int, tuple[Any, ...]]) -> None:
+        """Pickle everything; not needed for workers that are forks and have it in memory."""
+        collector = _Descriptors()
+        entry = _pickle(entrypoint, collector, what="the entrypoint")
+        shared = list(collector.places)
+        self.entry_fd = anonymous_file("phalanx-function")
+        _write(self.entry_fd, entry)
+        for rank, arguments in args.items():
+            collector.places = list(shared)
+            data = _pickle(tuple(arguments), collector, what=f"the arguments of rank {rank}")
+            _write(self.boxes[rank], marshal.dumps((_setting(collector), data)))
+            self.places[rank] = list(collector.places)
+
+    def fds(self, rank: int) -> list[Place]:
+        """What the worker needs. A fork of this process gets its box wherever there is room."""
+        if self.entry_fd < 0:
+            return [("box", self.boxes[rank], -1)]
+        entry = ("entry", self.entry_fd, bootstrap.ENTRY_FD)
+        return [entry, ("box", self.boxes[rank], bootstrap.BOX_FD), *self.places[rank]]
+
+    def result(self, rank: int) -> tuple[bytes, Any]:
+        """(b"R", value), (b"E", exception), or (b"", None) when the worker left nothing."""
+        tag, value = unbox(self.boxes[rank])
+        return (b"E", _made_again(*value)) if tag == b"P" else (tag, value)
+
+    def close(self) -> None:
+        for fd in (self.entry_fd, *self.boxes.values()):
+            if fd >= 0:
+                os.close(fd)
+        self.entry_fd = -1
+        self.boxes = {}
+
+
+def unbox(fd: int) -> tuple[bytes, Any]:
+    """What a worker left behind; a half-written box is an empty one."""
+    size = os.fstat(fd).st_size
+    if size < 2:
+        return b"", None
+    with mmap.mmap(fd, size, prot=mmap.PROT_READ) as box:
+        tag = box[:1]
+        with memoryview(box) as view, view[1:] as body:
+            try:
+                # From a child that this process started, through a file nobody else can open.
+                return tag, pickle.loads(body)
+            except Exception as error:  # noqa: BLE001 - a class that cannot be rebuilt here, say
+                return b"", RemoteError(f"cannot be unpickled here: {type(error).__name__}: {error}")
+
+
+def _made_again(
+    kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> BaseException:
+    """An exception from its parts, without its own __init__."""
+    try:
+        error = kind.__new__(kind, *args)
+    except TypeError:
+        error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
+
+def runner() -> Callable[[dict[str, Any]], NoReturn]:
+    """For a fork server: runs one worker in a fork of the zygote."""
+    import cloudpickle  # noqa: F401 - loaded once, here, instead of in every worker
+
+    def run(spec: dict[str, Any]) -> NoReturn:
+        _clean_fork(spec)
+        places = spec["places"]
+        os._exit(function_call.run_function(spec["name"], places["entry"], places["box"], vars(bootstrap)))
+
+    return run
+
+
+def fork_runner(
+    entrypoint: Callable[..., object], args: dict[int, tuple[Any, ...]]
+) -> Callable[[dict[str, Any]], NoReturn]:
+    """For start method "fork": nothing is pickled on the way in, the memory is simply there."""
+
+    def run(spec: dict[str, Any]) -> NoReturn:
+        _clean_fork(spec)
+        os._exit(
+            function_call.finish(
+                lambda: (entrypoint, args[spec["rank"]]), spec["places"]["box"], vars(bootstrap)
+            )
+        )
+
+    return run
+
+
+def _clean_fork(spec: dict[str, Any]) -> None:
+    """Make a fork look like a fresh interpreter: its own streams, no exit functions, usual signals."""
+    import atexit
+    import signal
+
+    atexit._clear()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name, fd, mode, errors in _STREAMS:
+        stream = open(fd, mode, closefd=False, buffering=-1 if fd == 0 else 1, errors=errors)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    bootstrap.prepare(spec["options"], spec["places"])
+
+
+class _Descriptors:
+    """What multiprocessing asks of the process it is pickling for: numbers for descriptors.
+
+    Queues, locks, connections and shared tensors pickle themselves only while such an object is
+    registered as "the process being spawned".
+    """
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+
+    @property
+    def DupFd(self) -> Any:
+        from multiprocessing.popen_spawn_posix import _DupFd
+
+        return _DupFd
+
+    def duplicate_for_child(self, fd: int) -> int:
+        number = _FIRST_EXTRA_FD + len(self.places)
+        self.places.append((f"extra{number}", fd, number))
+        return number
+
+
+def _pickle(value: object, collector: _Descriptors, what: str) -> bytes:
+    spawning = "multiprocessing" in sys.modules
+    if spawning:
+        from multiprocessing.context import set_spawning_popen
+
+        set_spawning_popen(collector)  # type: ignore[arg-type]  # it only calls duplicate_for_child
+    try:
+        places = list(collector.places)
+        try:
+            data = _dump(value, pickle.Pickler)
+            if b"__main__" not in data:  # by reference would mean *our* main module, not the worker's
+                return data
+        except Exception:  # noqa: BLE001 - lambdas, closures …: cloudpickle may know better
+            pass
+        collector.places = places
+        import cloudpickle
+
+        return _dump(value, cloudpickle.Pickler)
+    except Exception as error:
+        raise TypeError(f"{what} cannot be pickled: {type(error).__name__}: {error}") from error
+    finally:
+        if spawning:
+            set_spawning_popen(None)
+
+
+def _dump(value: object, pickler: Any) -> bytes:
+    buffer = io.BytesIO()
+    reduction = sys.modules.get("multiprocessing.reduction")
+    if reduction is not None:
+        import copyreg
+        from collections import ChainMap
+
+        own = getattr(pickler, "dispatch_table", copyreg.dispatch_table)
+        table = ChainMap({}, reduction.ForkingPickler._extra_reducers, own)
+        # In the class: the C pickler looks there when it is made, and not at the instance later.
+        pickler = type("Pickler", (pickler,), {"dispatch_table": table})
+    pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def _setting(collector: _Descriptors) -> dict[str, Any]:
+    setting: dict[str, Any] = {"path": list(sys.path), "argv": list(sys.argv)}
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        setting["authkey"] = bytes(process.current_process().authkey)
+        tracker = sys.modules.get("multiprocessing.resource_tracker")
+        fd = getattr(tracker._resource_tracker, "_fd", None) if tracker else None
+        setting["tracker"] = collector.duplicate_for_child(fd) if fd is not None else None
+    return setting
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -1,0 +1,215 @@
+"""Which CPUs a worker should stay on (`--numa-binding`).
+
+A worker that feeds a GPU across sockets pays for it in every copy. `cpus_for` answers with the set of CPUs
+near a local rank's GPU; without GPUs the ranks are spread evenly over the NUMA nodes, in blocks.
+
+The modes:
+- `node`: every CPU of the NUMA node the GPU hangs on;
+- `socket`: every CPU of that node's socket (a socket may hold several NUMA nodes);
+- `exclusive`: the node's physical cores, divided among the ranks of that node, so that nobody shares;
+- `core-complex`: one group of cores behind a common last-level cache, another one for each rank of the node
+  while there are enough.
+
+`choose` is a pure function of a `Topology`; only `read_topology` looks at /sys. CPUs outside the affinity
+that the launcher itself was given (a container's share) are never handed out. Nothing is bound here: the
+worker's bootstrap applies the set to itself before the program starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from phalanx.devices import visible_gpus
+
+
+class AffinityMode(StrEnum):
+    """The values of --numa-binding."""
+
+    NODE = "node"
+    SOCKET = "socket"
+    EXCLUSIVE = "exclusive"
+    CORE_COMPLEX = "core-complex"
+
+
+@dataclass(frozen=True)
+class NumaOptions:
+    """How to bind, and whether an impossible binding is an error or ignored."""
+
+    affinity_mode: AffinityMode
+    should_fall_back_if_binding_fails: bool = False
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The CPUs we may use, and how they hang together."""
+
+    node_of: Mapping[int, int]  # allowed CPU → NUMA node
+    socket_of: Mapping[int, int] = field(default_factory=dict)  # CPU → socket
+    core_of: Mapping[int, int] = field(default_factory=dict)  # CPU → first CPU of its physical core
+    cache_of: Mapping[int, int] = field(default_factory=dict)  # CPU → first CPU behind its last-level cache
+
+    @property
+    def nodes(self) -> list[int]:
+        """NUMA nodes that have a CPU we may use."""
+        return sorted(set(self.node_of.values()))
+
+    def cpus_of(self, node: int) -> list[int]:
+        """The CPUs of a node, in order."""
+        return sorted(cpu for cpu, where in self.node_of.items() if where == node)
+
+
+def cpus_for(
+    local_rank: int,
+    n: int,
+    binding: NumaOptions | AffinityMode | str,
+    environ: Mapping[str, str] | None = None,
+    root: str = "/",
+    allowed: set[int] | None = None,
+) -> set[int] | None:
+    """The CPUs for one of `n` local ranks; None when it cannot be said and the options allow to go on.
+
+    Raises `RuntimeError` when the machine cannot give the rank what the mode promises.
+    """
+    options = binding if isinstance(binding, NumaOptions) else NumaOptions(AffinityMode(binding))
+    if not 0 <= local_rank < n:
+        raise ValueError(f"local rank {local_rank}: must be between 0 and {n - 1}")
+    try:
+        topology = read_topology(root, allowed)
+        gpus = gpu_nodes(os.environ if environ is None else environ, root)
+        return choose(topology, place(topology, n, gpus), local_rank, options.affinity_mode)
+    except (RuntimeError, OSError) as error:
+        if options.should_fall_back_if_binding_fails:
+            return None
+        mode = options.affinity_mode.value
+        raise RuntimeError(f"--numa-binding {mode}: local rank {local_rank}: {error}") from error
+
+
+def place(topology: Topology, n: int, gpus: Sequence[int | None] = ()) -> list[int]:
+    """The NUMA node of each of `n` ranks: its GPU's where that is known, else an even spread in blocks.
+
+    Rank r uses GPU r; with more ranks than GPUs they go round.
+    """
+    nodes = topology.nodes
+    if not nodes:
+        raise RuntimeError("no CPU may be used; check the affinity this command was started with")
+    spread = [nodes[rank * len(nodes) // n] for rank in range(n)]
+    if not gpus:
+        return spread
+    placed: list[int] = []
+    for rank in range(n):
+        node = gpus[rank % len(gpus)]
+        if node is not None and node not in nodes:
+            raise RuntimeError(
+                f"its GPU is on NUMA node {node}, of which no CPU may be used (only nodes "
+                f"{', '.join(map(str, nodes))}); widen the CPU affinity or drop the binding"
+            )
+        placed.append(spread[rank] if node is None else node)
+    return placed
+
+
+def choose(topology: Topology, placed: Sequence[int], local_rank: int, mode: AffinityMode) -> set[int]:
+    """The CPUs of a rank, given the node of every rank."""
+    node = placed[local_rank]
+    cpus = topology.cpus_of(node)
+    if mode is AffinityMode.NODE:
+        return set(cpus)
+    if mode is AffinityMode.SOCKET:
+        sockets = {topology.socket_of.get(cpu, 0) for cpu in cpus}
+        return {cpu for cpu in topology.node_of if topology.socket_of.get(cpu, 0) in sockets}
+    peers = [rank for rank, where in enumerate(placed) if where == node]
+    turn = peers.index(local_rank)
+    if mode is AffinityMode.EXCLUSIVE:
+        return _share(_groups(cpus, topology.core_of), turn, len(peers), node)
+    # The complex with most CPUs first: a container's share may leave only crumbs of some.
+    complexes = sorted(_groups(cpus, topology.cache_of), key=lambda group: (-len(group), group))
+    return set(complexes[turn % len(complexes)])
+
+
+def _share(cores: list[list[int]], turn: int, peers: int, node: int) -> set[int]:
+    """An even part of the cores in one piece; the first ranks take what does not divide."""
+    if len(cores) < peers:
+        raise RuntimeError(
+            f"NUMA node {node} has {len(cores)} usable cores for {peers} workers; "
+            "start fewer workers or use --numa-binding node"
+        )
+    each, extra = divmod(len(cores), peers)
+    start = turn * each + min(turn, extra)
+    return {cpu for core in cores[start : start + each + (turn < extra)] for cpu in core}
+
+
+def _groups(cpus: Sequence[int], leader_of: Mapping[int, int]) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for cpu in cpus:
+        groups.setdefault(leader_of.get(cpu, cpu), []).append(cpu)
+    return [groups[leader] for leader in sorted(groups)]
+
+
+def read_topology(root: str = "/", allowed: set[int] | None = None) -> Topology:
+    """What /sys tells about the CPUs we may use; CPUs it says nothing about count as node 0."""
+    usable = os.sched_getaffinity(0) if allowed is None else allowed
+    node_of = dict.fromkeys(sorted(usable), 0)
+    base = os.path.join(root, "sys/devices/system/node")
+    for name in _listdir(base):
+        if name.startswith("node") and name[4:].isdigit():
+            for cpu in parse_cpu_list(_read(os.path.join(base, name, "cpulist"))) & usable:
+                node_of[cpu] = int(name[4:])
+    socket_of: dict[int, int] = {}
+    core_of: dict[int, int] = {}
+    cache_of: dict[int, int] = {}
+    for cpu in usable:
+        home = os.path.join(root, f"sys/devices/system/cpu/cpu{cpu}")
+        package = _read(os.path.join(home, "topology/physical_package_id")).strip()
+        socket_of[cpu] = int(package) if package.isdigit() else 0
+        siblings = parse_cpu_list(_read(os.path.join(home, "topology/thread_siblings_list")))
+        core_of[cpu] = min(siblings, default=cpu)
+        cache_of[cpu] = min(_last_level_sharers(home), default=cpu)
+    return Topology(node_of, socket_of, core_of, cache_of)
+
+
+def _last_level_sharers(cpu_home: str) -> set[int]:
+    best, sharers = -1, set[int]()
+    for name in _listdir(os.path.join(cpu_home, "cache")):
+        level = _read(os.path.join(cpu_home, "cache", name, "level")).strip()
+        if name.startswith("index") and level.isdigit() and int(level) > best:
+            best = int(level)
+            sharers = parse_cpu_list(_read(os.path.join(cpu_home, "cache", name, "shared_cpu_list")))
+    return sharers
+
+
+def gpu_nodes(environ: Mapping[str, str], root: str = "/") -> list[int | None]:
+    """The NUMA node of each visible GPU in device order; None where the machine does not say."""
+    found: list[int | None] = []
+    for gpu in visible_gpus(environ, root):
+        raw = (
+            _read(os.path.join(root, "sys/bus/pci/devices", gpu.pci, "numa_node")).strip() if gpu.pci else ""
+        )
+        found.append(int(raw) if raw.isdigit() else None)  # virtual machines answer -1
+    return found
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """The kernel's notation: 0-3,8,10-11."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        low, _, high = part.partition("-")
+        if low.isdigit():
+            cpus.update(range(int(low), int(high if high.isdigit() else low) + 1))
+    return cpus
+
+
+def _listdir(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except OSError:
+        return []
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

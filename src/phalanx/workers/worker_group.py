@@ -1,0 +1,499 @@
+"""A group of worker processes on this host: start all, wait for all or the first failure, stop all.
+
+worker_kinds.py has the kinds of worker (programs, functions) and `start_processes`.
+
+    new ──start──► running ──an exit decides──► stopping ──nothing left──► done
+                      └────────────close─────────────┘
+
+* All or nothing: `wait` has a result when every worker succeeded, or when one failed and the rest is
+  stopped. A poll (`wait(0)`) only asks for that stop; it never sits out a grace period.
+* Everything is an event of the spawner's socket: an exit wakes a wait at once.
+* What the workers wrote before they ended is on the console before the result is given.
+* Whatever ends a group, all of it is given back: processes, descriptors, threads, signal handlers.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import signal
+import time
+from _thread import RLock
+
+from phalanx.log import warn
+from phalanx.workers.result import RunProcsResult, tail_of
+from phalanx.workers.signals import SignalScope
+from phalanx.zygote.bootstrap import ERROR_FILE, TALLY_FD
+from phalanx.zygote.spawner import (
+    Exit,
+    GroupStopped,
+    HelpersLost,
+    Job,
+    Place,
+    Spawner,
+    files_needed,
+    require_files,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
+    from phalanx.logs.console import Console
+    from phalanx.logs.specs import LogsDest, LogsSpecs
+    from phalanx.supervision.heartbeat import Boards
+    from phalanx.workers.exit_evidence import Snapshot
+    from phalanx.workers.failure import ProcessFailure
+    from phalanx.workers.numa import NumaOptions
+
+STRAY_GRACE = 2.0  # for what successful workers left running behind them
+_ANSWER = 7.0  # over the grace: the zygote answers before that, or it is not going to
+
+
+class PContext(abc.ABC):
+    """A group of workers; see the module's top for the rules. Made by `start_processes`."""
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any] | str,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        nprocs = len(args)
+        check_ranks("args", args, nprocs)
+        check_ranks("envs", envs, nprocs)
+        if nprocs == 0:
+            raise RuntimeError(f"group {name!r} has no workers: args and envs are empty")
+        require_files(nprocs)
+        self.name = name
+        self.entrypoint = entrypoint
+        self.args = args
+        self.envs = envs
+        self.nprocs = nprocs
+        self.stop_timeout = 30.0  # grace for the rest of the group when one fails
+        self.stops_at_failure = False  # True: that begins at once, without the owner's word for it
+        self.spawner: Spawner | None = None  # set before start: use this one, and leave it open
+        self.numa_options: NumaOptions | None = None
+        self.boards: Boards | None = None  # memory shared with the workers (supervision/heartbeat.py)
+        self.attach: int | None = None  # only this rank gets our standard input, the others none
+        self.explains = True  # False: the owner calls `explain` for the failures it is going to show
+        self.handles_signals = True  # False: the owner has its own handlers
+        self.unkillable: tuple[str, ...] = ()
+        self.started_at = 0.0
+        self.logs: LogsDest = logs_specs.reify(envs)
+        self.stdouts = self.logs.stdouts
+        self.stderrs = self.logs.stderrs
+        self.error_files = self.logs.error_files
+        self.filtered_stdout = self.logs.filtered_stdout
+        self.filtered_stderr = self.logs.filtered_stderr
+        self._prefixes = log_line_prefixes
+        self._filters = (duplicate_stdout_filters, duplicate_stderr_filters)
+        self._lock = RLock()
+        self._listening = RLock()  # an RLock, because a signal's exception may strike before its release
+        self._state = "new"
+        self._pids: dict[int, int] = {}
+        self._exits: dict[int, Exit] = {}
+        self._result: RunProcsResult | None = None
+        self._console: Console | None = None
+        self._tally = -1
+        self._learn = -1
+        self.learned: list[str] = []  # modules that the first worker imported
+        self._signals = SignalScope()
+        self._before: Snapshot | None = None
+        self._owns_spawner = False
+
+    # -- what a kind of worker fills in -----------------------------------------------------------
+
+    @abc.abstractmethod
+    def _job(self, rank: int, env: dict[str, str]) -> Job:
+        """What this rank runs; raises StartError when it cannot be run."""
+
+    @property
+    @abc.abstractmethod
+    def spawner_kind(self) -> str | None:
+        """Which helpers can serve this kind of worker; None: only its own."""
+
+    @abc.abstractmethod
+    def _new_spawner(self) -> Spawner:
+        """The helpers this kind of worker needs."""
+
+    @abc.abstractmethod
+    def _return_value(self, rank: int) -> Any:
+        """What a rank that exited with 0 returned."""
+
+    def _give_back(self) -> None:  # noqa: B027 - most kinds hold nothing of their own
+        """Release what the kind of worker holds."""
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start every worker, or none: on an error nothing is left behind."""
+        with self._lock:
+            if self._state != "new":
+                raise RuntimeError(f"group {self.name!r} was started already; make a new one to start again")
+            self._state = "running"
+        if self.handles_signals:
+            self._signals.__enter__()
+        try:
+            jobs = [self._complete(rank) for rank in range(self.nprocs)]
+            if self._tally >= 0:
+                os.ftruncate(self._tally, 16 * self.nprocs)
+            from phalanx.workers.exit_evidence import snapshot
+
+            self._before = snapshot()
+            if self.logs.tee_stdouts or self.logs.tee_stderrs or any(self._filters):
+                from phalanx.logs.console import Console
+
+                self._console = Console(self.name, self.logs, self._prefixes, self._filters)
+            require_files(self.nprocs, files_needed(jobs, self._console.files if self._console else 0))
+            if self._console is not None:
+                self._console.start()
+            if self.spawner is None:
+                self.spawner = self._new_spawner()
+                self._owns_spawner = True
+            self.started_at = time.time()
+            at_failure = (signal.SIGTERM, self.stop_timeout) if self.stops_at_failure else None
+            self._pids = self.spawner.spawn(jobs, os.environ, at_failure)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _complete(self, rank: int) -> Job:
+        """A kind's job plus what all kinds have: environment, logs, processors."""
+        env = {key: str(value) for key, value in self.envs[rank].items()}
+        if self.error_files.get(rank):
+            env[ERROR_FILE] = self.error_files[rank]
+        job = self._job(rank, env)
+        if self.boards is not None:
+            job.fds = [*job.fds, *self.boards.places(rank, executed=bool(job.argv))]
+            env["PHALANX_WORKER"] = self.boards.variable(rank)
+        job.env = env
+        job.stdout = self.stdouts.get(rank) or ""
+        job.stderr = self.stderrs.get(rank) or ""
+        if self.attach is not None and rank != self.attach:
+            job.stdin = os.devnull
+        if self.numa_options is not None:
+            from phalanx.workers.numa import cpus_for
+
+            job.cpus = sorted(cpus_for(rank, self.nprocs, self.numa_options) or ())
+        return job
+
+    def _options(self, rank: int) -> str:
+        """For child.prepare: which streams are log files, and the rank's place in the tally."""
+        streams = ("o" if self.stdouts.get(rank) else "") + ("e" if self.stderrs.get(rank) else "")
+        return f"{streams}:{16 * rank}" if streams else ""
+
+    def _tally_place(self, rank: int, number: int = TALLY_FD) -> list[Place]:
+        if not self._options(rank):
+            return []
+        if self._tally < 0:
+            from phalanx.kernel import anonymous_file
+
+            self._tally = anonymous_file("phalanx-tally")
+        return [("tally", self._tally, number)]
+
+    def _abandon(self) -> None:
+        """A start that failed: nothing may be left of it."""
+        with self._lock:
+            self._state = "done"
+            if self.spawner is not None and not self._owns_spawner:
+                self.spawner.stop(signal.SIGKILL, 0)
+        self._release()
+
+    # -- wait -------------------------------------------------------------------------------------
+
+    def pids(self) -> dict[int, int]:
+        """Local rank → pid of every worker that was started."""
+        return dict(self._pids)
+
+    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        """The result, or None when there is none after `timeout` (0: poll, negative: wait forever).
+
+        `period` bounds how long one sleep may last; nothing is polled at that rate.
+        """
+        self._signals.armed = True
+        if timeout == 0:
+            return self._step(0.0)
+        end = None if timeout < 0 else time.monotonic() + timeout
+        while True:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return self._step(0.0)
+            result = self._step(period if left is None else min(left, period))
+            if result is not None:
+                return result
+
+    def _step(self, patience: float) -> RunProcsResult | None:
+        """Take in what happened, waiting up to `patience` for it, and decide."""
+        if self._result is not None:
+            return self._result
+        self.advance(patience)
+        self._decide()
+        return self.outcome(patience)
+
+    # For an owner that decides by itself (the agent): the same in single steps.
+
+    def fileno(self) -> int:
+        """Readable when `advance` has something to take in."""
+        assert self.spawner is not None
+        if self._state == "done" and self._console is not None and not self._console.over:
+            return self._console.fileno()
+        return self.spawner.fileno()
+
+    def advance(self, patience: float = 0.0) -> None:
+        """Take in what happened; changes nothing in the world."""
+        if self._state == "new":
+            raise RuntimeError(f"group {self.name!r} was not started")
+        self._listen(patience)
+        if self._state == "done" and self._console is not None:
+            self._console.finish()
+
+    def failed(self) -> dict[int, ProcessFailure]:
+        """The failures known so far, by local rank."""
+        bad = [exit for exit in self._exits.values() if exit.code != 0 and not exit.signalled_at]
+        return {exit.rank: self._failure(exit) for exit in bad}
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether a worker has failed; costs nothing, unlike `failed`, which reads what it left behind."""
+        return any(exit.code != 0 and not exit.signalled_at for exit in self._exits.values())
+
+    @property
+    def all_succeeded(self) -> bool:
+        """Whether every worker exited with 0."""
+        return len(self._exits) == self.nprocs and not any(exit.code for exit in self._exits.values())
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing of the group is left, and its output is shown."""
+        return self._state == "done" and (self._console is None or self._console.over)
+
+    def ask_stop(self, sig: int, grace: float) -> None:
+        """Begin to stop, or hurry a stop that has begun; returns at once."""
+        with self._lock:
+            if self._state in ("running", "stopping"):
+                self._ask_stop(sig, grace)
+            elif self._console is not None and grace <= 0:
+                self._console.hurry()
+
+    def outcome(self, patience: float = 0.0) -> RunProcsResult | None:
+        """The result once nothing of the group is left and its output is shown; then all is given back."""
+        if self._state != "done" or not self._shown(patience):
+            return self._result
+        with self._lock:
+            if self._result is None:
+                self._result = self._conclude()
+        return self._result
+
+    def _listen(self, patience: float) -> None:
+        """Wait for news and take it in; one thread at a time: none waits for what another has read."""
+        if not self._listening.acquire(timeout=max(0.0, patience)):
+            return
+        try:
+            if self._state != "done":
+                assert self.spawner is not None
+                self._take_in(self.spawner.events(patience))
+        finally:
+            self._listening.release()
+
+    def _take_in(self, events: list[Any]) -> None:
+        with self._lock:
+            for event in events:
+                if isinstance(event, Exit):
+                    self._exits[event.rank] = event
+                elif isinstance(event, GroupStopped):
+                    self._state = "done"
+                    self.unkillable = event.unkillable
+                elif isinstance(event, HelpersLost) and self._state != "done":
+                    self._lose_helpers()
+
+    def _lose_helpers(self) -> None:
+        """Keeper and zygote were killed; the kernel kills the workers with them."""
+        for rank, pid in self._pids.items():
+            self._exits.setdefault(rank, Exit(rank, pid, -signal.SIGKILL, time.time(), 0.0))
+        self._state = "done"
+        warn("the helper process of the group was killed; its workers ended with it")
+
+    def _decide(self) -> None:
+        with self._lock:
+            if self._state != "running":
+                return
+            if any(exit.code != 0 for exit in self._exits.values()):
+                self._ask_stop(signal.SIGTERM, self.stop_timeout)
+            elif len(self._exits) == self.nprocs:
+                # Nobody to stop but what they may have left behind.
+                self._ask_stop(signal.SIGTERM, min(STRAY_GRACE, self.stop_timeout))
+
+    def _ask_stop(self, sig: int, grace: float) -> None:
+        assert self.spawner is not None
+        self._state = "stopping"
+        self.spawner.stop(sig, grace)
+
+    def _shown(self, patience: float) -> bool:
+        """Whether all output is on the console, or that was given up."""
+        return self._console is None or self._console.finish(patience)
+
+    def _conclude(self) -> RunProcsResult:
+        """Build the result from how every worker ended, and give everything back."""
+        result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
+        try:
+            failed = {rank: exit for rank, exit in self._exits.items() if exit.code != 0}
+            ended = {rank: self._failure(exit) for rank, exit in sorted(failed.items())}
+            result.failures = {rank: failure for rank, failure in ended.items() if not failure.is_victim}
+            result.stopped = {rank: failure for rank, failure in ended.items() if failure.is_victim}
+            if not result.failures and len(self._exits) - len(failed) < self.nprocs:
+                # Closed by the caller while it ran: no failure is the cause, but it is no success.
+                result.failures, result.stopped = result.stopped, {}
+            if self.explains:
+                self.explain(result.failures)
+            if not result.failures:
+                result.return_values = {rank: self._return_value(rank) for rank in range(self.nprocs)}
+        finally:
+            self._release()
+        return result
+
+    def _failure(self, exit: Exit) -> ProcessFailure:
+        from phalanx.workers.failure import ProcessFailure
+
+        rank = exit.rank
+        stopped = exit.signalled_at or None
+        return ProcessFailure(
+            rank,
+            exit.pid,
+            exit.code,
+            self.error_files.get(rank, ""),
+            exited_at=exit.at,
+            stopped_at=stopped,
+            tail=tail_of(self.stderrs.get(rank, "")),
+            stdout_path=self.stdouts.get(rank, ""),
+            stderr_path=self.stderrs.get(rank, ""),
+            alone=str(self.envs[rank].get("WORLD_SIZE", self.nprocs)) == "1",
+        )
+
+    def explain(self, failures: dict[int, ProcessFailure]) -> None:
+        """Add what the system knows of these ends; takes a moment (the kernel's log is read)."""
+        from phalanx.workers.exit_evidence import explain
+
+        for failure in failures.values():
+            failure.evidence = explain(failure.exitcode, failure.pid, self._before)
+
+    # -- stop -------------------------------------------------------------------------------------
+
+    def send_signal(self, sig: int, ranks: set[int] | None = None, alone: bool = False) -> None:
+        """Pass a signal to workers that run on (a preemption notice, say), `alone` or with their children."""
+        if self.spawner is not None and self._state == "running":
+            self.spawner.signal(sig, set(range(self.nprocs)) if ranks is None else ranks, alone)
+
+    def exit_code(self, rank: int) -> int | None:
+        """How a rank ended, negative for a signal; None while that is not known."""
+        return self._exits[rank].code if rank in self._exits else None
+
+    @property
+    def running(self) -> set[int]:
+        """The local ranks that have not ended."""
+        return self._pids.keys() - self._exits.keys()
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
+        """Stop everything: `death_sig` (SIGTERM), then SIGKILL after `timeout` seconds. Idempotent.
+
+        A signal to this process meanwhile ends the patience at once, and is raised when all is done.
+        """
+        if self._state == "new":
+            self._state = "done"
+            self._result = RunProcsResult()
+            self._release()
+            return
+        if self._result is not None or self.spawner is None:
+            self._signals.__exit__(None, None, None)  # else with handlers, if another thread got the result
+            return
+        with self._signals.deferred(self._hurry):
+            with self._lock:
+                if self._state != "done":
+                    self._ask_stop(death_sig or signal.SIGTERM, timeout)
+            end = time.monotonic() + timeout + _ANSWER
+            while self._state != "done" and time.monotonic() < end:
+                self._listen(min(1.0, max(0.0, end - time.monotonic())))
+            if self._state != "done":
+                self._state = "done"  # the zygote hangs; releasing the spawner ends it by force
+                warn(f"group {self.name!r}: the helper process does not answer; it is killed")
+            if self.unkillable:
+                warn(f"group {self.name!r}: SIGKILL did not end {', '.join(self.unkillable)}")
+            while not self._shown(1.0):
+                pass
+            with self._lock:
+                if self._result is None:
+                    self._result = self._conclude()
+            self._signals.__exit__(None, None, None)
+
+    def _hurry(self) -> None:
+        if self.spawner is not None:
+            self.spawner.stop(signal.SIGKILL, 0)
+        if self._console is not None:
+            self._console.hurry()
+
+    def imported(self) -> list[str]:
+        """The modules that the first worker has imported so far, where they are recorded."""
+        if self._learn >= 0:
+            from phalanx.warm.import_cache import read_names
+
+            self.learned = read_names(self._learn)
+        return self.learned
+
+    def _release(self) -> None:
+        """Give back everything but the result; idempotent."""
+        try:
+            self.imported()
+            if self._console is not None:
+                self._console.stop()
+            self._say_losses()
+            self._remove_empty_stacks()
+            if self._owns_spawner and self.spawner is not None:
+                self.spawner.close()
+        finally:
+            self._give_back()
+            for fd in (self._tally, self._learn):
+                if fd >= 0:
+                    os.close(fd)
+            self._tally = self._learn = -1
+            self._signals.__exit__(None, None, None)
+
+    def _say_losses(self) -> None:
+        if self._tally < 0:
+            return
+        for rank in range(self.nprocs):
+            for index, files in enumerate((self.stdouts, self.stderrs)):
+                lost = int.from_bytes(os.pread(self._tally, 8, 16 * rank + 8 * index), "little")
+                if lost:
+                    warn(f"rank {rank}: {lost} bytes did not fit into {files.get(rank)} (is the disk full?)")
+
+    def _remove_empty_stacks(self) -> None:
+        for rank in self._pids:
+            path = self.error_files.get(rank)
+            if path:
+                try:
+                    if os.stat(path + ".stack").st_size == 0:
+                        os.unlink(path + ".stack")
+                except OSError:
+                    pass
+
+    def __enter__(self) -> PContext:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_ranks(what: str, given: Mapping[int, object], nprocs: int) -> None:
+    """The keys of a rank map must be exactly 0..n-1."""
+    expected = set(range(nprocs))
+    if set(given) != expected:
+        raise RuntimeError(
+            f"{what}: the local ranks are {sorted(given, key=str)}, but for {nprocs} workers they must be "
+            f"{sorted(expected)}"
+        )

@@ -1,0 +1,386 @@
+"""The first code that runs inside a Python worker: it records how the worker fails, then steps aside.
+
+What it must hold:
+* The user's program sees `__main__`, sys.argv, sys.path and the rest as under `python script.py`.
+* An uncaught exception is written to the error file with no decorator in the user's code, and the
+  traceback on stderr shows no frame of ours. A crash leaves its stack through faulthandler.
+* stdout is line-buffered (one write per line), so that lines reach the log when they are printed.
+* A full disk under the logs is not the worker's problem: the bytes are counted as lost and it goes on.
+
+Loaded by _importlib_bootstrap.py outside of any package: standard library only, and nothing of it that
+the interpreter has not loaded by itself. (Not even __future__, hence the quoted annotations.)
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Any
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+WORKER = "PHALANX_WORKER"
+
+ENTRY_FD = 10  # a function worker finds the pickled function here,
+BOX_FD = 11  # its arguments here, and leaves its return value in their place
+TALLY_FD = 12  # and every worker counts here what a full disk did not take
+_FDS = {"entry": ENTRY_FD, "box": BOX_FD, "tally": TALLY_FD}
+_OURS = tuple(
+    os.path.join(os.path.dirname(__file__), name)
+    for name in ("bootstrap.py", "function_call.py", "_importlib_bootstrap.py")
+)
+
+
+def start() -> "Callable[[], object]":
+    """Called by the bootstrap, `FILE MODE OPTIONS TARGET ARGS…`: all but the call of the program.
+
+    What it returns runs the program with no Python frame of its own, for whoever looks at the stack.
+    """
+    mode, options, target, *args = sys.argv[1:]
+    # First of all, so that nothing is ever imported from our directory.
+    if not sys.flags.safe_path:  # else the interpreter did not put it there
+        del sys.path[0]
+    sys.path_importer_cache.pop(sys.argv[0], None)
+    if mode == "zygote":
+        mode, options, target, args, places = _wait_as_zygote(options, target)
+    else:
+        places = _given_fds(mode, options)
+    Guard.pid = os.getpid()
+    prepare(options, places)
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ and any(os.path.isdir(p + "/jax/_src") for p in sys.path):
+        _load("integrations.jax")["offer"]()  # JAX finds its job through a class, not through variables
+    if "learn" in places:
+        sys.meta_path.insert(0, _load("warm.import_recorder")["Recorder"](places["learn"]))
+    if mode == "function":
+        os._exit(
+            _load("zygote.function_call")["run_function"](target, places["entry"], places["box"], globals())
+        )
+    _restore_orig_argv(mode, target, args)
+    sys.argv = [target, *args]
+    if mode == "script":
+        return _script(target)
+    if mode == "module":
+        return _module(target)
+    sys.argv[0] = "-c"
+    return _code(target)
+
+
+def _wait_as_zygote(options: str, root: str) -> "tuple[str, str, str, list[str], dict[str, int]]":
+    """Be a zygote. Comes back in its forks only, each with the program that it is to run."""
+    from_ours = set(sys.modules)
+    path = list(sys.path)
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    sys.path.insert(0, root)
+    from phalanx.zygote.fork_setup import tidy, titles
+    from phalanx.zygote.keeper import close_others, main
+
+    set_title = titles()
+    fd, agent, *wishes = (int(word) for word in options.split(","))
+    close_others(max([fd, *wishes]))
+    spec = main(fd, agent, None, wishes[0] if wishes else None)
+    tidy(spec, path, from_ours, set_title)
+    _step_forward(nice)
+    mode, target, args = spec["program"]
+    return mode, spec["options"], target, args, spec["places"]
+
+
+def _step_forward(nice: int) -> None:
+    """Helpers that prepare the next start in the background have a low priority; their workers have not."""
+    try:
+        if os.getpriority(os.PRIO_PROCESS, 0) != nice:
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+    except OSError:
+        pass  # it takes a privilege
+
+
+def prepare(options: str, places: dict[str, int]) -> None:
+    """Crash stacks into a file, and streams that suit a log file.
+
+    `options` is "oe:16": which of stdout and stderr are log files, and our place in the tally.
+    `places` are the descriptors that are ours; no program that the worker starts shall inherit them.
+    """
+    error_file = os.environ.get(ERROR_FILE)
+    if error_file:
+        _catch_crashes(error_file + ".stack")
+    _stand_ready(places)
+    streams, _, tally = options.partition(":")
+    for fd in places.values():
+        os.set_inheritable(fd, fd < 3)
+    if tally:
+        tally = f"{places['tally']},{tally}"
+    sys.stdout = sys.__stdout__ = _stream(sys.stdout, 1, "o" in streams, tally)  # type: ignore[misc]  # intended
+    sys.stderr = sys.__stderr__ = _stream(sys.stderr, 2, "e" in streams, tally)  # type: ignore[misc]  # intended
+
+
+def _stream(old: "Any", fd: int, is_log: bool, tally: str) -> "Any":
+    """The text stream on `fd` that suits one worker among many: a line is one write, and goes out at once.
+
+    PYTHONUNBUFFERED is taken as the wish for just that: to the letter it means a write for every fragment
+    of a line, and the fragments of several workers would mix. With -u, which is for one program, they may.
+    """
+    if old is None:  # started with the descriptor closed
+        return old
+    unbuffered = bool(getattr(old, "write_through", False))
+    lines = not (unbuffered and "PYTHONUNBUFFERED" not in os.environ)
+    if not is_log and (not unbuffered or not lines):
+        old.reconfigure(line_buffering=lines or old.line_buffering)
+        return old
+    import io
+
+    old.flush()
+    raw: Any = _log_file()(fd, tally) if is_log else io.FileIO(fd, "wb", closefd=False)
+    raw.name = old.name
+    stream = io.TextIOWrapper(
+        io.BufferedWriter(raw) if lines else raw,
+        encoding=old.encoding,
+        errors=old.errors,
+        line_buffering=lines,
+        write_through=not lines,
+    )
+    stream.mode = "w"  # type: ignore[misc]  # as the interpreter's own streams have it
+    return stream
+
+
+def _given_fds(mode: str, options: str) -> dict[str, int]:
+    """The descriptors that the agent placed for us; one that merely has such a number is the user's."""
+    names = ["entry", "box"] * (mode == "function") + ["tally"] * (":" in options)
+    return {name: _FDS[name] for name in names}
+
+
+def _catch_crashes(path: str) -> None:
+    faulthandler = _borrowed("faulthandler")
+    if faulthandler.is_enabled():  # PYTHONFAULTHANDLER or -X: the user wants it on stderr
+        return
+    try:
+        # A bare descriptor: a file object would be reported as unclosed when the process ends.
+        faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644))
+    except OSError:
+        pass
+
+
+def _stand_ready(places: dict[str, int]) -> None:
+    """Take the board (supervision/heartbeat.py) as ours; who asks by signal finds our stacks behind it."""
+    try:
+        board, bell, *file, sig = (int(word) for word in os.environ.get(WORKER, "").split(","))
+        board, bell = places.get("board", board), places.get("bell", bell)
+        if [os.fstat(board).st_dev, os.fstat(board).st_ino] != file:
+            return  # it is of a worker that started us
+        os.environ[WORKER] = f"{board},{bell},{file[0]},{file[1]},{sig}"
+        places |= {"board": board, "bell": bell}
+        os.pwrite(board, os.getpid().to_bytes(8, sys.byteorder), 8)
+        os.pwrite(board, _borrowed("time").monotonic_ns().to_bytes(8, sys.byteorder), 192)  # we begin
+        os.lseek(board, 4096, os.SEEK_SET)
+        _borrowed("faulthandler").register(sig, file=board, all_threads=True, chain=False)
+    except (ValueError, OSError):
+        pass  # no board
+
+
+def _borrowed(name: str) -> "Any":
+    """A built-in module, and sys.modules as it was: the program shall find no trace of our needs."""
+    known = name in sys.modules
+    module = __import__(name)
+    if not known:
+        del sys.modules[name]
+    return module
+
+
+def _log_file() -> "Any":
+    """A raw file that never raises for a disk that is full."""
+    import io
+
+    errno = _borrowed("errno")
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+    class LogFile(io.FileIO):
+        def __init__(self, fd: int, tally: str) -> None:
+            super().__init__(fd, "wb", closefd=False)
+            self._lost = (tally, fd)
+
+        def write(self, data: "Any") -> int:
+            try:
+                return super().write(data) or 0
+            except OSError as error:
+                if error.errno not in full:
+                    raise
+            size = memoryview(data).nbytes
+            _count_lost(*self._lost, size)
+            return size
+
+    return LogFile
+
+
+def _count_lost(tally: str, stream: int, size: int) -> None:
+    """Add to this worker's counter in the agent's memory file, which no disk can fill."""
+    try:
+        fd, offset = (int(part) for part in tally.split(","))
+        offset += 8 * (stream - 1)
+        total = int.from_bytes(os.pread(fd, 8, offset), "little") + size
+        os.pwrite(fd, total.to_bytes(8, "little"), offset)
+    except (ValueError, OSError):
+        pass
+
+
+# -- programs -------------------------------------------------------------------------------------
+
+
+def _add_first_path(directory: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, directory)
+
+
+def _restore_orig_argv(mode: str, target: str, args: list[str]) -> None:
+    """sys.orig_argv without our own words in it."""
+    head = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv)]
+    word = {"script": [target], "module": ["-m", target], "code": ["-c", target]}[mode]
+    sys.orig_argv = [*head, *word, *args]
+
+
+def _fresh_main(loader: object, file: str | None) -> "dict[str, Any]":
+    """Make `__main__`, which is the bootstrap until now, what the interpreter makes of it at first."""
+    space = sys.modules["__main__"].__dict__
+    # Kept rather than written out: which names there are depends on the version of Python.
+    dunders = {name: value for name, value in space.items() if name.startswith("__")}
+    space.clear()
+    space.update(dunders, __loader__=loader)
+    if file is None:
+        for name in ("__file__", "__cached__"):
+            space.pop(name, None)
+    else:
+        space["__file__"] = file
+    return space
+
+
+def _bound(function: "Callable[..., object]", *args: object) -> "Callable[[], object]":
+    """A call as an object. Not functools.partial: its module may not be loaded, and we load none."""
+    method: Any = type(Guard().__enter__)
+    for arg in args:
+        function = method(function, arg)
+    return function
+
+
+def _frozen() -> "Any":
+    """importlib's machinery, which is there before anything is imported."""
+    return sys.modules["_frozen_importlib_external"]
+
+
+def _script(path: str) -> "Callable[[], object]":
+    full = _full_path(path)
+    if _frozen().PathFinder._path_importer_cache(full) is not None:  # a directory or a zip file
+        sys.path.insert(0, full)
+        return _main_module("__main__", False)
+    _add_first_path(os.path.dirname(os.path.realpath(path)))
+    import io
+
+    try:
+        with io.open_code(full) as file:
+            data = file.read()
+    except OSError as error:
+        # In the interpreter's words and with its exit code.
+        sys.stderr.write(f"{sys.orig_argv[0]}: can't open file {full!r}: {str(error).partition(': ')[0]}\n")
+        sys.exit(2)
+    if full.endswith(".pyc") or data.startswith(_frozen().MAGIC_NUMBER):
+        space = _fresh_main(_frozen().SourcelessFileLoader("__main__", full), full)
+        return _bound(exec, _frozen()._compile_bytecode(memoryview(data)[16:]), space)
+    space = _fresh_main(_frozen().SourceFileLoader("__main__", full), full)
+    return _bound(exec, compile(data, full, "exec", dont_inherit=True), space)
+
+
+def _full_path(path: str) -> str:
+    try:
+        return os.path.join(os.getcwd(), path)  # or the path itself, if it is whole
+    except OSError:  # the directory is gone
+        return path
+
+
+def _module(name: str) -> "Callable[[], object]":
+    _add_first_path(os.getcwd())
+    sys.argv[0] = "-m"
+    return _main_module(name, True)
+
+
+def _main_module(name: str, alter_argv: bool) -> "Callable[[], object]":
+    import runpy
+
+    _fresh_main(sys.modules["_frozen_importlib"].BuiltinImporter, None)
+    # The function the interpreter itself calls for -m; there is no public one with its behaviour.
+    return _bound(runpy._run_module_as_main, name, alter_argv)  # type: ignore[attr-defined]
+
+
+def _code(text: str) -> "Callable[[], object]":
+    _add_first_path("")
+    space = _fresh_main(sys.modules["_frozen_importlib"].BuiltinImporter, None)
+    if sys.version_info >= (3, 13):  # which shows the text of -c in tracebacks
+        import linecache
+
+        lines = [line + "\n" for line in text.splitlines()]
+        linecache.cache["<string>"] = (len(text), None, lines, "<string>")
+    return _bound(exec, compile(text, "<string>", "exec", dont_inherit=True), space)
+
+
+class Guard:
+    """Around the program: record what it raises; the interpreter ends as it always would."""
+
+    pid = 0  # of the worker; known once a fork of a zygote is one
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, SystemExit):
+            return
+        error.__traceback__ = _without_us(error.__traceback__)
+        # A child that the program forked may come by here too; it does not speak for the worker.
+        if not isinstance(error, KeyboardInterrupt) and os.getpid() == self.pid:
+            record(error)
+        # The interpreter is going to call this hook with our frame back in the traceback.
+        sys.excepthook = _hook_without_us(getattr(sys, "excepthook", sys.__excepthook__))
+
+
+def _hook_without_us(theirs: "Callable[..., object]") -> "Callable[..., None]":
+    def excepthook(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
+        sys.excepthook = theirs
+        trace = error.__traceback__ = sys.last_traceback = _without_us(trace)
+        try:
+            theirs(kind, error, trace)
+        except SystemExit:
+            raise
+        except BaseException as another:  # noqa: BLE001 - said as the interpreter says it
+            another.__traceback__ = _without_us(another.__traceback__)
+            sys.stderr.write("Error in sys.excepthook:\n")
+            sys.__excepthook__(type(another), another, another.__traceback__)
+            sys.stderr.write("\nOriginal exception was:\n")
+            sys.__excepthook__(kind, error, trace)
+
+    return excepthook
+
+
+def _without_us(trace: "TracebackType | None") -> "TracebackType | None":
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+        trace = trace.tb_next
+    return trace
+
+
+def record(error: BaseException) -> None:
+    """Write the error file, if there is one to write; never raises."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    theirs = sys.path
+    # A json.py that lies beside the user's script is not to be run now.
+    sys.path = [os.path.dirname(os.__file__), *theirs]
+    try:
+        _load("workers.error_file")["write_exception"](path, error)
+    except Exception:  # noqa: BLE001 - the user's own error must stay the one that is seen
+        pass
+    finally:
+        sys.path = theirs
+
+
+def _load(name: str) -> "dict[str, Any]":
+    """A file of ours, by its place: `phalanx` may not be importable under the user's sys.path."""
+    path = os.path.join(os.path.dirname(os.path.dirname(__file__)), *name.split(".")) + ".py"
+    space: dict[str, Any] = {"__name__": "phalanx." + name, "__file__": path}
+    exec(_frozen().SourceFileLoader(name, path).get_code(name), space)
+    return space

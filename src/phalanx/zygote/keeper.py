@@ -1,0 +1,236 @@
+"""The keeper stands between agent and zygote and inherits whatever either of them leaves behind.
+
+It does nothing at all while things go well. When the agent is gone it gives the zygote a moment to
+clear the field; when the zygote is gone (or took too long) it kills every process that has become
+its own child: it is a subreaper too, so descendants of dead workers come to it, however often they
+forked or called setsid. It is forked from the same small interpreter and shares its pages.
+"""
+
+from __future__ import annotations
+
+import _socket
+import os
+import select
+import time
+
+from phalanx import kernel
+from phalanx.zygote.channel import Channel
+from phalanx.zygote.rawsignal import signal
+from phalanx.zygote.zygote import Become, Zygote, clear_the_field
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    from phalanx.zygote.zygote import Runner
+
+CLEAR_NOW = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # the same as in spawner.py, which is not for us
+
+_IMPORT_LIMIT = 60.0  # seconds for one module
+_TRIES = 5  # zygotes, before workers simply start without anything imported
+_ZYGOTE_GRACE = 0.3  # for the zygote's own clean-up once the agent is gone; the promise is one second
+
+# Somebody who stops a whole control group (systemd, a scheduler) signals these two as well. They must
+# not die of it: the agent gets the same signal and gives the workers their grace.
+_NOT_FOR_US = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGALRM", "SIGTSTP")
+
+
+def main(
+    sock_fd: int, agent: int, runner: Runner | None = None, wishes_fd: int | None = None
+) -> dict[str, Any]:
+    """The body of the helper process: fork the zygote, then keep watch.
+
+    `wishes_fd`: a file that names the modules to import before the first fork. Returns in one case only: in
+    a fork of the zygote that is to run a Python program, with its spec.
+    """
+    try:
+        return _main(sock_fd, agent, runner, wishes_fd)
+    except Become as worker:
+        return worker.spec
+    except BaseException:  # noqa: BLE001 - there is nobody left to tell; the agent sees its socket close
+        os._exit(1)
+
+
+def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None) -> NoReturn:
+    os.set_inheritable(sock_fd, False)  # a worker that held it would keep the agent from being missed
+    for name in _NOT_FOR_US:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    kernel.become_subreaper()
+    agent_fd = kernel.pidfd(agent)
+    if os.getppid() != agent:  # it died before the descriptor was open
+        os._exit(0)
+    ours, theirs = os.pipe()  # closes when this process ends: the zygote watches `ours`
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    for number in (signal.SIGCHLD, CLEAR_NOW):
+        signal.signal(number, _nothing)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    wishes = Wishes(wishes_fd)
+    while True:
+        verdict_read, verdict_write = os.pipe()
+        zygote = os.fork()
+        if zygote == 0:
+            signal.set_wakeup_fd(-1)
+            for fd in (theirs, wake_read, wake_write, verdict_read, agent_fd):
+                if fd is not None:
+                    os.close(fd)
+            _be_zygote(sock_fd, ours, runner, wishes, verdict_write)
+        os.close(verdict_write)
+        kernel.set_name("phalanx-keeper")
+        again = _watch(zygote, agent_fd, wake_read, verdict_read, wishes)
+        os.close(verdict_read)
+        if not again:
+            break
+    clear_the_field([])
+    os._exit(0)
+
+
+def _be_zygote(sock_fd: int, keeper_fd: int, runner: Runner | None, wishes: Wishes, verdict: int) -> NoReturn:
+    kernel.become_subreaper()  # not inherited over fork
+    kernel.set_name("phalanx-zygote")
+    channel = Channel(_socket.socket(fileno=sock_fd))
+    if wishes.names:
+        from phalanx.warm.preload import preload
+
+        def tell(line: str) -> None:
+            wishes.hear(line)
+            _tell(verdict, line)
+
+        preload(list(wishes.names), tell)
+    if wishes.asked:
+        channel.send(("preloaded", wishes.dropped))
+    os.close(verdict)
+    Zygote(channel, keeper_fd, runner).run()
+    os._exit(0)
+
+
+def _tell(fd: int, line: str) -> None:
+    os.write(fd, line.encode(errors="replace")[:1000] + b"\n")
+
+
+class Wishes:
+    """The modules still to be imported by the next zygote, and what was learned from the ones before."""
+
+    def __init__(self, fd: int | None) -> None:
+        self.names: list[str] = []
+        self.dropped: list[str] = []
+        self.asked = fd is not None
+        self.tries = 0
+        self._current = ""
+        if fd is not None:
+            with open(fd, encoding="utf-8", errors="replace") as file:
+                nice, *self.names = file.read().split("\n")
+            if nice.strip() == "nice":
+                from phalanx.warm.standby import step_back
+
+                step_back(10)
+
+    def hear(self, text: str) -> None:
+        """Lines of a zygote that imports."""
+        for line in text.splitlines():
+            word, _, rest = line.partition(" ")
+            if word == "import":
+                self._current = rest
+            elif word in ("drop", "spoiled"):
+                self._drop(rest)
+
+    def failed(self, how: str) -> None:
+        """The zygote ended while it imported; whatever it was at is to blame."""
+        self.tries += 1
+        if self._current:
+            self._drop(f"{self._current}: {how}")
+        if self.tries >= _TRIES:
+            self.dropped.append("everything else: too many modules that do not suit a fork")
+            self.names = []
+
+    def _drop(self, what: str) -> None:
+        name = what.partition(":")[0]
+        top = name.partition(".")[0]
+        self.dropped.append(what)
+        self._current = ""
+        self.names = [
+            n for n in self.names if n != name and not n.startswith((name + ".", top + ".")) and n != top
+        ]
+
+
+def _nothing(_signum: int, _frame: object) -> None:
+    """A handler must exist for the wake-up descriptor to be written."""
+
+
+def close_others(last: int) -> None:
+    """Close every descriptor above `last`: what the agent happened to have open is not for its workers."""
+    for entry in os.listdir("/proc/self/fd" if kernel.LINUX else "/dev/fd"):
+        if int(entry) > last:
+            try:
+                os.close(int(entry))
+            except OSError:
+                pass  # the one of this very listing
+
+
+def _watch(zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int, wishes: Wishes) -> bool:
+    """Return once the zygote is gone: True when another one is to be tried, with fewer modules."""
+    poll = select.poll()
+    poll.register(wake_read, select.POLLIN)
+    poll.register(verdict_read, select.POLLIN)
+    if agent_fd is not None:
+        poll.register(agent_fd, select.POLLIN)
+    agent_gone = False
+    importing = bool(wishes.names)
+    kill_at = time.monotonic() + _IMPORT_LIMIT if importing else None
+    how = "ended the process"
+    while True:
+        patience = None if kill_at is None else max(0.0, kill_at - time.monotonic()) * 1000
+        ready = {fd for fd, _ in poll.poll(patience)}
+        if verdict_read in ready:
+            text = os.read(verdict_read, 1 << 16)
+            wishes.hear(text.decode(errors="replace"))
+            if b"\ndone " in b"\n" + text:
+                importing = False
+            if not text or not importing:  # closed: imported all, or died of it
+                poll.unregister(verdict_read)
+                kill_at = kill_at if agent_gone else None
+            elif not agent_gone:
+                kill_at = time.monotonic() + _IMPORT_LIMIT  # per module, not for all of them
+        if agent_fd is not None and agent_fd in ready:
+            poll.unregister(agent_fd)
+            agent_gone = True
+            kill_at = time.monotonic() + _ZYGOTE_GRACE
+        elif kill_at is not None and time.monotonic() >= kill_at:
+            how = "did not come back"
+            os.kill(zygote, signal.SIGKILL)
+            kill_at = None
+        if wake_read in ready and CLEAR_NOW in os.read(wake_read, 4096):
+            agent_gone = True
+            kill_at = time.monotonic()
+        status = _ended(zygote)
+        if status is not None:
+            if agent_gone or not _died_importing(status, importing, verdict_read, wishes):
+                return False
+            wishes.failed(how)
+            return True
+
+
+def _died_importing(status: int, importing: bool, verdict_read: int, wishes: Wishes) -> bool:
+    """Whether it ended on the way; its last words may still be in the pipe."""
+    if not importing:
+        return False
+    os.set_blocking(verdict_read, False)
+    try:
+        wishes.hear(os.read(verdict_read, 1 << 16).decode(errors="replace"))
+    except BlockingIOError:
+        pass
+    return status != 0
+
+
+def _ended(zygote: int) -> int | None:
+    """Reap whatever ended; the zygote's status when it was among it."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found if found is not None else 0
+        if pid == 0:
+            return found
+        if pid == zygote:
+            found = status
