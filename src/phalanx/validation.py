@@ -438,7 +438,7 @@ def _preempt_signal(v: Sources) -> int | None:
     return number
 
 
-def warmth(v: Sources, python: str) -> dict[str, Any]:
+def helpers(v: Sources, python: str) -> dict[str, Any]:
     """How far ahead of the workers the helpers are."""
     mode, warm_up = v.text("warm"), v.text("warmup")
     if warm_up:
@@ -472,7 +472,7 @@ def terminal(v: Sources, known: dict[str, Any]) -> dict[str, Any]:
             raise usage_error(f"{v.label('quiet')} and {v.label('verbose')}: choose one")
         quiet, verbose = "quiet" in v.arguments, "verbose" in v.arguments
     return {
-        **warmth(v, known["python_exec"]),
+        **helpers(v, known["python_exec"]),
         "attach": attach,
         "detach": detach,
         "dry_run": v.flag("dry_run"),

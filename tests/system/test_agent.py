@@ -18,7 +18,7 @@ import pytest
 
 from phalanx.agent.agent import ElasticAgent, SimpleElasticAgent
 from phalanx.agent.local import LocalElasticAgent
-from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec
 from phalanx.core.group_events import WorkerState
 from phalanx.errors import (
     PhalanxError,
@@ -328,9 +328,8 @@ def test_nodes_waiting_cause_one_new_round_and_use_no_restart(tmp_path: Path) ->
     )
     handler = Scripted()
     spec = spec_of(PYTHON, "-c", code, handler=handler, monitor_interval=0.01)
-    agent = agent_of(spec, tmp_path)
     notes: list[str] = []
-    agent.on_note = notes.append
+    agent = agent_of(spec, tmp_path, options=AgentOptions(note=notes.append))
 
     def join() -> None:
         wait_until(lambda: list(marks.iterdir()), "the first worker")
@@ -368,9 +367,9 @@ def test_how_a_rendezvous_may_end(answer: Exception, ends: Any, tmp_path: Path) 
 
 def test_a_rendezvous_that_fails_after_a_worker_shows_the_worker(tmp_path: Path) -> None:
     handler = Scripted(None, RendezvousTimeoutError("nobody came back"))
-    agent = agent_of(spec_of(PYTHON, "-c", "raise SystemExit(4)", handler=handler, max_restarts=3), tmp_path)
     notes: list[str] = []
-    agent.on_note = notes.append
+    spec = spec_of(PYTHON, "-c", "raise SystemExit(4)", handler=handler, max_restarts=3)
+    agent = agent_of(spec, tmp_path, options=AgentOptions(note=notes.append))
     result = agent.run()
     assert result.is_failed()
     assert result.failures[0].exitcode == 4

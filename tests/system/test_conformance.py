@@ -682,7 +682,7 @@ def test_what_a_program_finds_in_a_group(flags: str, warm: bool, tmp_path: Path)
             data[stream] = [part for part in data[stream] if part not in ("FileIO", "LogFile")]
     if warm:
         # One worker of a group writes down what is imported, for the next start.
-        assert ours["meta_path"].pop(0) == "Recorder"
+        assert ours["meta_path"].pop(0) == "ImportRecorder"
         more = set(ours.pop("modules")) - set(plain.pop("modules"))
         assert {name.partition(".")[0] for name in more} <= sys.stdlib_module_names
         del plain["cache"], ours["cache"]

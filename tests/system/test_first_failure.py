@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
-from phalanx.zygote.spawner import Exit, GroupStopped, Job, Spawner
+from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from tests.conftest import HUNG, wait_until
 
 # Ends well when it is let go, and says so when it was told to stop before that.
@@ -109,8 +109,8 @@ def test_the_owners_word_goes_first(said: str, tmp_path: Path) -> None:
     spawner = Spawner()
     try:
         jobs = [
-            Job(0, argv=["sleep", "1000"], path="/bin/sleep"),
-            Job(1, argv=["sh", "-c", STAYS.format(at=tmp_path)], path="/bin/sh"),
+            WorkerLaunch(0, argv=["sleep", "1000"], path="/bin/sleep"),
+            WorkerLaunch(1, argv=["sh", "-c", STAYS.format(at=tmp_path)], path="/bin/sh"),
         ]
         pids = spawner.spawn(jobs, os.environ, at_failure=(signal.SIGTERM, HUNG))
         wait_until((tmp_path / "ready").exists, "the other one is ready")
@@ -138,13 +138,13 @@ def test_the_owners_word_goes_first(said: str, tmp_path: Path) -> None:
         spawner.close()
 
 
-def pair(at: Path) -> list[Job]:
+def pair(at: Path) -> list[WorkerLaunch]:
     """Rank 0 runs until it is killed, rank 1 stays."""
     at.mkdir()
     os.mkfifo(at / "gate")
     return [
-        Job(0, argv=["sleep", "1000"], path="/bin/sleep"),
-        Job(1, argv=["sh", "-c", STAYS.format(at=at)], path="/bin/sh"),
+        WorkerLaunch(0, argv=["sleep", "1000"], path="/bin/sleep"),
+        WorkerLaunch(1, argv=["sh", "-c", STAYS.format(at=at)], path="/bin/sh"),
     ]
 
 
@@ -207,7 +207,7 @@ def test_the_next_group_of_the_same_helpers_is_watched_again(before: str, tmp_pa
 IN_BETWEEN = """
 import _socket, os, signal
 from phalanx.zygote.channel import Channel
-from phalanx.zygote.zygote import Worker, Zygote
+from phalanx.zygote.zygote import ForkedWorker, Zygote
 ours, theirs = _socket.socketpair()
 read, write = os.pipe()
 zygote = Zygote(Channel(theirs), read)
@@ -218,7 +218,7 @@ fails = os.fork()
 if not fails:
     os._exit(3)
 os.waitid(os.P_PID, fails, os.WEXITED | os.WNOWAIT)
-zygote.workers = {pid: Worker(rank, pid) for rank, pid in enumerate((stays, fails))}
+zygote.workers = {pid: ForkedWorker(rank, pid) for rank, pid in enumerate((stays, fails))}
 zygote.group, zygote.at_failure = 1, (signal.SIGTERM, 30.0)
 zygote._stop(1, 0, 30.0)
 assert zygote.stop.sig == 0 and not zygote.workers[stays].signalled_at, "another stop than asked for"

@@ -263,7 +263,7 @@ def test_slow_ranks_are_named_and_left_alone(tmp_path: Path, monkeypatch: pytest
     """In this process, so that a window need not last as long as in life."""
     import phalanx.core.stragglers as progress
     from phalanx.agent.local import LocalElasticAgent
-    from phalanx.agent.spec import WorkerSpec
+    from phalanx.agent.spec import AgentOptions, WorkerSpec
     from phalanx.logs.specs import DefaultLogsSpecs
     from phalanx.membership.solo import SoloRendezvous
 
@@ -271,15 +271,15 @@ def test_slow_ranks_are_named_and_left_alone(tmp_path: Path, monkeypatch: pytest
     path = script(tmp_path, BEGIN + "for step in range(6, 300 if rank != 1 else 30):\n"
                   "    worker.heartbeat(step)\n    time.sleep(0.01 if rank != 1 else 0.1)\n")  # fmt: skip
     spec = WorkerSpec("w", 3, SoloRendezvous("r", "phalanx"), entrypoint=sys.executable, args=(path,))
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")))
     notes: list[str] = []
-    agent.on_note = notes.append
+    options = AgentOptions(note=notes.append)
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")), options=options)
     assert not agent.run().is_failed()
     slow = [line for line in notes if "slow" in line]
     assert len(slow) == 1, notes
     assert slow[0].startswith("rank 1 is slow: ")
-    assert agent.watch is not None
-    assert [finding["kind"] for finding in agent.watch.casebook.findings] == ["straggler"]
+    assert agent.supervision is not None
+    assert [finding["kind"] for finding in agent.supervision.incidents.findings] == ["straggler"]
 
 
 def ask(port: int, path: str) -> int:
@@ -323,17 +323,16 @@ def test_an_agent_whose_loop_stalls_is_not_healthy(tmp_path: Path, monkeypatch: 
     import threading
 
     from phalanx.agent.local import LocalElasticAgent
-    from phalanx.agent.spec import WorkerSpec
+    from phalanx.agent.spec import AgentOptions, WorkerSpec
     from phalanx.logs.specs import DefaultLogsSpecs
     from phalanx.membership.solo import SoloRendezvous
-    from phalanx.supervision.supervision import Watch
+    from phalanx.supervision.supervision import Supervision
 
     monkeypatch.setattr("phalanx.web.health.Pulse.__init__.__defaults__", (lambda: False, None, 0.5))
     path = script(tmp_path, "import time; time.sleep(1000)\n")
     handler = SoloRendezvous("r", "phalanx")
     spec = WorkerSpec("w", 1, handler, entrypoint=sys.executable, args=(path,), max_restarts=0)
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")))
-    watch = agent.watch = Watch(health="0")
+    watch = Supervision(health="0")
     go_on, seen = threading.Event(), []
 
     def stall(reason: str) -> None:
@@ -351,7 +350,8 @@ def test_an_agent_whose_loop_stalls_is_not_healthy(tmp_path: Path, monkeypatch: 
         os.kill(agent.get_worker_group().workers[0].id, signal.SIGKILL)
 
     prober = threading.Thread(target=probe)
-    agent.on_reason = stall
+    options = AgentOptions(supervision=watch, reason=stall)
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")), options=options)
     assert agent.run().is_failed()
     prober.join()
     assert seen == [503, 200]

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from phalanx.agent.local import LocalElasticAgent
-from phalanx.agent.spec import WorkerSpec
+from phalanx.agent.spec import AgentOptions, WorkerSpec
 from phalanx.errors import SignalException
 from phalanx.logs.specs import DefaultLogsSpecs
 from phalanx.membership.solo import SoloRendezvous
 from phalanx.observe import events
 from phalanx.supervision.heartbeat import Boards
-from phalanx.supervision.supervision import Watch
+from phalanx.supervision.supervision import Supervision
 from tests.conftest import gone, wait_until
 from tests.system.run_helpers import Ended, Running, all_gone, run, script
 
@@ -216,8 +216,8 @@ def test_who_leaves_the_moment_it_is_told_has_not_failed(
     command = ("-c", QUICK, str(ready), str(os.getpid()))
     spec = WorkerSpec("r", 4, SoloRendezvous("job"), entrypoint=sys.executable, args=command, max_restarts=0)
     spec.event_log_handler = "file"
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")))
-    agent.watch = Watch(preempt_signal=signal.SIGUSR1)
+    options = AgentOptions(supervision=Supervision(preempt_signal=signal.SIGUSR1))
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")), options=options)
     if slow:  # the agent gets no processor between telling a worker and the next step
         tell = Boards.tell
 

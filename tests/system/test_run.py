@@ -245,7 +245,7 @@ def test_no_restart_on_a_signal(tmp_path: Path) -> None:
 CRASH_LOOP = """\
 import os, sys, psutil
 from phalanx.agent.local import LocalElasticAgent
-from phalanx.agent.spec import WorkerSpec
+from phalanx.agent.spec import AgentOptions, WorkerSpec
 from phalanx.core.restarts import RestartPolicy
 from phalanx.logs.specs import DefaultLogsSpecs, Std
 from phalanx.membership.solo import SoloRendezvous
@@ -268,9 +268,10 @@ class Marking(SoloRendezvous):
 
 spec = WorkerSpec("r", 2, Marking("loop"), entrypoint=sys.executable, args=("-c", "raise SystemExit(7)"),
                   max_restarts=rounds)
-agent = LocalElasticAgent(spec, DefaultLogsSpecs(temp + "/logs", redirects=Std.ALL))
-agent.restart_policy = RestartPolicy(max_restarts=rounds, free=rounds)
-agent.on_note = lambda line: None
+options = AgentOptions(
+    restart_policy=RestartPolicy(max_restarts=rounds, free=rounds), note=lambda line: None
+)
+agent = LocalElasticAgent(spec, DefaultLogsSpecs(temp + "/logs", redirects=Std.ALL), options=options)
 result = agent.run()
 assert result.is_failed() and agent.attempt == rounds, (result, agent.attempt)
 assert len(Marking.marks) == rounds + 1

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.warm.helper_pool import Warmth
-from phalanx.warm.import_cache import Learned
-from phalanx.zygote.spawner import Exit, GroupStopped, Job, Spawner
+from phalanx.warm.helper_pool import HelperPool
+from phalanx.warm.import_cache import ImportCache
+from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from tests.conftest import HUNG, gone, wait_until
 from tests.system.netns import free_port
 
@@ -32,7 +32,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_one(spawner: Spawner, script: Path, *args: str, rank: int = 0) -> int:
     """Run one worker to its end; its exit code."""
-    job = Job(rank, program=("script", str(script), list(args)))
+    job = WorkerLaunch(rank, program=("script", str(script), list(args)))
     spawner.spawn([job], os.environ)
     return ends(spawner, 1)[0].code
 
@@ -155,7 +155,7 @@ def test_warnings_are_about_the_workers_own_doing(
         if parks:
             spawner.park(parks)
             parked(spawner, parks)
-        jobs = [Job(rank, program=("script", str(path), [])) for rank in range(2)]
+        jobs = [WorkerLaunch(rank, program=("script", str(path), [])) for rank in range(2)]
         spawner.spawn(jobs, os.environ)
         assert [end.code for end in ends(spawner, 2)] == [0, 0]
     finally:
@@ -179,7 +179,7 @@ def test_siblings_differ_where_fresh_processes_would(helpers: Any, tmp_path: Pat
     spawner = helpers(preload=["random", "numpy.random", "uuid", "tempfile"])
     jobs = []
     for rank in range(3):
-        job = Job(rank, program=("script", str(main), [str(tmp_path / "values")]))
+        job = WorkerLaunch(rank, program=("script", str(main), [str(tmp_path / "values")]))
         job.env = {"RANK": str(rank)}
         jobs.append(job)
     spawner.spawn(jobs, os.environ)
@@ -203,7 +203,7 @@ def siblings(spawner: Spawner, main: Path, folder: Path, count: int = 3) -> list
     """What so many ranks have written as JSON into the file that they are given."""
     jobs = []
     for rank in range(count):
-        job = Job(rank, program=("script", str(main), [str(folder / f"said{rank}")]))
+        job = WorkerLaunch(rank, program=("script", str(main), [str(folder / f"said{rank}")]))
         job.env = {"RANK": str(rank)}
         job.stdout = str(folder / f"stdout{rank}")
         jobs.append(job)
@@ -329,11 +329,11 @@ def test_a_variable_set_before_an_import_is_seen_by_it_at_every_start(
 
 
 def test_a_module_that_was_refused_once_is_not_tried_again(tmp_path: Path) -> None:
-    first = Learned(["script", str(tmp_path / "a.py")], os.environ)
+    first = ImportCache(["script", str(tmp_path / "a.py")], os.environ)
     first.add(["good", "bad", "bad.part", "badly"])
     first.forget("bad")
     first.save()
-    again = Learned(["script", str(tmp_path / "a.py")], os.environ)
+    again = ImportCache(["script", str(tmp_path / "a.py")], os.environ)
     assert again.names == ["good", "badly"]
     again.add(["good", "bad", "bad.part"])  # the worker had to import it by itself
     assert again.names == ["good", "badly"]
@@ -349,7 +349,7 @@ def test_a_fork_of_helpers_in_the_background_has_the_usual_priority(helpers: Any
 def test_a_worker_records_what_it_imports_and_the_list_is_kept(tmp_path: Path) -> None:
     main = script(tmp_path, EARLY)
     assert launched(main) == 40
-    assert "sqlite3" in Learned(["script", str(main)], os.environ).names
+    assert "sqlite3" in ImportCache(["script", str(main)], os.environ).names
     assert launched(main) == 41
     main.write_text(EARLY.replace("import sqlite3", "import sqlite3, decimal  # an edit"))
     assert launched(main) == 41
@@ -357,15 +357,15 @@ def test_a_worker_records_what_it_imports_and_the_list_is_kept(tmp_path: Path) -
 
 
 def test_a_list_belongs_to_one_script_and_one_set_of_packages(tmp_path: Path) -> None:
-    first = Learned(["script", str(tmp_path / "a.py")], os.environ)
+    first = ImportCache(["script", str(tmp_path / "a.py")], os.environ)
     first.add(["decimal", "decimal", "bad name", "json"])
     first.save()
-    assert Learned(["script", str(tmp_path / "a.py")], os.environ).names == ["decimal", "json"]
-    assert Learned(["script", str(tmp_path / "b.py")], os.environ).names == []
-    assert Learned(["script", str(tmp_path / "a.py"), "-O"], os.environ).names == []
+    assert ImportCache(["script", str(tmp_path / "a.py")], os.environ).names == ["decimal", "json"]
+    assert ImportCache(["script", str(tmp_path / "b.py")], os.environ).names == []
+    assert ImportCache(["script", str(tmp_path / "a.py"), "-O"], os.environ).names == []
     assert first.path is not None
     Path(first.path).write_bytes(Path(first.path).read_bytes()[:-5])
-    assert Learned(["script", str(tmp_path / "a.py")], os.environ).names == []
+    assert ImportCache(["script", str(tmp_path / "a.py")], os.environ).names == []
 
 
 # -- parked processes -------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def test_a_parked_process_becomes_the_worker(helpers: Any, tmp_path: Path) -> No
     assert len(waiting) == 2
     jobs = []
     for rank in range(3):  # one more than there are
-        job = Job(rank, program=("script", str(script(tmp_path, PID)), [str(tmp_path / "pid")]))
+        job = WorkerLaunch(rank, program=("script", str(script(tmp_path, PID)), [str(tmp_path / "pid")]))
         job.env = {"RANK": str(rank)}
         jobs.append(job)
     pids = spawner.spawn(jobs, os.environ)
@@ -414,7 +414,7 @@ def test_parked_processes_are_not_part_of_a_group(helpers: Any, tmp_path: Path) 
     """A stop is complete although they are there, and they outlive it."""
     spawner = helpers()
     sleeper = script(tmp_path, "import threading; threading.Event().wait()\n")
-    spawner.spawn([Job(0, program=("script", str(sleeper), []))], os.environ)
+    spawner.spawn([WorkerLaunch(0, program=("script", str(sleeper), []))], os.environ)
     spawner.park(1)
     parked(spawner, 1)
     spawner.stop(signal.SIGTERM, HUNG)
@@ -531,10 +531,10 @@ def test_many_warm_starts_leak_nothing(times: int, helpers: Any, tmp_path: Path)
 
 def test_warmth_keeps_the_better_helpers_for_the_next_start(tmp_path: Path) -> None:
     """Bare helpers first; a second set with the learned list in the background; the restart takes it."""
-    learned = Learned(["script", str(tmp_path / "s.py")], os.environ)
-    warmth = Warmth("python", "auto", learned)
+    learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
+    helpers = HelperPool("python", "auto", learned)
     try:
-        first = warmth.take("python")
+        first = helpers.take("python")
 
         class Context:
             nprocs = 1
@@ -542,11 +542,11 @@ def test_warmth_keeps_the_better_helpers_for_the_next_start(tmp_path: Path) -> N
             def imported(self) -> list[str]:
                 return [f"sqlite3.extra{n}" for n in range(30)] + HEAVY
 
-        warmth.started(0.0)
-        due = warmth.due()
+        helpers.started(0.0)
+        due = helpers.due()
         assert due is not None
-        warmth.look(Context(), due)  # type: ignore[arg-type]
-        second = warmth.take("python")
+        helpers.look(Context(), due)  # type: ignore[arg-type]
+        second = helpers.take("python")
         assert second is not first
         assert second is not None
         assert set(HEAVY) <= set(second.preload)
@@ -554,7 +554,7 @@ def test_warmth_keeps_the_better_helpers_for_the_next_start(tmp_path: Path) -> N
         assert run_one(second, script(tmp_path, REPORT), str(out)) == 0
         assert json.loads(out.read_text()) == dict.fromkeys(HEAVY, True)
     finally:
-        warmth.close()
+        helpers.close()
 
 
 def test_threads_that_end_at_a_fork_are_no_obstacle(helpers: Any, tmp_path: Path) -> None:
@@ -627,7 +627,7 @@ print(float((a @ a.T).sum()), float(torch.rand(1)))
     out = tmp_path / "out"
 
     def warm() -> str:
-        job = Job(0, program=("script", str(main), []))
+        job = WorkerLaunch(0, program=("script", str(main), []))
         job.stdout = str(out)
         out.unlink(missing_ok=True)
         spawner.spawn([job], os.environ)
@@ -646,7 +646,7 @@ print(float((a @ a.T).sum()), float(torch.rand(1)))
 def test_the_answer_to_a_late_stop_is_not_taken_for_the_next_groups(helpers: Any, tmp_path: Path) -> None:
     """Asked to stop twice, answered twice; the second answer comes when the next group is starting."""
     spawner = helpers()
-    job = Job(0, program=("script", str(script(tmp_path, "pass\n")), []))
+    job = WorkerLaunch(0, program=("script", str(script(tmp_path, "pass\n")), []))
     spawner.spawn([job], os.environ)
     ends(spawner, 1)
     spawner.stop(signal.SIGTERM, 1)

@@ -32,8 +32,8 @@ QUICK = (
 
 # Does not hear a verdict when it is told.
 DEAF = (
-    "import sys; from phalanx.supervision.hang_detector import Lookout; take_in = Lookout._take_in;"
-    "Lookout._take_in = lambda self, world, news, now:"
+    "import sys; from phalanx.supervision.hang_detector import HangDetector; take_in = HangDetector._take_in;"
+    "HangDetector._take_in = lambda self, world, news, now:"
     " None if news.get('kind') == 'verdict' and news['node'] >= 0 else take_in(self, world, news, now);"
     "sys.argv = sys.argv[1:]; from phalanx.__main__ import main; main()"
 )

@@ -13,7 +13,7 @@ from phalanx.store.embedded.server import Server
 from phalanx.store.torch.client import TorchStoreClient
 from phalanx.store.torch.server import TorchStoreServer
 from phalanx.store.torch.torch_store_adapter import StoreFacade
-from phalanx.supervision.round_broadcast import Bulletin, can_carry
+from phalanx.supervision.round_broadcast import RoundBroadcast, can_carry
 from tests.conftest import HUNG
 
 
@@ -22,7 +22,7 @@ class Member:
 
     def __init__(self, store: Any) -> None:
         self.heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.bulletin = Bulletin(store, "p/", self.heard.put)
+        self.bulletin = RoundBroadcast(store, "p/", self.heard.put)
 
     def next(self) -> dict[str, Any]:
         return self.heard.get(timeout=HUNG)

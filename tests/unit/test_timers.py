@@ -26,7 +26,7 @@ from tests.conftest import HUNG, wait_until
 FORK = multiprocessing.get_context("fork")  # spawn would leave its resource tracker running
 
 
-class Recorder(timer.TimerClient):
+class ImportRecorder(timer.TimerClient):
     """Remembers what it is asked, and which timers are held."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def test_without_a_client_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_configured_client_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Recorder()
+    client = ImportRecorder()
     monkeypatch.setattr(requests, "_configured", None)
     timer.configure(client)
     before = time.time()
@@ -106,7 +106,7 @@ def test_the_configured_client_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nested_and_reentrant_scopes_are_independent() -> None:
-    client = Recorder()
+    client = ImportRecorder()
     with timer.expires(60, "a", client):
         with timer.expires(30, "a", client), timer.expires(10, "b", client), timer.expires(20, "a", client):
             assert len(client.held) == 4
@@ -115,7 +115,7 @@ def test_nested_and_reentrant_scopes_are_independent() -> None:
 
 
 def test_scopes_without_a_name_are_independent_and_say_where_they_are() -> None:
-    client = Recorder()
+    client = ImportRecorder()
 
     def deeper(levels: int) -> None:
         with timer.expires(60, client=client):
@@ -130,7 +130,7 @@ def test_scopes_without_a_name_are_independent_and_say_where_they_are() -> None:
 
 
 def test_concurrent_scopes_of_one_name_are_independent() -> None:
-    client, inside = Recorder(), threading.Barrier(8)
+    client, inside = ImportRecorder(), threading.Barrier(8)
 
     @timer.expires(60, "shared", client)
     def work() -> None:
@@ -148,14 +148,14 @@ def test_concurrent_scopes_of_one_name_are_independent() -> None:
 
 
 def test_a_scope_is_released_when_its_block_raises() -> None:
-    client = Recorder()
+    client = ImportRecorder()
     with pytest.raises(KeyError), timer.expires(60, "a", client):
         raise KeyError
     assert not client.held
 
 
 def test_a_name_is_free_again_when_its_acquire_failed() -> None:
-    class Broken(Recorder):
+    class Broken(ImportRecorder):
         def acquire(self, scope_id: str, expiration_time: float) -> None:
             self.said.append(scope_id)
             raise BrokenPipeError
@@ -169,7 +169,7 @@ def test_a_name_is_free_again_when_its_acquire_failed() -> None:
 
 def test_nan_is_refused() -> None:
     with pytest.raises(ValueError, match="nan"):
-        timer.expires(float("nan"), "a", Recorder())
+        timer.expires(float("nan"), "a", ImportRecorder())
 
 
 # ---- lines of the pipe

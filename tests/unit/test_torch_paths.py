@@ -96,7 +96,10 @@ def offered(module: ModuleType) -> list[str]:
 
 
 def call(value: Any) -> list[tuple[str, Any, Any]] | None:
-    """Name, kind and default of every parameter; annotations are each library's own."""
+    """Name, kind and default of every parameter; annotations are each library's own.
+
+    `options` is ours, keyword-only and has a default: a call written for torch does not meet it.
+    """
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
@@ -105,6 +108,7 @@ def call(value: Any) -> list[tuple[str, Any, Any]] | None:
     return [
         (p.name, p.kind, p.default if isinstance(p.default, plain) else "…")
         for p in signature.parameters.values()
+        if not (p.name == "options" and p.kind is p.KEYWORD_ONLY and p.default is not p.empty)
     ]
 
 

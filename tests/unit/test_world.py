@@ -19,9 +19,9 @@ from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.torch.client import TorchStoreClient
 from phalanx.store.torch.torch_store_adapter import StoreFacade
-from phalanx.supervision.hang_consensus import World
-from phalanx.supervision.hang_detector import Casebook, Lookout
-from phalanx.supervision.round_broadcast import Bulletin
+from phalanx.supervision.hang_consensus import HangConsensus
+from phalanx.supervision.hang_detector import HangDetector, IncidentLog
+from phalanx.supervision.round_broadcast import RoundBroadcast
 from phalanx.supervision.stack_collection import Findings
 from tests.conftest import HUNG, wait_until
 
@@ -83,7 +83,7 @@ class Owners:
         self.posted: list[Callable[[], None]] = []
         self.heard: list[list[dict[str, Any]]] = [[] for _ in range(count)]
         self.worlds = [
-            World(
+            HangConsensus(
                 SimpleNamespace(group_rank=node, group_world_size=count, store=store),  # type: ignore[arg-type]
                 1,
                 f"host{node}",
@@ -222,11 +222,11 @@ NEWS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("news", NEWS, ids=repr)
 def test_news_that_make_no_sense_harm_nobody(news: dict[str, Any]) -> None:
-    with watching(WatchPolicy(silence_timeout=60.0, on_hang="warn")) as (lookout, casebook, _):
-        lookout._hear(news)
-        assert lookout._output_elsewhere <= time.monotonic()
-        assert all(isinstance(line, str) for line in casebook.last_hang)
-        "\n".join(casebook.last_hang)
+    with watching(WatchPolicy(silence_timeout=60.0, on_hang="warn")) as (detector, incidents, _):
+        detector._hear(news)
+        assert detector._output_elsewhere <= time.monotonic()
+        assert all(isinstance(line, str) for line in incidents.last_hang)
+        "\n".join(incidents.last_hang)
 
 
 def test_an_errand_that_fails_does_not_end_the_owner(
@@ -242,30 +242,30 @@ def test_an_errand_that_fails_does_not_end_the_owner(
 
 
 def test_many_who_ask_for_output_get_one_answer() -> None:
-    with watching(WatchPolicy(silence_timeout=60.0)) as (lookout, _, store):
+    with watching(WatchPolicy(silence_timeout=60.0)) as (detector, _, store):
         now = time.monotonic()
-        lookout._output = SimpleNamespace(last=lambda _now: now)  # type: ignore[assignment]
+        detector._output = SimpleNamespace(last=lambda _now: now)  # type: ignore[assignment]
         for node in range(1, NODES):
-            lookout._hear({"kind": "quiet", "node": node})
+            detector._hear({"kind": "quiet", "node": node})
         wait_until(lambda: store.asked["add"], "the answer")
-        assert lookout._world is not None
-        lookout._world.close()
+        assert detector._world is not None
+        detector._world.close()
         assert store.asked["add"] == 1
 
 
 def test_findings_are_kept_but_not_without_end() -> None:
-    casebook = Casebook()
+    incidents = IncidentLog()
     for number in range(1000):
-        casebook.slow({"ranks": [number], "host": "", "reason": str(number)})
-    assert casebook.findings[-1]["summary"] == "999"
-    assert len(casebook.findings) <= 100
+        incidents.slow({"ranks": [number], "host": "", "reason": str(number)})
+    assert incidents.findings[-1]["summary"] == "999"
+    assert len(incidents.findings) <= 100
 
 
 class watching:
     """A lookout of one node of many, without processes."""
 
     def __init__(self, policy: WatchPolicy) -> None:
-        self.store, self.casebook = Shared(), Casebook()
+        self.store, self.incidents = Shared(), IncidentLog()
         group = SimpleNamespace(
             workers=[SimpleNamespace(local_rank=0, global_rank=0)],
             group_rank=0,
@@ -273,23 +273,23 @@ class watching:
             store=self.store,
         )
         context = SimpleNamespace(running=set(), pids=dict, error_files={})
-        self.lookout = Lookout(
+        self.detector = HangDetector(
             context,  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
             group,  # type: ignore[arg-type]
             policy,
-            self.casebook,
+            self.incidents,
             lambda errand: errand(),
             number=1,
             host="host0",
             now=time.monotonic(),
         )
 
-    def __enter__(self) -> tuple[Lookout, Casebook, Shared]:
-        return self.lookout, self.casebook, self.store
+    def __enter__(self) -> tuple[HangDetector, IncidentLog, Shared]:
+        return self.detector, self.incidents, self.store
 
     def __exit__(self, *_: object) -> None:
-        self.lookout.close()
+        self.detector.close()
 
 
 # ---- stores that do not answer -----------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs() -> None:
             return super().add(key, amount)
 
     store = Hanging()
-    bulletin = Bulletin(store, "p/", lambda news: None)
+    bulletin = RoundBroadcast(store, "p/", lambda news: None)
     bulletin.tell({"a": 1})
     wait_until(lambda: store.asked["add"], "the request")
     closed = threading.Event()
@@ -327,7 +327,7 @@ def test_closing_does_not_wait_for_a_connection_that_is_half_open() -> None:
                 "127.0.0.1", silent.getsockname()[1], HUNG, give_up=give_up
             )
         )
-        bulletin = Bulletin(store, "p/", lambda news: None)
+        bulletin = RoundBroadcast(store, "p/", lambda news: None)
         connections = [silent.accept()[0] for _ in range(2)]
         begin = time.monotonic()
         bulletin.close()
@@ -343,7 +343,7 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
         before = threading.active_count()
         for number in range(1000):
             group: Any = SimpleNamespace(group_rank=0, group_world_size=2, store=StoreFacade(client, "r/"))
-            world = World(group, number, "host", lambda errand: None, lambda news: None)
+            world = HangConsensus(group, number, "host", lambda errand: None, lambda news: None)
             world.rates({0: 1.0}, 10.0)
             world.exited((0,))
             world.close()

@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 
-from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec
 from phalanx.core import group as core
 from phalanx.core import group_events as say
 from phalanx.core.group_events import Outcome, WorkerState
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from phalanx.membership.cluster import Cluster
     from phalanx.membership.handler import RendezvousInfo
-    from phalanx.observe.progress_line import Progress
     from phalanx.observe.run_log import RunLog
 
 DEFAULT_ROLE = "default"
@@ -72,18 +71,23 @@ class SimpleElasticAgent(ElasticAgent):
     """One group; subclasses start, watch and stop its workers."""
 
     def __init__(
-        self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: float = 30
+        self,
+        spec: WorkerSpec,
+        exit_barrier_timeout: float = 300,
+        shutdown_timeout: float = 30,
+        *,
+        options: AgentOptions = AgentOptions(),  # noqa: B008 - immutable
     ) -> None:
         self._worker_group = WorkerGroup(spec)
         self._exit_barrier_timeout = exit_barrier_timeout
         self._shutdown_timeout = shutdown_timeout
         self._rdzv_handler = spec.rdzv_handler
-        self.restart_policy = RestartPolicy(max_restarts=spec.max_restarts)
-        self.on_note: Callable[[str], None] | None = None  # one line per incident, for a person
-        self.on_reason: Callable[[str], None] | None = None  # every decision, for who wants them all
+        self.restart_policy = options.restart_policy or RestartPolicy(max_restarts=spec.max_restarts)
+        self.on_note = options.note
+        self.on_reason = options.reason
         self.notes: deque[tuple[float, str]] = deque(maxlen=20)  # the last ones, with the time
-        self.progress: Progress | None = None  # for a person at a terminal
-        self.job_name = spec.get_entrypoint_name()  # as the failure report calls it
+        self.progress = options.progress
+        self.job_name = options.job_name or spec.get_entrypoint_name()
         self._peers: Peers | Cluster = Peers(
             spec.rdzv_handler, self._post, exit_barrier_timeout, self.show_waiting
         )

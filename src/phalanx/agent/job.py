@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.agent.local import LocalElasticAgent
-from phalanx.agent.spec import RunResult, WorkerSpec
+from phalanx.agent.spec import AgentOptions, RunResult, WorkerSpec
 from phalanx.errors import ChildFailedError, PhalanxError
 from phalanx.logs.specs import DefaultLogsSpecs, LogsSpecs
 from phalanx.membership.handler import RendezvousHandler, RendezvousParameters
-from phalanx.warm.helper_pool import Warmth, warmth_for, warmth_for_function
+from phalanx.warm.helper_pool import HelperPool, helper_pool_for, helper_pool_for_function
 from phalanx.workers.numa import NumaOptions
 from phalanx.workers.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE
 
@@ -115,7 +115,6 @@ def launch_agent(
         from phalanx.observe.metrics import MetricsConfig, initialize_metrics
 
         initialize_metrics(MetricsConfig(config.metrics_cfg))
-    agent.warmth = _warmth(config, entrypoint, args)  # the agent ends it with itself
     try:
         result = agent.run()
     finally:
@@ -125,13 +124,13 @@ def launch_agent(
     return result.return_values
 
 
-def _warmth(
+def _helper_pool(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: list[Any]
-) -> Warmth | None:
+) -> HelperPool | None:
     """Helpers that are ahead of the workers' needs, where that is possible."""
     if isinstance(entrypoint, str):
-        return warmth_for(entrypoint, tuple(str(arg) for arg in args), config.warm)
-    return warmth_for_function(entrypoint, config.start_method, config.warm) if entrypoint else None
+        return helper_pool_for(entrypoint, tuple(str(arg) for arg in args), config.warm)
+    return helper_pool_for_function(entrypoint, config.start_method, config.warm) if entrypoint else None
 
 
 def make_handler(config: LaunchConfig) -> RendezvousHandler:
@@ -195,6 +194,7 @@ def make_agent(
         log_line_prefix_template=config.log_line_prefix_template,
         shutdown_timeout=config.shutdown_timeout,
         health_check_server=health_check_server,
+        options=AgentOptions(helpers=_helper_pool(config, entrypoint, args)),
     )
 
 

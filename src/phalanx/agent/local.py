@@ -12,7 +12,7 @@ import time
 
 from phalanx.agent.agent import DEFAULT_ROLE, SimpleElasticAgent
 from phalanx.agent.environment import line_prefix, substitute, worker_environment
-from phalanx.agent.spec import RunResult, WorkerGroup, WorkerSpec
+from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
 from phalanx.core import group as core
 from phalanx.core.group_events import (
     AllSucceeded,
@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from phalanx.core.group_events import Command, Event, Finish
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousInfo
-    from phalanx.membership.network_interface import Interface
-    from phalanx.supervision.supervision import Supervision
-    from phalanx.warm.helper_pool import Warmth
+    from phalanx.membership.network_interface import NetworkInterface
     from phalanx.workers.failure import ProcessFailure
     from phalanx.workers.worker_group import PContext
 
@@ -57,8 +55,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         shutdown_timeout: float = 30,
         health_check_server: Any = None,
         uninterruptible_state_timeout: float | None = None,
+        *,
+        options: AgentOptions = AgentOptions(),  # noqa: B008 - immutable
     ) -> None:
-        super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
+        super().__init__(spec, exit_barrier_timeout, shutdown_timeout, options=options)
         self._start_method = start_method
         self._logs_specs = logs_specs
         self._prefix_template = log_line_prefix_template
@@ -71,23 +71,21 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._swept: PContext | None = None  # whose strays have been told to go; once is enough
         self.spawner: Spawner | None = None  # may be given before `run`, so that it starts early
         self.store: WorkerStore | None = None
-        self.warmth: Warmth | None = None  # keeps helpers that are ahead of the workers' needs
-        self.watch: Supervision | None = (
-            None  # may be given before `run`; one that watches nothing by default
-        )
+        self.helpers = options.helpers
+        self.supervision = options.supervision
         self.status: StatusSocket | None = None  # answers `phalanx status`
-        self._interface: Interface | None = None
+        self._interface: NetworkInterface | None = None
         self._since = time.time()
-        self.attach: int | None = None  # the local rank that has the terminal's input
+        self.attach = options.attach
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """As `SimpleElasticAgent.run`, with a watch over the workers' progress."""
-        if self.watch is None:
+        if self.supervision is None:
             from phalanx.supervision.supervision import Supervision
 
-            self.watch = Supervision()
+            self.supervision = Supervision()
         try:
-            self.watch.open(
+            self.supervision.open(
                 run_id=self._rdzv_handler.get_run_id(),
                 post=self._post,
                 note=self._note,
@@ -96,7 +94,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             )
             return super().run(role)
         finally:
-            self.watch.close()
+            self.supervision.close()
 
     @property
     def run_dir(self) -> str | None:
@@ -145,8 +143,8 @@ class LocalElasticAgent(SimpleElasticAgent):
                 environ=os.environ,
             )
             envs[local_rank].update(several)
-            if self.watch is not None:
-                envs[local_rank].update(self.watch.services.environment)
+            if self.supervision is not None:
+                envs[local_rank].update(self.supervision.services.environment)
             args[local_rank] = substitute(spec.args, local_rank)
             if self._prefix_template is not None:
                 prefixes[local_rank] = line_prefix(
@@ -157,16 +155,16 @@ class LocalElasticAgent(SimpleElasticAgent):
         context.explains = False
         context.stop_timeout = self._shutdown_timeout
         # With a preemption signal the agent alone decides: who dies of it must not stop who saves.
-        context.stops_at_failure = self.watch is None or not self.watch.preemption.signal
+        context.stops_at_failure = self.supervision is None or not self.supervision.preemption.signal
         context.attach = self.attach
-        if self.watch is not None:
-            context.boards = self.watch.boards(context.nprocs)
+        if self.supervision is not None:
+            context.boards = self.supervision.boards(context.nprocs)
         context.start()
         self._context = context
-        if self.watch is not None:
-            self.watch.started(context, worker_group, time.monotonic(), self._number, self._host)
-        if self.warmth is not None:
-            self.warmth.started(time.monotonic())
+        if self.supervision is not None:
+            self.supervision.started(context, worker_group, time.monotonic(), self._number, self._host)
+        if self.helpers is not None:
+            self.helpers.started(time.monotonic())
         if self.store is not None:
             self.store.serve()
         return context.pids()
@@ -204,21 +202,21 @@ class LocalElasticAgent(SimpleElasticAgent):
         }
         if isinstance(spec.entrypoint, str):
             context = SubprocessContext(entrypoint=spec.entrypoint, **common)
-            context.warm = self.warmth is not None and self.warmth.mode != "off"
+            context.warm = self.helpers is not None and self.helpers.mode != "off"
         else:
             assert spec.entrypoint is not None
             context = MultiprocessContext(
                 entrypoint=spec.entrypoint, start_method=self._start_method, **common
             )
-            context.warm = self.warmth is not None and self.warmth.mode != "off"
+            context.warm = self.helpers is not None and self.helpers.mode != "off"
         context.spawner = self._helpers(context)
         return context
 
     def _helpers(self, context: PContext) -> Spawner | None:
         """The helpers this agent keeps; None for `fork`, whose helpers are forks made for one start."""
         kind = context.spawner_kind
-        if self.warmth is not None:
-            return self.warmth.take(kind)
+        if self.helpers is not None:
+            return self.helpers.take(kind)
         if kind is None:
             return None
         if self.spawner is not None and (self.spawner.lost or self.spawner.how != kind):
@@ -230,10 +228,10 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if self._context is not None:
-            if self.watch is None:
+            if self.supervision is None:
                 self._context.ask_stop(self._stop_signal, self._stop_grace)
             else:
-                self.watch.stop(self._context, self._stop_signal, self._stop_grace)
+                self.supervision.stop(self._context, self._stop_signal, self._stop_grace)
 
     def _hurry(self) -> None:
         self._stop_workers(self._worker_group)
@@ -267,10 +265,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         finally:
             if self.status is not None:
                 self.status.close()
-            if self.warmth is not None:
+            if self.helpers is not None:
                 if self._context is not None:
-                    self.warmth.learn(self._context)
-                self.warmth.close()
+                    self.helpers.learn(self._context)
+                self.helpers.close()
             if self.spawner is not None:
                 self.spawner.close()
             if self.store is not None:
@@ -280,7 +278,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _wait(self, timeout: float | None) -> None:
         context = self._context
-        due = self.warmth.due() if self.warmth is not None else None
+        due = self.helpers.due() if self.helpers is not None else None
         if due is not None:
             left = max(0.0, due - time.monotonic())
             timeout = left if timeout is None else min(timeout, left)
@@ -292,9 +290,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             if self._uninterruptible_timeout > 0:
                 timeout = _LOOK_AT_STATES if timeout is None else min(timeout, _LOOK_AT_STATES)
         fds = [context.fileno()] if context is not None and busy else []
-        if busy and self.watch is not None and self._state.phase is core.Phase.RUNNING:
-            timeout = self.watch.limit(timeout, time.monotonic())
-            fds += self.watch.fds()
+        if busy and self.supervision is not None and self._state.phase is core.Phase.RUNNING:
+            timeout = self.supervision.limit(timeout, time.monotonic())
+            fds += self.supervision.fds()
         if self.status is None:  # at the first pause: nobody is kept waiting for it
             from phalanx.agent.status import StatusSocket, snapshot
 
@@ -303,47 +301,51 @@ class LocalElasticAgent(SimpleElasticAgent):
         self.status.answer()
 
     def _look(self) -> Event | None:
-        if self.warmth is not None and self._state.phase is core.Phase.JOINING:
-            self.warmth.idle(self._worker_group.spec.local_world_size)
-        if self._log is not None and self.watch is not None:
-            self._log.first_line = self.watch.begun
+        if self.helpers is not None and self._state.phase is core.Phase.JOINING:
+            self.helpers.idle(self._worker_group.spec.local_world_size)
+        if self._log is not None and self.supervision is not None:
+            self._log.first_line = self.supervision.begun
             self._log.settle()
-        due = self.warmth.due() if self.warmth is not None else None
-        if due is not None and self.warmth is not None and self._context is not None:
+        due = self.helpers.due() if self.helpers is not None else None
+        if due is not None and self.helpers is not None and self._context is not None:
             now = time.monotonic()
             if now >= due and self._state.phase is core.Phase.RUNNING:
-                self.warmth.look(self._context, now)
+                self.helpers.look(self._context, now)
                 _prepare_for_a_failure()
         if self._uninterruptible_timeout > 0 and self._state.phase is core.Phase.RUNNING:
             stuck = self._stuck()
             if stuck:
                 return Uninterruptible(stuck)
         event = super()._look()
-        if isinstance(event, AllSucceeded) and self.watch is not None:
-            self.watch.finished(time.monotonic())
-        if event is None and self.watch is not None and self._state.phase is core.Phase.RUNNING:
-            event = self.watch.look(time.monotonic())
+        if isinstance(event, AllSucceeded) and self.supervision is not None:
+            self.supervision.finished(time.monotonic())
+        if event is None and self.supervision is not None and self._state.phase is core.Phase.RUNNING:
+            event = self.supervision.look(time.monotonic())
         return event
 
     def _post(self, event: Event | Callable[[], None]) -> None:
-        if isinstance(event, Signal) and self.watch is not None and self.watch.preemption.repeats(event.sig):
+        if (
+            isinstance(event, Signal)
+            and self.supervision is not None
+            and self.supervision.preemption.repeats(event.sig)
+        ):
             return
         super()._post(event)
 
     def _do(self, command: Command) -> None:
-        if self.watch is not None and isinstance(command, CloseRendezvous) and command.job_failed:
-            self.watch.job_failed()
+        if self.supervision is not None and isinstance(command, CloseRendezvous) and command.job_failed:
+            self.supervision.job_failed()
         super()._do(command)
 
     def _join(self) -> None:
         if self._interface is None and not self._rdzv_handler.immediate:
-            from phalanx.membership.network_interface import Interface
+            from phalanx.membership.network_interface import NetworkInterface
 
-            self._interface = Interface()
-        if self.watch is None:
+            self._interface = NetworkInterface()
+        if self.supervision is None:
             super()._join()
         else:
-            self.watch.join(super()._join)
+            self.supervision.join(super()._join)
 
     def _stuck(self) -> tuple[int, ...]:
         """Workers that have been in uninterruptible sleep for longer than allowed."""
@@ -358,10 +360,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         )
 
     def _story(self, summary: str) -> str:
-        return self.watch.report(summary) if self.watch is not None else ""
+        return self.supervision.report(summary) if self.supervision is not None else ""
 
     def _was_ready(self, local_rank: int) -> bool | None:
-        return self.watch.was_ready(local_rank) if self.watch is not None else None
+        return self.supervision.was_ready(local_rank) if self.supervision is not None else None
 
     def _stop_finished(self) -> tuple[str, ...] | None:
         context = self._context
@@ -373,8 +375,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         result = context.outcome(patience=1.0)
         if result is None:
             return None
-        if self.watch is not None:
-            self.watch.preemption.excuse(result.failures.values())
+        if self.supervision is not None:
+            self.supervision.preemption.excuse(result.failures.values())
         # Without one that failed by itself it was we who ended them (a signal, a new round): no failure.
         if any(not failure.is_victim for failure in result.failures.values()):
             self._last = RunResult(
@@ -388,8 +390,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         if finish.outcome is Outcome.FAILED and self._context is not None:
             self._context.explain(self._last.failures)
         result = super()._conclude(finish)
-        if self.watch is not None and self.watch.unfit is not None and finish.outcome is Outcome.LEFT:
-            raise self.watch.unfit
+        if (
+            self.supervision is not None
+            and self.supervision.unfit is not None
+            and finish.outcome is Outcome.LEFT
+        ):
+            raise self.supervision.unfit
         return result
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.core.group_events import WorkerState
+from phalanx.core.record import Record
 from phalanx.workers.values import ByValue
 
 TYPE_CHECKING = False  # on the path of every start: plain classes, no typing, no dataclasses
@@ -10,7 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.core.restarts import RestartPolicy
     from phalanx.membership.handler import RendezvousHandler
+    from phalanx.observe.progress_line import Progress
+    from phalanx.supervision.supervision import Supervision
+    from phalanx.warm.helper_pool import HelperPool
     from phalanx.workers.failure import ProcessFailure
     from phalanx.workers.numa import NumaOptions
 
@@ -164,3 +169,16 @@ class RunResult(ByValue):
     def is_failed(self) -> bool:
         """Whether the job failed."""
         return self.state == WorkerState.FAILED
+
+
+class AgentOptions(Record):
+    """What an agent can be given beyond torch's arguments."""
+
+    restart_policy: RestartPolicy | None = None  # None: only `max_restarts` of the spec
+    supervision: Supervision | None = None  # None: one that watches nothing
+    helpers: HelperPool | None = None  # prepares helper processes ahead; the agent closes it
+    attach: int | None = None  # the local rank that reads the terminal's input
+    job_name: str = ""  # as the failure report calls the job; empty: the entrypoint's name
+    note: Callable[[str], None] | None = None  # one line per incident
+    reason: Callable[[str], None] | None = None  # every decision
+    progress: Progress | None = None  # the progress line of a terminal

@@ -99,8 +99,8 @@ def snapshot(agent: LocalElasticAgent, since: float) -> dict[str, Any]:
     """The job as this agent sees it, as plain values; `since`: when the agent began, by the wall clock."""
     group, state = agent.get_worker_group(), agent._state
     current = state.round
-    casebook = agent.watch.casebook if agent.watch is not None else None
-    findings = casebook.findings if casebook is not None else []
+    incidents = agent.supervision.incidents if agent.supervision is not None else None
+    findings = incidents.findings if incidents is not None else []
     return {
         "run": agent._rdzv_handler.get_run_id(),
         "name": agent.job_name,
@@ -126,12 +126,12 @@ def snapshot(agent: LocalElasticAgent, since: float) -> dict[str, Any]:
 
 
 def _workers(agent: LocalElasticAgent) -> list[dict[str, Any]]:
-    lookout = agent.watch.lookout if agent.watch is not None else None
+    detector = agent.supervision.detector if agent.supervision is not None else None
     context = agent._context
     if context is None:
         return []
     pids, running = context.pids(), context.running
-    beats = {} if lookout is None else {beat.rank: beat for beat in lookout.beats()}
+    beats = {} if detector is None else {beat.rank: beat for beat in detector.beats()}
     now = time.monotonic()
     told = []
     for worker in agent.get_worker_group().workers:
@@ -144,7 +144,7 @@ def _workers(agent: LocalElasticAgent) -> list[dict[str, Any]]:
                 "running": worker.local_rank in running,
                 "ready": beat is not None and bool(beat.ready_at or beat.count),
                 "step": None if beat is None else beat.step,
-                "rate": None if lookout is None else lookout.rates.get(worker.global_rank),
+                "rate": None if detector is None else detector.rates.get(worker.global_rank),
                 "quiet": now - beat.beat_at if beat is not None and beat.count else None,
                 "section": "" if beat is None else beat.section,
             }
@@ -153,7 +153,7 @@ def _workers(agent: LocalElasticAgent) -> list[dict[str, Any]]:
 
 
 def _standbys(agent: LocalElasticAgent) -> dict[str, Any]:
-    pids = agent.warmth.parked if agent.warmth is not None else ()
+    pids = agent.helpers.parked if agent.helpers is not None else ()
     return {"count": len(pids), "pids": list(pids), "memory": memory_of(pids)}
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from phalanx.config import RunConfig
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler
+    from phalanx.observe.progress_line import Progress
+    from phalanx.warm.helper_pool import HelperPool
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,18 +97,18 @@ def say(line: str) -> None:
 
 def launch(config: RunConfig) -> int:
     """Start the agent, run it to the end, and tell."""
-    from phalanx.warm.helper_pool import warmth_for
+    from phalanx.warm.helper_pool import helper_pool_for
 
     if config.omp_num_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(config.omp_num_threads)  # before helpers import anything
     # First of all, so that the helpers come up while the rest of the agent is still being imported.
     try:
-        warmth = warmth_for(*worker_command(config), config.warm, config.preload, config.warmup)
+        helpers = helper_pool_for(*worker_command(config), config.warm, config.preload, config.warmup)
     except (OSError, RuntimeError) as error:  # no descriptor, no process to be had; StartError says so itself
         why = error.strerror if isinstance(error, OSError) else error
         say(f"the helper processes cannot be started: {why}; see `ulimit -n` and `ulimit -u`")
         return 1
-    warmth.say = say
+    helpers.say = say
     begin = time.time()
     from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
@@ -119,9 +121,7 @@ def launch(config: RunConfig) -> int:
         # for a signal, so that one which comes early would be lost there.
         with KeptModes(), SignalScope():
             specs = logs_specs(config)
-            agent = make_agent(config, specs)
-            agent.warmth = warmth
-            _connect(config, agent)
+            agent = make_agent(config, specs, helpers)
             _say_unless_quiet(config, _first_line(config, specs))
             result = agent.run()
     except SignalException as stop:
@@ -135,7 +135,7 @@ def launch(config: RunConfig) -> int:
             say(str(error))
         return 1
     finally:
-        warmth.close()
+        helpers.close()
         if agent is not None:
             agent.remove_empty_logs()
     if result.is_failed():
@@ -154,20 +154,18 @@ def signals_of(config: RunConfig) -> str:
     return f"{names},{signal.Signals(config.preempt_signal).name}"
 
 
-def _connect(config: RunConfig, agent: LocalElasticAgent) -> None:
-    """Give the agent its voice."""
-    agent.on_note = _silent if config.quiet else say
-    agent.job_name = os.path.basename(config.script)
-    if config.verbose:
-        agent.on_reason, agent.on_note = _say_everything_once()
-    if not config.quiet and sys.stderr is not None and sys.stderr.isatty():
-        from phalanx.observe.progress_line import on_terminal
+def _progress(config: RunConfig) -> Progress | None:
+    """The progress line, where a person looks at a terminal."""
+    if config.quiet or sys.stderr is None or not sys.stderr.isatty():
+        return None
+    from phalanx.observe.progress_line import on_terminal
 
-        agent.progress = on_terminal(sys.stderr)
-        if agent.progress is not None and config.max_nodes > 1:
-            from phalanx.membership.cluster import CountdownLine
+    line = on_terminal(sys.stderr)
+    if line is not None and config.max_nodes > 1:
+        from phalanx.membership.cluster import CountdownLine
 
-            agent.progress = CountdownLine(sys.stderr)
+        return CountdownLine(sys.stderr)
+    return line
 
 
 def _say_everything_once() -> tuple[Callable[[str], None], Callable[[str], None]]:
@@ -195,12 +193,12 @@ def _say_unless_quiet(config: RunConfig, line: str) -> None:
         say(line)
 
 
-def make_agent(config: RunConfig, specs: LogsSpecs) -> LocalElasticAgent:
+def make_agent(config: RunConfig, specs: LogsSpecs, helpers: HelperPool) -> LocalElasticAgent:
     """The agent that a command line asks for, with its logs where `specs` says."""
     from phalanx.agent.local import LocalElasticAgent
-    from phalanx.agent.spec import WorkerSpec
+    from phalanx.agent.spec import AgentOptions, WorkerSpec
     from phalanx.core.restarts import RestartPolicy
-    from phalanx.supervision.supervision import watch_for
+    from phalanx.supervision.supervision import supervision_for
 
     program, args = worker_command(config)
     spec = WorkerSpec(
@@ -220,22 +218,33 @@ def make_agent(config: RunConfig, specs: LogsSpecs) -> LocalElasticAgent:
         duplicate_stderr_filters=list(config.duplicate_stderr_filters) or None,
         virtual_local_rank=config.virtual_local_rank,
     )
-    agent = LocalElasticAgent(
+    policy = RestartPolicy(
+        max_restarts=config.max_restarts,
+        window=config.restart_window,
+        no_restart_on=config.no_restart_on,
+        readiness=config.startup_timeout is not None,  # then workers report when they are set up
+    )
+    note: Callable[[str], None] = _silent if config.quiet else say
+    reason: Callable[[str], None] | None = None
+    if config.verbose:
+        reason, note = _say_everything_once()
+    return LocalElasticAgent(
         spec,
         specs,
         start_method=config.start_method,
         log_line_prefix_template=_prefix(config),
         shutdown_timeout=config.shutdown_timeout,
+        options=AgentOptions(
+            restart_policy=policy,
+            supervision=supervision_for(config),
+            helpers=helpers,
+            attach=config.attach,
+            job_name=os.path.basename(config.script),
+            note=note,
+            reason=reason,
+            progress=_progress(config),
+        ),
     )
-    agent.attach = config.attach
-    agent.watch = watch_for(config)
-    agent.restart_policy = RestartPolicy(
-        max_restarts=config.max_restarts,
-        window=config.restart_window,
-        no_restart_on=config.no_restart_on,
-        readiness=config.startup_timeout is not None,  # then workers say when they are set up
-    )
-    return agent
 
 
 def logs_specs(config: RunConfig) -> LogsSpecs:
@@ -350,7 +359,7 @@ def _tell_failure(config: RunConfig, agent: LocalElasticAgent, result: RunResult
             text = format_report(name, everyone, started_at=begin, colour=colour)
             told = text, diagnosis_of(everyone, begin).exit_code
     else:  # a hang, or the failure of another node: nobody here has failed
-        told = told or (agent.watch.report() if agent.watch is not None else "", 1)
+        told = told or (agent.supervision.report() if agent.supervision is not None else "", 1)
         reason = agent.outcome.message if agent.outcome is not None else ""
         kept = {"name": name, "exit_code": told[1], "started_at": begin, "reason": reason, "report": told[0]}
         kept.update(root_rank=None, failed=[], echoes=[], stopped=[], ranks=[])
@@ -380,8 +389,8 @@ def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:
         return None
     import json
 
-    if agent.watch is not None and agent.watch.casebook.findings:
-        report = {**report, "watch": agent.watch.casebook.findings}
+    if agent.supervision is not None and agent.supervision.incidents.findings:
+        report = {**report, "watch": agent.supervision.incidents.findings}
     path = os.path.join(directory, "failure.json")
     try:
         with open(path, "w") as file:

@@ -20,7 +20,7 @@ _PATIENCE = 1.0  # for looking up our own name: where that hangs, nothing is kno
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
-class Interface:
+class NetworkInterface:
     """Found once per agent. The look-up of our own name begins at once, while the nodes still meet."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from phalanx.core.progress import Beat, Evidence, Verdict
 from phalanx.core.stragglers import Standing, compare
-from phalanx.supervision.round_broadcast import Bulletin, can_carry
+from phalanx.supervision.round_broadcast import RoundBroadcast, can_carry
 from phalanx.supervision.stack_collection import Findings
 
 TYPE_CHECKING = False
@@ -43,7 +43,7 @@ _FRAMES = 40
 """Of a stack, as it travels."""
 
 
-class World:
+class HangConsensus:
     """This node among those of one round; `hear` is called in the owner's thread with the others' news."""
 
     def __init__(
@@ -62,7 +62,7 @@ class World:
         self._standing = Standing()
         self._inquiry: Inquiry | None = None
         self._hangs = self._verdicts = 0  # told by us; heard
-        self._bulletin = Bulletin(
+        self._bulletin = RoundBroadcast(
             group.store, f"phalanx/progress/{number}/", lambda news: self._post(lambda: hear(news))
         )
 
@@ -251,15 +251,15 @@ def _carry_out(errand: Callable[[], None]) -> None:
         warn(f"what the other nodes say about their progress makes no sense: {type(error).__name__}: {error}")
 
 
-def world_of(
+def consensus_of(
     group: WorkerGroup,
     number: int,
     host: str,
     post: Callable[[Callable[[], None]], None],
     hear: Callable[[dict[str, Any]], None],
-) -> World | None:
+) -> HangConsensus | None:
     """None where there is no way to talk beside the rendezvous."""
-    return World(group, number, host, post, hear) if can_carry(group.store) else None
+    return HangConsensus(group, number, host, post, hear) if can_carry(group.store) else None
 
 
 # ---- testimonies as they travel ----------------------------------------------------------------------

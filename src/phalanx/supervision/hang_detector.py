@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from phalanx.core.group_events import Event
     from phalanx.core.progress import Beat, Verdict, View, WatchPolicy
     from phalanx.core.stragglers import Pace, Standing
-    from phalanx.supervision.hang_consensus import World
+    from phalanx.supervision.hang_consensus import HangConsensus
     from phalanx.supervision.heartbeat import Boards
-    from phalanx.supervision.output_activity import Output
+    from phalanx.supervision.output_activity import OutputActivity
     from phalanx.supervision.stack_collection import Findings, HangIncident
     from phalanx.workers.worker_group import PContext
 
@@ -34,7 +34,7 @@ _WARN_AGAIN = 5.0  # between looks at a hang that was only warned about
 _KEPT = 100  # findings, of which each may have a long report
 
 
-class Casebook:
+class IncidentLog:
     """What was found over all starts, for the report and the status; `note` is for a person, at once."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Casebook:
         del self.findings[:-_KEPT]
 
 
-class Lookout:
+class HangDetector:
     """Watches the workers of one start, in round `number`; `host` is this node's name among the others."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Lookout:
         boards: Boards,
         group: WorkerGroup,
         policy: WatchPolicy | None,
-        casebook: Casebook,
+        incidents: IncidentLog,
         post: Callable[[Any], None],
         *,
         number: int,
@@ -76,7 +76,7 @@ class Lookout:
     ) -> None:
         self.policy = policy
         self._context, self._boards, self._group = context, boards, group
-        self._casebook, self._post = casebook, post
+        self._casebook, self._post = incidents, post
         self._number, self._host = number, host
         self._places = {worker.local_rank: worker.global_rank for worker in group.workers}
         self._started_at = now
@@ -91,9 +91,9 @@ class Lookout:
         self._pace: Pace | None = None
         self._standing: Standing | None = None
         self.rates: dict[int, float] = {}  # of the last window, by global rank
-        self._output: Output | None = None
+        self._output: OutputActivity | None = None
         self._output_elsewhere = self._asked_for_output = self._told_of_output = 0.0
-        self._world: World | None = None
+        self._world: HangConsensus | None = None
         if policy is not None:
             self._meet_others()
 
@@ -110,12 +110,12 @@ class Lookout:
         if verdict is not None:
             self._hear({"kind": "verdict", "node": -1, "hang": verdict})
 
-    def _meet_others(self) -> World | None:
+    def _meet_others(self) -> HangConsensus | None:
         """The other nodes, once there is something to compare with them."""
         if self._world is None and (self._group.group_world_size or 1) > 1:
-            from phalanx.supervision.hang_consensus import world_of
+            from phalanx.supervision.hang_consensus import consensus_of
 
-            self._world = world_of(self._group, self._number, self._host, self._post, self._hear)
+            self._world = consensus_of(self._group, self._number, self._host, self._post, self._hear)
         return self._world
 
     def finished(self, now: float) -> None:
@@ -204,9 +204,9 @@ class Lookout:
         finished = tuple(sorted({*self._finished(), *self._finished_elsewhere}))
         output_at = None
         if policy.silence_timeout is not None:
-            from phalanx.supervision.output_activity import Output
+            from phalanx.supervision.output_activity import OutputActivity
 
-            self._output = self._output or Output(self._context, self._started_at)
+            self._output = self._output or OutputActivity(self._context, self._started_at)
             output_at = self._output.last(now)
             if output_at is not None:
                 output_at = max(output_at, self._output_elsewhere)
@@ -329,7 +329,7 @@ class Lookout:
         except NOT_OURS:
             pass  # no news of ours: the store of a static round is open to the workers, too
 
-    def _take_in(self, world: World, news: dict[str, Any], now: float) -> None:
+    def _take_in(self, world: HangConsensus, news: dict[str, Any], now: float) -> None:
         match news.get("kind"):
             case "slow":
                 self._casebook.slow(news)
@@ -347,7 +347,7 @@ class Lookout:
                 if news["node"] != world.node:
                     self._take_verdict(news["hang"], now)
 
-    def _answer_quiet(self, world: World, now: float) -> None:
+    def _answer_quiet(self, world: HangConsensus, now: float) -> None:
         limit = self.policy.silence_timeout if self.policy is not None else None
         last = self._output.last(now) if self._output is not None else None
         if limit is None or last is None:
@@ -357,7 +357,7 @@ class Lookout:
             self._told_of_output = last
             world.tell_of_output(now - last)
 
-    def _look_into(self, world: World, news: dict[str, Any], now: float) -> None:
+    def _look_into(self, world: HangConsensus, news: dict[str, Any], now: float) -> None:
         """Another node found something that hangs: what do ours do?"""
         from phalanx.core.progress import Verdict, View, WatchPolicy
         from phalanx.supervision.stack_collection import Findings

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from phalanx.workers.worker_group import PContext
 
 
-class Output:
+class OutputActivity:
     """When the workers last wrote something into their log files."""
 
     def __init__(self, context: PContext, started_at: float) -> None:

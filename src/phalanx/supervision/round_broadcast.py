@@ -44,7 +44,7 @@ def can_carry(store: Any) -> bool:
     return hasattr(store, "subscribe") or hasattr(store, "beside")
 
 
-class Bulletin:
+class RoundBroadcast:
     """This node's end of the log of one round."""
 
     def __init__(self, store: Any, prefix: str, hear: Callable[[dict[str, Any]], None]) -> None:

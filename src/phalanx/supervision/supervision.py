@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.agent.agent_services import NodeCheck, NodeUnfit, Services
 from phalanx.core.group_events import RoundFailed
-from phalanx.supervision.hang_detector import Casebook, Lookout
+from phalanx.supervision.hang_detector import HangDetector, IncidentLog
 from phalanx.supervision.preemption import Preemption
 
 TYPE_CHECKING = False
@@ -37,8 +37,8 @@ class Supervision:
         self.services = Services(health)
         self.node_check = NodeCheck(health_check) if health_check else None
         self.unfit: NodeUnfit | None = None  # why this node stays out
-        self.casebook = Casebook()
-        self.lookout: Lookout | None = None  # while workers run, and until the next ones do
+        self.incidents = IncidentLog()
+        self.detector: HangDetector | None = None  # while workers run, and until the next ones do
         self._post: Callable[[Any], None] = lambda _event: None
         self._boards: Boards | None = None
 
@@ -54,7 +54,7 @@ class Supervision:
         health_check_server: Any = None,
     ) -> None:
         """Start the services; `post` is for events and errands of the owner's queue."""
-        self._post, self.casebook.note = post, note
+        self._post, self.incidents.note = post, note
 
         def knock(answer: threading.Event) -> None:
             post(answer.set)
@@ -79,8 +79,8 @@ class Supervision:
 
     def job_failed(self) -> None:
         """The job is about to be over for this node: the last time that the others can be heard."""
-        if self.lookout is not None:
-            self.lookout.hear_last_word()
+        if self.detector is not None:
+            self.detector.hear_last_word()
 
     def join(self, go: Callable[[], None]) -> None:
         """Enter the rendezvous with `go`, in the owner's thread, once this node is found fit."""
@@ -95,7 +95,7 @@ class Supervision:
 
     def _stay_out(self, unfit: NodeUnfit) -> None:
         self.unfit = unfit
-        self.casebook.note(str(unfit))
+        self.incidents.note(str(unfit))
         # Graceful: the others go on without this node.
         self._post(RoundFailed("graceful", str(unfit)))
 
@@ -125,12 +125,12 @@ class Supervision:
         """These workers run now, in this round; `host` is this node's name among the others."""
         self._end_lookout()
         assert self._boards is not None, "boards come before workers"
-        self.lookout = Lookout(
+        self.detector = HangDetector(
             context,
             self._boards,
             group,
             self.policy,
-            self.casebook,
+            self.incidents,
             self._post,
             number=number,
             host=host,
@@ -139,31 +139,31 @@ class Supervision:
 
     def finished(self, now: float) -> None:
         """All workers of this node have ended well."""
-        if self.lookout is not None:
-            self.lookout.finished(now)
+        if self.detector is not None:
+            self.detector.finished(now)
 
     def _end_lookout(self) -> None:
-        if self.lookout is not None:
-            self.lookout.close()
-            self.lookout = None
+        if self.detector is not None:
+            self.detector.close()
+            self.detector = None
 
     # -- the loop's view ----------------------------------------------------------------------------
 
     def fds(self) -> list[int]:
         """What else the owner waits for."""
-        return [self._boards.fileno()] if self._boards is not None and self.lookout is not None else []
+        return [self._boards.fileno()] if self._boards is not None and self.detector is not None else []
 
     def limit(self, timeout: float | None, now: float) -> float | None:
         """How long the owner may sleep."""
-        return timeout if self.lookout is None else self.lookout.limit(timeout, now)
+        return timeout if self.detector is None else self.detector.limit(timeout, now)
 
     def look(self, now: float) -> Event | None:
         """Whether something hangs; to be called whenever the owner is awake and workers run."""
-        return None if self.lookout is None else self.lookout.look(now)
+        return None if self.detector is None else self.detector.look(now)
 
     def report(self, summary: str = "") -> str:
         """The last hang in full, if it was this one; empty when there was none."""
-        lines = self.casebook.last_hang
+        lines = self.incidents.last_hang
         return "\n".join(lines) if lines and summary in lines[0] else ""
 
     # -- stopping -----------------------------------------------------------------------------------
@@ -171,12 +171,12 @@ class Supervision:
     def stop(self, context: PContext, sig: int, grace: float) -> None:
         """Stop the workers; when it is for a preemption, let them checkpoint and leave by themselves."""
         if self._boards is not None and self.preemption.begins(sig):
-            self.preemption.stop(context, self._boards, grace, self.casebook.note)
+            self.preemption.stop(context, self._boards, grace, self.incidents.note)
         else:
             context.ask_stop(sig, grace)
 
 
-def watch_for(config: RunConfig) -> Supervision:
+def supervision_for(config: RunConfig) -> Supervision:
     """The watch that a command line asks for."""
     timeouts = (
         config.heartbeat_timeout,

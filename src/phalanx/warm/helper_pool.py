@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.warm.import_cache import Learned
+    from phalanx.warm.import_cache import ImportCache
     from phalanx.workers.worker_group import PContext
 
 # Seconds after a start at which the list is looked at: early for the imports at the top of a script, later
@@ -28,14 +28,14 @@ _LOOKS = (2.0, 10.0, 60.0)
 _WORTH_IT = 25  # fewer new modules than this are not worth another set of helpers
 
 
-class Warmth:
+class HelperPool:
     """The helpers of one agent, over all its starts."""
 
     def __init__(
         self,
         kind: str,
         mode: str = "auto",
-        learned: Learned | None = None,
+        learned: ImportCache | None = None,
         preload: tuple[str, ...] = (),
         warm_up: str = "",
     ) -> None:
@@ -138,34 +138,36 @@ class Warmth:
             self._now.close()
 
 
-def warmth_for_function(function: Callable[..., object], start_method: str, mode: str) -> Warmth | None:
+def helper_pool_for_function(
+    function: Callable[..., object], start_method: str, mode: str
+) -> HelperPool | None:
     """For functions: the same where each worker is to be a fresh process; None where it is not."""
     if mode == "off" or start_method != "spawn":
         return None
     import sys
 
-    from phalanx.warm.import_cache import Learned
+    from phalanx.warm.import_cache import ImportCache
     from phalanx.zygote.spawner import interpreter_flags
 
     flags = interpreter_flags()
     main = getattr(sys.modules["__main__"], "__file__", "") or "interactive"
     name = f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
-    learned = Learned(["function", name, main, *flags], os.environ)
-    return Warmth(" ".join(["python", *flags]), mode, learned)
+    learned = ImportCache(["function", name, main, *flags], os.environ)
+    return HelperPool(" ".join(["python", *flags]), mode, learned)
 
 
-def warmth_for(
+def helper_pool_for(
     program: str, args: tuple[str, ...], mode: str, preload: tuple[str, ...] = (), warm_up: str = ""
-) -> Warmth:
+) -> HelperPool:
     """For programs: forks of one Python where that is possible and wanted, else a fresh start for each."""
     from phalanx.workers.program import python_flags, split_python
 
     flags = None if mode == "off" else python_flags(program, [args], {})
     if flags is None:
-        return Warmth("exec", "off")
-    from phalanx.warm.import_cache import Learned
+        return HelperPool("exec", "off")
+    from phalanx.warm.import_cache import ImportCache
 
     split = split_python(args)
     assert split is not None
-    learned = Learned([split[1], split[2], *flags], os.environ)
-    return Warmth(" ".join(["python", *flags]), mode, learned, preload, warm_up)
+    learned = ImportCache([split[1], split[2], *flags], os.environ)
+    return HelperPool(" ".join(["python", *flags]), mode, learned, preload, warm_up)

@@ -38,7 +38,7 @@ def cache_dir(environ: Mapping[str, str]) -> str | None:
     return os.path.join(base, "phalanx", "modules")
 
 
-class Learned:
+class ImportCache:
     """The list of one script."""
 
     def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:

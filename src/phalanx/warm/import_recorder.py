@@ -32,7 +32,7 @@ def homes() -> tuple[str, ...]:
     return tuple(os.path.join(path, "") for path in [*packages, library, library + "/lib-dynload"])
 
 
-class Recorder:
+class ImportRecorder:
     """A finder that finds nothing: it only writes down what is asked for."""
 
     def __init__(self, fd: int) -> None:

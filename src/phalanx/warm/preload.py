@@ -42,7 +42,7 @@ _OF_A_WORKER = frozenset({
 _OF_A_WORKER_TOO = ("TORCHELASTIC_", "PHALANX_")
 
 
-class Left:
+class ImportResidue:
     """What the imports left behind, for `forked.tidy` to give to every worker."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Left:
         self.files: dict[int, str] = {}  # descriptor → path
 
 
-left = Left()
+left = ImportResidue()
 
 
 def preload(names: Iterable[str], tell: Callable[[str], None]) -> None:

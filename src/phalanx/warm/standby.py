@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Handover = tuple[dict[str, Any], dict[str, Any], list[int], int, int]
 
 
-class Lot:
+class StandbyPool:
     """The zygote's parked processes."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from phalanx.workers.worker_kinds import program_for
-from phalanx.zygote.spawner import Exit, GroupStopped, HelpersLost, Job, Spawner
+from phalanx.zygote.spawner import Exit, GroupStopped, HelpersLost, Spawner, WorkerLaunch
 
 if TYPE_CHECKING:
     from phalanx.workers.numa import NumaOptions
@@ -26,7 +26,7 @@ _LOOK = 1.0  # bounds one sleep; nothing is polled at that rate
 class Process:
     """A running program: pid, poll, wait, signals."""
 
-    def __init__(self, job: Job, env: dict[str, str]) -> None:
+    def __init__(self, job: WorkerLaunch, env: dict[str, str]) -> None:
         self.args = job.argv
         self.returncode: int | None = None
         self._done = False
@@ -105,7 +105,7 @@ class SubprocessHandler:
             if log:
                 _start_anew(log)
         argv = [entrypoint, *(str(arg) for arg in args)]
-        job = Job(0, argv=argv, path=path)
+        job = WorkerLaunch(0, argv=argv, path=path)
         job.env, job.stdout, job.stderr = env, stdout or "", stderr or ""
         if numa_options is not None:
             from phalanx.workers.numa import cpus_for

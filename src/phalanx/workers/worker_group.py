@@ -28,9 +28,9 @@ from phalanx.zygote.spawner import (
     Exit,
     GroupStopped,
     HelpersLost,
-    Job,
     Place,
     Spawner,
+    WorkerLaunch,
     files_needed,
     require_files,
 )
@@ -111,7 +111,7 @@ class PContext(abc.ABC):
     # -- what a kind of worker fills in -----------------------------------------------------------
 
     @abc.abstractmethod
-    def _job(self, rank: int, env: dict[str, str]) -> Job:
+    def _job(self, rank: int, env: dict[str, str]) -> WorkerLaunch:
         """What this rank runs; raises StartError when it cannot be run."""
 
     @property
@@ -164,7 +164,7 @@ class PContext(abc.ABC):
             self._abandon()
             raise
 
-    def _complete(self, rank: int) -> Job:
+    def _complete(self, rank: int) -> WorkerLaunch:
         """A kind's job plus what all kinds have: environment, logs, processors."""
         env = {key: str(value) for key, value in self.envs[rank].items()}
         if self.error_files.get(rank):

@@ -14,7 +14,7 @@ from phalanx.workers.program import BOOTSTRAP, find_program, python_flags, split
 from phalanx.workers.result import RunProcsResult
 from phalanx.workers.worker_group import PContext
 from phalanx.zygote.bootstrap import TALLY_FD
-from phalanx.zygote.spawner import Job, Spawner, interpreter_flags
+from phalanx.zygote.spawner import Spawner, WorkerLaunch, interpreter_flags
 
 if TYPE_CHECKING:
     from phalanx.logs.specs import LogsSpecs
@@ -65,7 +65,7 @@ class SubprocessContext(PContext):
         self.warm = False  # True: fork Python workers from a Python that is up already
         self._kind: str | None = None
 
-    def _job(self, rank: int, env: dict[str, str]) -> Job:
+    def _job(self, rank: int, env: dict[str, str]) -> WorkerLaunch:
         options = self._options(rank)
         if self.spawner_kind != "exec":
             # Any number will do, and a fixed one might be a descriptor that a warm-up has opened.
@@ -76,11 +76,11 @@ class SubprocessContext(PContext):
             if rank == 0:
                 self._learn = anonymous_file("phalanx-learn")
                 fds = [*fds, ("learn", self._learn, -1)]
-            return Job(rank, program=(mode, target, rest), fds=fds, options=options)
+            return WorkerLaunch(rank, program=(mode, target, rest), fds=fds, options=options)
         assert isinstance(self.entrypoint, str)
         path = program_for(self.entrypoint, {**os.environ, **env})
         argv = worker_argv(self.entrypoint, path, self._words(rank), options)
-        return Job(rank, argv=argv, path=path, fds=self._tally_place(rank))
+        return WorkerLaunch(rank, argv=argv, path=path, fds=self._tally_place(rank))
 
     def _words(self, rank: int) -> list[str]:
         return [os.fspath(arg) if isinstance(arg, os.PathLike) else str(arg) for arg in self.args[rank]]
@@ -155,7 +155,7 @@ class MultiprocessContext(PContext):
                 raise
         super().start()
 
-    def _job(self, rank: int, env: dict[str, str]) -> Job:
+    def _job(self, rank: int, env: dict[str, str]) -> WorkerLaunch:
         assert self._parcel is not None
         name = f"{self.name}{rank}"
         options = self._options(rank)
@@ -165,11 +165,11 @@ class MultiprocessContext(PContext):
             if rank == 0:
                 self._learn = anonymous_file("phalanx-learn")
                 fds = [*fds, ("learn", self._learn, -1)]
-            return Job(rank, fds=fds, program=("function", name, []), options=options)
+            return WorkerLaunch(rank, fds=fds, program=("function", name, []), options=options)
         if self.start_method != "spawn":
-            return Job(rank, fds=fds, name=name, options=options)
+            return WorkerLaunch(rank, fds=fds, name=name, options=options)
         argv = [sys.executable, *interpreter_flags(), BOOTSTRAP, "function", options, name]
-        return Job(rank, argv=argv, path=sys.executable, fds=fds)
+        return WorkerLaunch(rank, argv=argv, path=sys.executable, fds=fds)
 
     @property
     def spawner_kind(self) -> str | None:

@@ -52,7 +52,7 @@ def start() -> "Callable[[], object]":
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ and any(os.path.isdir(p + "/jax/_src") for p in sys.path):
         _load("integrations.jax")["offer"]()  # JAX finds its job through a class, not through variables
     if "learn" in places:
-        sys.meta_path.insert(0, _load("warm.import_recorder")["Recorder"](places["learn"]))
+        sys.meta_path.insert(0, _load("warm.import_recorder")["ImportRecorder"](places["learn"]))
     if mode == "function":
         os._exit(
             _load("zygote.function_call")["run_function"](target, places["entry"], places["box"], globals())

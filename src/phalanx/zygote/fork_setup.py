@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.warm.preload import Left
+    from phalanx.warm.preload import ImportResidue
 
 
 def titles() -> Callable[[str], None] | None:
@@ -64,7 +64,7 @@ def tidy(
     kernel.set_name(os.path.basename(sys.executable))
 
 
-def _inherit(left: Left | None) -> None:
+def _inherit(left: ImportResidue | None) -> None:
     """What the imports have left behind outside of memory, as if this process had done them."""
     if left is None:
         return

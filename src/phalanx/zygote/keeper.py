@@ -16,7 +16,7 @@ import time
 from phalanx import kernel
 from phalanx.zygote.channel import Channel
 from phalanx.zygote.rawsignal import signal
-from phalanx.zygote.zygote import Become, Zygote, clear_the_field
+from phalanx.zygote.zygote import Become, Zygote, kill_everything
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
     for number in (signal.SIGCHLD, CLEAR_NOW):
         signal.signal(number, _nothing)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    wishes = Wishes(wishes_fd)
+    wishes = PreloadList(wishes_fd)
     while True:
         verdict_read, verdict_write = os.pipe()
         zygote = os.fork()
@@ -81,11 +81,13 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
         os.close(verdict_read)
         if not again:
             break
-    clear_the_field([])
+    kill_everything([])
     os._exit(0)
 
 
-def _be_zygote(sock_fd: int, keeper_fd: int, runner: Runner | None, wishes: Wishes, verdict: int) -> NoReturn:
+def _be_zygote(
+    sock_fd: int, keeper_fd: int, runner: Runner | None, wishes: PreloadList, verdict: int
+) -> NoReturn:
     kernel.become_subreaper()  # not inherited over fork
     kernel.set_name("phalanx-zygote")
     channel = Channel(_socket.socket(fileno=sock_fd))
@@ -108,7 +110,7 @@ def _tell(fd: int, line: str) -> None:
     os.write(fd, line.encode(errors="replace")[:1000] + b"\n")
 
 
-class Wishes:
+class PreloadList:
     """The modules still to be imported by the next zygote, and what was learned from the ones before."""
 
     def __init__(self, fd: int | None) -> None:
@@ -167,7 +169,7 @@ def close_others(last: int) -> None:
                 pass  # the one of this very listing
 
 
-def _watch(zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int, wishes: Wishes) -> bool:
+def _watch(zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int, wishes: PreloadList) -> bool:
     """Return once the zygote is gone: True when another one is to be tried, with fewer modules."""
     poll = select.poll()
     poll.register(wake_read, select.POLLIN)
@@ -210,7 +212,7 @@ def _watch(zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int,
             return True
 
 
-def _died_importing(status: int, importing: bool, verdict_read: int, wishes: Wishes) -> bool:
+def _died_importing(status: int, importing: bool, verdict_read: int, wishes: PreloadList) -> bool:
     """Whether it ended on the way; its last words may still be in the pipe."""
     if not importing:
         return False

@@ -41,7 +41,7 @@ _CLOSE_PATIENCE = 6.0  # longer than the zygote's own patience with processes th
 Place = tuple[str, int, int]  # name, descriptor here, number in the worker (-1: any, for forks)
 
 
-class Job:
+class WorkerLaunch:
     """What one worker runs. `argv` empty: a function or a Python program, run in a fork of the zygote."""
 
     def __init__(
@@ -138,7 +138,7 @@ class Spawner:
         return self.channel.fileno()
 
     def spawn(
-        self, jobs: list[Job], env: Mapping[str, str], at_failure: tuple[int, float] | None = None
+        self, jobs: list[WorkerLaunch], env: Mapping[str, str], at_failure: tuple[int, float] | None = None
     ) -> dict[int, int]:
         """Start the whole group or nothing: rank → pid, or StartError that names the rank and why.
 
@@ -183,7 +183,7 @@ class Spawner:
             if null is not None:
                 os.close(null)
 
-    def _started(self, jobs: list[Job]) -> dict[int, int]:
+    def _started(self, jobs: list[WorkerLaunch]) -> dict[int, int]:
         while True:
             message, _ = self.channel.receive()
             if message[0] == "started":
@@ -274,7 +274,7 @@ class Spawner:
                 raise UnkillableError(f"the helper process did not end: {what}")
 
 
-def files_needed(jobs: list[Job], followed: int = 0) -> int:
+def files_needed(jobs: list[WorkerLaunch], followed: int = 0) -> int:
     """About how many descriptors the helper or, with this many files to follow, the agent has at a time."""
     helper = len(jobs) + len({fd for job in jobs for _, fd, _ in job.fds})
     agent = followed + len(os.listdir("/proc/self/fd" if kernel.LINUX else "/dev/fd")) if followed else 0
@@ -294,7 +294,7 @@ def _too_many_files(workers: int, needed: int) -> StartError:
     return StartError(f"too many open files: raise ulimit -n ({limit} here, about {enough} needed)")
 
 
-def _wire(job: Job, known: dict[int, int]) -> dict[str, Any]:
+def _wire(job: WorkerLaunch, known: dict[int, int]) -> dict[str, Any]:
     places = [(name, known.setdefault(fd, len(known)), target) for name, fd, target in job.fds]
     return {
         "rank": job.rank,

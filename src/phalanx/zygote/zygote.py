@@ -32,7 +32,7 @@ import select
 import time
 
 from phalanx import kernel
-from phalanx.warm.standby import Lot
+from phalanx.warm.standby import StandbyPool
 from phalanx.zygote.channel import TooManyFilesError
 from phalanx.zygote.rawsignal import signal
 from phalanx.zygote.settling import default_signals, in_words, leave_zygote, moved, place
@@ -103,7 +103,7 @@ class Zygote:
         self.at_failure: tuple[int, float] | None = None  # the signal and grace for the others
         self.group = 0  # groups are numbered by the agent: an answer must not be taken for the next one's
         self._statuses: set[int] = set()  # pipes to workers that are being started
-        self.lot = Lot()
+        self.lot = StandbyPool()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -412,10 +412,10 @@ class Zygote:
                 pass
 
     def _clear_the_field(self) -> None:
-        clear_the_field([*self.workers, *self.lot.parked])
+        kill_everything([*self.workers, *self.lot.parked])
 
 
-def clear_the_field(sessions: list[int]) -> None:
+def kill_everything(sessions: list[int]) -> None:
     """SIGKILL to every child, and to those that are adopted on the way, until there is none."""
     give_up_at = time.monotonic() + _GIVE_UP
     for pid in sessions:
