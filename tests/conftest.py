@@ -22,7 +22,7 @@ settings.load_profile("phalanx")
 
 # A test run in the background of a shell, or under nohup, inherits ignored signals; so would every process
 # that a test starts.
-for _signal in (signal.SIGINT, signal.SIGHUP):
+for _signal in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, signal.default_int_handler if _signal is signal.SIGINT else signal.SIG_DFL)
 
