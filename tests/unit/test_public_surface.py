@@ -1,4 +1,4 @@
-"""The public names: what `phalanx` exports, what its import costs, and that docs/api.md describes all of it."""
+"""The public names: what `phalanx` exports, what its import costs, and that docs/api.md describes them."""
 
 from __future__ import annotations
 
