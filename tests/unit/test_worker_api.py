@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import select
 import signal
@@ -97,6 +98,13 @@ def beat_in_function() -> None:
 @pytest.mark.parametrize("kind", ["spawn", "forkserver", "fork"])
 def test_functions(start: Start, kind: str) -> None:
     context, boards = start(beat_in_function, kind)
+    assert succeeded(context)
+    assert boards.read(0).step == 3
+
+
+def test_a_forked_function_is_heard_when_its_parent_has_imported_the_module(start: Start) -> None:
+    importlib.import_module("phalanx.worker")
+    context, boards = start(beat_in_function, "fork")
     assert succeeded(context)
     assert boards.read(0).step == 3
 

@@ -1,0 +1,72 @@
+"""The pages agree with the code: options and variables exist, and links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx.options import OPTIONS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+OWN = {flag for option in OPTIONS for flag in option.flags}
+OF_OTHER_COMMANDS = {
+    # phalanx store, drain, doctor
+    "--listen", "--journal", "--linger", "--self", "--timeout", "--with", "--wait", "--json",
+    # benchmarks and tests
+    "--quick", "--runs", "--settle",
+}  # fmt: skip
+OF_OTHER_PROGRAMS = {
+    # accelerate launch, sbatch, etcd, mypy
+    "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port",
+    "--mixed_precision", "--cpu", "--signal", "--data-dir", "--strict",
+    # a training script, and how options may be shortened
+    "--lr", "--device", "--redirect",
+}  # fmt: skip
+VARIABLE = re.compile(r"`((?:PHALANX|TORCHELASTIC|TORCH_ELASTIC|TORCH_DISABLE)_[A-Z_]+)\b")
+
+
+def ids(path: Path) -> str:
+    return path.name
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    return {anchor(heading) for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_options_exist(page: Path) -> None:
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
+    assert mentioned - OWN - OF_OTHER_COMMANDS - OF_OTHER_PROGRAMS == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_variables_are_read_or_set_somewhere(page: Path) -> None:
+    known = {option.env for option in OPTIONS if option.env}
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    for name in set(VARIABLE.findall(page.read_text())):
+        # A row such as `PHALANX_<OPTION>` is a pattern, not a name.
+        assert name in known or name.endswith("_") or f'"{name}"' in source, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, section = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not section or section in anchors(linked), target
