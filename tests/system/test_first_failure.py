@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx.core.group_events import SiblingStop
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
 from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from tests.conftest import HUNG, wait_until
@@ -35,7 +36,7 @@ def group(at: Path, code: int, *, stops_at_failure: bool) -> SubprocessContext:
         envs={0: {}, 1: {}},
         logs_specs=DefaultLogsSpecs(),
     )
-    made.stops_at_failure = stops_at_failure
+    made.at_failure = SiblingStop(by_helpers=stops_at_failure)
     made.start()
     return made
 
@@ -92,7 +93,7 @@ def test_one_that_outstays_the_grace_is_killed(tmp_path: Path) -> None:
         envs={0: {}, 1: {}},
         logs_specs=DefaultLogsSpecs(),
     )
-    made.stops_at_failure, made.stop_timeout = True, 0.3
+    made.at_failure = SiblingStop(grace=0.3, by_helpers=True)
     with made:
         made.start()
         wait_until(lambda: not psutil.pid_exists(made.pids()[1]), "the other one is gone")

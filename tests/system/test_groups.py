@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.core.group_events import SiblingStop
 from phalanx.elastic.multiprocessing import (
     DefaultLogsSpecs,
     MultiprocessContext,
@@ -408,7 +409,7 @@ def test_a_poll_never_sits_out_the_grace_period(tmp_path: Path) -> None:
         envs(2),
         DefaultLogsSpecs(),
     )
-    group.stop_timeout = 0.5
+    group.at_failure = SiblingStop(grace=0.5)
     polls = 0
 
     def poll() -> object:

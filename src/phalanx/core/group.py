@@ -63,6 +63,7 @@ from phalanx.core.group_events import (
     RoundFailed,
     RoundOver,
     RoundReady,
+    SiblingStop,
     Signal,
     Start,
     Started,
@@ -106,6 +107,12 @@ class GroupPolicy(Record):
     restarts: RestartPolicy = RestartPolicy()
     stop_signal: int = signal.SIGTERM
     grace: float = 30.0
+    stop_by_helpers: bool = False
+
+    @property
+    def at_failure(self) -> SiblingStop:
+        """How the siblings of a failed worker end."""
+        return SiblingStop(self.stop_signal, self.grace, self.stop_by_helpers)
 
 
 class Ending(Record):
@@ -464,18 +471,24 @@ def _signal_name(sig: int) -> str:
 _HISTORY = 12
 """Moves remembered for the message of an illegal one."""
 
-MEANING: Mapping[Phase, str] = {
-    Phase.NEW: "nothing has happened yet",
-    Phase.JOINING: "in the rendezvous, no worker alive",
-    Phase.REFORMING: "in the rendezvous, old workers still dying",
-    Phase.CLEARING: "round known, old workers still dying",
-    Phase.WAITING: "round known, workers gone, back-off not over",
-    Phase.STARTING: "workers are being started",
-    Phase.RUNNING: "workers run",
-    Phase.BARRIER: "own workers succeeded, waiting for the other nodes",
-    Phase.ENDING: "workers are being stopped, for good",
-    Phase.DONE: "the end",
+_FOR_WORKERS = "waiting for the workers to end"
+
+WORDS: Mapping[Phase, tuple[str, str]] = {
+    Phase.NEW: ("nothing has happened yet", ""),
+    Phase.JOINING: ("in the rendezvous, no worker alive", "waiting for the rendezvous"),
+    Phase.REFORMING: ("in the rendezvous, old workers still dying", _FOR_WORKERS),
+    Phase.CLEARING: ("round known, old workers still dying", _FOR_WORKERS),
+    Phase.WAITING: ("round known, workers gone, back-off not over", "waiting before the next start"),
+    Phase.STARTING: ("workers are being started", "waiting for the workers to start"),
+    Phase.RUNNING: ("workers run", ""),
+    Phase.BARRIER: (
+        "own workers succeeded, waiting for the other nodes",
+        "waiting for the other nodes to finish",
+    ),
+    Phase.ENDING: ("workers are being stopped, for good", _FOR_WORKERS),
+    Phase.DONE: ("the end", ""),
 }
+"""What each phase means, and what a person reads while it lasts; empty where that is as it should be."""
 
 Handler: TypeAlias = Callable[[GroupState, Any, float, GroupPolicy], Step]
 Row: TypeAlias = Mapping[type[Any], tuple[Handler, tuple[Phase, ...]]]
@@ -611,7 +624,7 @@ def diagram() -> str:
     lines += ["    DONE --> [*]", "```", ""]
     lines += ["| phase | meaning | event | leads to |", "|---|---|---|---|"]
     for phase, row in MOVES.items():
-        label, meaning = phase.value, MEANING[phase]
+        label, meaning = phase.value, WORDS[phase][0]
         for kind, (_, targets) in row.items():
             where = ", ".join("stays" if target is phase else target.value for target in targets)
             lines.append(f"| {label} | {meaning} | {kind.__name__} | {where} |")

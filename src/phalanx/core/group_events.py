@@ -12,6 +12,7 @@ The contract the shell keeps:
 
 from __future__ import annotations
 
+import signal
 from enum import Enum, StrEnum
 from typing import TypeAlias
 
@@ -217,6 +218,17 @@ class StopWorkers(Record):
 
     sig: int
     grace: float
+
+
+class SiblingStop(Record):
+    """How the other workers of a node end when one fails: the policy that agent and helpers carry out.
+
+    `by_helpers`: the helper process begins the stop when it sees the exit, and the agent learns of both; else
+    the agent begins it. What follows is the agent's decision in both cases."""
+
+    sig: int = signal.SIGTERM
+    grace: float = 30.0
+    by_helpers: bool = False
 
 
 class ReportFailure(Record):

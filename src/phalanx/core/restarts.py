@@ -93,6 +93,11 @@ def was_ready(failure: Failure, policy: RestartPolicy) -> bool:
     return failure.lived >= policy.ready_after if failure.ready is None else failure.ready
 
 
+def remaining(history: History, now: float, policy: RestartPolicy) -> int:
+    """How many restarts are left."""
+    return max(0, policy.max_restarts - used(history, now, policy))
+
+
 def used(history: History, now: float, policy: RestartPolicy) -> int:
     """How much of the budget counts as spent now."""
     if policy.window is None:
@@ -118,7 +123,7 @@ def backoff(history: History, failure: Failure, policy: RestartPolicy) -> float:
 def decide(history: History, failure: Failure, now: float, policy: RestartPolicy) -> Decision:
     """The verdict on one failure; `history` does not hold it yet (see `record`)."""
     spent = used(history, now, policy)
-    left = max(0, policy.max_restarts - spent)
+    left = remaining(history, now, policy)
     within = "" if policy.window is None else f" within {policy.window:g} s"
     if failure.exit_code is not None and failure.exit_code in policy.no_restart_on:
         reason = f"not restarted: exit code {failure.exit_code} is listed as not worth a restart"

@@ -140,20 +140,13 @@ class MultiprocessContext(PContext):
         self.numa_options = numa_options
         self._parcel: Parcel | None = None
 
-    def start(self) -> None:
-        """As PContext.start; what cannot be pickled is refused before anything is started."""
-        if self._state == "new":
-            from phalanx.workers.function_worker import Parcel
+    def _prepare(self) -> None:
+        from phalanx.workers.function_worker import Parcel
 
-            assert callable(self.entrypoint)
-            self._parcel = Parcel(list(range(self.nprocs)))
-            try:
-                if self.start_method != "fork":
-                    self._parcel.fill(self.entrypoint, self.args)
-            except BaseException:
-                self.close()
-                raise
-        super().start()
+        assert callable(self.entrypoint)
+        self._parcel = Parcel(list(range(self.nprocs)))
+        if self.start_method != "fork":
+            self._parcel.fill(self.entrypoint, self.args)  # what cannot be pickled is refused here
 
     def _job(self, rank: int, env: dict[str, str]) -> WorkerLaunch:
         assert self._parcel is not None
