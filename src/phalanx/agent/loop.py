@@ -18,6 +18,7 @@ import signal
 import time
 from collections import deque
 
+from phalanx.agent.spec import RunResult
 from phalanx.core import group as core
 from phalanx.core import group_events as events
 from phalanx.errors import SignalException
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from phalanx.agent.protocols import LoopPart, Nodes, NodeWorkers
     from phalanx.agent.run_record import RunRecord
     from phalanx.core.group import GroupPolicy, Phase
-    from phalanx.core.group_events import Command, Event, Finish
+    from phalanx.core.group_events import Command, Event, Finish, StartWorkers
+    from phalanx.membership.handler import RendezvousInfo
     from phalanx.observe.progress_line import Progress
     from phalanx.supervision.supervision import Supervision
 
@@ -274,6 +276,34 @@ class SteppedLoop(OwnerLoop):
                     raise signal_exception(event.sig)
         finally:
             self.guarded = before
+
+
+class StepWorkers:
+    """The workers of a subclass that has its own steps for them; only their result is kept here."""
+
+    closed = True
+
+    def __init__(self) -> None:
+        self.result = RunResult(events.WorkerState.INIT)
+        self.error: BaseException | None = None
+
+    def start(self, info: RendezvousInfo, command: StartWorkers) -> None:
+        raise NotImplementedError("`_start_workers` starts them")
+
+    def stop(self, sig: int, grace: float) -> None:
+        raise NotImplementedError("`_stop_workers` stops them")
+
+    def fds(self, phase: Phase) -> list[tuple[int, int]]:
+        return []
+
+    def deadline(self, phase: Phase) -> float | None:
+        return None
+
+    def look(self, phase: Phase, now: float) -> Event | None:
+        return None
+
+    def close(self) -> None:
+        """`_shutdown` does it."""
 
 
 class ProgressPart:

@@ -27,7 +27,7 @@ import time
 from abc import ABC, abstractmethod
 
 from phalanx.agent.local_workers import START_ERRORS, LocalWorkers, worker_event
-from phalanx.agent.loop import OwnerLoop, ProgressPart, SteppedLoop, signal_exception
+from phalanx.agent.loop import OwnerLoop, ProgressPart, SteppedLoop, StepWorkers, signal_exception
 from phalanx.agent.run_record import RunRecord
 from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec
 from phalanx.core import group as core
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.protocols import Nodes, NodeWorkers
-    from phalanx.core.group_events import Event, Finish
+    from phalanx.core.group_events import Finish
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousInfo
     from phalanx.workers.worker_group import PContext
@@ -166,7 +166,7 @@ class SimpleElasticAgent(ElasticAgent):
         self.outcome: Finish | None = None
         self._record = RunRecord(self._worker_group, options, self.supervision)
         self._overridden = frozenset(name for name in STEPS if not _is_own(getattr(type(self), name)))
-        self._ending = False
+        self._running = self._ending = False
         policy = core.GroupPolicy(
             restarts=self.restart_policy,
             grace=shutdown_timeout,
@@ -250,7 +250,7 @@ class SimpleElasticAgent(ElasticAgent):
         """Run the group to its end. A signal is raised as SignalException once nothing is left."""
         began = time.monotonic()
         sig: signal.Signals | None = None
-        self._ending = False
+        self._running = True
         self._loop.open()
         self._record.open()
         try:
@@ -268,6 +268,7 @@ class SimpleElasticAgent(ElasticAgent):
         finally:
             self._loop.close()
             self._record.end(self._loop.finish, self._loop.workers.result, self.attempt)
+            self._running = False
             self._total_execution_time = int(time.monotonic() - began)
 
     def _post(self, event: Any) -> None:
@@ -342,8 +343,6 @@ class SimpleElasticAgent(ElasticAgent):
         group = self._worker_group
         loop.step(Start())
         try:
-            self._initialize_workers(group)
-            self._settle()
             while loop.finish is None:
                 self._take_turn(loop, group)
         except START_ERRORS as error:
@@ -366,12 +365,14 @@ class SimpleElasticAgent(ElasticAgent):
             case Phase.ENDING:
                 self._stop_workers(group)
                 self._stopped()
-            case Phase.JOINING:  # after the exit barrier: no worker is alive, and the others need this node
+            case Phase.JOINING:  # at the begin, or when the others need a node that has finished
+                before = self.state
                 self._initialize_workers(group)
-                self._settle()
+                self._settle(before)
             case _:
+                before = self.state
                 self._restart_workers(group)
-                self._settle()
+                self._settle(before)
 
     def _take_result(self, result: RunResult) -> None:
         """Tell the core what `_monitor_workers` found."""
@@ -394,20 +395,36 @@ class SimpleElasticAgent(ElasticAgent):
             self.supervision.finished(time.monotonic())
         loop.step(event)
 
-    def _settle(self) -> None:
-        """NodeWorkers run after a step that need not have told the core: bring it there."""
+    def _settle(self, before: core.GroupState) -> None:
+        """After a step that may be the subclass's own: the core learns what it was not told.
+
+        `before`: the state at the begin of the step; unchanged where the step told the core nothing.
+        """
+        if self.state is before:
+            self._settle_round()
+        if self.state.phase is Phase.STARTING:
+            pids = (worker.id for worker in self._worker_group.workers)
+            self._loop.step(Started(tuple(pid for pid in pids if isinstance(pid, int))))
+
+    def _settle_round(self) -> None:
+        """The group has its place in a round: the core starts it, unless it knows of it."""
         loop, group = self._loop, self._worker_group
-        if self.state.phase in (Phase.REFORMING, Phase.CLEARING):
-            loop.step(Stopped())
-        if self.state.phase is Phase.NEW:
-            loop.step(Start())
+        if self.state.phase in (Phase.STARTING, Phase.WAITING):
+            self._back_off()
+            return
+        self._leave_round()
         if self.state.phase is Phase.JOINING:
             members = tuple(f"node {rank}" for rank in range(group.group_world_size or 1))
             loop.step(RoundReady(GroupRound(loop.number + 1, members, group.group_rank or 0)))
         self._back_off()
-        if self.state.phase is Phase.STARTING:
-            pids = (worker.id for worker in group.workers)
-            loop.step(Started(tuple(pid for pid in pids if isinstance(pid, int))))
+
+    def _leave_round(self) -> None:
+        """The workers of the last round are gone, by torch's contract; bring the core to JOINING."""
+        if self.state.phase is Phase.NEW:
+            self._loop.step(Start())
+        if self.state.phase in (Phase.STARTING, Phase.RUNNING, Phase.BARRIER):
+            self._loop.step(RoundOver(self._loop.number, "a new round was asked for"))
+        self._stopped()
 
     def _pump(self, done: Any, timeout: float | None = None) -> None:
         loop = self._loop
@@ -421,29 +438,20 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         """Join a round, then start its workers."""
+        before = self.state
         self._rendezvous(worker_group)
-        self._settle_round()
+        if self.state is before:
+            self._settle_round()
         ids = self._start_workers(worker_group)
         for worker in worker_group.workers:
             worker.id = ids.get(worker.local_rank)
-        self._settle()
+        self._settle(before)
         worker_group.state = WorkerState.HEALTHY
-
-    def _settle_round(self) -> None:
-        """After a `_rendezvous` of the subclass's own: the core starts the round that it found."""
-        group = self._worker_group
-        if self.state.phase is Phase.NEW:
-            self._loop.step(Start())
-        if self.state.phase is Phase.JOINING:
-            members = tuple(f"node {rank}" for rank in range(group.group_world_size or 1))
-            self._loop.step(RoundReady(GroupRound(self._loop.number + 1, members, group.group_rank or 0)))
-        self._back_off()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Wait for the next round; give the group its place in it, and the workers their ranks."""
         loop = self._loop
-        if self.state.phase is Phase.NEW:
-            loop.step(Start())
+        self._leave_round()
         loop.enter_rendezvous()
         self._pump(lambda: self.state.phase is not Phase.JOINING)
         self._back_off()
@@ -694,7 +702,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._loop.drain(lambda: workers.closed, kill)
         finally:
             self.status.close()
-            if not self._ending:
+            if not self._running:
                 self._loop.close()  # called without `run`
 
     def _conclude(self, finish: Finish) -> RunResult:
@@ -715,34 +723,6 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:
         return self._workers.master(info)
-
-
-class StepWorkers:
-    """The workers of a subclass that has its own steps for them; only their result is kept here."""
-
-    closed = True
-
-    def __init__(self) -> None:
-        self.result = RunResult(WorkerState.INIT)
-        self.error: BaseException | None = None
-
-    def start(self, info: Any, command: Any) -> None:
-        raise NotImplementedError("`_start_workers` starts them")
-
-    def stop(self, sig: int, grace: float) -> None:
-        raise NotImplementedError("`_stop_workers` stops them")
-
-    def fds(self, phase: Phase) -> list[tuple[int, int]]:
-        return []
-
-    def deadline(self, phase: Phase) -> float | None:
-        return None
-
-    def look(self, phase: Phase, now: float) -> Event | None:
-        return None
-
-    def close(self) -> None:
-        """`_shutdown` does it."""
 
 
 _OWN = frozenset(getattr(kind, name) for kind in (SimpleElasticAgent, LocalElasticAgent) for name in STEPS)

@@ -128,7 +128,12 @@ class HandlerNodes:
 
         def ask() -> None:
             while not asking.wait(self._spec.monitor_interval):
-                waiting = self.count_waiting()
+                try:
+                    waiting = self.count_waiting()
+                except Exception as error:  # noqa: BLE001 - of a plug-in; without an answer no round is kept
+                    self.error = error
+                    self._post(events.RoundFailed("error", f"{type(error).__name__}: {error}"))
+                    return
                 if waiting > 0 and not asking.is_set():
                     self._post(events.MembershipChanged(waiting=waiting))
                     return

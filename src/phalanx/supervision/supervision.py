@@ -69,7 +69,6 @@ class Supervision:
         self.services.open(
             run_id,
             knock,
-            lambda: phase() == "STARTING",
             lambda: phase() in ("RUNNING", "BARRIER"),
             health_check_server,
         )
