@@ -21,6 +21,7 @@ from phalanx.logs.specs import DefaultLogsSpecs
 from phalanx.membership.handler import RendezvousInfo
 from phalanx.membership.solo import SoloRendezvous
 from tests.conftest import HUNG, gone, wait_until
+from tests.system.test_cluster import handlers, together
 
 PYTHON = sys.executable
 
@@ -240,6 +241,53 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert agent._store is agent.get_worker_group().store
     assert agent._pcontext is not None
     assert all(gone(pid) for pid in agent._pcontext.pids().values())
+
+
+# ---- several nodes ------------------------------------------------------------------------------------
+
+
+TOGETHER = """
+import os, sys, time
+at, rank = os.environ["AT"], os.environ["RANK"]
+with open(f"{at}/{rank}", "a") as file:
+    file.write("started\\n")
+def started(other):
+    try:
+        return len(open(f"{at}/{other}").readlines())
+    except FileNotFoundError:
+        return 0
+if rank == "0":
+    while started("1") < started("0"):
+        time.sleep(0.01)
+    if started("0") == 1:
+        sys.exit(9)
+    open(f"{at}/go", "w").close()
+while not os.path.exists(f"{at}/go"):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("name", ["_start_workers", "_restart_workers", "_rendezvous", "_invoke_run"])
+def test_two_nodes_restart_together_under_an_override(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a membership that reports, or with torch's interface alone where the step may use the handler."""
+    monkeypatch.setenv("AT", str(tmp_path))
+    calls: list[str] = []
+    kind = overriding(name, calls)
+    made = handlers(2, monkeypatch, (2, 2))
+    agents = [
+        kind(
+            spec_of(TOGETHER, handler=handler, local_world_size=1, max_restarts=2),
+            DefaultLogsSpecs(str(tmp_path / f"logs{number}")),
+        )
+        for number, handler in enumerate(made)
+    ]
+    results = together([agent.run for agent in agents])
+    assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
+    assert sorted(rank for result in results for rank in result.return_values) == [0, 1]
+    assert [(tmp_path / rank).read_text().count("started") for rank in "01"] == [2, 2]
+    assert len(calls) >= 2
 
 
 # ---- signals and errors --------------------------------------------------------------------------------

@@ -144,8 +144,6 @@ class LocalWorkers:
             self._fail(error)
             return
         self.context = context
-        if self.store is not None:
-            self.store.serve()
 
     def _fail(self, error: Exception) -> None:
         known = isinstance(error, StartError | RendezvousError)
@@ -268,6 +266,8 @@ class LocalWorkers:
             worker.id = pids.get(worker.local_rank)
         self._supervision.started(self.context, self._group, now, self._number, self.host)
         self._helpers.started(self.context, now)
+        if self.store is not None:
+            self.store.serve()  # no worker waits for its import: connections wait in the backlog
         self._quiet_at = now + _QUIET_AFTER
         self._record.started(self._attempt, self._placed_in, now - self._begin_at)
         return pids

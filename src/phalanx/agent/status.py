@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PREFIX = "phalanx/"
 _BUFFER = 1 << 20  # an answer is never waited for: what does not fit is lost
 _PEER = 12  # struct ucred: pid, uid, gid
+_QUICK = 0.05  # seconds in which a start mostly is over
 _AT_ONCE = 16  # answers between two looks at the workers, however many ask
 
 
@@ -34,14 +35,13 @@ class StatusSocket:
     def __init__(self, tell: Callable[[], dict[str, Any]]) -> None:
         self._tell = tell
         self._socket: socket.socket | None = None
-        self._opened = False
+        self._open_at: float | None = 0.0  # None: it has been opened
 
-    def open(self) -> None:
-        """Listen; idempotent."""
+    def _open(self) -> None:
         import socket
 
-        self._opened = True
-        if self._socket is not None or not hasattr(socket, "SO_PEERCRED"):
+        self._open_at = None
+        if not hasattr(socket, "SO_PEERCRED"):
             return
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -53,15 +53,20 @@ class StatusSocket:
             listener.close()
 
     def fds(self, phase: Phase) -> list[tuple[int, int]]:
-        """Readable when a client connects. Opened here: no worker waits for it."""
-        if not self._opened:
-            self.open()
+        """Readable when a client connects. Opened in the first wait, but not in the way of a quick start."""
+        if self._open_at is not None:
+            if phase != "STARTING":
+                self._open()
+            elif not self._open_at:
+                self._open_at = time.monotonic() + _QUICK
         return [] if self._socket is None else [(self._socket.fileno(), select.POLLIN)]
 
     def deadline(self, phase: Phase) -> float | None:
-        return None
+        return self._open_at
 
     def look(self, phase: Phase, now: float) -> None:
+        if self._open_at and now >= self._open_at:
+            self._open()
         self.answer()
 
     def answer(self) -> None:
@@ -94,7 +99,7 @@ class StatusSocket:
 
     def close(self) -> None:
         """Stop listening; idempotent."""
-        self._opened = True
+        self._open_at = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -37,6 +37,7 @@ from phalanx.core.group_events import (
     AllSucceeded,
     BarrierDone,
     GroupRound,
+    MembershipChanged,
     Outcome,
     RoundFailed,
     RoundOver,
@@ -269,6 +270,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._loop.close()
             self._record.end(self._loop.finish, self._loop.workers.result, self.attempt)
             self._running = False
+            self.outcome = self._loop.finish
             self._total_execution_time = int(time.monotonic() - began)
 
     def _post(self, event: Any) -> None:
@@ -321,7 +323,6 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _conclude(self, finish: Finish) -> RunResult:
         self._worker_group.state = finish.state
-        self.outcome = finish
         result = self._loop.workers.result
         if finish.outcome is Outcome.SIGNALED:
             raise signal_exception(finish.sig or signal.SIGTERM)
@@ -378,10 +379,8 @@ class SimpleElasticAgent(ElasticAgent):
         """Tell the core what `_monitor_workers` found."""
         loop, spec = self._loop, self._worker_group.spec
         if result.state is WorkerState.HEALTHY:
-            waiting = 0 if self._rdzv_handler.watches else loop.nodes.count_waiting()
+            waiting = loop.nodes.count_waiting()
             if waiting > 0:
-                from phalanx.core.group_events import MembershipChanged
-
                 loop.step(MembershipChanged(waiting=waiting))
             return
         loop.workers.result = result
