@@ -173,15 +173,7 @@ class LocalWorkers:
                 prefixes[rank] = line_prefix(
                     self._prefix_template, self._group, worker, host=host, attempt=self._attempt
                 )
-        context = self._of_kind(spec, args, envs, prefixes if self._prefix_template is not None else None)
-        context.handles_signals = False
-        context.explains = False
-        context.at_failure = self._at_failure
-        context.attach = self._attach
-        context.retire = self._helpers.retire
-        context.spawner = self._helpers.take(context.spawner_kind)
-        context.boards = self._supervision.boards(context.nprocs)
-        return context
+        return self._of_kind(spec, args, envs, prefixes if self._prefix_template is not None else None)
 
     def _of_kind(
         self,
@@ -190,6 +182,7 @@ class LocalWorkers:
         envs: dict[int, dict[str, str]],
         prefixes: dict[int, str] | None,
     ) -> PContext:
+        from phalanx.workers.worker_group import GroupOptions
         from phalanx.workers.worker_kinds import MultiprocessContext, SubprocessContext
 
         common: dict[str, Any] = {
@@ -201,17 +194,21 @@ class LocalWorkers:
             "numa_options": spec.numa_options,
             "duplicate_stdout_filters": spec.duplicate_stdout_filters,
             "duplicate_stderr_filters": spec.duplicate_stderr_filters,
+            "options": GroupOptions(
+                at_failure=self._at_failure,
+                warm=self._helpers.warm,
+                boards=self._supervision.boards(len(args)),
+                attach=self._attach,
+                explains=False,
+                handles_signals=False,
+                take_helpers=self._helpers.take,
+                retire=self._helpers.retire,
+            ),
         }
-        context: SubprocessContext | MultiprocessContext
         if isinstance(spec.entrypoint, str):
-            context = SubprocessContext(entrypoint=spec.entrypoint, **common)
-        else:
-            assert spec.entrypoint is not None
-            context = MultiprocessContext(
-                entrypoint=spec.entrypoint, start_method=self._start_method, **common
-            )
-        context.warm = self._helpers.warm
-        return context
+            return SubprocessContext(entrypoint=spec.entrypoint, **common)
+        assert spec.entrypoint is not None
+        return MultiprocessContext(entrypoint=spec.entrypoint, start_method=self._start_method, **common)
 
     def _uses_agent_store(self) -> bool:
         """Whether an agent, this one or node 0's, serves the store that the workers connect to."""

@@ -24,6 +24,7 @@ import time
 from _thread import RLock
 
 from phalanx.core.group_events import SiblingStop
+from phalanx.core.record import Record
 from phalanx.errors import StartError
 from phalanx.log import warn
 from phalanx.workers.result import RunProcsResult, tail_of
@@ -61,6 +62,21 @@ _MOMENT = 0.05  # what a poll may take once nothing is left: mostly the last lin
 _CLEARED = 2.0  # for the keeper to kill the zygote
 
 
+class GroupOptions(Record):
+    """What an owner with a loop of its own chooses beyond torch's arguments."""
+
+    at_failure: SiblingStop = SiblingStop()
+    warm: bool = False  # Python workers may be forks of a prepared interpreter
+    boards: Boards | None = None  # memory shared with the workers (supervision/heartbeat.py)
+    attach: int | None = None  # only this rank gets the standard input, the others none
+    explains: bool = True  # False: the owner calls `explain` for the failures that it shows
+    handles_signals: bool = True  # False: the owner has its own handlers
+    take_helpers: Callable[[str | None], Spawner | None] = lambda _kind: (
+        None
+    )  # None: its own,
+    retire: Callable[[Spawner], None] = Spawner.close  # and ends them with this
+
+
 class PContext(abc.ABC):
     """A group of workers; see the module's top for the rules. Made by `start_processes`."""
 
@@ -74,6 +90,9 @@ class PContext(abc.ABC):
         log_line_prefixes: dict[int, str] | None = None,
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
+        numa_options: NumaOptions | None = None,
+        *,
+        options: GroupOptions = GroupOptions(),  # noqa: B008 - immutable
     ) -> None:
         nprocs = len(args)
         check_ranks("args", args, nprocs)
@@ -86,14 +105,9 @@ class PContext(abc.ABC):
         self.args = args
         self.envs = envs
         self.nprocs = nprocs
-        self.at_failure = SiblingStop()  # how the rest of the group ends when one fails
-        self.spawner: Spawner | None = None  # set before start: use this one, and leave it open
-        self.retire: Callable[[Spawner], None] = Spawner.close  # for one that was made for this group alone
-        self.numa_options: NumaOptions | None = None
-        self.boards: Boards | None = None  # memory shared with the workers (supervision/heartbeat.py)
-        self.attach: int | None = None  # only this rank gets our standard input, the others none
-        self.explains = True  # False: the owner calls `explain` for the failures it is going to show
-        self.handles_signals = True  # False: the owner has its own handlers
+        self.numa_options = numa_options
+        self.options = options
+        self.spawner: Spawner | None = None  # from `begin` on
         self.unkillable: tuple[str, ...] = ()
         self.started_at = 0.0
         self.logs: LogsDest = logs_specs.reify(envs)
@@ -111,7 +125,7 @@ class PContext(abc.ABC):
         self._answered = False  # the helpers have started the group, or refused to
         self._answer_by: float | None = None  # a stop is under way: when the helpers are killed instead
         self._alive_by: float | None = (
-            None  # workers are being killed: when the helpers must have reported one
+            None  # workers are being killed: when the helpers must report one
         )
         self._clearing = False
         self._stop_by = 0.0
@@ -169,7 +183,7 @@ class PContext(abc.ABC):
             if self._state != "new":
                 raise RuntimeError(f"group {self.name!r} was started already; make a new one to start again")
             self._state = "starting"
-        if self.handles_signals:
+        if self.options.handles_signals:
             self._signals.__enter__()
         try:
             self._prepare()
@@ -186,12 +200,13 @@ class PContext(abc.ABC):
             require_files(self.nprocs, files_needed(jobs, self._console.files if self._console else 0))
             if self._console is not None:
                 self._console.start()
+            self.spawner = self.options.take_helpers(self.spawner_kind)
             if self.spawner is None:
                 self.spawner = self._new_spawner()
                 self._owns_spawner = True
             self.started_at = time.time()
-            at_failure = (self.at_failure.sig, self.at_failure.grace) if self.at_failure.by_helpers else None
-            self.spawner.request(jobs, os.environ, at_failure)
+            policy = self.options.at_failure
+            self.spawner.request(jobs, os.environ, (policy.sig, policy.grace) if policy.by_helpers else None)
         except BaseException:
             self.abandon()
             raise
@@ -205,13 +220,14 @@ class PContext(abc.ABC):
         if self.error_files.get(rank):
             env[ERROR_FILE] = self.error_files[rank]
         job = self._job(rank, env)
-        if self.boards is not None:
-            job.fds = [*job.fds, *self.boards.places(rank, executed=bool(job.argv))]
-            env["PHALANX_WORKER"] = self.boards.variable(rank)
+        boards = self.options.boards
+        if boards is not None:
+            job.fds = [*job.fds, *boards.places(rank, executed=bool(job.argv))]
+            env["PHALANX_WORKER"] = boards.variable(rank)
         job.env = env
         job.stdout = self.stdouts.get(rank) or ""
         job.stderr = self.stderrs.get(rank) or ""
-        if self.attach is not None and rank != self.attach:
+        if self.options.attach is not None and rank != self.options.attach:
             job.stdin = os.devnull
         if self.numa_options is not None:
             from phalanx.workers.numa import cpus_for
@@ -414,10 +430,10 @@ class PContext(abc.ABC):
             if self._state != "running":
                 return
             if any(exit.code != 0 for exit in self._exits.values()):
-                self._ask_stop(self.at_failure.sig, self.at_failure.grace)
+                self._ask_stop(self.options.at_failure.sig, self.options.at_failure.grace)
             elif len(self._exits) == self.nprocs:
                 # Nothing to stop but what they may have left behind.
-                self._ask_stop(signal.SIGTERM, min(STRAY_GRACE, self.at_failure.grace))
+                self._ask_stop(signal.SIGTERM, min(STRAY_GRACE, self.options.at_failure.grace))
 
     def _ask_stop(self, sig: int, grace: float) -> None:
         assert self.spawner is not None
@@ -450,7 +466,7 @@ class PContext(abc.ABC):
             if not result.failures and len(self._exits) - len(failed) < self.nprocs:
                 # Closed by the caller while it ran: no failure is the cause, but it is no success.
                 result.failures, result.stopped = result.stopped, {}
-            if self.explains:
+            if self.options.explains:
                 self.explain(result.failures)
             if not result.failures and len(self._exits) == self.nprocs:
                 result.return_values = {rank: self._return_value(rank) for rank in range(self.nprocs)}
@@ -550,7 +566,7 @@ class PContext(abc.ABC):
             self._say_losses()
             self._remove_empty_stacks()
             if self._owns_spawner and self.spawner is not None:
-                self.retire(self.spawner)
+                self.options.retire(self.spawner)
         finally:
             self._give_back()
             for fd in (self._tally, self._learn):
