@@ -142,6 +142,27 @@ def test_every_step_is_called_as_torch_calls_it(
     assert ours == torchs
 
 
+def test_torchs_exceptions_mean_the_same_here() -> None:
+    torchs = pytest.importorskip("torch.distributed.elastic.rendezvous.api")
+
+    class Raising(Handler):
+        def next_rendezvous(self) -> Any:
+            raise self.info
+
+    for error, ends in (
+        (torchs.RendezvousClosedError("over"), WorkerState.SUCCEEDED),
+        (torchs.RendezvousGracefulExitError("bye"), WorkerState.SUCCEEDED),
+        (torchs.RendezvousTimeoutError("nobody came"), RendezvousTimeoutError),
+    ):
+        spec = WorkerSpec("r", 1, Raising(error, None, []), entrypoint="x")  # type: ignore[arg-type]
+        agent = recorder(SimpleElasticAgent, RunResult, [])(spec)
+        if isinstance(ends, WorkerState):
+            assert agent.run().state is ends
+        else:
+            with pytest.raises(ends, match="nobody came"):
+                agent.run()
+
+
 # ---- one step at a time --------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -28,6 +29,7 @@ from phalanx.store.torch.client import TorchStoreClient
 from phalanx.store.torch.server import TorchStoreServer
 from phalanx.warm.helper_pool import HelperPool
 from tests.conftest import HUNG, gone, wait_until
+from tests.system.netns import free_port
 from tests.system.run_helpers import Running, plain_environment, script
 
 PROMPT = 10.0  # far below what the helper of these tests would take, and below every grace
@@ -81,7 +83,8 @@ def test_a_signal_while_the_helper_imports(sig: int, code: int, tmp_path: Path) 
     )
     main = script(tmp_path, "print('ready', flush=True)\n")
     env = plain_environment(PYTHONPATH=str(packages), XDG_CACHE_HOME=str(tmp_path / "cache"))
-    with Running(["--preload", "busy", main], env=env) as job:
+    port = free_port()
+    with Running(["--preload", "busy", "--health-port", str(port), main], env=env) as job:
         wait_until(importing.exists, "the import")
         wait_until(
             lambda: (status_of(job.agent) or {}).get("phase") == "STARTING", "an answer from the agent"
@@ -89,6 +92,8 @@ def test_a_signal_while_the_helper_imports(sig: int, code: int, tmp_path: Path) 
         told = status_of(job.agent)
         assert told is not None
         assert told["waiting_for"] == "waiting for the workers to start"
+        with urlopen(f"http://127.0.0.1:{port}/", timeout=PROMPT) as answer:
+            assert answer.status == 200
         begin = time.monotonic()
         job.signal(sig)
         ended = job.end()

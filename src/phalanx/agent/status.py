@@ -153,10 +153,10 @@ def _workers(agent: LocalElasticAgent) -> list[dict[str, Any]]:
     pids, running = context.pids(), context.running
     beats = {} if detector is None else {beat.rank: beat for beat in detector.beats()}
     now = time.monotonic()
-    told = []
+    found = []
     for worker in agent.get_worker_group().workers:
         beat = beats.get(worker.global_rank)
-        told.append(
+        found.append(
             {
                 "rank": worker.global_rank,
                 "local_rank": worker.local_rank,
@@ -169,7 +169,7 @@ def _workers(agent: LocalElasticAgent) -> list[dict[str, Any]]:
                 "section": "" if beat is None else beat.section,
             }
         )
-    return told
+    return found
 
 
 def _standbys(agent: LocalElasticAgent) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _standbys(agent: LocalElasticAgent) -> dict[str, Any]:
 
 
 def memory_of(pids: Iterable[int]) -> int:
-    """Bytes that these processes use, what they share counted in shares; 0 where that cannot be told."""
+    """Bytes that these processes use, shared pages counted in shares; 0 where that is not known."""
     total = 0
     for pid in pids:
         try:

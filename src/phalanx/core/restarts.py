@@ -2,9 +2,9 @@
 
 The rules, in the order in which they are asked:
 
-1. An exit code named in `no_restart_on` is final: its owner has said that a retry cannot help.
+1. An exit code named in `no_restart_on` is final: its owner knows that a retry cannot help.
 2. *Fail fast*: the same error twice in a row, both times before the worker was ready, is final. This
-   rule is off unless the job says that it reports readiness (`readiness=True`). Without that, "ready"
+   rule is off unless the job reports readiness (`readiness=True`). Without that, "ready"
    is only a guess from how long a worker lived, and a plain `--max-restarts 3` job whose script dies
    at once must get the three restarts it asked for: people rely on them to ride out a port that is
    still taken or a file system that is still mounting. A guess may not take that away.
@@ -151,7 +151,7 @@ def decide(history: History, failure: Failure, now: float, policy: RestartPolicy
 
 
 def record(history: History, failure: Failure, policy: RestartPolicy, attempt: int | None = None) -> History:
-    """The history once `failure` has used a restart; `attempt`: the job's count, told by another node."""
+    """The history once `failure` has used a restart; `attempt`: the job's count, from another node."""
     known = history.attempt + 1 if attempt is None else max(history.attempt, attempt)
     keep = max(_KEEP, policy.max_restarts + 1 if policy.window is not None else 0)
     return History(known, (*history.failures, failure)[-keep:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from phalanx import errors
 from phalanx.workers.values import ByValue
 
 TYPE_CHECKING = False
@@ -183,7 +184,7 @@ class RendezvousHandler(ABC):
 
 
 class TorchHandler(RendezvousHandler):
-    """A handler that derives from torch's class, not from ours."""
+    """Adapts a handler that derives from torch's class."""
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
@@ -196,7 +197,13 @@ class TorchHandler(RendezvousHandler):
         return bool(getattr(self._handler, "use_agent_store", False))  # torch added it in 2.4
 
     def next_rendezvous(self) -> RendezvousInfo:
-        info = self._handler.next_rendezvous()
+        try:
+            info = self._handler.next_rendezvous()
+        except Exception as error:
+            ours = getattr(errors, type(error).__name__, None)  # torch's exceptions have the same names
+            if ours is None or not issubclass(ours, errors.RendezvousError):
+                raise
+            raise ours(str(error)) from error
         where = info.bootstrap_store_info
         if where is not None:
             where = RendezvousStoreInfo(where.master_addr, where.master_port)

@@ -1,4 +1,4 @@
-"""The other nodes through a rendezvous that is asked: torch's interface, and what ours add to it.
+"""The other nodes through a rendezvous that is asked: torch's interface.
 
 A handler may wait for minutes in any call, so each call runs in a thread and its end is an event; a handler
 that never waits (`immediate`, a job of one node) is called without one. Handlers may be plug-ins: whatever
@@ -87,7 +87,7 @@ class HandlerNodes:
 
         def next_round() -> events.Event:
             if before is not None:
-                before.join()  # the others hear of the failure before this node comes back
+                before.join()  # the others learn of the failure before this node comes back
             return self._next_round()
 
         self._call("rendezvous", next_round)
@@ -149,7 +149,7 @@ class HandlerNodes:
         return self._handler.num_nodes_waiting()
 
     def workers_gone(self, number: int) -> None:
-        """Handlers are not told."""
+        """Handlers do not need to know."""
 
     def failed(self, command: events.ReportFailure, report: Callable[[], tuple[str, int]]) -> None:
         if self._handler.immediate:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-_PATIENCE = 1.0  # for name look-ups: where they hang, workers are told nothing
+_PATIENCE = 1.0  # for name look-ups: where they hang, workers get no name
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
@@ -89,7 +89,7 @@ def _leading_to(meeting: str, own: str | None) -> str:
 
 
 def _address(name: str, given: bool) -> str:
-    """A given name's own address; else the one of ours that leads there. Nothing is sent."""
+    """A given name's own address; else the local one that leads there. Nothing is sent."""
     import socket
 
     try:
@@ -104,7 +104,7 @@ def _address(name: str, given: bool) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this address; empty where that cannot be told."""
+    """The interface that has this address; empty where that is not known."""
     import fcntl
     import socket
     import struct

@@ -120,7 +120,7 @@ class RunLog:
                 exit_code=failure.reported_exitcode,
                 timestamp=failure.timestamp,
             )
-            # Its own clock is the wall's; ours is not. The distance from now is good on both.
+            # It has the wall clock's time, this class the monotonic one. The distance from now holds in both.
             marks = now - max(0.0, time.time() - failure.timestamp)
         self._incident = events.IncidentMarks(incident)
         if marks is not None:

@@ -1,4 +1,4 @@
-"""Which helpers the next start gets: cold ones, ones that have imported what the workers need, parked ones.
+"""Which helpers the next start gets: cold ones, preloaded ones, or standby processes.
 
 At the first start of a script nothing is known: the helpers are bare, and one worker writes down what it
 imports. Once it has been quiet for a while, other helpers are started in the background with that list; a
@@ -204,7 +204,7 @@ class HelperPool:
 
     @property
     def closed(self) -> bool:
-        """Whether all helpers that were told to end have done so."""
+        """Whether all helpers that were being ended are gone."""
         return not self._closing
 
     def close(self) -> None:

@@ -71,9 +71,7 @@ class GroupOptions(Record):
     attach: int | None = None  # only this rank gets the standard input, the others none
     explains: bool = True  # False: the owner calls `explain` for the failures that it shows
     handles_signals: bool = True  # False: the owner has its own handlers
-    take_helpers: Callable[[str | None], Spawner | None] = lambda _kind: (
-        None
-    )  # None: its own,
+    take_helpers: Callable[[str | None], Spawner | None] = lambda _kind: None  # None: its own,
     retire: Callable[[Spawner], None] = Spawner.close  # and ends them with this
 
 
@@ -124,9 +122,7 @@ class PContext(abc.ABC):
         self.start_error: StartError | None = None  # why nothing of the group was started
         self._answered = False  # the helpers have started the group, or refused to
         self._answer_by: float | None = None  # a stop is under way: when the helpers are killed instead
-        self._alive_by: float | None = (
-            None  # workers are being killed: when the helpers must report one
-        )
+        self._alive_by: float | None = None  # workers are being killed: when the helpers must report one
         self._clearing = False
         self._stop_by = 0.0
         self._stopped_at = 0.0  # by the wall clock, as exits are
@@ -464,7 +460,7 @@ class PContext(abc.ABC):
             result.failures = {rank: failure for rank, failure in ended.items() if not failure.is_victim}
             result.stopped = {rank: failure for rank, failure in ended.items() if failure.is_victim}
             if not result.failures and len(self._exits) - len(failed) < self.nprocs:
-                # Closed by the caller while it ran: no failure is the cause, but it is no success.
+                # Closed by the caller while it ran: not caused by a failure, and not a success.
                 result.failures, result.stopped = result.stopped, {}
             if self.options.explains:
                 self.explain(result.failures)
@@ -502,7 +498,7 @@ class PContext(abc.ABC):
     # -- stop -------------------------------------------------------------------------------------
 
     def send_signal(self, sig: int, ranks: set[int] | None = None, alone: bool = False) -> None:
-        """Pass a signal to workers that run on (a preemption notice, say), `alone` or with their children."""
+        """Pass a signal to workers that run on; `alone`: not to their children."""
         if self.spawner is not None and self._state == "running":
             self.spawner.signal(sig, set(range(self.nprocs)) if ranks is None else ranks, alone)
 

@@ -28,10 +28,10 @@ def program_for(program: str, env: Mapping[str, str]) -> str:
     try:
         return find_program(program, env)
     except StartError as error:
-        told = str(error)
-    at_hand = os.path.isdir(program) or "is not executable" in told
-    failed = (ProgramNotExecutableError if at_hand else ProgramNotFoundError)(told)
-    failed.errno = errno.EACCES if at_hand else errno.ENOENT
+        why = str(error)
+    exists = os.path.isdir(program) or "is not executable" in why
+    failed = (ProgramNotExecutableError if exists else ProgramNotFoundError)(why)
+    failed.errno = errno.EACCES if exists else errno.ENOENT
     failed.filename = program
     raise failed
 

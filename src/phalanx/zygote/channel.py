@@ -1,6 +1,6 @@
 """Messages between the agent and its zygote: marshal over a private socket pair, with descriptors.
 
-Both ends are the same interpreter and nobody else can reach the socket, so marshal is safe here
+Both ends are the same interpreter and nothing else can reach the socket, so marshal is safe here
 (it is never used on bytes from a network) and costs no import. A message is a tuple whose first
 item names it. Descriptors ride on the header, which is why the header is read with recvmsg alone.
 """
@@ -190,7 +190,7 @@ class Channel:
         self.sock.close()
 
     def detach(self) -> int:
-        """The descriptor alone, for whoever closes it; -1 where it is closed already.
+        """The descriptor alone, for the caller to close; -1 where it is closed already.
 
         Else Python would warn of an unclosed socket in a fork that closes descriptors by their numbers.
         """

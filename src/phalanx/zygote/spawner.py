@@ -272,7 +272,7 @@ class Spawner:
         """
         self.silent = True
         self._send(("stop", self._group, int(sig), float(max(0.0, grace))))
-        os.sched_yield()  # who is to hear it may wait for this very processor, and we have work for long
+        os.sched_yield()  # the zygote may wait for this very processor, and the caller has work to do
 
     def park(self, count: int, warm_up: str = "") -> None:
         """Have this many forks ready for the next start; answered when they are."""
@@ -325,7 +325,7 @@ class Spawner:
 
 
 class ClosingHelpers:
-    """Helpers that were told to end: reaped when they do, killed when they do not."""
+    """Helpers that are being ended: reaped when they exit, killed when they do not."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -380,7 +380,7 @@ def require_files(workers: int, needed: int = 0) -> None:
 
 def _too_many_files(workers: int, needed: int) -> StartError:
     limit = os.sysconf("SC_OPEN_MAX")
-    # Rounded up, and with room for what a group may have: nobody wants to raise it twice.
+    # Rounded up, and with room for what a group may have, so that it is raised only once.
     enough = 64 * ((_OWN_FILES + max(4 * workers, needed)) // 64 + 1)
     return StartError(f"too many open files: raise ulimit -n ({limit} here, about {enough} needed)")
 
