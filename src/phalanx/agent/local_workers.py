@@ -420,6 +420,8 @@ class LocalWorkers:
         if self.context is not None:
             if self.idle:
                 self.context.outcome()
+            elif self.context.spawner is not None:
+                self.context.spawner.clear_now()  # the wait for its end was cut short
             self.context.abandon()
             self._helpers.learn()
         self._helpers.begin_close()

@@ -115,9 +115,7 @@ class OwnerLoop:
             case events.Leave():
                 self.nodes.leave(self.number, self.state.ending.message if self.state.ending else "left")
             case events.CloseRendezvous():
-                if command.job_failed:
-                    self._supervision.job_failed()
-                self.nodes.close(self.number, command)
+                self.nodes.close(self.number, command, self._supervision.job_failed)
             case events.WakeAt():
                 self._wake_at = command.time
             case events.Note():
@@ -204,16 +202,18 @@ class OwnerLoop:
         if any(fd == self._wake_read for fd, _ in ready):
             os.read(self._wake_read, 4096)
 
-    def drain(self, done: Callable[[], bool], hurry: Callable[[], None]) -> None:
+    def drain(
+        self, done: Callable[[], bool], hurry: Callable[[], None] = lambda: None, limit: float | None = None
+    ) -> None:
         """Wait for `done` at the end; a signal calls `hurry`, and the wait ends a little later."""
-        until: float | None = None
+        until = None if limit is None else time.monotonic() + limit
         while not done():
             event = self._next_event(done, until)
             if event is None:
                 return
             if isinstance(event, events.Signal):
                 hurry()
-                until = until or time.monotonic() + _HURRIED
+                until = min(until or float("inf"), time.monotonic() + _HURRIED)
 
     def open(self) -> None:
         """Make the pipe that wakes the loop; idempotent."""

@@ -112,8 +112,8 @@ class Nodes(Protocol):
     def leave(self, number: int, reason: str) -> None:
         """Go, and let the others go on; `closed` once that is done."""
 
-    def close(self, number: int, command: CloseRendezvous) -> None:
-        """The job is over; `closed` once the others know."""
+    def close(self, number: int, command: CloseRendezvous, at_failure: Callable[[], None]) -> None:
+        """The job is over; `closed` once the others know. `at_failure` reads what they found."""
 
     def abandon(self) -> None:
         """This node ends without a decision of the core: the others must not wait for it."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup
     from phalanx.core.group import GroupState
     from phalanx.core.group_events import Command, Event, Finish, ReportFailure
+    from phalanx.core.restarts import RestartPolicy
     from phalanx.observe.run_log import RunLog
     from phalanx.supervision.supervision import Supervision
 
@@ -20,13 +21,16 @@ if TYPE_CHECKING:
 class RunRecord:
     """The records of one agent."""
 
-    def __init__(self, group: WorkerGroup, options: AgentOptions, supervision: Supervision) -> None:
+    def __init__(
+        self, group: WorkerGroup, options: AgentOptions, policy: RestartPolicy, supervision: Supervision
+    ) -> None:
         self.job_name = options.job_name or group.spec.get_entrypoint_name()
         self.notes: deque[tuple[float, str]] = deque(maxlen=20)  # the last ones, with the time
         self.progress = options.progress
         self._on_note = options.note
         self._on_reason = options.reason
         self._group = group
+        self._policy = policy
         self._supervision = supervision
         self._began = time.time()
         self._log: RunLog | None = None  # None where nothing records events or metrics
@@ -42,7 +46,7 @@ class RunRecord:
             return
         from phalanx.observe.run_log import RunLog
 
-        self._log = RunLog(destination, self._group, self._supervision.begun)
+        self._log = RunLog(destination, self._group, self._policy, self._supervision.begun)
 
     def step(
         self,

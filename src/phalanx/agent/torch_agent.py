@@ -75,6 +75,8 @@ if TYPE_CHECKING:
 DEFAULT_ROLE = "default"
 UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
+_FAREWELL = 30.0  # seconds for a rendezvous to be left or closed; a plug-in may hang
+
 STEPS = (
     "_invoke_run",
     "_initialize_workers",
@@ -165,7 +167,7 @@ class SimpleElasticAgent(ElasticAgent):
         self.restart_policy = options.restart_policy or RestartPolicy(max_restarts=spec.max_restarts)
         self.supervision = options.supervision or Supervision()
         self.outcome: Finish | None = None
-        self._record = RunRecord(self._worker_group, options, self.supervision)
+        self._record = RunRecord(self._worker_group, options, self.restart_policy, self.supervision)
         self._overridden = frozenset(name for name in STEPS if not _is_own(getattr(type(self), name)))
         self._running = self._ending = False
         policy = core.GroupPolicy(
@@ -312,7 +314,7 @@ class SimpleElasticAgent(ElasticAgent):
             if loop.finish is None:  # an error in a step or in the agent
                 loop.nodes.abandon()
             loop.nodes.release()
-            loop.drain(lambda: loop.nodes.closed, lambda: None)
+            loop.drain(lambda: loop.nodes.closed, limit=_FAREWELL)
 
     def _leave(self, sig: signal.Signals) -> None:
         """The workers are stopped because of a signal: have the core end it."""

@@ -109,11 +109,20 @@ class ElasticNodes:
             self._membership.leave(ending.message)
 
     def leave(self, number: int, reason: str) -> None:
-        self._say_farewell(number, reason, await_verdict=False)
+        self._begin_farewell(lambda: self._part(number, reason))
 
-    def close(self, number: int, command: events.CloseRendezvous) -> None:
+    def close(self, number: int, command: events.CloseRendezvous, at_failure: Callable[[], None]) -> None:
         """Only the leader declares the job over: with a failure, this node waits until it has."""
-        self._say_farewell(number, command.reason, await_verdict=command.job_failed)
+
+        def go() -> None:
+            if command.job_failed:
+                at_failure()
+                if self._is_member:
+                    self._membership.workers_gone(number)
+                    self._membership.ended.wait(_LAST_WORD)
+            self._part(number, command.reason)
+
+        self._begin_farewell(go)
 
     def abandon(self) -> None:
         self._begin_farewell(self._handler.shutdown)
@@ -122,20 +131,16 @@ class ElasticNodes:
         if not self._parted:
             self._begin_farewell(self._membership.release)
 
-    def _say_farewell(self, number: int, reason: str, await_verdict: bool) -> None:
-        membership = self._membership
+    @property
+    def _is_member(self) -> bool:
+        return self._membership.started and not self._membership.ended.is_set()
 
-        def go() -> None:
-            if await_verdict and membership.started and not membership.ended.is_set():
-                membership.workers_gone(number)
-                membership.ended.wait(_LAST_WORD)
-            if membership.started and not membership.ended.is_set():
-                membership.leave(reason)
-                membership.workers_gone(number)
-                membership.ended.wait(_LAST_WORD)
-            membership.release()
-
-        self._begin_farewell(go)
+    def _part(self, number: int, reason: str) -> None:
+        if self._is_member:
+            self._membership.leave(reason)
+            self._membership.workers_gone(number)
+            self._membership.ended.wait(_LAST_WORD)
+        self._membership.release()
 
     def _begin_farewell(self, go: Callable[[], object]) -> None:
         """In a thread: the store may be slow, and signals are answered meanwhile."""

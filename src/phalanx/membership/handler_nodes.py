@@ -189,9 +189,11 @@ class HandlerNodes:
     def leave(self, number: int, reason: str) -> None:
         self._say_farewell(self._handler.leave)
 
-    def close(self, number: int, command: events.CloseRendezvous) -> None:
+    def close(self, number: int, command: events.CloseRendezvous, at_failure: Callable[[], None]) -> None:
         self._say_farewell(
-            lambda: self._handler.close(command.reason, command.job_failed), self._handler.shutdown
+            *([at_failure] if command.job_failed else []),
+            lambda: self._handler.close(command.reason, command.job_failed),
+            self._handler.shutdown,
         )
 
     def abandon(self) -> None:

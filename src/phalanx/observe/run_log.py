@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.core import group_events
 from phalanx.core.group_events import Outcome
+from phalanx.core.restarts import remaining
 from phalanx.observe import events, metrics
 
 if TYPE_CHECKING:
@@ -41,10 +42,17 @@ _KINDS = {
 class RunLog:
     """Turns the steps of one agent into records."""
 
-    def __init__(self, destination: str, group: WorkerGroup, first_line: Callable[[], float | None]) -> None:
+    def __init__(
+        self,
+        destination: str,
+        group: WorkerGroup,
+        policy: RestartPolicy,
+        first_line: Callable[[], float | None],
+    ) -> None:
         """The run starts now; `first_line`: when all workers had reached their first line, once they have."""
         self._destination = destination
         self._group = group
+        self._policy = policy
         self._begin = time.monotonic()
         self.first_line = first_line
         self._joining: float | None = None
@@ -242,7 +250,8 @@ class RunLog:
         metrics.put_metric(f"workers.{self._group.spec.role}.{name}", value, AGENT_METRICS)
 
     def _states(self, name: str, state: GroupState) -> None:
-        self._of_role("remaining_restarts", max(0, self._group.spec.max_restarts - state.attempt))
+        left = remaining(state.history, time.monotonic(), self._policy)
+        self._of_role("remaining_restarts", left)
         self._of_role(name, 1)
 
     def _totals(self, succeeded: bool, restarts: int) -> None:

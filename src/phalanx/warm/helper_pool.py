@@ -16,6 +16,7 @@ import select
 import time
 
 from phalanx.errors import UnkillableError
+from phalanx.log import warn
 from phalanx.zygote.spawner import ClosingHelpers, Spawner
 
 TYPE_CHECKING = False
@@ -151,9 +152,9 @@ class HelperPool:
         for closing in list(self._closing):
             try:
                 done = closing.reap()
-            except UnkillableError:
-                self._closing.remove(closing)
-                raise
+            except UnkillableError as error:  # not a reason to end a job that has other helpers
+                warn(str(error))
+                done = True
             if done:
                 self._closing.remove(closing)
 

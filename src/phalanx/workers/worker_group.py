@@ -442,6 +442,7 @@ class PContext(abc.ABC):
             return
         # Without an answer to the start no user code runs that could need a grace.
         if not self._answered:
+            self.spawner.catch_up()  # the import may be over by now
             self._answer_by = now if self.spawner.importing else now + _SIGN_OF_LIFE
         else:
             self._answer_by = self._stop_by + _ANSWER
