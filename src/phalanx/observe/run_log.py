@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import RunResult, Worker, WorkerGroup
     from phalanx.core.group import GroupState
+    from phalanx.core.restarts import RestartPolicy
     from phalanx.observe.events import EventMetadataValue
     from phalanx.workers.failure import ProcessFailure
 
