@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.agent.agent import ElasticAgent, SimpleElasticAgent
-from phalanx.agent.local import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.torch_agent import ElasticAgent, LocalElasticAgent, SimpleElasticAgent
 from phalanx.core.group_events import WorkerState
 from phalanx.errors import (
     PhalanxError,
@@ -169,7 +168,7 @@ def test_a_signal_that_a_hook_raises_leaves_the_rendezvous_open() -> None:
 def test_a_state_that_no_running_group_has_is_an_error_of_the_hook(state: WorkerState) -> None:
     handler = Scripted()
     agent = Hooked(spec_of("x", handler=handler), [state, S])
-    with pytest.raises(RuntimeError, match=f"role r: _monitor_workers says WorkerState.{state.name}"):
+    with pytest.raises(RuntimeError, match=f"role r: _monitor_workers returned WorkerState.{state.name}"):
         agent.run()
     assert agent.calls == ["start", "monitor", "shutdown"]
     assert handler.closed_by_agent == 1

@@ -34,6 +34,7 @@ import pytest
 
 from phalanx.logs.specs import DefaultLogsSpecs, Std
 from phalanx.workers.program import BOOTSTRAP, worker_argv
+from phalanx.workers.worker_group import GroupOptions
 from phalanx.workers.worker_kinds import SubprocessContext
 from phalanx.zygote.bootstrap import ERROR_FILE
 from tests.conftest import HUNG
@@ -636,8 +637,7 @@ def warm(request: pytest.FixtureRequest) -> bool:
 
 def as_worker(tmp_path: Path, warm: bool, *args: str) -> tuple[Ran, dict[str, Any]]:
     specs = DefaultLogsSpecs(log_dir=str(tmp_path / "logs"), redirects=Std.ALL)
-    group = SubprocessContext("prog", PYTHON, {0: args}, {0: {}}, specs)
-    group.warm = warm
+    group = SubprocessContext("prog", PYTHON, {0: args}, {0: {}}, specs, options=GroupOptions(warm=warm))
     with group:
         group.start()
         assert (group.spawner_kind != "exec") is warm

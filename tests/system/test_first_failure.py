@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx.core.group_events import SiblingStop
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
+from phalanx.workers.worker_group import GroupOptions
 from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from tests.conftest import HUNG, wait_until
 
@@ -34,8 +36,8 @@ def group(at: Path, code: int, *, stops_at_failure: bool) -> SubprocessContext:
         args={0: ("-c", FAILS.format(at=at, code=code)), 1: ("-c", STAYS.format(at=at))},
         envs={0: {}, 1: {}},
         logs_specs=DefaultLogsSpecs(),
+        options=GroupOptions(at_failure=SiblingStop(by_helpers=stops_at_failure)),
     )
-    made.stops_at_failure = stops_at_failure
     made.start()
     return made
 
@@ -91,8 +93,8 @@ def test_one_that_outstays_the_grace_is_killed(tmp_path: Path) -> None:
         args={0: ("-c", FAILS.format(at=tmp_path, code=3)), 1: ("-c", stays)},
         envs={0: {}, 1: {}},
         logs_specs=DefaultLogsSpecs(),
+        options=GroupOptions(at_failure=SiblingStop(grace=0.3, by_helpers=True)),
     )
-    made.stops_at_failure, made.stop_timeout = True, 0.3
     with made:
         made.start()
         wait_until(lambda: not psutil.pid_exists(made.pids()[1]), "the other one is gone")

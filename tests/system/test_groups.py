@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.core.group_events import SiblingStop
 from phalanx.elastic.multiprocessing import (
     DefaultLogsSpecs,
     MultiprocessContext,
@@ -29,6 +30,7 @@ from phalanx.elastic.multiprocessing import (
 )
 from phalanx.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from phalanx.errors import StartError
+from phalanx.workers.worker_group import GroupOptions
 from tests.conftest import HUNG, gone, wait_until
 
 LIBC_OWN = 0b11 << 31  # signals 32 and 33, which glibc's posix_spawn leaves ignored
@@ -398,7 +400,7 @@ def test_wait_with_a_timeout_comes_back() -> None:
 
 def test_a_poll_never_sits_out_the_grace_period(tmp_path: Path) -> None:
     """A sibling ignores SIGTERM; polls return None meanwhile, and the result comes when it is gone."""
-    group = start_processes(
+    group = SubprocessContext(
         "sh",
         "/bin/sh",
         {
@@ -407,8 +409,9 @@ def test_a_poll_never_sits_out_the_grace_period(tmp_path: Path) -> None:
         },
         envs(2),
         DefaultLogsSpecs(),
+        options=GroupOptions(at_failure=SiblingStop(grace=0.5)),
     )
-    group.stop_timeout = 0.5
+    group.start()
     polls = 0
 
     def poll() -> object:

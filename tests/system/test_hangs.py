@@ -262,8 +262,8 @@ def test_a_collective_that_waits_for_a_lost_peer(tmp_path: Path, workers: int) -
 def test_slow_ranks_are_named_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, so that a window need not last as long as in life."""
     import phalanx.core.stragglers as progress
-    from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import AgentOptions, WorkerSpec
+    from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.logs.specs import DefaultLogsSpecs
     from phalanx.membership.solo import SoloRendezvous
 
@@ -322,8 +322,8 @@ def test_an_agent_whose_loop_stalls_is_not_healthy(tmp_path: Path, monkeypatch: 
     """In this process, so that the loop can be held up: by a listener that does not return."""
     import threading
 
-    from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import AgentOptions, WorkerSpec
+    from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.logs.specs import DefaultLogsSpecs
     from phalanx.membership.solo import SoloRendezvous
     from phalanx.supervision.supervision import Supervision

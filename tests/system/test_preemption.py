@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.agent.local import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, WorkerSpec
+from phalanx.agent.torch_agent import LocalElasticAgent
 from phalanx.errors import SignalException
 from phalanx.logs.specs import DefaultLogsSpecs
 from phalanx.membership.solo import SoloRendezvous

@@ -244,7 +244,7 @@ def test_no_restart_on_a_signal(tmp_path: Path) -> None:
 
 CRASH_LOOP = """\
 import os, sys, psutil
-from phalanx.agent.local import LocalElasticAgent
+from phalanx.agent.torch_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, WorkerSpec
 from phalanx.core.restarts import RestartPolicy
 from phalanx.logs.specs import DefaultLogsSpecs, Std
@@ -255,8 +255,8 @@ rounds, temp = int(sys.argv[1]), sys.argv[2]
 def used():
     # By the agent and by its helpers, which serve all rounds: descriptors, threads, bytes.
     ours = [psutil.Process()]
-    if agent.spawner is not None:
-        keeper = psutil.Process(agent.spawner.pid)
+    if agent.helpers.current is not None:
+        keeper = psutil.Process(agent.helpers.current.pid)
         ours += [keeper, *(one for one in keeper.children() if one.name().startswith("phalanx"))]
     return [(one.num_fds(), one.num_threads(), one.memory_info().rss) for one in ours]
 

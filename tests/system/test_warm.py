@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from phalanx.core.group import Phase
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.warm.import_cache import ImportCache
 from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
@@ -542,10 +543,11 @@ def test_warmth_keeps_the_better_helpers_for_the_next_start(tmp_path: Path) -> N
             def imported(self) -> list[str]:
                 return [f"sqlite3.extra{n}" for n in range(30)] + HEAVY
 
-        helpers.started(0.0)
-        due = helpers.due()
+        helpers.started(Context(), 0.0)  # type: ignore[arg-type]
+        due = helpers.deadline(Phase.RUNNING)
         assert due is not None
-        helpers.look(Context(), due)  # type: ignore[arg-type]
+        assert helpers.deadline(Phase.JOINING) is None, "a deadline that cannot be acted on wakes the loop"
+        helpers.look(Phase.RUNNING, due)
         second = helpers.take("python")
         assert second is not first
         assert second is not None

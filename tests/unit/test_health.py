@@ -192,7 +192,7 @@ def test_timers_and_health_by_environment(
     monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
     services = Services()
-    services.open("run", loop.knock, lambda: False, lambda: True)
+    services.open("run", loop.knock, lambda: True)
     try:
         assert services.health is not None
         assert ask(services.health.port) == (200, b"")

@@ -17,7 +17,7 @@ import pytest
 from phalanx.logs.specs import DefaultLogsSpecs
 from phalanx.supervision.heartbeat import STACK_SIGNAL, VARIABLE, Boards
 from phalanx.supervision.stacks import catches, parse
-from phalanx.workers.worker_group import PContext
+from phalanx.workers.worker_group import GroupOptions, PContext
 from phalanx.workers.worker_kinds import MultiprocessContext, SubprocessContext
 from tests.conftest import HUNG, wait_until
 
@@ -34,18 +34,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
     ) -> tuple[PContext, Boards]:
         logs = DefaultLogsSpecs(str(tmp_path / "logs"))
         context: PContext
+        boards = Boards(1, preempt)
+        options = GroupOptions(warm=kind == "fork of Python", boards=boards)
         if callable(what):
-            context = MultiprocessContext("t", what, {0: ()}, {0: {}}, kind, logs)
+            context = MultiprocessContext("t", what, {0: ()}, {0: {}}, kind, logs, options=options)
         else:
             (tmp_path / "worker.py").write_text(what)
             program, args = sys.executable, (str(tmp_path / "worker.py"),)
             if kind == "shell":
                 (tmp_path / "run.sh").write_text(f"{sys.executable} {args[0]}\nexit $?\n")
                 program, args = "/bin/sh", (str(tmp_path / "run.sh"),)
-            context = SubprocessContext("t", program, {0: args}, {0: {}}, logs)
-            context.warm = kind == "fork of Python"
-        boards = Boards(1, preempt)
-        context.boards = boards
+            context = SubprocessContext("t", program, {0: args}, {0: {}}, logs, options=options)
         made.append((context, boards))
         context.start()
         return context, boards

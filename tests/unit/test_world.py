@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from phalanx.agent.status import StatusSocket
+from phalanx.core.group import Phase
 from phalanx.core.progress import Beat, Verdict, View, WatchPolicy
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
@@ -355,7 +356,7 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
 
 def test_status_is_told_to_some_at_once_and_to_the_rest_at_the_next_turn() -> None:
     status = StatusSocket(lambda: {"a": 1})
-    if not status.fds():
+    if not status.fds(Phase.RUNNING):
         pytest.skip("needs abstract sockets")
     assert status._socket is not None
     askers = []

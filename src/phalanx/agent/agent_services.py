@@ -1,7 +1,7 @@
-"""What runs beside an agent when it is asked for: the health port, the timers' watchdog, the check of a node.
+"""What runs beside an agent on request: the health port, the timers' watchdog, the check of a node.
 
-Each is started before the first round and stopped after the last; none of them ever touches the group. They
-post to the owner's queue, or ask it, like everybody else.
+Each is started before the first round and stopped after the last. None touches the group: they post to the
+owner loop's queue.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Services:
         self,
         run_id: str,
         knock: Callable[[threading.Event], None],
-        busy: Callable[[], bool],
         ready: Callable[[], bool],
         given: Any = None,
     ) -> None:
@@ -63,7 +62,7 @@ class Services:
             if os.environ.get(ENABLE_FILE_TIMER) == "1":
                 self._start_timers(run_id)
             if self.health_address:
-                self._start_health(knock, busy, ready)
+                self._start_health(knock, ready)
             if given is not None:
                 given.start()
                 self._given = given
@@ -84,9 +83,7 @@ class Services:
         self.timers = server
         self.environment[TIMER_FILE] = path
 
-    def _start_health(
-        self, knock: Callable[[threading.Event], None], busy: Callable[[], bool], ready: Callable[[], bool]
-    ) -> None:
+    def _start_health(self, knock: Callable[[threading.Event], None], ready: Callable[[], bool]) -> None:
         from phalanx.web.health import HealthServer, Pulse
 
         try:
@@ -94,7 +91,7 @@ class Services:
         except ValueError as error:
             raise ValueError(f"{HEALTH_PORT}={error}") from None
         fed = self.timers.get_last_progress_time if self.timers is not None else None
-        self.health = HealthServer(host, port, Pulse(knock, busy, fed).live, ready)
+        self.health = HealthServer(host, port, Pulse(knock, fed=fed).live, ready)
         self.health.start()
 
     def close(self) -> None:
@@ -116,7 +113,7 @@ class Services:
 
 
 class NodeCheck:
-    """A command of the user's that says whether this node is fit to join."""
+    """A command of the user's that decides whether this node may join."""
 
     def __init__(self, command: str, patience: float = _CHECK_PATIENCE) -> None:
         import threading
@@ -128,7 +125,7 @@ class NodeCheck:
         self._lock = threading.Lock()  # between a start of the command and the end of it all
 
     def begin(self, then: Callable[[NodeUnfit | None], None]) -> None:
-        """Run it in a thread, for it may take long and signals are to be answered; `then` is called there."""
+        """Run it in a thread, because it may take long; `then` is called there."""
         import threading
 
         threading.Thread(target=lambda: then(self.run()), name="phalanx-node-check", daemon=True).start()
@@ -182,7 +179,7 @@ class NodeCheck:
                 pass
 
     def close(self) -> None:
-        """Do not leave a check running behind us; its thread waits for it."""
+        """End a check that still runs; its thread reaps it."""
         with self._lock:
             self._closed = True
             self._kill()

@@ -74,7 +74,7 @@ def substitute(args: tuple[Any, ...], local_rank: int) -> tuple[Any, ...]:
 
 
 def line_prefix(template: str, group: WorkerGroup, worker: Worker, *, host: str, attempt: int) -> str:
-    """The log line prefix of one worker; words that are no macro of ours stay as they are."""
+    """The log line prefix of one worker; unknown macros stay as they are."""
     for name, value in (
         ("role_name", group.spec.role),
         ("local_rank", worker.local_rank),

@@ -162,7 +162,7 @@ def _progress(config: RunConfig) -> Progress | None:
 
     line = on_terminal(sys.stderr)
     if line is not None and config.max_nodes > 1:
-        from phalanx.membership.cluster import CountdownLine
+        from phalanx.membership.elastic_nodes import CountdownLine
 
         return CountdownLine(sys.stderr)
     return line

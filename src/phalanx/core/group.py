@@ -14,19 +14,19 @@ The rules:
   already known to have failed (`void`) is the same incident. The node that fails first decides,
   because only it knows the exit code and the error; the others follow its verdict. `final` beats
   "restart" wherever the two meet, and is obeyed at any time.
-- Membership changes use no restart. They matter only for the round at hand; older ones are stale. A
-  rendezvous that decides for all nodes says so with `RoundOver`, which also brings back a node that has
-  finished: the others need it. `at_once` kills, also where a stop with a grace is under way.
+- Membership changes use no restart. They matter only for the current round; older ones are stale. A
+  rendezvous that decides for all nodes reports it with `RoundOver`, which also brings back a node that has
+  finished: the others need it. `at_once` kills, even where a stop with a grace is under way.
 - All workers succeeded: exit barrier, then the end. Nothing that happens in the barrier can fail the
   job except another node's failure, which re-forms this node too: the others need it.
 - A signal stops the workers with that very signal, then the node leaves the rendezvous without
   closing it. A second one cuts the grace to nothing. A failure that is already ending the job stays
-  the outcome, because it says more than the Ctrl-C that followed it.
-- A rendezvous that is closed while we wait for a round is a clean end, unless the job has failed. Who
-  closes says which; where the backend cannot carry that, we take it that a job which closes while we
-  recover from a failure did not recover.
+  the outcome, because it explains more than the Ctrl-C that followed it.
+- A rendezvous that is closed while this node waits for a round is a clean end, unless the job has failed.
+  The node that closes it states which; where the backend cannot carry that, a job that is closed while this
+  node recovers from a failure counts as failed.
 - A worker that outlives SIGKILL is never started over: the outcome is FAILED and names it.
-- A start that fails is not tried again (a missing program stays missing) unless the shell says that
+- A start that fails is not tried again (a missing program stays missing) unless the shell reports that
   the cause may pass.
 
 MOVES lists what an event may lead to, LATE what may be in the queue still although it no longer
@@ -63,6 +63,7 @@ from phalanx.core.group_events import (
     RoundFailed,
     RoundOver,
     RoundReady,
+    SiblingStop,
     Signal,
     Start,
     Started,
@@ -97,7 +98,7 @@ class Phase(StrEnum):
 
 
 class IllegalMove(PhalanxError, RuntimeError):
-    """The owner loop broke the contract; says which event came when, and what came before."""
+    """The owner loop broke the contract; the message has the event, the phase, and what came before."""
 
 
 class GroupPolicy(Record):
@@ -106,6 +107,12 @@ class GroupPolicy(Record):
     restarts: RestartPolicy = RestartPolicy()
     stop_signal: int = signal.SIGTERM
     grace: float = 30.0
+    stop_by_helpers: bool = False
+
+    @property
+    def at_failure(self) -> SiblingStop:
+        """How the siblings of a failed worker end."""
+        return SiblingStop(self.stop_signal, self.grace, self.stop_by_helpers)
 
 
 class Ending(Record):
@@ -129,7 +136,7 @@ class GroupState(Record):
     stop_by: float = 0.0
     not_before: float = 0.0
     cause: str = ""
-    """The failure we are recovering from; empty once the workers run again."""
+    """The failure that the group recovers from; empty once the workers run again."""
     ending: Ending | None = None
     signals: int = 0
     recent: tuple[str, ...] = ()
@@ -257,7 +264,7 @@ def on_unhealthy(state: GroupState, event: Hang | Uninterruptible, now: float, p
         pids = ", ".join(map(str, event.pids))
         summary = f"workers in uninterruptible sleep (pid {pids})"
     state = state.replace(worker_state=WorkerState.UNHEALTHY)
-    # Ready: it ran for long enough to hang, so this is no crash at the start.
+    # Ready: it ran for long enough to hang, so this is not a crash at the start.
     return _failure(state, now, policy, summary, Failure(now, summary, None, now - state.started_at, True))
 
 
@@ -292,7 +299,7 @@ def on_peer_failed(state: GroupState, event: PeerFailed, now: float, policy: Gro
     state = state.replace(history=history, void=event.round, cause=cause, not_before=not_before)
     line = f"{what}; re-forming for attempt {state.attempt}"
     if state.phase in (Phase.JOINING, Phase.REFORMING):
-        # A round we have not been told of yet: its RoundReady, if it still comes, is void.
+        # A round that this node does not know yet: its RoundReady, if it still comes, is void.
         return _stay(state, line)
     return _reform(state, now, policy, line)
 
@@ -431,7 +438,7 @@ def _end(state: GroupState, now: float, policy: GroupPolicy, ending: Ending, *te
 
 
 def _finish(state: GroupState, ending: Ending, *tell: Command) -> Step:
-    """Nothing is alive (or nothing more can be done about it): say goodbye to the others, and end."""
+    """Nothing is alive (or nothing more can be done about it): tell the other nodes, and end."""
     farewell: tuple[Command, ...] = ()
     if ending.outcome in (Outcome.SUCCEEDED, Outcome.FAILED):
         farewell = (CloseRendezvous(ending.message, ending.outcome is Outcome.FAILED),)
@@ -447,7 +454,7 @@ def _finish(state: GroupState, ending: Ending, *tell: Command) -> Step:
 
 
 def _number(state: GroupState) -> int:
-    """The number of the round at hand, -1 before the first."""
+    """The number of the current round, -1 before the first."""
     return -1 if state.round is None else state.round.number
 
 
@@ -464,18 +471,24 @@ def _signal_name(sig: int) -> str:
 _HISTORY = 12
 """Moves remembered for the message of an illegal one."""
 
-MEANING: Mapping[Phase, str] = {
-    Phase.NEW: "nothing has happened yet",
-    Phase.JOINING: "in the rendezvous, no worker alive",
-    Phase.REFORMING: "in the rendezvous, old workers still dying",
-    Phase.CLEARING: "round known, old workers still dying",
-    Phase.WAITING: "round known, workers gone, back-off not over",
-    Phase.STARTING: "workers are being started",
-    Phase.RUNNING: "workers run",
-    Phase.BARRIER: "own workers succeeded, waiting for the other nodes",
-    Phase.ENDING: "workers are being stopped, for good",
-    Phase.DONE: "the end",
+_FOR_WORKERS = "waiting for the workers to end"
+
+WORDS: Mapping[Phase, tuple[str, str]] = {
+    Phase.NEW: ("nothing has happened yet", ""),
+    Phase.JOINING: ("in the rendezvous, no worker alive", "waiting for the rendezvous"),
+    Phase.REFORMING: ("in the rendezvous, old workers still dying", _FOR_WORKERS),
+    Phase.CLEARING: ("round known, old workers still dying", _FOR_WORKERS),
+    Phase.WAITING: ("round known, workers gone, back-off not over", "waiting before the next start"),
+    Phase.STARTING: ("workers are being started", "waiting for the workers to start"),
+    Phase.RUNNING: ("workers run", ""),
+    Phase.BARRIER: (
+        "own workers succeeded, waiting for the other nodes",
+        "waiting for the other nodes to finish",
+    ),
+    Phase.ENDING: ("workers are being stopped, for good", _FOR_WORKERS),
+    Phase.DONE: ("the end", ""),
 }
+"""What each phase means, and what a person reads while it lasts; empty where that is as it should be."""
 
 Handler: TypeAlias = Callable[[GroupState, Any, float, GroupPolicy], Step]
 Row: TypeAlias = Mapping[type[Any], tuple[Handler, tuple[Phase, ...]]]
@@ -604,14 +617,14 @@ def diagram() -> str:
         edges: dict[Phase, list[str]] = {}
         for kind, (_, targets) in row.items():
             for target in targets:
-                if target is not phase:  # the table below tells who may stay; arrows to oneself only clutter
+                if target is not phase:  # the table below lists these; arrows to the same phase only clutter
                     edges.setdefault(target, []).append(kind.__name__)
         for target, names in edges.items():
             lines.append(f"    {phase.value} --> {target.value} : {', '.join(names)}")
     lines += ["    DONE --> [*]", "```", ""]
     lines += ["| phase | meaning | event | leads to |", "|---|---|---|---|"]
     for phase, row in MOVES.items():
-        label, meaning = phase.value, MEANING[phase]
+        label, meaning = phase.value, WORDS[phase][0]
         for kind, (_, targets) in row.items():
             where = ", ".join("stays" if target is phase else target.value for target in targets)
             lines.append(f"| {label} | {meaning} | {kind.__name__} | {where} |")

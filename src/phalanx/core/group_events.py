@@ -1,4 +1,4 @@
-"""What the agent's owner loop and `core.group` say to each other: events in, commands out.
+"""What the agent's owner loop and `core.group` exchange: events in, commands out.
 
 The contract the shell keeps:
 - every `Join` is answered by exactly one `RoundReady` or `RoundFailed`, unless `Leave` or
@@ -6,12 +6,13 @@ The contract the shell keeps:
   job may post `RoundFailed` later too: the round was there, and now the job is over for this node;
 - every `StartWorkers` is answered by `Started` or `StartFailed`; after `StartFailed` nothing is alive;
 - a stop, however often its `StopWorkers` is repeated to hurry it, is answered by exactly one
-  `Stopped`; also when nothing was alive, and when the start had not finished;
+  `Stopped`, even if nothing was alive or the start had not finished;
 - round numbers only grow; `Leave`, `CloseRendezvous` and `Note` need no answer and never fail.
 """
 
 from __future__ import annotations
 
+import signal
 from enum import Enum, StrEnum
 from typing import TypeAlias
 
@@ -76,7 +77,7 @@ class RoundReady(Record):
 class RoundFailed(Record):
     """The rendezvous gave no round; `kind` is closed, timeout, graceful or error.
 
-    `job_failed` is what `CloseRendezvous` told, None where the backend cannot carry it."""
+    `job_failed` is that of `CloseRendezvous`, None where the backend cannot carry it."""
 
     kind: str
     message: str = ""
@@ -165,7 +166,7 @@ class Uninterruptible(Record):
 
 
 class Hang(Record):
-    """The watchdog says that a worker makes no progress; `final`: whatever restarts are left."""
+    """The watchdog reports a worker without progress; `final`: whatever restarts are left."""
 
     summary: str
     final: bool = False
@@ -198,7 +199,7 @@ Event: TypeAlias = (
 
 
 class Join(Record):
-    """Enter the rendezvous; `attempt` is told to it, so that the round carries the job's highest."""
+    """Enter the rendezvous; `attempt` goes with it, so that the round carries the job's highest."""
 
     attempt: int
 
@@ -217,6 +218,17 @@ class StopWorkers(Record):
 
     sig: int
     grace: float
+
+
+class SiblingStop(Record):
+    """How the other workers of a node end when one fails: the policy that agent and helpers carry out.
+
+    `by_helpers`: the helper process begins the stop when it sees the exit, and the agent learns of both; else
+    the agent begins it. What follows is the agent's decision in both cases."""
+
+    sig: int = signal.SIGTERM
+    grace: float = 30.0
+    by_helpers: bool = False
 
 
 class ReportFailure(Record):

@@ -2,9 +2,9 @@
 
 The rules, in the order in which they are asked:
 
-1. An exit code named in `no_restart_on` is final: its owner has said that a retry cannot help.
+1. An exit code named in `no_restart_on` is final: its owner knows that a retry cannot help.
 2. *Fail fast*: the same error twice in a row, both times before the worker was ready, is final. This
-   rule is off unless the job says that it reports readiness (`readiness=True`). Without that, "ready"
+   rule is off unless the job reports readiness (`readiness=True`). Without that, "ready"
    is only a guess from how long a worker lived, and a plain `--max-restarts 3` job whose script dies
    at once must get the three restarts it asked for: people rely on them to ride out a port that is
    still taken or a file system that is still mounting. A guess may not take that away.
@@ -93,6 +93,11 @@ def was_ready(failure: Failure, policy: RestartPolicy) -> bool:
     return failure.lived >= policy.ready_after if failure.ready is None else failure.ready
 
 
+def remaining(history: History, now: float, policy: RestartPolicy) -> int:
+    """How many restarts are left."""
+    return max(0, policy.max_restarts - used(history, now, policy))
+
+
 def used(history: History, now: float, policy: RestartPolicy) -> int:
     """How much of the budget counts as spent now."""
     if policy.window is None:
@@ -118,7 +123,7 @@ def backoff(history: History, failure: Failure, policy: RestartPolicy) -> float:
 def decide(history: History, failure: Failure, now: float, policy: RestartPolicy) -> Decision:
     """The verdict on one failure; `history` does not hold it yet (see `record`)."""
     spent = used(history, now, policy)
-    left = max(0, policy.max_restarts - spent)
+    left = remaining(history, now, policy)
     within = "" if policy.window is None else f" within {policy.window:g} s"
     if failure.exit_code is not None and failure.exit_code in policy.no_restart_on:
         reason = f"not restarted: exit code {failure.exit_code} is listed as not worth a restart"
@@ -146,7 +151,7 @@ def decide(history: History, failure: Failure, now: float, policy: RestartPolicy
 
 
 def record(history: History, failure: Failure, policy: RestartPolicy, attempt: int | None = None) -> History:
-    """The history once `failure` has used a restart; `attempt`: the job's count, told by another node."""
+    """The history once `failure` has used a restart; `attempt`: the job's count, from another node."""
     known = history.attempt + 1 if attempt is None else max(history.attempt, attempt)
     keep = max(_KEEP, policy.max_restarts + 1 if policy.window is not None else 0)
     return History(known, (*history.failures, failure)[-keep:])

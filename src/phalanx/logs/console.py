@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from phalanx.logs.specs import LogsDest
     from phalanx.logs.tee import Tee
 
-_MOMENT = 0.05  # what a look that is not to wait may take: mostly the last lines are out by then
+MOMENT = 0.05  # mostly the last lines are out by then
 _HURRIED = 1.0
 
 
@@ -63,10 +63,10 @@ class Console:
             self._tee.follow(path, destination, prefix, line_filter=line_filter)
         self._tee.start()
 
-    def finish(self, patience: float = 0.0) -> bool:
+    def finish(self, patience: float = MOMENT) -> bool:
         """After the workers' end: whether everything is out, or given up; waits up to `patience` for it."""
         if not self.over:
-            self.over = self._tee is None or self._tee.finish(max(patience, _MOMENT))
+            self.over = self._tee is None or self._tee.finish(patience)
         return self.over
 
     def fileno(self) -> int:

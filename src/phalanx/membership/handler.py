@@ -1,14 +1,25 @@
-"""What the agent asks of a rendezvous, with torch's names, so that handlers written for it still fit."""
+"""What the agent asks of a rendezvous, with torch's names, so that handlers written for torch still fit.
+
+A handler that derives from torch's own class is adapted (`adapted`). What `RendezvousHandler` has beyond
+torch's methods is optional: the defaults suit a handler that only answers.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from phalanx import errors
 from phalanx.workers.values import ByValue
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
+
+    from phalanx.core.group_events import Event
+    from phalanx.core.ranks import NodeSlots
+    from phalanx.membership.membership import Membership
+    from phalanx.membership.membership_events import Happening
 
 
 class RendezvousStoreInfo(ByValue):
@@ -38,7 +49,20 @@ class RendezvousStoreInfo(ByValue):
 
 
 class RendezvousInfo:
-    """A round as this node sees it."""
+    """A round as this node sees it.
+
+    Beyond torch's properties, where the handler knows them: the number of the `round`, the restarts used by
+    the job (`attempt`), role and worker count of the `nodes`, and what serves the workers' store here.
+    """
+
+    round = 0
+    attempt = 0
+    served: Any = None
+
+    @property
+    def nodes(self) -> list[NodeSlots] | None:
+        """Role and worker count by node rank; None: the nodes exchange them through the store."""
+        return None
 
     def __init__(
         self, store: Any, rank: int, world_size: int, bootstrap_store_info: RendezvousStoreInfo | None
@@ -72,13 +96,13 @@ class RendezvousInfo:
 class RendezvousHandler(ABC):
     """Forms the nodes of a job into rounds.
 
-    `immediate` is for handlers whose `next_rendezvous` never waits: the agent then calls it without a
-    thread of its own. `watches` is for handlers that tell of membership by themselves: the agent then
-    does not ask `num_nodes_waiting` again and again.
+    `immediate`: no method ever waits, so that the agent calls them without a thread. `watches`: the handler
+    reports changes of membership to its listener, so that the agent does not ask `num_nodes_waiting`.
     """
 
     immediate = False
     watches = False
+    told: tuple[str, int] | None = None  # report and exit code, where another node ended the job
 
     @abstractmethod
     def get_backend(self) -> str:
@@ -112,6 +136,98 @@ class RendezvousHandler(ABC):
     @abstractmethod
     def shutdown(self) -> bool:
         """Close everything that was opened for the rendezvous; True when that worked."""
+
+    # Optional: for handlers that do more than answer.
+
+    def attach(
+        self,
+        tell: Callable[[Happening], None],
+        open_meeting: Callable[[str], tuple[Any, int]],
+        *,
+        slots: int,
+        role: str,
+        max_restarts: int,
+    ) -> Membership | None:
+        """A membership that reports everything as it happens; None: this handler is asked."""
+        return None
+
+    @property
+    def waiting_for(self) -> str:
+        """What this node waits for while it joins, in words."""
+        return ""
+
+    def listen(self, post: Callable[[Event], None], show: Callable[[str], None], attempt: int) -> None:
+        """Before each `next_rendezvous`: where to post events of `core.group_events` and show the wait.
+
+        `attempt`: the restarts that this node knows of."""
+        return
+
+    def report_failure(
+        self,
+        round: int,
+        attempt: int,
+        summary: str,
+        final: bool = False,
+        delay: float = 0.0,
+        told: tuple[str, int] = ("", 1),
+    ) -> None:
+        """Workers of this node failed; `told` is the report for all nodes."""
+        return
+
+    def leave(self) -> None:
+        """This node goes; the job goes on."""
+        return
+
+    def close(self, reason: str, job_failed: bool | None) -> None:
+        """The job is over, for all nodes; `shutdown` follows."""
+        return
+
+
+class TorchHandler(RendezvousHandler):
+    """Adapts a handler that derives from torch's class."""
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+
+    def get_backend(self) -> str:
+        return str(self._handler.get_backend())
+
+    @property
+    def use_agent_store(self) -> bool:
+        return bool(getattr(self._handler, "use_agent_store", False))  # torch added it in 2.4
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        try:
+            info = self._handler.next_rendezvous()
+        except Exception as error:
+            ours = getattr(errors, type(error).__name__, None)  # torch's exceptions have the same names
+            if ours is None or not issubclass(ours, errors.RendezvousError):
+                raise
+            raise ours(str(error)) from error
+        where = info.bootstrap_store_info
+        if where is not None:
+            where = RendezvousStoreInfo(where.master_addr, where.master_port)
+        return RendezvousInfo(info.store, info.rank, info.world_size, where)
+
+    def is_closed(self) -> bool:
+        return bool(self._handler.is_closed())
+
+    def set_closed(self) -> None:
+        self._handler.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return int(self._handler.num_nodes_waiting())
+
+    def get_run_id(self) -> str:
+        return str(self._handler.get_run_id())
+
+    def shutdown(self) -> bool:
+        return bool(self._handler.shutdown())
+
+
+def adapted(handler: Any) -> RendezvousHandler:
+    """The handler itself, or what makes one of torch's fit."""
+    return handler if isinstance(handler, RendezvousHandler) else TorchHandler(handler)
 
 
 class RendezvousParameters:

@@ -1,9 +1,9 @@
 """The network interface for gloo and TensorPipe, where they would take the loopback for it.
 
-Both look up the machine's own name, and are met by the other nodes at what it stands for. Where that is
-nothing, or only a loopback address (as Debian sets machines up), ranks of other machines would connect to
-themselves. Then, and only then, workers are told the interface by which this node reaches the place where
-they meet. Whoever has set one of the two variables is left alone with both.
+Both look up the machine's own name, and the other nodes connect to its address. Where that is missing, or is
+a loopback address (as Debian sets machines up), ranks of other machines would connect to themselves. Then
+workers get the name of the interface by which this node reaches the workers' meeting place. If one of the two
+variables is set, both stay as they are.
 """
 
 from __future__ import annotations
@@ -13,26 +13,33 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import threading
+    from collections.abc import Callable, Mapping
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-_PATIENCE = 1.0  # for looking up our own name: where that hangs, nothing is known
+_PATIENCE = 1.0  # for name look-ups: where they hang, workers get no name
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 class NetworkInterface:
-    """Found once per agent. The look-up of our own name begins at once, while the nodes still meet."""
+    """Found once per agent. Names are looked up in threads; the first look-up begins while the nodes meet."""
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[Callable[[], None]], None]) -> None:
+        """`wake`: posts a call to the owner loop, so that it looks at `ready` again."""
+        self._wake = wake
+        self._found: str | None = None
+        self._by = 0.0
+        self._hidden = False  # this machine's name leads nowhere that others could reach
+        self._own_name = self._begin(self._look_up_own_name)
+
+    def _begin(self, look_up: Callable[[], None]) -> threading.Thread:
         import threading
 
-        self._found: str | None = None
-        self._hidden = False  # our name is known to lead nowhere that others could reach
-        self._by = time.monotonic() + _PATIENCE
-        self._looking = threading.Thread(target=self._look_up, name="phalanx-interface", daemon=True)
-        self._looking.start()
+        thread = threading.Thread(target=look_up, name="phalanx-interface", daemon=True)
+        thread.start()
+        return thread
 
-    def _look_up(self) -> None:
+    def _look_up_own_name(self) -> None:
         import socket
 
         from phalanx.membership.address import is_loopback
@@ -43,13 +50,33 @@ class NetworkInterface:
             listed = []
         self._hidden = all(is_loopback(str(one[4][0])) for one in listed)
 
-    def environment(self, environ: Mapping[str, str], meeting: str | None, own: str | None) -> dict[str, str]:
-        """What workers get; `meeting` is their MASTER_ADDR, `own` the address that this node was given."""
+    def find(self, environ: Mapping[str, str], meeting: str | None, own: str | None) -> None:
+        """Begin to find it; `meeting` is the workers' MASTER_ADDR, `own` the address given to this node."""
         if meeting is None or any(environ.get(name) for name in VARIABLES):
-            return {}
-        if self._found is None:
-            self._looking.join(max(0.0, self._by - time.monotonic()))
-            self._found = _leading_to(meeting, own) if self._hidden else ""
+            self._found = ""
+        if self._found is not None or self._by:
+            return
+        self._by = time.monotonic() + _PATIENCE
+
+        def look_up() -> None:
+            self._own_name.join(_PATIENCE)
+            self._found = _leading_to(meeting or "", own) if self._hidden else ""
+            self._wake(lambda: None)
+
+        self._begin(look_up)
+
+    def deadline(self) -> float | None:
+        """When a look-up that hangs is given up; None while none is under way."""
+        return self._by if self._by and self._found is None else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `environment` is known, or will not be."""
+        return self._found is not None or time.monotonic() >= self._by
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the workers get."""
         return dict.fromkeys(VARIABLES, self._found) if self._found else {}
 
 
@@ -62,7 +89,7 @@ def _leading_to(meeting: str, own: str | None) -> str:
 
 
 def _address(name: str, given: bool) -> str:
-    """A given name's own address; else the one of ours that leads there. Nothing is sent."""
+    """A given name's own address; else the local one that leads there. Nothing is sent."""
     import socket
 
     try:
@@ -77,7 +104,7 @@ def _address(name: str, given: bool) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this address; empty where that cannot be told."""
+    """The interface that has this address; empty where that is not known."""
     import fcntl
     import socket
     import struct

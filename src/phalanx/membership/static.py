@@ -153,6 +153,9 @@ class StaticRendezvous(RendezvousHandler):
             self._line = None
             line.end()
 
+    def listen(self, post: Callable[[Event], None], show: Callable[[str], None], attempt: int) -> None:
+        self.listener, self.on_waiting, self.attempt = post, show, attempt
+
     def report_failure(
         self,
         round: int,

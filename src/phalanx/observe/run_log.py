@@ -1,7 +1,7 @@
 """What one run leaves in events and metrics: worker states, durations, restarts, incidents, totals.
 
-Made only when somebody can listen. The agent calls `begin`, `step` for every event of its loop, `started`
-for every start of the workers, and `end`. Event and metric names, and the names in an event's
+Made only where a handler is configured. The agent calls `step` for every event of its loop, `started` for
+every start of the workers, and `end`. Event and metric names, and the names in an event's
 metadata, are torch's, so that what reads them keeps working; what torch packs into a list inside a JSON
 string inside the metadata is there as plain values too. Every incident becomes one record with what its
 recovery cost.
@@ -13,8 +13,9 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from phalanx.core import group_events as say
+from phalanx.core import group_events
 from phalanx.core.group_events import Outcome
+from phalanx.core.restarts import remaining
 from phalanx.observe import events, metrics
 
 if TYPE_CHECKING:
@@ -22,18 +23,19 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import RunResult, Worker, WorkerGroup
     from phalanx.core.group import GroupState
+    from phalanx.core.restarts import RestartPolicy
     from phalanx.observe.events import EventMetadataValue
     from phalanx.workers.failure import ProcessFailure
 
 AGENT_METRICS = "torchelastic"
 
 _KINDS = {
-    say.WorkerFailed: "failure",
-    say.PeerFailed: "peer failure",
-    say.Hang: "hang",
-    say.Uninterruptible: "uninterruptible",
-    say.MembershipChanged: "membership",
-    say.StartFailed: "start",
+    group_events.WorkerFailed: "failure",
+    group_events.PeerFailed: "peer failure",
+    group_events.Hang: "hang",
+    group_events.Uninterruptible: "uninterruptible",
+    group_events.MembershipChanged: "membership",
+    group_events.StartFailed: "start",
 }
 """What opens an incident, and what it is called in the record."""
 
@@ -41,26 +43,29 @@ _KINDS = {
 class RunLog:
     """Turns the steps of one agent into records."""
 
-    def __init__(self, destination: str) -> None:
+    def __init__(
+        self,
+        destination: str,
+        group: WorkerGroup,
+        policy: RestartPolicy,
+        first_line: Callable[[], float | None],
+    ) -> None:
+        """The run starts now; `first_line`: when all workers had reached their first line, once they have."""
         self._destination = destination
-        self._group: WorkerGroup | None = None
-        self._begin = 0.0
+        self._group = group
+        self._policy = policy
+        self._begin = time.monotonic()
+        self.first_line = first_line
         self._joining: float | None = None
         self._round = 0
         self._incident: events.IncidentMarks | None = None
         self._restarted = False  # of the incident at hand: workers run again, their first line is awaited
-        self.first_line: Callable[[], float | None] = lambda: None
-
-    def begin(self, group: WorkerGroup) -> None:
-        """The run starts now."""
-        self._group = group
-        self._begin = time.monotonic()
 
     def step(
         self,
-        event: say.Event,
+        event: group_events.Event,
         state: GroupState,
-        commands: Sequence[say.Command],
+        commands: Sequence[group_events.Command],
         reason: str,
         result: RunResult,
     ) -> None:
@@ -69,15 +74,15 @@ class RunLog:
         if type(event) in _KINDS and commands:  # without commands it changed nothing: old or known news
             self._open_incident(event, state, reason, result, now)
         match event:
-            case say.RoundReady():
+            case group_events.RoundReady():
                 self._joined(state, now)
-            case say.Stopped():
+            case group_events.Stopped():
                 self._mark("stopped", now)
-            case say.AllSucceeded():
+            case group_events.AllSucceeded():
                 self._states("succeeded", state)
             case _:
                 pass
-        if any(isinstance(command, say.Join) for command in commands):
+        if any(isinstance(command, group_events.Join) for command in commands):
             self._joining = now
 
     def _joined(self, state: GroupState, now: float) -> None:
@@ -102,7 +107,7 @@ class RunLog:
     # -- incidents ----------------------------------------------------------------------------------
 
     def _open_incident(
-        self, event: say.Event, state: GroupState, reason: str, result: RunResult, now: float
+        self, event: group_events.Event, state: GroupState, reason: str, result: RunResult, now: float
     ) -> None:
         self._close_incident()
         incident = events.Incident(
@@ -114,9 +119,9 @@ class RunLog:
             timestamp=time.time(),
         )
         marks = None
-        if isinstance(event, say.PeerFailed):
+        if isinstance(event, group_events.PeerFailed):
             incident = incident._replace(node=event.node)
-        if isinstance(event, say.WorkerFailed) and result.failures:
+        if isinstance(event, group_events.WorkerFailed) and result.failures:
             failure = _root(result)
             incident = incident._replace(
                 rank=failure.rank,
@@ -124,15 +129,15 @@ class RunLog:
                 exit_code=failure.reported_exitcode,
                 timestamp=failure.timestamp,
             )
-            # Its own clock is the wall's; ours is not. The distance from now is good on both.
+            # It has the wall clock's time, this class the monotonic one. The distance from now holds in both.
             marks = now - max(0.0, time.time() - failure.timestamp)
         self._incident = events.IncidentMarks(incident)
         if marks is not None:
             self._mark("failed", marks)
         self._mark("detected", now)
-        if isinstance(event, say.WorkerFailed):
+        if isinstance(event, group_events.WorkerFailed):
             self._states("failed", state)
-        elif isinstance(event, say.Hang | say.Uninterruptible):
+        elif isinstance(event, group_events.Hang | group_events.Uninterruptible):
             self._states("unhealthy", state)
 
     def _mark(self, stage: str, now: float) -> None:
@@ -155,7 +160,9 @@ class RunLog:
 
     # -- the end ------------------------------------------------------------------------------------
 
-    def end(self, group: WorkerGroup, finish: say.Finish | None, result: RunResult, restarts: int) -> None:
+    def end(
+        self, group: WorkerGroup, finish: group_events.Finish | None, result: RunResult, restarts: int
+    ) -> None:
         """The states of all workers, the agent's own, and the totals of the run."""
         self._close_incident()
         took = 1000 * (time.monotonic() - self._begin)
@@ -185,10 +192,9 @@ class RunLog:
         duration_ms: float | None = None,
         error: str | None = None,
     ) -> None:
-        """One status event, of a worker or (without one) of the agent; built only if somebody listens."""
+        """One status event, of a worker or (without one) of the agent; built only where it is handled."""
 
         def build() -> events.Event:
-            assert self._group is not None
             source = events.EventSource.AGENT if worker is None else events.EventSource.WORKER
             metadata = self._metadata(self._group, state, worker, failure)
             if error is not None:
@@ -242,16 +248,14 @@ class RunLog:
         metrics.put_metric(f"{name}.duration.ms", int(milliseconds), AGENT_METRICS)
 
     def _of_role(self, name: str, value: int) -> None:
-        assert self._group is not None
         metrics.put_metric(f"workers.{self._group.spec.role}.{name}", value, AGENT_METRICS)
 
     def _states(self, name: str, state: GroupState) -> None:
-        assert self._group is not None
-        self._of_role("remaining_restarts", max(0, self._group.spec.max_restarts - state.attempt))
+        left = remaining(state.history, time.monotonic(), self._policy)
+        self._of_role("remaining_restarts", left)
         self._of_role(name, 1)
 
     def _totals(self, succeeded: bool, restarts: int) -> None:
-        assert self._group is not None
         allowed = self._group.spec.max_restarts
         flakiness = 100 * restarts // (allowed + 1) if succeeded else 100
         self._of_role("flakiness", min(100, flakiness))

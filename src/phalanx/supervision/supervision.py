@@ -1,6 +1,12 @@
-"""What an agent has beside its workers: boards, services, preemption, and for every start a lookout."""
+"""What an agent has beside its workers: boards, services, preemption, and a hang detector for every start.
+
+`Supervision()` watches nothing and starts no service: it stands where none is asked for.
+"""
 
 from __future__ import annotations
+
+import select
+import time
 
 from phalanx.agent.agent_services import NodeCheck, NodeUnfit, Services
 from phalanx.core.group_events import RoundFailed
@@ -15,6 +21,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import WorkerGroup
     from phalanx.config import RunConfig
+    from phalanx.core.group import Phase
     from phalanx.core.group_events import Event
     from phalanx.core.progress import WatchPolicy
     from phalanx.supervision.heartbeat import Boards
@@ -53,7 +60,7 @@ class Supervision:
         phase: Callable[[], str],
         health_check_server: Any = None,
     ) -> None:
-        """Start the services; `post` is for events and errands of the owner's queue."""
+        """Start the services; `post` queues events and calls for the owner thread."""
         self._post, self.incidents.note = post, note
 
         def knock(answer: threading.Event) -> None:
@@ -62,7 +69,6 @@ class Supervision:
         self.services.open(
             run_id,
             knock,
-            lambda: phase() == "STARTING",
             lambda: phase() in ("RUNNING", "BARRIER"),
             health_check_server,
         )
@@ -71,14 +77,14 @@ class Supervision:
         """Stop the services and give the boards back."""
         if self.node_check is not None:
             self.node_check.close()
-        self._end_lookout()
+        self._end_detector()
         if self._boards is not None:
             self._boards.close()
             self._boards = None
         self.services.close()
 
     def job_failed(self) -> None:
-        """The job is about to be over for this node: the last time that the others can be heard."""
+        """The job is about to be over for this node: the last chance to read what the others found."""
         if self.detector is not None:
             self.detector.hear_last_word()
 
@@ -123,7 +129,7 @@ class Supervision:
 
     def started(self, context: PContext, group: WorkerGroup, now: float, number: int, host: str) -> None:
         """These workers run now, in this round; `host` is this node's name among the others."""
-        self._end_lookout()
+        self._end_detector()
         assert self._boards is not None, "boards come before workers"
         self.detector = HangDetector(
             context,
@@ -142,24 +148,30 @@ class Supervision:
         if self.detector is not None:
             self.detector.finished(now)
 
-    def _end_lookout(self) -> None:
+    def _end_detector(self) -> None:
         if self.detector is not None:
             self.detector.close()
             self.detector = None
 
     # -- the loop's view ----------------------------------------------------------------------------
 
-    def fds(self) -> list[int]:
-        """What else the owner waits for."""
-        return [self._boards.fileno()] if self._boards is not None and self.detector is not None else []
+    def fds(self, phase: Phase) -> list[tuple[int, int]]:
+        """The workers' boards, while workers run."""
+        if phase != "RUNNING" or self._boards is None or self.detector is None:
+            return []
+        return [(self._boards.fileno(), select.POLLIN)]
 
-    def limit(self, timeout: float | None, now: float) -> float | None:
-        """How long the owner may sleep."""
-        return timeout if self.detector is None else self.detector.limit(timeout, now)
+    def deadline(self, phase: Phase) -> float | None:
+        """When progress must be judged next."""
+        if phase != "RUNNING" or self.detector is None:
+            return None
+        now = time.monotonic()
+        left = self.detector.limit(None, now)
+        return None if left is None else now + left
 
-    def look(self, now: float) -> Event | None:
-        """Whether something hangs; to be called whenever the owner is awake and workers run."""
-        return None if self.detector is None else self.detector.look(now)
+    def look(self, phase: Phase, now: float) -> Event | None:
+        """Whether something hangs."""
+        return self.detector.look(now) if phase == "RUNNING" and self.detector is not None else None
 
     def report(self, summary: str = "") -> str:
         """The last hang in full, if it was this one; empty when there was none."""
@@ -177,7 +189,7 @@ class Supervision:
 
 
 def supervision_for(config: RunConfig) -> Supervision:
-    """The watch that a command line asks for."""
+    """The supervision that a command line asks for."""
     timeouts = (
         config.heartbeat_timeout,
         config.silence_timeout,

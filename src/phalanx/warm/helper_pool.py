@@ -1,4 +1,4 @@
-"""Which helpers the next start gets: cold ones, ones that have imported what the workers need, parked ones.
+"""Which helpers the next start gets: cold ones, preloaded ones, or standby processes.
 
 At the first start of a script nothing is known: the helpers are bare, and one worker writes down what it
 imports. Once it has been quiet for a while, other helpers are started in the background with that list; a
@@ -12,13 +12,18 @@ restart takes them. The list is kept (warm/import_cache.py), so that the next la
 from __future__ import annotations
 
 import os
+import select
+import time
 
-from phalanx.zygote.spawner import Spawner
+from phalanx.errors import UnkillableError
+from phalanx.log import warn
+from phalanx.zygote.spawner import ClosingHelpers, Spawner
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phalanx.core.group import Phase
     from phalanx.warm.import_cache import ImportCache
     from phalanx.workers.worker_group import PContext
 
@@ -29,16 +34,17 @@ _WORTH_IT = 25  # fewer new modules than this are not worth another set of helpe
 
 
 class HelperPool:
-    """The helpers of one agent, over all its starts."""
+    """The helpers of one agent, over all its starts; a part of its loop."""
 
     def __init__(
         self,
-        kind: str,
-        mode: str = "auto",
+        kind: str = "",
+        mode: str = "off",
         learned: ImportCache | None = None,
         preload: tuple[str, ...] = (),
         warm_up: str = "",
     ) -> None:
+        """`kind`: the helpers to start now, while the rest of the agent is imported; empty: none yet."""
         self.kind = kind
         self.mode = mode
         self.learned = learned
@@ -46,11 +52,12 @@ class HelperPool:
         self.say: Callable[[str], None] = lambda _line: None
         self._own = list(preload)
         self._next: Spawner | None = None
+        self._context: PContext | None = None  # of the last start
         self._due: list[float] = []
         self._parked = 0
         self._told: set[str] = set()
-        # Now, so that the helpers come up while the rest of the agent is still being imported.
-        self._now = self._make(background=False)
+        self._closing: list[ClosingHelpers] = []
+        self._now: Spawner | None = self._make(background=False) if kind else None
 
     def _make(self, background: bool) -> Spawner:
         names = [*self._own, *(self.learned.names if self.learned else ())]
@@ -58,29 +65,59 @@ class HelperPool:
             return Spawner(self.kind, preload=names, background=background)
         return Spawner(self.kind)
 
+    @property
+    def warm(self) -> bool:
+        """Whether workers may be forks of a prepared process."""
+        return self.mode != "off"
+
+    @property
+    def current(self) -> Spawner | None:
+        """The helpers that serve the workers."""
+        return self._now
+
     def take(self, kind: str | None) -> Spawner | None:
         """The helpers for a start; None when this kind of worker needs its own."""
         if kind is None:
             return None
+        now = self._now
         if self._next is not None and self._next.how == kind:
-            self._now.close()
-            self._now, self._next = self._next, None
-        if self._now.lost or self._now.how != kind:
-            self._now.close()
+            self._retire_current()
+            now, self._next = self._next, None
+        if now is None or now.lost or now.how != kind:
+            if now is not None:
+                self.retire(now)
             self.kind = kind
-            self._now = self._make(background=False)
-        return self._now
+            now = self._make(background=False)
+        self._now = now
+        return now
 
-    def started(self, now: float) -> None:
-        """Workers run; look at what they import, now and then."""
+    def retire(self, helpers: Spawner) -> None:
+        """End these helpers; they are reaped by `look`."""
+        closing = helpers.begin_close()
+        if closing is not None:
+            self._closing.append(closing)
+
+    def _retire_current(self) -> None:
+        if self._now is not None:
+            self.retire(self._now)
+
+    def started(self, context: PContext, now: float) -> None:
+        """These workers run; look at what they import, now and then."""
+        self._context = context
         self._due = [now + after for after in _LOOKS] if self.kind.startswith("python") else []
         self._parked = 0
 
-    def idle(self, count: int) -> None:
-        """Nothing runs and a round is awaited (a spare, a first node): be as ready for it as can be."""
-        if self.mode == "standby" and self.kind.startswith("python") and not self._parked:
+    def prepare(self, count: int) -> None:
+        """Nothing runs and a round is awaited (a spare, a first node): park processes for it."""
+        ready = self._next or self._now
+        if (
+            ready is not None
+            and self.mode == "standby"
+            and ready.how.startswith("python")
+            and not self._parked
+        ):
             self._parked = count
-            (self._next or self._now).park(count, self.warm_up)
+            ready.park(count, self.warm_up)
 
     @property
     def parked(self) -> list[int]:
@@ -88,34 +125,62 @@ class HelperPool:
         found = []
         for helpers in (self._now, self._next):
             if helpers is not None:
-                helpers.catch_up()  # nobody listens to those that have no workers yet
+                helpers.catch_up()  # helpers without workers are read by nothing else
                 found += helpers.parked
         return found
 
-    def due(self) -> float | None:
-        """When `look` wants to be called next."""
-        return self._due[0] if self._due else None
+    # -- the loop's view ----------------------------------------------------------------------------
 
-    def look(self, context: PContext, now: float) -> None:
+    def fds(self, phase: Phase) -> list[tuple[int, int]]:
+        """Helpers that are about to end."""
+        return [(fd, select.POLLIN) for closing in self._closing for fd in closing.fds()]
+
+    def deadline(self, phase: Phase) -> float | None:
+        """The next look at the imports counts only while workers run: else it would be due for ever."""
+        times = [closing.deadline() for closing in self._closing]
+        if self._due and phase == "RUNNING":
+            times.append(self._due[0])
+        return min(times, default=None)
+
+    def look(self, phase: Phase, now: float) -> None:
+        """Reap helpers; learn from the workers when it is time for that."""
+        self._reap()
+        if phase == "RUNNING" and self._due and self._due[0] <= now and self._context is not None:
+            self._improve(self._context, now)
+
+    def _reap(self) -> None:
+        for closing in list(self._closing):
+            try:
+                done = closing.reap()
+            except UnkillableError as error:  # not a reason to end a job that has other helpers
+                warn(str(error))
+                done = True
+            if done:
+                self._closing.remove(closing)
+
+    def _improve(self, context: PContext, now: float) -> None:
         """Learn; start better helpers in the background, or park processes, where that pays."""
         while self._due and self._due[0] <= now:
             self._due.pop(0)
-        self.learn(context)
+        self.learn()
         ready = self._next or self._now
         if self.learned is not None and self.mode != "off":
-            better = len(set(self.learned.names) - set(ready.preload))
+            better = len(set(self.learned.names) - set(ready.preload if ready is not None else ()))
             if better >= _WORTH_IT:
                 if self._next is not None:
-                    self._next.close()
+                    self.retire(self._next)
                 ready = self._next = self._make(background=True)
+        if ready is None:
+            return
         self.tell_dropped(ready)
         if self.mode == "standby" and self.kind.startswith("python"):
             ready.park(context.nprocs, self.warm_up)
 
-    def learn(self, context: PContext) -> None:
+    def learn(self) -> None:
         """Take in and keep what the first worker imported so far."""
-        if self.learned is not None and self.learned.add(context.imported()):
-            self.learned.save()
+        learned, context = self.learned, self._context
+        if learned is not None and context is not None and learned.add(context.imported()):
+            learned.save()
 
     def tell_dropped(self, spawner: Spawner) -> None:
         """One line for each module that does not suit a fork; it is not tried again."""
@@ -128,14 +193,32 @@ class HelperPool:
                     self.learned.forget(name)
                     self.learned.save()
 
+    # -- the end ------------------------------------------------------------------------------------
+
+    def begin_close(self) -> None:
+        """End all helpers, without waiting for it."""
+        for helpers in (self._next, self._now):
+            if helpers is not None:
+                self.tell_dropped(helpers)
+                self.retire(helpers)
+        self._next = self._now = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether all helpers that were being ended are gone."""
+        return not self._closing
+
     def close(self) -> None:
-        """End all helpers."""
-        try:
-            self.tell_dropped(self._now)
-            if self._next is not None:
-                self._next.close()
-        finally:
-            self._now.close()
+        """End all helpers and wait for it; for an owner without a loop."""
+        self.begin_close()
+        while self._closing:
+            poll = select.poll()
+            for closing in self._closing:
+                for fd in closing.fds():
+                    poll.register(fd, select.POLLIN)
+            until = min(closing.deadline() for closing in self._closing)
+            poll.poll(max(0.0, until - time.monotonic()) * 1000)
+            self._reap()
 
 
 def helper_pool_for_function(

@@ -1,9 +1,9 @@
 """Signals of the agent: a scope in which they raise SignalException, and after which all is as before.
 
-Python runs handlers in the main thread only, so the scope does nothing (and says so) in another one.
-Scopes may overlap, and end in any order: who ends takes out its own handlers and nobody else's. What cannot
-be taken out (the scope ended in another thread, or somebody's handler calls ours) passes signals on.
-While a stop is under way the exception would tear it apart, so the scope can be told to defer: a
+Python runs handlers in the main thread only, so in another thread the scope does nothing but warn.
+Scopes may overlap, and end in any order: each removes its own handlers and no others. A handler that cannot
+be removed (the scope ended in another thread, or a foreign handler calls it) passes signals on.
+While a stop is under way the exception would interrupt it, so the scope can be deferred: a
 signal then calls `hurry` at once, and the exception is raised when the stop is complete.
 """
 
@@ -26,7 +26,7 @@ DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 def signals_to_handle(text: str | None = None) -> list[signal.Signals]:
-    """The signals named in a comma-separated list; names that do not exist are said and left out."""
+    """The signals named in a comma-separated list; unknown names are reported and ignored."""
     if text is None:
         text = os.environ.get(SIGNALS_VARIABLE, DEFAULT_SIGNALS)
     found = []
@@ -34,7 +34,7 @@ def signals_to_handle(text: str | None = None) -> list[signal.Signals]:
         try:
             found.append(signal.Signals[name])
         except KeyError:
-            _warn(f"{SIGNALS_VARIABLE}: {name!r} is no signal on this system; it is left out")
+            _warn(f"{SIGNALS_VARIABLE}: {name!r} is not a signal of this system; it is ignored")
     return found
 
 
@@ -67,7 +67,7 @@ class SignalScope:
             while (over := _scope_of(before)) is not None and not over._open:
                 before = over._before.get(sig, signal.SIG_DFL)  # it could not be taken out; now it is
             if sig == getattr(signal, "SIGHUP", None) and before is signal.SIG_IGN:
-                continue  # nohup: whoever ignored it meant it
+                continue  # nohup: it is ignored on purpose
             if before is None:
                 continue  # set by C code; it could not be restored
             try:
@@ -88,7 +88,7 @@ class SignalScope:
             if now == self._handle:
                 signal.signal(sig, before)
                 continue
-            # Another scope's lies on top, which must not put ours back in its turn; or somebody's own.
+            # Another scope's handler replaced this one, and must not restore it; or a foreign handler did.
             top = _scope_of(now)
             for above in [] if top is None else list(top._from_here_down(sig)):
                 if above._before.get(sig) == self._handle:

@@ -123,7 +123,7 @@ def _start_anew(log: str) -> None:
     try:
         os.close(os.open(log, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC))
     except OSError:
-        pass  # not there; or not to be written, which the start is going to say
+        pass  # missing; or not writable, which the start reports
 
 
 class WorkerProcess:

@@ -2,12 +2,14 @@
 
 worker_kinds.py has the kinds of worker (programs, functions) and `start_processes`.
 
-    new ──start──► running ──an exit decides──► stopping ──nothing left──► done
-                      └────────────close─────────────┘
+    new ──begin──► starting ──► running ──an exit decides──► stopping ──nothing left──► done
+                      └────────────┴──────────close─────────────┘
 
 * All or nothing: `wait` has a result when every worker succeeded, or when one failed and the rest is
   stopped. A poll (`wait(0)`) only asks for that stop; it never sits out a grace period.
-* Everything is an event of the spawner's socket: an exit wakes a wait at once.
+* Everything is an event of the spawner's socket: an exit wakes a wait at once. An owner with a loop calls
+  `begin`, `advance` and `ask_stop`, which never wait; `start`, `wait` and `close` are for the others.
+* A helper that does not answer a stop is killed, and the workers with it.
 * What the workers wrote before they ended is on the console before the result is given.
 * Whatever ends a group, all of it is given back: processes, descriptors, threads, signal handlers.
 """
@@ -16,10 +18,14 @@ from __future__ import annotations
 
 import abc
 import os
+import select
 import signal
 import time
 from _thread import RLock
 
+from phalanx.core.group_events import SiblingStop
+from phalanx.core.record import Record
+from phalanx.errors import StartError
 from phalanx.log import warn
 from phalanx.workers.result import RunProcsResult, tail_of
 from phalanx.workers.signals import SignalScope
@@ -30,7 +36,9 @@ from phalanx.zygote.spawner import (
     HelpersLost,
     Place,
     Spawner,
+    StartRefused,
     WorkerLaunch,
+    WorkersStarted,
     files_needed,
     require_files,
 )
@@ -49,6 +57,22 @@ if TYPE_CHECKING:
 
 STRAY_GRACE = 2.0  # for what successful workers left running behind them
 _ANSWER = 7.0  # over the grace: the zygote answers before that, or it is not going to
+_SIGN_OF_LIFE = 1.0  # for a zygote to answer a start, or to report the first exit of workers that it kills
+_MOMENT = 0.05  # what a poll may take once nothing is left: mostly the last lines are out by then
+_CLEARED = 2.0  # for the keeper to kill the zygote
+
+
+class GroupOptions(Record):
+    """What an owner with a loop of its own chooses beyond torch's arguments."""
+
+    at_failure: SiblingStop = SiblingStop()
+    warm: bool = False  # Python workers may be forks of a prepared interpreter
+    boards: Boards | None = None  # memory shared with the workers (supervision/heartbeat.py)
+    attach: int | None = None  # only this rank gets the standard input, the others none
+    explains: bool = True  # False: the owner calls `explain` for the failures that it shows
+    handles_signals: bool = True  # False: the owner has its own handlers
+    take_helpers: Callable[[str | None], Spawner | None] = lambda _kind: None  # None: its own,
+    retire: Callable[[Spawner], None] = Spawner.close  # and ends them with this
 
 
 class PContext(abc.ABC):
@@ -64,6 +88,9 @@ class PContext(abc.ABC):
         log_line_prefixes: dict[int, str] | None = None,
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
+        numa_options: NumaOptions | None = None,
+        *,
+        options: GroupOptions = GroupOptions(),  # noqa: B008 - immutable
     ) -> None:
         nprocs = len(args)
         check_ranks("args", args, nprocs)
@@ -76,14 +103,9 @@ class PContext(abc.ABC):
         self.args = args
         self.envs = envs
         self.nprocs = nprocs
-        self.stop_timeout = 30.0  # grace for the rest of the group when one fails
-        self.stops_at_failure = False  # True: that begins at once, without the owner's word for it
-        self.spawner: Spawner | None = None  # set before start: use this one, and leave it open
-        self.numa_options: NumaOptions | None = None
-        self.boards: Boards | None = None  # memory shared with the workers (supervision/heartbeat.py)
-        self.attach: int | None = None  # only this rank gets our standard input, the others none
-        self.explains = True  # False: the owner calls `explain` for the failures it is going to show
-        self.handles_signals = True  # False: the owner has its own handlers
+        self.numa_options = numa_options
+        self.options = options
+        self.spawner: Spawner | None = None  # from `begin` on
         self.unkillable: tuple[str, ...] = ()
         self.started_at = 0.0
         self.logs: LogsDest = logs_specs.reify(envs)
@@ -97,6 +119,13 @@ class PContext(abc.ABC):
         self._lock = RLock()
         self._listening = RLock()  # an RLock, because a signal's exception may strike before its release
         self._state = "new"
+        self.start_error: StartError | None = None  # why nothing of the group was started
+        self._answered = False  # the helpers have started the group, or refused to
+        self._answer_by: float | None = None  # a stop is under way: when the helpers are killed instead
+        self._alive_by: float | None = None  # workers are being killed: when the helpers must report one
+        self._clearing = False
+        self._stop_by = 0.0
+        self._stopped_at = 0.0  # by the wall clock, as exits are
         self._pids: dict[int, int] = {}
         self._exits: dict[int, Exit] = {}
         self._result: RunProcsResult | None = None
@@ -134,13 +163,26 @@ class PContext(abc.ABC):
 
     def start(self) -> None:
         """Start every worker, or none: on an error nothing is left behind."""
+        self.begin()
+        try:
+            while not self._answered and self._state != "done":
+                self._listen(1.0)
+            if self.start_error is not None:
+                raise self.start_error
+        except BaseException:
+            self.abandon()
+            raise
+
+    def begin(self) -> None:
+        """Begin to start every worker, without waiting; `advance` takes in how that went."""
         with self._lock:
             if self._state != "new":
                 raise RuntimeError(f"group {self.name!r} was started already; make a new one to start again")
-            self._state = "running"
-        if self.handles_signals:
+            self._state = "starting"
+        if self.options.handles_signals:
             self._signals.__enter__()
         try:
+            self._prepare()
             jobs = [self._complete(rank) for rank in range(self.nprocs)]
             if self._tally >= 0:
                 os.ftruncate(self._tally, 16 * self.nprocs)
@@ -154,15 +196,19 @@ class PContext(abc.ABC):
             require_files(self.nprocs, files_needed(jobs, self._console.files if self._console else 0))
             if self._console is not None:
                 self._console.start()
+            self.spawner = self.options.take_helpers(self.spawner_kind)
             if self.spawner is None:
                 self.spawner = self._new_spawner()
                 self._owns_spawner = True
             self.started_at = time.time()
-            at_failure = (signal.SIGTERM, self.stop_timeout) if self.stops_at_failure else None
-            self._pids = self.spawner.spawn(jobs, os.environ, at_failure)
+            policy = self.options.at_failure
+            self.spawner.request(jobs, os.environ, (policy.sig, policy.grace) if policy.by_helpers else None)
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
+
+    def _prepare(self) -> None:  # noqa: B027 - most kinds need nothing
+        """What a kind of worker does before anything is started; raises what makes a start impossible."""
 
     def _complete(self, rank: int) -> WorkerLaunch:
         """A kind's job plus what all kinds have: environment, logs, processors."""
@@ -170,13 +216,14 @@ class PContext(abc.ABC):
         if self.error_files.get(rank):
             env[ERROR_FILE] = self.error_files[rank]
         job = self._job(rank, env)
-        if self.boards is not None:
-            job.fds = [*job.fds, *self.boards.places(rank, executed=bool(job.argv))]
-            env["PHALANX_WORKER"] = self.boards.variable(rank)
+        boards = self.options.boards
+        if boards is not None:
+            job.fds = [*job.fds, *boards.places(rank, executed=bool(job.argv))]
+            env["PHALANX_WORKER"] = boards.variable(rank)
         job.env = env
         job.stdout = self.stdouts.get(rank) or ""
         job.stderr = self.stderrs.get(rank) or ""
-        if self.attach is not None and rank != self.attach:
+        if self.options.attach is not None and rank != self.options.attach:
             job.stdin = os.devnull
         if self.numa_options is not None:
             from phalanx.workers.numa import cpus_for
@@ -198,12 +245,12 @@ class PContext(abc.ABC):
             self._tally = anonymous_file("phalanx-tally")
         return [("tally", self._tally, number)]
 
-    def _abandon(self) -> None:
-        """A start that failed: nothing may be left of it."""
+    def abandon(self) -> None:
+        """Kill what may be left, give everything back, and do not wait for it; idempotent."""
         with self._lock:
-            self._state = "done"
-            if self.spawner is not None and not self._owns_spawner:
+            if self.spawner is not None and not self._owns_spawner and self._state != "done":
                 self.spawner.stop(signal.SIGKILL, 0)
+            self._state = "done"
         self._release()
 
     # -- wait -------------------------------------------------------------------------------------
@@ -235,29 +282,67 @@ class PContext(abc.ABC):
             return self._result
         self.advance(patience)
         self._decide()
-        return self.outcome(patience)
+        return self.outcome(max(patience, _MOMENT))
 
     # For an owner that decides by itself (the agent): the same in single steps.
 
     def fileno(self) -> int:
-        """Readable when `advance` has something to take in."""
+        """Ready when `advance` has something to take in."""
         assert self.spawner is not None
         if self._state == "done" and self._console is not None and not self._console.over:
             return self._console.fileno()
         return self.spawner.fileno()
 
+    @property
+    def mask(self) -> int:
+        """What to poll `fileno` for."""
+        return select.POLLIN if self.spawner is None or self._state == "done" else self.spawner.mask
+
+    def deadline(self) -> float | None:
+        """When `advance` must be called at the latest: the helpers may have to be killed."""
+        if self._state == "done" or self._answer_by is None:
+            return None
+        return self._answer_by if self._alive_by is None else min(self._answer_by, self._alive_by)
+
     def advance(self, patience: float = 0.0) -> None:
-        """Take in what happened; changes nothing in the world."""
+        """Take in what happened; a helper that has not answered a stop in time is killed."""
         if self._state == "new":
             raise RuntimeError(f"group {self.name!r} was not started")
         self._listen(patience)
+        self._check_helpers(time.monotonic())
         if self._state == "done" and self._console is not None:
-            self._console.finish()
+            self._console.finish(patience)
+
+    def _check_helpers(self, now: float) -> None:
+        if self._state == "done" or self._answer_by is None or self.spawner is None:
+            return
+        if self._alive_by is not None and not self.spawner.silent:
+            self._alive_by = None
+        if now >= self._answer_by or (self._alive_by is not None and now >= self._alive_by):
+            self._alive_by = None
+            self._give_up_helpers()
+
+    def _give_up_helpers(self) -> None:
+        assert self.spawner is not None
+        with self._lock:
+            if not self._clearing:
+                self._clearing = True
+                if self._answered:
+                    warn(f"group {self.name!r}: the helper process does not answer; it is killed")
+                self._answer_by = time.monotonic() + _CLEARED
+                self.spawner.clear_now()  # HelpersLost follows
+            else:
+                self._lose_helpers()
 
     def failed(self) -> dict[int, ProcessFailure]:
         """The failures known so far, by local rank."""
         bad = [exit for exit in self._exits.values() if exit.code != 0 and not exit.signalled_at]
         return {exit.rank: self._failure(exit) for exit in bad}
+
+    @property
+    def started(self) -> bool:
+        """Whether the workers run, or did."""
+        return bool(self._pids)
 
     @property
     def any_failed(self) -> bool:
@@ -277,7 +362,7 @@ class PContext(abc.ABC):
     def ask_stop(self, sig: int, grace: float) -> None:
         """Begin to stop, or hurry a stop that has begun; returns at once."""
         with self._lock:
-            if self._state in ("running", "stopping"):
+            if self._state in ("starting", "running", "stopping"):
                 self._ask_stop(sig, grace)
             elif self._console is not None and grace <= 0:
                 self._console.hurry()
@@ -307,6 +392,17 @@ class PContext(abc.ABC):
             for event in events:
                 if isinstance(event, Exit):
                     self._exits[event.rank] = event
+                elif isinstance(event, WorkersStarted):
+                    self._answered = True
+                    self._pids = dict(event.pids)
+                    if self._state == "starting":
+                        self._state = "running"
+                    else:  # a stop was asked for meanwhile: from here on its grace counts
+                        self._answer_by = self._stop_by + _ANSWER
+                elif isinstance(event, StartRefused):
+                    self._answered = True
+                    self.start_error = event.error
+                    self._state = "done"
                 elif isinstance(event, GroupStopped):
                     self._state = "done"
                     self.unkillable = event.unkillable
@@ -315,25 +411,42 @@ class PContext(abc.ABC):
 
     def _lose_helpers(self) -> None:
         """Keeper and zygote were killed; the kernel kills the workers with them."""
+        assert self.spawner is not None
         for rank, pid in self._pids.items():
-            self._exits.setdefault(rank, Exit(rank, pid, -signal.SIGKILL, time.time(), 0.0))
+            self._exits.setdefault(rank, Exit(rank, pid, -signal.SIGKILL, time.time(), self._stopped_at))
+        if not self._answered and self._answer_by is None:
+            self.start_error = self.spawner.lost_at_start()
+        if self._answered and not self._clearing:
+            warn("the helper process of the group was killed; its workers ended with it")
+        self._answered = True
         self._state = "done"
-        warn("the helper process of the group was killed; its workers ended with it")
 
     def _decide(self) -> None:
         with self._lock:
             if self._state != "running":
                 return
             if any(exit.code != 0 for exit in self._exits.values()):
-                self._ask_stop(signal.SIGTERM, self.stop_timeout)
+                self._ask_stop(self.options.at_failure.sig, self.options.at_failure.grace)
             elif len(self._exits) == self.nprocs:
-                # Nobody to stop but what they may have left behind.
-                self._ask_stop(signal.SIGTERM, min(STRAY_GRACE, self.stop_timeout))
+                # Nothing to stop but what they may have left behind.
+                self._ask_stop(signal.SIGTERM, min(STRAY_GRACE, self.options.at_failure.grace))
 
     def _ask_stop(self, sig: int, grace: float) -> None:
         assert self.spawner is not None
+        now = time.monotonic()
+        self._stop_by = now + grace if self._state != "stopping" else min(self._stop_by, now + grace)
+        self._stopped_at = self._stopped_at or time.time()
         self._state = "stopping"
         self.spawner.stop(sig, grace)
+        if self._clearing:
+            return
+        # Without an answer to the start no user code runs that could need a grace.
+        if not self._answered:
+            self.spawner.catch_up()  # the import may be over by now
+            self._answer_by = now if self.spawner.importing else now + _SIGN_OF_LIFE
+        else:
+            self._answer_by = self._stop_by + _ANSWER
+            self._alive_by = now + _SIGN_OF_LIFE if grace <= 0 and self.running else None
 
     def _shown(self, patience: float) -> bool:
         """Whether all output is on the console, or that was given up."""
@@ -348,11 +461,11 @@ class PContext(abc.ABC):
             result.failures = {rank: failure for rank, failure in ended.items() if not failure.is_victim}
             result.stopped = {rank: failure for rank, failure in ended.items() if failure.is_victim}
             if not result.failures and len(self._exits) - len(failed) < self.nprocs:
-                # Closed by the caller while it ran: no failure is the cause, but it is no success.
+                # Closed by the caller while it ran: not caused by a failure, and not a success.
                 result.failures, result.stopped = result.stopped, {}
-            if self.explains:
+            if self.options.explains:
                 self.explain(result.failures)
-            if not result.failures:
+            if not result.failures and len(self._exits) == self.nprocs:
                 result.return_values = {rank: self._return_value(rank) for rank in range(self.nprocs)}
         finally:
             self._release()
@@ -386,7 +499,7 @@ class PContext(abc.ABC):
     # -- stop -------------------------------------------------------------------------------------
 
     def send_signal(self, sig: int, ranks: set[int] | None = None, alone: bool = False) -> None:
-        """Pass a signal to workers that run on (a preemption notice, say), `alone` or with their children."""
+        """Pass a signal to workers that run on; `alone`: not to their children."""
         if self.spawner is not None and self._state == "running":
             self.spawner.signal(sig, set(range(self.nprocs)) if ranks is None else ranks, alone)
 
@@ -416,12 +529,9 @@ class PContext(abc.ABC):
             with self._lock:
                 if self._state != "done":
                     self._ask_stop(death_sig or signal.SIGTERM, timeout)
-            end = time.monotonic() + timeout + _ANSWER
-            while self._state != "done" and time.monotonic() < end:
-                self._listen(min(1.0, max(0.0, end - time.monotonic())))
-            if self._state != "done":
-                self._state = "done"  # the zygote hangs; releasing the spawner ends it by force
-                warn(f"group {self.name!r}: the helper process does not answer; it is killed")
+            while self._state != "done":
+                self._listen(min(1.0, max(0.0, (self.deadline() or 0.0) - time.monotonic())))
+                self._check_helpers(time.monotonic())
             if self.unkillable:
                 warn(f"group {self.name!r}: SIGKILL did not end {', '.join(self.unkillable)}")
             while not self._shown(1.0):
@@ -432,8 +542,7 @@ class PContext(abc.ABC):
             self._signals.__exit__(None, None, None)
 
     def _hurry(self) -> None:
-        if self.spawner is not None:
-            self.spawner.stop(signal.SIGKILL, 0)
+        self.ask_stop(signal.SIGKILL, 0)
         if self._console is not None:
             self._console.hurry()
 
@@ -454,7 +563,7 @@ class PContext(abc.ABC):
             self._say_losses()
             self._remove_empty_stacks()
             if self._owns_spawner and self.spawner is not None:
-                self.spawner.close()
+                self.options.retire(self.spawner)
         finally:
             self._give_back()
             for fd in (self._tally, self._learn):

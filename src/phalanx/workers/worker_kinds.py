@@ -12,7 +12,7 @@ from phalanx.errors import ProgramNotExecutableError, ProgramNotFoundError, Star
 from phalanx.kernel import anonymous_file
 from phalanx.workers.program import BOOTSTRAP, find_program, python_flags, split_python, worker_argv
 from phalanx.workers.result import RunProcsResult
-from phalanx.workers.worker_group import PContext
+from phalanx.workers.worker_group import GroupOptions, PContext
 from phalanx.zygote.bootstrap import TALLY_FD
 from phalanx.zygote.spawner import Spawner, WorkerLaunch, interpreter_flags
 
@@ -28,10 +28,10 @@ def program_for(program: str, env: Mapping[str, str]) -> str:
     try:
         return find_program(program, env)
     except StartError as error:
-        told = str(error)
-    at_hand = os.path.isdir(program) or "is not executable" in told
-    failed = (ProgramNotExecutableError if at_hand else ProgramNotFoundError)(told)
-    failed.errno = errno.EACCES if at_hand else errno.ENOENT
+        why = str(error)
+    exists = os.path.isdir(program) or "is not executable" in why
+    failed = (ProgramNotExecutableError if exists else ProgramNotFoundError)(why)
+    failed.errno = errno.EACCES if exists else errno.ENOENT
     failed.filename = program
     raise failed
 
@@ -50,6 +50,8 @@ class SubprocessContext(PContext):
         numa_options: NumaOptions | None = None,
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
+        *,
+        options: GroupOptions = GroupOptions(),  # noqa: B008 - immutable
     ) -> None:
         super().__init__(
             name,
@@ -60,9 +62,9 @@ class SubprocessContext(PContext):
             log_line_prefixes,
             duplicate_stdout_filters,
             duplicate_stderr_filters,
+            numa_options,
+            options=options,
         )
-        self.numa_options = numa_options
-        self.warm = False  # True: fork Python workers from a Python that is up already
         self._kind: str | None = None
 
     def _job(self, rank: int, env: dict[str, str]) -> WorkerLaunch:
@@ -90,7 +92,7 @@ class SubprocessContext(PContext):
         """exec, unless every rank can be a fork of one and the same Python."""
         if self._kind is None:
             words = [self._words(rank) for rank in range(self.nprocs)]
-            self._kind = helpers_for(str(self.entrypoint), words, self.envs) if self.warm else "exec"
+            self._kind = helpers_for(str(self.entrypoint), words, self.envs) if self.options.warm else "exec"
         return self._kind
 
     def _new_spawner(self) -> Spawner:
@@ -122,6 +124,8 @@ class MultiprocessContext(PContext):
         numa_options: NumaOptions | None = None,
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
+        *,
+        options: GroupOptions = GroupOptions(),  # noqa: B008 - immutable
     ) -> None:
         if start_method not in ("spawn", "fork", "forkserver"):
             raise ValueError(f"start_method {start_method!r}: it is one of spawn, fork, forkserver")
@@ -134,26 +138,19 @@ class MultiprocessContext(PContext):
             log_line_prefixes,
             duplicate_stdout_filters,
             duplicate_stderr_filters,
+            numa_options,
+            options=options,
         )
         self.start_method = start_method
-        self.warm = False  # True: "spawn" may mean a fork of a fresh Python that has imported things ahead
-        self.numa_options = numa_options
         self._parcel: Parcel | None = None
 
-    def start(self) -> None:
-        """As PContext.start; what cannot be pickled is refused before anything is started."""
-        if self._state == "new":
-            from phalanx.workers.function_worker import Parcel
+    def _prepare(self) -> None:
+        from phalanx.workers.function_worker import Parcel
 
-            assert callable(self.entrypoint)
-            self._parcel = Parcel(list(range(self.nprocs)))
-            try:
-                if self.start_method != "fork":
-                    self._parcel.fill(self.entrypoint, self.args)
-            except BaseException:
-                self.close()
-                raise
-        super().start()
+        assert callable(self.entrypoint)
+        self._parcel = Parcel(list(range(self.nprocs)))
+        if self.start_method != "fork":
+            self._parcel.fill(self.entrypoint, self.args)  # what cannot be pickled is refused here
 
     def _job(self, rank: int, env: dict[str, str]) -> WorkerLaunch:
         assert self._parcel is not None
@@ -161,7 +158,7 @@ class MultiprocessContext(PContext):
         options = self._options(rank)
         number = -1 if self.start_method == "fork" else TALLY_FD
         fds = [*self._parcel.fds(rank), *self._tally_place(rank, number)]
-        if self.start_method == "spawn" and self.warm:
+        if self.start_method == "spawn" and self.options.warm:
             if rank == 0:
                 self._learn = anonymous_file("phalanx-learn")
                 fds = [*fds, ("learn", self._learn, -1)]
@@ -173,7 +170,7 @@ class MultiprocessContext(PContext):
 
     @property
     def spawner_kind(self) -> str | None:
-        if self.start_method == "spawn" and self.warm:
+        if self.start_method == "spawn" and self.options.warm:
             return " ".join(["python", *interpreter_flags()])
         return {"spawn": "exec", "forkserver": "forkserver"}.get(self.start_method)
 

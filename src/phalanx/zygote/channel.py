@@ -1,6 +1,6 @@
 """Messages between the agent and its zygote: marshal over a private socket pair, with descriptors.
 
-Both ends are the same interpreter and nobody else can reach the socket, so marshal is safe here
+Both ends are the same interpreter and nothing else can reach the socket, so marshal is safe here
 (it is never used on bytes from a network) and costs no import. A message is a tuple whose first
 item names it. Descriptors ride on the header, which is why the header is read with recvmsg alone.
 """
@@ -32,34 +32,96 @@ class TooManyFilesError(Exception):
         self.message = message
 
 
+class Unsent:
+    """Bytes that wait for the other end, and the descriptors that ride on the first of them."""
+
+    __slots__ = ("_owned", "data", "fds")
+
+    def __init__(self, data: bytes, fds: list[int]) -> None:
+        self.data = data
+        self.fds = fds
+        self._owned = False
+
+    def keep(self) -> None:
+        """Copy the descriptors: their owner may close them before they are sent."""
+        self.fds = [os.dup(fd) for fd in self.fds]
+        self._owned = True
+
+    def release(self) -> None:
+        """The descriptors are sent, or are not going to be."""
+        if self._owned:
+            for fd in self.fds:
+                os.close(fd)
+        self.fds = []
+
+
 class Channel:
-    """One end of the conversation. `receive` blocks; `pending` only takes what has arrived."""
+    """One end of the conversation.
+
+    The zygote uses `send` and `receive`, which block. The agent uses `post` and `pending`, which never do:
+    what the other end does not take yet is kept, and `flush` goes on when the socket is writable.
+    """
 
     def __init__(self, sock: _socket.socket) -> None:
         self.sock = sock
         self._inbox = bytearray()
+        self._outbox: list[Unsent] = []
+        self._flushing = False
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
-        """Send one message; descriptors beyond one frame travel ahead of it in empty frames."""
-        fds = fds or []
-        while len(fds) > _FDS_PER_FRAME:
-            head, fds = fds[:_FDS_PER_FRAME], fds[_FDS_PER_FRAME:]
-            self._send_frame(b"", head)
-        self._send_frame(marshal.dumps(message), fds)
+        """Send one message, blocking."""
+        for data, rights in _frames(message, fds or []):
+            if rights:
+                # Eight bytes into a stream socket are taken whole or not at all.
+                self.sock.sendmsg([data], _ancillary(rights))
+            else:
+                self.sock.sendall(data)
 
-    def _send_frame(self, body: bytes, fds: list[int]) -> None:
-        header = _HEADER.pack(len(body), len(fds))
-        if not fds:
-            self.sock.sendall(header + body)
-            return
-        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", fds))]
-        # Eight bytes into a stream socket are taken whole or not at all.
-        self.sock.sendmsg([header], rights)
-        if body:
-            self.sock.sendall(body)
+    def post(self, message: Message, fds: list[int] | None = None) -> None:
+        """Send one message without blocking; the caller may close `fds` afterwards.
+
+        May be called from a signal handler that interrupts another `post`.
+        """
+        frames = [Unsent(data, rights) for data, rights in _frames(message, fds or [])]
+        self._outbox.extend(frames)
+        self.flush()
+        for frame in frames if fds and self._outbox else ():
+            frame.keep()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether `flush` has something left to send."""
+        return bool(self._outbox)
+
+    def flush(self) -> None:
+        """Send what the other end takes now."""
+        if self._flushing:
+            return  # interrupted by a signal handler: the outer call sends this, too
+        self._flushing = True
+        try:
+            while self._outbox:
+                frame = self._outbox[0]
+                try:
+                    sent = self.sock.sendmsg([frame.data], _ancillary(frame.fds), _socket.MSG_DONTWAIT)
+                except (BlockingIOError, InterruptedError):
+                    return
+                frame.data = frame.data[sent:]
+                frame.release()
+                if not frame.data:
+                    del self._outbox[0]
+        except OSError:
+            self._drop_unsent()
+            raise
+        finally:
+            self._flushing = False
+
+    def _drop_unsent(self) -> None:
+        unsent, self._outbox = self._outbox, []
+        for frame in unsent:
+            frame.release()
 
     def receive(self) -> tuple[Message, list[int]]:
         """The next message and its descriptors, blocking; EOFError when the other end is gone."""
@@ -124,11 +186,27 @@ class Channel:
         return messages, gone
 
     def close(self) -> None:
+        self._drop_unsent()
         self.sock.close()
 
     def detach(self) -> int:
-        """The descriptor alone, for whoever closes it; -1 where it is closed already.
+        """The descriptor alone, for the caller to close; -1 where it is closed already.
 
         Else Python would warn of an unclosed socket in a fork that closes descriptors by their numbers.
         """
         return self.sock.detach()
+
+
+def _frames(message: Message, fds: list[int]) -> list[tuple[bytes, list[int]]]:
+    """Header and body; descriptors beyond one frame travel ahead of it in empty frames."""
+    frames = []
+    while len(fds) > _FDS_PER_FRAME:
+        frames.append((_HEADER.pack(0, _FDS_PER_FRAME), fds[:_FDS_PER_FRAME]))
+        fds = fds[_FDS_PER_FRAME:]
+    body = marshal.dumps(message)
+    header = _HEADER.pack(len(body), len(fds))
+    return [*frames, (header, fds), (body, [])] if fds else [*frames, (header + body, [])]
+
+
+def _ancillary(fds: list[int]) -> list[tuple[int, int, Any]]:
+    return [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", fds))] if fds else []

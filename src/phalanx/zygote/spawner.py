@@ -1,7 +1,10 @@
-"""The agent's handle on its helpers (keeper.py, zygote.py): start workers, hear of their ends, stop them.
+"""The agent's handle on its helpers (keeper.py, zygote.py): start workers, see them end, stop them.
 
 A Spawner may serve one group after another, so that a restart does not pay for new helpers. It has at
 most one group at a time: whatever the zygote adopts then belongs to that group, and ends with it.
+
+A helper may be busy for long (it imports modules) or stopped. So requests are only sent, and their answers
+are events; `spawn` and `close`, which wait, are for callers without a loop.
 """
 
 from __future__ import annotations
@@ -78,6 +81,18 @@ class Exit(Record):
     signalled_at: float
 
 
+class WorkersStarted(Record):
+    """The whole group runs: rank → pid."""
+
+    pids: Mapping[int, int]
+
+
+class StartRefused(Record):
+    """Nothing of the group was started; `error` names the rank and why."""
+
+    error: StartError
+
+
 class GroupStopped(Record):
     """Nothing of the group is left, but for the processes named here, which outlived SIGKILL."""
 
@@ -88,7 +103,7 @@ class HelpersLost(Record):
     """Keeper and zygote are gone: so are all workers, by the parent-death signal."""
 
 
-Event = Exit | GroupStopped | HelpersLost
+Event = WorkersStarted | StartRefused | Exit | GroupStopped | HelpersLost
 
 
 class Spawner:
@@ -121,7 +136,8 @@ class Spawner:
         self.importing = preload is not None
         self.parked: list[int] = []  # the pids of forks that wait, when they were last told
         self.dropped: list[str] = []  # modules that do not suit a fork, and why
-        self.running: set[int] = set()
+        self.silent = False  # nothing was heard since the last `stop`
+        self._files = (0, 0)
         try:
             if how == "fork":
                 self.pid = _fork_helpers(ours, theirs, runner)
@@ -137,13 +153,18 @@ class Spawner:
         """Readable when `events` has something to tell."""
         return self.channel.fileno()
 
-    def spawn(
+    @property
+    def mask(self) -> int:
+        """What to poll `fileno` for."""
+        return select.POLLIN | (select.POLLOUT if self.channel.unsent else 0)
+
+    def request(
         self, jobs: list[WorkerLaunch], env: Mapping[str, str], at_failure: tuple[int, float] | None = None
-    ) -> dict[int, int]:
-        """Start the whole group or nothing: rank → pid, or StartError that names the rank and why.
+    ) -> None:
+        """Ask for a group, all of it or nothing; answered by WorkersStarted, StartRefused or HelpersLost.
 
         `at_failure`: the signal and the grace with which the helpers themselves stop the others when one
-        fails. `stop` may still be called, and is still answered.
+        fails. `stop` may be called before the answer, and is answered after it.
         """
         places: dict[int, int] = {}  # descriptor → its place in the message; each travels once
         specs = [_wire(job, places) for job in jobs]
@@ -160,6 +181,8 @@ class Spawner:
             fds.append(number)
         ignored = [int(s) for s in (signal.SIGHUP,) if signal.getsignal(s) is signal.SIG_IGN]
         self._group += 1
+        self._early = [event for event in self._early if isinstance(event, HelpersLost)]  # not of this group
+        self._files = (len(jobs), files_needed(jobs))
         request = {
             "group": self._group,
             "workers": specs,
@@ -170,31 +193,31 @@ class Spawner:
             "at_failure": None if at_failure is None else (int(at_failure[0]), float(at_failure[1])),
         }
         try:
-            with self._lock:
-                self.channel.send(("spawn", request), fds)
-                return self._started(jobs)
-        except StartError:
-            raise  # some are OSErrors as well
-        except (OSError, EOFError) as error:
-            raise StartError(
-                f"the helper process (pid {self.pid}) ended while workers were started: {error}"
-            ) from None
+            self._send(("spawn", request), fds)
         finally:
             if null is not None:
                 os.close(null)
 
-    def _started(self, jobs: list[WorkerLaunch]) -> dict[int, int]:
+    def spawn(
+        self, jobs: list[WorkerLaunch], env: Mapping[str, str], at_failure: tuple[int, float] | None = None
+    ) -> dict[int, int]:
+        """`request`, and wait for the answer: rank → pid, or StartError."""
+        self.request(jobs, env, at_failure)
+        other: list[Event] = []
         while True:
-            message, _ = self.channel.receive()
-            if message[0] == "started":
-                pids: dict[int, int] = message[1]
-                self.running = set(pids)
-                return pids
-            if message[0] == "refused":
-                if message[2].endswith(os.strerror(errno.EMFILE)):
-                    raise _too_many_files(len(jobs), files_needed(jobs))
-                raise StartError(f"rank {message[1]} could not be started: {message[2]}")
-            self._note(message)  # news of a former group
+            for event in self.events():
+                if isinstance(event, WorkersStarted):
+                    self._early = [*other, *self._early]
+                    return dict(event.pids)
+                if isinstance(event, StartRefused):
+                    raise event.error
+                if isinstance(event, HelpersLost):
+                    raise self.lost_at_start()
+                other.append(event)
+
+    def lost_at_start(self) -> StartError:
+        """The error of a start whose helpers ended before they answered."""
+        return StartError(f"the helper process (pid {self.pid}) ended while workers were started")
 
     def events(self, timeout: float | None = None) -> list[Event]:
         """What happened, waiting up to `timeout` seconds (None: forever) for the first of it."""
@@ -204,7 +227,7 @@ class Spawner:
                 return early
         if timeout != 0 and not self.lost:
             poll = select.poll()
-            poll.register(self.channel.fileno(), select.POLLIN)
+            poll.register(self.channel.fileno(), self.mask)
             poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
         self.catch_up()
         with self._lock:
@@ -212,9 +235,12 @@ class Spawner:
             return early
 
     def catch_up(self) -> None:
-        """Read what is there; events stay for `events`, which must be asked before the next wait."""
+        """Send and read what can be; events stay for `events`, which must be asked before the next wait."""
         with self._lock:
+            if self.channel.unsent:
+                self._flush()
             messages, gone = self.channel.pending() if not self.lost else ([], False)
+            self.silent = self.silent and not messages
             for message in messages:
                 self._note(message)
             if gone:
@@ -223,9 +249,14 @@ class Spawner:
 
     def _note(self, message: tuple[Any, ...]) -> None:
         if message[0] == "exit":
-            event = Exit(*message[1:])
-            self.running.discard(event.rank)
-            self._early.append(event)
+            self._early.append(Exit(*message[1:]))
+        elif message[0] == "started":
+            self._early.append(WorkersStarted(message[1]))
+        elif message[0] == "refused":
+            error = StartError(f"rank {message[1]} could not be started: {message[2]}")
+            if message[2].endswith(os.strerror(errno.EMFILE)):
+                error = _too_many_files(*self._files)
+            self._early.append(StartRefused(error))
         elif message[0] == "preloaded":
             self.importing = False
             self.dropped = list(message[1])
@@ -239,8 +270,9 @@ class Spawner:
 
         Only sends, so that it can be called from a signal handler and from a poll.
         """
+        self.silent = True
         self._send(("stop", self._group, int(sig), float(max(0.0, grace))))
-        os.sched_yield()  # who is to hear it may wait for this very processor, and we have work for long
+        os.sched_yield()  # the zygote may wait for this very processor, and the caller has work to do
 
     def park(self, count: int, warm_up: str = "") -> None:
         """Have this many forks ready for the next start; answered when they are."""
@@ -250,28 +282,87 @@ class Spawner:
         """Pass a signal on to some workers, `alone` or with what they started; nothing is stopped."""
         self._send(("signal", int(sig), sorted(ranks), alone))
 
-    def _send(self, message: tuple[Any, ...]) -> None:
+    def clear_now(self) -> None:
+        """The zygote does not answer: have the keeper kill it and all its workers. HelpersLost follows."""
         try:
-            self.channel.send(message)
+            os.kill(self.pid, CLEAR_NOW)  # not reaped yet, so the number is still the keeper's
+        except ProcessLookupError:
+            pass  # unless something in this process waits for all children
+
+    def _send(self, message: tuple[Any, ...], fds: list[int] | None = None) -> None:
+        try:
+            with self._lock:
+                self.channel.post(message, fds)
         except OSError:
-            pass  # helpers are gone; `events` tells
+            pass  # the helpers are gone: `events` has HelpersLost
+
+    def _flush(self) -> None:
+        try:
+            self.channel.flush()
+        except OSError:
+            pass
 
     def close(self) -> None:
-        """End helpers and whatever they still have; idempotent and bounded."""
+        """End the helpers and whatever they still have; idempotent and bounded."""
+        closing = self.begin_close()
+        while closing is not None and not closing.reap():
+            poll = select.poll()
+            for fd in closing.fds():
+                poll.register(fd, select.POLLIN)
+            poll.poll(max(0.0, closing.deadline() - time.monotonic()) * 1000)
+
+    def begin_close(self) -> ClosingHelpers | None:
+        """End the helpers without waiting for it; None where that was begun before."""
         if self._closed:
-            return
+            return None
         self._closed = True
         if self.importing:
-            self.events(0)  # it may be over by now
+            self.catch_up()  # it may be over by now
         self.channel.close()  # the zygote kills everything when its socket closes,
         if self.importing:
-            os.kill(self.pid, CLEAR_NOW)  # unless it is deep in an import
-        if not _reaped(self.pid, _CLOSE_PATIENCE):
-            os.kill(self.pid, CLEAR_NOW)
-            if not _reaped(self.pid, _CLOSE_PATIENCE):
-                what = kernel.describe(self.pid)
-                os.kill(self.pid, signal.SIGKILL)
+            self.clear_now()  # unless it is deep in an import
+        return ClosingHelpers(self.pid)
+
+
+class ClosingHelpers:
+    """Helpers that are being ended: reaped when they exit, killed when they do not."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._pidfd = kernel.pidfd(pid)
+        self._patience = [_CLOSE_PATIENCE, _CLOSE_PATIENCE]  # before CLEAR_NOW, and before SIGKILL
+        self._until = time.monotonic() + self._patience.pop()
+
+    def fds(self) -> list[int]:
+        """Readable when `reap` succeeds."""
+        return [] if self._pidfd is None else [self._pidfd]
+
+    def deadline(self) -> float:
+        """When `reap` must be called at the latest."""
+        return self._until if self._pidfd is not None else min(self._until, time.monotonic() + 0.01)
+
+    def reap(self) -> bool:
+        """Whether the helpers are gone; never waits. UnkillableError when SIGKILL is all that is left."""
+        try:
+            done = os.waitpid(self._pid, os.WNOHANG)[0] != 0
+        except ChildProcessError:  # something in this process waits for all children
+            done = True
+        if not done and time.monotonic() >= self._until:
+            if not self._patience:
+                what = kernel.describe(self._pid)
+                os.kill(self._pid, signal.SIGKILL)
+                self._close()
                 raise UnkillableError(f"the helper process did not end: {what}")
+            self._until = time.monotonic() + self._patience.pop()
+            os.kill(self._pid, CLEAR_NOW)
+        if done:
+            self._close()
+        return done
+
+    def _close(self) -> None:
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
 
 
 def files_needed(jobs: list[WorkerLaunch], followed: int = 0) -> int:
@@ -289,7 +380,7 @@ def require_files(workers: int, needed: int = 0) -> None:
 
 def _too_many_files(workers: int, needed: int) -> StartError:
     limit = os.sysconf("SC_OPEN_MAX")
-    # Rounded up, and with room for what a group may have: nobody wants to raise it twice.
+    # Rounded up, and with room for what a group may have, so that it is raised only once.
     enough = 64 * ((_OWN_FILES + max(4 * workers, needed)) // 64 + 1)
     return StartError(f"too many open files: raise ulimit -n ({limit} here, about {enough} needed)")
 
@@ -408,27 +499,3 @@ def _above(fd: int, floor: int) -> int:
     import fcntl
 
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor)
-
-
-def _reaped(pid: int, patience: float) -> bool:
-    """Wait for our child by event where the kernel has pidfds, else by looking now and then."""
-    end = time.monotonic() + patience
-    fd = kernel.pidfd(pid)
-    try:
-        while True:
-            try:
-                done, _ = os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:  # somebody in this process waits for all children
-                return True
-            if done:
-                return True
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            poll = select.poll()
-            if fd is not None:
-                poll.register(fd, select.POLLIN)
-            poll.poll((left if fd is not None else min(left, 0.01)) * 1000)
-    finally:
-        if fd is not None:
-            os.close(fd)

@@ -1,8 +1,7 @@
 """torch.distributed.elastic.agent.server's names."""
 
-from phalanx.agent.agent import ElasticAgent, SimpleElasticAgent
-from phalanx.agent.local import LocalElasticAgent
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.torch_agent import ElasticAgent, LocalElasticAgent, SimpleElasticAgent
 from phalanx.core.group_events import WorkerState
 from phalanx.elastic.agent.server.local_elastic_agent import (
     TORCHELASTIC_ENABLE_FILE_TIMER,

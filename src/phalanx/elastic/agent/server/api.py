@@ -1,8 +1,8 @@
 """torch.distributed.elastic.agent.server.api's names."""
 
-from phalanx.agent.agent import DEFAULT_ROLE as DEFAULT_ROLE
-from phalanx.agent.agent import ElasticAgent, SimpleElasticAgent
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.torch_agent import DEFAULT_ROLE as DEFAULT_ROLE
+from phalanx.agent.torch_agent import ElasticAgent, SimpleElasticAgent
 from phalanx.core.group_events import WorkerState
 
 __all__ = [

@@ -1,0 +1,482 @@
+"""The workers of this node as processes: started, watched and stopped by events.
+
+Helpers are started once and serve every restart. A start is complete when the helpers report it; until then,
+as at any time, a stop can be asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from phalanx.agent.environment import line_prefix, substitute, worker_environment
+from phalanx.agent.spec import RunResult, WorkerSpec
+from phalanx.core.group_events import (
+    AllSucceeded,
+    Hang,
+    Started,
+    StartFailed,
+    Stopped,
+    Uninterruptible,
+    WorkerFailed,
+    WorkerState,
+)
+from phalanx.errors import RendezvousError, StartError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx.agent.protocols import Nodes
+    from phalanx.agent.run_record import RunRecord
+    from phalanx.agent.spec import WorkerGroup
+    from phalanx.agent.worker_store import WorkerStore
+    from phalanx.core.group import Phase
+    from phalanx.core.group_events import Event, SiblingStop, StartWorkers
+    from phalanx.logs.specs import LogsSpecs
+    from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
+    from phalanx.membership.network_interface import NetworkInterface
+    from phalanx.supervision.supervision import Supervision
+    from phalanx.warm.helper_pool import HelperPool
+    from phalanx.workers.failure import ProcessFailure
+    from phalanx.workers.worker_group import PContext
+
+_LOOK_AT_STATES = 1.0  # uninterruptible sleep is not an event; it is looked for this often, when asked for
+_QUIET_AFTER = 2.0  # seconds after a start: time for what a failure will need
+START_ERRORS = (StartError, OSError, ValueError, TypeError, RendezvousError)
+
+
+class LocalWorkers:
+    """Starts of one agent, one after the other; `context` is the latest."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        handler: RendezvousHandler,
+        nodes: Nodes,
+        *,
+        logs_specs: LogsSpecs,
+        start_method: str,
+        prefix_template: str | None,
+        attach: int | None,
+        uninterruptible_timeout: float,
+        at_failure: SiblingStop,
+        helpers: HelperPool,
+        supervision: Supervision,
+        record: RunRecord,
+        place: Callable[[RendezvousInfo], None],
+        post: Callable[[Callable[[], None]], None],
+        stepped: bool,
+    ) -> None:
+        """`place` gives the group its ranks; `stepped`: torch's steps ask, and `look` reports nothing."""
+        self._group = group
+        self._handler = handler
+        self._nodes = nodes
+        self._logs_specs = logs_specs
+        self._start_method = start_method
+        self._prefix_template = prefix_template
+        self._attach = attach
+        self._uninterruptible_timeout = uninterruptible_timeout
+        self._at_failure = at_failure
+        self._helpers = helpers
+        self._supervision = supervision
+        self._record = record
+        self._place = place
+        self._post = post
+        self._stepped = stepped
+        self.context: PContext | None = None
+        self.store: WorkerStore | None = None
+        self._has_address = False  # the round came with the address of a store
+        self.result = RunResult(WorkerState.INIT)
+        self.error: BaseException | None = None
+        self._attempt = 0
+        self._number = 0
+        self._waits = False  # for the name of the network interface, before a start
+        self._starting = False
+        self._stopping = False
+        self._swept = False  # what successful workers left behind has been signalled
+        self._placed_in = 0.0
+        self._begin_at = 0.0
+        self._quiet_at: float | None = None
+        self._interface: NetworkInterface | None = None
+        self._stuck_since: dict[int, float] = {}
+
+    # -- starting -----------------------------------------------------------------------------------
+
+    def joining(self) -> None:
+        """A round is awaited: prepare for it."""
+        if self._interface is None and not self._handler.immediate:
+            from phalanx.membership.network_interface import NetworkInterface
+
+            self._interface = NetworkInterface(self._post)
+        self._helpers.prepare(self._group.spec.local_world_size)
+
+    def start(self, info: RendezvousInfo, command: StartWorkers) -> None:
+        before = time.monotonic()
+        try:
+            self._place(info)
+        except START_ERRORS as error:
+            self._fail(error)
+            self._starting = True
+            return
+        self.begin(command.round.number, command.attempt, time.monotonic() - before)
+
+    def begin(self, number: int, attempt: int, placed_in: float) -> None:
+        """Start the workers of a group that has its ranks."""
+        self._number, self._attempt, self._placed_in = number, attempt, placed_in
+        self._starting, self._stopping, self._swept = True, False, False
+        self._begin_at = time.monotonic()
+        self.error = None
+        group, interface = self._group, self._interface
+        if (group.group_world_size or 1) > 1 and interface is not None:
+            interface.find(os.environ, group.master_addr, group.spec.local_addr)
+            self._waits = not interface.ready
+        if not self._waits:
+            self._begin()
+
+    def _begin(self) -> None:
+        try:
+            context = self._new_context()
+            context.begin()
+        except START_ERRORS as error:
+            self._fail(error)
+            return
+        self.context = context
+
+    def _fail(self, error: Exception) -> None:
+        known = isinstance(error, StartError | RendezvousError)
+        self.error = error if known else StartError(_in_words(error))
+
+    def _new_context(self) -> PContext:
+        spec = self._group.spec
+        args, envs, prefixes = {}, {}, {}
+        host = os.uname().nodename
+        interface = self._interface
+        several = (self._group.group_world_size or 1) > 1 and interface is not None
+        for worker in self._group.workers:
+            rank = worker.local_rank
+            envs[rank] = worker_environment(
+                self._group,
+                worker,
+                run_id=self._handler.get_run_id(),
+                attempt=self._attempt,
+                use_agent_store=self._uses_agent_store(),
+                environ=os.environ,
+            )
+            if several and interface is not None:
+                envs[rank].update(interface.environment)
+            envs[rank].update(self._supervision.services.environment)
+            args[rank] = substitute(spec.args, rank)
+            if self._prefix_template is not None:
+                prefixes[rank] = line_prefix(
+                    self._prefix_template, self._group, worker, host=host, attempt=self._attempt
+                )
+        return self._of_kind(spec, args, envs, prefixes if self._prefix_template is not None else None)
+
+    def _of_kind(
+        self,
+        spec: WorkerSpec,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        prefixes: dict[int, str] | None,
+    ) -> PContext:
+        from phalanx.workers.worker_group import GroupOptions
+        from phalanx.workers.worker_kinds import MultiprocessContext, SubprocessContext
+
+        common: dict[str, Any] = {
+            "name": spec.role,
+            "args": args,
+            "envs": envs,
+            "logs_specs": self._logs_specs,
+            "log_line_prefixes": prefixes,
+            "numa_options": spec.numa_options,
+            "duplicate_stdout_filters": spec.duplicate_stdout_filters,
+            "duplicate_stderr_filters": spec.duplicate_stderr_filters,
+            "options": GroupOptions(
+                at_failure=self._at_failure,
+                warm=self._helpers.warm,
+                boards=self._supervision.boards(len(args)),
+                attach=self._attach,
+                explains=False,
+                handles_signals=False,
+                take_helpers=self._helpers.take,
+                retire=self._helpers.retire,
+            ),
+        }
+        if isinstance(spec.entrypoint, str):
+            return SubprocessContext(entrypoint=spec.entrypoint, **common)
+        assert spec.entrypoint is not None
+        return MultiprocessContext(entrypoint=spec.entrypoint, start_method=self._start_method, **common)
+
+    def _uses_agent_store(self) -> bool:
+        """Whether an agent, this one or node 0's, serves the store that the workers connect to."""
+        if self.store is not None:
+            return self.store.serving
+        return self._handler.use_agent_store and (self._nodes.has_meeting or self._has_address)
+
+    def master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:
+        """Where the workers of a round meet; on node 0 the store there is this agent's."""
+        from phalanx.agent.worker_store import WorkerStore
+
+        spec = self._group.spec
+        where = info.bootstrap_store_info
+        self._has_address = where is not None
+        if self._nodes.has_meeting:  # a fresh one for every round, and the last one's is gone
+            if self.store is not None:
+                self.store.close()
+            self.store = info.served
+        if where is not None:
+            return where.master_addr, where.master_port
+        if info.rank != 0:
+            return spec.master_addr, spec.master_port
+        if self.store is None:
+            self.store = WorkerStore(spec.master_addr, spec.master_port, self._handler.use_agent_store)
+        self.store.new_round()
+        return self.store.host, self.store.port
+
+    @property
+    def answered(self) -> bool:
+        """Whether the start is over, well or not."""
+        return self.error is not None or (self.context is not None and not self._waits and self._over())
+
+    def _over(self) -> bool:
+        context = self.context
+        assert context is not None
+        if context.start_error is not None:
+            context.abandon()
+            self.error = context.start_error
+            return True
+        return context.started or context.done
+
+    def take_start(self) -> dict[int, int]:
+        """The start is over: the workers' pids, or its error is raised."""
+        self._starting = False
+        if self.error is not None:
+            raise self.error
+        assert self.context is not None
+        now = time.monotonic()
+        pids = self.context.pids()
+        self.result = RunResult(WorkerState.HEALTHY)  # what failed before has been overcome
+        for worker in self._group.workers:
+            worker.id = pids.get(worker.local_rank)
+        self._supervision.started(self.context, self._group, now, self._number, self.host)
+        self._helpers.started(self.context, now)
+        if self.store is not None:
+            self.store.serve()  # no worker waits for its import: connections wait in the backlog
+        self._quiet_at = now + _QUIET_AFTER
+        self._record.started(self._attempt, self._placed_in, now - self._begin_at)
+        return pids
+
+    # -- the loop's view ----------------------------------------------------------------------------
+
+    def fds(self, phase: Phase) -> list[tuple[int, int]]:
+        context = self.context
+        return [] if context is None or context.done else [(context.fileno(), context.mask)]
+
+    def deadline(self, phase: Phase) -> float | None:
+        times = [self._interface.deadline()] if self._waits and self._interface is not None else []
+        if self.context is not None:
+            times.append(self.context.deadline())
+        if phase == "RUNNING":
+            times.append(self._quiet_at)
+            if self._uninterruptible_timeout > 0:
+                times.append(time.monotonic() + _LOOK_AT_STATES)
+        return min((when for when in times if when is not None), default=None)
+
+    def look(self, phase: Phase, now: float) -> Event | None:
+        if phase == "JOINING":
+            self.joining()
+        self._record.settle()
+        if self._waits and self._interface is not None and self._interface.ready and not self._stopping:
+            self._waits = False
+            self._begin()
+        if self.context is not None and not self.context.done:
+            self.context.advance()
+        if phase == "RUNNING" and self._quiet_at is not None and now >= self._quiet_at:
+            self._quiet_at = None
+            _prepare_for_a_failure()
+        if self._stepped:
+            return None
+        if self._stopping:
+            return self._stop_event()
+        if self._starting:
+            return self._start_event()
+        return self._running_event() if phase == "RUNNING" else None
+
+    def _start_event(self) -> Event | None:
+        if not self.answered:
+            return None
+        try:
+            return Started(tuple(self.take_start().values()))
+        except START_ERRORS as error:
+            return StartFailed(_in_words(error))
+
+    def _stop_event(self) -> Event | None:
+        if not self.idle:
+            return None
+        self._stopping = False
+        return Stopped(self.take_stop())
+
+    def _running_event(self) -> Event | None:
+        stuck = self._stuck()
+        if stuck:
+            return Uninterruptible(stuck)
+        result = self.observe()
+        if result.state is WorkerState.HEALTHY:
+            return None
+        self.result = result
+        if result.state is WorkerState.SUCCEEDED:
+            self._supervision.finished(time.monotonic())
+        return worker_event(result, self._supervision.was_ready)
+
+    def observe(self) -> RunResult:
+        """How the workers are; begins to stop the siblings of one that failed."""
+        context = self.context
+        if context is None:
+            return RunResult(WorkerState.INIT)
+        if not context.done:
+            context.advance()
+        if context.any_failed:
+            # They are signalled before anything is read or written.
+            context.ask_stop(self._at_failure.sig, self._at_failure.grace)
+            return RunResult(WorkerState.FAILED, failures=self._by_global_rank(context.failed()))
+        if context.all_succeeded:
+            if not self._swept:
+                from phalanx.workers.worker_group import STRAY_GRACE
+
+                self._swept = True
+                context.ask_stop(signal.SIGTERM, min(STRAY_GRACE, self._at_failure.grace))
+            result = context.outcome()
+            if result is not None:
+                workers = self._group.workers
+                values = {workers[rank].global_rank: value for rank, value in result.return_values.items()}
+                return RunResult(WorkerState.SUCCEEDED, values)
+        return RunResult(WorkerState.HEALTHY)
+
+    @property
+    def decided(self) -> bool:
+        """Whether `observe` has something new to tell."""
+        context = self.context
+        return context is not None and (context.any_failed or (context.all_succeeded and context.done))
+
+    def _stuck(self) -> tuple[int, ...]:
+        """NodeWorkers that have been in uninterruptible sleep for longer than allowed."""
+        if self._uninterruptible_timeout <= 0 or self.context is None:
+            return ()
+        from phalanx.workers.process_state import is_uninterruptible_state, read_proc_state
+
+        now = time.monotonic()
+        pids = self.context.pids().values()
+        asleep = {pid for pid in pids if is_uninterruptible_state(read_proc_state(pid))}
+        self._stuck_since = {pid: self._stuck_since.get(pid, now) for pid in asleep}
+        return tuple(
+            p for p, since in self._stuck_since.items() if now - since > self._uninterruptible_timeout
+        )
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a worker is in uninterruptible sleep for longer than allowed."""
+        return bool(self._stuck())
+
+    # -- stopping -----------------------------------------------------------------------------------
+
+    def stop(self, sig: int, grace: float) -> None:
+        self._stopping, self._starting = True, False
+        if self.context is not None and not self._waits:
+            self._supervision.stop(self.context, sig, grace)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of the last start is alive, and its output is shown."""
+        return self.context is None or self._waits or self.context.done
+
+    def take_stop(self) -> tuple[str, ...]:
+        """Nothing is alive: take in how the workers ended; what could not be killed."""
+        context = self.context
+        self._waits = False
+        if context is None or context.start_error is not None:
+            return ()
+        result = context.outcome()
+        if result is None:
+            return ()
+        self._supervision.preemption.excuse(result.failures.values())
+        # Where none failed by itself, the agent ended them (a signal, a new round): that is not a failure.
+        if any(not failure.is_victim for failure in result.failures.values()):
+            self.result = RunResult(
+                WorkerState.FAILED,
+                failures=self._by_global_rank(result.failures),
+                stopped=self._by_global_rank(result.stopped),
+            )
+        return context.unkillable
+
+    def explain(self) -> None:
+        """Add what the system knows of the failures; takes a moment."""
+        if self.context is not None:
+            self.context.explain(self.result.failures)
+
+    def close(self) -> None:
+        if self.context is not None:
+            if self.idle:
+                self.context.outcome()
+            elif self.context.spawner is not None:
+                self.context.spawner.clear_now()  # the wait for its end was cut short
+            self.context.abandon()
+            self._helpers.learn()
+        self._helpers.begin_close()
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+    @property
+    def closed(self) -> bool:
+        return self._helpers.closed
+
+    # -- naming -------------------------------------------------------------------------------------
+
+    @property
+    def host(self) -> str:
+        """This node, as people know it."""
+        return self._nodes.name or os.uname().nodename
+
+    def _by_global_rank(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
+        found = {}
+        for local_rank, failure in failures.items():
+            failure.global_rank = self._group.workers[local_rank].global_rank
+            failure.role = self._group.spec.role
+            failure.host = self.host
+            found[failure.global_rank] = failure
+        return found
+
+
+def worker_event(result: RunResult, was_ready: Callable[[int], bool | None]) -> Event | None:
+    """What a look at the workers means to the core; None while all is well."""
+    match result.state:
+        case WorkerState.SUCCEEDED:
+            return AllSucceeded()
+        case WorkerState.UNHEALTHY:
+            return Hang("workers are unhealthy")
+        case WorkerState.FAILED if not result.failures:
+            return WorkerFailed("a worker failed")
+        case WorkerState.FAILED:
+            from phalanx.observe.report import root_cause, summary
+
+            rank, failure = root_cause(result.failures)
+            ready = was_ready(failure.local_rank)
+            return WorkerFailed(summary(rank, failure), failure.shell_status, failure.message, ready)
+        case _:
+            return None
+
+
+def _in_words(error: Exception) -> str:
+    """Without the number of an OSError, which adds nothing to its words."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+def _prepare_for_a_failure() -> None:
+    """Import what is needed between a worker's death and the next start, while there is time for it."""
+    import phalanx.observe.report
+    import phalanx.workers.failure  # noqa: F401 - for its being there

@@ -1,0 +1,126 @@
+"""What the owner loop (loop.py) talks to: its parts, the workers of this node, and the other nodes.
+
+Only type checkers import this module. Every method is called by the owner thread and none may wait: what
+takes time answers with an event, from `look` or through the loop's queue.
+
+| protocol   | implementations |
+|---|---|
+| `LoopPart` | `NodeWorkers`, `HelperPool`, `Supervision`, `StatusSocket`, `ProgressPart` |
+| `NodeWorkers`  | `LocalWorkers` (processes), `StepWorkers` (a subclass of `SimpleElasticAgent` has them) |
+| `Nodes`    | `HandlerNodes` (torch's interface: solo, plug-ins), `ElasticNodes` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from phalanx.agent.spec import RunResult
+    from phalanx.core.group import Ending, Phase
+    from phalanx.core.group_events import CloseRendezvous, Event, ReportFailure, StartWorkers
+    from phalanx.core.ranks import NodeSlots
+    from phalanx.membership.handler import RendezvousInfo
+
+
+class LoopPart(Protocol):
+    """Something the loop waits for together with everything else."""
+
+    def fds(self, phase: Phase) -> list[tuple[int, int]]:
+        """Descriptors and what to poll them for."""
+
+    def deadline(self, phase: Phase) -> float | None:
+        """When `look` must be called at the latest; only for what it can act on in this phase."""
+
+    def look(self, phase: Phase, now: float) -> Event | None:
+        """Do what is due; called whenever the loop is awake."""
+
+
+class NodeWorkers(LoopPart, Protocol):
+    """The workers of this node. Answers come from `look`."""
+
+    result: RunResult
+    """How the workers of the last start are, or ended."""
+    error: BaseException | None
+    """What made the last start fail."""
+
+    def start(self, info: RendezvousInfo, command: StartWorkers) -> None:
+        """Start the workers of a round: `Started` or `StartFailed`."""
+
+    def stop(self, sig: int, grace: float) -> None:
+        """Stop them, or hurry a stop that has begun: one `Stopped`."""
+
+    def close(self) -> None:
+        """Give back what is held; `closed` once that is done."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is left to wait for."""
+
+
+class Nodes(Protocol):
+    """The other nodes. Answers come through the loop's queue."""
+
+    @property
+    def name(self) -> str:
+        """This node, as the others know it; empty where nodes have no names."""
+
+    @property
+    def has_meeting(self) -> bool:
+        """Whether every round brings its own place for the workers to meet."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """What made the last round impossible."""
+
+    @property
+    def job_failure(self) -> tuple[str, int] | None:
+        """Report and exit code of what ended the job, the same on every node."""
+
+    @property
+    def waiting(self) -> str:
+        """What the nodes wait for, in words; empty where that is not known."""
+
+    @property
+    def slots(self) -> list[NodeSlots] | None:
+        """Role and worker count of every node of the round; None where ranks do not need them."""
+
+    def join(self, gone: int | None, attempt: int) -> None:
+        """Be in the next round: `RoundReady` or `RoundFailed`. `gone`: the last one, if no worker is left."""
+
+    def take(self, number: int) -> RendezvousInfo:
+        """The round that is about to be started."""
+
+    def running(self) -> None:
+        """The workers run: `MembershipChanged` when nodes wait to join."""
+
+    def count_waiting(self) -> int:
+        """How many nodes wait to join, for an owner that asks; may take the time of a request."""
+
+    def workers_gone(self, number: int) -> None:
+        """Nothing of this round is alive on this node."""
+
+    def failed(self, command: ReportFailure, report: Callable[[], tuple[str, int]]) -> None:
+        """A failure on this node; `report` makes text and exit code for all nodes, should it end the job."""
+
+    def finished(self, number: int) -> None:
+        """The workers of this node succeeded; wait for the other nodes: `BarrierDone`."""
+
+    def ending(self, ending: Ending) -> None:
+        """This node stops its workers for good."""
+
+    def leave(self, number: int, reason: str) -> None:
+        """Go, and let the others go on; `closed` once that is done."""
+
+    def close(self, number: int, command: CloseRendezvous, at_failure: Callable[[], None]) -> None:
+        """The job is over; `closed` once the others know. `at_failure` reads what they found."""
+
+    def abandon(self) -> None:
+        """This node ends without a decision of the core: the others must not wait for it."""
+
+    def release(self) -> None:
+        """Give back what is open, without a word to the others; idempotent."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is left to wait for."""

@@ -1,0 +1,107 @@
+"""What an agent tells while it runs: notes for a person, reasons of decisions, events and metrics."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup
+    from phalanx.core.group import GroupState
+    from phalanx.core.group_events import Command, Event, Finish, ReportFailure
+    from phalanx.core.restarts import RestartPolicy
+    from phalanx.observe.run_log import RunLog
+    from phalanx.supervision.supervision import Supervision
+
+
+class RunRecord:
+    """The records of one agent."""
+
+    def __init__(
+        self, group: WorkerGroup, options: AgentOptions, policy: RestartPolicy, supervision: Supervision
+    ) -> None:
+        self.job_name = options.job_name or group.spec.get_entrypoint_name()
+        self.notes: deque[tuple[float, str]] = deque(maxlen=20)  # the last ones, with the time
+        self.progress = options.progress
+        self._on_note = options.note
+        self._on_reason = options.reason
+        self._group = group
+        self._policy = policy
+        self._supervision = supervision
+        self._began = time.time()
+        self._log: RunLog | None = None  # None where nothing records events or metrics
+
+    def open(self) -> None:
+        """Begin the run's events and metrics.
+
+        Metrics are recorded only in a process that imported them to configure a handler, so that otherwise
+        nothing is imported for them here.
+        """
+        destination = self._group.spec.event_log_handler
+        if destination == "null" and "phalanx.observe.metrics" not in sys.modules:
+            return
+        from phalanx.observe.run_log import RunLog
+
+        self._log = RunLog(destination, self._group, self._policy, self._supervision.begun)
+
+    def step(
+        self,
+        event: Event,
+        state: GroupState,
+        commands: Sequence[Command],
+        reason: str,
+        result: RunResult,
+    ) -> None:
+        """One step of the core."""
+        self._group.state = state.worker_state
+        if self._on_reason is not None:
+            self._on_reason(f"{type(event).__name__}: {reason}")
+        if self._log is not None:
+            self._log.step(event, state, commands, reason, result)
+
+    def started(self, attempt: int, placed_in: float, started_in: float) -> None:
+        """The workers run; seconds that their ranks and their start took."""
+        if self._log is not None:
+            self._log.started(self._group, attempt, placed_in, started_in)
+
+    def settle(self) -> None:
+        """Complete the record of an incident, where that is possible by now."""
+        if self._log is not None:
+            self._log.settle()
+
+    def end(self, finish: Finish | None, result: RunResult, attempt: int) -> None:
+        """The run is over."""
+        if self._log is not None:
+            self._log.end(self._group, finish, result, attempt)
+            self._log = None
+
+    def note(self, line: str) -> None:
+        """One line per incident, for a person."""
+        self.notes.append((time.time(), line))
+        if self.progress is not None:
+            self.progress.clear()
+        if self._on_note is not None:
+            self._on_note(line)
+            return
+        import logging
+
+        logging.getLogger("phalanx").info(line)
+
+    def show_waiting(self, line: str) -> None:
+        """What the nodes wait for, where there is no terminal to draw it on; from another thread."""
+        if self.progress is None:
+            self.note(line)
+
+    def report(self, command: ReportFailure, result: RunResult) -> tuple[str, int]:
+        """The report that all nodes show should this failure end the job, and the exit code."""
+        if not result.failures:
+            return self._supervision.report(command.summary) or command.summary, 1
+        from phalanx.observe.report import diagnosis_of, format_report
+
+        everyone = {**result.failures, **result.stopped}
+        report = format_report(self.job_name, everyone, started_at=self._began, width=100)
+        return report, diagnosis_of(everyone, self._began).exit_code

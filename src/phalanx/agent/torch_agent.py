@@ -1,0 +1,733 @@
+"""torch's agent classes, as adapters over the owner loop (loop.py).
+
+`run` calls `_invoke_run`. A class that overrides none of torch's steps is driven by events alone: the stop of
+the old workers and the next rendezvous overlap, and nothing is polled. A class that overrides any step gets
+all of them called, in torch's order:
+
+    _invoke_run
+        _initialize_workers ── _rendezvous ── _assign_worker_ranks
+                            └─ _start_workers
+        _monitor_workers                          every monitor_interval
+        _restart_workers ── _stop_workers         after a failure, or when nodes wait
+                         └─ _initialize_workers …
+        _exit_barrier                             after success
+        _stop_workers                             when no restart is left
+    _shutdown
+
+The core decides in both cases. Each step of this class is a function that returns when its work is done and
+answers signals, status requests and health probes meanwhile, so a subclass may call it by itself, from an
+`_invoke_run` of its own, say. A signal is raised as SignalException out of the step that waits.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+
+from phalanx.agent.local_workers import START_ERRORS, LocalWorkers, worker_event
+from phalanx.agent.loop import OwnerLoop, ProgressPart, SteppedLoop, StepWorkers, signal_exception
+from phalanx.agent.run_record import RunRecord
+from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.core import group as core
+from phalanx.core import restarts
+from phalanx.core.group import Phase
+from phalanx.core.group_events import (
+    AllSucceeded,
+    BarrierDone,
+    GroupRound,
+    MembershipChanged,
+    Outcome,
+    RoundFailed,
+    RoundOver,
+    RoundReady,
+    Signal,
+    Start,
+    Started,
+    StartFailed,
+    Stopped,
+    WorkerState,
+)
+from phalanx.core.restarts import RestartPolicy
+from phalanx.errors import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    SignalException,
+)
+from phalanx.membership.handler import adapted
+from phalanx.membership.handler_nodes import HandlerNodes
+from phalanx.supervision.supervision import Supervision
+from phalanx.warm.helper_pool import HelperPool
+from phalanx.workers.signals import SignalScope
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from phalanx.agent.protocols import Nodes, NodeWorkers
+    from phalanx.core.group_events import Finish
+    from phalanx.logs.specs import LogsSpecs
+    from phalanx.membership.handler import RendezvousInfo
+    from phalanx.workers.worker_group import PContext
+
+DEFAULT_ROLE = "default"
+UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+
+_FAREWELL = 30.0  # seconds for a rendezvous to be left or closed; a plug-in may hang
+
+STEPS = (
+    "_invoke_run",
+    "_initialize_workers",
+    "_rendezvous",
+    "_assign_worker_ranks",
+    "_start_workers",
+    "_monitor_workers",
+    "_stop_workers",
+    "_restart_workers",
+    "_exit_barrier",
+    "_shutdown",
+)
+_OF_NODES = frozenset({"_invoke_run", "_rendezvous", "_exit_barrier"})
+"""Steps that may call the handler themselves: such a class has torch's interface only, on every node."""
+
+_NOT_CALLED = {
+    **dict.fromkeys(
+        (
+            "_construct_event",
+            "_get_worker_state",
+            "_record_flakiness_metric",
+            "_record_metric_with_condition",
+            "_record_metrics",
+            "_record_worker_events",
+            "get_event_failed",
+            "get_event_succeeded",
+            "record_duration",
+        ),
+        "events and metrics are made by phalanx.observe: register a handler there",
+    ),
+    **dict.fromkeys(
+        ("_setup_healthcheck", "_setup_local_watchdog", "_log_watchdog_event"),
+        "health port and watchdog are services of phalanx.agent.agent_services",
+    ),
+}
+"""torch's methods that have no counterpart here: an override would never be called."""
+
+
+def _is_coroutine(step: Any) -> bool:
+    code = getattr(step, "__code__", None)
+    return code is not None and bool(code.co_flags & 0x80)  # inspect.CO_COROUTINE, without inspect
+
+
+class ElasticAgent(ABC):
+    """Runs worker groups."""
+
+    @abstractmethod
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the group to its end; a failure of workers is in the result, not an exception."""
+
+    @abstractmethod
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """The group as it is now; not to be changed by the caller."""
+
+
+class SimpleElasticAgent(ElasticAgent):
+    """One group; subclasses start, watch and stop its workers."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        for name, why in _NOT_CALLED.items():
+            if name in cls.__dict__:
+                raise TypeError(f"{cls.__qualname__}.{name} would never be called: {why}")
+        for name in STEPS:
+            step = cls.__dict__.get(name)
+            if isinstance(step, staticmethod | classmethod) or (step is not None and not callable(step)):
+                raise TypeError(f"{cls.__qualname__}.{name} must be a method: it is called on the agent")
+            if step is not None and _is_coroutine(step):
+                raise TypeError(
+                    f"{cls.__qualname__}.{name} must not be a coroutine: its result is used at once"
+                )
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        exit_barrier_timeout: float = 300,
+        shutdown_timeout: float = 30,
+        *,
+        options: AgentOptions = AgentOptions(),  # noqa: B008 - immutable
+    ) -> None:
+        self._worker_group = WorkerGroup(spec)
+        self._exit_barrier_timeout = exit_barrier_timeout
+        self._shutdown_timeout = shutdown_timeout
+        self._rdzv_handler = adapted(spec.rdzv_handler)
+        self._store: Any = None
+        self._total_execution_time = 0
+        self._in_exit_barrier = False
+        self.restart_policy = options.restart_policy or RestartPolicy(max_restarts=spec.max_restarts)
+        self.supervision = options.supervision or Supervision()
+        self.outcome: Finish | None = None
+        self._record = RunRecord(self._worker_group, options, self.restart_policy, self.supervision)
+        self._overridden = frozenset(name for name in STEPS if not _is_own(getattr(type(self), name)))
+        self._running = self._ending = False
+        policy = core.GroupPolicy(
+            restarts=self.restart_policy,
+            grace=shutdown_timeout,
+            # With a preemption signal the agent alone decides: the death of one worker must not stop those
+            # that save their state.
+            stop_by_helpers=not self.supervision.preemption.signal,
+        )
+        nodes = self._new_nodes()
+        workers = self._new_workers(nodes, policy)
+        kind = SteppedLoop if self._overridden else OwnerLoop
+        self._loop = kind(policy, nodes, workers, self.supervision, self._record)
+        if options.progress is not None:
+            self._loop.parts.append(ProgressPart(options.progress, lambda: self.waiting_for))
+
+    def _new_nodes(self) -> Nodes:
+        spec, show = self._worker_group.spec, self._record.show_waiting
+        if not (self._rdzv_handler.immediate or self._overridden & _OF_NODES):
+            from phalanx.membership.elastic_nodes import elastic_nodes
+
+            nodes = elastic_nodes(
+                spec, self.restart_policy, self._post, show, self._exit_barrier_timeout, self.open_meeting
+            )
+            if nodes is not None:
+                return nodes
+        exchanges = not self._overridden & {"_rendezvous", "_assign_worker_ranks"}
+        return HandlerNodes(spec, self._post, show, self._exit_barrier_timeout, exchanges=exchanges)
+
+    def _new_workers(self, nodes: Nodes, policy: core.GroupPolicy) -> NodeWorkers:
+        return StepWorkers()
+
+    # -- what the outside reads ---------------------------------------------------------------------
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        return self._worker_group
+
+    @property
+    def state(self) -> core.GroupState:
+        """The group's state, as the core has it."""
+        return self._loop.state
+
+    @property
+    def attempt(self) -> int:
+        """Restarts used by the job so far."""
+        return self.state.attempt
+
+    @property
+    def job_name(self) -> str:
+        """As the failure report calls the job."""
+        return self._record.job_name
+
+    @property
+    def notes(self) -> list[tuple[float, str]]:
+        """The latest incidents, with the time."""
+        return list(self._record.notes)
+
+    @property
+    def job_failure(self) -> tuple[str, int] | None:
+        """The report and exit code of what ended a job of several nodes: the same on all of them."""
+        return self._loop.nodes.job_failure
+
+    @property
+    def waiting_for(self) -> str:
+        """What the agent waits for, in words; empty while that is as it should be."""
+        phase = self.state.phase
+        return (self._loop.nodes.waiting if phase is Phase.JOINING else "") or core.WORDS[phase][1]
+
+    @property
+    def _remaining_restarts(self) -> int:
+        """How many restarts are left; may be set by a subclass that counts for itself."""
+        return restarts.remaining(self.state.history, time.monotonic(), self.restart_policy)
+
+    @_remaining_restarts.setter
+    def _remaining_restarts(self, left: int) -> None:
+        state = self.state
+        history = state.history.replace(attempt=max(0, self.restart_policy.max_restarts - left))
+        self._loop.state = state.replace(history=history)
+
+    # -- run ----------------------------------------------------------------------------------------
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the group to its end. A signal is raised as SignalException once nothing is left."""
+        began = time.monotonic()
+        sig: signal.Signals | None = None
+        self._running = True
+        self._loop.open()
+        self._record.open()
+        try:
+            with SignalScope(post=self._signalled):
+                try:
+                    return self._invoke_run(role)
+                except RendezvousError as error:
+                    return self._without_round(error)
+                except SignalException as error:
+                    sig = error.sigval
+                    raise
+                finally:
+                    self._ending = True
+                    self._end(sig)
+        finally:
+            self._loop.close()
+            self._record.end(self._loop.finish, self._loop.workers.result, self.attempt)
+            self._running = False
+            self.outcome = self._loop.finish
+            self._total_execution_time = int(time.monotonic() - began)
+
+    def _post(self, event: Any) -> None:
+        self._loop.post(event)
+
+    def _signalled(self, sig: signal.Signals) -> None:
+        """Called by the signal handler."""
+        if self.supervision.preemption.repeats(sig):
+            return
+        loop = self._loop
+        if isinstance(loop, SteppedLoop) and not (loop.guarded or self._ending):
+            raise signal_exception(sig)  # into a step of the subclass, which does not look at the queue
+        loop.post(Signal(int(sig)))
+
+    def _without_round(self, error: RendezvousError) -> RunResult:
+        """No round, and none to come: a clean end, unless the job or the rendezvous failed."""
+        loop = self._loop
+        if loop.finish is None and self.state.phase is Phase.JOINING:
+            if isinstance(error, RendezvousGracefulExitError):
+                loop.step(RoundFailed("graceful", str(error)))
+            elif isinstance(error, RendezvousClosedError):
+                loop.step(RoundFailed("closed", str(error)))
+        if loop.finish is None or loop.finish.outcome is Outcome.FAILED:
+            raise error
+        return self._conclude(loop.finish)
+
+    def _end(self, sig: signal.Signals | None) -> None:
+        """Stop what is left, say goodbye to the other nodes, and give everything back."""
+        loop = self._loop
+        if self._record.progress is not None:
+            self._record.progress.clear()
+        try:
+            if sig is None:
+                self._shutdown(timeout=self._shutdown_timeout)  # type: ignore[arg-type]  # torch: an int
+            else:
+                self._shutdown(sig, timeout=self._shutdown_timeout)  # type: ignore[arg-type]
+                self._leave(sig)
+        finally:
+            if loop.finish is None:  # an error in a step or in the agent
+                loop.nodes.abandon()
+            loop.nodes.release()
+            loop.drain(lambda: loop.nodes.closed, limit=_FAREWELL)
+
+    def _leave(self, sig: signal.Signals) -> None:
+        """The workers are stopped because of a signal: have the core end it."""
+        if self._loop.finish is None and not self.state.signals:
+            self._loop.step(Signal(int(sig)))
+        if self._loop.finish is None and self.state.phase is Phase.ENDING:
+            self._loop.step(Stopped())
+
+    def _conclude(self, finish: Finish) -> RunResult:
+        self._worker_group.state = finish.state
+        result = self._loop.workers.result
+        if finish.outcome is Outcome.SIGNALED:
+            raise signal_exception(finish.sig or signal.SIGTERM)
+        if finish.outcome is Outcome.FAILED:
+            error = self._loop.workers.error or self._loop.nodes.error
+            if error is not None and not result.failures:  # the rendezvous or a start
+                raise error
+            return RunResult(finish.state, {}, result.failures, result.stopped)
+        # A clean end: what went wrong before it has been overcome.
+        return RunResult(WorkerState.SUCCEEDED, result.return_values)
+
+    # -- torch's steps ------------------------------------------------------------------------------
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """The life of the group, from the first rendezvous to the exit barrier."""
+        loop = self._loop
+        if not isinstance(loop, SteppedLoop):
+            return self._conclude(loop.run())
+        group = self._worker_group
+        loop.step(Start())
+        try:
+            while loop.finish is None:
+                self._take_turn(loop, group)
+        except START_ERRORS as error:
+            if self.state.phase is Phase.STARTING:
+                loop.step(StartFailed(str(error)))
+            raise
+        return self._conclude(loop.finish)
+
+    def _take_turn(self, loop: SteppedLoop, group: WorkerGroup) -> None:
+        """One step, or a look at the workers after `monitor_interval`."""
+        match self.state.phase:
+            case Phase.RUNNING:
+                loop.pump(lambda: self.state.phase is not Phase.RUNNING, group.spec.monitor_interval)
+                if self.state.phase is Phase.RUNNING:
+                    self._take_result(self._monitor_workers(group))
+            case Phase.BARRIER:
+                self._exit_barrier()
+                if self.state.phase is Phase.BARRIER:  # the step is the subclass's own
+                    loop.step(BarrierDone(round=loop.number))
+            case Phase.ENDING:
+                self._stop_workers(group)
+                self._stopped()
+            case Phase.JOINING:  # at the begin, or when the others need a node that has finished
+                before = self.state
+                self._initialize_workers(group)
+                self._settle(before)
+            case _:
+                before = self.state
+                self._restart_workers(group)
+                self._settle(before)
+
+    def _take_result(self, result: RunResult) -> None:
+        """Tell the core what `_monitor_workers` found."""
+        loop, spec = self._loop, self._worker_group.spec
+        if result.state is WorkerState.HEALTHY:
+            waiting = loop.nodes.count_waiting()
+            if waiting > 0:
+                loop.step(MembershipChanged(waiting=waiting))
+            return
+        loop.workers.result = result
+        event = worker_event(result, self.supervision.was_ready)
+        if event is None:
+            states = "HEALTHY, SUCCEEDED, FAILED or UNHEALTHY"
+            raise RuntimeError(
+                f"role {spec.role}: _monitor_workers returned {result.state}: it must return {states}"
+            )
+        if result.state is WorkerState.SUCCEEDED:
+            self.supervision.finished(time.monotonic())
+        loop.step(event)
+
+    def _settle(self, before: core.GroupState) -> None:
+        """After a step that may be the subclass's own: the core learns what it was not told.
+
+        `before`: the state at the begin of the step; unchanged where the step told the core nothing.
+        """
+        if self.state is before:
+            self._settle_round()
+        if self.state.phase is Phase.STARTING:
+            pids = (worker.id for worker in self._worker_group.workers)
+            self._loop.step(Started(tuple(pid for pid in pids if isinstance(pid, int))))
+
+    def _settle_round(self) -> None:
+        """The group has its place in a round: the core starts it, unless it knows of it."""
+        loop, group = self._loop, self._worker_group
+        if self.state.phase in (Phase.STARTING, Phase.WAITING):
+            self._back_off()
+            return
+        self._leave_round()
+        if self.state.phase is Phase.JOINING:
+            members = tuple(f"node {rank}" for rank in range(group.group_world_size or 1))
+            loop.step(RoundReady(GroupRound(loop.number + 1, members, group.group_rank or 0)))
+        self._back_off()
+
+    def _leave_round(self) -> None:
+        """The workers of the last round are gone, by torch's contract; bring the core to JOINING."""
+        if self.state.phase is Phase.NEW:
+            self._loop.step(Start())
+        if self.state.phase in (Phase.STARTING, Phase.RUNNING, Phase.BARRIER):
+            self._loop.step(RoundOver(self._loop.number, "a new round was asked for"))
+        self._stopped()
+
+    def _pump(self, done: Any, timeout: float | None = None) -> None:
+        loop = self._loop
+        assert isinstance(loop, SteppedLoop), "an agent without steps of its own waits in its loop"
+        loop.pump(done, timeout)
+
+    def _back_off(self) -> None:
+        """Wait until the next start is allowed."""
+        if self.state.phase is Phase.WAITING:
+            self._pump(lambda: self.state.phase is not Phase.WAITING)
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Join a round, then start its workers."""
+        before = self.state
+        self._rendezvous(worker_group)
+        if self.state is before:
+            self._settle_round()
+        ids = self._start_workers(worker_group)
+        for worker in worker_group.workers:
+            worker.id = ids.get(worker.local_rank)
+        self._settle(before)
+        worker_group.state = WorkerState.HEALTHY
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Wait for the next round; give the group its place in it, and the workers their ranks."""
+        loop = self._loop
+        self._leave_round()
+        loop.enter_rendezvous()
+        self._pump(lambda: self.state.phase is not Phase.JOINING)
+        self._back_off()
+        if loop.finish is not None:
+            raise self._round_error(loop.finish)
+        self._place_workers(loop.nodes.take(loop.number))
+
+    def _round_error(self, finish: Finish) -> BaseException:
+        if finish.outcome is Outcome.LEFT:
+            return RendezvousGracefulExitError(finish.message)
+        if finish.outcome is Outcome.CLOSED:
+            return RendezvousClosedError(finish.message)
+        return self._loop.nodes.error or RendezvousClosedError(finish.message)
+
+    def _place_workers(self, info: RendezvousInfo) -> None:
+        """Give the group its place in the round, and each worker its ranks."""
+        group = self._worker_group
+        self._store = group.store = info.store
+        group.group_rank = info.rank
+        group.group_world_size = info.world_size
+        group.workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, group.spec)
+        group.master_addr, group.master_port = self._master(info)
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Ranks from role and worker count of every node, which the nodes exchange while they join."""
+        from phalanx.core.ranks import assign_identical, assign_to
+
+        identical = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1"
+        slots = self._loop.nodes.slots
+        if slots is None and group_world_size > 1 and not identical:
+            from phalanx.membership.exchange import node_infos
+
+            slots = node_infos(store, group_rank, group_world_size, spec, self._loop.number)
+        if slots is not None:
+            places = assign_to(slots, group_rank)
+        else:
+            places = assign_identical(group_rank, group_world_size, spec.local_world_size)
+        return [
+            Worker(p.local_rank, p.global_rank, p.role_rank, p.world_size, p.role_world_size) for p in places
+        ]
+
+    def _master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:
+        """Where the workers' own store is."""
+        spec, where = self._worker_group.spec, info.bootstrap_store_info
+        if where is not None:
+            return where.master_addr, where.master_port
+        return spec.master_addr, spec.master_port
+
+    def open_meeting(self, address: str) -> tuple[Any, int]:
+        """Where the workers of a round meet, should this node be its first: (what serves there, port)."""
+        from phalanx.membership.address import free_port
+
+        return None, free_port()
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the workers, join the next round, and start again."""
+        if self.state.phase in (Phase.RUNNING, Phase.STARTING):  # the decision was the subclass's own
+            self._loop.step(RoundOver(self._loop.number, "a restart was asked for"))
+        self._stop_workers(worker_group)
+        self._stopped()
+        if self._loop.finish is not None:
+            return  # something could not be killed
+        worker_group.state = WorkerState.STOPPED
+        left = self.state.not_before - time.monotonic()
+        if left > 0:
+            self._pump(lambda: False, left)
+        self._initialize_workers(worker_group)
+
+    def _stopped(self) -> None:
+        """The workers are stopped: tell core and nodes."""
+        if self.state.phase in (Phase.REFORMING, Phase.CLEARING, Phase.ENDING):
+            self._loop.nodes.workers_gone(self._loop.number)
+            self._loop.step(Stopped(self._unkillable()))
+
+    def _unkillable(self) -> tuple[str, ...]:
+        return ()
+
+    def _exit_barrier(self) -> None:
+        """Wait until the workers of all nodes have ended; never fails a job whose workers succeeded."""
+        if self.state.phase is Phase.RUNNING:
+            self._loop.step(AllSucceeded())
+        self._in_exit_barrier = True
+        try:
+            self._loop.nodes.finished(self._loop.number)
+            self._pump(lambda: self.state.phase is not Phase.BARRIER)
+        finally:
+            self._in_exit_barrier = False
+
+    @abstractmethod
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the workers; local rank → an id of your own (a pid, say)."""
+
+    @abstractmethod
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the workers, whatever state they are in."""
+
+    @abstractmethod
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """How the workers are; must not block."""
+
+    @abstractmethod
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Clean up at the end of the agent."""
+
+
+class LocalElasticAgent(SimpleElasticAgent):
+    """NodeWorkers are processes: functions by `start_method`, or programs."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        start_method: str = "spawn",
+        exit_barrier_timeout: float = 300,
+        log_line_prefix_template: str | None = None,
+        shutdown_timeout: float = 30,
+        health_check_server: Any = None,
+        uninterruptible_state_timeout: float | None = None,
+        *,
+        options: AgentOptions = AgentOptions(),  # noqa: B008 - immutable
+    ) -> None:
+        self._start_method = start_method
+        self._logs_specs = logs_specs
+        self._prefix_template = log_line_prefix_template
+        self._health_check_server = health_check_server
+        if uninterruptible_state_timeout is None:
+            uninterruptible_state_timeout = float(os.environ.get(UNINTERRUPTIBLE_TIMEOUT) or 0)
+        self._uninterruptible_timeout = uninterruptible_state_timeout
+        self._attach = options.attach
+        self.helpers = options.helpers or HelperPool()
+        self._since = time.time()
+        super().__init__(spec, exit_barrier_timeout, shutdown_timeout, options=options)
+        from phalanx.agent.status import StatusSocket, snapshot
+
+        self.status = StatusSocket(lambda: snapshot(self, self._since))
+        self._loop.parts += [self.helpers, self.status]
+
+    def _new_workers(self, nodes: Nodes, policy: core.GroupPolicy) -> LocalWorkers:
+        self._workers = LocalWorkers(
+            self._worker_group,
+            self._rdzv_handler,
+            nodes,
+            logs_specs=self._logs_specs,
+            start_method=self._start_method,
+            prefix_template=self._prefix_template,
+            attach=self._attach,
+            uninterruptible_timeout=self._uninterruptible_timeout,
+            at_failure=policy.at_failure,
+            helpers=self.helpers,
+            supervision=self.supervision,
+            record=self._record,
+            place=self._place_workers,
+            post=self._post,
+            stepped=bool(self._overridden),
+        )
+        return self._workers
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """As `SimpleElasticAgent.run`, with a watch over the workers' progress."""
+        try:
+            self.supervision.open(
+                run_id=self._rdzv_handler.get_run_id(),
+                post=self._post,
+                note=self._record.note,
+                phase=lambda: self.state.phase.value,
+                health_check_server=self._health_check_server,
+            )
+            return super().run(role)
+        finally:
+            self.supervision.close()
+
+    # -- what the outside reads ---------------------------------------------------------------------
+
+    @property
+    def _pcontext(self) -> PContext | None:
+        """The workers of the last start."""
+        return self._workers.context
+
+    @property
+    def host(self) -> str:
+        """This node, as people know it."""
+        return self._workers.host
+
+    @property
+    def run_dir(self) -> str | None:
+        """The directory of this run's logs, once workers have started."""
+        context = self._pcontext
+        if context is None or not context.error_files:
+            return None
+        from phalanx.logs.specs import DefaultLogsSpecs
+
+        if not isinstance(self._logs_specs, DefaultLogsSpecs):
+            return self._logs_specs.root_log_dir  # a plug-in has its own layout of files
+        rank_dir = os.path.dirname(next(iter(context.error_files.values())))
+        return os.path.dirname(os.path.dirname(rank_dir))
+
+    def remove_empty_logs(self) -> None:
+        """Remove the temporary directories of this run that hold no output; given ones stay."""
+        from phalanx.logs.specs import DefaultLogsSpecs
+
+        if isinstance(self._logs_specs, DefaultLogsSpecs):
+            self._logs_specs.remove_empty()
+
+    def exception_of(self, global_rank: int) -> BaseException | None:
+        """The exception that ended a function worker, where it could be pickled."""
+        from phalanx.workers.worker_kinds import MultiprocessContext
+
+        context = self._pcontext
+        if isinstance(context, MultiprocessContext):
+            for worker in self._worker_group.workers:
+                if worker.global_rank == global_rank:
+                    return context.error(worker.local_rank)
+        return None
+
+    # -- torch's steps ------------------------------------------------------------------------------
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        workers = self._workers
+        workers.begin(self._loop.number, self.attempt, 0.0)
+        self._pump(lambda: workers.answered)
+        return workers.take_start()
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        loop = self._loop
+        assert isinstance(loop, SteppedLoop), "an agent without steps of its own stops workers in its loop"
+        self._workers.stop(loop.stop_signal, loop.stop_grace)
+        loop.pump(lambda: self._workers.idle)
+
+    def _unkillable(self) -> tuple[str, ...]:
+        return self._workers.take_stop()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        return RunResult(WorkerState.UNHEALTHY) if self._workers.stuck else self._workers.observe()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        workers = self._workers
+
+        def kill() -> None:
+            workers.stop(signal.SIGKILL, 0.0)
+
+        if not workers.idle:
+            workers.stop(death_sig, min(timeout, self._shutdown_timeout))
+            self._loop.drain(lambda: workers.idle, kill)
+        try:
+            workers.close()
+            self._loop.drain(lambda: workers.closed, kill)
+        finally:
+            self.status.close()
+            if not self._running:
+                self._loop.close()  # called without `run`
+
+    def _conclude(self, finish: Finish) -> RunResult:
+        if finish.outcome is Outcome.FAILED:
+            self._workers.explain()
+        result = super()._conclude(finish)
+        if self.supervision.unfit is not None and finish.outcome is Outcome.LEFT:
+            raise self.supervision.unfit
+        return result
+
+    # -- the workers' store -------------------------------------------------------------------------
+
+    def open_meeting(self, address: str) -> tuple[Any, int]:
+        from phalanx.agent.worker_store import WorkerStore
+
+        store = WorkerStore(address, None, self._rdzv_handler.use_agent_store)
+        return store, store.port
+
+    def _master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:
+        return self._workers.master(info)
+
+
+_OWN = frozenset(getattr(kind, name) for kind in (SimpleElasticAgent, LocalElasticAgent) for name in STEPS)
+
+
+def _is_own(step: Any) -> bool:
+    return step in _OWN

@@ -1,0 +1,69 @@
+"""The workers' store (torch's protocol) at MASTER_ADDR:MASTER_PORT, served by the agent of node 0.
+
+It is bound before the first worker starts, so that the port is never chosen and released, and emptied for
+every round.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
+    from typing import Any
+
+
+class WorkerStore:
+    """Bound on construction, served once the workers are being started."""
+
+    def __init__(self, host: str | None, port: int | None, served: bool) -> None:
+        import socket
+
+        self.host = host or "localhost"
+        self.serving = served
+        self._server: Any = None
+        self._socket: socket.socket | None = None
+        if not served:
+            from phalanx.membership.address import free_port
+
+            # Rank 0 binds it itself, as the user asked; nothing can hold the port for it meanwhile.
+            self.port = port or free_port()
+            return
+        # As bytes: a str would be taken through the codec for international names, which has to be loaded.
+        name = self.host.encode() if self.host.isascii() else self.host
+        try:
+            address = socket.getaddrinfo(name, port or 0, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{self.host}: no such host, for the workers' store ({error.strerror})"
+            ) from None
+        self._socket = socket.socket(address[0], address[1])
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address[4])
+            self._socket.listen(1024)
+        except OSError as error:
+            self._socket.close()
+            raise OSError(
+                error.errno, f"{self.host}:{port}: cannot serve the workers' store there ({error.strerror})"
+            ) from None
+        self.port = int(self._socket.getsockname()[1])
+
+    def new_round(self) -> None:
+        """Every round begins with an empty store."""
+        if self._server is not None:
+            self._server.reset()
+
+    def serve(self) -> None:
+        """Answer; connections made since the bind wait in the backlog."""
+        if self._server is None and self._socket is not None:
+            from phalanx.store.torch.server import TorchStoreServer
+
+            self._server = TorchStoreServer(sock=self._socket)
+            self._socket = None
+            self._server.start()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        if self._socket is not None:
+            self._socket.close()

@@ -1,0 +1,269 @@
+"""The other nodes through a membership that reports: what happens there becomes events of the loop.
+
+Happenings come from the membership's thread, in order, and only post; everything else here is called by the
+owner thread. The job's count of restarts is the leader's: it travels with the round, and the group
+takes it over.
+"""
+
+from __future__ import annotations
+
+from phalanx.core import group_events as events
+from phalanx.core.group_events import Outcome
+from phalanx.core.rounds import CLOSED, LOST
+from phalanx.membership.elastic import UNLIMITED, error_of
+from phalanx.membership.handler import adapted
+from phalanx.membership.membership import clock
+from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Waiting
+from phalanx.observe.progress_line import Progress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx.agent.spec import WorkerSpec
+    from phalanx.core.group import Ending
+    from phalanx.core.ranks import NodeSlots
+    from phalanx.core.restarts import RestartPolicy
+    from phalanx.core.rounds import Round
+    from phalanx.errors import RendezvousError
+    from phalanx.membership.elastic import ElasticInfo, ElasticRendezvous
+    from phalanx.membership.membership import Membership
+    from phalanx.membership.membership_events import Happening
+
+_LAST_WORD = 5.0  # for the other nodes to learn how it ended here
+
+
+class ElasticNodes:
+    """The other nodes of a job whose membership reports by itself."""
+
+    has_meeting = True
+
+    def __init__(
+        self,
+        handler: Any,
+        membership: Membership,
+        post: Callable[[Any], None],
+        show: Callable[[str], None],
+        timeout: float,
+    ) -> None:
+        """`timeout`: of the exit barrier."""
+        self._handler: ElasticRendezvous = handler
+        self._membership = membership
+        self._post, self._show, self._timeout = post, show, timeout
+        self.name = membership.settings.name
+        self.slots: list[NodeSlots] | None = None
+        self._formed: Formed | None = None
+        self._finished = 0  # the round whose workers have succeeded here
+        self._parted = False  # a farewell has begun
+        self._farewells = 0
+        self.failure: NodeFailure | None = None  # what ended the job, the same on every node
+        self.error: RendezvousError | None = None  # what ended it here, where no worker did
+
+    @property
+    def waiting(self) -> str:
+        return self._membership.line.words(clock())
+
+    @property
+    def job_failure(self) -> tuple[str, int] | None:
+        told = self.failure
+        return None if told is None else (told.report or told.summary, told.exit_code)
+
+    # What the agent reports
+
+    def join(self, gone: int | None, attempt: int) -> None:
+        if not self._membership.started:
+            self._membership.start()
+        elif gone is not None:
+            self._membership.workers_gone(gone)
+
+    def workers_gone(self, number: int) -> None:
+        self._membership.workers_gone(number)
+
+    def take(self, number: int) -> ElasticInfo:
+        formed, self._formed = self._formed, None
+        assert formed is not None, "RoundReady comes before a start"
+        assert formed.round.number == number, "no round follows before the workers of the last are gone"
+        info = self._handler.info(formed)
+        self.slots = info.nodes
+        return info
+
+    def running(self) -> None:
+        """Changes of membership are reported as they happen."""
+
+    def count_waiting(self) -> int:
+        return 0
+
+    def failed(self, command: events.ReportFailure, report: Callable[[], tuple[str, int]]) -> None:
+        text, code = report()
+        final = command.summary if command.final else ""
+        self._membership.failed(command.round, NodeFailure(command.summary, final, text, code))
+
+    def finished(self, number: int) -> None:
+        self._finished = number
+        self._membership.finished(number, self._timeout)
+
+    def ending(self, ending: Ending) -> None:
+        """The others need not wait for the workers' end to know that this node goes."""
+        if ending.outcome in (Outcome.SIGNALED, Outcome.LEFT):
+            self._membership.leave(ending.message)
+
+    def leave(self, number: int, reason: str) -> None:
+        self._begin_farewell(lambda: self._part(number, reason))
+
+    def close(self, number: int, command: events.CloseRendezvous, at_failure: Callable[[], None]) -> None:
+        """Only the leader declares the job over: with a failure, this node waits until it has."""
+
+        def go() -> None:
+            if command.job_failed:
+                at_failure()
+                if self._is_member:
+                    self._membership.workers_gone(number)
+                    self._membership.ended.wait(_LAST_WORD)
+            self._part(number, command.reason)
+
+        self._begin_farewell(go)
+
+    def abandon(self) -> None:
+        self._begin_farewell(self._handler.shutdown)
+
+    def release(self) -> None:
+        if not self._parted:
+            self._begin_farewell(self._membership.release)
+
+    @property
+    def _is_member(self) -> bool:
+        return self._membership.started and not self._membership.ended.is_set()
+
+    def _part(self, number: int, reason: str) -> None:
+        if self._is_member:
+            self._membership.leave(reason)
+            self._membership.workers_gone(number)
+            self._membership.ended.wait(_LAST_WORD)
+        self._membership.release()
+
+    def _begin_farewell(self, go: Callable[[], object]) -> None:
+        """In a thread: the store may be slow, and signals are answered meanwhile."""
+        import threading
+
+        self._parted = True
+        self._farewells += 1
+
+        def run() -> None:
+            try:
+                go()
+            finally:
+                self._post(self._farewell_over)
+
+        threading.Thread(target=run, name="phalanx-farewell", daemon=True).start()
+
+    def _farewell_over(self) -> None:
+        self._farewells -= 1
+        formed, self._formed = self._formed, None
+        if formed is not None and formed.served is not None:
+            formed.served.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._farewells == 0
+
+    # What the membership tells, from its own thread
+
+    def _hear(self, happening: Happening) -> None:
+        match happening:
+            case Formed(current, rank):
+                self._formed = happening
+                names = tuple(member.name for member in current.members)
+                ready = events.GroupRound(current.number, names, rank, attempt=current.restarts, counted=True)
+                self._post(events.RoundReady(ready))
+            case Over():
+                self._post(self._end_of_round(happening))
+            case Ended():
+                self._post(self._end_of_job(happening))
+            case Waiting(text):
+                self._show(text)
+
+    def _end_of_round(self, over: Over) -> events.Event:
+        now, number = over.now, over.was.number
+        if over.drained:
+            return events.RoundFailed("graceful", over.reason)
+        if over.at_once or now is None:
+            return events.RoundOver(number, over.reason, over.at_once)
+        failed = self._failure_of(number, now, now.outcome)
+        if failed is not None:
+            return failed
+        if now.phase == CLOSED:
+            return events.RoundFailed("closed", over.reason, job_failed=False)
+        if now.restarts > over.was.restarts:
+            summary = NodeFailure.read(now.cause[2]).summary
+            return events.PeerFailed(now.cause[1], number, now.restarts, summary)
+        return events.RoundOver(number, over.reason)
+
+    def _failure_of(self, number: int, now: Round, outcome: str) -> events.Event | None:
+        """A failure, of any node, that has ended the job: `final` beats whatever budget is left."""
+        failure, name = NodeFailure.read(now.cause[2]), now.cause[1]
+        if outcome == "closed" and now.reason.startswith(FAILED):
+            name, _, summary = now.reason.removeprefix(FAILED).partition(": ")
+            failure = NodeFailure(summary, final=summary)
+        if outcome != "failed" and not failure.final:
+            return None
+        self.failure = failure
+        return events.PeerFailed(name, number, now.restarts, failure.summary, final=True)
+
+    def _end_of_job(self, ended: Ended) -> events.Event:
+        outcome, reason, current = ended.end
+        number = ended.was.number if ended.was is not None else -1
+        if current is not None and outcome in ("failed", "closed"):
+            failed = self._failure_of(max(number, 0), current, outcome)
+            if failed is not None:
+                return failed
+        if self._finished == number:  # whatever it was, it cannot fail workers that have succeeded
+            if outcome in ("succeeded", "closed"):
+                lost = reason.partition(LOST)[2]
+                return events.BarrierDone(not lost, (f"{lost} ({LOST[:-2]})",) if lost else (), number)
+            return events.BarrierDone(False, () if outcome == "left" else (f"the store ({reason})",), number)
+        error = error_of(ended, self._membership.settings)
+        if outcome in ("succeeded", "closed"):
+            return events.RoundFailed("closed", str(error), job_failed=False)
+        if outcome == "left":
+            return events.RoundFailed("graceful", reason)
+        self.error = error
+        return events.RoundFailed("timeout" if outcome == "timeout" else "error", str(error))
+
+
+def elastic_nodes(
+    spec: WorkerSpec,
+    policy: RestartPolicy,
+    post: Callable[[Any], None],
+    show: Callable[[str], None],
+    timeout: float,
+    open_meeting: Callable[[str], tuple[Any, int]],
+) -> ElasticNodes | None:
+    """The nodes of a handler that has a membership to attach to; None for any other handler."""
+    # With a window only the nodes know when the failures were; the leader then merely counts them.
+    limit = policy.max_restarts if policy.window is None else UNLIMITED
+    handler = adapted(spec.rdzv_handler)
+    membership = handler.attach(
+        lambda happening: nodes._hear(happening),
+        open_meeting,
+        slots=spec.local_world_size,
+        role=spec.role,
+        max_restarts=limit,
+    )
+    if membership is None:
+        return None
+    nodes = ElasticNodes(handler, membership, post, show, timeout)
+    return nodes
+
+
+class CountdownLine(Progress):
+    """A progress line whose words may hold figures that change; that is not a new wait."""
+
+    def limit(self, what: str, now: float, timeout: float | None) -> float | None:
+        if _without_figures(what) == _without_figures(self._what):
+            self._what = what
+        return super().limit(what, now, timeout)
+
+
+def _without_figures(text: str) -> str:
+    return "".join(char for char in text if not char.isdigit())

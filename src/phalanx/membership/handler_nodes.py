@@ -1,0 +1,229 @@
+"""The other nodes through a rendezvous that is asked: torch's interface.
+
+A handler may wait for minutes in any call, so each call runs in a thread and its end is an event; a handler
+that never waits (`immediate`, a job of one node) is called without one. Handlers may be plug-ins: whatever
+they raise becomes an event, too.
+"""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.core import group_events as events
+from phalanx.errors import RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError
+from phalanx.membership.handler import adapted
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx.agent.spec import WorkerSpec
+    from phalanx.core.group import Ending
+    from phalanx.core.ranks import NodeSlots
+    from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
+
+
+class HandlerNodes:
+    """The other nodes, as far as a handler knows them."""
+
+    name = ""
+    has_meeting = False
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        post: Callable[[Any], None],
+        show: Callable[[str], None],
+        timeout: float,
+        *,
+        exchanges: bool = True,
+    ) -> None:
+        """`timeout`: of the exit barrier. `exchanges`: nodes tell each other their role and size."""
+        self._spec = spec
+        self._handler: RendezvousHandler = adapted(spec.rdzv_handler)
+        self._post, self._show, self._timeout = post, show, timeout
+        self._exchanges = exchanges and os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") != "1"
+        self._number = 0
+        self._info: RendezvousInfo | None = None
+        self.slots: list[NodeSlots] | None = None
+        self.error: BaseException | None = None  # what the handler raised last
+        self._reporting: threading.Thread | None = None
+        self._asking: threading.Event | None = None  # set: the thread that asks for waiting nodes ends
+        self._farewells = 0
+
+    @property
+    def waiting(self) -> str:
+        return self._handler.waiting_for
+
+    @property
+    def job_failure(self) -> tuple[str, int] | None:
+        return self._handler.told
+
+    def _call(self, name: str, function: Callable[[], events.Event | Callable[[], None] | None]) -> Any:
+        """Call in a thread, unless the handler never waits; what it returns is posted."""
+
+        def run() -> None:
+            answer = function()
+            if answer is not None:
+                self._post(answer)
+
+        if self._handler.immediate:
+            run()
+            return None
+        import threading
+
+        thread = threading.Thread(target=run, name=f"phalanx-{name}", daemon=True)
+        thread.start()
+        return thread
+
+    # -- rounds -------------------------------------------------------------------------------------
+
+    def join(self, gone: int | None, attempt: int) -> None:
+        self._stop_asking()
+        self._handler.listen(self._post, self._show, attempt)
+        before, self._reporting = self._reporting, None
+
+        def next_round() -> events.Event:
+            if before is not None:
+                before.join()  # the others learn of the failure before this node comes back
+            return self._next_round()
+
+        self._call("rendezvous", next_round)
+
+    def _next_round(self) -> events.Event:
+        try:
+            info = self._handler.next_rendezvous()
+            number = max(self._number + 1, info.round)
+            slots = info.nodes
+            if slots is None and info.world_size > 1 and self._exchanges:
+                from phalanx.membership.exchange import node_infos
+
+                slots = node_infos(info.store, info.rank, info.world_size, self._spec, number)
+        except RendezvousGracefulExitError as error:
+            return events.RoundFailed("graceful", str(error))
+        except RendezvousClosedError as error:
+            return events.RoundFailed("closed", str(error))
+        except RendezvousTimeoutError as error:
+            self.error = error
+            return events.RoundFailed("timeout", str(error))
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and the loop waits for an answer
+            self.error = error
+            return events.RoundFailed("error", f"{type(error).__name__}: {error}")
+        self._info, self._number, self.slots, self.error = info, number, slots, None
+        members = tuple(f"node {rank}" for rank in range(info.world_size))
+        return events.RoundReady(events.GroupRound(number, members, info.rank, attempt=info.attempt))
+
+    def take(self, number: int) -> RendezvousInfo:
+        assert self._info is not None, "RoundReady comes before a start"
+        return self._info
+
+    def running(self) -> None:
+        if self._handler.watches:
+            return
+        import threading
+
+        self._asking = asking = threading.Event()
+
+        def ask() -> None:
+            while not asking.wait(self._spec.monitor_interval):
+                try:
+                    waiting = self.count_waiting()
+                except Exception as error:  # noqa: BLE001 - of a plug-in; without an answer no round is kept
+                    self.error = error
+                    self._post(events.RoundFailed("error", f"{type(error).__name__}: {error}"))
+                    return
+                if waiting > 0 and not asking.is_set():
+                    self._post(events.MembershipChanged(waiting=waiting))
+                    return
+
+        threading.Thread(target=ask, name="phalanx-waiting-nodes", daemon=True).start()
+
+    def _stop_asking(self) -> None:
+        if self._asking is not None:
+            self._asking.set()
+            self._asking = None
+
+    def count_waiting(self) -> int:
+        return self._handler.num_nodes_waiting()
+
+    def workers_gone(self, number: int) -> None:
+        """Handlers do not need to know."""
+
+    def failed(self, command: events.ReportFailure, report: Callable[[], tuple[str, int]]) -> None:
+        if self._handler.immediate:
+            return  # no other node exists
+        told = report()
+
+        def tell() -> None:
+            self._handler.report_failure(
+                command.round, command.attempt, command.summary, command.final, command.delay, told
+            )
+
+        self._reporting = self._call("report", tell)
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def finished(self, number: int) -> None:
+        self._stop_asking()
+        info = self._info
+        if info is None or info.world_size == 1:
+            self._post(events.BarrierDone(round=number))
+            return
+        self._call("barrier", lambda: self._barrier(info, number))
+
+    def _barrier(self, info: RendezvousInfo, number: int) -> events.BarrierDone:
+        """Never fails a job whose workers succeeded."""
+        from phalanx.membership.exchange import exit_barrier
+
+        try:
+            exit_barrier(info.store, info.rank, info.world_size, number, self._timeout)
+        except Exception as error:  # noqa: BLE001 - a store may raise anything, and the job is done
+            return events.BarrierDone(ok=False, missing=(str(error),), round=number)
+        return events.BarrierDone(round=number)
+
+    def ending(self, ending: Ending) -> None:
+        """Handlers learn of it when the workers are gone."""
+
+    def leave(self, number: int, reason: str) -> None:
+        self._say_farewell(self._handler.leave)
+
+    def close(self, number: int, command: events.CloseRendezvous, at_failure: Callable[[], None]) -> None:
+        self._say_farewell(
+            *([at_failure] if command.job_failed else []),
+            lambda: self._handler.close(command.reason, command.job_failed),
+            self._handler.shutdown,
+        )
+
+    def abandon(self) -> None:
+        self._say_farewell(self._handler.shutdown)
+
+    def release(self) -> None:
+        self._stop_asking()
+
+    def _say_farewell(self, *calls: Callable[[], object]) -> None:
+        self._stop_asking()
+        self._farewells += 1
+        before, self._reporting = self._reporting, None
+
+        def go() -> Callable[[], None]:
+            try:
+                if before is not None:
+                    before.join()
+                for call in calls:
+                    call()
+            except Exception as error:  # noqa: BLE001 - of a plug-in; the outcome of the job stands
+                from phalanx.log import warn
+
+                warn(f"the rendezvous could not be closed: {type(error).__name__}: {error}")
+            return self._farewell_over
+
+        self._call("farewell", go)
+
+    def _farewell_over(self) -> None:
+        self._farewells -= 1
+
+    @property
+    def closed(self) -> bool:
+        return self._farewells == 0
