@@ -15,6 +15,8 @@ else that happens before the workers are started, and its messages cannot name a
 
 from __future__ import annotations
 
+from phalanx.environment import DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATIC_PORT
+
 TYPE_CHECKING = False  # type checkers take it as true; importing `typing` for it would cost milliseconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +24,7 @@ if TYPE_CHECKING:
 
     from phalanx.errors import UsageError
 
-SHELLS = ("bash", "zsh", "fish")
-DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 # Words people bring from other launchers, too far from our names for a spelling suggestion.
 _ELSEWHERE = {
@@ -154,7 +155,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
             Option("--nnodes", "str", "1:1", "number of nodes, or MIN:MAX", metavar="N"),
             Option("--node-rank", "int", 0, "number of this node, from 0"),
             Option("--master-addr", "str", "127.0.0.1", "static: address of node 0"),
-            Option("--master-port", "int", None, "static: port on node 0 (29500)"),
+            Option("--master-port", "int", None, f"static: port on node 0 ({STATIC_PORT})"),
             Option("--local-addr", "str", None, "address of this node as the others see it"),
             Option("--rdzv-backend", "str", "static", "phalanx (or c10d), static, etcd, or a plug-in"),
             Option("--rdzv-endpoint", "str", "", "where the nodes meet", metavar="HOST:PORT"),
@@ -261,7 +262,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 None,
                 "serve /healthz and /readyz there",
                 metavar="[ADDR:]PORT",
-                env="TORCHELASTIC_HEALTH_CHECK_PORT",
+                env=HEALTH_PORT,
             ),
             Option(
                 "--health-check",
@@ -298,7 +299,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "str",
                 None,
                 "what stands before console lines, as in [${role_name}${local_rank}]:",
-                env="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+                env=LINE_PREFIX,
             ),
             Option(
                 "--duplicate-stdout-filters", "list", (), "copy matching lines to one file", metavar="WORDS"

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from phalanx import config as config_module
 from phalanx.config import (
     InformationRequested,
-    RunConfig,
+    JobSpec,
     from_namespace,
     get_args_parser,
     parse,
-    worker_command,
 )
 from phalanx.errors import UsageError
 from phalanx.options import OPTIONS, scan, split_list
@@ -35,8 +34,17 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def ask(*argv: str, **environ: str) -> RunConfig:
+def ask(*argv: str, **environ: str) -> JobSpec:
     return parse(argv, {**PATH, **environ})
+
+
+def is_alone(job: JobSpec) -> bool:
+    """One node that meets no other: its run id is its own."""
+    return job.run_id != "none"
+
+
+def command(job: JobSpec) -> tuple[object, tuple[str, ...]]:
+    return job.entrypoint, job.args
 
 
 def refusal(*argv: str, **environ: str) -> str:
@@ -141,10 +149,10 @@ def test_defaults(script: str) -> None:
     run = ask(script, "--lr", "0.1")
     assert (run.local_world_size, run.min_nodes, run.max_nodes, run.role) == (1, 1, 1, "default")
     assert (run.max_restarts, run.monitor_interval, run.shutdown_timeout) == (0, 0.1, 30.0)
-    assert (run.rdzv_backend, run.rdzv_endpoint, run.standalone) == ("phalanx", "localhost:0", True)
+    assert (run.rdzv_backend, run.rdzv_endpoint, is_alone(run)) == ("phalanx", "localhost:0", True)
     assert (run.redirects, run.tee, run.log_dir, run.local_ranks_filter) == ("0", "0", None, None)
     assert (run.omp_num_threads, run.start_method, run.warnings) == (None, "spawn", ())
-    assert worker_command(run) == (sys.executable, (script, "--lr", "0.1"))
+    assert command(run) == (sys.executable, (script, "--lr", "0.1"))
 
 
 def test_argument_beats_variable_beats_default(script: str) -> None:
@@ -165,16 +173,15 @@ def test_grace_has_two_names_and_an_argument_beats_any_variable(script: str) -> 
 
 def test_what_nodes_know_each_other_by(script: str) -> None:
     plain = ask(script)
-    assert (plain.token_file, plain.tls_cert, plain.tls_key, plain.tls_ca) == (None, None, None, None)
-    assert plain.store_grace == 60.0
+    assert plain.rdzv_conf == {}
     run = ask(
         *("--tls-cert", script, "--tls-ca", script, "--store-grace", "5", script),
         PHALANX_TOKEN_FILE=script,
         PHALANX_TLS_KEY=script,
         PHALANX_STORE_GRACE="7",
     )
-    assert (run.token_file, run.tls_cert, run.tls_key, run.tls_ca) == (script,) * 4
-    assert run.store_grace == 5.0
+    files = dict.fromkeys(("token_file", "tls_cert", "tls_key", "tls_ca"), script)
+    assert run.rdzv_conf == {**files, "store_grace": 5.0}
 
 
 def test_threads_are_limited_only_when_workers_share_and_nobody_chose(script: str) -> None:
@@ -186,9 +193,9 @@ def test_threads_are_limited_only_when_workers_share_and_nobody_chose(script: st
 def test_script_arguments_are_never_touched(script: str) -> None:
     tail = ("--nnodes", "9", "-h", "--", "--help", "", "--nproc_per_node=x", "${local_rank}")
     run = ask("--tee", "3", script, *tail)
-    assert run.script_args == tail
+    assert run.args == (script, *tail)
     assert run.max_nodes == 1
-    assert ask("--", script, *tail).script_args == tail
+    assert ask("--", script, *tail).args == (script, *tail)
 
 
 def test_prefix_template_flag_beats_variable(script: str) -> None:
@@ -229,7 +236,7 @@ def test_a_shortened_option_may_match_both_spellings_of_one(script: str) -> None
 )
 def test_where_nodes_meet(script: str, argv: tuple[str, ...], expected: tuple[str, str, bool]) -> None:
     run = ask(*argv, script)
-    assert (run.rdzv_backend, run.rdzv_endpoint, run.standalone) == expected
+    assert (run.rdzv_backend, run.rdzv_endpoint, is_alone(run)) == expected
 
 
 def test_run_id_is_unique_unless_given(script: str) -> None:
@@ -241,14 +248,14 @@ def test_run_id_is_unique_unless_given(script: str) -> None:
 def test_worker_commands(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     python = sys.executable
-    assert worker_command(ask("-m", "train", "a")) == (python, ("-m", "train", "a"))
-    assert worker_command(ask("-m", "json.tool")) == (python, ("-m", "json.tool"))
-    assert worker_command(ask("--no-python", "sh", "-c", "x")) == ("sh", ("-c", "x"))
-    assert worker_command(ask("--run-path", "--no-python", script, "a")) == (python, (script, "a"))
-    assert worker_command(ask(script, PYTHON_EXEC="sh")) == ("sh", (script,))
+    assert command(ask("-m", "train", "a")) == (python, ("-m", "train", "a"))
+    assert command(ask("-m", "json.tool")) == (python, ("-m", "json.tool"))
+    assert command(ask("--no-python", "sh", "-c", "x")) == ("sh", ("-c", "x"))
+    assert command(ask("--run-path", "--no-python", script, "a")) == (python, (script, "a"))
+    assert command(ask(script, PYTHON_EXEC="sh")) == ("sh", (script,))
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text("")
-    assert worker_command(ask("package")) == (python, ("package",))
+    assert command(ask("package")) == (python, ("package",))
 
 
 def test_lists_and_settings(script: str) -> None:
@@ -361,7 +368,7 @@ REFUSED = [
     (["--tls-cert", "/no/where"], "--tls-cert /no/where: no such file"),
     (["--tls-key", "/dev/null"], "--tls-key /dev/null: a key without its certificate"),
     (["--store-grace", "-1"], "--store-grace -1: must be 0 or more"),
-    (["--print-completion", "tcsh"], "--print-completion tcsh:"),
+    (["--print-completion", "ksh"], "--print-completion ksh:"),
 ]
 
 
@@ -466,7 +473,7 @@ def test_a_module_to_preload_that_is_not_there_is_said(script: str) -> None:
 
 def test_a_static_endpoint_is_where_the_workers_meet(script: str) -> None:
     run = ask("--rdzv-endpoint", "[::1]:29531", script)
-    assert (run.master_addr, run.master_port, run.standalone) == ("::1", 29531, False)
+    assert (run.master_addr, run.master_port, is_alone(run)) == ("::1", 29531, False)
     run = ask("--nnodes", "2", "--master-addr", "node0", script)
     assert (run.master_addr, run.master_port) == ("node0", 29500)
     assert "put an IPv6 address in brackets" in refusal("--rdzv-endpoint", "fe80::1", script)

@@ -83,7 +83,6 @@ def main(argv: Sequence[str]) -> int:
 def parse(words: list[str], environ: Mapping[str, str]) -> Asked:
     """The words of the command line, with the variables that `phalanx run` reads."""
     from phalanx.config import Sources
-    from phalanx.validation import rendezvous_settings
 
     own, rest = _own_options(words)
     found = scan(rest)
@@ -98,7 +97,7 @@ def parse(words: list[str], environ: Mapping[str, str]) -> Asked:
     if together > 1 and not v.text("rdzv_endpoint"):
         raise usage_error(f"--with {together:g}: where do they meet? add --rdzv-endpoint HOST:PORT")
     return Asked(
-        v.text("rdzv_endpoint"), v.text("rdzv_backend"), rendezvous_settings(v), v.text("local_addr"),
+        v.text("rdzv_endpoint"), v.text("rdzv_backend"), v.settings(), v.text("local_addr"),
         v.text("token_file"), tls, int(together), wait,
     )  # fmt: skip
 

@@ -47,9 +47,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _settings(words: str) -> dict[str, str]:
     from phalanx.config import Sources
-    from phalanx.validation import rendezvous_settings
 
-    return rendezvous_settings(Sources({"rdzv_conf": words}, {}))
+    return Sources({"rdzv_conf": words}, {}).settings()
 
 
 def _client(options: Namespace, conf: Mapping[str, str]) -> Client:

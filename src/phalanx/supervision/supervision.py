@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.spec import WorkerGroup
-    from phalanx.config import RunConfig
+    from phalanx.config import JobSpec
     from phalanx.core.group_events import Event
     from phalanx.core.progress import WatchPolicy
     from phalanx.supervision.heartbeat import Boards
@@ -176,7 +176,7 @@ class Supervision:
             context.ask_stop(sig, grace)
 
 
-def supervision_for(config: RunConfig) -> Supervision:
+def supervision_for(config: JobSpec) -> Supervision:
     """The watch that a command line asks for."""
     timeouts = (
         config.heartbeat_timeout,
