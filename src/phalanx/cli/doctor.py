@@ -11,11 +11,11 @@ variables are those of `phalanx run`, so a line can be taken from there as it is
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from phalanx.environment import variables
 from phalanx.options import scan, usage_error
 
 OK, WARN, PROBLEM = "ok", "warn", "problem"
@@ -68,8 +68,8 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     as_json = "--json" in words
-    asked = parse([word for word in words if word != "--json"], os.environ)
-    found = examine(asked, os.environ)
+    asked = parse([word for word in words if word != "--json"], variables())
+    found = examine(asked, variables())
     if as_json:
         import json
 

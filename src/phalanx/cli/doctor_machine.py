@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from phalanx import devices
 from phalanx.cli.doctor import OK, PROBLEM, WARN, Finding
+from phalanx.devices import read_file
 
 _INTERFACES = "/sys/class/net"
 # Variable, the values that hurt ("" : any), and what they do. All are for people who debug something.
@@ -77,11 +78,11 @@ def limits() -> Iterator[Finding]:
 
 def cgroup(root: str = "/sys/fs/cgroup") -> Iterator[Finding]:
     """What the container or the scheduler allows."""
-    path = _read("/proc/self/cgroup").strip().rpartition(":")[2].rstrip("/")
+    path = read_file("/proc/self/cgroup").strip().rpartition(":")[2].rstrip("/")
 
     def value(name: str) -> str:
         # Inside a cgroup namespace our own group is mounted at the top.
-        return (_read(f"{root}{path}/{name}") or _read(f"{root}/{name}")).strip()
+        return (read_file(f"{root}{path}/{name}") or read_file(f"{root}/{name}")).strip()
 
     memory, pids, cpu = value("memory.max"), value("pids.max"), value("cpu.max").split()
     if memory.isdigit():
@@ -160,11 +161,3 @@ def _size(count: int) -> str:
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{value:.0f} {units[0]}" if value >= 10 or units[0] == "bytes" else f"{value:.1f} {units[0]}"
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

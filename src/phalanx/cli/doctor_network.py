@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from phalanx.cli.doctor import OK, PROBLEM, WARN, Asked, Finding
+from phalanx.environment import ETCD_PORT, STATIC_PORT, STORE_PORT, TOKEN_FILE
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 NAME_TIME = 5.0
 REACH_TIME = 3.0
-STORE_PORT, STATIC_PORT = 29400, 29500
 
 
 def resolve(host: str, limit: float = NAME_TIME) -> tuple[list[str], str]:
@@ -110,7 +110,7 @@ def way_to_the_store(asked: Asked, environ: Mapping[str, str]) -> Iterator[Findi
     parts = asked.endpoint.split(",") if asked.backend == "etcd" else [asked.endpoint]
     hosting, there = False, False
     for part in parts:
-        default = 2379 if asked.backend == "etcd" else STORE_PORT
+        default = ETCD_PORT if asked.backend == "etcd" else STORE_PORT
         host, port = parse_rendezvous_endpoint(part.rpartition("://")[2].rstrip("/"), default)
         addresses, why = resolve(host)
         advice = "correct the name, add it to DNS or /etc/hosts, or write the address itself"
@@ -178,12 +178,12 @@ def _at_the_store(asked: Asked, environ: Mapping[str, str], hosting: bool) -> It
 
 
 def _token(asked: Asked, environ: Mapping[str, str]) -> Token:
-    from phalanx.store.embedded.token import FILE_VARIABLE, Token, find_token
+    from phalanx.store.embedded.token import Token, find_token
 
     if not asked.token_file:
         # A look makes no file: a store that is there has a token, and one made here would not be it.
         return find_token(dict(environ), make=asked.together > 1)
-    found = find_token({FILE_VARIABLE: asked.token_file})
+    found = find_token({TOKEN_FILE: asked.token_file})
     return Token(found.secret, f"the file {asked.token_file}")
 
 
