@@ -290,6 +290,29 @@ def from_launch_config(
     )
 
 
+def check_worker_spec(
+    entrypoint: Callable[..., Any] | str | None,
+    args: Sequence[Any],
+    local_world_size: int,
+    max_restarts: int,
+    monitor_interval: float,
+    master_port: int | None,
+) -> None:
+    """The same rules for a torch-style `WorkerSpec`, which describes the part of a job that an agent runs."""
+    validation.entrypoint(entrypoint, args)
+    values = {
+        "nproc_per_node": local_world_size,
+        "max_restarts": max_restarts,
+        "monitor_interval": monitor_interval,
+    }
+    if master_port is not None:
+        values["master_port"] = master_port
+    v = Fields(values, {}, {"nproc_per_node": "local_world_size"})
+    v.integer("nproc_per_node", 1)
+    validation.restarts(v)
+    v.integer("master_port", 0, 65535)
+
+
 def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
     """The same table as an argparse parser, with the names torchrun's parser gives its namespace."""
     import argparse

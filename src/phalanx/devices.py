@@ -79,7 +79,7 @@ def count_xpus(environ: Mapping[str, str], root: str = "/") -> int:
 
 
 def visible_gpus(environ: Mapping[str, str], root: str = "/") -> list[Gpu]:
-    """The NVIDIA devices behind a worker's device indices 0, 1, …, where they can be told (not MIG)."""
+    """The NVIDIA devices behind a worker's device indices 0, 1, …, where they are known (not MIG)."""
     gpus = nvidia_gpus(root)
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     return gpus if wanted is None else _select(wanted, gpus)

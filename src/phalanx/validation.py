@@ -122,10 +122,10 @@ def _check_module(v: Sources, name: str, python: str) -> None:
         )
 
 
-def _is_module(name: str, directory: str = "") -> bool:
-    """Whether this interpreter finds a module's package, here or in another directory."""
+def _is_module(name: str) -> bool:
+    """Whether this interpreter finds a module's package, on its path or in the current directory."""
     top = name.partition(".")[0]
-    places = (None, [os.getcwd(), os.path.abspath(directory)])
+    places = (None, [os.getcwd()])
     return any(finder.find_spec(top, path) is not None for finder in sys.meta_path for path in places)
 
 

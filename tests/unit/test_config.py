@@ -13,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import config as config_module
+from phalanx.agent.elastic_launch import LaunchConfig
+from phalanx.cli.torchrun import config_from_args
 from phalanx.config import (
     InformationRequested,
     JobSpec,
+    from_launch_config,
     from_namespace,
     get_args_parser,
     parse,
@@ -283,6 +286,91 @@ def test_namespace_gives_the_same_run(script: str) -> None:
     ]
     environ = {**PATH, "PET_MAX_RESTARTS": "4", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
     assert from_namespace(get_args_parser(environ).parse_args(argv), environ) == parse(argv, environ)
+
+
+DESCRIBED = [
+    ["--nproc-per-node", "2", "--max-restarts", "3", "--role", "trainer", "--rdzv-id", "j"],
+    ["--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--master-port", "5", "--rdzv-id", "j"],
+    ["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h:5", "--rdzv-conf", "timeout=7"],
+    ["--grace", "2.5", "--signals-to-handle", "SIGTERM,SIGUSR1", "--duplicate-stdout-filters", "a,b"],
+    ["--numa-binding", "node", "--virtual-local-rank", "--start-method", "fork", "--tee", "3"],
+]
+
+
+@pytest.mark.parametrize("words", DESCRIBED, ids=" ".join)
+def test_a_launch_config_gives_the_same_job(
+    words: list[str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words → namespace → LaunchConfig → JobSpec is the JobSpec of the words, but for the screen's fields."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # else it is set, for this process
+    words = [*words, "--log-dir", str(tmp_path / "logs"), script, "--lr", "${local_rank}"]
+    namespace = get_args_parser({}).parse_args(words)
+    config, program, args = config_from_args(namespace)
+    made = from_launch_config(config, program, args)
+    logs: dict[str, Any] = {"logs_specs": None, "log_dir": None, "redirects": "0", "tee": "0"}
+    own = {**logs, "name": "", "run_id": "", "omp_num_threads": None}
+    wanted = from_namespace(namespace)
+    assert made.rdzv_conf == {"timeout": 900, **wanted.rdzv_conf}
+    assert made.replace(**own, rdzv_conf={}) == wanted.replace(**own, rdzv_conf={})
+    assert made.logs_specs is config.logs_specs
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"nproc_per_node": 0}, "nproc_per_node=0: at least one worker"),
+        ({"nproc_per_node": 1.5}, "nproc_per_node=1.5: use a number"),
+        ({"min_nodes": 0}, "min_nodes=0, max_nodes=1: at least one node"),
+        ({"min_nodes": 3, "max_nodes": 2}, "min_nodes=3, max_nodes=2: the minimum is larger"),
+        ({"max_nodes": 2, "rdzv_backend": "static"}, "static needs a fixed number; add rdzv_backend phalanx"),
+        ({"max_restarts": -1}, "max_restarts=-1: must be 0 or more"),
+        ({"max_restarts": "3"}, "max_restarts='3': not a whole number"),
+        ({"monitor_interval": 0}, "monitor_interval=0: must be"),
+        ({"monitor_interval": "1"}, "monitor_interval='1': not a number"),
+        ({"start_method": "thread"}, "start_method='thread': choose one of spawn"),
+        ({"role": "a/b"}, "role='a/b': a role is"),
+        ({"run_id": "../x"}, "run_id='../x': a job id"),
+        ({"rdzv_backend": "zoo"}, "rdzv_backend='zoo': no such backend"),
+        ({"rdzv_backend": "etcd"}, "rdzv_backend='etcd': needs rdzv_endpoint"),
+        ({"rdzv_endpoint": "host:port"}, "rdzv_endpoint='host:port': write HOST:PORT"),
+        ({"shutdown_timeout": float("inf")}, "shutdown_timeout=inf: must be 0 or more, and finite"),
+        ({"event_log_handler": "nope"}, "event_log_handler='nope': no such handler"),
+        ({"warm": "hot"}, "warm='hot': choose one of auto"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bad_launch_config_is_refused_by_the_same_rules(bad: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 1, "run_id": "j", **bad}
+    with pytest.raises(UsageError) as caught:
+        from_launch_config(LaunchConfig(**given), "true", [])
+    assert words in str(caught.value)
+
+
+def test_a_launch_config_reads_the_variables_that_torch_reads_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LaunchConfig(1, 1, 1, run_id="j")
+    for name, value in {
+        "PET_MAX_RESTARTS": "9",
+        "PHALANX_QUIET": "1",
+        "PHALANX_WARM": "off",
+        "TORCHELASTIC_HEALTH_CHECK_PORT": "1234",
+    }.items():
+        monkeypatch.setenv(name, value)
+    job = from_launch_config(config, "true", [])
+    assert (job.max_restarts, job.quiet, job.warm, job.health_port) == (3, False, "auto", "1234")
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "here")
+    with pytest.raises(UsageError, match="TORCHELASTIC_HEALTH_CHECK_PORT=here: write PORT"):
+        from_launch_config(config, "true", [])
+
+
+def test_a_backend_registered_from_python_is_known() -> None:
+    from phalanx.membership.registry import rendezvous_handler_registry
+
+    rendezvous_handler_registry.register("of-this-test", lambda params: None)  # type: ignore[arg-type,return-value]
+    try:
+        config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="of-this-test", rdzv_endpoint="file:///x")
+        assert from_launch_config(config, "true", []).rdzv_endpoint == "file:///x"
+    finally:
+        del rendezvous_handler_registry._registry["of-this-test"]
 
 
 def test_a_run_cannot_be_changed_only_copied(script: str) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler
     from phalanx.observe.progress_line import Progress
+    from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
 
 
@@ -43,7 +44,6 @@ def make_agent(
     from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import AgentOptions, WorkerSpec
     from phalanx.core.restarts import RestartPolicy
-    from phalanx.supervision.supervision import supervision_for
 
     handler = make_handler(job)
     try:
@@ -81,7 +81,7 @@ def make_agent(
             health_check_server=health_check_server,
             options=AgentOptions(
                 restart_policy=policy,
-                supervision=supervision_for(job),
+                supervision=make_supervision(job),
                 helpers=helpers,
                 attach=job.attach,
                 job_name=job.name,
@@ -130,6 +130,26 @@ def make_handler(job: JobSpec) -> RendezvousHandler:
         )
     except ValueError as error:  # an address or a setting that only the backend can check
         raise usage_error(str(error)) from None
+
+
+def make_supervision(job: JobSpec) -> Supervision:
+    """What watches the workers, and the services of the node."""
+    from phalanx.supervision.supervision import Supervision
+
+    timeouts = (
+        job.heartbeat_timeout, job.silence_timeout, job.startup_timeout, job.partial_exit_timeout,
+    )  # fmt: skip
+    policy = None
+    if any(timeout is not None for timeout in timeouts) or job.on_hang != "restart":
+        from phalanx.core.progress import WatchPolicy
+
+        policy = WatchPolicy(*timeouts, job.on_hang)
+    return Supervision(
+        policy,
+        preempt_signal=job.preempt_signal or 0,
+        health=job.health_port,
+        health_check=job.health_check,
+    )
 
 
 def make_logs(job: JobSpec) -> LogsSpecs:

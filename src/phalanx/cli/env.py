@@ -212,7 +212,7 @@ def _variables(environ: Mapping[str, str]) -> Section:
 
 
 def mask(name: str, value: str) -> str:
-    """The value, unless the name says it is a secret; a password inside a URL is cut out."""
+    """The value, unless the name suggests a secret; a password inside a URL is cut out."""
     if value and any(word in name.upper() for word in _SECRET):
         return f"(hidden, {len(value)} characters)"
     if "://" in value and "@" in value:

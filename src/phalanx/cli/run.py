@@ -219,23 +219,24 @@ def _took(begin: float) -> str:
 def _report_failure(job: JobSpec, agent: LocalElasticAgent, result: RunResult, begin: float) -> int:
     from phalanx.observe.report import diagnosis_of, format_report, report_json
 
-    told = agent.job_failure  # every node of a job reports the same
+    report = agent.job_failure  # every node of a job reports the same
     name = job.name
     if result.failures:
         everyone = {**result.failures, **result.stopped}
         kept = report_json(name, everyone, started_at=begin)
-        if told is None:
+        if report is None:
             colour = sys.stderr is not None and sys.stderr.isatty() and allows_colour()
             text = format_report(name, everyone, started_at=begin, colour=colour)
-            told = text, diagnosis_of(everyone, begin).exit_code
+            report = text, diagnosis_of(everyone, begin).exit_code
     else:  # a hang, or the failure of another node: no worker here has failed
-        told = told or (agent.supervision.report() if agent.supervision is not None else "", 1)
+        report = report or (agent.supervision.report() if agent.supervision is not None else "", 1)
         reason = agent.outcome.message if agent.outcome is not None else ""
-        kept = {"name": name, "exit_code": told[1], "started_at": begin, "reason": reason, "report": told[0]}
+        text, code = report
+        kept = {"name": name, "exit_code": code, "started_at": begin, "reason": reason, "report": text}
         kept.update(root_rank=None, failed=[], echoes=[], stopped=[], ranks=[])
     path = _keep_json(agent, kept)
-    _write_report(told[0], f"The same as JSON: {path}\n" if path and job.log_dir else "")
-    return told[1]
+    _write_report(report[0], f"The same as JSON: {path}\n" if path and job.log_dir else "")
+    return report[1]
 
 
 def _write_report(text: str, after: str = "") -> None:
