@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.local import LocalElasticAgent
+    from phalanx.agent.spec import WorkerSpec
     from phalanx.config import JobSpec
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler
@@ -42,28 +43,11 @@ def make_agent(
 ) -> LocalElasticAgent:
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
     from phalanx.agent.local import LocalElasticAgent
-    from phalanx.agent.spec import AgentOptions, WorkerSpec
+    from phalanx.agent.spec import AgentOptions
     from phalanx.core.restarts import RestartPolicy
 
     handler = make_handler(job)
     try:
-        spec = WorkerSpec(
-            role=job.role,
-            local_world_size=job.local_world_size,
-            rdzv_handler=handler,
-            entrypoint=job.entrypoint,
-            args=job.args,
-            max_restarts=job.max_restarts,
-            monitor_interval=job.monitor_interval,
-            master_addr=job.master_addr,
-            master_port=job.master_port,
-            local_addr=job.local_addr,
-            event_log_handler=job.event_log_handler,
-            numa_options=job.numa_options,
-            duplicate_stdout_filters=list(job.duplicate_stdout_filters) or None,
-            duplicate_stderr_filters=list(job.duplicate_stderr_filters) or None,
-            virtual_local_rank=job.virtual_local_rank,
-        )
         policy = RestartPolicy(
             max_restarts=job.max_restarts,
             window=job.restart_window,
@@ -73,7 +57,7 @@ def make_agent(
         logs = logs or make_logs(job)
         helpers = helpers or make_helpers(job)
         return LocalElasticAgent(
-            spec,
+            make_spec(job, handler),
             logs,
             start_method=job.start_method,
             log_line_prefix_template=job.log_line_prefix_template,
@@ -95,6 +79,29 @@ def make_agent(
         if helpers is not None:
             helpers.close()
         raise
+
+
+def make_spec(job: JobSpec, handler: RendezvousHandler) -> WorkerSpec:
+    """The part of the job that torch's classes know."""
+    from phalanx.agent.spec import WorkerSpec
+
+    return WorkerSpec(
+        role=job.role,
+        local_world_size=job.local_world_size,
+        rdzv_handler=handler,
+        entrypoint=job.entrypoint,
+        args=job.args,
+        max_restarts=job.max_restarts,
+        monitor_interval=job.monitor_interval,
+        master_addr=job.master_addr,
+        master_port=job.master_port,
+        local_addr=job.local_addr,
+        event_log_handler=job.event_log_handler,
+        numa_options=job.numa_options,
+        duplicate_stdout_filters=list(job.duplicate_stdout_filters) or None,
+        duplicate_stderr_filters=list(job.duplicate_stderr_filters) or None,
+        virtual_local_rank=job.virtual_local_rank,
+    )
 
 
 def make_helpers(job: JobSpec) -> HelperPool | None:

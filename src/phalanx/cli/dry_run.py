@@ -6,7 +6,8 @@ import os
 import shlex
 
 from phalanx.agent.environment import substitute, worker_environment
-from phalanx.agent.spec import Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.job import make_spec
+from phalanx.agent.spec import Worker, WorkerGroup
 from phalanx.config import JobSpec
 from phalanx.core.ranks import assign_identical
 from phalanx.environment import ERROR_FILE, OMP_THREADS, SIGNALS, variables
@@ -19,18 +20,9 @@ def plan(job: JobSpec) -> str:
     """A page of text: the settings that matter, then each local worker's command and variables."""
     assert isinstance(job.entrypoint, str)
     handler = SoloRendezvous(job.run_id, job.rdzv_backend)
-    spec = WorkerSpec(
-        role=job.role,
-        local_world_size=job.local_world_size,
-        rdzv_handler=handler,
-        entrypoint=job.entrypoint,
-        args=job.args,
-        max_restarts=job.max_restarts,
-        virtual_local_rank=job.virtual_local_rank,
-    )
-    group = WorkerGroup(spec)
+    group = WorkerGroup(make_spec(job, handler))
     several = job.max_nodes > 1
-    rank = int(job.rdzv_conf.get("rank", 0))
+    rank = job.rdzv_conf["rank"] if job.rdzv_backend == "static" else 0
     group.group_rank, group.group_world_size = rank, job.max_nodes
     group.workers = [
         Worker(p.local_rank, p.global_rank, p.role_rank, p.world_size, p.role_world_size)

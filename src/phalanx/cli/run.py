@@ -110,14 +110,14 @@ def launch(job: JobSpec) -> int:
     begin = time.time()
     from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
-    from phalanx.workers.signals import SignalScope
+    from phalanx.workers.signals import SignalScope, signals_to_handle
 
     agent: LocalElasticAgent | None = None
     note, reason = _voices(job)
     try:
         # From here on, not only within `agent.run`: process 1 of a container has no default action for
         # signals, so an early one would be lost.
-        with KeptModes(), SignalScope():
+        with KeptModes(), SignalScope(signals_to_handle(job.signals_to_handle)):
             logs = make_logs(job)
             agent = make_agent(
                 job, helpers=helpers, logs=logs, note=note, reason=reason, progress=_progress(job)

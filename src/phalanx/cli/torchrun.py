@@ -1,11 +1,11 @@
 """torchrun's Python interface: the functions of `torch.distributed.run`, with its names and shapes.
 
 What differs, and why:
-- `main` is the command: it prints the failure report and raises `SystemExit` with the exit code that
-  `phalanx run` would have (the failing worker's own); torch raises `ChildFailedError`, which a shell sees
-  as 1 whatever happened. `run` is the call: it raises `ChildFailedError` and prints nothing.
+- `main` is the command: it prints the failure report and raises `SystemExit` with the exit code of `phalanx
+  run` (the failing worker's own); torch raises `ChildFailedError`, which a shell always sees as 1. `run` is
+  the call: it raises `ChildFailedError` and prints nothing.
 - `config_from_args` refuses what cannot work (a missing script, a bad number) before anything is started.
-- `--run-path` becomes a program and its arguments, as everything else; torch makes a function of it.
+- `--run-path` becomes a program and its arguments; torch makes a function of it.
 - flags that only `phalanx run` has and `LaunchConfig` cannot hold (--attach, --dry-run, --restart-window …)
   work in `main`, not in `run`.
 """
@@ -23,20 +23,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.elastic_launch import LaunchConfig
-
-__all__ = [
-    "config_from_args",
-    "determine_local_world_size",
-    "get_args_parser",
-    "get_rdzv_endpoint",
-    "get_use_env",
-    "main",
-    "parse_args",
-    "parse_min_max_nnodes",
-    "run",
-    "run_script_path",
-    "torchrun_main",
-]
 
 
 def get_args_parser() -> ArgumentParser:
