@@ -137,6 +137,11 @@ def allows_colour() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def rewrites_lines() -> bool:
+    """Whether the terminal can rewrite a line, as a progress line needs."""
+    return os.environ.get("TERM", "dumb") != "dumb"
+
+
 def temporary_directory() -> str:
     """The first usable directory of TMPDIR, TEMP and TMP, else /tmp."""
     for name in ("TMPDIR", "TEMP", "TMP"):

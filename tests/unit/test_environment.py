@@ -101,6 +101,7 @@ def test_values_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.node_index() == -1
     assert environment.log_level() == "WARNING"
     assert environment.allows_colour()
+    assert not environment.rewrites_lines()
     monkeypatch.setenv(environment.UNINTERRUPTIBLE_TIMEOUT, "2.5")
     monkeypatch.setenv(environment.ENABLE_FILE_TIMER, "1")
     monkeypatch.setenv(environment.OWN_WORKER_STORE, "1")
