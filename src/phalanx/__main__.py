@@ -9,20 +9,20 @@ import sys
 def main() -> None:
     """Run the command and end the process at once.
 
-    Everything is closed and said by then. Taking the interpreter apart as well would cost longer than the
-    whole way from the last worker's end to here.
+    Everything is closed and written by then; finalizing the interpreter would take longer than all that
+    happens after the last worker's exit.
     """
     from phalanx.cli import main as run
 
     code = run()
-    if sys.gettrace() or sys.getprofile():  # somebody watches, and reports at the usual end
+    if sys.gettrace() or sys.getprofile():  # a debugger or profiler needs the normal exit
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
         except (OSError, ValueError):
-            pass  # its reader is gone; the exit code is all that is left to give
+            pass  # its reader is gone; only the exit code is left
     os._exit(code)
 
 

@@ -1,22 +1,18 @@
-"""What a run was asked to do: the only reader of argv and environment.
+"""What a job is asked to do: command lines, variables and Python objects become one checked `JobSpec`.
 
-`parse` turns words and variables into one `RunConfig` that cannot change afterwards, or raises `UsageError`
-with one line that names the value and what to do. It starts nothing and writes nothing, so a bad command
-line costs nobody a half-started job.
+`parse` (argv and PET_* variables), `from_namespace` (argparse) and `from_launch_config` (Python) gather raw
+values as `Sources`; `validation` turns them into the fields of a `JobSpec` or raises `UsageError` with one
+line that names the value as the user wrote it. Nothing is started and nothing is written here, so a mistake
+never leaves a half-started job.
 
-An argument beats a variable, a variable beats the default; an empty variable counts as unset. Which of the
-two it was stays known until the end, so that a message blames `PET_NNODES=4:2` and not a flag nobody wrote.
-
-`RunConfig` is written out by hand: `dataclasses` (through `inspect`) takes longer to import than all the rest
-of the launcher's start together.
+An argument overrides a variable, and a variable overrides the default; an empty variable counts as unset.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-
 from phalanx import validation
+from phalanx.core.record import Record
+from phalanx.environment import HEALTH_PORT, variables
 from phalanx.options import (
     BY_DEST,
     OPTIONS,
@@ -31,69 +27,58 @@ from phalanx.options import (
 TYPE_CHECKING = False  # type checkers take it as true; importing `typing` for it would cost milliseconds
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
+    from phalanx.agent.elastic_launch import LaunchConfig
     from phalanx.errors import UsageError
+    from phalanx.logs.specs import LogsSpecs
+    from phalanx.workers.numa import NumaOptions
 
 __all__ = [
     "InformationRequested",
-    "RunConfig",
+    "JobSpec",
+    "from_launch_config",
     "from_namespace",
     "get_args_parser",
     "parse",
-    "worker_command",
 ]
 
 
-class RunConfig:
-    """Everything `phalanx run` needs to know, checked and resolved; frozen."""
+class JobSpec(Record):
+    """A job as this node runs it: checked, resolved and frozen."""
 
-    script: str
-    script_args: tuple[str, ...]
-    module: bool
-    no_python: bool
-    run_path: bool
-    python_exec: str  # the interpreter of Python workers
-    nproc_per_node: str  # as asked: "gpu", "4", …
-    local_world_size: int  # what it came to
+    # What to run.
+    entrypoint: Callable[..., Any] | str
+    args: tuple[Any, ...]  # ${local_rank} is still to be filled in
+    name: str  # as messages and reports call the job; empty: the entrypoint's name
+    local_world_size: int
+    role: str
+    start_method: str
+    numa_options: NumaOptions | None
+    virtual_local_rank: bool
+    omp_num_threads: int | None  # None: leave OMP_NUM_THREADS alone
+    warm: str  # off, auto, standby
+    preload: tuple[str, ...]
+    warmup: str
+    # Where the nodes meet.
+    run_id: str
     min_nodes: int
     max_nodes: int
-    node_rank: int
-    node_rank_given: bool  # elastic backends use a node rank only when somebody chose it
-    standalone: bool  # asked for, or implied by one node without a port
     rdzv_backend: str
     rdzv_endpoint: str
-    rdzv_conf: dict[str, str]
-    run_id: str
-    master_addr: str
+    rdzv_conf: dict[str, Any]  # with the token, the TLS files and this node's rank, where they are given
+    master_addr: str | None  # None: this node, or the one that the rendezvous chooses
     master_port: int | None
     local_addr: str | None
-    token_file: str | None  # None: PHALANX_TOKEN, or the private file in the user's home
-    tls_cert: str | None
-    tls_key: str | None
-    tls_ca: str | None
-    store_grace: float
+    # Restarts and stopping.
     max_restarts: int
     restart_window: float | None
     no_restart_on: frozenset[int]  # as a shell shows them: 128+n stands for signal n
     shutdown_timeout: float
-    signals_to_handle: str
+    signals_to_handle: str  # the preemption signal is one of them
     monitor_interval: float
-    start_method: str
-    role: str
-    numa_binding: str | None
-    virtual_local_rank: bool
-    omp_num_threads: int | None  # None: leave OMP_NUM_THREADS alone
-    log_dir: str | None
-    redirects: str
-    tee: str
-    local_ranks_filter: frozenset[int] | None
-    log_line_prefix_template: str | None
-    duplicate_stdout_filters: tuple[str, ...]
-    duplicate_stderr_filters: tuple[str, ...]
-    logs_specs: str | None
-    event_log_handler: str
+    # Supervision.
     heartbeat_timeout: float | None
     silence_timeout: float | None
     startup_timeout: float | None
@@ -102,9 +87,17 @@ class RunConfig:
     health_port: str  # [ADDR:]PORT, or empty
     health_check: str
     preempt_signal: int | None
-    warm: str  # off, auto, standby
-    preload: tuple[str, ...]
-    warmup: str
+    # Output.
+    log_dir: str | None
+    redirects: str
+    tee: str
+    local_ranks_filter: frozenset[int] | None
+    log_line_prefix_template: str | None
+    duplicate_stdout_filters: tuple[str, ...]
+    duplicate_stderr_filters: tuple[str, ...]
+    logs_specs: LogsSpecs | str | None  # the name of a plug-in, or the object itself
+    event_log_handler: str
+    # The screen of `phalanx run`.
     attach: int | None
     dry_run: bool
     detach: bool
@@ -112,35 +105,11 @@ class RunConfig:
     verbose: bool
     warnings: tuple[str, ...]  # worth one line each, not worth stopping
 
-    def __init__(self, **values: Any) -> None:
-        wrong = values.keys() ^ self.__annotations__.keys()
-        if wrong:
-            raise TypeError(f"RunConfig: missing or unknown fields: {', '.join(sorted(wrong))}")
-        self.__dict__.update(values)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"RunConfig.{name} cannot be set; use replace({name}=…) for a changed copy")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"RunConfig.{name} cannot be deleted")
-
-    def __eq__(self, other: object) -> bool:
-        return self.__dict__ == other.__dict__ if isinstance(other, RunConfig) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment] # it holds a dict
-
-    def __repr__(self) -> str:
-        return f"RunConfig({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
-
-    def replace(self, **changes: Any) -> RunConfig:
-        """A copy with some fields changed."""
-        return RunConfig(**{**self.__dict__, **changes})
-
 
 class Sources:
-    """Raw values and where each came from; turns them into numbers with the source in every complaint."""
+    """The raw values of a command line and its variables, by option; every complaint names the source."""
 
-    def __init__(self, arguments: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    def __init__(self, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         self.arguments = arguments
         self.environ = environ
         self.warnings: list[str] = []
@@ -152,20 +121,28 @@ class Sources:
     def given(self, dest: str) -> bool:
         return dest in self.arguments or bool(self.from_environment(dest))
 
+    def name(self, dest: str) -> str:
+        """What the user writes to set it."""
+        return BY_DEST[dest].name
+
     def label(self, dest: str) -> str:
-        """How the value was written, for messages."""
-        option = BY_DEST[dest]
+        """The value as the user wrote it."""
         if dest in self.arguments:
-            return option.name if option.kind == "flag" else f"{option.name} {self.arguments[dest]}".rstrip()
-        return f"{option.env}={self.from_environment(dest)}" if self.given(dest) else option.name
+            return self._written(dest)
+        option = BY_DEST[dest]
+        return f"{option.env}={self.from_environment(dest)}" if self.given(dest) else self.name(dest)
+
+    def _written(self, dest: str) -> str:
+        option = BY_DEST[dest]
+        return option.name if option.kind == "flag" else f"{option.name} {self.arguments[dest]}".rstrip()
 
     def bad(self, dest: str, what: str) -> UsageError:
         return usage_error(f"{self.label(dest)}: {what}")
 
     def text(self, dest: str) -> str:
-        """The value as written, or the default ("" where there is none)."""
+        """The value as text, or the default ("" where there is none)."""
         if dest in self.arguments:
-            value = self.arguments[dest]
+            value = str(self.arguments[dest])
         else:
             value = self.from_environment(dest) or BY_DEST[dest].default or ""
         choices = BY_DEST[dest].choices
@@ -175,27 +152,30 @@ class Sources:
 
     def flag(self, dest: str) -> bool:
         if dest in self.arguments:
-            return True
+            return bool(self.arguments[dest])
         meaning = truth(self.from_environment(dest))
         if meaning is None:
             raise self.bad(dest, "use 1 or 0")
         return meaning
 
     def number(self, dest: str, low: float, high: float = float("inf"), whole: bool = False) -> float | None:
-        """A number within bounds; None when neither a value nor a default is there."""
+        """A number within bounds; None when there is neither a value nor a default."""
         if not self.given(dest):
             default: float | None = BY_DEST[dest].default
             return default
         raw = self.arguments[dest] if dest in self.arguments else self.from_environment(dest)
         try:
-            value = int(raw) if whole else float(raw)
-        except ValueError:
+            value = self._convert(raw, whole)
+        except (TypeError, ValueError):
             raise self.bad(dest, f"not a {'whole ' if whole else ''}number") from None
         if not low <= value <= high or value == float("inf"):  # false for nan as well
             bounds = f"{low:g} or more" if high == float("inf") else f"between {low:g} and {high:g}"
             bounds += ", and finite" * (value != value or value == float("inf"))
             raise self.bad(dest, f"must be {bounds}")
         return value
+
+    def _convert(self, raw: Any, whole: bool) -> float:
+        return int(raw) if whole else float(raw)
 
     def integer(self, dest: str, low: int, high: float = float("inf")) -> int | None:
         value = self.number(dest, low, high, whole=True)
@@ -205,22 +185,63 @@ class Sources:
         raw = self.arguments[dest] if dest in self.arguments else self.from_environment(dest)
         return tuple(word for word in split_list(raw) if word)
 
+    def settings(self) -> dict[str, Any]:
+        """--rdzv-conf as a dictionary."""
+        conf: dict[str, Any] = {}
+        for pair in filter(None, (part.strip() for part in self.text("rdzv_conf").split(","))):
+            key, _, value = (part.strip() for part in pair.partition("="))
+            if not key or not value:
+                raise self.bad("rdzv_conf", f"{pair!r} is not key=value; write key=value,key=value")
+            conf[key] = value
+        return conf
 
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
-    """The run that these words and variables ask for.
 
-    Raises `UsageError` when they ask for none, and `InformationRequested` for --help and --print-completion.
+class Fields(Sources):
+    """The same for the fields of a Python object, which hold values instead of text."""
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        environ: Mapping[str, str],
+        names: Mapping[str, str],
+    ) -> None:
+        """`names`: what the object calls an option, where that differs."""
+        super().__init__(arguments, environ)
+        self._names = names
+
+    def name(self, dest: str) -> str:
+        return self._names.get(dest, dest)
+
+    def _written(self, dest: str) -> str:
+        if dest == "nnodes":
+            return "min_nodes={}, max_nodes={}".format(*self.arguments[dest].split(":"))
+        return f"{self.name(dest)}={self.arguments[dest]!r}"
+
+    def _convert(self, raw: Any, whole: bool) -> float:
+        if isinstance(raw, str) or (whole and not hasattr(raw, "__index__")):
+            raise TypeError(f"{raw!r} is not a number")
+        return super()._convert(raw, whole)
+
+    def words(self, dest: str) -> tuple[str, ...]:
+        return tuple(self.arguments.get(dest, ()))
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> JobSpec:
+    """The job that a command line asks for.
+
+    Raises `UsageError` when it asks for none, and `InformationRequested` for --help and --print-completion.
     """
     found = scan(argv)
     if found.script is None:
         took = [name for name, value in found.values.items() if list(argv[-1:]) == [value]]
         why = f" ({argv[-1]} is the value of {BY_DEST[took[-1]].name})" if took else ""
         raise usage_error(f"no script given{why}; write: phalanx run [options] script.py [arguments]")
-    return _resolve(Sources(found.values, environ), found.script, found.script_args)
+    v = Sources(found.values, variables() if environ is None else environ)
+    return _resolve(v, validation.program(v, found.script, found.script_args))
 
 
-def from_namespace(namespace: Namespace, environ: Mapping[str, str]) -> RunConfig:
-    """The same from what `get_args_parser().parse_args()` returned (variables already folded in)."""
+def from_namespace(namespace: Namespace, environ: Mapping[str, str] | None = None) -> JobSpec:
+    """The same from what `get_args_parser().parse_args()` returned, whose defaults are the variables."""
     arguments: dict[str, str] = {}
     for option in OPTIONS:
         value = getattr(namespace, option.dest, option.default)
@@ -228,10 +249,11 @@ def from_namespace(namespace: Namespace, environ: Mapping[str, str]) -> RunConfi
             value = tuple(value or ())
         if value is not None and value != option.default:
             arguments[option.dest] = _written(option, value)
-    read_already = {option.env for option in OPTIONS}
-    others = {name: value for name, value in environ.items() if name not in read_already}
+    v = Sources(arguments, _without_options(variables() if environ is None else environ))
     script_args = tuple(namespace.training_script_args)
-    return _resolve(Sources(arguments, others), namespace.training_script, script_args)
+    if not getattr(namespace, "use_env", True):  # of phalanx.launch
+        script_args = ("--local-rank=${local_rank}", *script_args)
+    return _resolve(v, validation.program(v, namespace.training_script, script_args))
 
 
 def _written(option: Option, value: Any) -> str:
@@ -240,11 +262,62 @@ def _written(option: Option, value: Any) -> str:
     return "1" if value is True else str(value)
 
 
+def _without_options(environ: Mapping[str, str], *but: str) -> dict[str, str]:
+    options = {option.env for option in OPTIONS} - set(but)
+    return {name: value for name, value in environ.items() if name not in options}
+
+
+def from_launch_config(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]
+) -> JobSpec:
+    """The job that a `LaunchConfig` asks for."""
+    names = {"rdzv_id": "run_id", "grace": "shutdown_timeout"}
+    dests = (
+        "nproc_per_node", "rdzv_id", "role", "rdzv_endpoint", "rdzv_backend", "max_restarts",
+        "monitor_interval", "start_method", "local_addr", "event_log_handler", "signals_to_handle",
+        "duplicate_stdout_filters", "duplicate_stderr_filters", "virtual_local_rank", "grace", "warm",
+        "logs_specs",
+    )  # fmt: skip
+    values = {dest: getattr(config, names.get(dest, dest)) for dest in dests}
+    values = {dest: value for dest, value in values.items() if value is not None}
+    values["nnodes"] = f"{config.min_nodes}:{config.max_nodes}"
+    v = Fields(values, _without_options(variables(), HEALTH_PORT), names)
+    return _resolve(v, validation.entrypoint(entrypoint, args)).replace(
+        rdzv_conf=dict(config.rdzv_configs),
+        log_line_prefix_template=config.log_line_prefix_template,
+        numa_options=config.numa_options,
+        omp_num_threads=None,  # as with torch, a caller in Python sets the variable itself
+    )
+
+
+def check_worker_spec(
+    entrypoint: Callable[..., Any] | str | None,
+    args: Sequence[Any],
+    local_world_size: int,
+    max_restarts: int,
+    monitor_interval: float,
+    master_port: int | None,
+) -> None:
+    """The same rules for a torch-style `WorkerSpec`, which describes the part of a job that an agent runs."""
+    validation.entrypoint(entrypoint, args)
+    values = {
+        "nproc_per_node": local_world_size,
+        "max_restarts": max_restarts,
+        "monitor_interval": monitor_interval,
+    }
+    if master_port is not None:
+        values["master_port"] = master_port
+    v = Fields(values, {}, {"nproc_per_node": "local_world_size"})
+    v.integer("nproc_per_node", 1)
+    validation.restarts(v)
+    v.integer("master_port", 0, 65535)
+
+
 def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
     """The same table as an argparse parser, with the names torchrun's parser gives its namespace."""
     import argparse
 
-    environ = os.environ if environ is None else environ
+    environ = variables() if environ is None else environ
     types: dict[str, Any] = {"str": str, "int": int, "float": float, "list": split_list}
     parser = argparse.ArgumentParser(prog="phalanx run", description="Run a script as a group of workers.")
     groups: dict[str, Any] = {}
@@ -277,28 +350,10 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
     return parser
 
 
-def worker_command(config: RunConfig) -> tuple[str, tuple[str, ...]]:
-    """The program and arguments of a worker; `${local_rank}` in the arguments is still to be filled in.
-
-    Without -u: the workers' output is line-buffered by the bootstrap, one write per line instead of one per
-    fragment.
-    """
-    if config.run_path:
-        return sys.executable, (config.script, *config.script_args)
-    if config.no_python:
-        return config.script, config.script_args
-    if config.module:
-        return config.python_exec, ("-m", config.script, *config.script_args)
-    return config.python_exec, (config.script, *config.script_args)
-
-
-def _resolve(v: Sources, script: str, script_args: tuple[str, ...]) -> RunConfig:
-    values: dict[str, Any] = {"script": script, "script_args": script_args}
-    values.update(validation.program(v, script))
-    values.update(validation.workers(v))
-    values.update(validation.nodes(v))
-    values.update(validation.restarts(v))
-    values.update(validation.output(v, values["local_world_size"]))
-    values.update(validation.watching(v, values))
-    values.update(validation.terminal(v, values))
-    return RunConfig(**values, warnings=tuple(v.warnings))
+def _resolve(v: Sources, program: dict[str, Any]) -> JobSpec:
+    values = {**program, **validation.workers(v), **validation.nodes(v), **validation.restarts(v)}
+    values.update(validation.output(v, values))
+    values.update(validation.supervision(v, values))
+    values.update(validation.preparation(v))
+    values.update(validation.screen(v, values))
+    return JobSpec(**values, warnings=tuple(v.warnings))

@@ -1,15 +1,15 @@
 """How many accelerators and CPUs this machine offers to workers, found without importing a framework.
 
-A framework's own count costs seconds of imports and, worse, may open the device in the launcher. What the
-kernel shows in /proc, /sys and /dev is enough, together with the variables that hide devices:
+A framework's own count costs seconds of imports and may open the device in the launcher. What the kernel
+shows in /proc, /sys and /dev is enough, together with the variables that hide devices:
 
 - `CUDA_VISIBLE_DEVICES` lists indices or UUID prefixes; the list ends at the first entry that names nothing
   (so `-1` hides the rest), a repeated device makes the whole list invalid, empty hides everything;
 - AMD: `ROCR_VISIBLE_DEVICES` filters first, then `HIP_VISIBLE_DEVICES` (or CUDA's variable) counts within;
 - Intel: `ZE_AFFINITY_MASK` lists devices or tiles (`0.1`).
 
-Nothing here changes anything, and a device tree that cannot be read counts as absent. `root` stands for `/`
-so that tests can bring a tree of their own.
+A device tree that cannot be read counts as absent. `root` stands for `/`, so that tests can bring a tree of
+their own.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def count_xpus(environ: Mapping[str, str], root: str = "/") -> int:
 
 
 def visible_gpus(environ: Mapping[str, str], root: str = "/") -> list[Gpu]:
-    """The NVIDIA devices behind a worker's device indices 0, 1, …, where they can be told (not MIG)."""
+    """The NVIDIA devices behind a worker's device indices 0, 1, …, where they are known (not MIG)."""
     gpus = nvidia_gpus(root)
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     return gpus if wanted is None else _select(wanted, gpus)
@@ -88,7 +88,7 @@ def visible_gpus(environ: Mapping[str, str], root: str = "/") -> list[Gpu]:
 def resolve_nproc(value: str, environ: Mapping[str, str], root: str = "/", one_each: bool = False) -> int:
     """The number of workers that `auto`, `gpu`, `xpu`, `cpu` or a number stands for; 0 when there is none.
 
-    Raises `ValueError` for any other word. Refusing 0 is left to the caller, who knows how it was asked.
+    Raises `ValueError` for any other word. The caller refuses 0, with a message that names the source.
     """
     if value == "gpu":
         return count_gpus(environ, root, one_each)
@@ -115,17 +115,17 @@ def nvidia_gpus(root: str = "/") -> list[Gpu]:
             continue
         listed.append(Gpu(len(listed), pci.lower(), uuid, int(minor) if minor.isdigit() else None))
     if listed:
-        # A driver that answers without minors still must not promise more than /dev holds.
+        # Without minors in /proc, /dev still limits the number.
         return listed[: len(nodes)] if nodes else []
     if nodes:
         return [Gpu(index, minor=minor) for index, minor in enumerate(sorted(nodes))]
     if root == "/" and os.path.exists("/dev/dxg"):
-        return _nvml_gpus()  # WSL: the driver is on the other side, only its library knows
+        return _nvml_gpus()  # WSL: the driver is outside, only its library knows
     return []
 
 
 def _nvml_gpus() -> list[Gpu]:
-    """Ask NVIDIA's management library; it opens no compute context."""
+    """What NVIDIA's management library lists; it opens no compute context."""
     import ctypes
 
     try:
@@ -171,7 +171,7 @@ def _select(wanted: str, gpus: list[Gpu]) -> list[Gpu]:
         match: Gpu | None = None
         if by_uuid and entry.startswith("GPU-"):
             known = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
-            # An unreadable UUID (hidden /proc) cannot be checked: believe the list, in order.
+            # An unreadable UUID (hidden /proc) cannot be checked: take the devices in order.
             blind = [gpu for gpu in gpus if not gpu.uuid and gpu not in chosen]
             match = known[0] if len(known) == 1 else (blind[0] if blind and not known else None)
         elif not by_uuid:
@@ -217,7 +217,7 @@ def _amd_gpus(root: str) -> int:
     base = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
     found = 0
     for node in _listdir(base):
-        for line in _read(os.path.join(base, node, "properties")).splitlines():
+        for line in read_file(os.path.join(base, node, "properties")).splitlines():
             key, _, value = line.partition(" ")
             if key == "simd_count" and value.strip().isdigit() and int(value) > 0:
                 found += 1
@@ -230,7 +230,7 @@ def _intel_gpus(root: str) -> int:
     found = 0
     for name in _listdir(base):
         device = os.path.join(base, name, "device")
-        if name.startswith("renderD") and _read(os.path.join(device, "vendor")).strip() == "0x8086":
+        if name.startswith("renderD") and read_file(os.path.join(device, "vendor")).strip() == "0x8086":
             driver = os.path.basename(os.path.realpath(os.path.join(device, "driver")))
             found += driver in ("i915", "xe")
     return found
@@ -243,7 +243,7 @@ def _nvidia_nodes(root: str) -> set[int]:
 
 
 def _information(path: str) -> dict[str, str]:
-    pairs = (line.partition(":") for line in _read(path).splitlines())
+    pairs = (line.partition(":") for line in read_file(path).splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
@@ -261,7 +261,8 @@ def _listdir(path: str) -> list[str]:
         return []
 
 
-def _read(path: str) -> str:
+def read_file(path: str) -> str:
+    """The text of a file; empty where it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()

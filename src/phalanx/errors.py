@@ -5,7 +5,7 @@
     ├── StartError (RuntimeError)           workers could not be started; nothing is left half-started
     │   ├── ProgramNotFoundError (FileNotFoundError)
     │   └── ProgramNotExecutableError (PermissionError)
-    ├── UnkillableError (RuntimeError)      a worker outlived SIGKILL (uninterruptible sleep)
+    ├── UnkillableError (RuntimeError)      a worker survived SIGKILL (uninterruptible sleep)
     ├── SignalException                     a signal asked the agent to stop
     ├── ChildFailedError                    workers failed; carries the failures and prints the report
     ├── StoreError
@@ -17,7 +17,7 @@
         ├── RendezvousTimeoutError
         ├── RendezvousConnectionError
         ├── RendezvousStateError
-        └── RendezvousGracefulExitError     leaving was asked for; not a failure
+        └── RendezvousGracefulExitError     the node was asked to leave; not a failure
 
 A message says what happened, the value, and what to do about it.
 """
@@ -40,28 +40,28 @@ class UsageError(PhalanxError, ValueError):
 
 
 class StartError(PhalanxError, RuntimeError):
-    """The group could not be started; every process made on the way is gone again."""
+    """The group could not be started; every process made for it is gone."""
 
 
 class ProgramNotFoundError(StartError, FileNotFoundError):
     """The program that the workers are to run does not exist."""
 
     def __str__(self) -> str:
-        return str(self.args[0])  # an OSError with an errno would make a sentence of its own
+        return str(self.args[0])  # an OSError with an errno would add its own text
 
 
 class ProgramNotExecutableError(StartError, PermissionError):
-    """The program that the workers are to run is there, but may not be executed."""
+    """The program that the workers are to run exists, but is not executable."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class UnkillableError(PhalanxError, RuntimeError):
-    """Processes that outlived SIGKILL, named with pid and state."""
+    """Processes survived SIGKILL; the message names pid and state."""
 
 
-class SignalException(PhalanxError):  # torch's name, which people catch
+class SignalException(PhalanxError):  # torch's name
     """Raised in the main thread when a handled signal arrives."""
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
@@ -70,7 +70,7 @@ class SignalException(PhalanxError):  # torch's name, which people catch
 
 
 class ChildFailedError(PhalanxError):
-    """A group of workers failed; `str()` is the report a person reads, made when it is asked for."""
+    """A group of workers failed; `str()` is the failure report, written on demand."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class ChildFailedError(PhalanxError):
         failures: dict[int, ProcessFailure],
         stopped: dict[int, ProcessFailure] | None = None,
     ) -> None:
-        """`stopped`: the workers that were ended because of the failures; named in the report."""
+        """`stopped`: the workers that were stopped because of the failures; the report names them."""
         if not failures:
             raise ValueError(f"ChildFailedError({name!r}): needs at least one failure to report")
         self.name = name
         self.failures = failures
         self.stopped = stopped or {}
-        # These are the arguments of the exception too, which is what makes it picklable.
+        # As arguments of the exception, they make it picklable.
         super().__init__(name, failures, self.stopped)
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class StoreAuthError(StoreError):
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
-    """A key or a number of arrivals did not come in time."""
+    """A key or a barrier was not there in time."""
 
 
 class RendezvousError(PhalanxError):
@@ -132,7 +132,7 @@ class RendezvousClosedError(RendezvousError):
 
 
 class RendezvousTimeoutError(RendezvousError):
-    """Not enough nodes came in time."""
+    """Not enough nodes joined in time."""
 
 
 class RendezvousConnectionError(RendezvousError):
@@ -140,7 +140,7 @@ class RendezvousConnectionError(RendezvousError):
 
 
 class RendezvousStateError(RendezvousError):
-    """What the backend holds makes no sense."""
+    """The backend holds an invalid state."""
 
 
 class RendezvousGracefulExitError(RendezvousError):

@@ -1,8 +1,7 @@
-"""How the packages at torch's import paths find what lies below them.
+"""How the packages at torch's import paths import their submodules.
 
-In torch, importing a package imports most of what is in it, so that after `import …elastic.multiprocessing as
-mp` people write `mp.errors.record`. Here a module is imported when it is first written so: most programs need
-one name of all this.
+In torch, importing a package imports most of its submodules, so that `mp.errors.record` works after `import
+…elastic.multiprocessing as mp`. Here a submodule is imported on first use: most programs need one name.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def below(package: str, *names: str) -> Callable[[str], ModuleType]:
-    """The `__getattr__` of a package that has these modules in it."""
+    """The `__getattr__` of a package with these submodules."""
 
     def find(name: str) -> ModuleType:
         if name not in names:

@@ -1,23 +1,26 @@
-"""A line for whoever looks after the process: through logging where somebody listens, else on stderr as ours.
-
-Without a handler logging would print the bare text, and nobody could tell it from the workers' output.
-"""
+"""Lines of Phalanx's own: on stderr, or through logging where the program has set it up."""
 
 from __future__ import annotations
 
 import sys
 
 
+def write_stderr(text: str) -> None:
+    """Write to stderr; a closed or full stderr is not a reason to fail."""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+    except (OSError, ValueError):
+        pass
+
+
 def warn(message: str) -> None:
-    """Say it; what cannot be said is no reason to fail."""
+    """A warning. Without a handler, logging would print the bare text, like a line of the workers' output."""
     import logging  # late: it is not on the way to the first worker
 
     logger = logging.getLogger("phalanx")
     if logger.hasHandlers():
         logger.warning("%s", message)
-    elif sys.stderr is not None:
-        try:
-            sys.stderr.write(f"phalanx: {message}\n")
-            sys.stderr.flush()
-        except (OSError, ValueError):
-            pass
+    else:
+        write_stderr(f"phalanx: {message}\n")

@@ -1,7 +1,7 @@
 """The options of `phalanx run` as one table, and the scanner that reads argv against it.
 
-Everything else about an option is derived from its row: both spellings, its variable, the help, the
-completion scripts and the argparse parser that torch's `get_args_parser` callers expect.
+Everything else about an option is derived from its row: both spellings, its variable, the help, and the
+argparse parser that torch's `get_args_parser` callers and the completion scripts use.
 
 Invariants:
 - scanning stops at the first positional word; it and everything after it belong to the script, untouched;
@@ -15,6 +15,8 @@ else that happens before the workers are started, and its messages cannot name a
 
 from __future__ import annotations
 
+from phalanx.environment import DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATIC_PORT
+
 TYPE_CHECKING = False  # type checkers take it as true; importing `typing` for it would cost milliseconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,10 +24,9 @@ if TYPE_CHECKING:
 
     from phalanx.errors import UsageError
 
-SHELLS = ("bash", "zsh", "fish")
-DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 
-# Words people bring from other launchers, too far from our names for a spelling suggestion.
+# Options of other launchers, too different from these names for a spelling suggestion.
 _ELSEWHERE = {
     "-n": "--nproc-per-node",
     "-np": "--nproc-per-node",
@@ -76,7 +77,7 @@ class Option:
 
     @property
     def is_torchruns(self) -> bool:
-        """Whether torchrun has it too."""
+        """Whether torchrun has it as well."""
         return (self.env or "").startswith("PET_") or self.dest in ("help", "logs_specs", "numa_binding")
 
     @property
@@ -97,11 +98,15 @@ OPTIONS: tuple[Option, ...] = _grouped(
         "What to run": (
             Option("-m --module", "flag", False, "the script is a module name, as in python -m"),
             Option("--no-python", "flag", False, "the script is a program, not Python"),
-            Option("--run-path", "flag", False, "always this interpreter, also with --no-python"),
+            Option("--run-path", "flag", False, "run the script with this interpreter, always"),
         ),
         "Workers": (
             Option(
-                "--nproc-per-node", "str", "1", "workers here: a number, auto, gpu, xpu or cpu", metavar="N"
+                "--nproc-per-node",
+                "str",
+                "1",
+                "workers per node: a number, auto, gpu, xpu or cpu",
+                metavar="N",
             ),
             Option("--role", "str", "default", "name of this group of workers", metavar="NAME"),
             Option(
@@ -141,7 +146,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--warmup",
                 "str",
                 "",
-                "what a parked worker runs ahead",
+                "what a standby worker runs in advance",
                 env="PHALANX_",
                 metavar="MODULE:FUNCTION",
             ),
@@ -152,25 +157,25 @@ OPTIONS: tuple[Option, ...] = _grouped(
         "Nodes": (
             Option("--standalone", "flag", False, "one node, no address needed; ignores --rdzv-*"),
             Option("--nnodes", "str", "1:1", "number of nodes, or MIN:MAX", metavar="N"),
-            Option("--node-rank", "int", 0, "number of this node, from 0"),
+            Option("--node-rank", "int", 0, "rank of this node, from 0"),
             Option("--master-addr", "str", "127.0.0.1", "static: address of node 0"),
-            Option("--master-port", "int", None, "static: port on node 0 (29500)"),
-            Option("--local-addr", "str", None, "address of this node as the others see it"),
+            Option("--master-port", "int", None, f"static: port on node 0 ({STATIC_PORT})"),
+            Option("--local-addr", "str", None, "address by which other nodes reach this one"),
             Option("--rdzv-backend", "str", "static", "phalanx (or c10d), static, etcd, or a plug-in"),
             Option("--rdzv-endpoint", "str", "", "where the nodes meet", metavar="HOST:PORT"),
             Option("--rdzv-id", "str", "none", "name of the job, the same on every node"),
             Option("--rdzv-conf", "str", "", "more settings: key=value,key=value", metavar="K=V,..."),
-            Option("--token-file", "str", None, "the secret that all nodes share", env="PHALANX_"),
+            Option("--token-file", "str", None, "file with the secret that all nodes share", env="PHALANX_"),
             Option(
                 "--tls-cert", "str", None, "TLS: certificate of this node", env="PHALANX_", metavar="FILE"
             ),
-            Option("--tls-key", "str", None, "TLS: its key", env="PHALANX_", metavar="FILE"),
-            Option("--tls-ca", "str", None, "TLS: who signs the other nodes", env="PHALANX_", metavar="FILE"),
+            Option("--tls-key", "str", None, "TLS: private key of this node", env="PHALANX_", metavar="FILE"),
+            Option("--tls-ca", "str", None, "TLS: CA of the other nodes", env="PHALANX_", metavar="FILE"),
             Option(
                 "--store-grace",
                 "float",
                 60.0,
-                "seconds that workers run on while the store is away",
+                "seconds that workers may run without the store",
                 env="PHALANX_",
                 metavar="S",
             ),
@@ -181,7 +186,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--restart-window",
                 "float",
                 None,
-                "only count restarts of the last S seconds",
+                "count only the restarts of the last S seconds",
                 env="PHALANX_",
                 metavar="S",
             ),
@@ -189,7 +194,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--no-restart-on",
                 "str",
                 "",
-                "exit codes or signals that end the job at once: 2,SIGABRT",
+                "exit codes or signals that are not worth a restart: 2,SIGABRT",
                 env="PHALANX_",
                 metavar="CODES",
             ),
@@ -197,11 +202,17 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--grace",
                 "float",
                 None,
-                "seconds between asking and killing (30)",
+                "seconds between SIGTERM and SIGKILL (30)",
                 env="PHALANX_",
                 metavar="S",
             ),
-            Option("--shutdown-timeout", "int", None, "what torchrun calls --grace, which wins", metavar="S"),
+            Option(
+                "--shutdown-timeout",
+                "int",
+                None,
+                "torchrun's name for --grace",
+                metavar="S",
+            ),
             Option(
                 "--signals-to-handle",
                 "str",
@@ -210,7 +221,11 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 metavar="NAMES",
             ),
             Option(
-                "--monitor-interval", "float", 0.1, "for agents that poll; ours wakes on events", metavar="S"
+                "--monitor-interval",
+                "float",
+                0.1,
+                "how often to poll a plug-in backend",
+                metavar="S",
             ),
         ),
         "Hangs, health and preemption": (
@@ -218,7 +233,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--heartbeat-timeout",
                 "float",
                 None,
-                "a rank that stops calling phalanx.worker.heartbeat() hangs",
+                "treat S seconds without phalanx.worker.heartbeat() as a hang",
                 metavar="S",
                 env="PHALANX_",
             ),
@@ -226,7 +241,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--silence-timeout",
                 "float",
                 None,
-                "no output of any rank for so long is a hang; implies -t 3",
+                "treat S seconds without output from any rank as a hang; implies -t 3",
                 metavar="S",
                 env="PHALANX_",
             ),
@@ -234,7 +249,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--startup-timeout",
                 "float",
                 None,
-                "a rank must say ready() or a heartbeat within this",
+                "treat S seconds without ready() or a heartbeat after the start as a hang",
                 metavar="S",
                 env="PHALANX_",
             ),
@@ -242,7 +257,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--partial-exit-timeout",
                 "float",
                 None,
-                "how long ranks may run on when others have finished",
+                "seconds that ranks may run after others have finished",
                 metavar="S",
                 env="PHALANX_",
             ),
@@ -250,7 +265,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--on-hang",
                 "str",
                 "restart",
-                "what a hang leads to: restart, fail or warn",
+                "what to do about a hang: restart, fail or warn",
                 metavar="WHAT",
                 env="PHALANX_",
                 choices=("restart", "fail", "warn"),
@@ -259,15 +274,15 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--health-port",
                 "str",
                 None,
-                "serve /healthz and /readyz there",
+                "serve /healthz and /readyz at this address",
                 metavar="[ADDR:]PORT",
-                env="TORCHELASTIC_HEALTH_CHECK_PORT",
+                env=HEALTH_PORT,
             ),
             Option(
                 "--health-check",
                 "str",
                 "",
-                "this node joins only if this command succeeds",
+                "command that must succeed before this node joins",
                 metavar="CMD",
                 env="PHALANX_",
             ),
@@ -275,13 +290,13 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--preempt-signal",
                 "str",
                 "",
-                "signal that says: checkpoint and leave within --grace",
+                "signal on which workers checkpoint and exit within --grace",
                 metavar="NAME",
                 env="PHALANX_",
             ),
         ),
         "Output": (
-            Option("--log-dir", "str", None, "keep logs below this directory"),
+            Option("--log-dir", "str", None, "directory for logs"),
             Option(
                 "-r --redirects",
                 "str",
@@ -289,7 +304,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "to files: 1 stdout, 2 stderr, 3 both, or RANK:N,...",
                 metavar="STD",
             ),
-            Option("-t --tee", "str", "0", "to files and the console, same values as -r", metavar="STD"),
+            Option("-t --tee", "str", "0", "to files and the console; same values as -r", metavar="STD"),
             Option(
                 "--local-ranks-filter", "str", "", "only these local ranks on the console", metavar="RANKS"
             ),
@@ -297,33 +312,33 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--log-line-prefix-template",
                 "str",
                 None,
-                "what stands before console lines, as in [${role_name}${local_rank}]:",
-                env="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+                "prefix of console lines, as in [${role_name}${local_rank}]:",
+                env=LINE_PREFIX,
             ),
             Option(
                 "--duplicate-stdout-filters", "list", (), "copy matching lines to one file", metavar="WORDS"
             ),
             Option("--duplicate-stderr-filters", "list", (), "the same for stderr", metavar="WORDS"),
             Option(
-                "--logs-specs", "str", None, "plug-in that decides where logs go", env=None, metavar="NAME"
+                "--logs-specs", "str", None, "plug-in that chooses where logs go", env=None, metavar="NAME"
             ),
             Option("--event-log-handler", "str", "null", "where events go: null, console or a plug-in"),
-            Option("-q --quiet", "flag", False, "only failures", env="PHALANX_"),
-            Option("--verbose", "flag", False, "say what is decided, and why", env="PHALANX_"),
+            Option("-q --quiet", "flag", False, "print failures only", env="PHALANX_"),
+            Option("--verbose", "flag", False, "print every decision and its reason", env="PHALANX_"),
         ),
         "Other": (
-            Option("--dry-run", "flag", False, "show what would be started, start nothing", env=None),
-            Option("--detach", "flag", False, "leave the terminal and go on in the background", env=None),
+            Option("--dry-run", "flag", False, "show what would be started, and start nothing", env=None),
+            Option("--detach", "flag", False, "run in the background, detached from the terminal", env=None),
             Option(
                 "--print-completion",
                 "str",
                 None,
-                "completion script for bash, zsh or fish",
+                "print a completion script: bash, zsh, fish or tcsh",
                 env=None,
                 choices=SHELLS,
                 metavar="SHELL",
             ),
-            Option("-h --help", "flag", False, "this text", env=None),
+            Option("-h --help", "flag", False, "print this text", env=None),
         ),
     }
 )
@@ -333,7 +348,7 @@ _BY_FLAG: dict[str, Option] = {flag: option for option in OPTIONS for flag in op
 
 
 class InformationRequested(Exception):
-    """The words ask for help or a completion script instead of a run."""
+    """The command line asks for help or a completion script."""
 
     def __init__(self, what: str, value: str = "") -> None:
         super().__init__(what)
@@ -342,7 +357,7 @@ class InformationRequested(Exception):
 
 
 class Scan:
-    """What argv says: raw values with how they were written, the script, and its arguments."""
+    """The words of argv: raw values, the script, and its arguments."""
 
     __slots__ = ("script", "script_args", "values")
 
@@ -353,7 +368,7 @@ class Scan:
 
 
 def usage_error(message: str) -> UsageError:
-    """Build the error lazily: a command line that is fine never pays for the exception tree."""
+    """The error, imported here: a valid command line does not pay for the exception tree."""
     from phalanx.errors import UsageError
 
     return UsageError(message)
@@ -416,9 +431,7 @@ def _store(found: Scan, option: Option, value: str) -> None:
         raise InformationRequested("help")
     if option.dest == "print_completion":
         if value not in SHELLS:
-            raise usage_error(
-                f"--print-completion {value}: no such shell here; use one of {', '.join(SHELLS)}"
-            )
+            raise usage_error(f"--print-completion {value}: no such shell; use one of {', '.join(SHELLS)}")
         raise InformationRequested("completion", value)
     found.values[option.dest] = value
 
@@ -459,7 +472,7 @@ def find_option(name: str) -> Option:
         for flag, option in _BY_FLAG.items():
             if flag.startswith(name) and option not in matches:
                 matches.append(option)
-    # What torchrun's users shorten stays short: our own options give way to its.
+    # What is unique under torchrun stays unique: its options take precedence.
     matches = [option for option in matches if option.is_torchruns] or matches
     if len(matches) == 1:
         return matches[0]

@@ -1,4 +1,4 @@
-"""Plug-ins by entry point, in our own groups and in torchrun's."""
+"""Plug-ins by entry point, in Phalanx's groups and in torchrun's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def load(name: str, *groups: str) -> Any:
-    """The object an installed package offers under this name; ValueError that lists the names there are."""
+    """The object that an installed package offers under this name; ValueError lists the names there are."""
     from importlib.metadata import entry_points
 
     known = set()

@@ -26,13 +26,13 @@ __all__ = [
     "run_script_path",
 ]
 
-# What torch's module has at hand too, and people import from there; loaded when it is asked for.
+# Names that users import from torch's module although it only imports them; loaded on first use.
 _ELSEWHERE = {
     "DefaultLogsSpecs": "phalanx.logs.specs",
-    "LaunchConfig": "phalanx.agent.job",
+    "LaunchConfig": "phalanx.agent.elastic_launch",
     "LogsSpecs": "phalanx.logs.specs",
     "Std": "phalanx.logs.specs",
-    "elastic_launch": "phalanx.agent.job",
+    "elastic_launch": "phalanx.agent.elastic_launch",
     "get_logger": "phalanx.integrations.torch_functions",
     "macros": "phalanx.integrations.torch_functions",
     "record": "phalanx.workers.record",

@@ -1,8 +1,8 @@
-"""What makes a request for a run valid, subject by subject.
+"""What makes a description of a job valid, subject by subject.
 
-Each public function takes the raw `Sources` and returns the fields of `RunConfig` it is responsible for, or
-raises `UsageError`. They look at the machine (files, PATH, devices, installed plug-ins) but change nothing.
-Anything costly is looked up only when the request names it: the plain command line must stay cheap.
+Each public function takes the raw `Sources` and returns the fields of `JobSpec` that it is responsible for,
+or raises `UsageError`. They look at the machine (files, PATH, devices, installed plug-ins) but change
+nothing. Anything costly is looked up only when the request names it: a plain command line must stay cheap.
 """
 
 from __future__ import annotations
@@ -11,32 +11,43 @@ import os
 import sys
 
 from phalanx.devices import resolve_nproc
-from phalanx.options import DEFAULT_SIGNALS, usage_error
+from phalanx.environment import DEFAULT_SIGNALS, OMP_THREADS, PYTHON_EXEC, STATIC_PORT, STORE_PORT
+from phalanx.environment import shutdown_timeout as default_grace
+from phalanx.options import usage_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
     from phalanx.config import Sources
 
-DEFAULT_GRACE = 30.0
-STATIC_PORT = 29500
-STORE_PORT = 29400
 _BACKENDS = ("static", "phalanx", "c10d", "etcd")
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
-def program(v: Sources, script: str) -> dict[str, Any]:
-    """What each worker runs, found and runnable."""
+def entrypoint(given: Callable[..., Any] | str | None, args: Sequence[Any]) -> dict[str, Any]:
+    """What each worker runs, when it is given from Python."""
+    if not given or not (isinstance(given, str) or callable(given)):
+        raise usage_error(f"entrypoint={given!r}: give a function or the name of a program")
+    if isinstance(args, str | bytes) or not hasattr(args, "__iter__"):
+        raise usage_error(f"args={args!r}: give the arguments as a tuple")
+    return {"entrypoint": given, "args": tuple(args), "name": ""}
+
+
+def program(v: Sources, script: str, script_args: tuple[str, ...]) -> dict[str, Any]:
+    """What each worker runs, found and runnable.
+
+    Python runs without -u: the bootstrap makes the output line-buffered, which costs one write per line
+    instead of one per fragment.
+    """
     _check_directory()
     module, no_python, run_path = v.flag("module"), v.flag("no_python"), v.flag("run_path")
-    python = v.environ.get("PYTHON_EXEC", "")
-    if python and _which(python, v.environ) is None:
+    python = _interpreter(v)
+    if python != sys.executable and not _is_program(python, v.environ):
         raise usage_error(
-            f"PYTHON_EXEC={python}: no such program, or not executable; unset it or correct the path"
+            f"{PYTHON_EXEC}={python}: no such program, or not executable; unset it or correct the path"
         )
-    python = python or sys.executable
     if module and no_python:
         raise usage_error(
             f"{v.label('module')} and {v.label('no_python')}: only Python runs modules; drop one of the two"
@@ -45,17 +56,25 @@ def program(v: Sources, script: str) -> dict[str, Any]:
         raise usage_error(
             f"{v.label('module')} and {v.label('run_path')}: one takes a module, the other a file; drop one"
         )
+    words: tuple[str, ...] = (script, *script_args)
     if module:
         _check_module(v, script, python)
+        command, words = python, ("-m", *words)
     elif no_python and not run_path:
         _check_binary(script, v.environ)
+        command, words = script, script_args
     else:
         _check_file(script, v.environ)
-    return {"module": module, "no_python": no_python, "run_path": run_path, "python_exec": python}
+        command = sys.executable if run_path else python
+    return {"entrypoint": command, "args": words, "name": os.path.basename(script.rstrip("/"))}
+
+
+def _interpreter(v: Sources) -> str:
+    return v.environ.get(PYTHON_EXEC, "") or sys.executable
 
 
 def _check_directory() -> None:
-    """Workers start where we are, and relative paths count from there."""
+    """Workers start in the current directory, and relative paths count from there."""
     try:
         os.getcwd()
     except OSError:
@@ -63,7 +82,7 @@ def _check_directory() -> None:
 
 
 def _check_binary(program: str, environ: Mapping[str, str]) -> None:
-    if _which(program, environ) is not None:
+    if _is_program(program, environ):
         return
     if os.path.exists(program):
         what = "not an executable file; chmod +x it" if "/" in program else f"not on PATH; write ./{program}"
@@ -80,7 +99,7 @@ def _check_file(script: str, environ: Mapping[str, str]) -> None:
         hint, where = "give the path from here, or an absolute one", f"script in {os.getcwd()}"
         if os.path.isfile(script + ".py"):
             hint = f"did you mean {script}.py?"
-        elif _which(script, environ):
+        elif _is_program(script, environ):
             hint = "for a program add --no-python, for a module -m"
         elif os.path.isabs(script):
             hint, where = "check the path", "script"
@@ -103,21 +122,21 @@ def _check_module(v: Sources, name: str, python: str) -> None:
         )
 
 
-def _is_module(name: str, directory: str = "") -> bool:
-    """Whether this interpreter finds a module's package, here or in another directory."""
+def _is_module(name: str) -> bool:
+    """Whether this interpreter finds a module's package, on its path or in the current directory."""
     top = name.partition(".")[0]
-    places = (None, [os.getcwd(), os.path.abspath(directory)])
+    places = (None, [os.getcwd()])
     return any(finder.find_spec(top, path) is not None for finder in sys.meta_path for path in places)
 
 
-def _which(name: str, environ: Mapping[str, str]) -> str | None:
-    """Where a program is, by PATH unless the name holds a slash (`shutil.which` is a costly import)."""
-    places = [""] if "/" in name else environ.get("PATH", os.defpath).split(os.pathsep)
-    for place in places:
-        path = os.path.join(place, name)
-        if os.path.isfile(path) and os.access(path, os.X_OK):
-            return path
-    return None
+def _is_program(name: str, environ: Mapping[str, str]) -> bool:
+    from phalanx.errors import StartError
+    from phalanx.workers.program import find_program
+
+    try:
+        return bool(find_program(name, environ))
+    except StartError:
+        return False
 
 
 def workers(v: Sources) -> dict[str, Any]:
@@ -138,16 +157,23 @@ def workers(v: Sources) -> dict[str, Any]:
     role = v.text("role")
     if not role.strip() or not role.isprintable() or "/" in role or len(role) > 128:
         raise v.bad("role", "a role is a printable name of 1 to 128 characters without '/'")
-    omp = 1 if count > 1 and "OMP_NUM_THREADS" not in v.environ else None
     return {
-        "nproc_per_node": asked,
         "local_world_size": count,
         "virtual_local_rank": virtual,
         "role": role,
-        "omp_num_threads": omp,
-        "numa_binding": v.text("numa_binding") or None,
+        "omp_num_threads": 1 if count > 1 and OMP_THREADS not in v.environ else None,
+        "numa_options": _numa(v),
         "start_method": v.text("start_method"),
     }
+
+
+def _numa(v: Sources) -> Any:
+    mode = v.text("numa_binding")
+    if not mode:
+        return None
+    from phalanx.workers.numa import AffinityMode, NumaOptions
+
+    return NumaOptions(AffinityMode(mode))
 
 
 def nodes(v: Sources) -> dict[str, Any]:
@@ -167,32 +193,35 @@ def nodes(v: Sources) -> dict[str, Any]:
                 f"{v.label('standalone')} with {v.label('nnodes')}: standalone is one node; drop one"
             )
         most = 1
-    return {"min_nodes": least, "max_nodes": most, **_rendezvous(v, least, most), **_trust(v)}
+    return {"min_nodes": least, "max_nodes": most, **_rendezvous(v, least, most)}
 
 
 def _trust(v: Sources) -> dict[str, Any]:
-    """The files that nodes know each other by: there and readable; what is in them the store looks at."""
-    files = {dest: v.text(dest) or None for dest in ("token_file", "tls_cert", "tls_key", "tls_ca")}
-    for dest, path in files.items():
-        if path is not None and not os.access(path, os.R_OK):
+    """What authenticates the nodes: the files exist and are readable; the store checks their contents."""
+    settings: dict[str, Any] = {}
+    for dest in ("token_file", "tls_cert", "tls_key", "tls_ca"):
+        path = v.text(dest)
+        if path and not os.access(path, os.R_OK):
             raise v.bad(dest, "cannot be read by this user" if os.path.exists(path) else "no such file")
-    if files["tls_key"] is not None and files["tls_cert"] is None:
-        raise v.bad("tls_key", "a key without its certificate; add --tls-cert FILE")
-    return {**files, "store_grace": v.number("store_grace", 0)}
+        if path:
+            settings[dest] = path
+    if "tls_key" in settings and "tls_cert" not in settings:
+        raise v.bad("tls_key", f"a key without its certificate; add {v.name('tls_cert')} FILE")
+    grace = v.number("store_grace", 0)
+    return {**settings, "store_grace": grace} if v.given("store_grace") else settings
 
 
 def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
     backend, endpoint, addr = v.text("rdzv_backend"), v.text("rdzv_endpoint"), v.text("master_addr")
     port, rank = v.integer("master_port", 0, 65535), v.integer("node_rank", 0) or 0
+    trust = _trust(v)
     alone = v.flag("standalone")
     if alone or (most == 1 and backend == "static" and not endpoint and port is None):
         alone, backend, endpoint = True, "phalanx", "localhost:0"
     elif backend == "static":
         if least != most:
-            raise v.bad(
-                "nnodes",
-                "static needs a fixed number; add --rdzv-backend phalanx --rdzv-endpoint HOST:PORT",
-            )
+            instead = f"{v.name('rdzv_backend')} phalanx {v.name('rdzv_endpoint')} HOST:PORT"
+            raise v.bad("nnodes", f"static needs a fixed number; add {instead}")
         if rank >= most:
             there = (
                 f"node ranks go from 0 to {most - 1} with {most} nodes" if most > 1 else "there is one node"
@@ -203,33 +232,41 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
     elif backend in ("phalanx", "c10d"):
         backend = "phalanx"
         if not endpoint and most > 1:
-            v.warnings.append("no --rdzv-endpoint: using localhost, so only nodes on this machine can meet")
+            where = v.name("rdzv_endpoint")
+            v.warnings.append(f"no {where}: using localhost, so only nodes on this machine can meet")
         endpoint = endpoint or (f"localhost:{STORE_PORT}" if most > 1 else "localhost:0")
     else:
         _check_backend(v, backend, endpoint)
-    _check_endpoint(v, endpoint)
-    if backend == "static":  # where nodes meet is where workers meet
-        addr, port = _host_and_port(v, endpoint)
-    run_id = v.text("rdzv_id")
+    if backend in _BACKENDS:
+        _check_endpoint(v, endpoint)
+    conf = v.settings()
+    if backend in ("phalanx", "etcd"):
+        conf = {**trust, **conf}
+    if backend == "static" or v.given("node_rank"):
+        conf["rank"] = rank
+    static = backend == "static"  # the nodes meet where the workers meet
+    addr_port = _host_and_port(v, endpoint) if static else (None, None)
+    return {
+        "rdzv_backend": backend,
+        "rdzv_endpoint": endpoint,
+        "rdzv_conf": conf,
+        "run_id": _run_id(v, alone),
+        "master_addr": addr_port[0],
+        "master_port": addr_port[1],
+        "local_addr": v.text("local_addr") or None,
+    }
+
+
+def _run_id(v: Sources, alone: bool) -> str:
     if alone and not v.given("rdzv_id"):
-        run_id = os.urandom(6).hex()
+        return os.urandom(6).hex()
+    run_id = v.text("rdzv_id")
     if not run_id.isprintable() or "/" in run_id or run_id[:1] in ("", ".") or len(run_id.encode()) > 128:
         raise v.bad(
             "rdzv_id",
             "a job id names directories and keys: at most 128 bytes, printable, no '/', no '.' in front",
         )
-    return {
-        "standalone": alone,
-        "rdzv_backend": backend,
-        "rdzv_endpoint": endpoint,
-        "rdzv_conf": rendezvous_settings(v),
-        "run_id": run_id,
-        "master_addr": addr,
-        "master_port": port,
-        "local_addr": v.text("local_addr") or None,
-        "node_rank": rank,
-        "node_rank_given": v.given("node_rank"),
-    }
+    return run_id
 
 
 def _check_backend(v: Sources, backend: str, endpoint: str) -> None:
@@ -237,15 +274,18 @@ def _check_backend(v: Sources, backend: str, endpoint: str) -> None:
         raise v.bad("rdzv_backend", "etcd's v2 API is not supported; use etcd, which speaks v3")
     if backend == "etcd":
         if not endpoint:
-            raise v.bad("rdzv_backend", "needs --rdzv-endpoint HOST:PORT of the etcd server")
+            raise v.bad("rdzv_backend", f"needs {v.name('rdzv_endpoint')} HOST:PORT of the etcd server")
         return
-    known = _plugins("torchrun.handlers", "phalanx.handlers")
+    from phalanx.membership.registry import rendezvous_handler_registry
+
+    known = _plugins("torchrun.handlers", "phalanx.handlers") | rendezvous_handler_registry._registry.keys()
     if backend not in known:
-        raise v.bad("rdzv_backend", f"no such backend; known are {', '.join((*_BACKENDS, *sorted(known)))}")
+        names = (*_BACKENDS, *sorted(known - {*_BACKENDS, "etcd-v2"}))
+        raise v.bad("rdzv_backend", f"no such backend; known are {', '.join(names)}")
 
 
 def _check_endpoint(v: Sources, endpoint: str) -> None:
-    """Catch a port that is none; everything else about an address only the network can tell."""
+    """Refuse what cannot be a port; only the network can tell more about an address."""
     tail = endpoint.rpartition("]")[2]
     port = tail.partition(":")[2] if tail.count(":") == 1 else ""
     if tail.endswith(":") or (port and not (port.isdigit() and int(port) <= 65535)):
@@ -254,7 +294,7 @@ def _check_endpoint(v: Sources, endpoint: str) -> None:
 
 
 def _host_and_port(v: Sources, endpoint: str) -> tuple[str, int]:
-    """What the endpoint of a static rendezvous says about MASTER_ADDR and MASTER_PORT."""
+    """MASTER_ADDR and MASTER_PORT of a static rendezvous."""
     from phalanx.membership.address import parse_rendezvous_endpoint
 
     try:
@@ -262,17 +302,6 @@ def _host_and_port(v: Sources, endpoint: str) -> tuple[str, int]:
     except ValueError as error:
         where = "rdzv_endpoint" if v.given("rdzv_endpoint") else "master_addr"
         raise v.bad(where, str(error)) from None
-
-
-def rendezvous_settings(v: Sources) -> dict[str, str]:
-    """--rdzv-conf as a dictionary."""
-    conf: dict[str, str] = {}
-    for pair in filter(None, (part.strip() for part in v.text("rdzv_conf").split(","))):
-        key, _, value = (part.strip() for part in pair.partition("="))
-        if not key or not value:
-            raise v.bad("rdzv_conf", f"{pair!r} is not key=value; write key=value,key=value")
-        conf[key] = value
-    return conf
 
 
 def _plugins(*groups: str) -> set[str]:
@@ -295,7 +324,7 @@ def restarts(v: Sources) -> dict[str, Any]:
 
 
 def _signals(v: Sources) -> str:
-    """The names that mean something; of the others we warn here, once, and hand them to nobody."""
+    """The names that can be handled; the others are dropped with a warning."""
     names = v.text("signals_to_handle")
     if names == DEFAULT_SIGNALS:
         return names
@@ -310,20 +339,16 @@ def _signals(v: Sources) -> str:
 
 
 def _grace(v: Sources) -> float:
-    """--grace, --shutdown-timeout, then their variables in that order: an argument beats any variable."""
+    """--grace, --shutdown-timeout, then their variables in that order: an argument overrides any variable."""
     grace, other = v.number("grace", 0), v.integer("shutdown_timeout", 0)
     if grace is not None and ("grace" in v.arguments or "shutdown_timeout" not in v.arguments):
         return float(grace)
     if other is not None:
         return float(other)
-    raw = v.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     try:
-        value = float(raw or DEFAULT_GRACE)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise usage_error(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={raw}: must be a number of seconds, 0 or more")
-    return value
+        return default_grace(v.environ)
+    except ValueError as error:
+        raise usage_error(str(error)) from None
 
 
 def _exit_codes(v: Sources) -> Iterable[int]:
@@ -346,18 +371,20 @@ def _signal_number(name: str) -> int | None:
     return int(found) if isinstance(found, signal.Signals) else None
 
 
-def output(v: Sources, count: int) -> dict[str, Any]:
+def output(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
     """Where the workers' output goes."""
+    count = known["local_world_size"]
     log_dir = v.text("log_dir") or None
     if log_dir is not None and os.path.exists(log_dir) and not os.path.isdir(log_dir):
         raise v.bad("log_dir", "is a file; name a directory")
     for dest in ("redirects", "tee"):
         _check_std(v, dest, count)
-    specs = v.text("logs_specs") or None
-    if specs is not None:
-        known = _plugins("torchrun.logs_specs", "phalanx.logs_specs")
-        if specs not in known:
-            raise v.bad("logs_specs", f"no such plug-in; installed are: {', '.join(sorted(known)) or 'none'}")
+    specs = v.arguments.get("logs_specs") or None
+    if isinstance(specs, str):
+        installed = _plugins("torchrun.logs_specs", "phalanx.logs_specs")
+        if specs not in installed:
+            names = ", ".join(sorted(installed)) or "none"
+            raise v.bad("logs_specs", f"no such plug-in; installed are: {names}")
     return {
         "log_dir": log_dir,
         "redirects": v.text("redirects"),
@@ -410,14 +437,14 @@ def _ranks(v: Sources, count: int) -> frozenset[int] | None:
     return ranks
 
 
-def watching(v: Sources, known: dict[str, Any]) -> dict[str, Any]:
-    """What counts as a hang, and what follows from it; health and preemption."""
+def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
+    """What counts as a hang and what follows from it; health and preemption."""
     names = ("heartbeat_timeout", "silence_timeout", "startup_timeout", "partial_exit_timeout")
     values: dict[str, Any] = {name: v.number(name, 0.001) for name in names}
     if v.given("on_hang") and all(value is None for value in values.values()):
         v.warnings.append(f"{v.label('on_hang')}: only matters for worker.expires(), as no timeout is given")
     if values["silence_timeout"] is not None and known["redirects"] == known["tee"] == "0":
-        values["tee"] = "3"  # what goes straight to the terminal, nobody can see
+        values["tee"] = "3"  # output that goes straight to the terminal cannot be observed
     port = v.text("health_port")
     host, _, number = port.rpartition(":")
     if port and not (
@@ -425,7 +452,12 @@ def watching(v: Sources, known: dict[str, Any]) -> dict[str, Any]:
     ):
         raise v.bad("health_port", "write PORT or ADDRESS:PORT, with a port between 0 and 65535")
     values.update(on_hang=v.text("on_hang"), health_port=port, health_check=v.text("health_check"))
-    return {**values, "preempt_signal": _preempt_signal(v)}
+    values["preempt_signal"] = sig = _preempt_signal(v)
+    if sig is not None:
+        import signal
+
+        values["signals_to_handle"] = f"{known['signals_to_handle']},{signal.Signals(sig).name}"
+    return values
 
 
 def _preempt_signal(v: Sources) -> int | None:
@@ -438,41 +470,40 @@ def _preempt_signal(v: Sources) -> int | None:
     return number
 
 
-def helpers(v: Sources, python: str) -> dict[str, Any]:
-    """How far ahead of the workers the helpers are."""
-    mode, warm_up = v.text("warm"), v.text("warmup")
+def preparation(v: Sources) -> dict[str, Any]:
+    """What the helper processes do before workers start."""
+    mode, warm_up, preload = v.text("warm"), v.text("warmup"), v.words("preload")
     if warm_up:
         module, colon, function = warm_up.partition(":")
         if not colon or not function.isidentifier() or not module.replace(".", "_").isidentifier():
             raise v.bad("warmup", "write module:function")
         if mode != "standby":
-            raise v.bad("warmup", "only parked workers run it; add --warm standby")
-    for name in v.words("preload"):
+            raise v.bad("warmup", "only standby workers run it; add --warm standby")
+    for name in preload:
         if not name.replace(".", "_").isidentifier():
-            raise v.bad("preload", f"{name} is no module name")
-        if python == sys.executable and not _is_module(name):
+            raise v.bad("preload", f"{name} is not a module name")
+        if _interpreter(v) == sys.executable and not _is_module(name):
             v.warnings.append(f"{v.label('preload')}: no module {name!r} on the Python path, left out")
-    return {"warm": mode, "preload": v.words("preload"), "warmup": warm_up}
+    return {"warm": mode, "preload": preload, "warmup": warm_up}
 
 
-def terminal(v: Sources, known: dict[str, Any]) -> dict[str, Any]:
+def screen(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
     """What the launcher itself does with the terminal."""
     attach, detach = v.integer("attach", 0), v.flag("detach")
     if attach is not None and detach:
         raise usage_error(
-            f"{v.label('attach')} and --detach: a run without a terminal has none to lend; drop one"
+            f"{v.label('attach')} and --detach: a detached job has no terminal to read from; drop one"
         )
     count = known["local_world_size"]
     if attach is not None and known["max_nodes"] == 1 and attach >= count:
         raise v.bad("attach", f"ranks go from 0 to {count - 1} here" if count > 1 else "there is only rank 0")
     quiet, verbose = v.flag("quiet"), v.flag("verbose")
     if quiet and verbose:
-        # A flag on this command line overrules a variable set for all of them.
+        # A flag on this command line overrides a variable set for all of them.
         if ("quiet" in v.arguments) == ("verbose" in v.arguments):
             raise usage_error(f"{v.label('quiet')} and {v.label('verbose')}: choose one")
         quiet, verbose = "quiet" in v.arguments, "verbose" in v.arguments
     return {
-        **helpers(v, known["python_exec"]),
         "attach": attach,
         "detach": detach,
         "dry_run": v.flag("dry_run"),

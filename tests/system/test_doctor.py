@@ -100,7 +100,7 @@ def test_nobody_there_and_no_such_name(capsys: pytest.CaptureFixture[str]) -> No
         port = taken.getsockname()[1]
     _, found = rows(capsys, "--rdzv-endpoint", f"127.0.0.1:{port}")
     here = found[f"reach 127.0.0.1 port {port}"]
-    assert (here.verdict, here.value) == (OK, "nobody listens yet")
+    assert (here.verdict, here.value) == (OK, "no listener yet")
     _, found = rows(capsys, "--rdzv-backend", "etcd", "--rdzv-endpoint", f"127.0.0.1:{port}")
     assert found[f"reach 127.0.0.1 port {port}"].verdict == PROBLEM
 
@@ -163,8 +163,8 @@ def test_doctors_meet_and_try_all_ways(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (["script.py"], "script.py: doctor takes options only"),
-        (["--nnodes", "2"], "--nnodes: nothing that doctor looks at"),
-        (["--with", "2"], "where do they meet"),
+        (["--nnodes", "2"], "--nnodes: doctor does not use it"),
+        (["--with", "2"], "where they meet"),
         (["--with", "some", "--rdzv-endpoint", "a:1"], "--with some: must be a number"),
         (["--with", "1.5", "--rdzv-endpoint", "a:1"], "--with 1.5: must be a number"),
         (["--nonsense"], "no such option"),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from phalanx.membership.address import free_port
 from tests.conftest import HUNG
 from tests.system.run_helpers import PHALANX, plain_environment, run, script
 
@@ -138,14 +139,6 @@ for job in jobs:
 while running:
     reap()
 """
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Place:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.agent.job import LaunchConfig, elastic_launch, launch_agent
+from phalanx.agent.elastic_launch import LaunchConfig, elastic_launch, launch_agent
 from phalanx.errors import ChildFailedError, SignalException, StartError
 from phalanx.logs.specs import DefaultLogsSpecs
 from phalanx.workers.signals import SIGNALS_VARIABLE
@@ -219,7 +219,7 @@ def test_a_signal_is_raised(tmp_path: Path) -> None:
 NOTEBOOK = """\
 # A notebook's __main__ has no file, and its functions live there.
 import os
-from phalanx.agent.job import LaunchConfig, elastic_launch
+from phalanx.agent.elastic_launch import LaunchConfig, elastic_launch
 base = 40
 class Point:
     def __init__(self, x): self.x = x
@@ -301,7 +301,7 @@ def test_shutdown_timeout_is_used_when_one_fails(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("bad", "says"),
-    [({"nproc_per_node": 0}, "local_world_size=0"), ({"max_restarts": -1}, "max_restarts=-1"),
+    [({"nproc_per_node": 0}, "nproc_per_node=0"), ({"max_restarts": -1}, "max_restarts=-1"),
      ({"start_method": "thread"}, "thread"), ({"event_log_handler": "nosuch"}, "nosuch"),
      ({"min_nodes": 2}, "min_nodes=2"), ({"min_nodes": 0}, "min_nodes=0")],
 )  # fmt: skip

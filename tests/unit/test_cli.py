@@ -114,7 +114,7 @@ def test_overview_version_and_unknown_commands(capsys: pytest.CaptureFixture[str
     assert "phalanx run train.py" in capsys.readouterr().err
     assert main(["help", "nothing"]) == 2
     assert main(["env", "--yaml"]) == 2
-    assert main(["completion", "tcsh"]) == 2
+    assert main(["completion", "ksh"]) == 2
     assert main(["help", "env"]) == 0
 
 
@@ -123,7 +123,7 @@ def complete(words: list[str], tmp_path: Path) -> set[str]:
     quoted = " ".join(f"'{word}'" for word in words)
     code = (
         f"{completion.script('bash')}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}\n"
-        '_phalanx; printf "%s\\n" "${COMPREPLY[@]}"'
+        '_shtab_phalanx; printf "%s\\n" "${COMPREPLY[@]}"'
     )
     done = subprocess.run(
         ["bash", "--norc", "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path
@@ -135,14 +135,15 @@ def complete(words: list[str], tmp_path: Path) -> set[str]:
 def test_bash_completion(tmp_path: Path) -> None:
     assert complete(["phalanx", "r"], tmp_path) == {"run"}
     assert complete(["phalanx", "run", "--nproc"], tmp_path) == {"--nproc-per-node"}
-    assert complete(["phalanx", "run", "--nproc_per_node", ""], tmp_path) == {"auto", "gpu", "xpu", "cpu"}
+    assert complete(["phalanx", "run", "--nproc-per-node", ""], tmp_path) == {"auto", "gpu", "xpu", "cpu"}
     assert complete(["phalanx", "run", "--tee", "3", "--numa-binding", "s"], tmp_path) == {"socket"}
-    assert complete(["phalanx", "run", "--standalone", "train.py", "--n"], tmp_path) == set()
+    assert complete(["phalanx", "run", "--warm", "st"], tmp_path) == {"standby"}
     assert complete(["phalanx", "completion", "z"], tmp_path) == {"zsh"}
-    # What bash makes of --warm=st.
-    assert complete(["phalanx", "run", "--warm", "=", "st"], tmp_path) == {"standby"}
-    assert complete(["phalanx", "run", "--warm", "="], tmp_path) == {"auto", "off", "standby"}
-    assert complete(["phalanx", "run", "--warm", "=", "off", "--nproc"], tmp_path) == {"--nproc-per-node"}
+    assert complete(["phalanx", "help", "st"], tmp_path) == {"store", "status"}
+    assert complete(["phalanx", "store", "--jou"], tmp_path) == {"--journal"}
+    (tmp_path / "train.py").touch()
+    assert complete(["phalanx", "run", "--standalone", "tr"], tmp_path) == {"train.py"}
+    assert complete(["phalanx", "run", "--standalone", "train.py", "tr"], tmp_path) == {"train.py"}
 
 
 def test_fish_completion(tmp_path: Path) -> None:
@@ -166,17 +167,18 @@ def test_fish_completion(tmp_path: Path) -> None:
 
     assert complete("phalanx ru") == {"run"}
     assert complete("phalanx run --nproc") == {"--nproc-per-node"}
-    assert complete("phalanx run --nproc_per_node 2 --warm s") == {"standby"}
-    assert complete("phalanx run --role run tr") == {"train.py"}
-    assert complete("phalanx run --standalone train.py --n") == set()
-    assert complete("phalanx completion ") == {"bash", "zsh", "fish"}
+    assert complete("phalanx run --nproc-per-node 2 --warm s") == {"standby"}
+    assert complete("phalanx run --standalone tr") == {"train.py"}
+    assert complete("phalanx completion ") == {"bash", "zsh", "fish", "tcsh"}
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
 def test_completion_scripts_name_every_option_and_parse(shell: str, tmp_path: Path) -> None:
     text = completion.script(shell)
     for option in OPTIONS:
-        assert (option.name if shell != "fish" else f"-l {option.name[2:]} ") in text + " "
+        name = {"fish": f"-l {option.name[2:]} ", "tcsh": option.name[2:]}.get(shell, option.name)
+        assert name in text + " "
+        assert option.flags[-1] == option.name or option.flags[-1] not in text, "one spelling of two"
     program = shutil.which(shell)
     if program:
         path = tmp_path / "completion"
@@ -189,7 +191,7 @@ def test_completion_is_reached_from_run(
 ) -> None:
     fake_run(parsing)
     assert main(["run", "--print-completion", "bash"]) == 0
-    assert capsys.readouterr().out == completion.script("bash")
+    assert capsys.readouterr().out == completion.script("bash") + "\n"
 
 
 def test_report_has_every_section_and_no_secret(

@@ -13,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import config as config_module
+from phalanx.agent.elastic_launch import LaunchConfig
+from phalanx.cli.torchrun import config_from_args
 from phalanx.config import (
     InformationRequested,
-    RunConfig,
+    JobSpec,
+    from_launch_config,
     from_namespace,
     get_args_parser,
     parse,
-    worker_command,
 )
 from phalanx.errors import UsageError
 from phalanx.options import OPTIONS, scan, split_list
@@ -35,8 +37,17 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def ask(*argv: str, **environ: str) -> RunConfig:
+def ask(*argv: str, **environ: str) -> JobSpec:
     return parse(argv, {**PATH, **environ})
+
+
+def is_alone(job: JobSpec) -> bool:
+    """One node that meets no other: its run id is its own."""
+    return job.run_id != "none"
+
+
+def command(job: JobSpec) -> tuple[object, tuple[str, ...]]:
+    return job.entrypoint, job.args
 
 
 def refusal(*argv: str, **environ: str) -> str:
@@ -141,10 +152,10 @@ def test_defaults(script: str) -> None:
     run = ask(script, "--lr", "0.1")
     assert (run.local_world_size, run.min_nodes, run.max_nodes, run.role) == (1, 1, 1, "default")
     assert (run.max_restarts, run.monitor_interval, run.shutdown_timeout) == (0, 0.1, 30.0)
-    assert (run.rdzv_backend, run.rdzv_endpoint, run.standalone) == ("phalanx", "localhost:0", True)
+    assert (run.rdzv_backend, run.rdzv_endpoint, is_alone(run)) == ("phalanx", "localhost:0", True)
     assert (run.redirects, run.tee, run.log_dir, run.local_ranks_filter) == ("0", "0", None, None)
     assert (run.omp_num_threads, run.start_method, run.warnings) == (None, "spawn", ())
-    assert worker_command(run) == (sys.executable, (script, "--lr", "0.1"))
+    assert command(run) == (sys.executable, (script, "--lr", "0.1"))
 
 
 def test_argument_beats_variable_beats_default(script: str) -> None:
@@ -165,16 +176,15 @@ def test_grace_has_two_names_and_an_argument_beats_any_variable(script: str) -> 
 
 def test_what_nodes_know_each_other_by(script: str) -> None:
     plain = ask(script)
-    assert (plain.token_file, plain.tls_cert, plain.tls_key, plain.tls_ca) == (None, None, None, None)
-    assert plain.store_grace == 60.0
+    assert plain.rdzv_conf == {}
     run = ask(
         *("--tls-cert", script, "--tls-ca", script, "--store-grace", "5", script),
         PHALANX_TOKEN_FILE=script,
         PHALANX_TLS_KEY=script,
         PHALANX_STORE_GRACE="7",
     )
-    assert (run.token_file, run.tls_cert, run.tls_key, run.tls_ca) == (script,) * 4
-    assert run.store_grace == 5.0
+    files = dict.fromkeys(("token_file", "tls_cert", "tls_key", "tls_ca"), script)
+    assert run.rdzv_conf == {**files, "store_grace": 5.0}
 
 
 def test_threads_are_limited_only_when_workers_share_and_nobody_chose(script: str) -> None:
@@ -186,9 +196,9 @@ def test_threads_are_limited_only_when_workers_share_and_nobody_chose(script: st
 def test_script_arguments_are_never_touched(script: str) -> None:
     tail = ("--nnodes", "9", "-h", "--", "--help", "", "--nproc_per_node=x", "${local_rank}")
     run = ask("--tee", "3", script, *tail)
-    assert run.script_args == tail
+    assert run.args == (script, *tail)
     assert run.max_nodes == 1
-    assert ask("--", script, *tail).script_args == tail
+    assert ask("--", script, *tail).args == (script, *tail)
 
 
 def test_prefix_template_flag_beats_variable(script: str) -> None:
@@ -229,7 +239,7 @@ def test_a_shortened_option_may_match_both_spellings_of_one(script: str) -> None
 )
 def test_where_nodes_meet(script: str, argv: tuple[str, ...], expected: tuple[str, str, bool]) -> None:
     run = ask(*argv, script)
-    assert (run.rdzv_backend, run.rdzv_endpoint, run.standalone) == expected
+    assert (run.rdzv_backend, run.rdzv_endpoint, is_alone(run)) == expected
 
 
 def test_run_id_is_unique_unless_given(script: str) -> None:
@@ -241,14 +251,14 @@ def test_run_id_is_unique_unless_given(script: str) -> None:
 def test_worker_commands(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     python = sys.executable
-    assert worker_command(ask("-m", "train", "a")) == (python, ("-m", "train", "a"))
-    assert worker_command(ask("-m", "json.tool")) == (python, ("-m", "json.tool"))
-    assert worker_command(ask("--no-python", "sh", "-c", "x")) == ("sh", ("-c", "x"))
-    assert worker_command(ask("--run-path", "--no-python", script, "a")) == (python, (script, "a"))
-    assert worker_command(ask(script, PYTHON_EXEC="sh")) == ("sh", (script,))
+    assert command(ask("-m", "train", "a")) == (python, ("-m", "train", "a"))
+    assert command(ask("-m", "json.tool")) == (python, ("-m", "json.tool"))
+    assert command(ask("--no-python", "sh", "-c", "x")) == ("sh", ("-c", "x"))
+    assert command(ask("--run-path", "--no-python", script, "a")) == (python, (script, "a"))
+    assert command(ask(script, PYTHON_EXEC="sh")) == ("sh", (script,))
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text("")
-    assert worker_command(ask("package")) == (python, ("package",))
+    assert command(ask("package")) == (python, ("package",))
 
 
 def test_lists_and_settings(script: str) -> None:
@@ -276,6 +286,91 @@ def test_namespace_gives_the_same_run(script: str) -> None:
     ]
     environ = {**PATH, "PET_MAX_RESTARTS": "4", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
     assert from_namespace(get_args_parser(environ).parse_args(argv), environ) == parse(argv, environ)
+
+
+DESCRIBED = [
+    ["--nproc-per-node", "2", "--max-restarts", "3", "--role", "trainer", "--rdzv-id", "j"],
+    ["--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--master-port", "5", "--rdzv-id", "j"],
+    ["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h:5", "--rdzv-conf", "timeout=7"],
+    ["--grace", "2.5", "--signals-to-handle", "SIGTERM,SIGUSR1", "--duplicate-stdout-filters", "a,b"],
+    ["--numa-binding", "node", "--virtual-local-rank", "--start-method", "fork", "--tee", "3"],
+]
+
+
+@pytest.mark.parametrize("words", DESCRIBED, ids=" ".join)
+def test_a_launch_config_gives_the_same_job(
+    words: list[str], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words → namespace → LaunchConfig → JobSpec is the JobSpec of the words, but for the screen's fields."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # else it is set, for this process
+    words = [*words, "--log-dir", str(tmp_path / "logs"), script, "--lr", "${local_rank}"]
+    namespace = get_args_parser({}).parse_args(words)
+    config, program, args = config_from_args(namespace)
+    made = from_launch_config(config, program, args)
+    logs: dict[str, Any] = {"logs_specs": None, "log_dir": None, "redirects": "0", "tee": "0"}
+    own = {**logs, "name": "", "run_id": "", "omp_num_threads": None}
+    wanted = from_namespace(namespace)
+    assert made.rdzv_conf == {"timeout": 900, **wanted.rdzv_conf}
+    assert made.replace(**own, rdzv_conf={}) == wanted.replace(**own, rdzv_conf={})
+    assert made.logs_specs is config.logs_specs
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"nproc_per_node": 0}, "nproc_per_node=0: at least one worker"),
+        ({"nproc_per_node": 1.5}, "nproc_per_node=1.5: use a number"),
+        ({"min_nodes": 0}, "min_nodes=0, max_nodes=1: at least one node"),
+        ({"min_nodes": 3, "max_nodes": 2}, "min_nodes=3, max_nodes=2: the minimum is larger"),
+        ({"max_nodes": 2, "rdzv_backend": "static"}, "static needs a fixed number; add rdzv_backend phalanx"),
+        ({"max_restarts": -1}, "max_restarts=-1: must be 0 or more"),
+        ({"max_restarts": "3"}, "max_restarts='3': not a whole number"),
+        ({"monitor_interval": 0}, "monitor_interval=0: must be"),
+        ({"monitor_interval": "1"}, "monitor_interval='1': not a number"),
+        ({"start_method": "thread"}, "start_method='thread': choose one of spawn"),
+        ({"role": "a/b"}, "role='a/b': a role is"),
+        ({"run_id": "../x"}, "run_id='../x': a job id"),
+        ({"rdzv_backend": "zoo"}, "rdzv_backend='zoo': no such backend"),
+        ({"rdzv_backend": "etcd"}, "rdzv_backend='etcd': needs rdzv_endpoint"),
+        ({"rdzv_endpoint": "host:port"}, "rdzv_endpoint='host:port': write HOST:PORT"),
+        ({"shutdown_timeout": float("inf")}, "shutdown_timeout=inf: must be 0 or more, and finite"),
+        ({"event_log_handler": "nope"}, "event_log_handler='nope': no such handler"),
+        ({"warm": "hot"}, "warm='hot': choose one of auto"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bad_launch_config_is_refused_by_the_same_rules(bad: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 1, "run_id": "j", **bad}
+    with pytest.raises(UsageError) as caught:
+        from_launch_config(LaunchConfig(**given), "true", [])
+    assert words in str(caught.value)
+
+
+def test_a_launch_config_reads_the_variables_that_torch_reads_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LaunchConfig(1, 1, 1, run_id="j")
+    for name, value in {
+        "PET_MAX_RESTARTS": "9",
+        "PHALANX_QUIET": "1",
+        "PHALANX_WARM": "off",
+        "TORCHELASTIC_HEALTH_CHECK_PORT": "1234",
+    }.items():
+        monkeypatch.setenv(name, value)
+    job = from_launch_config(config, "true", [])
+    assert (job.max_restarts, job.quiet, job.warm, job.health_port) == (3, False, "auto", "1234")
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "here")
+    with pytest.raises(UsageError, match="TORCHELASTIC_HEALTH_CHECK_PORT=here: write PORT"):
+        from_launch_config(config, "true", [])
+
+
+def test_a_backend_registered_from_python_is_known() -> None:
+    from phalanx.membership.registry import rendezvous_handler_registry
+
+    rendezvous_handler_registry.register("of-this-test", lambda params: None)  # type: ignore[arg-type,return-value]
+    try:
+        config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="of-this-test", rdzv_endpoint="file:///x")
+        assert from_launch_config(config, "true", []).rdzv_endpoint == "file:///x"
+    finally:
+        del rendezvous_handler_registry._registry["of-this-test"]
 
 
 def test_a_run_cannot_be_changed_only_copied(script: str) -> None:
@@ -361,7 +456,7 @@ REFUSED = [
     (["--tls-cert", "/no/where"], "--tls-cert /no/where: no such file"),
     (["--tls-key", "/dev/null"], "--tls-key /dev/null: a key without its certificate"),
     (["--store-grace", "-1"], "--store-grace -1: must be 0 or more"),
-    (["--print-completion", "tcsh"], "--print-completion tcsh:"),
+    (["--print-completion", "ksh"], "--print-completion ksh:"),
 ]
 
 
@@ -466,7 +561,7 @@ def test_a_module_to_preload_that_is_not_there_is_said(script: str) -> None:
 
 def test_a_static_endpoint_is_where_the_workers_meet(script: str) -> None:
     run = ask("--rdzv-endpoint", "[::1]:29531", script)
-    assert (run.master_addr, run.master_port, run.standalone) == ("::1", 29531, False)
+    assert (run.master_addr, run.master_port, is_alone(run)) == ("::1", 29531, False)
     run = ask("--nnodes", "2", "--master-addr", "node0", script)
     assert (run.master_addr, run.master_port) == ("node0", 29500)
     assert "put an IPv6 address in brackets" in refusal("--rdzv-endpoint", "fe80::1", script)

@@ -55,6 +55,8 @@ MODULES = {
     "torch.distributed.launcher": "phalanx.launcher",
     "torch.distributed.launcher.api": "phalanx.launcher.api",
     "torch.distributed.run": "phalanx.run",
+    "torch.distributed.launch": "phalanx.launch",
+    "torch.distributed.argparse_util": "phalanx.argparse_util",
 }
 
 # (torch's module, name) → why it is not here.
@@ -395,3 +397,91 @@ def test_phalanx_torchrun(script: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(sys, "argv", ["phalanx-torchrun", "--standalone", str(script), "3"])
     assert torchrun_main() == 3
+
+
+# -- phalanx.launch and phalanx.argparse_util -------------------------------------------------------------
+
+
+@pytest.fixture
+def show(tmp_path: Path) -> Path:
+    path = tmp_path / "show.py"
+    path.write_text("import os, sys\nprint(os.environ['LOCAL_RANK'], *sys.argv[1:], flush=True)\n")
+    return path
+
+
+@pytest.mark.parametrize("flag", ["", "--use-env", "--use_env"])
+def test_python_m_phalanx_launch_passes_the_local_rank(show: Path, flag: str) -> None:
+    command = [sys.executable, "-m", "phalanx.launch", "--nproc-per-node=2", *flag.split(), str(show), "--lr"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG, check=True)
+    lines = {"0 --lr", "1 --lr"} if flag else {"0 --local-rank=0 --lr", "1 --local-rank=1 --lr"}
+    assert {line.partition("]:")[2] or line for line in done.stdout.splitlines()} == lines
+    assert "FutureWarning: phalanx.launch is deprecated" in done.stderr
+
+
+def test_launch_fails_as_run_does(script: Path) -> None:
+    from phalanx import launch
+
+    words = ["--use-env", str(script), "5"]
+    with pytest.raises(ChildFailedError) as failed:
+        launch.launch(launch.parse_args(words))
+    assert failed.value.get_first_failure()[1].exitcode == 5
+    with pytest.warns(FutureWarning, match="phalanx run"), pytest.raises(SystemExit) as stop:
+        launch.main(words)
+    assert stop.value.code == 5
+    program = ["--no-python", "true"]
+    with pytest.raises(ValueError, match="--use-env"):
+        launch.launch(launch.parse_args(program))
+    with pytest.warns(FutureWarning, match="phalanx run"), pytest.raises(SystemExit) as stop:
+        launch.main(program)
+    assert stop.value.code == 2
+
+
+VARIABLES: list[dict[str, str]] = [
+    {},
+    {"PET_FOO": "from variable", "PET_BAR": "1"},
+    {"PET_FOO": "", "PET_BAR": "0"},
+]
+
+
+@pytest.mark.parametrize("variables", VARIABLES, ids=str)
+@pytest.mark.parametrize("words", [[], ["-f", "given"], ["--foo", "given", "--bar"]], ids=" ".join)
+@pytest.mark.parametrize("default", [None, "default"])
+@pytest.mark.parametrize("required", [False, True])
+def test_the_actions_of_argparse_util(
+    torch: ModuleType,
+    variables: dict[str, str],
+    words: list[str],
+    default: str | None,
+    required: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import argparse
+
+    from torch.distributed import argparse_util as theirs
+
+    from phalanx import argparse_util as ours
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def parsed(module: Any) -> Any:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("-f", "--foo", action=module.env, default=default, required=required)
+        parser.add_argument("--bar", action=module.check_env)
+        try:
+            return parser.parse_args(words)
+        except SystemExit as stop:
+            return stop.code
+
+    assert parsed(ours) == parsed(theirs)
+
+
+def test_a_flag_variable_that_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    import argparse
+
+    from phalanx.argparse_util import check_env
+
+    monkeypatch.setenv("PET_BAR", "maybe")
+    with pytest.raises(ValueError, match="PET_BAR=maybe"):
+        argparse.ArgumentParser().add_argument("--bar", action=check_env)

@@ -1,244 +1,185 @@
-"""Launching from Python: a configuration, and functions or programs run as the workers of a job.
+"""The agent of a job: the parts that a `JobSpec` asks for, made and put together.
 
-    results = elastic_launch(LaunchConfig(1, 1, 4, rdzv_backend="phalanx"), train)(path)
-
-Results come by global rank. A failure is raised as ChildFailedError, which for a function is also of the
-type that the function itself raised, with the worker's traceback as its cause.
+Imports happen inside the functions: `phalanx run` starts its helper processes first and imports the rest of
+the agent while they come up.
 """
 
 from __future__ import annotations
 
-import os
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from phalanx.environment import OMP_THREADS, SIGNALS, export
+from phalanx.options import usage_error
 
-from phalanx.agent.local import LocalElasticAgent
-from phalanx.agent.spec import AgentOptions, RunResult, WorkerSpec
-from phalanx.errors import ChildFailedError, PhalanxError
-from phalanx.logs.specs import DefaultLogsSpecs, LogsSpecs
-from phalanx.membership.handler import RendezvousHandler, RendezvousParameters
-from phalanx.warm.helper_pool import HelperPool, helper_pool_for, helper_pool_for_function
-from phalanx.workers.numa import NumaOptions
-from phalanx.workers.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
-SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-DEFAULT_SHUTDOWN_TIMEOUT = 30
-
-
-@dataclass
-class LaunchConfig:
-    """How to launch; torch's fields and defaults, but for the backend, which is our own."""
-
-    min_nodes: int
-    max_nodes: int
-    nproc_per_node: int
-    logs_specs: LogsSpecs | None = None
-    run_id: str = ""
-    role: str = "default_role"
-    rdzv_endpoint: str = ""
-    rdzv_backend: str = "phalanx"
-    rdzv_configs: dict[str, Any] = field(default_factory=dict)
-    rdzv_timeout: int = -1
-    max_restarts: int = 3
-    monitor_interval: float = 0.1
-    start_method: str = "spawn"
-    log_line_prefix_template: str | None = None
-    metrics_cfg: dict[str, str] = field(default_factory=dict)
-    local_addr: str | None = None
-    event_log_handler: str = "null"
-    numa_options: NumaOptions | None = None
-    signals_to_handle: str = DEFAULT_SIGNALS
-    duplicate_stdout_filters: list[str] | None = None
-    duplicate_stderr_filters: list[str] | None = None
-    virtual_local_rank: bool = False
-    shutdown_timeout: float | None = None
-    warm: str = "auto"  # ours: auto, off or standby, as of `phalanx run --warm`
-
-    def __post_init__(self) -> None:
-        if self.rdzv_timeout != -1:
-            self.rdzv_configs["timeout"] = self.rdzv_timeout
-        self.rdzv_configs.setdefault("timeout", 900)
-        if self.logs_specs is None:
-            self.logs_specs = DefaultLogsSpecs()
-        if self.shutdown_timeout is None:
-            self.shutdown_timeout = _timeout_from_environment()
-        if not self.shutdown_timeout >= 0:  # also not a number
-            raise ValueError(f"shutdown_timeout={self.shutdown_timeout}: use 0 seconds or more")
+    from phalanx.agent.local import LocalElasticAgent
+    from phalanx.agent.spec import WorkerSpec
+    from phalanx.config import JobSpec
+    from phalanx.logs.specs import LogsSpecs
+    from phalanx.membership.handler import RendezvousHandler
+    from phalanx.observe.progress_line import Progress
+    from phalanx.supervision.supervision import Supervision
+    from phalanx.warm.helper_pool import HelperPool
 
 
-def _timeout_from_environment() -> float:
-    text = os.environ.get(SHUTDOWN_TIMEOUT, "")
-    if not text:
-        return DEFAULT_SHUTDOWN_TIMEOUT
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{SHUTDOWN_TIMEOUT}={text!r}: use a number of seconds") from None
-
-
-class elastic_launch:  # torch's name; it is called like a function
-    """Called with the arguments of the entrypoint, runs the job and returns results by global rank."""
-
-    def __init__(
-        self,
-        config: LaunchConfig,
-        entrypoint: Callable[..., Any] | str | None,
-        health_check_server: Any = None,
-    ) -> None:
-        self._config = config
-        self._entrypoint = entrypoint
-        self._health_check_server = health_check_server
-
-    def __call__(self, *args: Any) -> dict[int, Any]:
-        return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
-
-
-def launch_agent(
-    config: LaunchConfig,
-    entrypoint: Callable[..., Any] | str | None,
-    args: list[Any],
-    health_check_server: Any = None,
-) -> dict[int, Any]:
-    """Run the job to its end on this node."""
-    if not config.run_id:
-        config.run_id = str(uuid.uuid4().int)
-    os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
-    handler = make_handler(config)
-    try:
-        agent = make_agent(config, entrypoint, args, handler, health_check_server)
-    except BaseException:
-        handler.shutdown()
-        raise
-    if config.metrics_cfg:
-        from phalanx.observe.metrics import MetricsConfig, initialize_metrics
-
-        initialize_metrics(MetricsConfig(config.metrics_cfg))
-    try:
-        result = agent.run()
-    finally:
-        agent.remove_empty_logs()
-    if result.is_failed():
-        raise failure_of(agent.get_worker_group().spec.get_entrypoint_name(), result, agent)
-    return result.return_values
-
-
-def _helper_pool(
-    config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: list[Any]
-) -> HelperPool | None:
-    """Helpers that are ahead of the workers' needs, where that is possible."""
-    if isinstance(entrypoint, str):
-        return helper_pool_for(entrypoint, tuple(str(arg) for arg in args), config.warm)
-    return helper_pool_for_function(entrypoint, config.start_method, config.warm) if entrypoint else None
-
-
-def make_handler(config: LaunchConfig) -> RendezvousHandler:
-    """The rendezvous handler that a configuration asks for."""
-    alone = config.min_nodes == config.max_nodes == 1  # other numbers below two are refused further down
-    if alone and config.rdzv_backend in ("phalanx", "c10d", "static"):
-        from phalanx.membership.solo import SoloRendezvous
-
-        return SoloRendezvous(config.run_id, config.rdzv_backend)
-    from phalanx.membership.registry import get_rendezvous_handler
-
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            config.rdzv_backend,
-            config.rdzv_endpoint,
-            config.run_id,
-            config.min_nodes,
-            config.max_nodes,
-            config.local_addr,
-            **config.rdzv_configs,
-        )
-    )
+def export_environment(job: JobSpec) -> None:
+    """Set what helpers and workers inherit; before the first of them starts."""
+    export(SIGNALS, job.signals_to_handle)
+    if job.omp_num_threads is not None:
+        export(OMP_THREADS, str(job.omp_num_threads))
 
 
 def make_agent(
-    config: LaunchConfig,
-    entrypoint: Callable[..., Any] | str | None,
-    args: list[Any],
-    handler: RendezvousHandler,
+    job: JobSpec,
+    *,
+    helpers: HelperPool | None = None,
+    logs: LogsSpecs | None = None,
     health_check_server: Any = None,
+    note: Callable[[str], None] | None = None,
+    reason: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> LocalElasticAgent:
-    """The agent for this node, ready to `run`."""
-    from phalanx.membership.address import parse_rendezvous_endpoint
+    """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
+    from phalanx.agent.local import LocalElasticAgent
+    from phalanx.agent.spec import AgentOptions
+    from phalanx.core.restarts import RestartPolicy
 
-    master_addr, master_port = None, None
-    if config.rdzv_backend == "static" and config.rdzv_endpoint:
-        master_addr, master_port = parse_rendezvous_endpoint(config.rdzv_endpoint, 29500)
-    assert config.logs_specs is not None
-    assert config.shutdown_timeout is not None
-    spec = WorkerSpec(
-        role=config.role,
-        local_world_size=config.nproc_per_node,
+    handler = make_handler(job)
+    try:
+        policy = RestartPolicy(
+            max_restarts=job.max_restarts,
+            window=job.restart_window,
+            no_restart_on=job.no_restart_on,
+            readiness=job.startup_timeout is not None,  # then workers report when they are set up
+        )
+        logs = logs or make_logs(job)
+        helpers = helpers or make_helpers(job)
+        return LocalElasticAgent(
+            make_spec(job, handler),
+            logs,
+            start_method=job.start_method,
+            log_line_prefix_template=job.log_line_prefix_template,
+            shutdown_timeout=job.shutdown_timeout,
+            health_check_server=health_check_server,
+            options=AgentOptions(
+                restart_policy=policy,
+                supervision=make_supervision(job),
+                helpers=helpers,
+                attach=job.attach,
+                job_name=job.name,
+                note=note,
+                reason=reason,
+                progress=progress,
+            ),
+        )
+    except BaseException:
+        handler.shutdown()
+        if helpers is not None:
+            helpers.close()
+        raise
+
+
+def make_spec(job: JobSpec, handler: RendezvousHandler) -> WorkerSpec:
+    """The part of the job that torch's classes know."""
+    from phalanx.agent.spec import WorkerSpec
+
+    return WorkerSpec(
+        role=job.role,
+        local_world_size=job.local_world_size,
         rdzv_handler=handler,
-        entrypoint=entrypoint,
-        args=tuple(args),
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
-        master_addr=master_addr,
-        master_port=master_port,
-        local_addr=config.local_addr,
-        event_log_handler=config.event_log_handler,
-        numa_options=config.numa_options,
-        duplicate_stdout_filters=config.duplicate_stdout_filters,
-        duplicate_stderr_filters=config.duplicate_stderr_filters,
-        virtual_local_rank=config.virtual_local_rank,
-    )
-    return LocalElasticAgent(
-        spec,
-        config.logs_specs,
-        start_method=config.start_method,
-        log_line_prefix_template=config.log_line_prefix_template,
-        shutdown_timeout=config.shutdown_timeout,
-        health_check_server=health_check_server,
-        options=AgentOptions(helpers=_helper_pool(config, entrypoint, args)),
+        entrypoint=job.entrypoint,
+        args=job.args,
+        max_restarts=job.max_restarts,
+        monitor_interval=job.monitor_interval,
+        master_addr=job.master_addr,
+        master_port=job.master_port,
+        local_addr=job.local_addr,
+        event_log_handler=job.event_log_handler,
+        numa_options=job.numa_options,
+        duplicate_stdout_filters=list(job.duplicate_stdout_filters) or None,
+        duplicate_stderr_filters=list(job.duplicate_stderr_filters) or None,
+        virtual_local_rank=job.virtual_local_rank,
     )
 
 
-def failure_of(name: str, result: RunResult, agent: LocalElasticAgent) -> PhalanxError:
-    """The failure as an exception; of the worker's own type as well, where that can be made."""
-    if not result.failures:  # it was another node's, or of something that is no worker
-        return PhalanxError(agent.outcome.message if agent.outcome else f"{name} failed")
-    plain = ChildFailedError(name, result.failures, result.stopped)
-    first, _ = plain.get_first_failure()
-    original = agent.exception_of(first)
-    return plain if original is None else of_both_types(plain, original)
+def make_helpers(job: JobSpec) -> HelperPool | None:
+    """The processes that fork the workers; None where each function worker is a fork of this process."""
+    from phalanx.warm.helper_pool import helper_pool_for, helper_pool_for_function
+
+    if isinstance(job.entrypoint, str):
+        args = tuple(str(arg) for arg in job.args)
+        return helper_pool_for(job.entrypoint, args, job.warm, job.preload, job.warmup)
+    return helper_pool_for_function(job.entrypoint, job.start_method, job.warm)
 
 
-def of_both_types(plain: ChildFailedError, original: BaseException) -> ChildFailedError:
-    """An exception that is caught as ChildFailedError and as the type that the worker raised."""
-    error = plain
-    kind = type(original)
-    if isinstance(original, Exception) and not isinstance(plain, kind):
-        again = (of_both_types, (plain, original))
-        body = {"__module__": kind.__module__, "__reduce__": lambda _self: again}
-        try:
-            error = _blank(type(kind.__name__, (ChildFailedError, kind), body), original)
-            # Not through __init__: the next one in the line of both types is the worker's type's own.
-            error.name, error.failures, error.stopped = plain.name, plain.failures, plain.stopped
-            error.args = plain.args
-        except Exception:  # noqa: BLE001 - a type that cannot be combined; the plain one says it all
-            error = plain
-    error.__cause__ = original
-    return error
+def make_handler(job: JobSpec) -> RendezvousHandler:
+    """The node's way into the rendezvous."""
+    if job.max_nodes == 1 and job.rdzv_backend in ("phalanx", "static"):
+        from phalanx.membership.solo import SoloRendezvous
+
+        return SoloRendezvous(job.run_id, job.rdzv_backend)
+    from phalanx.membership.handler import RendezvousParameters
+    from phalanx.membership.registry import get_rendezvous_handler
+
+    try:
+        return get_rendezvous_handler(
+            RendezvousParameters(
+                job.rdzv_backend,
+                job.rdzv_endpoint,
+                job.run_id,
+                job.min_nodes,
+                job.max_nodes,
+                job.local_addr,
+                **job.rdzv_conf,
+            )
+        )
+    except ValueError as error:  # an address or a setting that only the backend can check
+        raise usage_error(str(error)) from None
 
 
-def _blank(both: Any, original: BaseException) -> Any:
-    """An instance with the original's attributes, made without its `__init__`, which may ask for more."""
-    from types import GetSetDescriptorType, MemberDescriptorType
+def make_supervision(job: JobSpec) -> Supervision:
+    """What watches the workers, and the services of the node."""
+    from phalanx.supervision.supervision import Supervision
 
-    error = both.__new__(both)
-    error.__dict__.update(original.__dict__)
-    for kind in type(original).__mro__:
-        if kind is Exception:
-            break
-        for name, slot in vars(kind).items():  # errno, filename and the like live outside __dict__
-            if isinstance(slot, MemberDescriptorType | GetSetDescriptorType) and not name.startswith("__"):
-                try:
-                    setattr(error, name, getattr(original, name))
-                except (AttributeError, TypeError):
-                    pass  # unset in the original, or read-only
-    return error
+    timeouts = (
+        job.heartbeat_timeout, job.silence_timeout, job.startup_timeout, job.partial_exit_timeout,
+    )  # fmt: skip
+    policy = None
+    if any(timeout is not None for timeout in timeouts) or job.on_hang != "restart":
+        from phalanx.core.progress import WatchPolicy
+
+        policy = WatchPolicy(*timeouts, job.on_hang)
+    return Supervision(
+        policy,
+        preempt_signal=job.preempt_signal or 0,
+        health=job.health_port,
+        health_check=job.health_check,
+    )
+
+
+def make_logs(job: JobSpec) -> LogsSpecs:
+    """Where the workers' output goes: the given object, a plug-in, or the default."""
+    from phalanx.logs.specs import DefaultLogsSpecs, Std
+
+    if job.logs_specs is not None and not isinstance(job.logs_specs, str):
+        return job.logs_specs
+    kind: Any = DefaultLogsSpecs
+    if job.logs_specs:
+        from phalanx.plugins import load
+
+        kind = load(job.logs_specs, "phalanx.logs_specs", "torchrun.logs_specs")
+    try:
+        made: LogsSpecs = kind(
+            log_dir=job.log_dir,
+            redirects=Std.from_str(job.redirects),
+            tee=Std.from_str(job.tee),
+            local_ranks_filter=set(job.local_ranks_filter) if job.local_ranks_filter else None,
+        )
+    except OSError as error:
+        import os
+
+        why = str(error.strerror or error).removeprefix(f"log_dir {os.path.abspath(job.log_dir or '')!r} ")
+        raise usage_error(f"--log-dir {job.log_dir}: {why}") from None
+    return made

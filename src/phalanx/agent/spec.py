@@ -47,18 +47,10 @@ class WorkerSpec(ByValue):
 
             warnings.warn("WorkerSpec(fn=…): use entrypoint=… instead", DeprecationWarning, stacklevel=2)
             entrypoint = entrypoint or fn
-        if not _whole(local_world_size, 1):
-            raise ValueError(f"local_world_size={local_world_size!r}: a node needs at least one worker")
-        if not entrypoint or not (isinstance(entrypoint, str) or callable(entrypoint)):
-            raise ValueError(f"entrypoint={entrypoint!r}: give a function or the name of a program")
-        if not _several(args):
-            raise ValueError(f"args={args!r}: give the arguments as a tuple")
-        if not _whole(max_restarts, 0):
-            raise ValueError(f"max_restarts={max_restarts!r}: use 0 for no restarts, or more")
-        if not hasattr(monitor_interval, "__float__") or not monitor_interval > 0:
-            raise ValueError(f"monitor_interval={monitor_interval!r}: use seconds above 0")
-        if master_port is not None and not (_whole(master_port, 0) and master_port <= 65535):
-            raise ValueError(f"master_port={master_port!r}: a port is a number between 0 and 65535")
+        from phalanx.config import check_worker_spec
+
+        check_worker_spec(entrypoint, args, local_world_size, max_restarts, monitor_interval, master_port)
+        assert entrypoint is not None
         self.role = role
         self.local_world_size = int(local_world_size)
         self.rdzv_handler = rdzv_handler
@@ -86,16 +78,6 @@ class WorkerSpec(ByValue):
         while not hasattr(entrypoint, "__qualname__") and hasattr(entrypoint, "func"):
             entrypoint = entrypoint.func  # a functools.partial is known by what it calls
         return str(getattr(entrypoint, "__qualname__", type(entrypoint).__qualname__))
-
-
-def _whole(value: object, least: int) -> bool:
-    """Whether it is a whole number, of whatever library, and not below `least`."""
-    return hasattr(value, "__index__") and value.__index__() >= least
-
-
-def _several(value: object) -> bool:
-    """Whether it is a row of things; a text is one thing."""
-    return hasattr(value, "__iter__") and not isinstance(value, str | bytes)
 
 
 class Worker:

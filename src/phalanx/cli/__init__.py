@@ -1,14 +1,16 @@
 """The `phalanx` command: finds the command's module, and turns what it raises into an exit code.
 
-Every command is a module with `main(argv) -> int`, imported only when it is asked for. The rules that hold
-for all of them live here: bad usage is one line on stderr and exit code 2, help goes to stdout, an interrupt
-is 130, a reader that went away (`phalanx env | head`) or a full disk ends the command without a traceback.
+Every command is a module with `main(argv) -> int`, imported only when it is used. The rules common to all
+commands live here: bad usage is one line on stderr and exit code 2, help goes to stdout, an interrupt is
+130, a closed pipe (`phalanx env | head`) or a full disk ends the command without a traceback.
 """
 
 from __future__ import annotations
 
 import io
 import sys
+
+from phalanx.log import write_stderr
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,16 +20,16 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("phalanx.cli.run", "run a script as a group of workers, like torchrun"),
     "store": ("phalanx.cli.store", "serve the store that the nodes of jobs meet at"),
-    "drain": ("phalanx.cli.drain", "let a node leave a running job, at no cost"),
-    "status": ("phalanx.cli.status", "show how the jobs on this machine are"),
+    "drain": ("phalanx.cli.drain", "let a node leave a running job"),
+    "status": ("phalanx.cli.status", "show the state of the jobs on this machine"),
     "env": ("phalanx.cli.env", "print what belongs in a bug report"),
-    "doctor": ("phalanx.cli.doctor", "check this machine and the way to the others"),
-    "completion": ("phalanx.cli.completion", "print a completion script for bash, zsh or fish"),
+    "doctor": ("phalanx.cli.doctor", "check this machine and its connection to the others"),
+    "completion": ("phalanx.cli.completion", "print a completion script for bash, zsh, fish or tcsh"),
     "help": ("phalanx.cli.help", "explain a command: phalanx help run"),
 }
 
 USAGE = 2
-_UNWRITABLE = (5, 27, 28, 122)  # EIO, EFBIG, ENOSPC, EDQUOT: what a write to a file of stdout's can run into
+_UNWRITABLE = (5, 27, 28, 122)  # EIO, EFBIG, ENOSPC, EDQUOT: how a write to stdout can fail
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         from phalanx.cli.help import overview
 
-        _write_error(overview())
+        write_stderr(overview())
         return USAGE
     first = words[0]
     if first in COMMANDS:
@@ -53,14 +55,14 @@ def invoke(command: str, argv: Sequence[str]) -> int:
     from phalanx.options import InformationRequested
 
     if command != "run" and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without our letters is no error
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be able to show a letter
     try:
-        # Not importlib.import_module: `__import__` is there already, importlib is one more module to load.
+        # Not importlib.import_module, which would be one more module to load.
         module = COMMANDS[command][0]
         __import__(module)
         code: int = sys.modules[module].main(list(argv))
         if command != "run":
-            sys.stdout.flush()  # here, where a reader that left can still be told from a crash
+            sys.stdout.flush()  # here, where a closed pipe can still be handled
         return code
     except InformationRequested as asked:
         return (
@@ -70,14 +72,14 @@ def invoke(command: str, argv: Sequence[str]) -> int:
         return 130
     except BrokenPipeError:
         if command == "run":
-            raise  # there it is not known to be ours
+            raise  # the pipe may be another one than stdout
         _abandon_stdout()
-        return 141  # 128 + SIGPIPE, what the shell shows for a program that died of it
+        return 141  # 128 + SIGPIPE, as a shell shows it
     except OSError as error:
         if command == "run" or error.filename is not None or error.errno not in _UNWRITABLE:
             raise
         _abandon_stdout()
-        _write_error(f"phalanx {command}: cannot write to stdout: {error.strerror}\n")
+        write_stderr(f"phalanx {command}: cannot write to stdout: {error.strerror}\n")
         return 1
     except ValueError as error:
         from phalanx.errors import UsageError
@@ -88,24 +90,14 @@ def invoke(command: str, argv: Sequence[str]) -> int:
 
 
 def complain(command: str, message: str) -> int:
-    """One line about bad usage, on stderr; the exit code that goes with it."""
+    """One line about bad usage on stderr; returns the exit code."""
     line = " ".join(message.splitlines())
-    _write_error(f"phalanx{' ' * bool(command)}{command}: {line}\n")
+    write_stderr(f"phalanx{' ' * bool(command)}{command}: {line}\n")
     return USAGE
 
 
-def _write_error(text: str) -> None:
-    """To stderr, unless it is closed or full: the exit code still says it."""
-    try:
-        if sys.stderr is not None:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-    except (OSError, ValueError):
-        pass
-
-
 def _abandon_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush does not fail a second time."""
+    """Redirect stdout to /dev/null, so that the interpreter's last flush does not fail again."""
     import os
 
     nowhere = os.open(os.devnull, os.O_WRONLY)

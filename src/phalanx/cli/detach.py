@@ -6,14 +6,14 @@ import os
 import signal
 import sys
 
-from phalanx.config import RunConfig
+from phalanx.config import JobSpec
 from phalanx.options import usage_error
 
 
-def detach(config: RunConfig) -> bool:
-    """True in the process that goes on, in the background; False in the one that returns to the shell."""
-    directory = config.log_dir or os.getcwd()
-    path = os.path.join(os.path.abspath(directory), f"phalanx-{config.run_id}.out")
+def detach(job: JobSpec) -> bool:
+    """True in the background process that goes on; False in the one that returns to the shell."""
+    directory = job.log_dir or os.getcwd()
+    path = os.path.join(os.path.abspath(directory), f"phalanx-{job.run_id}.out")
     try:
         os.makedirs(directory, exist_ok=True)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -26,7 +26,7 @@ def detach(config: RunConfig) -> bool:
     if pid:
         os.close(log)
         os.close(tell)
-        # Until it has left the terminal: the shell may close that as soon as we return, which would reach it.
+        # Until it has left the terminal, whose closing would reach it: a shell may do that once this returns.
         os.read(away, 1)
         os.close(away)
         _tell(f"phalanx: running in the background as pid {pid}; output in {path}; stop it with: kill {pid}")
@@ -39,13 +39,13 @@ def detach(config: RunConfig) -> bool:
     os.dup2(log, 2)
     for fd in (null, log, away, tell):
         os.close(fd)
-    if sys.stderr is None:  # it was closed when Python started; now there is something behind it
+    if sys.stderr is None:  # it was closed when Python started
         sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     return True
 
 
 def _tell(line: str) -> None:
-    """The job runs by now, whether or not anybody can be told."""
+    """The job already runs: a closed stdout must not stop it."""
     try:
         print(line, flush=True)
     except (OSError, ValueError):

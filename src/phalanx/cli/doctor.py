@@ -1,21 +1,21 @@
-"""`phalanx doctor`: is this machine fit for a job, and can it meet the others?
+"""`phalanx doctor`: checks whether this machine can run a job and reach the other nodes.
 
     phalanx doctor                                                  this machine alone
     phalanx doctor --rdzv-endpoint node0:29400                      and the way to the store
     phalanx doctor --rdzv-endpoint node0:29400 --with 4             on four nodes at once: they meet
 
-It only looks, and every look has a time limit. The exit code is 0 when nothing is in the way, 1 when
-something is, 2 for bad usage. A `warn` does not stop a job; a `problem` does, or will. Options and
-variables are those of `phalanx run`, so a line can be taken from there as it is.
+It changes nothing, and every check has a time limit. The exit code is 0 without a problem, 1 with one, 2 for
+bad usage. A `warn` does not stop a job; a `problem` does, or will. Options and variables are those of
+`phalanx run`, so they can be copied from there.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from phalanx.environment import variables
 from phalanx.options import scan, usage_error
 
 OK, WARN, PROBLEM = "ok", "warn", "problem"
@@ -26,21 +26,21 @@ USAGE = """\
 usage: phalanx doctor [--rdzv-endpoint HOST:PORT] [--with N] [--json]
 
 Checks names, reachability, token, clocks, ports, shared memory, limits, GPUs
-and variables, and says what to do about what it finds. Also takes these
+and variables, and suggests a fix for each problem. It also takes these
 options of phalanx run: --rdzv-backend --rdzv-conf --local-addr --token-file
 --tls-cert --tls-key --tls-ca.
 
-  --with N   started on N nodes at the same time: wait for the others at the
-             endpoint, try all ways between them and compare the clocks
-  --wait S   for at most so many seconds [30]
-  --json     for programs
+  --with N   run on N nodes at the same time: wait for the others at the
+             endpoint, test all connections and compare the clocks
+  --wait S   wait at most S seconds [30]
+  --json     print JSON
 
-Exit code: 0 nothing in the way, 1 a problem, 2 bad usage.
+Exit code: 0 no problem, 1 a problem, 2 bad usage.
 """
 
 
 class Finding(NamedTuple):
-    """One row: what was looked at, what is there, what that means, what to do."""
+    """One row: the check, the value found, the verdict, and what to do."""
 
     check: str
     value: str
@@ -49,7 +49,7 @@ class Finding(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What the command line wants to know."""
+    """What the command line asks for."""
 
     endpoint: str
     backend: str
@@ -68,8 +68,8 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     as_json = "--json" in words
-    asked = parse([word for word in words if word != "--json"], os.environ)
-    found = examine(asked, os.environ)
+    asked = parse([word for word in words if word != "--json"], variables())
+    found = examine(asked, variables())
     if as_json:
         import json
 
@@ -83,7 +83,6 @@ def main(argv: Sequence[str]) -> int:
 def parse(words: list[str], environ: Mapping[str, str]) -> Asked:
     """The words of the command line, with the variables that `phalanx run` reads."""
     from phalanx.config import Sources
-    from phalanx.validation import rendezvous_settings
 
     own, rest = _own_options(words)
     found = scan(rest)
@@ -91,14 +90,14 @@ def parse(words: list[str], environ: Mapping[str, str]) -> Asked:
         raise usage_error(f"{found.script}: doctor takes options only; did you mean phalanx run?")
     for dest in found.values:
         if dest not in TAKES:
-            raise usage_error(f"--{dest.replace('_', '-')}: nothing that doctor looks at; drop it")
+            raise usage_error(f"--{dest.replace('_', '-')}: doctor does not use it; drop it")
     v = Sources(found.values, environ)
     tls = (v.text("tls_cert"), v.text("tls_key"), v.text("tls_ca"))
     together, wait = own.get("--with", 1.0), own.get("--wait", 30.0)
     if together > 1 and not v.text("rdzv_endpoint"):
-        raise usage_error(f"--with {together:g}: where do they meet? add --rdzv-endpoint HOST:PORT")
+        raise usage_error(f"--with {together:g}: add --rdzv-endpoint HOST:PORT, where they meet")
     return Asked(
-        v.text("rdzv_endpoint"), v.text("rdzv_backend"), rendezvous_settings(v), v.text("local_addr"),
+        v.text("rdzv_endpoint"), v.text("rdzv_backend"), v.settings(), v.text("local_addr"),
         v.text("token_file"), tls, int(together), wait,
     )  # fmt: skip
 
@@ -125,7 +124,7 @@ def _own_options(words: list[str]) -> tuple[dict[str, float], list[str]]:
 
 
 def examine(asked: Asked, environ: Mapping[str, str]) -> list[Finding]:
-    """Every check in turn; one that fails says so and does not hide the others."""
+    """Every check in turn; one that raises becomes a row of its own."""
     from phalanx.cli import doctor_machine, doctor_network
 
     checks: list[Callable[[], Iterable[Finding]]] = [
@@ -159,7 +158,7 @@ def _width() -> int:
 
 
 def as_table(found: Sequence[Finding], width: int) -> str:
-    """For people: one row each, what to do at the end of it or below."""
+    """One row per finding, with what to do at its end or below."""
     import textwrap
 
     heads = Finding("check", "value", "verdict", "what to do")

@@ -1,4 +1,4 @@
-"""What `phalanx doctor` looks at on this machine: shared memory, limits, cgroup, GPUs, variables."""
+"""What `phalanx doctor` checks on this machine: shared memory, limits, cgroup, GPUs, variables."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from collections.abc import Iterator, Mapping
 
 from phalanx import devices
 from phalanx.cli.doctor import OK, PROBLEM, WARN, Finding
+from phalanx.devices import read_file
 
 _INTERFACES = "/sys/class/net"
-# Variable, the values that hurt ("" : any), and what they do. All are for people who debug something.
+# Variable, harmful values ("": any), and what they do. All are meant for debugging.
 _HURTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("CUDA_LAUNCH_BLOCKING", ("1",), "every kernel waits for the one before it; only for debugging"),
-    ("NCCL_P2P_DISABLE", ("1",), "GPUs of one machine no longer talk to each other directly"),
-    ("NCCL_SHM_DISABLE", ("1",), "GPUs of one machine talk over the network"),
+    ("NCCL_P2P_DISABLE", ("1",), "GPUs of one machine do not communicate directly"),
+    ("NCCL_SHM_DISABLE", ("1",), "GPUs of one machine communicate over the network"),
     ("NCCL_IB_DISABLE", ("1",), "InfiniBand is not used"),
     ("NCCL_DEBUG", ("TRACE", "trace"), "NCCL writes a line for every call"),
     ("NCCL_ALGO", ("",), "NCCL cannot choose the best algorithm itself"),
     ("NCCL_PROTO", ("",), "NCCL cannot choose the best protocol itself"),
     ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL", "detail"), "every collective is checked by another one"),
-    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a rank that waits for a lost one waits for ever"),
-    ("NCCL_ASYNC_ERROR_HANDLING", ("0",), "a rank that waits for a lost one waits for ever"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a rank that waits for a lost one never stops waiting"),
+    ("NCCL_ASYNC_ERROR_HANDLING", ("0",), "a rank that waits for a lost one never stops waiting"),
     ("TORCH_NCCL_BLOCKING_WAIT", ("1",), "collectives block the CPU until they are over"),
-    ("TORCH_CPP_LOG_LEVEL", ("INFO", "info"), "torch writes a lot; with many ranks that is felt"),
+    ("TORCH_CPP_LOG_LEVEL", ("INFO", "info"), "torch logs a lot, which slows many ranks down"),
     ("CUDA_VISIBLE_DEVICES", ("-1", "NoDevFiles"), "every GPU is hidden"),
 )  # fmt: skip
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def shared_memory(path: str = "/dev/shm") -> Iterator[Finding]:
-    """Data loaders and NCCL pass data through it; containers get 64 MiB unless asked."""
+    """Data loaders and NCCL use it; containers have 64 MiB by default."""
     advice = "docker: --shm-size=8g or --ipc=host; kubernetes: an emptyDir with medium Memory on /dev/shm"
     try:
         disk = os.statvfs(path)
@@ -77,18 +78,18 @@ def limits() -> Iterator[Finding]:
 
 def cgroup(root: str = "/sys/fs/cgroup") -> Iterator[Finding]:
     """What the container or the scheduler allows."""
-    path = _read("/proc/self/cgroup").strip().rpartition(":")[2].rstrip("/")
+    path = read_file("/proc/self/cgroup").strip().rpartition(":")[2].rstrip("/")
 
     def value(name: str) -> str:
         # Inside a cgroup namespace our own group is mounted at the top.
-        return (_read(f"{root}{path}/{name}") or _read(f"{root}/{name}")).strip()
+        return (read_file(f"{root}{path}/{name}") or read_file(f"{root}/{name}")).strip()
 
     memory, pids, cpu = value("memory.max"), value("pids.max"), value("cpu.max").split()
     if memory.isdigit():
         used = int(value("memory.current") or 0)
         left = int(memory) - used
         tight = left < 1 << 30
-        advice = "a worker that goes over it is killed (137); ask the scheduler for more" if tight else ""
+        advice = "a worker that exceeds it is killed (137); ask the scheduler for more" if tight else ""
         yield Finding(
             "memory limit", f"{_size(int(memory))}, {_size(left)} left", WARN if tight else OK, advice
         )
@@ -106,7 +107,7 @@ def cgroup(root: str = "/sys/fs/cgroup") -> Iterator[Finding]:
 
 
 def gpus(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """How many workers would see one."""
+    """How many are visible to workers."""
     visible, present = devices.count_gpus(environ), len(devices.nvidia_gpus())
     value = f"{visible} visible" + (f" of {present}" if present else "")
     if visible or not present:
@@ -114,19 +115,19 @@ def gpus(environ: Mapping[str, str]) -> Iterator[Finding]:
         return
     hiding = [name for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES") if name in environ]
     advice = (
-        f"unset {' and '.join(hiding)}" if hiding else "the driver is there but no device: docker --gpus all"
+        f"unset {' and '.join(hiding)}" if hiding else "there is a driver but no device: docker --gpus all"
     )
     yield Finding("GPUs", value, WARN, advice)
 
 
 def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Settings of an earlier debugging session that nobody remembers."""
+    """Settings left over from an earlier debugging session."""
     clean = True
     for name, values, what in _HURTS:
         value = environ.get(name, "")
         if value and (value in values or "" in values):
             clean = False
-            yield Finding(name, value, WARN, f"{what}; unset it unless that is meant")
+            yield Finding(name, value, WARN, f"{what}; unset it unless that is intended")
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         for finding in _interfaces(name, environ.get(name, "")):
             clean = False
@@ -139,10 +140,10 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     left_over = [name for name in _OURS if name in environ]
     if left_over:
         clean = False
-        advice = "left over from another launcher? workers get their own; unset them here"
+        advice = "left over from another launcher? the agent sets them for each worker; unset them here"
         yield Finding("rank variables", " ".join(left_over), WARN, advice)
     if clean:
-        yield Finding("variables", "none that are known to hurt")
+        yield Finding("variables", "none that are known to be harmful")
 
 
 def _interfaces(name: str, value: str) -> Iterator[Finding]:
@@ -160,11 +161,3 @@ def _size(count: int) -> str:
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{value:.0f} {units[0]}" if value >= 10 or units[0] == "bytes" else f"{value:.1f} {units[0]}"
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

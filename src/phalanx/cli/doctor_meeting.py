@@ -1,9 +1,8 @@
-"""Doctors on several nodes that try the ways between them and compare their clocks.
+"""Doctors on several nodes that test the connections between them and compare their clocks.
 
-Each watches `doctor/`, says where it listens, and waits until all are there; then each says what its
-wall clock shows, which reaches the others at once, and connects to every other one. Nobody leaves
-before all have tried, or the time is up. Nothing here decides anything for a job: Phalanx itself
-uses no wall clock of another node, but people compare logs.
+Each watches `doctor/`, publishes its address and waits until all are there; then each publishes its wall
+clock and connects to every other one. Each stays until all have tried, or the time is up. Phalanx uses no
+wall clock of another node; the clocks matter to people who compare logs.
 """
 
 from __future__ import annotations
@@ -28,31 +27,31 @@ _PREFIX = "doctor/"
 
 
 class _Board:
-    """What the doctors have written so far, and when this one saw it."""
+    """What the doctors have published, and when it arrived here."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._seen: dict[str, tuple[Any, float]] = {}
 
     def note(self, entries: list[Entry], at: float) -> None:
-        """Take in what is new."""
+        """Add new entries."""
         with self._changed:
             for entry in entries:
                 self._seen.setdefault(entry.key, (json.loads(entry.value), at))
             self._changed.notify_all()
 
     def noticed(self, notice: Notice) -> None:
-        """As a watch's callback."""
+        """The callback of the watch."""
         self.note([change.entry for change in notice.changes if not change.deleted], time.time())
 
     def of(self, kind: str) -> dict[str, tuple[Any, float]]:
-        """Name → (what it said, our clock then)."""
+        """Name → (value, this node's clock when it arrived)."""
         prefix = f"{_PREFIX}{kind}/"
         with self._changed:
             return {key.removeprefix(prefix): v for key, v in self._seen.items() if key.startswith(prefix)}
 
     def wait(self, kind: str, enough: Callable[[set[str]], bool], until: float) -> bool:
-        """Until enough have said that."""
+        """Wait until enough doctors have published this kind of entry."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: enough(set(self.of(kind))), max(0.0, until - time.monotonic())
@@ -60,7 +59,7 @@ class _Board:
 
 
 def meet(client: Client, asked: Asked) -> Iterator[Finding]:
-    """The whole of it; one row for each other node."""
+    """Meet the other doctors; rows for each of them."""
     from phalanx.core.store_commands import Grant, Revoke
 
     until = time.monotonic() + asked.wait
@@ -73,15 +72,15 @@ def meet(client: Client, asked: Asked) -> Iterator[Finding]:
     own = _own(client, asked)
     with socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET) as door:
         door.bind((own, 0))
-        door.listen(1024)  # the kernel completes connections by itself: nobody has to accept them
+        door.listen(1024)  # the kernel completes connections without accept()
         _, reply = client.watch(_PREFIX, board.noticed, prefix=True)
-        # What was there before says nothing about now: an earlier meeting may have left it.
+        # Other entries may be left over from an earlier meeting.
         board.note([entry for entry in reply.entries if entry.key.startswith(f"{_PREFIX}here/")], time.time())
         say("here", [asked.local_addr or door.getsockname()[0], door.getsockname()[1]])
         complete = board.wait("here", lambda names: len(names) >= asked.together, until)
         names = sorted(set(board.of("here")) - {me})
         count = f"{len(names) + 1} of {asked.together} nodes came"
-        advice = f"{asked.wait:g} s were not enough: start doctor on the others at the same time"
+        advice = f"{asked.wait:g} s were not enough: start doctor on the other nodes at the same time"
         yield Finding("meeting", count, OK if complete else PROBLEM, "" if complete else advice)
         say("clock", time.time())
         board.wait("clock", lambda said: said >= set(names), min(until, time.monotonic() + 5.0))
@@ -98,7 +97,7 @@ def _own(client: Client, asked: Asked) -> str:
         return str(socket.getaddrinfo(asked.local_addr, None, type=socket.SOCK_STREAM)[0][4][0])
     family, _, _, _, where = socket.getaddrinfo(client.host, client.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)  # sends nothing: it only asks the routing table
+        probe.connect(where)  # sends nothing: it only consults the routing table
         return str(probe.getsockname()[0])
 
 
@@ -112,9 +111,9 @@ def _about(name: str, board: _Board) -> Iterator[Finding]:
     )
     said = board.of("clock").get(name)
     if said is None:
-        yield Finding(f"clock of {short}", "not heard", WARN, "it left early; run doctor again")
+        yield Finding(f"clock of {short}", "unknown", WARN, "it left early; run doctor again")
         return
     offset = said[1] - said[0]
     late = abs(offset) > FAR_APART
-    advice = "jobs do not mind, readers of logs do: set up NTP or chrony" if late else ""
-    yield Finding(f"clock of {short}", f"{offset:+.3f} s against ours", WARN if late else OK, advice)
+    advice = "logs of different nodes are hard to compare: set up NTP or chrony" if late else ""
+    yield Finding(f"clock of {short}", f"{offset:+.3f} s from this node's", WARN if late else OK, advice)

@@ -1,9 +1,8 @@
-"""What `phalanx doctor` looks at on the way to the others: names, ports, the store, and the meeting.
+"""What `phalanx doctor` checks about the network: names, ports, the store, and the other nodes.
 
-Names are looked up forwards only, in a thread that is left behind when it takes too long: where DNS
-is poor, that is the finding. The meeting is a small job of its own: doctors that were started
-together register at the store, each connects to a port that the others hold open, and they compare
-clocks. Whoever owns the endpoint's address serves a store for it when none is there.
+Names are looked up forwards only, in a thread that is abandoned when it takes too long: slow DNS is a
+finding. With --with N, doctors on several nodes register at the store, connect to each other and compare
+clocks (doctor_meeting.py). When there is no store, the node that owns the endpoint's address serves one.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from phalanx.cli.doctor import OK, PROBLEM, WARN, Asked, Finding
+from phalanx.environment import ETCD_PORT, STATIC_PORT, STORE_PORT, TOKEN_FILE
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError
 
 if TYPE_CHECKING:
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 NAME_TIME = 5.0
 REACH_TIME = 3.0
-STORE_PORT, STATIC_PORT = 29400, 29500
 
 
 def resolve(host: str, limit: float = NAME_TIME) -> tuple[list[str], str]:
-    """The addresses of a name, and why there are none."""
+    """The addresses of a name, or why there are none."""
     answers: list[list[str] | str] = []
 
     def look_up() -> None:
@@ -47,13 +46,13 @@ def resolve(host: str, limit: float = NAME_TIME) -> tuple[list[str], str]:
 
 
 def own_name(asked: Asked) -> Iterator[Finding]:
-    """Whether the name that others get to hear leads back here."""
+    """Whether the name that other nodes get resolves to this node."""
     name = asked.local_addr or socket.gethostname()
     addresses, why = resolve(name)
     shown = f"{name}: {', '.join(addresses) or why}"
-    advice = "give the others its address: --local-addr ADDRESS"
+    advice = "set the address of this node: --local-addr ADDRESS"
     if not addresses:
-        # Alone on a machine nobody needs the name.
+        # A job on one node does not need the name.
         yield Finding("own name", shown, PROBLEM if asked.local_addr else WARN, advice)
     elif not any(map(is_here, addresses)):
         yield Finding(
@@ -80,7 +79,7 @@ def _socket_for(address: str) -> socket.socket:
 
 
 def ports(asked: Asked) -> Iterator[Finding]:
-    """Whether the ports that a job would take here are free."""
+    """Whether the ports that a job would use are free."""
     for port, what in ((STORE_PORT, "the store"), (STATIC_PORT, "--rdzv-backend static")):
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -88,7 +87,7 @@ def ports(asked: Asked) -> Iterator[Finding]:
                 probe.bind(("127.0.0.1", port))
             yield Finding(f"port {port}", "free")
         except OSError as error:
-            advice = f"taken (by a job that runs already?); for {what} name another port, or 0"
+            advice = f"in use (by another job?); for {what} choose another port, or 0"
             yield Finding(f"port {port}", error.strerror or str(error), WARN, advice)
 
 
@@ -104,13 +103,13 @@ def reach(address: str, port: int, limit: float = REACH_TIME) -> str:
 
 
 def way_to_the_store(asked: Asked, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """From the name to the first answer of the store, and on to the other doctors."""
+    """From the name to the first answer of the store, and to the other doctors."""
     from phalanx.membership.address import parse_rendezvous_endpoint
 
     parts = asked.endpoint.split(",") if asked.backend == "etcd" else [asked.endpoint]
     hosting, there = False, False
     for part in parts:
-        default = 2379 if asked.backend == "etcd" else STORE_PORT
+        default = ETCD_PORT if asked.backend == "etcd" else STORE_PORT
         host, port = parse_rendezvous_endpoint(part.rpartition("://")[2].rstrip("/"), default)
         addresses, why = resolve(host)
         advice = "correct the name, add it to DNS or /etc/hosts, or write the address itself"
@@ -136,7 +135,7 @@ def _reached(asked: Asked, address: str, port: int, problem: str) -> Finding:
         return Finding(check, "answers")
     if problem == "Connection refused":
         if is_here(address) and asked.backend != "etcd":
-            return Finding(check, "nobody listens yet", OK, "this node would serve the store: fine")
+            return Finding(check, "no listener yet", OK, "this node would serve the store: fine")
         advice = "nothing runs there: start the node that owns this address, or phalanx store, or etcd"
         return Finding(check, problem, WARN if asked.together > 1 else PROBLEM, advice)
     advice = "a firewall, or the wrong network? allow TCP to this port; several networks: --local-addr"
@@ -178,12 +177,12 @@ def _at_the_store(asked: Asked, environ: Mapping[str, str], hosting: bool) -> It
 
 
 def _token(asked: Asked, environ: Mapping[str, str]) -> Token:
-    from phalanx.store.embedded.token import FILE_VARIABLE, Token, find_token
+    from phalanx.store.embedded.token import Token, find_token
 
     if not asked.token_file:
-        # A look makes no file: a store that is there has a token, and one made here would not be it.
+        # A check makes no file: the token of a running store is another one.
         return find_token(dict(environ), make=asked.together > 1)
-    found = find_token({FILE_VARIABLE: asked.token_file})
+    found = find_token({TOKEN_FILE: asked.token_file})
     return Token(found.secret, f"the file {asked.token_file}")
 
 
@@ -196,7 +195,7 @@ def _tls(asked: Asked) -> Tls | None:
 
 
 def _serve(asked: Asked, token: Token | None, stack: ExitStack) -> bool:
-    """A store for the meeting, unless another doctor on this machine was quicker."""
+    """Serve a store, unless another doctor on this machine already does."""
     from phalanx.membership.address import listening_address, parse_rendezvous_endpoint
     from phalanx.store.embedded.server import Server
 

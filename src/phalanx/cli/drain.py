@@ -1,6 +1,6 @@
-"""`phalanx drain NODE|--self`: let a node leave a running job; the others re-form at once, at no cost.
+"""`phalanx drain NODE|--self`: let a node leave a running job; the others re-form without it.
 
-Returns when the node has gone, or says why that cannot be told.
+Returns when the node has left, or reports why it cannot know.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from phalanx.cli.store import Parser, add_trust, trust
+from phalanx.cli.store import TRUST, Parser, add_options, trust
 from phalanx.core.rounds import NodeRecord, decode_node
 from phalanx.core.store_commands import Get, Notice, Put
+from phalanx.environment import STORE_PORT, variables
 from phalanx.errors import PhalanxError, StoreError, UsageError
 
 TYPE_CHECKING = False
@@ -25,11 +26,11 @@ BACKENDS = ("phalanx", "c10d", "etcd")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Ask, and wait until it is done."""
+    """Ask, and wait until the node has left."""
     options = _parser().parse_args(argv)
     if bool(options.node) == options.self:
         raise UsageError("name one node, or --self for the nodes of this machine")
-    if options.rdzv_backend not in BACKENDS:  # from the variable; argparse looks at arguments only
+    if options.rdzv_backend not in BACKENDS:  # from the variable; argparse checks arguments only
         raise UsageError(
             f"PET_RDZV_BACKEND={options.rdzv_backend}: nodes leave {', '.join(BACKENDS)} jobs only"
         )
@@ -47,13 +48,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _settings(words: str) -> dict[str, str]:
     from phalanx.config import Sources
-    from phalanx.validation import rendezvous_settings
 
-    return rendezvous_settings(Sources({"rdzv_conf": words}, {}))
+    return Sources({"rdzv_conf": words}, {}).settings()
 
 
 def _client(options: Namespace, conf: Mapping[str, str]) -> Client:
-    """A client of the job's store, which is found as `phalanx run` finds it."""
+    """A client of the job's store, found as `phalanx run` finds it."""
     from phalanx.store.embedded.client import Client
 
     grace = min(10.0, options.timeout)
@@ -63,10 +63,9 @@ def _client(options: Namespace, conf: Mapping[str, str]) -> Client:
         files = {name: getattr(options, name) for name in ("tls_cert", "tls_key", "tls_ca")}
         return etcd_client_from(options.rdzv_endpoint, {**files, **conf}, grace=grace)
     from phalanx.membership.address import parse_rendezvous_endpoint
-    from phalanx.membership.settings import DEFAULT_PORT
 
     try:
-        host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, DEFAULT_PORT)
+        host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, STORE_PORT)
     except ValueError as error:
         raise UsageError(f"--rdzv-endpoint: {error}") from None
     token, tls = trust(options)
@@ -74,7 +73,7 @@ def _client(options: Namespace, conf: Mapping[str, str]) -> Client:
 
 
 def drain(client: Client, run_id: str, name: str, timeout: float) -> int:
-    """Ask every node of that name or id to leave, and wait until none of them is there."""
+    """Ask every node of that name or id to leave, and wait until none is left."""
     import threading
 
     prefix = f"job/{run_id}/"
@@ -106,41 +105,20 @@ def _nodes(client: Client, prefix: str) -> dict[str, NodeRecord]:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="phalanx drain", description="Let a node leave a running job, at no cost.")
+    parser = Parser(prog="phalanx drain", description="Let a node leave a running job.")
     parser.add_argument(
         "node", nargs="?", metavar="NODE", help="the node's name, as the job's messages call it"
     )
     parser.add_argument("--self", action="store_true", help="the nodes of this machine")
-    parser.add_argument(
-        "--rdzv-endpoint",
-        "--rdzv_endpoint",
-        metavar="HOST:PORT",
-        default=os.environ.get("PET_RDZV_ENDPOINT", ""),
-        help="where the job's store is",
-    )
-    parser.add_argument(
-        "--rdzv-id",
-        "--rdzv_id",
-        metavar="ID",
-        default=os.environ.get("PET_RDZV_ID", "none"),
-        help="the job [%(default)s]",
-    )
+    add_options(parser, "rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
     parser.add_argument(
         "--rdzv-backend",
         "--rdzv_backend",
         choices=BACKENDS,
-        default=os.environ.get("PET_RDZV_BACKEND", "phalanx"),
+        default=variables().get("PET_RDZV_BACKEND") or "phalanx",
         help="what kind of store that is [%(default)s]",
-    )
-    parser.add_argument(
-        "--rdzv-conf",
-        "--rdzv_conf",
-        metavar="K=V,…",
-        default=os.environ.get("PET_RDZV_CONF", ""),
-        help="the job's, for etcd: protocol, cacert, cert, key, user, password_file",
     )
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=60.0, help="how long it may take [%(default)s]"
     )
-    add_trust(parser)
     return parser

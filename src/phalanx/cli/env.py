@@ -1,8 +1,8 @@
 """`phalanx env`: what belongs in a bug report, as text or JSON.
 
-It only looks: no framework is imported and no GPU is opened. Each section is gathered on its own, so that one
-broken corner of a machine (which may be the very bug) does not hide the others. Values of variables that look
-like secrets never leave this module.
+It imports no framework and opens no GPU. Each section is gathered by itself, so that one broken part of a
+machine (which may be the bug) does not hide the others. Values of variables that look like secrets are
+masked.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from phalanx import devices
+from phalanx.devices import read_file
+from phalanx.environment import variables
 from phalanx.options import usage_error
 
 Section = dict[str, object]
@@ -29,9 +31,7 @@ _NAMES = frozenset((
 ))
 # fmt: on
 _SECRET = ("TOKEN", "SECRET", "PASSW", "KEY", "CREDENTIAL", "AUTH", "COOKIE")
-_PACKAGES = (
-    "torch jax jaxlib tensorflow numpy msgspec psutil cloudpickle setproctitle prometheus-client rich etcd3gw"
-)
+_PACKAGES = "torch jax jaxlib tensorflow numpy msgspec cloudpickle setproctitle shtab"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if words - {"--json"}:
         raise usage_error(f"{' '.join(sorted(words - {'--json'}))}: no such option; there is only --json")
-    facts = collect(os.environ)
+    facts = collect(variables())
     if "--json" in words:
         import json
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def collect(environ: Mapping[str, str]) -> dict[str, Section]:
-    """Every section; one that fails says so instead of spoiling the rest."""
+    """Every section; one that fails holds its error."""
     sections: dict[str, Callable[[Mapping[str, str]], Section]] = {
         "versions": _versions,
         "machine": _machine,
@@ -106,7 +106,7 @@ def _machine(environ: Mapping[str, str]) -> Section:
         release = platform.freedesktop_os_release()
     except OSError:
         pass  # minimal images have none
-    memory = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    memory = dict(line.split(":", 1) for line in read_file("/proc/meminfo").splitlines() if ":" in line)
     return {
         "system": release.get("PRETTY_NAME", platform.system()),
         "kernel": f"{platform.release()} {platform.machine()}",
@@ -121,7 +121,7 @@ def _machine(environ: Mapping[str, str]) -> Section:
 
 
 def _devices(environ: Mapping[str, str]) -> Section:
-    driver = _read("/proc/driver/nvidia/version").partition("\n")[0].strip()
+    driver = read_file("/proc/driver/nvidia/version").partition("\n")[0].strip()
     return {
         "gpus visible": devices.count_gpus(environ),
         "xpus visible": devices.count_xpus(environ),
@@ -160,8 +160,8 @@ def _limits(environ: Mapping[str, str]) -> Section:
         limits = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
         found[title] = " / ".join("unlimited" if n == resource.RLIM_INFINITY else str(n) for n in limits)
     found["pidfd"] = hasattr(os, "pidfd_open")
-    found["pid limit"] = _read("/proc/sys/kernel/pid_max").strip()
-    found["core pattern"] = _read("/proc/sys/kernel/core_pattern").strip()
+    found["pid limit"] = read_file("/proc/sys/kernel/pid_max").strip()
+    found["core pattern"] = read_file("/proc/sys/kernel/core_pattern").strip()
     return found
 
 
@@ -172,11 +172,11 @@ def _container(environ: Mapping[str, str]) -> Section:
     hints += (
         ["apptainer"] if environ.get("APPTAINER_CONTAINER") or environ.get("SINGULARITY_CONTAINER") else []
     )
-    path = _read("/proc/self/cgroup").strip().rpartition(":")[2]
-    found: Section = {"signs of one": hints, "init": _read("/proc/1/comm").strip(), "cgroup": path}
+    path = read_file("/proc/self/cgroup").strip().rpartition(":")[2]
+    found: Section = {"signs of one": hints, "init": read_file("/proc/1/comm").strip(), "cgroup": path}
     for title, name in (("cpu quota", "cpu.max"), ("memory limit", "memory.max"), ("pids limit", "pids.max")):
         # Inside a cgroup namespace our own group is mounted at the top.
-        own = _read(f"/sys/fs/cgroup{path.rstrip('/')}/{name}") or _read(f"/sys/fs/cgroup/{name}")
+        own = read_file(f"/sys/fs/cgroup{path.rstrip('/')}/{name}") or read_file(f"/sys/fs/cgroup/{name}")
         found[title] = own.strip()
     return found
 
@@ -212,7 +212,7 @@ def _variables(environ: Mapping[str, str]) -> Section:
 
 
 def mask(name: str, value: str) -> str:
-    """The value, unless the name says it is a secret; a password inside a URL is cut out."""
+    """The value, unless the name suggests a secret; a password inside a URL is cut out."""
     if value and any(word in name.upper() for word in _SECRET):
         return f"(hidden, {len(value)} characters)"
     if "://" in value and "@" in value:
@@ -229,11 +229,3 @@ def _space(path: str) -> str:
     except OSError:
         return "absent"
     return f"{disk.f_bavail * disk.f_frsize >> 20} of {disk.f_blocks * disk.f_frsize >> 20} MiB free"
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

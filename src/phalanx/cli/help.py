@@ -1,7 +1,4 @@
-"""Help texts, drawn from the option table when somebody asks.
-
-Grouped by what people want to do, at most 80 columns, no box art: it must read well in a pager and in a log.
-"""
+"""Help texts, written from the option table: grouped by purpose, at most 80 columns, plain text."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _own_help(command: str) -> int:
-    """Commands other than run explain themselves."""
+    """The help that a command other than run prints itself."""
     from importlib import import_module
 
     try:
@@ -65,15 +62,15 @@ def _own_help(command: str) -> int:
 
 
 def overview() -> str:
-    """What `phalanx --help` says."""
+    """The text of `phalanx --help`."""
     lines = ["usage: phalanx COMMAND ...", "", "Runs a group of workers as one unit. Commands:", ""]
     lines += [f"  {name:<12} {about}" for name, (_, about) in COMMANDS.items()]
-    lines += ["", "phalanx help COMMAND says more; phalanx --version says which version this is."]
+    lines += ["", "`phalanx help COMMAND` explains a command; `phalanx --version` prints the version."]
     return "\n".join(lines) + "\n"
 
 
 def run_help() -> str:
-    """What `phalanx run --help` says."""
+    """The text of `phalanx run --help`."""
     lines = ["usage: phalanx run [options] SCRIPT [arguments of the script]", "", EXAMPLES.rstrip()]
     group = ""
     for option in OPTIONS:
@@ -90,7 +87,7 @@ def _entry(option: Option) -> list[str]:
     left = f"  {names}" if option.kind == "flag" else f"  {names} {option.metavar}"
     shown = option.default if option.kind in ("str", "int", "float") else None
     about = f"{option.help} [{shown}]" if shown not in (None, "") else option.help
-    # Words only: a list such as SIGTERM,SIGINT,… must stay in one piece to be copied.
+    # Break between words only, so that a list such as SIGTERM,SIGINT,… can be copied.
     wrapped = textwrap.wrap(about, WIDTH - _INDENT, break_long_words=False, break_on_hyphens=False)
     if len(left) > _INDENT - 2:
         return [left, *(" " * _INDENT + line for line in wrapped)]

@@ -1,7 +1,7 @@
-"""`phalanx status [RUN] [--json]`: how the jobs of this user on this machine are.
+"""`phalanx status [RUN] [--json]`: the state of this user's jobs on this machine.
 
-Asks the agents themselves; see agent/status.py. With a word, only jobs whose run id begins with it, or whose
-script has that name. Exit code 1 when there is none.
+It asks the agents; see agent/status.py. RUN selects jobs by the beginning of their run id or by the name of
+their script. The exit code is 1 when there is none.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _PATIENCE = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Find, ask, tell."""
+    """Find the agents, ask them, print."""
     parser = Parser(
         prog="phalanx status",
-        description="How the jobs of this user on this machine are: workers, steps, stragglers, incidents.",
+        description="The state of this user's jobs on this machine: workers, steps, stragglers, incidents.",
     )
     parser.add_argument("run", nargs="?", default="", help="a run id, or its beginning, or a script's name")
-    parser.add_argument("--json", action="store_true", help="everything, for a program")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(argv)
     found = [job for job in jobs() if _is_meant(job, options.run)]
     if options.json:
@@ -47,9 +47,9 @@ def _is_meant(job: dict[str, Any], word: str) -> bool:
 
 
 def jobs() -> list[dict[str, Any]]:
-    """What every agent of this user tells, the oldest first; for root, of every user."""
-    told = [job for name in _names() if (job := _ask(name)) is not None]
-    return sorted(told, key=lambda job: (job["since"], job["pid"]))
+    """The answers of all agents of this user (of all users, for root), the oldest job first."""
+    found = [job for name in _names() if (job := _ask(name)) is not None]
+    return sorted(found, key=lambda job: (job["since"], job["pid"]))
 
 
 def _names() -> Iterator[str]:
@@ -68,7 +68,7 @@ def _names() -> Iterator[str]:
 
 
 def _ask(name: str) -> dict[str, Any] | None:
-    """An agent's answer; None when it has gone, does not answer, or is somebody else's."""
+    """An agent's answer; None when it is gone, does not answer, or belongs to another user."""
     data = b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(_PATIENCE)

@@ -1,7 +1,7 @@
 """`phalanx store --listen HOST:PORT [--journal FILE]`: the embedded store by itself.
 
-With a journal it may be killed and started again under running jobs: no worker notices. One line says where
-it listens, one per incident what went wrong; SIGTERM and SIGINT end it.
+With a journal it may be killed and restarted under running jobs, without effect on their workers. It prints
+the address it listens on, and one line per incident; SIGTERM and SIGINT end it.
 """
 
 from __future__ import annotations
@@ -9,34 +9,37 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from phalanx.environment import STORE_PORT, TOKEN_FILE, variables
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.log import write_stderr
+from phalanx.options import BY_DEST
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.store.embedded.tls import Tls
     from phalanx.store.embedded.token import Token
 
+TRUST = ("token_file", "tls_cert", "tls_key", "tls_ca")
+
 
 class Parser(argparse.ArgumentParser):
-    """argparse with our way of complaining: one line."""
+    """argparse with errors of one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until told to end."""
+    """Serve until a signal."""
     options = _parser().parse_args(argv)
     from phalanx.membership.address import listening_address, parse_rendezvous_endpoint
-    from phalanx.membership.settings import DEFAULT_PORT
     from phalanx.store.embedded.server import Server
 
     try:
-        host, port = parse_rendezvous_endpoint(options.listen, DEFAULT_PORT)
+        host, port = parse_rendezvous_endpoint(options.listen, STORE_PORT)
     except ValueError as error:
         raise UsageError(f"--listen: {error}") from None
     # Blocked before any thread exists, so that none of them can be the one that gets the signal.
@@ -82,40 +85,36 @@ def _parser() -> Parser:
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
-        default="127.0.0.1:29400",
+        default=f"127.0.0.1:{STORE_PORT}",
         help="the address to listen on [%(default)s]",
     )
-    parser.add_argument(
-        "--journal", metavar="FILE", help="keep everything in this file, to go on after a restart"
-    )
+    parser.add_argument("--journal", metavar="FILE", help="keep all data in this file, to survive a restart")
     parser.add_argument(
         "--linger",
         metavar="SECONDS",
         type=float,
         default=1.0,
-        help="how long a node whose connection ended may take to come back [%(default)s]",
+        help="how long a node may take to reconnect [%(default)s]",
     )
-    add_trust(parser)
+    add_options(parser, *TRUST)
     return parser
 
 
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """The options by which both sides know each other."""
-    for flag, about in (
-        ("--token-file", "the secret that all nodes share"),
-        ("--tls-cert", "TLS: certificate of this side"),
-        ("--tls-key", "TLS: its key"),
-        ("--tls-ca", "TLS: who signs the others"),
-    ):
-        variable = f"PHALANX_{flag[2:].replace('-', '_').upper()}"
-        parser.add_argument(flag, metavar="FILE", default=os.environ.get(variable, ""), help=about)
+def add_options(parser: argparse.ArgumentParser, *dests: str) -> None:
+    """Options that `phalanx run` has too, with their variables as defaults."""
+    for option in (BY_DEST[dest] for dest in dests):
+        default = variables().get(option.env or "", "") or option.default or ""
+        shown = " [%(default)s]" if default else ""
+        parser.add_argument(
+            *option.flags, metavar=option.metavar, default=default, help=f"{option.help}{shown}"
+        )
 
 
 def trust(options: argparse.Namespace) -> tuple[Token, Tls | None]:
     """The token, and the files for TLS where it is asked for."""
-    from phalanx.store.embedded.token import FILE_VARIABLE, find_token
+    from phalanx.store.embedded.token import find_token
 
-    token = find_token({FILE_VARIABLE: options.token_file} if options.token_file else None)
+    token = find_token({TOKEN_FILE: options.token_file} if options.token_file else None)
     files = (options.tls_cert, options.tls_key, options.tls_ca)
     if not any(files):
         return token, None
@@ -125,8 +124,4 @@ def trust(options: argparse.Namespace) -> tuple[Token, Tls | None]:
 
 
 def _say(line: str) -> None:
-    try:
-        sys.stderr.write(f"phalanx store: {line}\n")
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        pass  # nobody listens, and the store goes on
+    write_stderr(f"phalanx store: {line}\n")

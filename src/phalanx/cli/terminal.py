@@ -1,4 +1,4 @@
-"""The terminal as it was: a worker that is killed at a prompt of its own (pdb, readline) cannot tidy up."""
+"""Terminal modes: a worker that is killed at a prompt (pdb, readline) leaves them changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class KeptModes:
-    """Within: the workers may change the terminal's modes. Afterwards: they are what they were."""
+    """Saves the terminal's modes on entry and restores them on exit."""
 
     def __init__(self, fd: int = 0) -> None:
         self._fd = fd
@@ -24,7 +24,7 @@ class KeptModes:
             try:
                 self._modes = termios.tcgetattr(self._fd)
             except termios.error:
-                pass  # hung up just now
+                pass  # it was just closed
         return self
 
     def __exit__(
@@ -35,8 +35,8 @@ class KeptModes:
         import termios
 
         try:
-            # Not from the background: the terminal is somebody else's there, and touching it would stop us.
+            # Not from the background: setting the modes there would stop this process.
             if os.tcgetpgrp(self._fd) == os.getpgrp() and termios.tcgetattr(self._fd) != self._modes:
                 termios.tcsetattr(self._fd, termios.TCSANOW, self._modes)
         except (OSError, termios.error):
-            pass  # it is gone, and its modes with it
+            pass  # the terminal is gone

@@ -1,19 +1,20 @@
 """torchrun's Python interface: the functions of `torch.distributed.run`, with its names and shapes.
 
 What differs, and why:
-- `main` is the command: it prints the failure report and raises `SystemExit` with the exit code that
-  `phalanx run` would have (the failing worker's own); torch raises `ChildFailedError`, which a shell sees
-  as 1 whatever happened. `run` is the call: it raises `ChildFailedError` and prints nothing.
+- `main` is the command: it prints the failure report and raises `SystemExit` with the exit code of `phalanx
+  run` (the failing worker's own); torch raises `ChildFailedError`, which a shell always sees as 1. `run` is
+  the call: it raises `ChildFailedError` and prints nothing.
 - `config_from_args` refuses what cannot work (a missing script, a bad number) before anything is started.
-- `--run-path` becomes a program and its arguments, as everything else; torch makes a function of it.
+- `--run-path` becomes a program and its arguments; torch makes a function of it.
 - flags that only `phalanx run` has and `LaunchConfig` cannot hold (--attach, --dry-run, --restart-window …)
   work in `main`, not in `run`.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+
+from phalanx.environment import OMP_THREADS, STATIC_PORT, export, variables
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,21 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from phalanx.agent.job import LaunchConfig
-
-__all__ = [
-    "config_from_args",
-    "determine_local_world_size",
-    "get_args_parser",
-    "get_rdzv_endpoint",
-    "get_use_env",
-    "main",
-    "parse_args",
-    "parse_min_max_nnodes",
-    "run",
-    "run_script_path",
-    "torchrun_main",
-]
+    from phalanx.agent.elastic_launch import LaunchConfig
 
 
 def get_args_parser() -> ArgumentParser:
@@ -67,23 +54,23 @@ def determine_local_world_size(nproc_per_node: str) -> int:
     from phalanx.devices import resolve_nproc
 
     try:
-        count = resolve_nproc(str(nproc_per_node), os.environ)
+        count = resolve_nproc(str(nproc_per_node), variables())
     except ValueError:
         raise ValueError(f"nproc_per_node={nproc_per_node}: use a number, auto, gpu, xpu or cpu") from None
     if count < 1:
-        raise ValueError(f"nproc_per_node={nproc_per_node}: that is no worker at all on this machine")
+        raise ValueError(f"nproc_per_node={nproc_per_node}: that is no worker on this machine")
     return count
 
 
 def get_use_env(args: Namespace) -> bool:
-    """Whether workers learn their local rank from the environment: they always do, unless told otherwise."""
+    """Whether workers read their local rank from the environment only; False: from --local-rank as well."""
     return bool(getattr(args, "use_env", True))
 
 
 def get_rdzv_endpoint(args: Namespace) -> str:
     """Where the nodes meet: the endpoint, or for static MASTER_ADDR:MASTER_PORT."""
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
-        port = 29500 if args.master_port is None else args.master_port
+        port = STATIC_PORT if args.master_port is None else args.master_port
         host = str(args.master_addr)
         return f"[{host}]:{port}" if host.count(":") > 1 and not host.startswith("[") else f"{host}:{port}"
     return str(args.rdzv_endpoint)
@@ -91,58 +78,49 @@ def get_rdzv_endpoint(args: Namespace) -> str:
 
 def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
     """What a namespace asks for: the configuration, the program, and its arguments."""
-    from phalanx.agent.job import LaunchConfig
-    from phalanx.cli.run import logs_specs
-    from phalanx.config import from_namespace, worker_command
+    from phalanx.agent.elastic_launch import LaunchConfig
+    from phalanx.agent.job import make_logs
+    from phalanx.config import from_namespace
 
-    asked = from_namespace(args, os.environ)
-    settings: dict[str, Any] = dict(asked.rdzv_conf)
-    if asked.rdzv_backend == "static" or asked.node_rank_given:
-        settings["rank"] = asked.node_rank
-    if asked.omp_num_threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(asked.omp_num_threads)
-    numa = None
-    if asked.numa_binding is not None:
-        from phalanx.workers.numa import AffinityMode, NumaOptions
-
-        numa = NumaOptions(AffinityMode(asked.numa_binding))
+    job = from_namespace(args)
+    if job.omp_num_threads is not None:
+        export(OMP_THREADS, str(job.omp_num_threads))
     config = LaunchConfig(
-        min_nodes=asked.min_nodes,
-        max_nodes=asked.max_nodes,
-        nproc_per_node=asked.local_world_size,
-        logs_specs=logs_specs(asked),
-        run_id=asked.run_id,
-        role=asked.role,
-        rdzv_endpoint=asked.rdzv_endpoint,
-        rdzv_backend=asked.rdzv_backend,
-        rdzv_configs=settings,
-        max_restarts=asked.max_restarts,
-        monitor_interval=asked.monitor_interval,
-        start_method=asked.start_method,
-        log_line_prefix_template=asked.log_line_prefix_template,
-        local_addr=asked.local_addr,
-        event_log_handler=asked.event_log_handler,
-        numa_options=numa,
-        signals_to_handle=asked.signals_to_handle,
-        duplicate_stdout_filters=list(asked.duplicate_stdout_filters) or None,
-        duplicate_stderr_filters=list(asked.duplicate_stderr_filters) or None,
-        virtual_local_rank=asked.virtual_local_rank,
-        shutdown_timeout=asked.shutdown_timeout,
+        min_nodes=job.min_nodes,
+        max_nodes=job.max_nodes,
+        nproc_per_node=job.local_world_size,
+        logs_specs=make_logs(job),
+        run_id=job.run_id,
+        role=job.role,
+        rdzv_endpoint=job.rdzv_endpoint,
+        rdzv_backend=job.rdzv_backend,
+        rdzv_configs=dict(job.rdzv_conf),
+        max_restarts=job.max_restarts,
+        monitor_interval=job.monitor_interval,
+        start_method=job.start_method,
+        log_line_prefix_template=job.log_line_prefix_template,
+        local_addr=job.local_addr,
+        event_log_handler=job.event_log_handler,
+        numa_options=job.numa_options,
+        signals_to_handle=job.signals_to_handle,
+        duplicate_stdout_filters=list(job.duplicate_stdout_filters) or None,
+        duplicate_stderr_filters=list(job.duplicate_stderr_filters) or None,
+        virtual_local_rank=job.virtual_local_rank,
+        shutdown_timeout=job.shutdown_timeout,
     )
-    program, words = worker_command(asked)
-    return config, program, list(words)
+    return config, job.entrypoint, list(job.args)
 
 
 def run(args: Namespace) -> None:
     """Run what a namespace asks for; `ChildFailedError` when it fails, `SignalException` when stopped."""
-    from phalanx.agent.job import elastic_launch
+    from phalanx.agent.elastic_launch import elastic_launch
 
     config, entrypoint, words = config_from_args(args)
     elastic_launch(config, entrypoint)(*words)
 
 
 def run_script_path(training_script: str, *training_script_args: str) -> None:
-    """Run a script in this very process, as if it had been started with these arguments."""
+    """Run a script in this process, as if it had been started with these arguments."""
     import runpy
 
     sys.argv = [training_script, *training_script_args]
@@ -150,7 +128,7 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command: returns when all went well, else raises `SystemExit` with the exit code."""
+    """The command: returns on success, else raises `SystemExit` with the exit code."""
     from phalanx.cli import invoke
 
     code = invoke("run", list(sys.argv[1:] if args is None else args))

@@ -1,5 +1,5 @@
 """torch.distributed.launcher.api's names."""
 
-from phalanx.agent.job import LaunchConfig, elastic_launch, launch_agent
+from phalanx.agent.elastic_launch import LaunchConfig, elastic_launch, launch_agent
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]

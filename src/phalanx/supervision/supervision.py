@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.spec import WorkerGroup
-    from phalanx.config import RunConfig
     from phalanx.core.group import Phase
     from phalanx.core.group_events import Event
     from phalanx.core.progress import WatchPolicy
@@ -186,24 +185,3 @@ class Supervision:
             self.preemption.stop(context, self._boards, grace, self.incidents.note)
         else:
             context.ask_stop(sig, grace)
-
-
-def supervision_for(config: RunConfig) -> Supervision:
-    """The supervision that a command line asks for."""
-    timeouts = (
-        config.heartbeat_timeout,
-        config.silence_timeout,
-        config.startup_timeout,
-        config.partial_exit_timeout,
-    )
-    policy = None
-    if any(timeout is not None for timeout in timeouts) or config.on_hang != "restart":
-        from phalanx.core.progress import WatchPolicy
-
-        policy = WatchPolicy(*timeouts, config.on_hang)
-    return Supervision(
-        policy,
-        preempt_signal=config.preempt_signal or 0,
-        health=config.health_port,
-        health_check=config.health_check,
-    )

@@ -1,0 +1,151 @@
+"""The environment variables that Phalanx reads, their defaults, and the default ports.
+
+Only this module reads a setting from the environment; everything else gets values as arguments. It stands
+beside `config`, which uses it, because membership, workers and logs need single values and must not import
+the tables of the command line. The variables of options (PET_*, PHALANX_*) are named in `options`; `config`
+looks them up in the mapping that `variables()` returns.
+
+Two kinds of code use `os.environ` itself: code that hands the environment to a child process, and code that
+runs in a worker. tests/unit/test_environment.py lists both.
+"""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False  # on the way to the first worker: importing `typing` would cost milliseconds
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+STATIC_PORT = 29500  # MASTER_PORT where none is given
+STORE_PORT = 29400
+ETCD_PORT = 2379
+
+# Of the launcher.
+SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+HEALTH_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
+LINE_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
+WORKERS_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"
+OWN_WORKER_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+EVENTS_FILE = "PHALANX_EVENTS_FILE"
+TOKEN = "PHALANX_TOKEN"
+TOKEN_FILE = "PHALANX_TOKEN_FILE"
+ETCD_PASSWORD = "PHALANX_ETCD_PASSWORD"
+PYTHON_EXEC = "PYTHON_EXEC"
+LOG_LEVEL = "LOGLEVEL"
+OMP_THREADS = "OMP_NUM_THREADS"
+NODE_INDEXES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # this node's index, set by its scheduler
+# Of the workers, set by the launcher or by the user.
+TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+WORKER_BOARD = "PHALANX_WORKER"
+WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
+
+SECRETS = (TOKEN, TOKEN_FILE, ETCD_PASSWORD)  # never handed to a worker
+
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+DEFAULT_SHUTDOWN_TIMEOUT = 30.0
+
+
+def variables() -> Mapping[str, str]:
+    """The environment of this process."""
+    return os.environ
+
+
+def export(name: str, value: str) -> None:
+    """Set a variable in this process, and so in every process that it starts."""
+    os.environ[name] = value
+
+
+def pet_variable(dest: str) -> str | None:
+    """The variable that torchrun reads for an argument."""
+    return os.environ.get(f"PET_{dest.upper()}")
+
+
+def signals() -> str:
+    """The names of the signals that stop the workers."""
+    return os.environ.get(SIGNALS, DEFAULT_SIGNALS)
+
+
+def shutdown_timeout(environ: Mapping[str, str] | None = None) -> float:
+    """Seconds between SIGTERM and SIGKILL."""
+    raw = (variables() if environ is None else environ).get(SHUTDOWN_TIMEOUT, "")
+    try:
+        value = float(raw or DEFAULT_SHUTDOWN_TIMEOUT)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{SHUTDOWN_TIMEOUT}={raw}: must be a number of seconds, 0 or more")
+    return value
+
+
+def uninterruptible_timeout() -> float:
+    """Seconds that a worker may spend in uninterruptible sleep; 0: any time."""
+    raw = os.environ.get(UNINTERRUPTIBLE_TIMEOUT) or "0"
+    try:
+        return float(raw)
+    except ValueError:
+        raise ValueError(f"{UNINTERRUPTIBLE_TIMEOUT}={raw}: must be a number of seconds") from None
+
+
+def health_port() -> str:
+    """`[ADDR:]PORT` of the health endpoints; empty: none."""
+    return os.environ.get(HEALTH_PORT, "")
+
+
+def timer_file() -> str | None:
+    """The path of the named pipe for timers; empty: choose one; None: no timers."""
+    return os.environ.get(TIMER_FILE, "") if os.environ.get(ENABLE_FILE_TIMER) == "1" else None
+
+
+def workers_are_identical() -> bool:
+    """Whether all nodes run the same number of workers in one role, so that ranks need no exchange."""
+    return os.environ.get(WORKERS_IDENTICAL, "0") == "1"
+
+
+def shares_store() -> bool:
+    """Whether the workers use the store that the agent serves."""
+    return os.environ.get(OWN_WORKER_STORE, "0") != "1"
+
+
+def events_file() -> str:
+    """The file that the event handler `file` appends to; empty: none is set."""
+    return os.environ.get(EVENTS_FILE, "")
+
+
+def worker_server_socket() -> str:
+    """The path of the worker's debug server; empty: none."""
+    return os.environ.get(WORKER_SERVER_SOCKET, "")
+
+
+def node_index() -> int:
+    """This node's index at its scheduler; -1: unknown."""
+    found = (os.environ.get(name, "") for name in NODE_INDEXES)
+    return int(next((text for text in found if text.isdigit()), "-1"))
+
+
+def log_level() -> str:
+    """The level of torch-style loggers."""
+    return os.environ.get(LOG_LEVEL, "WARNING").upper()
+
+
+def allows_colour() -> bool:
+    """Whether a terminal may be sent colours."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def rewrites_lines() -> bool:
+    """Whether the terminal can rewrite a line, as a progress line needs."""
+    return os.environ.get("TERM", "dumb") != "dumb"
+
+
+def temporary_directory() -> str:
+    """The first usable directory of TMPDIR, TEMP and TMP, else /tmp."""
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        path = os.environ.get(name)
+        if path and os.access(path, os.W_OK | os.X_OK):
+            return os.path.abspath(path)
+    return "/tmp"

@@ -1,0 +1,124 @@
+"""The environment is read in one module; other uses of `os.environ` are listed here, with their reason."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import phalanx
+from phalanx import environment
+
+ROOT = Path(phalanx.__file__).parent
+
+ALLOWED = {
+    "environment.py": "the only reader of settings",
+    # Handed to a child process, or to a function that looks programs up for one.
+    "agent/local.py": "the environment of workers",
+    "warm/helper_pool.py": "the environment of helpers is part of what was learned",
+    "workers/program.py": "PATH and PYTHON* variables, as the worker will see them",
+    "workers/subprocess_handle.py": "the environment of a worker",
+    "workers/worker_group.py": "the environment of workers",
+    "workers/worker_kinds.py": "PATH, as the worker will see it",
+    "zygote/spawner.py": "the environment of helpers",
+    # Runs in a helper or in a worker, whose own environment it is.
+    "integrations/jax.py": "the worker's own",
+    "integrations/torch_functions.py": "a function of torch's that reads any variable",
+    "supervision/worker_server.py": "the worker's own",
+    "warm/preload.py": "preloaded modules see the worker's environment",
+    "worker.py": "the worker's own",
+    "workers/record.py": "the worker's own",
+    "zygote/bootstrap.py": "the worker's own",
+    "zygote/fork_setup.py": "the worker's own",
+    "zygote/zygote.py": "the worker's own, installed after the fork",
+    # Read a setting, and should get it as an argument.
+    "agent/agent.py": "to do",
+    "agent/agent_services.py": "to do",
+    "logs/specs.py": "to do",
+    "logs/tee.py": "to do",
+    "membership/elastic.py": "to do",
+    "membership/settings.py": "to do",
+    "membership/solo.py": "to do",
+    "membership/static.py": "to do",
+    "observe/events.py": "to do",
+    "observe/progress_line.py": "to do",
+    "store/embedded/token.py": "to do",
+    "store/etcd/client.py": "to do",
+    "workers/numa.py": "to do",
+    "workers/signals.py": "to do",
+}
+
+
+def uses_environment(path: Path) -> bool:
+    names = {"environ", "environb", "getenv", "getenvb"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and names & {n.name for n in node.names}:
+            return True
+    return False
+
+
+def test_only_listed_modules_use_the_environment() -> None:
+    found = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if uses_environment(path)}
+    assert found - ALLOWED.keys() == set(), "get the value as an argument, or from phalanx.environment"
+    # An entry goes when its module no longer needs it.
+    assert {name for name in ALLOWED if (ROOT / name).exists()} - found == set()
+
+
+def test_default_ports_are_written_in_one_place() -> None:
+    ports = {environment.STATIC_PORT, environment.STORE_PORT, environment.ETCD_PORT}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in ports and type(node.value) is int
+    }
+    assert found <= {"environment.py", *PORTS_TO_DO}
+
+
+PORTS_TO_DO = ("membership/settings.py", "membership/static.py", "store/etcd/client.py")
+
+
+def test_values_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        environment.SIGNALS,
+        environment.UNINTERRUPTIBLE_TIMEOUT,
+        environment.ENABLE_FILE_TIMER,
+        environment.TIMER_FILE,
+        environment.OWN_WORKER_STORE,
+        environment.LOG_LEVEL,
+        "NO_COLOR",
+        "TERM",
+        *environment.NODE_INDEXES,
+    ):
+        monkeypatch.delenv(name, raising=False)
+    assert environment.signals() == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    assert environment.uninterruptible_timeout() == 0
+    assert environment.timer_file() is None
+    assert environment.shares_store()
+    assert environment.node_index() == -1
+    assert environment.log_level() == "WARNING"
+    assert environment.allows_colour()
+    assert not environment.rewrites_lines()
+    monkeypatch.setenv(environment.UNINTERRUPTIBLE_TIMEOUT, "2.5")
+    monkeypatch.setenv(environment.ENABLE_FILE_TIMER, "1")
+    monkeypatch.setenv(environment.OWN_WORKER_STORE, "1")
+    monkeypatch.setenv("SLURM_NODEID", "x")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
+    monkeypatch.setenv("TERM", "dumb")
+    assert environment.uninterruptible_timeout() == 2.5
+    assert environment.timer_file() == ""
+    assert not environment.shares_store()
+    assert environment.node_index() == 3
+    assert not environment.allows_colour()
+    monkeypatch.setenv(environment.UNINTERRUPTIBLE_TIMEOUT, "soon")
+    with pytest.raises(ValueError, match=f"{environment.UNINTERRUPTIBLE_TIMEOUT}=soon"):
+        environment.uninterruptible_timeout()
+
+
+def test_the_first_usable_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
+    monkeypatch.setenv("TEMP", str(tmp_path))
+    assert environment.temporary_directory() == str(tmp_path)
