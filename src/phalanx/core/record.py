@@ -1,16 +1,27 @@
-"""Frozen records: what dataclasses and named tuples offer, at a fraction of their price.
+"""The one way to define a class of values, at a fraction of the cost of a dataclass or a named tuple.
 
-The core defines some thirty small types, and every `phalanx run` pays for defining them before it can do
-anything. A frozen dataclass costs most of a millisecond each (its methods are compiled one by one), a
-named tuple a quarter of that (each annotation is compiled), and a named tuple equals every other tuple with
-the same values. Here a subclass is a plain class and equality minds the type. Type checkers see a
-dataclass.
+Every `phalanx run` defines some thirty such classes before the first worker starts. A dataclass costs most of
+a millisecond each, because its methods are compiled one by one, and a named tuple a quarter of that. A
+record is a plain class; type checkers see a dataclass.
 
     class Point(Record):
         x: int
         y: int = 0
 
-Invariants: the values are fixed once made; defaults are shared by all instances, so only immutable ones.
+A record is frozen: `replace()` makes a changed copy. torch's public classes can be modified; for those,
+`frozen=False` makes the attributes assignable. Such a class may also define `__init__`, for example to
+check its arguments; its fields are then the parameters.
+
+    class Result(Record, frozen=False):
+        state: str
+        failures: dict[int, str] = {}  # every instance gets a dict of its own
+
+`dataclasses.replace`, `asdict` and `fields` accept records, and `@dataclass` can extend a record that is not
+frozen.
+
+Invariants: records are equal if they have the same type and the same values. A default is shared by all
+instances unless it is a dict. This module imports nothing; `dataclasses` and `inspect` are loaded only
+when `dataclasses` asks for the fields.
 """
 
 from __future__ import annotations
@@ -24,28 +35,93 @@ else:
         return lambda kind: kind
 
 
+class _DataclassAttribute:
+    """An attribute by which `dataclasses` knows its classes; taken from a real dataclass on access."""
+
+    def __set_name__(self, _owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, _instance: object, owner: type[Record]) -> Any:
+        # Only for the class that defines the fields: a subclass may have an __init__ of its own.
+        kind = next((base for base in owner.__mro__ if Record in base.__bases__), None)
+        if kind is None:
+            raise AttributeError(self._name)  # Record itself
+        return vars(_as_dataclass(kind))[self._name]
+
+
+def _as_dataclass(kind: type[Record]) -> type:
+    import dataclasses
+    import inspect
+
+    annotations = inspect.get_annotations(kind)
+    if kind.__init__ is Record.__init__:
+        fields = [(name, annotation, dataclasses.field()) for name, annotation in annotations.items()]
+        for name, _, field in fields:
+            if name in kind._fresh:
+                field.default_factory = dict
+            elif name in kind._defaults:
+                field.default = kind._defaults[name]
+        return dataclasses.make_dataclass(kind.__name__, fields, frozen=_is_frozen(kind))
+    # With an __init__ of its own: the parameters, and the annotations for what it computes.
+    described: list[tuple[str, str, Any]] = []
+    computed = [(name, annotation, dataclasses.field(init=False)) for name, annotation in annotations.items()]
+    for name, parameter in inspect.signature(kind).parameters.items():
+        annotation = str(parameter.annotation)
+        settings: dict[str, Any] = {}
+        if parameter.default is None and annotation.startswith("dict["):
+            settings["default_factory"] = dict  # None stands for an empty dict there
+        elif parameter.default is not parameter.empty:
+            settings["default"] = parameter.default
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            settings["kw_only"] = True
+            described += computed
+            computed = []
+        described.append((name, annotation, dataclasses.field(**settings)))
+    return dataclasses.make_dataclass(kind.__name__, described + computed)
+
+
+def _is_frozen(kind: type[Record]) -> bool:
+    return kind.__setattr__ is not object.__setattr__
+
+
 @dataclass_transform(frozen_default=True)
 class Record:
-    """The base; fields are the annotations of the subclass itself, in order."""
+    """The base class; fields are the annotations, in order, those of a base record first."""
 
     _fields: ClassVar[tuple[str, ...]] = ()
     _defaults: ClassVar[dict[str, Any]] = {}
+    _fresh: ClassVar[tuple[str, ...]] = ()  # fields whose default is an empty dict
     __match_args__: ClassVar[tuple[str, ...]] = ()
+    if not TYPE_CHECKING:
+        __dataclass_fields__ = _DataclassAttribute()
+        __dataclass_params__ = _DataclassAttribute()
 
-    def __init_subclass__(cls) -> None:
-        cls._fields = tuple(cls.__annotations__)
-        cls.__match_args__ = cls._fields  # type: ignore[misc]  # final once the class is made; it is not yet
-        cls._defaults = {name: cls.__dict__[name] for name in cls._fields if name in cls.__dict__}
+    def __init_subclass__(cls, frozen: bool = True) -> None:
+        if not frozen:
+            cls.__setattr__ = object.__setattr__  # type: ignore[method-assign, assignment]
+            cls.__delattr__ = object.__delattr__  # type: ignore[method-assign, assignment]
+            cls.__hash__ = None  # type: ignore[assignment]
+        if cls.__init__ is Record.__init__:
+            own, body = cls.__annotations__, cls.__dict__
+            cls._fields = cls.__match_args__ = cls._fields + tuple(own)  # type: ignore[misc]  # not final yet
+            defaults = {name: body[name] for name in own if name in body}
+            cls._defaults = cls._defaults | defaults if cls._defaults else defaults
+            if not _is_frozen(cls):
+                cls._fresh = tuple(name for name, value in defaults.items() if value == {})
 
     def __init__(self, *args: Any, **named: Any) -> None:
         fields, values = self._fields, self.__dict__
         values.update(self._defaults)
-        values.update(zip(fields, args, strict=False))
-        values.update(named)
+        for name in self._fresh:
+            values[name] = {}
+        if args:
+            values.update(zip(fields, args))  # noqa: B905 - strict= takes time, and the lengths are checked below
+        if named:
+            values.update(named)
         if (
             len(values) != len(fields)
             or len(args) > len(fields)
-            or not named.keys().isdisjoint(fields[: len(args)])
+            or (args and named and not named.keys().isdisjoint(fields[: len(args)]))
         ):
             raise TypeError(
                 f"{type(self).__name__}({', '.join(fields)}) cannot be made of {len(args)} values"
@@ -59,14 +135,15 @@ class Record:
         raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted")
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.__dict__ == other.__dict__
+        return self.__dict__ == other.__dict__ if type(self) is type(other) else NotImplemented
 
     def __hash__(self) -> int:
         return hash((type(self), *map(self.__dict__.__getitem__, self._fields)))
 
     def __repr__(self) -> str:
         values = self.__dict__
-        return f"{type(self).__name__}({', '.join(f'{name}={values[name]!r}' for name in self._fields)})"
+        names = self._fields or values  # in the order of assignment if the class has an __init__ of its own
+        return f"{type(self).__name__}({', '.join(f'{name}={values[name]!r}' for name in names)})"
 
     def replace(self, **changes: Any) -> Self:
         """A copy with these fields changed."""

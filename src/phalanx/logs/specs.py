@@ -17,7 +17,7 @@ import os
 from abc import ABC, abstractmethod
 from enum import IntFlag
 
-from phalanx.workers.values import ByValue
+from phalanx.core.record import Record
 
 __all__ = ["DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"]
 
@@ -67,26 +67,16 @@ def to_map(val_or_map: Std | dict[int, Std], local_world_size: int) -> dict[int,
     return {rank: val_or_map.get(rank, Std.NONE) for rank in range(local_world_size)}
 
 
-class LogsDest(ByValue):
+class LogsDest(Record, frozen=False):
     """Local rank -> path; an empty path or no entry: that stream is not redirected, or not shown."""
 
-    def __init__(
-        self,
-        stdouts: dict[int, str] | None = None,
-        stderrs: dict[int, str] | None = None,
-        tee_stdouts: dict[int, str] | None = None,
-        tee_stderrs: dict[int, str] | None = None,
-        error_files: dict[int, str] | None = None,
-        filtered_stdout: str = "",
-        filtered_stderr: str = "",
-    ) -> None:
-        self.stdouts = stdouts if stdouts is not None else {}
-        self.stderrs = stderrs if stderrs is not None else {}
-        self.tee_stdouts = tee_stdouts if tee_stdouts is not None else {}
-        self.tee_stderrs = tee_stderrs if tee_stderrs is not None else {}
-        self.error_files = error_files if error_files is not None else {}
-        self.filtered_stdout = filtered_stdout
-        self.filtered_stderr = filtered_stderr
+    stdouts: dict[int, str] = {}
+    stderrs: dict[int, str] = {}
+    tee_stdouts: dict[int, str] = {}
+    tee_stderrs: dict[int, str] = {}
+    error_files: dict[int, str] = {}
+    filtered_stdout: str = ""
+    filtered_stderr: str = ""
 
 
 class LogsSpecs(ABC):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from phalanx.workers.values import ByValue
+from phalanx.core.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 
-class RendezvousStoreInfo(ByValue):
+class RendezvousStoreInfo(Record, frozen=False):
     """Where the workers of a round find their store."""
 
     MASTER_ADDR_KEY = "MASTER_ADDR"

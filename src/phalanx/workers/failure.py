@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 
 from phalanx.core.failures import WorkerExit, is_victim, moment, own_code, shell_status
+from phalanx.core.record import Record
 from phalanx.workers import error_file as files
 from phalanx.workers.exit_evidence import code_in_words, signal_label
-from phalanx.workers.values import ByValue
 
 TYPE_CHECKING = False  # a restart waits for this module: no typing, no dataclasses
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ NO_MESSAGE = "<NONE>"
 SYSTEM_TERMINATED = {"category": "system_terminated_error", "retryability": "False"}
 
 
-class ProcessFailure(ByValue):
+class ProcessFailure(Record, frozen=False):
     """A failed worker: where, when, how, and in its own words if it left any."""
 
     error_file_data: dict[str, Any]

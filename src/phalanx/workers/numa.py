@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 
+from phalanx.core.record import Record
 from phalanx.devices import visible_gpus
 
 
@@ -34,22 +34,20 @@ class AffinityMode(StrEnum):
     CORE_COMPLEX = "core-complex"
 
 
-@dataclass(frozen=True)
-class NumaOptions:
+class NumaOptions(Record):
     """How to bind, and whether an impossible binding is an error or ignored."""
 
     affinity_mode: AffinityMode
     should_fall_back_if_binding_fails: bool = False
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(Record):
     """The CPUs we may use, and how they hang together."""
 
     node_of: Mapping[int, int]  # allowed CPU → NUMA node
-    socket_of: Mapping[int, int] = field(default_factory=dict)  # CPU → socket
-    core_of: Mapping[int, int] = field(default_factory=dict)  # CPU → first CPU of its physical core
-    cache_of: Mapping[int, int] = field(default_factory=dict)  # CPU → first CPU behind its last-level cache
+    socket_of: Mapping[int, int] = {}  # CPU → socket
+    core_of: Mapping[int, int] = {}  # CPU → first CPU of its physical core
+    cache_of: Mapping[int, int] = {}  # CPU → first CPU behind its last-level cache
 
     @property
     def nodes(self) -> list[int]:
