@@ -70,7 +70,7 @@ def test_a_console_that_is_gone_is_not_waited_for(where: str, warm: str, tmp_pat
     ended = in_shell(f"set -o pipefail; RUN {where}", *words, cwd=tmp_path)
     assert ended.code == 7, ended
     about = [line for line in ended.said if "output" in line or "stdout" in line]
-    full = "stdout: No space left on device: not all output of the workers is there; their log files have it"
+    full = "stdout: No space left on device: some worker output was not shown; see the log files"
     assert about == ([full] if where == ">/dev/full" else []), ended
     assert [log.read_text() for log in tmp_path.glob("logs/*/attempt_0/0/stdout.log")] == ["text\n"]
 

@@ -124,7 +124,7 @@ class Record:
             or (args and named and not named.keys().isdisjoint(fields[: len(args)]))
         ):
             raise TypeError(
-                f"{type(self).__name__}({', '.join(fields)}) cannot be made of {len(args)} values"
+                f"{type(self).__name__}({', '.join(fields)}) cannot be created from {len(args)} values"
                 f" and {sorted(named)}"
             )
 
