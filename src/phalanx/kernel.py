@@ -84,26 +84,38 @@ def children() -> list[int]:
             return [int(pid) for pid in listing.read().split()]
     except OSError:
         pass
-    try:
-        entries = os.listdir("/proc")
-    except OSError:
-        return []
-    return [int(entry) for entry in entries if entry.isdigit() and _parent_of(entry) == me]
-
-
-def _parent_of(pid: str) -> int | None:
-    fields = stat_fields(pid)
-    return int(fields[1]) if fields else None
+    parents = {entry: stat_fields(entry) for entry in list_dir("/proc") if entry.isdigit()}
+    return [int(pid) for pid, fields in parents.items() if fields and int(fields[1]) == me]
 
 
 def stat_fields(pid: str | int) -> list[str] | None:
     """The fields of /proc/<pid>/stat after the name, which may contain blanks and brackets."""
+    return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split() or None
+
+
+def read_text(path: str) -> str:
+    """A small file of /proc or /sys; empty if it cannot be read."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            line = stat.read().decode("ascii", "replace")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return ""
+    try:
+        parts = []
+        while part := os.read(fd, 1 << 16):
+            parts.append(part)
+        return b"".join(parts).decode("utf-8", "replace")
     except OSError:
-        return None
-    return line.rpartition(")")[2].split() or None
+        return ""
+    finally:
+        os.close(fd)
+
+
+def list_dir(path: str) -> list[str]:
+    """The sorted names in a directory; none if it cannot be read."""
+    try:
+        return sorted(os.listdir(path))
+    except OSError:
+        return []
 
 
 def describe(pid: int) -> str:
@@ -111,11 +123,7 @@ def describe(pid: int) -> str:
     fields = stat_fields(pid)
     if not fields:
         return f"pid {pid} (gone)"
-    try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
-            name = comm.read().strip()
-    except OSError:
-        name = "?"
+    name = read_text(f"/proc/{pid}/comm").strip() or "?"
     return f"pid {pid} ({name}, state {fields[0]})"
 
 

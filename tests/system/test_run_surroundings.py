@@ -101,7 +101,7 @@ def test_a_script_that_does_not_parse(python: str, tmp_path: Path) -> None:
     ended = run(*words)
     assert ended.code == 1, ended
     assert "SyntaxError: invalid syntax" in ended.said[1]
-    assert f"Look next  {path}:2\n" in ended.err, ended
+    assert f"Next step  {path}:2\n" in ended.err, ended
 
 
 def test_a_plan_that_cannot_be_written(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ check its arguments; its fields are then the parameters.
 `dataclasses.replace`, `asdict` and `fields` accept records, and `@dataclass` can extend a record that is not
 frozen.
 
-Invariants: records are equal if they have the same type and the same values. A default is shared by all
-instances unless it is a dict. This module imports nothing; `dataclasses` and `inspect` are loaded only
-when `dataclasses` asks for the fields.
+Invariants: records are equal if they have the same type and the same values. Instances share
+their defaults, except for the dicts of records that are not frozen. This module imports nothing;
+`dataclasses` and `inspect` are loaded only when `dataclasses` asks for the fields.
 """
 
 from __future__ import annotations
