@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 import subprocess
@@ -19,7 +20,7 @@ from phalanx.logs.specs import LogsDest
 from phalanx.membership.solo import SoloRendezvous
 from phalanx.workers.error_file import message_data, write_data
 from phalanx.workers.failure import ProcessFailure
-from phalanx.workers.numa import AffinityMode, NumaOptions
+from phalanx.workers.numa import AffinityMode, NumaOptions, Topology
 from phalanx.workers.result import RunProcsResult
 from tests.conftest import HUNG
 
@@ -110,6 +111,10 @@ def test_a_record_extends_another() -> None:
     crate.weight = 3.0
     assert crate != Crate("c", weight=2.5)
     assert Crate("c").labels is not Crate("c").labels
+    assert Crate("c").content is not Crate("c").content
+    assert [field.name for field in dataclasses.fields(crate)] == ["name", "content", "weight", "labels"]
+    assert list(inspect.signature(Crate).parameters) == ["name", "content", "weight", "labels"]
+    assert list(inspect.signature(ProcessFailure).parameters)[:2] == ["local_rank", "pid"]
 
 
 def test_frozen_records_are_dataclasses_too() -> None:
@@ -117,6 +122,7 @@ def test_frozen_records_are_dataclasses_too() -> None:
     assert dataclasses.asdict(made) == {"affinity_mode": "node", "should_fall_back_if_binding_fails": False}
     again = dataclasses.replace(made, should_fall_back_if_binding_fails=True)
     assert again == NumaOptions(AffinityMode.NODE, True)
+    assert dataclasses.replace(Topology({0: 1})) == Topology({0: 1})
     assert not dataclasses.is_dataclass(Record)
 
 

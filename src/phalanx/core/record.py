@@ -35,33 +35,43 @@ else:
         return lambda kind: kind
 
 
-class _DataclassAttribute:
-    """An attribute by which `dataclasses` knows its classes; taken from a real dataclass on access."""
+class _Computed:
+    """An attribute that `dataclasses` or `inspect` looks up; taken from a real dataclass on access."""
 
     def __set_name__(self, _owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, _instance: object, owner: type[Record]) -> Any:
-        # Only for the class that defines the fields: a subclass may have an __init__ of its own.
-        kind = next((base for base in owner.__mro__ if Record in base.__bases__), None)
-        if kind is None:
-            raise AttributeError(self._name)  # Record itself
-        return vars(_as_dataclass(kind))[self._name]
+        own_init = owner.__init__ is not Record.__init__
+        signature = self._name == "__signature__"
+        if owner is Record or (signature and own_init):
+            raise AttributeError(self._name)  # it has no fields, or `inspect` can read its own __init__
+        # A subclass may have an __init__ of its own; the fields are those of the class it extends.
+        kind = next(base for base in owner.__mro__ if Record in base.__bases__) if own_init else owner
+        made = _as_dataclass(kind)
+        if signature:
+            import inspect
+
+            return inspect.signature(made)
+        return vars(made)[self._name]
 
 
 def _as_dataclass(kind: type[Record]) -> type:
     import dataclasses
     import inspect
 
-    annotations = inspect.get_annotations(kind)
     if kind.__init__ is Record.__init__:
-        fields = [(name, annotation, dataclasses.field()) for name, annotation in annotations.items()]
+        annotations = {
+            name: a for base in kind.__mro__[::-1] for name, a in inspect.get_annotations(base).items()
+        }
+        fields = [(name, annotations[name], dataclasses.field()) for name in kind._fields]
         for name, _, field in fields:
-            if name in kind._fresh:
-                field.default_factory = dict
-            elif name in kind._defaults:
+            if name in kind._defaults:
                 field.default = kind._defaults[name]
+                if field.default == {}:
+                    field.default, field.default_factory = dataclasses.MISSING, dict
         return dataclasses.make_dataclass(kind.__name__, fields, frozen=_is_frozen(kind))
+    annotations = inspect.get_annotations(kind)
     # With an __init__ of its own: the parameters, and the annotations for what it computes.
     described: list[tuple[str, str, Any]] = []
     computed = [(name, annotation, dataclasses.field(init=False)) for name, annotation in annotations.items()]
@@ -93,8 +103,9 @@ class Record:
     _fresh: ClassVar[tuple[str, ...]] = ()  # fields whose default is an empty dict
     __match_args__: ClassVar[tuple[str, ...]] = ()
     if not TYPE_CHECKING:
-        __dataclass_fields__ = _DataclassAttribute()
-        __dataclass_params__ = _DataclassAttribute()
+        __dataclass_fields__ = _Computed()
+        __dataclass_params__ = _Computed()
+        __signature__ = _Computed()
 
     def __init_subclass__(cls, frozen: bool = True) -> None:
         if not frozen:
@@ -107,7 +118,7 @@ class Record:
             defaults = {name: body[name] for name in own if name in body}
             cls._defaults = cls._defaults | defaults if cls._defaults else defaults
             if not _is_frozen(cls):
-                cls._fresh = tuple(name for name, value in defaults.items() if value == {})
+                cls._fresh = tuple(name for name, value in cls._defaults.items() if value == {})
 
     def __init__(self, *args: Any, **named: Any) -> None:
         fields, values = self._fields, self.__dict__
@@ -141,9 +152,13 @@ class Record:
         return hash((type(self), *map(self.__dict__.__getitem__, self._fields)))
 
     def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.as_dict().items())})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields and their values, in order."""
         values = self.__dict__
-        names = self._fields or values  # in the order of assignment if the class has an __init__ of its own
-        return f"{type(self).__name__}({', '.join(f'{name}={values[name]!r}' for name in names)})"
+        # A class with an __init__ of its own: in the order of assignment.
+        return {name: values[name] for name in self._fields or values}
 
     def replace(self, **changes: Any) -> Self:
         """A copy with these fields changed."""

@@ -115,10 +115,10 @@ class RunLog:
         )
         marks = None
         if isinstance(event, say.PeerFailed):
-            incident = incident._replace(node=event.node)
+            incident = incident.replace(node=event.node)
         if isinstance(event, say.WorkerFailed) and result.failures:
             failure = _root(result)
-            incident = incident._replace(
+            incident = incident.replace(
                 rank=failure.rank,
                 pid=failure.pid,
                 exit_code=failure.reported_exitcode,
