@@ -49,9 +49,9 @@ def _find(name: str) -> Callable[..., int]:
         return function
 
 
-def die_with_parent(sig: int = signal.SIGKILL) -> bool:
-    """Make the kernel signal this process when the *thread* that forked it exits."""
-    return _prctl(_PR_SET_PDEATHSIG, int(sig))
+def die_with_parent() -> bool:
+    """Make the kernel kill this process when the *thread* that forked it exits."""
+    return _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def become_subreaper() -> bool:

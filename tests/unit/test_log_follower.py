@@ -567,7 +567,7 @@ def test_no_descriptors_left_is_survived_and_counted(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 32
 
 
-def test_an_idle_tee_uses_no_cpu_and_does_not_wake(
+def test_an_idle_follower_uses_no_cpu_and_does_not_wake(
     tmp_path: Path, console: Console, logs: LogFollower
 ) -> None:
     (tmp_path / "log").write_bytes(b"line\npartial")

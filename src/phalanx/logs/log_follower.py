@@ -41,6 +41,7 @@ __all__ = ["Containing", "LogFollower"]
 
 _LINGER = 0.002  # after output, wait this long before arming watches again: fewer, larger blocks
 _SHOW_PARTIAL = 0.1  # a terminal shows an unfinished line after this much silence
+_STALL = 30.0  # seconds without progress after which a destination is given up
 _STOP_FLUSH = 0.25  # how long `stop` lets a half-written block finish
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
@@ -131,7 +132,7 @@ class LogFollower:
             self._run_thread()
         return self
 
-    def drain(self, stall: float = 30.0) -> int:
+    def drain(self, stall: float = _STALL) -> int:
         """Shows everything the files hold now and stops following them; returns the bytes not shown.
 
         For use after the workers have exited. A destination that accepts nothing for `stall` seconds is
@@ -140,7 +141,7 @@ class LogFollower:
         _, sources = self._finish(None, stall)
         return sum(s.lost for s in sources)
 
-    def finish(self, patience: float, stall: float = 30.0) -> bool:
+    def finish(self, patience: float, stall: float = _STALL) -> bool:
         """Like `drain`, in steps: whether it is over, completed or given up, after `patience` seconds."""
         return self._finish(patience, stall)[0]
 

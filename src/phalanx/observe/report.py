@@ -102,8 +102,8 @@ def _counts(found: Diagnosis) -> str:
         (len(found.echoes), "lost a peer"),
         (len(found.victims), "stopped"),
     ]
-    told = [f"{count} {what}" for count, what in parts if count]
-    return f": {', '.join(told)}" if len(told) > 1 or sum(count for count, _ in parts) > 1 else ""
+    shown = [f"{count} {what}" for count, what in parts if count]
+    return f": {', '.join(shown)}" if len(shown) > 1 or sum(count for count, _ in parts) > 1 else ""
 
 
 def _root_lines(
@@ -428,7 +428,7 @@ def _rank_json(
     rank: int, failure: ProcessFailure, kind: str, leader: int, started_at: float | None
 ) -> dict[str, Any]:
     at = moment(failure.ending(rank), started_at)
-    told: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "rank": rank,
         "local_rank": failure.local_rank,
         "role": failure.role,
@@ -447,5 +447,5 @@ def _rank_json(
         "error_file": failure.error_file if _is_path(failure.error_file) else "",
     }
     if leader != rank:
-        return told | {"same_as": leader}
-    return told | {"traceback": failure.traceback, "stderr_tail": plain_lines(failure.tail)}
+        return entry | {"same_as": leader}
+    return entry | {"traceback": failure.traceback, "stderr_tail": plain_lines(failure.tail)}

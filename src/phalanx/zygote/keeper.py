@@ -16,7 +16,7 @@ import time
 from phalanx import kernel
 from phalanx.zygote.channel import Channel
 from phalanx.zygote.rawsignal import signal
-from phalanx.zygote.zygote import Become, Zygote, kill_everything
+from phalanx.zygote.zygote import Become, Zygote, has_children, kill_everything, reap
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -222,13 +222,5 @@ def _died_importing(status: int, importing: bool, verdict_read: int, wishes: Pre
 
 def _ended(zygote: int) -> int | None:
     """Reap all exited children; the zygote's status if it was one of them."""
-    found = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found if found is not None else 0
-        if pid == 0:
-            return found
-        if pid == zygote:
-            found = status
+    ended = dict(reap())
+    return ended[zygote] if zygote in ended else None if has_children() else 0

@@ -38,7 +38,7 @@ from phalanx.zygote.rawsignal import signal
 
 TYPE_CHECKING = False  # importing typing would cost more than everything else here together
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any, NoReturn
 
     from phalanx.zygote.channel import Channel
@@ -153,7 +153,7 @@ class Zygote:
                 self._fork_standbys(message[1], message[2])
         except Become:
             raise  # in the fork, whose descriptors are in place
-        except (BrokenPipeError, ConnectionError):
+        except ConnectionError:
             served = False
         else:
             served = True
@@ -210,9 +210,7 @@ class Zygote:
                 break  # out of resources: restarts are slower
             if handover is None:
                 continue
-            # In the fork, when its turn has come.
-            request, spec, fds, gate_read, status = handover
-            self._in_fork(request, spec, fds, gate_read, status)
+            self._in_fork(*handover)  # in the fork, when its turn has come
         self._report(("parked", list(self.standbys.channels)))
 
     def _fork(
@@ -262,12 +260,7 @@ class Zygote:
         os._exit(127)
 
     def _become_worker(
-        self,
-        request: dict[str, Any],
-        spec: dict[str, Any],
-        fds: list[int],
-        gate_read: int,
-        status: int,
+        self, request: dict[str, Any], spec: dict[str, Any], fds: list[int], gate_read: int, status: int
     ) -> NoReturn:
         default_signals(request["ignored"])
         std = [fds[index] for index in request["std"]]
@@ -301,13 +294,7 @@ class Zygote:
 
     def _reap(self) -> None:
         ended = []
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
+        for pid, status in reap():
             worker = None if self.standbys.lost(pid) else self.workers.pop(pid, None)
             if worker:
                 ended.append((worker, os.waitstatus_to_exitcode(status), time.time()))
@@ -386,7 +373,7 @@ class Zygote:
     def _is_anything_left(self) -> bool:
         """Whether a process of the group is left; standbys do not belong to it."""
         if not self.standbys.channels:
-            return _has_children()
+            return has_children()
         return bool(self.workers) or bool(self._adopted())
 
     def _adopted(self) -> list[int]:
@@ -420,14 +407,23 @@ def kill_everything(sessions: list[int]) -> None:
     while time.monotonic() < give_up_at:
         for pid in kernel.children():
             _signal_one(pid, signal.SIGKILL)
-        while True:
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                break
+        for _ in reap():
+            pass
+        if not has_children():
+            return
         poll.poll(2)  # a pause: adoption raises no event to wait for
+
+
+def reap() -> Iterator[tuple[int, int]]:
+    """Reap the children that have exited: their pids and statuses."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
 
 
 def _took_over(status: int) -> bool:
@@ -459,7 +455,8 @@ def _signal_one(pid: int, sig: int) -> None:
         pass
 
 
-def _has_children() -> bool:
+def has_children() -> bool:
+    """Whether this process has children, exited ones included."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
