@@ -127,6 +127,13 @@ def describe(pid: int) -> str:
     return f"pid {pid} ({name}, state {fields[0]})"
 
 
+def copy_above(fd: int, floor: int) -> int:
+    """A duplicate of a descriptor, under a free number from `floor` on."""
+    import fcntl
+
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor)
+
+
 def anonymous_file(name: str) -> int:
     """A file in memory (or unlinked on disk) that exists as long as its descriptors."""
     try:

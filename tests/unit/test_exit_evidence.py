@@ -1,4 +1,4 @@
-"""Why a worker ended, told from outside it; the OOM cases make the kernel kill a real process."""
+"""Why a worker exited, as seen from outside; the OOM cases make the kernel kill a real process."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_without_counters_it_claims_nothing() -> None:
 
 @pytest.fixture
 def limited() -> Iterator[Path]:
-    """A memory cgroup below our own with a small limit."""
+    """A memory cgroup with a small limit, below this process's own."""
     mount, kind = next(
         ((m, k) for k in ("v1", "v2") if (m := exit_evidence._cgroup_mounts().get(k))), (None, "")
     )

@@ -42,7 +42,7 @@ def nothing_left() -> Iterator[None]:
 
 
 class Console:
-    """The read end of a pipe or pseudo-terminal that a logs writes to."""
+    """The read end of a pipe or pseudo-terminal that a follower writes to."""
 
     def __init__(self, terminal: bool = False) -> None:
         self.read_end, write_end = pty.openpty() if terminal else os.pipe()

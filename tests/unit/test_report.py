@@ -191,7 +191,7 @@ def syntax_error(make: Make) -> dict[int, ProcessFailure]:
 
 
 def syntax_error_on_stderr(make: Make) -> dict[int, ProcessFailure]:
-    """By an interpreter that nothing of ours runs in."""
+    """From an interpreter without the bootstrap."""
     return {0: make(0, 1, 0.02, tail=f"starting\n{SYNTAX}", stderr_path="/logs/run_1/attempt_0/0/stderr.log")}
 
 
@@ -200,7 +200,7 @@ def nothing_known(make: Make) -> dict[int, ProcessFailure]:
 
 
 def output_not_read(make: Make) -> dict[int, ProcessFailure]:
-    """Several workers, and the reader of what they print has gone."""
+    """Several workers, and the reader of their output has exited."""
     stack = (
         'Traceback (most recent call last):\n  File "/home/me/train.py", line 8, in <module>\n'
         '    print("step", n)\nBrokenPipeError: [Errno 32] Broken pipe\n'

@@ -265,7 +265,7 @@ class LogFollower:
         with self._cond:
             if self._wake_w >= 0:
                 try:
-                    os.write(self._wake_w, b"\x01\0\0\0\0\0\0\0")
+                    os.write(self._wake_w, b"!")
                 except BlockingIOError:
                     pass  # already awake
 
@@ -274,12 +274,8 @@ class LogFollower:
             if self.thread is not None:
                 return
             try:
-                if hasattr(os, "eventfd"):
-                    self._wake_r = self._wake_w = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                else:
-                    self._wake_r, self._wake_w = os.pipe()
-                    os.set_blocking(self._wake_r, False)
-                    os.set_blocking(self._wake_w, False)
+                self._wake_r, self._wake_w = os.pipe()
+                os.set_blocking(self._wake_w, False)
             except OSError:
                 pass  # out of descriptors: the thread then checks its inbox at the polling rate
             self.thread = threading.Thread(target=self._main, name=f"logs-{self.name}", daemon=True)

@@ -79,7 +79,7 @@ class StandbyPool:
 
 def _wait(channel: Channel, warm_up: str) -> Handover:
     lower_priority(5)  # the running workers come first
-    import fcntl  # noqa: F401 - fork_setup needs it; importing it now makes the restart faster
+    import fcntl  # noqa: F401 - needed to place descriptors; imported now to make the restart faster
 
     if warm_up:
         module, _, name = warm_up.partition(":")

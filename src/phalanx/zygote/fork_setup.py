@@ -40,15 +40,9 @@ def default_signals(ignored: list[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def _copy_above(fd: int, floor: int) -> int:
-    import fcntl
-
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor)
-
-
 def move_above(fd: int, floor: int) -> int:
     """Move a descriptor to a free number from `floor` on."""
-    moved = _copy_above(fd, floor)
+    moved = kernel.copy_above(fd, floor)
     os.close(fd)
     return moved
 
@@ -57,7 +51,7 @@ def place(std: list[int], extra: list[tuple[str, int, int]]) -> dict[str, int]:
     """Put the standard descriptors at 0-2 and the extra ones at their numbers (-1: any), inheritable."""
     floor = max([3, *(target + 1 for _, _, target in extra)])
     # First above all targets, so that no dup2 overwrites a source that is still needed.
-    sources = [_copy_above(fd, floor) for fd in (*std, *(fd for _, fd, _ in extra))]
+    sources = [kernel.copy_above(fd, floor) for fd in (*std, *(fd for _, fd, _ in extra))]
     places = {}
     names = ["0", "1", "2", *(name for name, _, _ in extra)]
     targets = [0, 1, 2, *(target for _, _, target in extra)]
