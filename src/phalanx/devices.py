@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import os
 
+from phalanx.kernel import list_dir, read_text
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,7 +108,7 @@ def nvidia_gpus(root: str = "/") -> list[Gpu]:
     nodes = _nvidia_nodes(root)
     listed: list[Gpu] = []
     base = os.path.join(root, "proc/driver/nvidia/gpus")
-    for pci in sorted(_listdir(base), key=_pci_key):
+    for pci in sorted(list_dir(base), key=_pci_key):
         fields = _information(os.path.join(base, pci, "information"))
         minor = fields.get("Device Minor", "")
         uuid = fields.get("GPU UUID", "")
@@ -216,8 +218,8 @@ def _amd_gpus(root: str) -> int:
     """KFD topology nodes with shader cores; those without are CPUs."""
     base = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
     found = 0
-    for node in _listdir(base):
-        for line in read_file(os.path.join(base, node, "properties")).splitlines():
+    for node in list_dir(base):
+        for line in read_text(os.path.join(base, node, "properties")).splitlines():
             key, _, value = line.partition(" ")
             if key == "simd_count" and value.strip().isdigit() and int(value) > 0:
                 found += 1
@@ -228,9 +230,9 @@ def _intel_gpus(root: str) -> int:
     """Render nodes of Intel's compute-capable drivers."""
     base = os.path.join(root, "sys/class/drm")
     found = 0
-    for name in _listdir(base):
+    for name in list_dir(base):
         device = os.path.join(base, name, "device")
-        if name.startswith("renderD") and read_file(os.path.join(device, "vendor")).strip() == "0x8086":
+        if name.startswith("renderD") and read_text(os.path.join(device, "vendor")).strip() == "0x8086":
             driver = os.path.basename(os.path.realpath(os.path.join(device, "driver")))
             found += driver in ("i915", "xe")
     return found
@@ -238,12 +240,12 @@ def _intel_gpus(root: str) -> int:
 
 def _nvidia_nodes(root: str) -> set[int]:
     return {
-        int(n[6:]) for n in _listdir(os.path.join(root, "dev")) if n.startswith("nvidia") and n[6:].isdigit()
+        int(n[6:]) for n in list_dir(os.path.join(root, "dev")) if n.startswith("nvidia") and n[6:].isdigit()
     }
 
 
 def _information(path: str) -> dict[str, str]:
-    pairs = (line.partition(":") for line in read_file(path).splitlines())
+    pairs = (line.partition(":") for line in read_text(path).splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
@@ -252,19 +254,3 @@ def _pci_key(address: str) -> tuple[int, ...]:
         return tuple(int(part, 16) for part in address.replace(".", ":").split(":"))
     except ValueError:
         return (1 << 32,)
-
-
-def _listdir(path: str) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError:
-        return []
-
-
-def read_file(path: str) -> str:
-    """The text of a file; empty where it cannot be read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -1,8 +1,7 @@
-"""The few kernel services that Python does not offer, each with what happens where they are missing.
+"""Kernel services that Python does not offer.
 
-Linux only: the parent-death signal, the child subreaper and pidfds. Elsewhere the calls are no-ops
-that return False, and docs/design.md says what is weaker there. ctypes is the price of having no
-compiled extension; it is loaded on first use, because the zygote is the only one that always needs it.
+The parent-death signal, the child subreaper and pidfds exist on Linux only. Elsewhere the calls do nothing
+and return False; docs/design.md lists the consequences.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ def _prctl(option: int, arg: int | bytes) -> bool:
 
 
 def _find(name: str) -> Callable[..., int]:
-    """A function of libc. The process itself is a handle on it: no name to guess, no search that forks."""
+    """A function of libc, looked up in the process itself: a search for the library's name would fork."""
     try:
-        import _ctypes  # the part of ctypes that calls; the rest of it takes longer than a fork
+        import _ctypes  # imported on first use; the rest of ctypes takes longer than a fork
 
         itself: Any = None
         address = _ctypes.dlsym(_ctypes.dlopen(itself, 0), name)
@@ -50,23 +49,23 @@ def _find(name: str) -> Callable[..., int]:
         return function
 
 
-def die_with_parent(sig: int = signal.SIGKILL) -> bool:
-    """Ask the kernel to signal this process when the *thread* that forked it ends."""
-    return _prctl(_PR_SET_PDEATHSIG, int(sig))
+def die_with_parent() -> bool:
+    """Make the kernel kill this process when the *thread* that forked it exits."""
+    return _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def become_subreaper() -> bool:
-    """Inherit descendants whose own parents die, instead of losing them to init."""
+    """Adopt descendants whose parents die, instead of init."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_name(name: str) -> bool:
-    """The short name `ps -o comm` and `top` show (15 bytes)."""
+    """Set the short name that `ps -o comm` and `top` show (15 bytes)."""
     return _prctl(_PR_SET_NAME, name.encode()[:15])
 
 
 def pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when `pid` ends; None where the kernel has none to give."""
+    """A descriptor that becomes readable when `pid` exits; None if the kernel does not support it."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -74,10 +73,10 @@ def pidfd(pid: int) -> int | None:
 
 
 def children() -> list[int]:
-    """The pids whose parent is this process, adopted ones included; never anybody else's.
+    """The pids of this process's children, adopted ones included.
 
-    The kernel's own list where it is compiled in, a scan of /proc otherwise. A child that this
-    process has not waited for keeps its pid, so none of these numbers can be somebody else's.
+    From the kernel's own list if it has one, else from a scan of /proc. A child keeps its pid until this
+    process reaps it, so none of these numbers can belong to another process.
     """
     me = os.getpid()
     try:
@@ -85,43 +84,58 @@ def children() -> list[int]:
             return [int(pid) for pid in listing.read().split()]
     except OSError:
         pass
-    try:
-        entries = os.listdir("/proc")
-    except OSError:
-        return []
-    return [int(entry) for entry in entries if entry.isdigit() and _parent_of(entry) == me]
-
-
-def _parent_of(pid: str) -> int | None:
-    fields = stat_fields(pid)
-    return int(fields[1]) if fields else None
+    parents = {entry: stat_fields(entry) for entry in list_dir("/proc") if entry.isdigit()}
+    return [int(pid) for pid, fields in parents.items() if fields and int(fields[1]) == me]
 
 
 def stat_fields(pid: str | int) -> list[str] | None:
-    """The fields of /proc/<pid>/stat after the name, which may itself hold blanks and brackets."""
+    """The fields of /proc/<pid>/stat after the name, which may contain blanks and brackets."""
+    return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split() or None
+
+
+def read_text(path: str) -> str:
+    """A small file of /proc or /sys; empty if it cannot be read."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            line = stat.read().decode("ascii", "replace")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return ""
+    try:
+        parts = []
+        while part := os.read(fd, 1 << 16):
+            parts.append(part)
+        return b"".join(parts).decode("utf-8", "replace")
     except OSError:
-        return None
-    return line.rpartition(")")[2].split() or None
+        return ""
+    finally:
+        os.close(fd)
+
+
+def list_dir(path: str) -> list[str]:
+    """The sorted names in a directory; none if it cannot be read."""
+    try:
+        return sorted(os.listdir(path))
+    except OSError:
+        return []
 
 
 def describe(pid: int) -> str:
-    """`pid 123 (python, state D)`: enough for a person to go and look."""
+    """`pid 123 (python, state D)`."""
     fields = stat_fields(pid)
     if not fields:
         return f"pid {pid} (gone)"
-    try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
-            name = comm.read().strip()
-    except OSError:
-        name = "?"
+    name = read_text(f"/proc/{pid}/comm").strip() or "?"
     return f"pid {pid} ({name}, state {fields[0]})"
 
 
+def copy_above(fd: int, floor: int) -> int:
+    """A duplicate of a descriptor, under a free number from `floor` on."""
+    import fcntl
+
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor)
+
+
 def anonymous_file(name: str) -> int:
-    """A file that lives in memory (or on no path at all) and dies with its descriptors."""
+    """A file in memory (or unlinked on disk) that exists as long as its descriptors."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC)
     except (AttributeError, OSError):

@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
     name: str
     words: str
-    env: dict[str, str] = {}  # noqa: RUF012 - never changed
+    env: dict[str, str] = {}
     workers: int = 1
     unlike: tuple[str, ...] = ()  # facts about the script that are better with us
 

@@ -167,7 +167,7 @@ def test_the_report_is_last_and_also_in_json(tmp_path: Path) -> None:
         "Root cause: rank 1",
         "ZeroDivisionError",
         "Traceback",
-        "Stopped because of this: rank 0",
+        "Stopped as a result: rank 0",
         str(logs),
     ):
         assert what in report, ended

@@ -70,7 +70,7 @@ def test_a_console_that_is_gone_is_not_waited_for(where: str, warm: str, tmp_pat
     ended = in_shell(f"set -o pipefail; RUN {where}", *words, cwd=tmp_path)
     assert ended.code == 7, ended
     about = [line for line in ended.said if "output" in line or "stdout" in line]
-    full = "stdout: No space left on device: not all output of the workers is there; their log files have it"
+    full = "stdout: No space left on device: some worker output was not shown; see the log files"
     assert about == ([full] if where == ">/dev/full" else []), ended
     assert [log.read_text() for log in tmp_path.glob("logs/*/attempt_0/0/stdout.log")] == ["text\n"]
 
@@ -101,7 +101,7 @@ def test_a_script_that_does_not_parse(python: str, tmp_path: Path) -> None:
     ended = run(*words)
     assert ended.code == 1, ended
     assert "SyntaxError: invalid syntax" in ended.said[1]
-    assert f"Look next  {path}:2\n" in ended.err, ended
+    assert f"Next step  {path}:2\n" in ended.err, ended
 
 
 def test_a_plan_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Deadlines against a plain model: what is due, what is next, and that nothing piles up."""
+"""Deadlines against a simple model: what is due, what is next, and that memory stays bounded."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_round_trip(tmp_path: Path) -> None:
     told = data["message"]
     assert told["message"] == "ValueError: bad batch"
     assert told["extraInfo"]["timestamp"] == "1700000000"
-    record = error_file.read(str(tmp_path / "error.json"))
+    record = error_file.read_with_reason(str(tmp_path / "error.json"))[0]
     assert record is not None
     assert record.message == "ValueError: bad batch"
     assert record.traceback.startswith("Traceback (most recent call last):\n")
@@ -107,9 +107,9 @@ def test_giant_message_is_capped_and_still_readable(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     assert error_file.write_exception(str(path), raised(ValueError("\x01" * (8 << 20))))
     assert path.stat().st_size < error_file.READ_LIMIT
-    record = error_file.read(str(path))
+    record = error_file.read_with_reason(str(path))[0]
     assert record is not None
-    assert "characters left out" in record.message
+    assert "characters omitted" in record.message
 
 
 def test_chain_is_kept(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_the_first_record_of_an_exception_stays(tmp_path: Path) -> None:
     path, exc = str(tmp_path / "error.json"), raised(ValueError("once"))
     assert error_file.write_exception(path, exc, now_ns=NOW)
     assert error_file.write_exception(path, exc, now_ns=NOW + 10**12)
-    record = error_file.read(path)
+    record = error_file.read_with_reason(path)[0]
     assert record is not None
     assert record.at == pytest.approx(NOW / 1e9, abs=1e-5)
 
@@ -206,7 +206,7 @@ def test_known_shapes(
 ) -> None:
     path = tmp_path / "error.json"
     path.write_text(json.dumps(data))
-    record = error_file.read(str(path))
+    record = error_file.read_with_reason(str(path))[0]
     assert record is not None
     assert (record.message, record.at, record.precise, record.code) == (message, at, precise, code)
 
@@ -231,7 +231,7 @@ def test_broken_files_give_a_reason(tmp_path: Path, name: str) -> None:
     assert record is None
     assert str(path) in reason
     failure = ProcessFailure(0, 42, 3, str(path))
-    assert failure.message == "Process 42 ended with exit code 3 and left no traceback"
+    assert failure.message == "Process 42 failed with exit code 3 and left no traceback"
 
 
 @pytest.mark.timeout(20)
@@ -322,7 +322,9 @@ def test_real_crash_stack(tmp_path: Path, name: str, words: str, threads: list[s
     script.write_text(CRASH)
     run = subprocess.run([sys.executable, str(script), target, name, *threads], timeout=60, check=False)
     assert run.returncode == -getattr(signal, name)
-    stack = error_file.crash_stack(target)
+    crash = error_file.read_crash(target)
+    assert crash is not None
+    stack = crash.traceback
     assert stack.startswith("Traceback (most recent call last):\n")
     assert stack.index("in outer") < stack.index("in inner")
     assert "os.kill(os.getpid()" in stack
@@ -353,7 +355,7 @@ def test_crash_stack_counts_only_for_a_death_by_signal(tmp_path: Path) -> None:
 )
 def test_no_crash_in_the_stack_file(tmp_path: Path, text: str) -> None:
     Path(tmp_path / "e.stack").write_text(text)
-    assert error_file.crash_stack(str(tmp_path / "e")) == ""
+    assert error_file.read_crash(str(tmp_path / "e")) is None
 
 
 @given(st.text())
@@ -378,7 +380,7 @@ def test_failure_moment_is_the_records_not_the_exits(tmp_path: Path) -> None:
 def test_failure_without_an_error_file() -> None:
     killed = ProcessFailure(2, 77, -9, "/no/such/file", exited_at=5.5)
     assert killed.signal_name() == "SIGKILL"
-    assert killed.message == "Signal 9 (SIGKILL) ended process 77"
+    assert killed.message == "Signal 9 (SIGKILL) killed process 77"
     assert killed.timestamp == 5.5
     assert killed.error_file == "<N/A>"
     assert killed.error_file_data["errorTraits"]["category"] == "system_terminated_error"

@@ -74,7 +74,7 @@ def test_a_source_may_be_plain_text() -> None:
 
 
 def test_garbage_is_refused() -> None:
-    with pytest.raises(ValueError, match="no event"):
+    with pytest.raises(ValueError, match="not a valid event"):
         Event.deserialize("[1, 2]")
 
 
@@ -115,8 +115,6 @@ def test_nothing_is_computed_for_null(lines: list[str]) -> None:
 
     record(build)
     record(build, "null")
-    assert events.is_silent("null")
-    assert not events.is_silent("list")
     with pytest.raises(AssertionError, match="built for nobody"):
         record(build, "list")
 
@@ -167,7 +165,7 @@ def test_a_file_that_cannot_be_written_is_told_once_and_costs_nothing(
 
 def test_an_unknown_destination_names_the_known_ones() -> None:
     for call in (lambda: record(Event("a", EventSource.AGENT), "nope"), lambda: get_logging_handler("nope")):
-        with pytest.raises(KeyError, match=r"'nope' is not known: use one of null, console, file"):
+        with pytest.raises(KeyError, match=r"'nope'; use one of null, console, file"):
             call()
     assert {"null", "console", "file"} <= set(events.destinations())
 
@@ -198,12 +196,6 @@ def test_a_logging_handler_writes_to_the_destination(lines: list[str]) -> None:
     assert lines == ["hello you"]
 
 
-def test_timed_events_carry_the_facts_that_apply() -> None:
-    event = events.timed("worker", EventSource.WORKER, {"rank": 1}, duration_ms=5.5, worker_pid=77)
-    assert event.metadata == {"rank": 1, "duration_ms": 5.5, "worker_pid": 77}
-    assert event.timestamp > 1_600_000_000
-
-
 def test_an_incident_with_its_recovery_budget(lines: list[str]) -> None:
     marks = IncidentMarks(Incident("rank 3 exit code 1; restart 1 of 3", 4, 1, rank=3, pid=70, exit_code=1))
     for stage, at in [
@@ -217,7 +209,7 @@ def test_an_incident_with_its_recovery_budget(lines: list[str]) -> None:
     ]:
         marks.mark(stage, at)
     incident = marks.incident()
-    assert incident[-6:] == (2.0, 48.0, 8.0, 10.0, 40.0, 100.0)
+    assert tuple(incident.as_dict().values())[-6:] == (2.0, 48.0, 8.0, 10.0, 40.0, 100.0)
     record_incident(incident, "list")
     event = Event.deserialize(lines[0])
     assert event.name == "incident"
@@ -232,7 +224,7 @@ def test_an_incident_that_did_not_recover_has_no_times_for_what_never_came() -> 
     marks.mark("stopped", 4.0)
     incident = marks.incident()
     assert (incident.stop_ms, incident.reform_ms, incident.total_ms) == (0.0, None, None)
-    with pytest.raises(ValueError, match="'nap' is not known"):
+    with pytest.raises(ValueError, match="unknown stage 'nap'"):
         marks.mark("nap", 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Which CPUs a rank is given, on machines described by hand and by trees that look like /sys."""
+"""The CPUs of a rank, on machines described by hand and by trees that look like /sys."""
 
 from __future__ import annotations
 

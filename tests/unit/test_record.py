@@ -230,7 +230,7 @@ def test_a_plain_text_message_has_no_room_for_a_code(
     with pytest.raises(ChildFailedError):
         failing({0: ProcessFailure(0, 123, 42, path)})()
     assert json.loads(error_file.read_bytes()) == {"message": "just text"}
-    assert f"{path}: its message is plain text; error code 42 is left out" in caplog.text
+    assert f"{path}: its message is plain text; ignoring error code 42" in caplog.text
 
 
 def test_the_code_is_put_into_the_data_in_place() -> None:

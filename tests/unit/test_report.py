@@ -98,10 +98,7 @@ def exception(make: Make) -> dict[int, ProcessFailure]:
 
 
 def out_of_memory(make: Make) -> dict[int, ProcessFailure]:
-    why = (
-        "probably out of memory: the kernel's count of out-of-memory kills in its cgroup went up "
-        "(/sys/fs/cgroup/job)"
-    )
+    why = "probably out of memory: the kernel's count of OOM kills in its cgroup went up (/sys/fs/cgroup/job)"
     return {
         1: make(
             1,
@@ -142,7 +139,7 @@ def echoes(make: Make) -> dict[int, ProcessFailure]:
     lost = "RuntimeError: [gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:{}"
     return {
         5: make(
-            5, -9, 30.100, host="node-b", evidence="SIGKILL from outside Phalanx; no sign that memory ran out"
+            5, -9, 30.100, host="node-b", evidence="SIGKILL from outside Phalanx; no sign of an OOM kill"
         ),
         **{r: make(r, 1, 30.09 + r / 1000, lost.format(4000 + r), host="node-a") for r in range(4)},
         6: make(
@@ -194,7 +191,7 @@ def syntax_error(make: Make) -> dict[int, ProcessFailure]:
 
 
 def syntax_error_on_stderr(make: Make) -> dict[int, ProcessFailure]:
-    """By an interpreter that nothing of ours runs in."""
+    """From an interpreter without the bootstrap."""
     return {0: make(0, 1, 0.02, tail=f"starting\n{SYNTAX}", stderr_path="/logs/run_1/attempt_0/0/stderr.log")}
 
 
@@ -203,7 +200,7 @@ def nothing_known(make: Make) -> dict[int, ProcessFailure]:
 
 
 def output_not_read(make: Make) -> dict[int, ProcessFailure]:
-    """Several workers, and the reader of what they print has gone."""
+    """Several workers, and the reader of their output has exited."""
     stack = (
         'Traceback (most recent call last):\n  File "/home/me/train.py", line 8, in <module>\n'
         '    print("step", n)\nBrokenPipeError: [Errno 32] Broken pipe\n'
@@ -298,11 +295,11 @@ def test_a_broken_pipe_of_the_only_worker_is_its_own(make: Make) -> None:
     text = format_report("train.py", {0: failure})
     assert "Root cause: rank 0" in text
     assert "other nodes" not in text
-    assert "whoever read from this worker" in text
+    assert "check the pipe's reader" in text
     assert "/home/me/train.py:42, in step" in text
     # One of several: a socket to another rank breaks in the same words.
     failure.alone = False
-    assert "First to notice: rank 0" in format_report("train.py", {0: failure})
+    assert "First to lose a peer: rank 0" in format_report("train.py", {0: failure})
 
 
 def test_names_that_are_no_utf8(make: Make) -> None:
@@ -354,7 +351,7 @@ def test_error_code_of_the_file_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text(json.dumps(message_data("m", "", int(START * 1e9), 17)))
     text = format_report("train.py", {0: ProcessFailure(0, 1, 1, str(path), exited_at=START)})
-    assert "error code 17 by its error file (the process: exit code 1)" in text
+    assert "error code 17 from its error file (the process: exit code 1)" in text
 
 
 def test_ranks_are_those_of_the_mapping(make: Make) -> None:
@@ -368,7 +365,7 @@ def test_ranks_are_those_of_the_mapping(make: Make) -> None:
 def test_many_kinds_of_failures_stay_short(make: Make) -> None:
     failures = {r: make(r, 1, 1.0 + r, f"ValueError: step {r}") for r in range(100)}
     text = format_report("train.py", failures, width=100)
-    assert "... and 87 more kinds, on ranks 13-99" in text
+    assert "... and 87 more failures, on ranks 13-99" in text
     assert len(text.splitlines()) < 40
 
 

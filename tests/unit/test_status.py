@@ -41,7 +41,7 @@ def job(**more: Any) -> dict[str, Any]:
 
 def test_a_job_of_which_nothing_special_is_known() -> None:
     assert format_status(job()) == (
-        "train.py (run job7) on node-a, pid 42, running for 90.0 s, world of 2\n"
+        "train.py (run job7) on node-a, pid 42, running for 90.0 s, world size 2\n"
         "  rank  pid  state\n"
         "  0     100  running\n"
         "  1     101  running"
@@ -69,11 +69,11 @@ def test_everything_there_is_to_tell() -> None:
     )
     assert told.splitlines() == [
         "train.py (run job7) on node-a, pid 42, running for 90.0 s, restart 1 of 3, "
-        "node 2 of 2 (node-a node-b), round 4, world of 2",
+        "node 2 of 2 (node-a node-b), round 4, world size 2",
         "  rank  pid  state  step  steps/s  last beat  section",
         "  2     102  ready  12    1.25     0.3 s ago  load",
         "  3     103  ended",
-        "  2 standbys parked, 3.4 GB",
+        "  2 standbys, 3.4 GB",
         "  slow: rank 2 is slow",
         "  hang: rank 3 hung",
         "  5.00 s ago: lost node-c",

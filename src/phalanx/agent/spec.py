@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from phalanx.core.group_events import WorkerState
 from phalanx.core.record import Record
-from phalanx.workers.values import ByValue
 
 TYPE_CHECKING = False  # on the path of every start: plain classes, no typing, no dataclasses
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from phalanx.workers.numa import NumaOptions
 
 
-class WorkerSpec(ByValue):
+class WorkerSpec(Record, frozen=False):
     """What to run, how many of it on this node, and how often to try again."""
 
     def __init__(
@@ -133,7 +132,7 @@ class WorkerGroup:
         self.state = WorkerState.INIT
 
 
-class RunResult(ByValue):
+class RunResult(Record, frozen=False):
     """How the run ended on this node, by global rank."""
 
     def __init__(

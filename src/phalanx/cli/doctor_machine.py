@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from phalanx import devices
 from phalanx.cli.doctor import OK, PROBLEM, WARN, Finding
-from phalanx.devices import read_file
+from phalanx.kernel import read_text
 
 _INTERFACES = "/sys/class/net"
 # Variable, harmful values ("": any), and what they do. All are meant for debugging.
@@ -78,11 +78,11 @@ def limits() -> Iterator[Finding]:
 
 def cgroup(root: str = "/sys/fs/cgroup") -> Iterator[Finding]:
     """What the container or the scheduler allows."""
-    path = read_file("/proc/self/cgroup").strip().rpartition(":")[2].rstrip("/")
+    path = read_text("/proc/self/cgroup").strip().rpartition(":")[2].rstrip("/")
 
     def value(name: str) -> str:
         # Inside a cgroup namespace our own group is mounted at the top.
-        return (read_file(f"{root}{path}/{name}") or read_file(f"{root}/{name}")).strip()
+        return (read_text(f"{root}{path}/{name}") or read_text(f"{root}/{name}")).strip()
 
     memory, pids, cpu = value("memory.max"), value("pids.max"), value("cpu.max").split()
     if memory.isdigit():

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from phalanx import devices
-from phalanx.devices import read_file
 from phalanx.environment import variables
+from phalanx.kernel import read_text
 from phalanx.options import usage_error
 
 Section = dict[str, object]
@@ -106,7 +106,7 @@ def _machine(environ: Mapping[str, str]) -> Section:
         release = platform.freedesktop_os_release()
     except OSError:
         pass  # minimal images have none
-    memory = dict(line.split(":", 1) for line in read_file("/proc/meminfo").splitlines() if ":" in line)
+    memory = dict(line.split(":", 1) for line in read_text("/proc/meminfo").splitlines() if ":" in line)
     return {
         "system": release.get("PRETTY_NAME", platform.system()),
         "kernel": f"{platform.release()} {platform.machine()}",
@@ -121,7 +121,7 @@ def _machine(environ: Mapping[str, str]) -> Section:
 
 
 def _devices(environ: Mapping[str, str]) -> Section:
-    driver = read_file("/proc/driver/nvidia/version").partition("\n")[0].strip()
+    driver = read_text("/proc/driver/nvidia/version").partition("\n")[0].strip()
     return {
         "gpus visible": devices.count_gpus(environ),
         "xpus visible": devices.count_xpus(environ),
@@ -160,8 +160,8 @@ def _limits(environ: Mapping[str, str]) -> Section:
         limits = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
         found[title] = " / ".join("unlimited" if n == resource.RLIM_INFINITY else str(n) for n in limits)
     found["pidfd"] = hasattr(os, "pidfd_open")
-    found["pid limit"] = read_file("/proc/sys/kernel/pid_max").strip()
-    found["core pattern"] = read_file("/proc/sys/kernel/core_pattern").strip()
+    found["pid limit"] = read_text("/proc/sys/kernel/pid_max").strip()
+    found["core pattern"] = read_text("/proc/sys/kernel/core_pattern").strip()
     return found
 
 
@@ -172,11 +172,11 @@ def _container(environ: Mapping[str, str]) -> Section:
     hints += (
         ["apptainer"] if environ.get("APPTAINER_CONTAINER") or environ.get("SINGULARITY_CONTAINER") else []
     )
-    path = read_file("/proc/self/cgroup").strip().rpartition(":")[2]
-    found: Section = {"signs of one": hints, "init": read_file("/proc/1/comm").strip(), "cgroup": path}
+    path = read_text("/proc/self/cgroup").strip().rpartition(":")[2]
+    found: Section = {"signs of one": hints, "init": read_text("/proc/1/comm").strip(), "cgroup": path}
     for title, name in (("cpu quota", "cpu.max"), ("memory limit", "memory.max"), ("pids limit", "pids.max")):
         # Inside a cgroup namespace our own group is mounted at the top.
-        own = read_file(f"/sys/fs/cgroup{path.rstrip('/')}/{name}") or read_file(f"/sys/fs/cgroup/{name}")
+        own = read_text(f"/sys/fs/cgroup{path.rstrip('/')}/{name}") or read_text(f"/sys/fs/cgroup/{name}")
         found[title] = own.strip()
     return found
 

@@ -1,14 +1,14 @@
-"""Which scopes have run out of time, and when to look again.
+"""Deadlines of scopes, and the time of the next one.
 
-A scope belongs to an owner (a worker) and has one deadline. All deadlines lie in a heap, so the shell can
-sleep until `next()` and never has to look around in between.
+A scope belongs to an owner (a worker) and has one deadline. All deadlines are in a heap, so the shell can
+sleep until `next()`.
 
 Invariants
-- An owner's scopes are independent: dropping or expiring one leaves the others alone.
-- Setting a scope again moves its deadline. The old heap entry stays and is skipped when it comes up; the
-  heap is rebuilt when most of it is like that, so a worker that sets and drops for ever costs no memory.
-- An owner holds at most `limit` scopes; further ones are refused, the ones it has stay.
-- Time is whatever clock the caller uses, as long as it is always the same one.
+- An owner's scopes are independent: dropping or expiring one does not affect the others.
+- Setting a scope again moves its deadline. The old heap entry stays and is skipped later; the heap is rebuilt
+  when most entries are stale, so repeated setting and dropping does not use up memory.
+- An owner has at most `limit` scopes; further ones are rejected.
+- The caller chooses the clock, and always uses the same one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from phalanx.core.record import Record
 T = TypeVar("T")
 
 LIMIT = 10_000
-"""Scopes one owner may hold: far above any real nesting, far below what would hurt."""
+"""Scopes per owner: far above any real nesting, far below what would hurt."""
 
 _SLACK = 64
 
 
 class Expired(Record):
-    """One scope whose deadline has passed; `what` is what the caller filed under it."""
+    """One scope whose deadline has passed; `what` is the caller's own value."""
 
     owner: Any
     scope: str
@@ -42,7 +42,7 @@ class Deadlines(Generic[T]):
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
         self._owners: dict[Any, dict[str, tuple[float, int, Any, str, T]]] = {}
-        # The number breaks ties, so that owners and contents are never compared.
+        # The number breaks ties, so that owners and values are never compared.
         self._heap: list[tuple[float, int, Any, str, T]] = []
         self._number = 0
         self._live = 0
@@ -51,7 +51,7 @@ class Deadlines(Generic[T]):
         return self._live
 
     def set(self, owner: Any, scope: str, at: float, what: T) -> bool:
-        """Files or moves a deadline; False when the owner holds too many already."""
+        """Set or move a deadline; False if the owner has too many."""
         scopes = self._owners.get(owner)
         if scopes is None:
             scopes = self._owners[owner] = {}
@@ -67,7 +67,7 @@ class Deadlines(Generic[T]):
         return True
 
     def drop(self, owner: Any, scope: str) -> bool:
-        """The scope was left in time; False when it was not known."""
+        """Remove a scope that was left in time; False if it is not known."""
         scopes = self._owners.get(owner)
         if scopes is None or scopes.pop(scope, None) is None:
             return False
@@ -77,7 +77,7 @@ class Deadlines(Generic[T]):
         return True
 
     def forget(self, owner: Any) -> int:
-        """The owner is gone, its deadlines with it; how many there were."""
+        """Remove all scopes of an owner; returns how many there were."""
         count = len(self._owners.pop(owner, ()))
         self._live -= count
         if not self._live:
@@ -85,14 +85,14 @@ class Deadlines(Generic[T]):
         return count
 
     def next(self) -> float | None:
-        """The earliest deadline; None when there is nothing to wait for."""
+        """The earliest deadline, or None."""
         heap = self._heap
         while heap and self._stale(heap[0]):
             heappop(heap)
         return heap[0][0] if heap else None
 
     def due(self, now: float) -> list[Expired]:
-        """Takes out what has expired by `now`, earliest first."""
+        """Remove and return the scopes that have expired by `now`, earliest first."""
         found: list[Expired] = []
         heap = self._heap
         while heap and heap[0][0] <= now:
@@ -106,11 +106,11 @@ class Deadlines(Generic[T]):
         return found
 
     def owners(self) -> list[Any]:
-        """Those that hold a deadline."""
+        """The owners with a deadline."""
         return list(self._owners)
 
     def filed(self, owner: Any) -> list[T]:
-        """What is filed for one owner, in the order in which it came."""
+        """The values of one owner, in the order in which they were set."""
         return [entry[4] for entry in sorted(self._owners.get(owner, {}).values(), key=lambda e: e[1])]
 
     def _stale(self, entry: tuple[float, int, Any, str, T]) -> bool:

@@ -1,23 +1,22 @@
-"""Which rank fell first, and which ranks only fell because of it.
+"""Finds the rank that failed first, and the ranks that failed only because of it.
 
-Pure: how every worker ended goes in, a `Diagnosis` comes out. No clock, no files, no processes.
+Pure: the exits of all workers go in, a `Diagnosis` comes out. No clock, no files, no processes.
 
 Rules, in the order in which they are applied:
 
-1. **Moment.** A failure happened when its error record says so. A record with a fraction of a second is
-   taken as it is; one with whole seconds only narrows down the exit time; an impossible one (after the exit,
-   before the start) is ignored and the exit time counts.
-2. **Victims.** A worker that ended after the parent had signalled it, whatever its code, is a victim of the
-   stop and not a failure, unless its error record shows that it had failed before the signal. Such a one has
-   the code it would have ended with, not that of our signal.
-3. **Echoes.** A failure that only says "my peer is gone" (see `ECHOES`), where there is a peer, ranks below
-   every real failure, whatever the times: a peer's socket often closes before the dying peer has written down
-   its own error.
-4. **Root cause** is the earliest real failure; without one the earliest echo; else the earliest victim. Ties
-   go to the lower rank, so that the answer never depends on the order of the input.
+1. **Moment.** The error record gives the time of a failure. A record with a fraction of a second is used as
+   it is; one with whole seconds limits the exit time; an impossible one (after the exit, before the start)
+   is ignored in favour of the exit time.
+2. **Victims.** A worker that exited after the launcher had signalled it, whatever its code, is a victim of
+   the stop and not a failure, unless its error record shows that it failed before the signal. In that case
+   it keeps the code it would have exited with, not that of the signal.
+3. **Echoes.** A failure that only reports a lost peer (see `ECHOES`), in a job with peers, ranks below every
+   real failure, whatever the times: a socket often closes before the dying peer has recorded its own error.
+4. **Root cause** is the earliest real failure; without one, the earliest echo; else the earliest victim. Ties
+   go to the lower rank, so that the result does not depend on the order of the input.
 
-Invariant: `failed`, `echoes` and `victims` are disjoint, sorted by moment, and hold every ending whose code
-is not 0. `reason` says in one sentence why the root is the root.
+Invariant: `failed`, `echoes` and `victims` are disjoint, sorted by moment, and contain every exit with a
+nonzero code. `reason` explains the choice of the root cause in one sentence.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
-# A record may be stamped a hair after the exit was seen: two clock reads in two processes.
+# Two processes read the clock, so a record may be stamped slightly after the exit.
 CLOCK_SLACK = 0.05
 
 
 class ErrorRecord(Record):
-    """What a worker wrote about its own failure."""
+    """A worker's own record of its failure."""
 
     message: str
     traceback: str = ""
     at: float | None = None
     precise: bool = False  # False: `at` is in whole seconds
     code: int | None = None  # replaces the exit code in reports
-    data: dict[str, Any] | None = None  # all that the error file holds
+    data: dict[str, Any] | None = None  # the whole content of the error file
 
 
 class WorkerExit(Record):
-    """How one worker ended; `code` is negative for a signal, times are wall-clock seconds."""
+    """How one worker exited; `code` is negative for a signal, times are wall-clock seconds."""
 
     rank: int
     pid: int
@@ -58,11 +57,11 @@ class WorkerExit(Record):
     tail: str = ""
     host: str = ""
     evidence: str = ""
-    alone: bool = False  # the only worker of its job: there is no peer that it could have lost
+    alone: bool = False  # the only worker of its job: it has no peer to lose
 
 
 class Group(Record):
-    """Failures that are the same but for rank, pid, port and address."""
+    """Failures that are the same except for rank, pid, port and address."""
 
     ranks: tuple[int, ...]
     first: WorkerExit
@@ -70,7 +69,7 @@ class Group(Record):
 
 
 class Diagnosis(Record):
-    """Who failed first, who failed too, who only noticed, who was stopped; and why we think so."""
+    """The root cause, the other failures, the lost peers, the stopped workers, and why."""
 
     root: WorkerExit
     failed: list[WorkerExit]
@@ -81,13 +80,13 @@ class Diagnosis(Record):
 
     @property
     def exit_code(self) -> int:
-        """What the whole job should exit with: the root cause's status as a shell would show it."""
+        """The exit code for the whole job: the root cause's status as a shell shows it."""
         return shell_status(self.root.code) or 1
 
 
 _BROKEN_PIPE = "broken pipe to a peer"
-# The ways in which a healthy worker says that it lost a peer. Matched, without regard to case, on the text of
-# the exception that came first in its chain; on the last lines of stderr only when there is no error record.
+# How a healthy worker reports a lost peer. Matched, ignoring case, against the first exception of a chain;
+# against the last lines of stderr only if there is no error record.
 ECHOES: tuple[tuple[str, str], ...] = (
     (r"connection reset by peer|ConnectionResetError", "connection reset by a peer"),
     (
@@ -96,7 +95,7 @@ ECHOES: tuple[tuple[str, str], ...] = (
     ),
     (r"connection (was )?aborted|ConnectionAbortedError", "connection aborted by a peer"),
     (r"broken pipe|BrokenPipeError", _BROKEN_PIPE),
-    # A bare EOFError is a closed connection; one with words is a truncated pickle or a closed stdin.
+    # A bare EOFError is a closed connection; one with a message is a truncated pickle or a closed stdin.
     (r"^EOFError:?\s*$|EOF (read )?from (remote|peer)|IncompleteReadError", "end of stream from a peer"),
     (r"failed to recv, got 0 bytes|recvValue failed|sendBytes failed", "store connection lost"),
     (r"socket (was )?closed unexpectedly|ncclSocket\w*.*(closed|failed)", "connection closed by a peer"),
@@ -118,7 +117,7 @@ ECHOES: tuple[tuple[str, str], ...] = (
     ),
 )
 _SIGABRT = 6
-# How a crash stack begins, and the signal that was then on its way.
+# How a crash stack begins, and the signal that caused it.
 _FATAL = (
     ("Fatal Python error: Segmentation fault", -11),
     ("Fatal Python error: Bus error", -7),
@@ -134,17 +133,17 @@ _CHAIN = (
 
 
 def echo_of(ending: WorkerExit) -> str:
-    """What kind of lost-peer echo this failure is, or an empty string when it is a failure of its own."""
+    """The kind of lost-peer echo, or an empty string for a real failure."""
     if ending.alone:
         return ""
     if ending.error is not None and not ending.error.message.startswith("Fatal Python error"):
         text = _first_in_chain(ending.error)
     elif ending.code > 0 or ending.code == -_SIGABRT:
-        # Watchdog threads abort the process. No other signal can be the echo of a lost connection.
+        # Watchdog threads abort the process. No other signal can be an echo of a lost connection.
         text = ending.tail
     else:
         return ""
-    # Compiled on first use (re keeps them): importing this module is on the way to the first worker.
+    # Compiled on first use: the import of this module delays the first worker.
     for pattern, meaning in ECHOES:
         if re.search(pattern, text, re.IGNORECASE | re.MULTILINE):
             return "" if meaning == _BROKEN_PIPE and _was_printing(ending) else meaning
@@ -152,7 +151,7 @@ def echo_of(ending: WorkerExit) -> str:
 
 
 def _was_printing(ending: WorkerExit) -> bool:
-    """Whether the pipe that broke was the worker's own output: `phalanx run ... | head` is no lost peer."""
+    """Whether the broken pipe was the worker's own output: `phalanx run ... | head` is not a lost peer."""
     text = ending.error.traceback if ending.error is not None else ending.tail
     lines = [line.strip() for line in text.splitlines()]
     places = [number for number, line in enumerate(lines) if line.startswith('File "')]
@@ -161,8 +160,8 @@ def _was_printing(ending: WorkerExit) -> bool:
 
 
 def _first_in_chain(error: ErrorRecord) -> str:
-    # A real error followed by a failing clean-up ends in "connection closed", and a lost peer wrapped in the
-    # user's own exception does not: the first link of the chain tells both apart, the last one neither.
+    # The first exception of a chain decides: a real error followed by a failing clean-up ends in "connection
+    # closed", and a lost peer wrapped in the user's own exception does not.
     links = re.split(_CHAIN, error.traceback)
     if len(links) < 2:
         return error.message
@@ -173,7 +172,7 @@ def _first_in_chain(error: ErrorRecord) -> str:
 
 
 def moment(ending: WorkerExit, started_at: float | None = None) -> float:
-    """The wall-clock second at which this worker failed, as exactly as can be told."""
+    """The wall-clock time at which this worker failed, as exactly as known."""
     error = ending.error
     if error is None or error.at is None or error.at <= 0 or error.at > ending.at + CLOCK_SLACK:
         return ending.at
@@ -185,21 +184,19 @@ def moment(ending: WorkerExit, started_at: float | None = None) -> float:
 
 
 def is_victim(ending: WorkerExit, started_at: float | None = None) -> bool:
-    """Whether this worker ended because the parent stopped it."""
+    """Whether this worker exited because the launcher stopped it."""
     if ending.stopped_at is None or ending.at < ending.stopped_at:
         return False
     if ending.error is None:
         return True
-    when = moment(ending, started_at)
-    # A record we do not believe says nothing about what came first.
-    return when >= ending.stopped_at
+    return moment(ending, started_at) >= ending.stopped_at
 
 
 def own_code(ending: WorkerExit, started_at: float | None = None) -> int:
-    """The code of what a worker did itself: our signal may overtake one that has failed already."""
+    """The worker's own code: the launcher's signal may hit a worker that has already failed."""
     error, stop = ending.error, ending.stopped_at
-    ours = stop is not None and ending.at >= stop and ending.code < 0
-    if error is None or not ours or is_victim(ending, started_at):
+    signalled = stop is not None and ending.at >= stop and ending.code < 0
+    if error is None or not signalled or is_victim(ending, started_at):
         return ending.code
     if error.code is not None:
         return error.code
@@ -207,7 +204,7 @@ def own_code(ending: WorkerExit, started_at: float | None = None) -> int:
 
 
 def diagnose(endings: Iterable[WorkerExit], started_at: float | None = None) -> Diagnosis:
-    """Find the root cause among the endings of one group of workers."""
+    """Find the root cause among the exits of one group of workers."""
     everyone = _in_order(endings, started_at)
     bad = [e for e in everyone if e.code != 0]
     victims = [e for e in bad if is_victim(e, started_at)]
@@ -221,25 +218,25 @@ def diagnose(endings: Iterable[WorkerExit], started_at: float | None = None) -> 
 
 
 def root_of(endings: Iterable[WorkerExit], started_at: float | None = None) -> WorkerExit:
-    """The root alone, the same as `diagnose` finds: a restart names it, and waits for nothing else."""
+    """Only the root cause, the same that `diagnose` finds: a restart does not wait for the rest."""
     everyone = _in_order(endings, started_at)
     bad = [e for e in everyone if e.code != 0]
     own = [e for e in bad if not is_victim(e, started_at)]
-    if len(own) > 1:  # else there is nothing to choose from, and the patterns need not be compiled
+    if len(own) > 1:  # otherwise the patterns need not be compiled
         own = [e for e in own if not echo_of(e)] or own
     return (own or bad or everyone)[0]
 
 
 def _in_order(endings: Iterable[WorkerExit], started_at: float | None) -> list[WorkerExit]:
-    """By the moment of failure, each with the code of what it did itself."""
+    """Sorted by the moment of failure, each with its own code."""
 
     def order(ending: WorkerExit) -> tuple[int, int]:
-        # Whole milliseconds: finer differences are noise of the clock and the scheduler.
+        # Whole milliseconds: smaller differences are noise.
         return (int(moment(ending, started_at) * 1000 + 0.5), ending.rank)
 
     everyone = sorted((e.replace(code=own_code(e, started_at)) for e in endings), key=order)
     if not everyone:
-        raise ValueError("diagnose: no endings were given; at least one worker must have ended")
+        raise ValueError("diagnose: no exits given; at least one worker must have exited")
     return everyone
 
 
@@ -256,22 +253,22 @@ def _reason(
         early = [e for e in echoes if moment(e, started_at) < when]
         if early:
             names = ranks_text(e.rank for e in early)
-            return f"{who} failed by itself; {names} ended earlier but only noticed a lost peer"
+            return f"{who} failed on its own; {names} exited earlier, but only lost a peer"
         others = failed[1:] + echoes
         if others:
             second = min(others, key=lambda e: moment(e, started_at))
             gap = (moment(second, started_at) - when) * 1000
             lead = f"{gap:.0f} ms before" if gap >= 0.5 else "in the same millisecond as"
             return f"{who} failed first, {lead} rank {second.rank}"
-        return f"{who} is the only one that failed by itself" if victims else f"{who} failed"
+        return f"only {who} failed on its own" if victims else f"{who} failed"
     if echoes:
         return (
-            f"every failure here only notices a lost peer; {who} noticed first ({echo_of(root)}), "
-            "the cause is likely on another node"
+            f"every failure here is a lost peer; {who} was first ({echo_of(root)}); "
+            "the cause is probably on another node"
         )
     if victims:
-        return "no rank failed by itself: every one of them ended after it had been told to stop"
-    return "no rank ended with an error"
+        return "no rank failed on its own: all exited after they were asked to stop"
+    return "no rank failed"
 
 
 def _groups(endings: list[WorkerExit], *, echo: bool) -> list[Group]:
@@ -291,14 +288,14 @@ _VARYING: tuple[tuple[str, str], ...] = (
 
 
 def normalise(text: str) -> str:
-    """Text without what differs between ranks that fail alike: addresses, ranks, pids, devices, ports."""
+    """Text without what differs between ranks: addresses, rank numbers, pids, devices, ports."""
     for pattern, plain in _VARYING:
         text = re.sub(pattern, plain, text, flags=re.IGNORECASE)
     return text.strip()
 
 
 def fingerprint(ending: WorkerExit) -> str:
-    """Equal for two endings that a person would call the same failure."""
+    """Equal for two exits that a person would call the same failure."""
     error = ending.error
     if error is not None:
         return f"{ending.code}\n{normalise(error.traceback or error.message)}"
@@ -306,7 +303,7 @@ def fingerprint(ending: WorkerExit) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last line with anything on it; of a progress bar its last state."""
+    """The last line that is not blank; of a progress bar, its last state."""
     return text.rstrip().rpartition("\n")[2].rpartition("\r")[2]
 
 
@@ -321,7 +318,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
             spans[-1] = [spans[-1][0], number]
         else:
             spans.append([number])
-    # "4, 5" reads better than "4-5"; a dash starts to pay at three.
+    # "4, 5" is easier to read than "4-5"; a dash is shorter from three on.
     parts = (", ".join(map(str, s)) if s[-1] - s[0] < 2 else f"{s[0]}-{s[-1]}" for s in spans)
     return "ranks " + ", ".join(parts)
 

@@ -1,7 +1,7 @@
-"""What is shown of a group's output while it runs, and whether all of it is out.
+"""Shows a group's output while it runs, and knows whether all of it was shown.
 
-A console that is gone for good (a closed pipe, a full disk) is not waited for. One that is only slow gets all
-the time it needs, as long as it takes something now and then.
+A closed console (a closed pipe, a full disk) is not waited for. A slow one may take as long as it needs, as
+long as it accepts some output now and then.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from phalanx.logs.log_follower import LogFollower
     from phalanx.logs.specs import LogsDest
-    from phalanx.logs.tee import Tee
 
-MOMENT = 0.05  # mostly the last lines are out by then
+MOMENT = 0.05  # usually enough for the last lines
 _HURRIED = 1.0
 
 
 class Console:
-    """Follows the log files that are to be seen; without any it costs nothing."""
+    """Follows the log files that are shown; costs nothing if there are none."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class Console:
         prefixes: dict[int, str] | None,
         filters: tuple[list[str] | None, list[str] | None],
     ) -> None:
-        """`filters`: the substrings whose lines go to the combined file, of stdout and of stderr."""
+        """`filters`: substrings of stdout and of stderr lines that are copied to the combined file."""
         self._name = name
         self._prefixes = prefixes or {}
-        self._tee: Tee | None = None
+        self._follower: LogFollower | None = None
         self._follow: list[tuple[str, Any, str, list[str] | None]] = []
         streams = (
             (logs.tee_stdouts, logs.stdouts, sys.stdout, filters[0], logs.filtered_stdout),
@@ -44,46 +44,45 @@ class Console:
                     self._follow.append((shown[rank], stream, self._prefix(rank), None))
                 if wanted and combined and files.get(rank):
                     self._follow.append((files[rank], combined, self._prefix(rank), wanted))
-        self.over = not self._follow  # everything is out, or given up
+        self.over = not self._follow  # everything is shown, or given up
 
     @property
     def files(self) -> int:
-        """How many files are followed."""
+        """The number of followed files."""
         return len(self._follow)
 
     def start(self) -> None:
-        """Begin to follow."""
         if not self._follow:
             return
-        from phalanx.logs.tee import Containing, Tee
+        from phalanx.logs.log_follower import Containing, LogFollower
 
-        self._tee = Tee(self._name)
+        self._follower = LogFollower(self._name)
         for path, destination, prefix, wanted in self._follow:
             line_filter = Containing(wanted) if wanted else None
-            self._tee.follow(path, destination, prefix, line_filter=line_filter)
-        self._tee.start()
+            self._follower.follow(path, destination, prefix, line_filter=line_filter)
+        self._follower.start()
 
     def finish(self, patience: float = MOMENT) -> bool:
-        """After the workers' end: whether everything is out, or given up; waits up to `patience` for it."""
+        """After the workers' exit: wait up to `patience`; whether everything is shown, or given up."""
         if not self.over:
-            self.over = self._tee is None or self._tee.finish(patience)
+            self.over = self._follower is None or self._follower.finish(patience)
         return self.over
 
     def fileno(self) -> int:
-        """After a `finish` that was too early: readable when the next one succeeds."""
-        assert self._tee is not None
-        return self._tee.fileno()
+        """After a `finish` that returned False: readable when the next one returns True."""
+        assert self._follower is not None
+        return self._follower.fileno()
 
     def hurry(self) -> None:
-        """Somebody wants to leave: a console that takes nothing is not waited for much longer."""
-        if self._tee is not None:
-            self._tee.hurry(_HURRIED)
+        """Wait no more than a second for a console that accepts nothing."""
+        if self._follower is not None:
+            self._follower.hurry(_HURRIED)
 
     def stop(self) -> None:
-        """Give everything back; idempotent."""
+        """Free everything; idempotent."""
         self.over = True
-        if self._tee is not None:
-            self._tee.stop()
+        if self._follower is not None:
+            self._follower.stop()
 
     def _prefix(self, rank: int) -> str:
         return self._prefixes.get(rank, f"[{self._name}{rank}]:")

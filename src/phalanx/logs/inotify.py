@@ -1,11 +1,10 @@
-"""Tells which files changed, by event where the platform can (Linux inotify through ctypes).
+"""Events for changed files (Linux inotify through ctypes).
 
 Invariants
-- A file watch is one-shot: it says "this file grew since you armed it" once and is gone. A follower that is
-  busy copying a fast writer's output therefore costs that writer nothing; a lasting watch would queue one
-  event per `write` of every worker.
-- Nothing here raises for want of a resource. Where inotify cannot be had (macOS, no instances left, no
-  watches left) `watch_*` answers -1 and the caller looks at that file now and then instead.
+- A file watch is one-shot: it fires once when the file grows, and is then gone. Copying the output of a
+  fast writer therefore costs that writer nothing; a lasting watch would queue one event per `write`.
+- A lack of resources does not raise. Where inotify is not available (macOS, no instances or watches left),
+  `watch_*` returns -1 and the caller polls the file.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _READ_SIZE = 65536
 
 
 class Watcher:
-    """One inotify instance; `fd` is readable when something changed, -1 where there is none."""
+    """One inotify instance; `fd` becomes readable on a change, and is -1 if inotify is not available."""
 
     def __init__(self) -> None:
         self.fd = -1
         self._add: Callable[[int, bytes, int], int] | None = None
         self._remove: Callable[[int, int], int] | None = None
         try:
-            # Imported here: ctypes takes milliseconds, and only a run that shows output needs it.
+            # Imported here: ctypes takes milliseconds, and only a run that follows files needs it.
             import ctypes
 
             libc: Any = ctypes.CDLL(None)
@@ -48,7 +47,7 @@ class Watcher:
             if self.fd >= 0:
                 self._add, self._remove = add, remove
         except (ImportError, OSError, AttributeError):
-            pass  # this platform has none
+            pass  # not available on this platform
 
     def watch_file(self, fd: int, path: str) -> int:
         """Arms a one-shot watch for growth of the open file `fd`; the watch number, or -1."""
@@ -61,12 +60,12 @@ class Watcher:
         return self._watch(path, _IN_CREATE | _IN_MOVED_TO | _IN_DELETE_SELF)
 
     def unwatch(self, wd: int) -> None:
-        """Forgets a watch; one that fired or vanished already is no error."""
+        """Removes a watch; one that has fired or vanished is not an error."""
         if self._remove is not None and wd >= 0:
             self._remove(self.fd, wd)
 
     def read(self) -> tuple[set[int], bool]:
-        """The watches that fired, and whether events were lost (then anything may have changed)."""
+        """The watches that fired, and whether events were lost (then any file may have changed)."""
         fired: set[int] = set()
         overflow = False
         while self.fd >= 0:

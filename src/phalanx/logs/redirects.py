@@ -1,11 +1,10 @@
-"""Sends this process's stdout or stderr to a file at descriptor level, so that C code is caught too.
+"""Redirects this process's stdout or stderr to a file at descriptor level, including output of C code.
 
 Invariants
-- Python's and C's buffers are flushed on the way in and on the way out: each byte lands on the side where
-  it was printed.
-- On exit the descriptor is what it was before, whatever the body raised; nested uses undo in order.
-- It is descriptor 1 or 2 that moves. A `sys.stdout` that was replaced (pytest, notebooks) is flushed but
-  left alone: who replaced it decides where it goes.
+- Python's and C's buffers are flushed on entry and exit: each byte goes where it was printed.
+- On exit the descriptor is restored, whatever the body raised; nested uses undo in order.
+- Only descriptor 1 or 2 moves. A replaced `sys.stdout` (pytest, notebooks) is flushed and otherwise left as
+  it is.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 
 def get_libc() -> Any:
-    """The C library of this process, or None where there is none to be had; used to flush C's buffers."""
+    """The C library of this process, to flush C's buffers; None if it cannot be loaded."""
     try:
         import ctypes
 
@@ -41,7 +40,7 @@ def _flush(std: str, libc: Any) -> None:
             try:
                 stream.flush()
             except (OSError, ValueError):
-                pass  # closed or full: what it held is lost either way, and the redirection still stands
+                pass  # closed or full: its buffer is lost either way, and the redirection is still valid
     if libc is not None:
         libc.fflush(None)
 
@@ -57,9 +56,9 @@ def redirect(std: str, to_file: str) -> Iterator[None]:
     try:
         saved: int | None = os.dup(fd)
     except OSError:
-        saved = None  # it was closed before (a daemon): close it again afterwards
+        saved = None  # it was closed (a daemon): close it again afterwards
     try:
-        # O_APPEND: when somebody truncates the log, writing goes on at its new end, not after a hole.
+        # O_APPEND: after a truncation, writes continue at the new end and leave no hole.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         target = os.open(to_file, flags, 0o666)
     except OSError:
@@ -89,5 +88,5 @@ redirect_stderr = partial(redirect, "stderr")
 def get_std_cm(
     std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[None]]
 ) -> AbstractContextManager[None]:
-    """The redirection to a file, or none for an empty name."""
+    """The redirection to a file; an empty name redirects nothing."""
     return redirect_fn(std_rd) if std_rd else nullcontext()

@@ -1,13 +1,13 @@
 """Where followed output goes: a terminal, a pipe, a socket, a file, or any Python text stream.
 
 Invariants
-- A sink holds at most one block (`pending`); nothing more is read from a log before that block is gone. A
-  blocked destination thus costs bounded memory, and what it has not shown yet waits in the log files.
+- A sink holds at most one block (`pending`), and no more is read from a log before that block is written. A
+  blocked destination therefore costs bounded memory; what it has not shown waits in the log files.
 - A descriptor never blocks the caller. Pipes and terminals are opened a second time, because O_NONBLOCK on
-  the inherited description would also make the shell's and the workers' writes fail with EAGAIN. What
-  cannot be opened again is written in pieces that fit once poll says there is room.
-- Bytes go out as they came. Only a stream with neither descriptor nor `.buffer` gets decoded text.
-- Errors never leave `push`: a full disk loses the block, a closed destination is `dead`; both are told
+  the inherited description would make the writes of the shell and the workers fail with EAGAIN. A
+  descriptor that cannot be opened again is written in small pieces when poll reports room.
+- Bytes are passed unchanged. Only a stream with neither descriptor nor `.buffer` gets decoded text.
+- `push` does not raise: a full disk loses the block, a closed destination becomes `dead`; both are reported
   through `lose`.
 """
 
@@ -27,37 +27,40 @@ if TYPE_CHECKING:
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PIPE = 512 * 1024  # bytes that a console's pipe should hold
-_PIECE = 512  # POSIX's smallest PIPE_BUF: fits wherever poll says "writable"
+_PIECE = 512  # POSIX's smallest PIPE_BUF: fits whenever poll reports "writable"
+_HOLD_TERMINAL = 0.1  # seconds of silence after which another file may interrupt an open line
+_HOLD_PIPE = 1.0
 
 
 class Sink:
-    """One destination: the block on its way, who owns the current line, and what was lost."""
+    """One destination: the block on its way, the file that owns the current line, and the files to read."""
 
     def __init__(self, name: str, tty: bool) -> None:
         self.name = name
         self.tty = tty
-        self.fd = -1  # what to poll for room; -1 where there is nothing to poll
+        self.hold = _HOLD_TERMINAL if tty else _HOLD_PIPE
+        self.fd = -1  # polled for room; -1 if there is none to poll
         self.pending: list[memoryview] = []
         self.pending_source: FollowedFile | None = None
-        self.pending_raw = 0  # bytes of the source's file that the pending block stands for
-        self.moved = time.monotonic()  # when the destination last accepted something
-        self.dead = ""
-        self.unread = False  # dead, because who read from it has left
+        self.pending_raw = 0  # how many bytes of the followed file the pending block represents
+        self.moved = time.monotonic()  # when the destination last accepted bytes
+        self.dead = ""  # why it accepts nothing any more
+        self.unread = False  # dead because its reader has exited
         self.torn = False  # a block was dropped halfway: the next one starts on a new line
-        self.owner: FollowedFile | None = None  # whose line is open
-        self.overwrites: FollowedFile | None = None  # on a terminal: the progress bar the cursor is on
+        self.owner: FollowedFile | None = None  # the file whose line is open
+        self.overwrites: FollowedFile | None = None  # on a terminal: whose progress bar has the cursor
         self.ready: list[FollowedFile] = []
         self.lose: Callable[[Sink, FollowedFile | None, int, str], None] = lambda *_: None
 
     def put(self, source: FollowedFile, block: list[memoryview], raw: int) -> None:
-        """Takes the next block; the one before must be gone."""
+        """Accepts the next block; the previous one must be written."""
         if self.torn:
             block.insert(0, memoryview(b"\n"))
             self.torn = False
         self.pending, self.pending_source, self.pending_raw = block, source, raw
 
     def push(self) -> bool:
-        """Writes what the destination accepts now; True when nothing is pending any more."""
+        """Writes what the destination accepts now; True if nothing is left pending."""
         while self.pending:
             if self.dead:
                 self._drop(self.dead)
@@ -69,7 +72,7 @@ class Sink:
             except OSError as error:
                 self._failed(error)
                 break
-            except Exception as error:  # noqa: BLE001 - a stream of the user's may raise anything
+            except Exception as error:  # noqa: BLE001 - a user's stream may raise anything
                 self.dead = f"{self.name} failed: {type(error).__name__}: {error}"
                 continue
             if n == 0:
@@ -81,11 +84,11 @@ class Sink:
         return True
 
     def unshown(self) -> int:
-        """About how many bytes of the source's file are in the pending block and not yet written."""
+        """About how many bytes of the followed file are in the pending block and not written."""
         return min(self.pending_raw, sum(map(len, self.pending)))
 
     def close(self) -> None:
-        """Frees what the sink holds; never the stream it was given."""
+        """Frees the sink's own descriptor; a given stream stays open."""
 
     def _write(self, block: list[memoryview]) -> int:
         raise NotImplementedError
@@ -116,7 +119,7 @@ class Sink:
 
 
 class FdSink(Sink):
-    """A descriptor that can be written without blocking, or that never blocks (a regular file)."""
+    """A non-blocking descriptor, or a regular file."""
 
     def __init__(self, name: str, fd: int, tty: bool) -> None:
         super().__init__(name, tty)
@@ -132,7 +135,7 @@ class FdSink(Sink):
 
 
 class PacedFdSink(FdSink):
-    """A blocking descriptor that cannot be opened again: small pieces, each only when there is room."""
+    """A blocking descriptor that cannot be opened again: written in small pieces when there is room."""
 
     def __init__(self, name: str, fd: int, tty: bool) -> None:
         super().__init__(name, fd, tty)
@@ -149,7 +152,7 @@ class PacedFdSink(FdSink):
 
 
 class SocketSink(FdSink):
-    """A stream socket as console (inetd-like supervisors): the kernel is told per call not to wait."""
+    """A stream socket as console (inetd-like supervisors): non-blocking per call."""
 
     def __init__(self, name: str, fd: int) -> None:
         super().__init__(name, fd, tty=False)
@@ -167,7 +170,7 @@ class SocketSink(FdSink):
 
 
 class StreamSink(Sink):
-    """A Python stream without descriptor: bytes to its `.buffer`, else text with bad UTF-8 replaced."""
+    """A Python stream without a descriptor: bytes to its `.buffer`, else text with invalid UTF-8 replaced."""
 
     def __init__(self, name: str, stream: Any) -> None:
         super().__init__(name, tty=False)
@@ -185,7 +188,7 @@ class StreamSink(Sink):
             self._buffer.write(data)
             self._buffer.flush()
         else:
-            # Final at a line's end: half a character must not swallow the start of the next line.
+            # Final at the end of a line: half a character must not swallow the start of the next line.
             self._stream.write(self._decoder.decode(data, data.endswith(b"\n")))
             flush = getattr(self._stream, "flush", None)
             if flush is not None:
@@ -194,7 +197,7 @@ class StreamSink(Sink):
 
 
 class NoSink(Sink):
-    """A destination that could not be opened: everything meant for it is counted as lost."""
+    """A destination that could not be opened: everything is counted as lost."""
 
     def __init__(self, name: str, why: str, unread: bool = False) -> None:
         super().__init__(name, tty=False)
@@ -203,12 +206,12 @@ class NoSink(Sink):
 
 
 def open_sink(dst: TextIO | str | os.PathLike[str]) -> tuple[Hashable, Sink]:
-    """The sink for a stream or for a path to append to, and the key that tells two names of one apart."""
+    """The sink for a stream or for a path to append to, and a key that is equal for the same destination."""
     if isinstance(dst, str | os.PathLike):
         return _open_path(os.fspath(dst))
     try:
-        # What Python still holds back must come before what we write below it. Only here, in the caller's
-        # thread: a daemon thread caught in a flush when the interpreter ends would abort the process.
+        # Python's own buffer must be written first. Only here, in the caller's thread: a daemon thread that
+        # is in a flush when the interpreter exits aborts the process.
         dst.flush()
     except (OSError, ValueError, AttributeError):
         pass
@@ -253,16 +256,16 @@ def _open_fd(fd: int, name: str) -> tuple[Hashable, Sink]:
             return key, FdSink(name, again, tty)
         except OSError as error:
             if error.errno == errno.ENXIO and kind == stat.S_IFIFO:
-                return key, NoSink(name, f"{name} is closed: nobody reads the pipe", unread=True)
+                return key, NoSink(name, f"{name} is closed: the pipe has no reader", unread=True)
             return key, PacedFdSink(name, os.dup(fd), tty)
     except OSError as error:
         return key, NoSink(name, f"{name} cannot be written: {error.strerror}")
 
 
 def _widen(pipe: int) -> None:
-    """Room for two blocks: with the usual 64 KiB writer and reader wake each other five times as often.
+    """Room for two blocks: with the usual 64 KiB, writer and reader wake each other five times as often.
 
-    Not for as much as there may be: all pipes of a user share one allowance.
+    Not the largest possible size: all pipes of a user share one limit.
     """
     import fcntl
 
@@ -270,4 +273,4 @@ def _widen(pipe: int) -> None:
         if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < _PIPE:
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE)
     except (AttributeError, OSError):
-        pass  # no such call here, or the allowance is used up: it works as it is
+        pass  # not supported, or the limit is reached

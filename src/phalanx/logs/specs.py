@@ -1,14 +1,13 @@
-"""Where the output of workers goes: which streams are redirected, which are shown, and in what files.
+"""Where the output of workers goes: which streams are redirected, which are shown, and file names.
 
     <log_dir>/<run_id>_<unique>/attempt_<k>/<local_rank>/{stdout.log, stderr.log, error.json}
 
 Invariants
-- A directory is made exclusively and never reused. When workers start again without a failure having used
-  up a restart (membership changed), the attempt number stays the same, so the second such start gets
-  `attempt_0.1`, the third `attempt_0.2`: nothing written before is deleted or overwritten.
-- A run id is a name that came from outside. It becomes one path component or is refused; it never decides
-  where in the file system anything is made.
-- Without a log_dir a private directory (0700) is made when it is first needed, not before.
+- A directory is created exclusively and never reused. If workers start again without using up a restart
+  (membership changed), the attempt number stays the same: the second such start gets `attempt_0.1`, the
+  third `attempt_0.2`. No file is deleted or overwritten.
+- A run ID is untrusted input. It becomes exactly one path component, or is rejected.
+- Without a log_dir, a private directory (0700) is created on first use.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import os
 from abc import ABC, abstractmethod
 from enum import IntFlag
 
-from phalanx.workers.values import ByValue
+from phalanx.core.record import Record
 
 __all__ = ["DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"]
 
@@ -26,7 +25,7 @@ _LONGEST_RUN_ID = 200  # leaves room for the unique part within the usual 255 by
 
 
 class Std(IntFlag):
-    """Which of a worker's two output streams is meant."""
+    """A set of a worker's output streams."""
 
     NONE = 0
     OUT = 1
@@ -55,42 +54,32 @@ class Std(IntFlag):
     @staticmethod
     def _bad(vm: str) -> ValueError:
         return ValueError(
-            f"{vm!r} names no streams; use 0 (none), 1 (stdout), 2 (stderr) or 3 (both), "
-            "or one per local rank such as 0:3,1:0"
+            f"{vm!r} is not a valid set of streams; use 0 (none), 1 (stdout), 2 (stderr) or 3 (both), "
+            "or one per local rank, such as 0:3,1:0"
         )
 
 
 def to_map(val_or_map: Std | dict[int, Std], local_world_size: int) -> dict[int, Std]:
-    """One `Std` for each local rank; ranks a map does not name get NONE."""
+    """One `Std` for each local rank; NONE for ranks that a map omits."""
     if isinstance(val_or_map, Std):
         return dict.fromkeys(range(local_world_size), val_or_map)
     return {rank: val_or_map.get(rank, Std.NONE) for rank in range(local_world_size)}
 
 
-class LogsDest(ByValue):
-    """Local rank -> path; an empty path or no entry: that stream is not redirected, or not shown."""
+class LogsDest(Record, frozen=False):
+    """Local rank -> path. An empty path or no entry: the stream is not redirected, or not shown."""
 
-    def __init__(
-        self,
-        stdouts: dict[int, str] | None = None,
-        stderrs: dict[int, str] | None = None,
-        tee_stdouts: dict[int, str] | None = None,
-        tee_stderrs: dict[int, str] | None = None,
-        error_files: dict[int, str] | None = None,
-        filtered_stdout: str = "",
-        filtered_stderr: str = "",
-    ) -> None:
-        self.stdouts = stdouts if stdouts is not None else {}
-        self.stderrs = stderrs if stderrs is not None else {}
-        self.tee_stdouts = tee_stdouts if tee_stdouts is not None else {}
-        self.tee_stderrs = tee_stderrs if tee_stderrs is not None else {}
-        self.error_files = error_files if error_files is not None else {}
-        self.filtered_stdout = filtered_stdout
-        self.filtered_stderr = filtered_stderr
+    stdouts: dict[int, str] = {}
+    stderrs: dict[int, str] = {}
+    tee_stdouts: dict[int, str] = {}
+    tee_stderrs: dict[int, str] = {}
+    error_files: dict[int, str] = {}
+    filtered_stdout: str = ""
+    filtered_stderr: str = ""
 
 
 class LogsSpecs(ABC):
-    """What a user asked for; `reify` turns it into paths for one start of the group."""
+    """What the user asked for; `reify` creates the paths for one start of the group."""
 
     def __init__(
         self,
@@ -111,7 +100,7 @@ class LogsSpecs(ABC):
     @property
     @abstractmethod
     def root_log_dir(self) -> str:
-        """The directory under which all logs are."""
+        """The directory that contains all logs."""
 
 
 class DefaultLogsSpecs(LogsSpecs):
@@ -124,7 +113,7 @@ class DefaultLogsSpecs(LogsSpecs):
         tee: Std | dict[int, Std] = Std.NONE,
         local_ranks_filter: set[int] | None = None,
     ) -> None:
-        # An empty name (of a variable that is not set, say) must not mean the current directory.
+        # An empty name (for example of an unset variable) must not mean the current directory.
         log_dir = os.path.abspath(log_dir) if log_dir else None
         if log_dir is not None:
             _make_log_dir(log_dir)
@@ -134,24 +123,24 @@ class DefaultLogsSpecs(LogsSpecs):
 
     @property
     def is_temporary(self) -> bool:
-        """Whether the logs are in a directory of our own making."""
+        """Whether the logs are in a temporary directory."""
         return self._given is None
 
     def remove_empty(self) -> None:
-        """Remove what nobody wrote into of a temporary directory, if one was made."""
+        """Remove the empty directories of a temporary directory, if one was created."""
         if self.is_temporary and self._root_log_dir is not None:
             for directory, _, _ in os.walk(self._root_log_dir, topdown=False):
                 _remove_if_empty(directory)
 
     @property
     def root_log_dir(self) -> str:
-        """The given directory, or the temporary one (made on first use)."""
+        """The given directory, or the temporary one (created on first use)."""
         if self._root_log_dir is None:
             self._root_log_dir = _make_unique(_temporary(), "phalanx", 0o700)
         return self._root_log_dir
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Makes the directories for one start of the group and names the files in them."""
+        """Create the directories for one start of the group, and name the files in them."""
         first = envs.get(0) or next(iter(envs.values()), {})
         attempt_dir = self._new_attempt_dir(
             self._run_dir(first.get("TORCHELASTIC_RUN_ID") or _DEFAULT_RUN_ID),
@@ -174,7 +163,7 @@ class DefaultLogsSpecs(LogsSpecs):
         return dest
 
     def _place(self, which: Std, rank: int, path: str, paths: dict[int, str], shown: dict[int, str]) -> None:
-        """Decides for one stream of one rank whether it has a file and whether it is shown."""
+        """Decide for one stream of one rank whether it has a file and whether it is shown."""
         on_console = not self._local_ranks_filter or rank in self._local_ranks_filter
         if which & _of(self._tee, rank):
             paths[rank] = path
@@ -183,7 +172,7 @@ class DefaultLogsSpecs(LogsSpecs):
         elif which & _of(self._redirects, rank):
             paths[rank] = path
         else:
-            # Without a file the worker writes to the console itself; a rank that must not is silenced.
+            # Without a file, the worker writes to the console itself, unless its rank is filtered out.
             paths[rank] = "" if on_console else os.devnull
 
     def _run_dir(self, run_id: str) -> str:
@@ -193,7 +182,7 @@ class DefaultLogsSpecs(LogsSpecs):
         name = _path_component(run_id)
         root = self.root_log_dir
         try:
-            os.makedirs(root, exist_ok=True)  # it may have been deleted since; then start afresh
+            os.makedirs(root, exist_ok=True)  # it may have been deleted since
             made = _make_unique(root, name, 0o777)
         except PermissionError as error:
             raise _not_writable(root, error) from error
@@ -238,12 +227,12 @@ def _of(wanted: Std | dict[int, Std], rank: int) -> Std:
 
 def _attempt(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"TORCHELASTIC_RESTART_COUNT={text!r}: not a count of restarts; use 0, 1, 2, …")
+        raise ValueError(f"TORCHELASTIC_RESTART_COUNT={text!r}: not a number of restarts; use 0, 1, 2, …")
     return int(text)
 
 
 def _path_component(run_id: str) -> str:
-    """The run id as the start of a directory name; raises ValueError for what cannot safely be one."""
+    """The run ID as the start of a directory name; raises ValueError if it cannot safely be one."""
     advice = "use letters, digits, '-', '_' and '.'"
     if "/" in run_id or os.sep in run_id or (os.altsep and os.altsep in run_id):
         raise ValueError(f"run id {run_id!r}: must not contain a path separator; {advice}")
@@ -268,7 +257,7 @@ def _temporary() -> str:
 
 
 def _make_unique(parent: str, name: str, mode: int) -> str:
-    """A new directory `<name>_<unique>`; by hand, as importing tempfile takes longer than all the rest."""
+    """A new directory `<name>_<unique>`; importing tempfile takes longer than the rest of the start."""
     while True:
         path = os.path.join(parent, f"{name}_{os.urandom(4).hex()}")
         try:
@@ -282,14 +271,12 @@ def _make_log_dir(path: str) -> None:
     try:
         os.makedirs(path, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise NotADirectoryError(
-            f"log_dir {path!r} is a file, or lies below one; name a directory"
-        ) from error
+        raise NotADirectoryError(f"log_dir {path!r} is a file, or is below one; use a directory") from error
     except PermissionError as error:
         raise _not_writable(path, error) from error
     except OSError as error:
         raise OSError(
-            error.errno, f"log_dir {path!r} cannot be made ({error.strerror}); name another"
+            error.errno, f"log_dir {path!r} cannot be created ({error.strerror}); use another"
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise _not_writable(path, None)
@@ -297,11 +284,11 @@ def _make_log_dir(path: str) -> None:
 
 def _not_writable(path: str, error: OSError | None) -> PermissionError:
     why = error.strerror if error else "Permission denied"
-    return PermissionError(f"log_dir {path!r} cannot be written ({why}); name another, or change its mode")
+    return PermissionError(f"log_dir {path!r} is not writable ({why}); use another, or change its mode")
 
 
 def _remove_if_empty(directory: str) -> None:
     try:
         os.rmdir(directory)
     except OSError:
-        pass  # something is in it, or somebody else removed it
+        pass  # not empty, or already removed

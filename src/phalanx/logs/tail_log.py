@@ -1,15 +1,14 @@
-"""`TailLog` and `tail_logfile` with torch's signatures, on top of the tee.
+"""`TailLog` and `tail_logfile` with torch's signatures, on top of `LogFollower`.
 
-Better than the originals in what people rely on: `stop` returns when everything that is in the files is on
-the stream, lines of different files are never torn, and `interval_sec` is only the rate at which files are
-looked at where the platform cannot tell about changes.
+Unlike the originals, `stop` returns when the stream has everything the files hold, lines of different files
+never mix, and `interval_sec` is used only where files have to be polled.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TextIO
 
-from phalanx.logs.tee import Tee
+from phalanx.logs.log_follower import LogFollower
 
 if TYPE_CHECKING:
     import threading
@@ -34,24 +33,24 @@ class TailLog:
         interval_sec: float = 0.1,
         log_line_filter: Callable[[str], bool] = _every_line,
     ) -> None:
-        self._tee = Tee(name, poll_interval=interval_sec)
+        self._follower = LogFollower(name, poll_interval=interval_sec)
         self._stopped = False
-        # The default is recognised, because a filter, even one that says yes, costs a call per line.
+        # The default is recognised, because even a filter that accepts everything costs a call per line.
         line_filter = None if log_line_filter is _every_line else log_line_filter
         for rank, path in log_files.items():
             prefix = (log_line_prefixes or {}).get(rank, f"[{name}{rank}]:")
-            self._tee.follow(path, dst, prefix, line_filter)
+            self._follower.follow(path, dst, prefix, line_filter)
 
     def start(self) -> TailLog:
         """Starts to follow; files may appear later."""
-        self._tee.start()
+        self._follower.start()
         return self
 
     def stop(self) -> None:
-        """Shows the rest of the files and ends; call it when the writers are done."""
+        """Shows the rest of the files and stops following; call it after the writers have exited."""
         if not self._stopped:
-            self._tee.drain()
-            self._tee.stop()
+            self._follower.drain()
+            self._follower.stop()
             self._stopped = True
 
     def stopped(self) -> bool:
@@ -67,12 +66,12 @@ def tail_logfile(
     interval_sec: float,
     log_line_filter: Callable[[str], bool] | None = None,
 ) -> None:
-    """Follows one file until `finished` is set and all it holds is shown."""
-    tee = Tee(f"file-{file}", poll_interval=interval_sec)
+    """Follows one file until `finished` is set and everything it holds is shown."""
+    follower = LogFollower(f"file-{file}", poll_interval=interval_sec)
     try:
-        tee.follow(file, dst, header, log_line_filter)
-        tee.start()
+        follower.follow(file, dst, header, log_line_filter)
+        follower.start()
         finished.wait()
-        tee.drain()
+        follower.drain()
     finally:
-        tee.stop()
+        follower.stop()

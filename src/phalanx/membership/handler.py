@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from phalanx import errors
-from phalanx.workers.values import ByValue
+from phalanx.core.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from phalanx.membership.membership_events import Happening
 
 
-class RendezvousStoreInfo(ByValue):
+class RendezvousStoreInfo(Record, frozen=False):
     """Where the workers of a round find their store."""
 
     MASTER_ADDR_KEY = "MASTER_ADDR"

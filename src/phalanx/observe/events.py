@@ -1,24 +1,24 @@
-"""Structured events: what happened to agents, workers, rendezvous, and how each incident was recovered.
+"""Structured events of agents, workers and rendezvous, and records of recovered incidents.
 
-A destination is a name: `null` (nothing), `console` (standard error), `file` (JSON lines appended to the
-file of `set_file`, else of the variable PHALANX_EVENTS_FILE), or one added with `register`. A sink takes
-one line of text.
+A destination is a name: `null` (nothing), `console` (standard error), `file` (JSON lines appended to the file
+of `set_file`, else of the variable PHALANX_EVENTS_FILE), or one added with `register`. A sink is a function
+that accepts one line of text.
 
-Invariants: nothing is computed for `null` (pass `record` a function to build the event only if somebody
-listens); metadata values are plain (str, int, float, bool, None) by the time they leave; a line reaches a
-file in one write, so that several agents may share it; a sink that fails never fails the job: it is named
-once on standard error and left out from then on.
+Invariants: nothing is computed for `null` (`record` accepts a function that builds the event on demand);
+serialized metadata values are plain (str, int, float, bool, None); a line is written to a file in one write,
+so that several agents can share it; a sink that fails does not fail the job: it is reported once on standard
+error and then switched off.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from phalanx.core.record import Record
 
 if TYPE_CHECKING:
     import logging
@@ -28,11 +28,11 @@ Sink: TypeAlias = Callable[[str], None]
 
 FILE_VARIABLE = "PHALANX_EVENTS_FILE"
 RENDEZVOUS = "dynamic_rendezvous"
-"""The destination of rendezvous events, under torch's name; silent until somebody registers a sink for it."""
+"""The destination of rendezvous events, under torch's name; silent until a sink is registered for it."""
 
 
 class EventSource(str, Enum):  # noqa: UP042 - str() gives "EventSource.AGENT", as in torch
-    """Who reports."""
+    """The kind of process that reports an event."""
 
     AGENT = "AGENT"
     WORKER = "WORKER"
@@ -47,14 +47,13 @@ class NodeState(str, Enum):  # noqa: UP042 - as above
     FAILED = "FAILED"
 
 
-@dataclass
-class Event:
-    """Something that happened to an agent or a worker; `timestamp` is the caller's, in seconds."""
+class Event(Record, frozen=False):
+    """An event of an agent or a worker; the caller sets `timestamp`, in seconds."""
 
     name: str
     source: EventSource
     timestamp: int = 0
-    metadata: dict[str, EventMetadataValue] = field(default_factory=dict)
+    metadata: dict[str, EventMetadataValue] = {}
 
     def __str__(self) -> str:
         return self.serialize()
@@ -74,16 +73,15 @@ class Event:
         return _dump(
             {
                 "name": self.name,
-                "source": plain(self.source),  # a plain text will do, too
+                "source": plain(self.source),  # or a plain string
                 "timestamp": self.timestamp,
                 "metadata": metadata,
             }
         )
 
 
-@dataclass
-class RdzvEvent:
-    """Something that happened in a rendezvous."""
+class RdzvEvent(Record, frozen=False):
+    """An event of a rendezvous."""
 
     name: str
     run_id: str
@@ -110,14 +108,14 @@ class RdzvEvent:
 
     def serialize(self) -> str:
         """One line of JSON."""
-        return _dump({**vars(self), "node_state": plain(self.node_state)})
+        return _dump({**self.as_dict(), "node_state": plain(self.node_state)})
 
 
-class Incident(NamedTuple):
-    """One incident and what its recovery cost; a time is None where that stage was not reached.
+class Incident(Record):
+    """One incident and the duration of its recovery; None for a stage that was not reached.
 
-    Stop and re-form run side by side, both from the moment of detection, so the stages add up to more
-    than `total_ms`, which runs from the failure to the first line of user code.
+    Stop and re-form run in parallel from the moment of detection, so the stages add up to more than
+    `total_ms`, which runs from the failure to the first line of user code.
     """
 
     reason: str
@@ -138,7 +136,7 @@ class Incident(NamedTuple):
 
     def event(self) -> Event:
         """The incident as an event of the agent."""
-        return Event("incident", EventSource.AGENT, int(self.timestamp), self._asdict())
+        return Event("incident", EventSource.AGENT, int(self.timestamp), self.as_dict())
 
     def serialize(self) -> str:
         """One line of JSON."""
@@ -155,16 +153,16 @@ class IncidentMarks:
         self._at: dict[str, float] = {}
 
     def mark(self, stage: str, now: float) -> None:
-        """Note the moment of a stage; the first one counts."""
+        """Record the time of a stage; only the first call counts."""
         if stage not in self.STAGES:
-            raise ValueError(f"stage {stage!r} is not known: use one of {', '.join(self.STAGES)}")
+            raise ValueError(f"unknown stage {stage!r}; use one of {', '.join(self.STAGES)}")
         self._at.setdefault(stage, now)
 
     def incident(self) -> Incident:
         """The incident with the stages reached so far."""
         at = self._at
         ready = max((at[s] for s in ("stopped", "reformed") if s in at), default=None)
-        return self._incident._replace(
+        return self._incident.replace(
             detect_ms=_ms(at.get("failed"), at.get("detected")),
             stop_ms=_ms(at.get("detected"), at.get("stopped")),
             reform_ms=_ms(at.get("detected"), at.get("reformed")),
@@ -183,7 +181,7 @@ def _ms(begin: float | None, end: float | None) -> float | None:
 
 
 def _console(line: str) -> None:
-    # The stream is looked up at each line: it may have been replaced since.
+    # Look the stream up for each line: it may have been replaced.
     print(line, file=sys.stderr, flush=True)
 
 
@@ -191,8 +189,8 @@ def _file(line: str) -> None:
     path = _path or os.environ.get(FILE_VARIABLE)
     if not path:
         raise ValueError(f"no file for events: set {FILE_VARIABLE} or call set_file()")
-    # Opened for each line: events are rare, and a file that was moved away or whose disk came back is
-    # then simply written again; there is no descriptor to leak into workers either.
+    # Opened for each line: events are rare, a file that was moved is created again, and no descriptor can
+    # leak into workers.
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         rest = memoryview((line + "\n").encode("utf-8", "backslashreplace"))
@@ -208,7 +206,7 @@ _sinks: dict[str, Sink | None] = {"null": None, "console": _console, "file": _fi
 
 
 def set_file(path: str | os.PathLike[str] | None) -> None:
-    """Where the `file` destination writes; None goes back to the variable."""
+    """Set the path of the `file` destination; None: use the variable."""
     global _path
     _path = None if path is None else os.fspath(path)
     _broken.discard("file")
@@ -221,13 +219,8 @@ def register(name: str, sink: Sink | None) -> None:
 
 
 def destinations() -> tuple[str, ...]:
-    """The names that `record` knows."""
+    """The names that `record` accepts."""
     return tuple(_sinks)
-
-
-def is_silent(destination: str) -> bool:
-    """Whether an event for this destination would go nowhere, so that it need not be made."""
-    return _sink(destination) is None
 
 
 def _sink(destination: str) -> Sink | None:
@@ -235,22 +228,22 @@ def _sink(destination: str) -> Sink | None:
         return _sinks[destination]
     except KeyError:
         known = ", ".join(_sinks)
-        raise KeyError(f"event handler {destination!r} is not known: use one of {known}") from None
+        raise KeyError(f"unknown event handler {destination!r}; use one of {known}") from None
 
 
 def _send(destination: str, sink: Sink, line: str) -> None:
-    """Write a line; a destination that fails is named once and then left alone."""
+    """Write a line; a destination that fails is reported once and then switched off."""
     if destination in _broken:
         return
     try:
         sink(line)
-    except Exception as error:  # noqa: BLE001 - whatever a sink does, the job must go on
+    except Exception as error:  # noqa: BLE001 - a sink must not fail the job
         _broken.add(destination)
         print(f"phalanx: events: {destination} is switched off: {error}", file=sys.stderr, flush=True)
 
 
 def record(event: Event | Callable[[], Event], destination: str = "null") -> None:
-    """Send an event, or what the function builds if anybody listens, to a destination."""
+    """Send an event, or the result of a function that builds it, to a destination."""
     sink = _sink(destination)
     if sink is None:
         return
@@ -265,7 +258,7 @@ def record_incident(incident: Incident, destination: str = "null") -> None:
 
 
 def record_rdzv_event(event: RdzvEvent) -> None:
-    """Send a rendezvous event to whoever registered for them."""
+    """Send a rendezvous event to the sink registered for `RENDEZVOUS`."""
     sink = _sinks[RENDEZVOUS]
     if sink is not None:
         _send(RENDEZVOUS, sink, event.serialize())
@@ -282,7 +275,7 @@ def construct_and_record_rdzv_event(
     local_id: int | None = None,
     rank: int | None = None,
 ) -> None:
-    """Build and send a rendezvous event; without a name it is that of the caller's file and function."""
+    """Build and send a rendezvous event; the name defaults to the caller's file and function."""
     if _sinks[RENDEZVOUS] is None:
         return
     if not name:
@@ -319,7 +312,7 @@ def get_logging_handler(destination: str = "null") -> logging.Handler:
     sink: Sink = found
 
     class SinkHandler(logging.Handler):
-        """Hands each formatted record to the sink."""
+        """Passes each formatted record to the sink."""
 
         def emit(self, record: logging.LogRecord) -> None:
             _send(destination, sink, self.format(record))
@@ -327,33 +320,14 @@ def get_logging_handler(destination: str = "null") -> logging.Handler:
     return SinkHandler()
 
 
-# ---- what the agent reports --------------------------------------------------------------------------
-
-
-def timed(
-    name: str,
-    source: EventSource,
-    metadata: Mapping[str, EventMetadataValue] | None = None,
-    *,
-    duration_ms: float | None = None,
-    exit_code: int | None = None,
-    worker_pid: int | None = None,
-) -> Event:
-    """An event of now, with the facts that most of them carry; what is None is left out."""
-    facts = {"duration_ms": duration_ms, "exit_code": exit_code, "worker_pid": worker_pid}
-    known: dict[str, EventMetadataValue] = dict(metadata or {})
-    known.update({key: value for key, value in facts.items() if value is not None})
-    return Event(name, source, int(time.time()), known)
-
-
 def plain(value: Any) -> EventMetadataValue:
-    """The value as JSON can hold it: enums by value, numbers of other libraries as numbers, else text."""
+    """The value for JSON: enums by value, numbers of other libraries as numbers, else text."""
     if isinstance(value, Enum):
         value = value.value
     if value is None or type(value) in (str, bool, int):
         return value  # type: ignore[no-any-return]  # narrowed by the exact types above
     if isinstance(value, float):
-        # NaN and the infinities are no JSON; a reader would reject the whole line.
+        # NaN and the infinities are not valid JSON.
         return float(value) if value - value == 0 else str(value)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return plain(value.item())
@@ -371,5 +345,5 @@ def _load(data: str, what: str) -> dict[str, Any]:
 
     values = json.loads(data)
     if not isinstance(values, dict):
-        raise ValueError(f"{data[:80]!r} is no {what}: a JSON object is needed")
+        raise ValueError(f"{data[:80]!r} is not a valid {what}: expected a JSON object")
     return values

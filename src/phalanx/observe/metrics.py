@@ -1,9 +1,8 @@
-"""Numbers by group and name, sent to a handler of the user's choice.
+"""Metrics by group and name, sent to a handler of the user's choice.
 
-A group without a handler of its own uses the default one, which drops everything until `configure` is
-called. Invariants: a group's own handler wins over the default; durations come from the monotonic clock;
-nothing is computed for the null handler. The group, metric and line formats are torch's, so that what
-reads them keeps working.
+A group without a handler of its own uses the default one, which drops everything until `configure` is called.
+Invariants: a group's own handler takes precedence; durations come from the monotonic clock; nothing is
+computed for the null handler; the formats are torch's.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ R = TypeVar("R")
 DEFAULT_GROUP = "torchelastic"
 
 
-class MetricData(NamedTuple):
+class MetricData(NamedTuple):  # a tuple, as in torch
     """One value; `timestamp` is seconds since the epoch."""
 
     timestamp: float
@@ -39,11 +38,11 @@ class MetricsConfig:
 
 
 class MetricHandler(abc.ABC):
-    """Where values go."""
+    """A destination of values."""
 
     @abc.abstractmethod
     def emit(self, metric_data: MetricData) -> None:
-        """Take one value; must return quickly, it is called on the agent's own thread."""
+        """Accept one value; must return quickly, because it runs on the agent's thread."""
 
 
 class ConsoleMetricHandler(MetricHandler):
@@ -74,16 +73,16 @@ class MetricStream:
         self.handler = handler
 
     def add_value(self, metric_name: str, metric_value: float) -> None:
-        """Send one value, stamped with now."""
+        """Send one value with the current time."""
         self.handler.emit(MetricData(time.time(), self.group_name, metric_name, metric_value))
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
-    """A place for a program to set metrics up; does nothing by itself."""
+    """Does nothing; exists for compatibility with torch."""
 
 
 def configure(handler: MetricHandler, group: str | None = None) -> None:
-    """Use `handler` for one group, or for all groups without one of their own."""
+    """Use `handler` for one group, or for all groups without a handler of their own."""
     global _default
     if group is None:
         _default = handler
@@ -96,7 +95,7 @@ def _handler(group: str) -> MetricHandler:
 
 
 def getStream(group: str) -> MetricStream:
-    """The stream of a group, with the handler configured now."""
+    """The stream of a group, with its current handler."""
     return MetricStream(group, _handler(group))
 
 
@@ -118,14 +117,14 @@ def prof(fn: Callable[P, R], group: str = ...) -> Callable[P, R]: ...
 @overload
 def prof(fn: None = None, group: str = ...) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def prof(fn: Callable[..., Any] | None = None, group: str = DEFAULT_GROUP) -> Any:
-    """Decorator: sends `<name>.success` or `<name>.failure`, and `<name>.duration.ms`, for every call."""
+    """Decorator: every call sends `<name>.success` or `<name>.failure`, and `<name>.duration.ms`."""
     if fn is None:
         return functools.partial(prof, group=group)
     return _measured(fn, group, _metric_name(fn))
 
 
 def _metric_name(fn: Callable[..., Any]) -> str:
-    """`Class.method` for a method (all of the qualified name), `module.function` for a function."""
+    """The qualified name of a method, `module.function` for a function."""
     name: str = getattr(fn, "__qualname__", type(fn).__name__)
     return name if "." in name else f"{fn.__module__}.{name}"
 
@@ -133,7 +132,6 @@ def _metric_name(fn: Callable[..., Any]) -> str:
 def _measured(fn: Callable[P, R], group: str, name: str) -> Callable[P, R]:
     @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Monotonic: a step of the wall clock is no duration.
         start = time.monotonic()
         outcome = "failure"
         try:
@@ -154,7 +152,7 @@ def _deprecated(what: str, instead: str) -> None:
 
 
 def profile(group: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Deprecated: `prof` under an older name; metrics carry the bare function name."""
+    """Deprecated: an older `prof`, whose metrics have the bare function name."""
     _deprecated("profile()", "@prof(group=...)")
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
@@ -164,6 +162,6 @@ def profile(group: str | None = None) -> Callable[[Callable[P, R]], Callable[P, 
 
 
 def publish_metric(metric_group: str, metric_name: str, metric_value: float) -> None:
-    """Deprecated: `put_metric` with the arguments the other way round."""
+    """Deprecated: `put_metric` with the arguments in another order."""
     _deprecated("publish_metric()", "put_metric(name, value, group)")
     put_metric(metric_name, metric_value, metric_group)

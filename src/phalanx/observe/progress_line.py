@@ -1,8 +1,8 @@
-"""One line on a terminal that says what a wait is for, redrawn now and then and erased afterwards.
+"""One line on a terminal that shows what the agent is waiting for, erased afterwards.
 
-Driven by the owner's own wait: it asks `limit` how long it may sleep and calls `show` when it is awake. So
-there is no thread, and without a terminal (`on_terminal` gives None) no wake-up either. Waits shorter than
-`PATIENCE` never show: most stops and rounds take milliseconds.
+Driven by the agent's own loop, which asks `limit` how long it may sleep and calls `show` when it wakes up:
+there is no thread, and no wake-up without a terminal (`on_terminal` returns None). Waits shorter than
+`PATIENCE` are not shown: most stops and rounds take milliseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WHEEL = "|/-\\"
 
 
 def on_terminal(stream: TextIO | None) -> Progress | None:
-    """A progress line for this stream; None unless it is a terminal that can erase a line."""
+    """A progress line for this stream; None if it is not a terminal that can erase a line."""
     try:
         able = stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     except ValueError:  # closed
@@ -29,7 +29,7 @@ def on_terminal(stream: TextIO | None) -> Progress | None:
 
 
 class Progress:
-    """The line; at most one wait at a time."""
+    """The line, for one wait at a time."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -39,7 +39,7 @@ class Progress:
         self._shown = False
 
     def limit(self, what: str, now: float, timeout: float | None) -> float | None:
-        """How long to sleep at most: `timeout`, or until the line is due. `what` empty: no wait to show."""
+        """How long to sleep at most: `timeout`, or until the line is due. Empty `what`: nothing to show."""
         if what != self._what:
             self.clear()
             self._what, self._since, self._drawn = what, now, 0
@@ -59,7 +59,7 @@ class Progress:
         self._shown = True
 
     def clear(self) -> None:
-        """Erase the line, so that something else can be written; it comes back when it is due again."""
+        """Erase the line, so that other text can be written; it is drawn again when it is due."""
         if self._shown:
             self._write(_ERASE)
             self._shown = False
@@ -78,4 +78,4 @@ class Progress:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):
-            self._what = ""  # the terminal is gone; nobody waits for the line any more
+            self._what = ""  # the terminal is gone

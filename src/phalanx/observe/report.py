@@ -1,11 +1,11 @@
-"""The failure report: what a person sees last on the screen, and the same as JSON.
+"""The failure report: the last text on the screen, and the same as JSON.
 
-It answers, in this order: what failed, where, when, why we think that this is the cause, what it said itself,
-what else fell, what was stopped because of it, and what to look at next. Nothing is shown twice: ranks that
-failed alike share one traceback, and stderr is not repeated where it only prints that traceback again.
+It shows, in this order: what failed, where, when, why this is the root cause, the worker's own traceback and
+output, which other ranks failed, which were stopped, and what to check next. Nothing is shown twice: ranks
+with the same failure share one traceback, and stderr is omitted where it repeats that traceback.
 
-The frame is plain ASCII; only what the workers wrote can hold other characters. Control characters and colour
-codes in their text are taken out, so that a report never upsets a terminal.
+The frame is plain ASCII; only the workers' own text can contain other characters. Control characters and
+colour codes are removed from it, so that a report is safe on any terminal.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ LINE_CAP = 500
 
 
 def root_cause(failures: Failures) -> tuple[int, ProcessFailure]:
-    """The rank and the failure that all of this began with."""
+    """The rank that failed first, and its failure."""
     rank = root_of(failure.ending(rank) for rank, failure in failures.items()).rank
     return rank, failures[rank]
 
 
 def diagnosis_of(failures: Failures, started_at: float | None = None) -> Diagnosis:
-    """The core's verdict on these failures."""
+    """The core's diagnosis of these failures."""
     return diagnose((failure.ending(rank) for rank, failure in failures.items()), started_at)
 
 
 def summary(rank: int, failure: ProcessFailure) -> str:
-    """One line for an incident: who, and what in the fewest words."""
-    what = _said(failure) or _short_status(failure.reported_exitcode)
-    return f"rank {rank}: {what}"
+    """One line for an incident: the rank and its error."""
+    return f"rank {rank}: {_error_line(failure) or _short_status(failure.reported_exitcode)}"
 
 
 # ---------------------------------------------------------------- the text
@@ -75,14 +74,14 @@ def format_report(
     if others:
         lines += [rule[:columns], *others]
     lines.append(rule[:columns])
-    lines += _wrapped("Look next", hint(found, failure), columns, paint)
+    lines += _wrapped("Next step", hint(found, failure), columns, paint)
     lines.append(lines[0])
     lines[0] = lines[-1] = lines[0][:columns]
     return "\n".join(lines)
 
 
 def terminal_width() -> int:
-    """The columns to write for: those of the terminal on stderr, never more than a page."""
+    """The width of the terminal on stderr, at most `WIDTH`."""
     try:
         return min(os.get_terminal_size(2).columns, WIDTH)
     except OSError:
@@ -90,7 +89,7 @@ def terminal_width() -> int:
 
 
 def for_stream(text: str, encoding: str | None) -> str:
-    """Text with what this encoding cannot write turned into escapes."""
+    """The text with escapes for characters that this encoding does not have."""
     try:
         return text.encode(encoding or "ascii", "backslashreplace").decode(encoding or "ascii")
     except (LookupError, UnicodeError):
@@ -103,25 +102,25 @@ def _counts(found: Diagnosis) -> str:
         (len(found.echoes), "lost a peer"),
         (len(found.victims), "stopped"),
     ]
-    told = [f"{count} {what}" for count, what in parts if count]
-    return f": {', '.join(told)}" if len(told) > 1 or sum(count for count, _ in parts) > 1 else ""
+    shown = [f"{count} {what}" for count, what in parts if count]
+    return f": {', '.join(shown)}" if len(shown) > 1 or sum(count for count, _ in parts) > 1 else ""
 
 
 def _root_lines(
     found: Diagnosis, failure: ProcessFailure, columns: int, started_at: float | None, paint: Any
 ) -> list[str]:
     root = found.root
-    title = (
-        "Root cause" if root in found.failed else "First to notice" if root in found.echoes else "First end"
-    )
+    title = "First exit"
+    if root in found.failed or root in found.echoes:
+        title = "Root cause" if root in found.failed else "First to lose a peer"
     lines = _plain_wrap(f"{title}: {_place(root, failure)}", columns, "  ")
     lines[0] = paint(lines[0], "1")
-    when = _when(moment(root, started_at), started_at)
+    error = _error_line(failure)
     rows = [
-        ("what", _said(failure) or _status(failure)),
-        ("how", _status(failure) if _said(failure) else ""),
-        ("when", when),
-        ("why", found.reason if len(found.failed + found.echoes + found.victims) > 1 else ""),
+        ("error", error or _status(failure)),
+        ("status", _status(failure) if error else ""),
+        ("time", _when(moment(root, started_at), started_at)),
+        ("reason", found.reason if len(found.failed + found.echoes + found.victims) > 1 else ""),
         ("evidence", failure.evidence),
         ("same on", _same_on(found)),
     ]
@@ -134,7 +133,7 @@ def _root_lines(
         lines += ["", *("  " + line for line in _cut_middle(traceback, failure.error_file))]
     if tail:
         lines += ["", "  last lines of stderr", *(f"  | {line}".rstrip() for line in tail)]
-    # Never written is the normal case and says nothing; there but unreadable is worth a line.
+    # A missing error file is normal; an unreadable one deserves a line.
     if not traceback and failure.no_error_reason and _is_path(failure.error_file):
         lines += ["", *_wrapped("note", failure.no_error_reason, columns, paint, indent="  ")]
     logs = [path for path in (failure.stderr_path, failure.stdout_path, failure.error_file) if _is_path(path)]
@@ -150,21 +149,21 @@ def _other_lines(found: Diagnosis, failures: Failures, columns: int, started_at:
     real = [group for group in rest if not group.echo]
     echoes = [group for group in rest if group.echo]
     lines: list[str] = []
-    for title, groups in (("Also failed", real), ("Only noticed a lost peer", echoes)):
+    for title, groups in (("Also failed", real), ("Lost a peer", echoes)):
         if groups:
             lines.append(title)
             shown = groups[:OTHER_LINES]
             lines += [_one_line(g, failures[g.first.rank], zero, columns, started_at) for g in shown]
             left = sorted(rank for g in groups[OTHER_LINES:] for rank in g.ranks)
             if left:
-                lines.append(f"  ... and {len(groups) - OTHER_LINES} more kinds, on {ranks_text(left)}")
+                lines.append(f"  ... and {len(groups) - OTHER_LINES} more failures, on {ranks_text(left)}")
     victims = [e for e in found.victims if e is not found.root]
     if victims:
         forced = [e.rank for e in victims if e.code == -9]
         how = ""
         if forced:
             how = " (by SIGKILL)" if len(forced) == len(victims) else f" ({ranks_text(forced)} by SIGKILL)"
-        title = "Stopped because of this" if found.root not in found.victims else "Stopped as well"
+        title = "Also stopped" if found.root in found.victims else "Stopped as a result"
         lines += _plain_wrap(f"{title}: {ranks_text(e.rank for e in victims)}{how}", columns, "  ")
     return lines
 
@@ -174,11 +173,11 @@ def _one_line(
 ) -> str:
     gap = moment(group.first, started_at) - zero
     where = f" on {failure.host}" if failure.host and len(group.ranks) == 1 else ""
-    said = _said(failure) or failure.evidence or last_line(failure.tail)
+    error = _error_line(failure) or failure.evidence or last_line(failure.tail)
     if group.echo:
-        said = f"{echo_of(group.first)}: {said}"
+        error = f"{echo_of(group.first)}: {error}"
     status = _short_status(failure.reported_exitcode)
-    text = f"  {ranks_text(group.ranks)}{where}  {gap:+.3f} s  {status}" + (f"  {said}" if said else "")
+    text = f"  {ranks_text(group.ranks)}{where}  {gap:+.3f} s  {status}" + (f"  {error}" if error else "")
     text = plain_text(text)
     return text if len(text) <= columns else text[: columns - 3] + "..."
 
@@ -196,10 +195,10 @@ def _place(root: WorkerExit, failure: ProcessFailure) -> str:
 
 def _status(failure: ProcessFailure) -> str:
     text = code_in_words(failure.exitcode) + (
-        "" if failure.error or failure.exitcode < 0 or _said(failure) else ", no traceback"
+        "" if failure.error or failure.exitcode < 0 or _error_line(failure) else ", no traceback"
     )
     if failure.reported_exitcode != failure.exitcode:
-        return f"error code {failure.reported_exitcode} by its error file (the process: {text})"
+        return f"error code {failure.reported_exitcode} from its error file (the process: {text})"
     return text
 
 
@@ -210,7 +209,7 @@ def _short_status(code: int) -> str:
 def _same_on(found: Diagnosis) -> str:
     ranks = next((g.ranks for g in found.groups if found.root.rank in g.ranks), ())
     others = [rank for rank in ranks if rank != found.root.rank]
-    return f"{ranks_text(others)}: identical but for rank, pid and address" if others else ""
+    return f"{ranks_text(others)} (identical except for rank, pid and address)" if others else ""
 
 
 def iso_time(seconds: float) -> str:
@@ -229,41 +228,42 @@ def _when(at: float, started_at: float | None) -> str:
     return f"{iso_time(at)}, {duration(at - started_at)} after the start"
 
 
-# ---------------------------------------------------------------- what to look at next
+# ---------------------------------------------------------------- the next step
 
 
-_FRAME = r'^\s*(?:\| )?File "(.+)", line (\d+)(?:, in (.+))?$'  # a SyntaxError's has no function
+_FRAME = r'^\s*(?:\| )?File "(.+)", line (\d+)(?:, in (.+))?$'  # that of a SyntaxError has no function
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3", "<frozen ")
 
 
 def hint(found: Diagnosis, failure: ProcessFailure) -> str:
-    """One thing to look at, as near to the cause as can be told."""
+    """One thing to check, as near to the cause as the failure shows."""
     root = found.root
     if root in found.victims:
-        return "whatever told this group to stop: the lines above this report, the scheduler, a signal"
+        return "find what stopped this group: the lines above this report, the scheduler, a signal"
     if root in found.echoes:
-        return "the reports of the other nodes; the rank that was lost is not among these"
+        return "see the reports of the other nodes: the rank that failed is on one of them"
     if "out of memory" in failure.evidence:
-        return "this rank's memory: smaller batches, fewer data-loading processes, or a higher memory limit"
+        return "use smaller batches or fewer data-loading processes on this rank, or raise its memory limit"
     place = _own_frame(failure.traceback or ("" if failure.error else failure.tail))
     if re.search(r"(CUDA|HIP|XPU).{0,20}out of memory|OutOfMemoryError", failure.message):
-        return f"GPU memory (`nvidia-smi`: is another process on it?), then {place or 'the batch size'}"
+        return f"check GPU memory (`nvidia-smi`: other processes?), then {place or 'the batch size'}"
     if "ModuleNotFoundError" in failure.message:
-        return f"the environment this worker runs in, then {place}" if place else "the worker's environment"
+        return "check the worker's Python environment" + (f", then {place}" if place else "")
     if failure.message.startswith("BrokenPipeError"):
-        return f"whoever read from this worker (its output in `... | head`?): gone before {place or 'it'}"
+        return f"check the pipe's reader (`... | head`?): it exited before {place or 'the worker did'}"
     step = next_step(failure.exitcode)
     if place:
         return f"{place}; {step}" if root.code < 0 and step else place
     if step:
         return step
     if failure.tail.strip():
-        return "the last lines of stderr above" + (", the rest is in the log" if failure.stderr_path else "")
+        more = "; the log has the rest" if failure.stderr_path else ""
+        return f"see the last lines of stderr above{more}"
     if _is_path(failure.stderr_path):
-        return f"{failure.stderr_path} (it is empty or has no last lines)"
+        return f"see {failure.stderr_path} (it has no text at its end)"
     return (
-        "the worker's own output (-r 3 keeps it with the report); no exception was recorded: it called "
-        "exit() itself, or its program did not get as far"
+        "see the worker's own output (-r 3 includes it in the report); it recorded no exception: it called "
+        "exit() itself, or failed before its program started"
     )
 
 
@@ -281,11 +281,11 @@ def _own_frame(traceback: str) -> str:
 
 _ESCAPES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])"
 _CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
-_UNDECODED = r"[\ud800-\udfff]"  # a byte of a file name, say, that is no UTF-8
+_UNDECODED = r"[\ud800-\udfff]"  # for example a byte of a file name that is not UTF-8
 
 
 def plain_text(text: str) -> str:
-    """One piece of a worker's text that is safe on any terminal."""
+    """A worker's text, made safe for any terminal."""
     if text.isascii() and text.isprintable():
         return text
     text = re.sub(_ESCAPES, "", text).replace("\t", "    ")
@@ -294,7 +294,7 @@ def plain_text(text: str) -> str:
 
 
 def plain_lines(text: str) -> list[str]:
-    """A worker's text in lines; of a progress bar only its last state."""
+    """The lines of a worker's text; of a progress bar, only the last state."""
     lines = []
     for raw in text.rstrip("\n").split("\n") if text.strip() else []:
         last = next((part for part in reversed(raw.split("\r")) if part), "")
@@ -309,23 +309,23 @@ def _headline(message: str) -> str:
     return (lines[0][:300] + more) if lines else ""
 
 
-def _said(failure: ProcessFailure) -> str:
-    """The exception in one line: as recorded, else as the interpreter itself printed it before it gave up."""
+def _error_line(failure: ProcessFailure) -> str:
+    """The exception in one line: as recorded, else as the interpreter printed it."""
     if failure.error:
         return _headline(failure.message)
     if failure.exitcode <= 0:
         return ""
-    said = ""
-    inside = False  # below a place in the source, until the line that says what happened there
+    found = ""
+    inside = False  # between a frame and the line of the exception
     for line in plain_lines(failure.tail):
         line = line.partition("]: ")[2] if line.startswith("[rank") else line
         if line.startswith('  File "'):
             inside = True
         elif line.startswith("Fatal Python error: "):
-            said = line
+            found = line
         elif inside and line and not line.startswith((" ", "Traceback (")):
-            said, inside = line, False
-    return said[:300]
+            found, inside = line, False
+    return found[:300]
 
 
 _RANK_PREFIX = r"^\[rank\d+\]:\s?"
@@ -333,7 +333,7 @@ _CHAIN_LINES = ("Traceback (most recent call last)", "The above exception", "Dur
 
 
 def _own_tail(tail: list[str], traceback: list[str]) -> list[str]:
-    """The last lines of stderr without the traceback that is shown anyway."""
+    """The last lines of stderr, without the traceback that the report already shows."""
     if not traceback or not tail:
         return [line for line in tail if line] and tail
     known = {line.strip() for line in traceback}
@@ -357,13 +357,13 @@ def _cut_middle(lines: list[str], where: str) -> list[str]:
     if len(lines) <= TRACEBACK_LINES:
         return lines
     head, tail = TRACEBACK_LINES // 4, len(lines) - TRACEBACK_LINES * 3 // 4
-    # Both cuts fall between frames, so that no source line stands without its place.
+    # Cut between frames, so that every source line keeps its location.
     while head > 1 and not lines[head].startswith("  File "):
         head -= 1
     while tail < len(lines) - 4 and not lines[tail].startswith("  File "):
         tail += 1
-    whole = f", all of it is in {where}" if _is_path(where) else ""
-    note = f"  ... {tail - head} lines left out{whole} ..."
+    whole = f" (complete in {where})" if _is_path(where) else ""
+    note = f"  ... {tail - head} lines omitted{whole} ..."
     return [*lines[:head], note, *lines[tail:]]
 
 
@@ -401,7 +401,7 @@ def _is_path(path: str) -> bool:
 
 
 def report_json(name: str, failures: Failures, *, started_at: float | None = None) -> dict[str, Any]:
-    """The report as plain data: one entry per rank, a traceback only for the first that has it."""
+    """The report as plain data: one entry per rank, each traceback only once."""
     found = diagnosis_of(failures, started_at)
     kinds = {e.rank: "failed" for e in found.failed} | {e.rank: "echo" for e in found.echoes}
     kinds |= {e.rank: "stopped" for e in found.victims}
@@ -428,7 +428,7 @@ def _rank_json(
     rank: int, failure: ProcessFailure, kind: str, leader: int, started_at: float | None
 ) -> dict[str, Any]:
     at = moment(failure.ending(rank), started_at)
-    told: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "rank": rank,
         "local_rank": failure.local_rank,
         "role": failure.role,
@@ -447,5 +447,5 @@ def _rank_json(
         "error_file": failure.error_file if _is_path(failure.error_file) else "",
     }
     if leader != rank:
-        return told | {"same_as": leader}
-    return told | {"traceback": failure.traceback, "stderr_tail": plain_lines(failure.tail)}
+        return entry | {"same_as": leader}
+    return entry | {"traceback": failure.traceback, "stderr_tail": plain_lines(failure.tail)}

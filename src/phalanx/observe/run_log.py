@@ -120,10 +120,10 @@ class RunLog:
         )
         marks = None
         if isinstance(event, group_events.PeerFailed):
-            incident = incident._replace(node=event.node)
+            incident = incident.replace(node=event.node)
         if isinstance(event, group_events.WorkerFailed) and result.failures:
             failure = _root(result)
-            incident = incident._replace(
+            incident = incident.replace(
                 rank=failure.rank,
                 pid=failure.pid,
                 exit_code=failure.reported_exitcode,

@@ -1,4 +1,4 @@
-"""The state of a job, as an agent tells it, in words and columns for a person."""
+"""Formats the state of a job, as an agent reports it, for a person."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PHASES = {
     "WAITING": "waiting before the next start",
     "STARTING": "starting workers",
     "RUNNING": "running",
-    "BARRIER": "finished here, waiting for the other nodes",
+    "BARRIER": "finished on this node, waiting for the other nodes",
     "ENDING": "ending",
     "DONE": "ended",
 }
@@ -24,12 +24,12 @@ _INCIDENTS = 5
 
 
 def format_status(job: dict[str, Any], width: int = 100) -> str:
-    """One job: a headline, a row for each worker of this node, and what has happened to them."""
+    """One job: a headline, a row for each worker of this node, and the recent incidents."""
     lines = [_headline(job)]
     lines += _table(job["workers"])
     count = job["standbys"]["count"]
     if count:
-        lines.append(f"  {_count(count, 'standby', 'standbys')} parked, {_bytes(job['standbys']['memory'])}")
+        lines.append(f"  {count} standby{'s' * (count > 1)}, {_bytes(job['standbys']['memory'])}")
     lines += [f"  slow: {line}" for line in job["slow"]]
     lines += [f"  hang: {line}" for line in job["hangs"]]
     known = {*job["slow"], *job["hangs"]}
@@ -53,12 +53,12 @@ def _headline(job: dict[str, Any]) -> str:
         words.append(f"{nodes} ({' '.join(job['nodes'][:8])}{' …' if len(job['nodes']) > 8 else ''})")
         words.append(f"round {job['round']}")
     if job["world_size"] > 0:
-        words.append(f"world of {job['world_size']}")
+        words.append(f"world size {job['world_size']}")
     return ", ".join(words)
 
 
 def _table(workers: list[dict[str, Any]]) -> list[str]:
-    """Columns that have something in them, right under their names."""
+    """The columns that are not empty, with their names."""
     if not workers:
         return []
     columns: list[tuple[str, list[str]]] = [
@@ -83,10 +83,6 @@ def _state(worker: dict[str, Any]) -> str:
     if not worker["running"]:
         return "ended"
     return "ready" if worker["ready"] else "running"
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 def _bytes(count: int) -> str:

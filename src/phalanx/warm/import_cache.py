@@ -1,13 +1,12 @@
-"""What earlier workers of a script imported: learned while they run, kept in a cache file per script.
+"""The modules that earlier workers of a script imported, in a cache file per script.
 
-The key holds all that could make the list wrong: the script, the interpreter and its flags, and the state of
-the package directories (installing anything changes their time stamps). The user's own code could as well, by
-what it does before it imports something (import_recorder.py defines the words for that): it may set
-variables, change sys.path, or hide an installed module behind a file of the same name. So the list is
-thrown away when a line that looks like any of these was edited, or when such a file has appeared beside the
-script.
+The key contains what could invalidate the list: the script, the interpreter and its flags, and the state of
+the package directories (installing a package changes their time stamps). The user's own code can invalidate
+it too, by what it does before an import: set variables, change sys.path, or shadow an installed module with a
+file of the same name. The list is therefore discarded when a line that looks like one of these was edited,
+or when such a file has appeared beside the script. import_recorder.py defines the format of the lines.
 
-Every module is checked again when it is imported (preload.py), and a stale or broken file costs nothing.
+Every module is checked again when it is preloaded (preload.py); a stale or broken file is ignored.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
 _LIMIT = 1 << 20  # bytes; torch and transformers together need about 100 KB
 _MOST = 100  # lists
 _MARK = "phalanx modules 2"
-_MOST_OWN = 1000  # files of the user's that are watched for edits
-# Where one of these stands in a line of the user's, what a later import gives may depend on it.
-_TELLING = (b"environ", b"putenv", b"dotenv", b"sys.path", b"sys.modules", b"addsitedir", b"meta_path")
+_MOST_OWN = 1000  # user files that are checked for edits
+# A user's line that contains one of these may affect later imports.
+_RELEVANT = (b"environ", b"putenv", b"dotenv", b"sys.path", b"sys.modules", b"addsitedir", b"meta_path")
 
 
 def cache_dir(environ: Mapping[str, str]) -> str | None:
-    """Where the lists are kept; None when there is no home to keep them in."""
+    """The directory of the lists; None without a home directory."""
     base = environ.get("XDG_CACHE_HOME")
     if not base:
         home = environ.get("HOME")
@@ -45,7 +44,7 @@ class ImportCache:
         self.key = _key(program)
         directory = cache_dir(environ)
         self.path = os.path.join(directory, _name_of(self.key)) if directory else None
-        self.names: list[str] = []  # and what import_recorder.py has other words for
+        self.names: list[str] = []  # and other lines of import_recorder.py
         self._unsuitable: list[str] = []
         self._own: dict[str, _File] = {}
         first = _first_path(program)
@@ -62,16 +61,16 @@ class ImportCache:
         except (OSError, ValueError):
             return
         if lines[:2] != [_MARK, self.key] or lines[-2:] != [".", ""]:
-            return  # another version, another key of the same name, or cut off
+            return  # another version, another key with the same file name, or truncated
         files = [_File.read(line[1:]) for line in lines[2:-2] if line.startswith("=")]
         names = [line for line in lines[2:-2] if not line.startswith(("-", "="))]
-        if all(file.says_the_same() for file in files) and not _hides(first, names):
+        if all(file.is_unchanged() for file in files) and not _shadows(first, names):
             self.names = names
             self._unsuitable = [line[1:] for line in lines[2:-2] if line.startswith("-")]
             self._own = {file.path: file for file in files}
 
     def add(self, lines: Iterable[str]) -> int:
-        """Take in what a worker's recorder wrote, in its order; how many were new."""
+        """Add the lines of a worker's recorder, in order; returns how many were new."""
         known = {*self.names, *(f"={path}" for path in self._own)}
         new = [line for line in dict.fromkeys(lines) if line not in known and _is_plain(line)]
         for line in new:
@@ -83,7 +82,7 @@ class ImportCache:
         return len(new)
 
     def forget(self, name: str) -> None:
-        """A module that does not suit a zygote, and what is below it: not to be tried again."""
+        """Remove a module that cannot be preloaded, and its submodules, for good."""
         self._unsuitable.append(name)
         self.names = [known for known in self.names if not self._is_unsuitable(known)]
 
@@ -91,7 +90,7 @@ class ImportCache:
         return any(name == bad or name.startswith(bad + ".") for bad in self._unsuitable)
 
     def save(self) -> None:
-        """Write the list, atomically; a file system that does not want it is no trouble."""
+        """Write the list atomically; errors are ignored."""
         if self.path is None:
             return
         own = [f"={file.written()}" for file in self._own.values()]
@@ -112,11 +111,11 @@ class ImportCache:
 
 
 class _File:
-    """A file of the user's, and what its telling lines say."""
+    """A user's file, and a checksum of its relevant lines."""
 
     def __init__(self, path: str, seen: tuple[int, int, int] | None = None) -> None:
         self.path = path
-        self.seen = seen or (*_stat(path), _telling(path))  # time, size, and a sum of the lines
+        self.seen = seen or (*_stat(path), _checksum(path))  # time, size, checksum
 
     @classmethod
     def read(cls, text: str) -> _File:
@@ -127,12 +126,12 @@ class _File:
     def written(self) -> str:
         return " ".join([*(str(number) for number in self.seen), self.path])
 
-    def says_the_same(self) -> bool:
-        """Also after an edit, where that was about something else."""
+    def is_unchanged(self) -> bool:
+        """Whether no relevant line was edited."""
         now = _stat(self.path)
         if now == self.seen[:2]:
             return True
-        lines = _telling(self.path)
+        lines = _checksum(self.path)
         same = lines == self.seen[2] and now != (0, 0)
         self.seen = (*now, lines)
         return same
@@ -146,7 +145,7 @@ def _stat(path: str) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_size
 
 
-def _telling(path: str) -> int:
+def _checksum(path: str) -> int:
     import zlib
 
     try:
@@ -155,20 +154,20 @@ def _telling(path: str) -> int:
     except OSError:
         return 0
     return zlib.crc32(
-        b"\n".join(line for line in text.splitlines() if any(word in line for word in _TELLING))
+        b"\n".join(line for line in text.splitlines() if any(word in line for word in _RELEVANT))
     )
 
 
 def _first_path(program: Sequence[str]) -> str:
-    """Where the program's own modules are looked for before all others."""
+    """The first directory in which the program's modules are searched."""
     mode, target = program[0], program[1]
     if mode == "script":
         return target if os.path.isdir(target) else os.path.dirname(os.path.realpath(target))
     return os.getcwd() if mode in ("module", "code") else ""
 
 
-def _hides(first: str, names: list[str]) -> bool:
-    """Whether a module lies there that has the name of an installed one in the list."""
+def _shadows(first: str, names: list[str]) -> bool:
+    """Whether the directory contains a module with the name of an installed one in the list."""
     try:
         entries = os.listdir(first) if first and names else []
     except OSError:
@@ -185,7 +184,7 @@ def _hides(first: str, names: list[str]) -> bool:
 
 
 def _make_room(directory: str) -> None:
-    """Keep the newest lists only: scripts come and go, and with every installed package all keys change."""
+    """Keep only the newest lists: every installed package changes all keys."""
     entries = [entry for entry in os.scandir(directory) if entry.is_file()]
     if len(entries) > _MOST:
         entries.sort(key=lambda entry: entry.stat().st_mtime)
@@ -200,7 +199,7 @@ def _is_plain(line: str) -> bool:
 
 
 def _key(program: Sequence[str]) -> str:
-    """`program` is mode and target; a script counts by its real path."""
+    """`program` is mode and target; a script is identified by its real path."""
     mode, target = program[0], program[1]
     what = os.path.realpath(target) if mode == "script" else f"-{mode[0]} {target}"
     parts = [what, sys.executable, sys.version.split()[0], *program[2:]]
@@ -214,7 +213,7 @@ def _key(program: Sequence[str]) -> str:
 
 
 def _name_of(key: str) -> str:
-    # Not hashlib, which takes longer to import than all of this; the key itself is in the file.
+    # Not hashlib, which takes longer to import than the rest; the file itself contains the key.
     import zlib
 
     data = key.encode("utf-8", "surrogateescape")

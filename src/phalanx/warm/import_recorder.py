@@ -1,17 +1,17 @@
-"""What the first worker of a group imports, written down while it happens, for the next start's preload.
+"""Records what the first worker of a group imports, for the preload of the next start.
 
-While it happens, because a worker that is killed cannot report at its end. The list is for a process that
-knows nothing of the user's code, so it also says where that code has a hand in what an import gives:
+Each import is written at once, because a killed worker cannot report at its end. The preloading process does
+not run the user's code, so the list also contains what that code does that can affect an import:
 
     NAME          an installed module, or one of the standard library
-    =PATH         a file of the user's own; it is never preloaded
-    !NAME         one that hides an installed module of the same name
-    +NAME=VALUE   a variable that the script sets here, to the same value whenever it runs,
-    ?NAME=VALUE   or only where it was not set before
-    ~NAME         a variable that the user's code sets here, and we cannot tell to what next time. Nothing
-                  that is imported from here on is written down: it may depend on it
+    =PATH         a user's file; it is never preloaded
+    !NAME         a user's module that shadows an installed one
+    +NAME=VALUE   a variable that the script sets here, to the same value in every run,
+    ?NAME=VALUE   or only if it is not set
+    ~NAME         a variable that the user's code sets here to a value that may differ in the next run. Later
+                  imports may depend on it and are not recorded
 
-Loaded by its place in the worker, as bootstrap.py is: standard library only, quoted annotations.
+The worker loads this file by path, like bootstrap.py: standard library only, quoted annotations.
 """
 
 import os
@@ -26,22 +26,22 @@ _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST, without the module
 
 
 def homes() -> tuple[str, ...]:
-    """Where installed packages and the standard library live."""
+    """The directories of installed packages and the standard library."""
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages", ".zip"))]
     library = os.path.dirname(os.__file__)
     return tuple(os.path.join(path, "") for path in [*packages, library, library + "/lib-dynload"])
 
 
 class ImportRecorder:
-    """A finder that finds nothing: it only writes down what is asked for."""
+    """A finder that finds nothing: it only records the names."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._homes = homes()
-        self._own: dict[str, bool] = {}  # by the first part of a name: whether it is the user's
+        self._own: dict[str, bool] = {}  # top-level name → whether it is the user's
         self._pid = os.getpid()
         self._unsure = False
-        # An audit hook was rejected: it runs for every event until the process ends. During shutdown it
+        # An audit hook was rejected: it runs for every event until the process exits. During shutdown it
         # released the lock to C++ threads, which then found no interpreter and aborted.
         self._putenv, self._unsetenv = os.putenv, os.unsetenv
         os.putenv, os.unsetenv = self._put, self._unset
@@ -51,9 +51,8 @@ class ImportRecorder:
     def find_spec(self, name: str, path: "Any" = None, target: object = None) -> None:
         try:
             self._note(name, path)
-        except Exception:  # noqa: BLE001 - finders of others: an import must not fail because we look on
+        except Exception:  # noqa: BLE001 - recording must not make an import fail
             pass
-        return
 
     def _note(self, name: str, path: "Any") -> None:
         top, _, inside = name.partition(".")
@@ -85,25 +84,25 @@ class ImportRecorder:
         try:
             os.write(self.fd, f"{line}\n".encode("utf-8", "surrogateescape"))
         except OSError:
-            pass  # closed by a program that closes all it does not know
+            pass  # closed by a program that closes all descriptors
 
     # -- variables --------------------------------------------------------------------------------
 
     def _put(self, name: "Any", value: "Any", /) -> None:
         self._putenv(name, value)
-        self._heard(name, value)
+        self._changed(name, value)
 
     def _unset(self, name: "Any", /) -> None:
         self._unsetenv(name)
-        self._heard(name, None)
+        self._changed(name, None)
 
-    def _heard(self, name: "Any", value: "Any") -> None:
+    def _changed(self, name: "Any", value: "Any") -> None:
         try:
             if not self._unsure and os.getpid() == self._pid:
                 self._set(os.fsdecode(name), None if value is None else os.fsdecode(value))
-        except Exception:  # noqa: BLE001 - whatever happens here must not happen to the program
+        except Exception:  # noqa: BLE001 - recording must not make the program fail
             pass
-        if self._unsure and os.putenv == self._put:  # nothing more to be learned
+        if self._unsure and os.putenv == self._put:  # nothing more is recorded
             os.putenv, os.unsetenv = self._putenv, self._unsetenv
 
     def _set(self, name: str, value: str | None) -> None:
@@ -113,13 +112,13 @@ class ImportRecorder:
         setter = frame
         while frame is not None and not self._is_users(frame):
             if "importlib" in frame.f_code.co_filename and "_bootstrap" in frame.f_code.co_filename:
-                return  # it comes with an import, and will come with it again
+                return  # an effect of an import, which the preload repeats
             frame = frame.f_back
         if frame is None or (frame is not setter and frame.f_code.co_name != "<module>"):
-            return  # by a package in the course of its work: the imports at the top are long done
+            return  # set by a package at work, after the imports at the top of the script
         try:
             word = _constant(frame, name, value) if frame is setter else ""
-        except Exception:  # noqa: BLE001 - any other statement there can be
+        except Exception:  # noqa: BLE001 - some other statement
             word = ""
         self._unsure = not word
         self._write(f"{word}{name}={value}" if word else f"~{name}")
@@ -132,7 +131,7 @@ class ImportRecorder:
 
 
 def _constant(frame: "FrameType", name: str, value: str | None) -> str:
-    """Whether the line that runs is `os.environ["NAME"] = "VALUE"` at the left edge of the script."""
+    """Whether the current line is an unindented `os.environ["NAME"] = "VALUE"` of the script: + or ?."""
     if frame.f_code.co_name != "<module>" or frame.f_globals.get("__name__") != "__main__":
         return ""
     with open(frame.f_code.co_filename, encoding="utf-8") as file:
@@ -148,6 +147,6 @@ def _constant(frame: "FrameType", name: str, value: str | None) -> str:
         return "+" if found == ("environ", name, value) else ""
     if kind == "Expr":
         call = statement.value
-        said = [call.func.attr, call.func.value.attr, *(argument.value for argument in call.args)]
-        return "?" if said == ["setdefault", "environ", name, value] else ""
+        call_parts = [call.func.attr, call.func.value.attr, *(argument.value for argument in call.args)]
+        return "?" if call_parts == ["setdefault", "environ", name, value] else ""
     return ""

@@ -1,18 +1,17 @@
-"""Imports in the zygote, before it forks: what the workers would all import anyway, done once.
+"""Preloads modules in the zygote, before it forks, so that the workers share one import.
 
-Rules, each checked while it happens and not promised by a list:
-* Only installed packages and the standard library. The user's own modules are executed fresh in every
-  worker, whatever their names; an installed package that imports one of them is left out as well.
-* A module that raises is left out. One that leaves a thread which a fork does not stop, opens a device
-  or a socket, starts a process, hangs, or kills the process, spoils this zygote: the keeper forks another
-  one, without it. So does one that asks, while it is imported, for a variable that each worker has its own
-  value of (RANK): all of them would find what it made of the zygote's.
-* Threads are judged by evidence: pools that know about fork (OpenBLAS) end their threads when the
-  process forks, so a trial fork tells them from threads that would be lost without anybody noticing.
-* What an import leaves behind outside of memory is given to every worker, as if it had imported the module
-  itself: variables it set, what it printed, files it keeps open (each worker with an offset of its own).
+Each rule is checked during the import, not promised by a list:
+* Only installed packages and the standard library are preloaded. The user's own modules run in every worker;
+  an installed package that imports one of them is skipped.
+* A module that raises is skipped. A module spoils the zygote if it leaves a thread that a fork does not stop,
+  opens a device or a socket, starts a process, hangs, kills the process, or reads a variable that differs
+  between workers (RANK) during its import. The keeper then forks another zygote without that module.
+* Fork-aware thread pools (OpenBLAS) end their threads at a fork; a trial fork distinguishes them from threads
+  that would be lost.
+* Effects of an import outside of memory are repeated in every worker: variables, printed text, and open files
+  (with an offset of their own).
 
-What happens is told to the keeper line by line, so that it knows the culprit even of a crash:
+Progress is reported to the keeper line by line, so that it can name the module even after a crash:
 `import NAME`, `drop NAME: why`, `spoiled NAME: why`, `done COUNT`.
 """
 
@@ -31,34 +30,34 @@ if TYPE_CHECKING:
 SPOILED = 77  # the exit status of a zygote that must not be forked from
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/infiniband", "/dev/xpu")
-_SHARED = ("socket:", "pipe:", "anon_inode:", "/memfd:")  # siblings would take each other's news from these
+_SHARED = ("socket:", "pipe:", "anon_inode:", "/memfd:")  # siblings would consume each other's data
 _NEVER = frozenset({"__main__", "phalanx", "sitecustomize", "usercustomize", "antigravity", "this"})
 
-# What agents give each worker a value of its own of (agent/environment.py).
+# The variables that differ between workers (agent/environment.py).
 _OF_A_WORKER = frozenset({
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 })  # fmt: skip
-_OF_A_WORKER_TOO = ("TORCHELASTIC_", "PHALANX_")
+_OF_A_WORKER_PREFIXES = ("TORCHELASTIC_", "PHALANX_")
 
 
 class ImportResidue:
-    """What the imports left behind, for `forked.tidy` to give to every worker."""
+    """Effects of the imports outside of memory, which `fork_setup` repeats in every worker."""
 
     def __init__(self) -> None:
         self.variables: dict[bytes, tuple[bytes | None, bytes | None]] = {}  # name → value before, and after
-        self.said: tuple[bytes, bytes] = (b"", b"")  # on stdout, on stderr
+        self.printed: tuple[bytes, bytes] = (b"", b"")  # on stdout, on stderr
         self.files: dict[int, str] = {}  # descriptor → path
 
 
 left = ImportResidue()
 
 
-def preload(names: Iterable[str], tell: Callable[[str], None]) -> None:
-    """Import them, in this order; ends the process when it is spoiled.
+def preload(names: Iterable[str], report: Callable[[str], None]) -> None:
+    """Import them in this order; exits if the zygote is spoiled.
 
-    Among them other lines of a recorder: variables that the script sets before the imports behind them, and
-    the names of modules that the script has its own of.
+    `names` may contain the recorder's other lines: variables that the script sets before the following
+    imports, and modules that the script shadows.
     """
     import gc
 
@@ -72,7 +71,7 @@ def preload(names: Iterable[str], tell: Callable[[str], None]) -> None:
     fds = _descriptors()
     known = set(sys.modules)
     count = 0
-    own: dict[bytes, bytes | None] = {}  # what the script sets: the values to go back to
+    own: dict[bytes, bytes | None] = {}  # variables that the script sets: their values before
     for name in names:
         if name[:1] in ("+", "?"):
             _set_for_script(name[0], name[1:], own)
@@ -84,38 +83,38 @@ def preload(names: Iterable[str], tell: Callable[[str], None]) -> None:
             verdicts[top] = _is_installed(top, homes)
         if not verdicts[top]:
             continue
-        tell(f"import {name}")
+        report(f"import {name}")
         with console:
-            imported, asked = _import(name, tell)
+            imported, asked = _import(name, report)
         if not imported and not hidden.asked:
             console.forget()
             continue
         count += 1
         now = _descriptors()
         why = (
-            next((f"imports {one}, which a module of the script's own hides" for one in hidden.asked), "")
-            or _spoilt_by_threads()
-            or next((f"reads {variable} when it is imported" for variable in asked), "")
-            or _spoilt_by_descriptors(fds, now)
-            or _spoilt_by_own_modules(sys.modules.keys() - known, homes)
-            or _spoilt_by_processes()
+            next((f"imports {one}, which a module of the script shadows" for one in hidden.asked), "")
+            or _spoiled_by_threads()
+            or next((f"reads {variable} during its import" for variable in asked), "")
+            or _spoiled_by_descriptors(fds, now)
+            or _spoiled_by_own_modules(sys.modules.keys() - known, homes)
+            or _spoiled_by_processes()
         )
         if why:
-            tell(f"spoiled {name}: {why}")
+            report(f"spoiled {name}: {why}")
             os._exit(SPOILED)
         known = set(sys.modules)
     for variable, value in own.items():
         _put(variable, value)
     sys.meta_path.remove(hidden)
-    left.said = console.said()
+    left.printed = console.printed()
     left.files = {int(fd): what for fd, what in _descriptors().items() if fd not in fds and _is_file(what)}
     gc.collect()
-    gc.freeze()  # a collection in a worker would write into every shared page otherwise
-    tell(f"done {count}")
+    gc.freeze()  # or a collection in a worker would write into every shared page
+    report(f"done {count}")
 
 
 class _Hidden:
-    """A finder that finds nothing: it refuses what is going to be another module in the worker."""
+    """A finder that rejects the modules that the script shadows."""
 
     def __init__(self, names: set[str]) -> None:
         self.names = names
@@ -124,11 +123,11 @@ class _Hidden:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.partition(".")[0] in self.names:
             self.asked.append(name)
-            raise ImportError(name)  # early: nothing that comes of it is going to be used
+            raise ImportError(name)  # at once: the zygote is spoiled anyway
 
 
 class _Asked(dict[bytes, bytes]):
-    """The variables during an import. Those of a worker are not there, and it is noted who asks for them."""
+    """The environment during an import: variables of a worker are missing, and access to them is noted."""
 
     def __init__(self, variables: dict[bytes, bytes]) -> None:
         super().__init__((name, value) for name, value in variables.items() if not _is_of_a_worker(name))
@@ -142,11 +141,11 @@ class _Asked(dict[bytes, bytes]):
 
 def _is_of_a_worker(name: bytes) -> bool:
     text = os.fsdecode(name)
-    return text in _OF_A_WORKER or text.startswith(_OF_A_WORKER_TOO)
+    return text in _OF_A_WORKER or text.startswith(_OF_A_WORKER_PREFIXES)
 
 
-def _import(name: str, tell: Callable[[str], None]) -> tuple[bool, list[str]]:
-    """Whether it could be imported, and which variables of a worker it asked for."""
+def _import(name: str, report: Callable[[str], None]) -> tuple[bool, list[str]]:
+    """Whether the import succeeded, and which variables of a worker it read."""
     environ: Any = os.environ
     before: dict[bytes, bytes] = environ._data
     during = environ._data = _Asked(before)
@@ -156,15 +155,15 @@ def _import(name: str, tell: Callable[[str], None]) -> tuple[bool, list[str]]:
         __import__(name)
         imported = True
     except BaseException as error:  # noqa: BLE001 - SystemExit too: a module may do anything
-        # What cannot be imported is no news: optional imports are recorded as well.
+        # An ImportError is not reported: optional imports are recorded as well.
         if not isinstance(error, ImportError):
-            tell(f"drop {name}: {type(error).__name__}")
+            report(f"drop {name}: {type(error).__name__}")
     finally:
         environ._data = os.environb._data = before  # type: ignore[attr-defined]
         for key in sorted(before.keys() | during.keys()):
             old, new = before.get(key), during.get(key)
             if old != new and not (new is None and _is_of_a_worker(key)):
-                # Not for the next imports, which a worker may do before this one, but for every worker.
+                # Undone for the following imports, which a worker may do first; repeated in every worker.
                 _put(key, old)
                 if imported:
                     left.variables[key] = (left.variables.get(key, (old, None))[0], new)
@@ -174,7 +173,7 @@ def _import(name: str, tell: Callable[[str], None]) -> tuple[bool, list[str]]:
 def _put(name: bytes, value: bytes | None) -> None:
     if value is None:
         os.environb.pop(name, None)
-        os.unsetenv(name)  # for what was set behind our back
+        os.unsetenv(name)  # C code may have set it
     else:
         os.environb[name] = value
 
@@ -188,12 +187,12 @@ def _set_for_script(word: str, text: str, own: dict[bytes, bytes | None]) -> Non
 
 
 class _Console:
-    """Keeps what is printed while it is entered: every worker is to say it, in its own log."""
+    """Captures what is printed while it is entered: every worker prints it to its own log."""
 
     def __init__(self) -> None:
         from phalanx.kernel import anonymous_file
 
-        self._kept = [anonymous_file("phalanx-said") for _ in (1, 2)]
+        self._kept = [anonymous_file("phalanx-printed") for _ in (1, 2)]
         self._sizes = [0, 0]
 
     def __enter__(self) -> None:
@@ -213,13 +212,13 @@ class _Console:
         self._sizes_before, self._sizes = self._sizes, [os.fstat(kept).st_size for kept in self._kept]
 
     def forget(self) -> None:
-        """What the last one said: the worker is going to import it again, and to hear it again."""
+        """Discard the output of the last import: the worker repeats it."""
         self._sizes = self._sizes_before
         for kept, size in zip(self._kept, self._sizes, strict=True):
             os.truncate(kept, size)
             os.lseek(kept, size, os.SEEK_SET)
 
-    def said(self) -> tuple[bytes, bytes]:
+    def printed(self) -> tuple[bytes, bytes]:
         out, err = (os.pread(kept, 1 << 20, 0) for kept in self._kept)
         for kept in self._kept:
             os.close(kept)
@@ -230,13 +229,13 @@ class _Console:
             try:
                 stream.flush()
             except (AttributeError, OSError, ValueError):
-                pass  # none, or closed by an import
+                pass  # missing, or closed by an import
 
 
 def _copy(fd: int) -> int | None:
     try:
         return os.dup(fd)
-    except OSError:  # started with it closed
+    except OSError:  # it was closed at the start
         return None
 
 
@@ -247,7 +246,7 @@ def _is_installed(top: str, homes: tuple[str, ...]) -> bool:
 
     try:
         spec = PathFinder.find_spec(top)
-    except Exception:  # noqa: BLE001 - an import hook of somebody's
+    except Exception:  # noqa: BLE001 - a third-party import hook
         return False
     if spec is None:
         return False
@@ -255,7 +254,7 @@ def _is_installed(top: str, homes: tuple[str, ...]) -> bool:
     return bool(places) and all(place is not None and place.startswith(homes) for place in places)
 
 
-def _spoilt_by_threads() -> str:
+def _spoiled_by_threads() -> str:
     if _threads() <= 1:
         return ""
     child = os.fork()
@@ -289,7 +288,7 @@ def _descriptors() -> dict[str, str]:
     return found
 
 
-def _spoilt_by_descriptors(before: dict[str, str], now: dict[str, str]) -> str:
+def _spoiled_by_descriptors(before: dict[str, str], now: dict[str, str]) -> str:
     for fd, what in now.items():
         if fd not in before and (what.startswith((*_DEVICES, *_SHARED)) or what.endswith(" (deleted)")):
             return f"opens {what}"
@@ -300,8 +299,8 @@ def _is_file(what: str) -> bool:
     return what.startswith("/") and os.path.isfile(what)
 
 
-def _spoilt_by_own_modules(names: Iterable[str], homes: tuple[str, ...]) -> str:
-    """A plug-in of the user's that a package finds by itself: edits to it would not be seen."""
+def _spoiled_by_own_modules(names: Iterable[str], homes: tuple[str, ...]) -> str:
+    """A user's plug-in that a package finds by itself: later edits to it would have no effect."""
     for name in names:
         spec: Any = getattr(sys.modules.get(name), "__dict__", {}).get("__spec__")
         place = spec.origin if getattr(spec, "has_location", False) else None
@@ -315,7 +314,7 @@ def _spoilt_by_own_modules(names: Iterable[str], homes: tuple[str, ...]) -> str:
     return ""
 
 
-def _spoilt_by_processes() -> str:
+def _spoiled_by_processes() -> str:
     from phalanx import kernel
 
     return "starts a process" if kernel.children() else ""

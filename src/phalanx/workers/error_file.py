@@ -1,17 +1,17 @@
-"""The error file: what a failing worker leaves behind for its parent.
+"""The error file: a failing worker's own record of its error, for its parent.
 
-The writer runs inside the user's process, at its worst moment; the reader runs in the parent, on a file that
-anything may have written. So:
+The writer runs inside the user's process while it fails; the reader runs in the parent, on a file with
+untrusted content. Therefore:
 
 - the writer never raises, never leaves a half-written file under the final name (temporary file and rename),
-  and caps what it writes; a full disk or a missing directory means no error file, nothing else;
-- the reader never hangs (no fifo, no device), never holds more than `limit` bytes, and answers with a reason
-  instead of an exception;
-- an exception is written once: the outer layers that see it again leave the first, exacter, record alone.
+  and limits the size; a full disk or a missing directory only means that there is no error file;
+- the reader never hangs (no fifo, no device), never reads more than a limit, and returns a reason instead of
+  raising;
+- an exception is written once: outer layers that see it again keep the first, more precise record.
 
-Every worker imports this module before user code runs, hence two imports and no more.
+Every worker imports this module before user code runs, so it imports almost nothing.
 
-Shape, as other launchers write it, plus `timestampNs`:
+Format, as other launchers write it, plus `timestampNs`:
 `{"message": {"message": "Type: text", "extraInfo": {"py_callstack": …, "timestamp": …, "timestampNs": …}}}`
 """
 
@@ -31,7 +31,7 @@ VARIABLE = "TORCHELASTIC_ERROR_FILE"
 STACK_SUFFIX = ".stack"
 READ_LIMIT = 2 << 20
 MESSAGE_CAP = 32 << 10
-# Six bytes per character at worst (\u0000), so a file that we write always stays below READ_LIMIT.
+# At most six bytes per character (\u0000), so a written file is always smaller than READ_LIMIT.
 TRACEBACK_CAP = 256 << 10
 _MARK = "_phalanx_error_file"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -41,7 +41,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def write_exception(path: str, exc: BaseException, *, now_ns: int | None = None) -> bool:
-    """Record `exc` in the error file; False when that was not possible (which is never an error)."""
+    """Record `exc` in the error file; False if that was not possible."""
     now = time.time_ns() if now_ns is None else now_ns
     if getattr(exc, _MARK, None) == path:
         return True
@@ -56,7 +56,7 @@ def write_exception(path: str, exc: BaseException, *, now_ns: int | None = None)
 
 
 def mark_recorded(exc: BaseException, path: str) -> None:
-    """Let later layers know that `exc` is already told in `path`."""
+    """Mark `exc` as recorded in `path`, for outer layers."""
     try:
         setattr(exc, _MARK, path)
     except Exception:  # noqa: BLE001 - exceptions without a __dict__, or with a hostile one
@@ -64,7 +64,7 @@ def mark_recorded(exc: BaseException, path: str) -> None:
 
 
 def write_data(path: str, data: dict[str, Any]) -> bool:
-    """Put `data` into `path` as JSON, whole or not at all."""
+    """Write `data` to `path` as JSON, completely or not at all."""
     import json
 
     temporary = f"{path}.{os.getpid()}.{time.monotonic_ns()}.tmp"
@@ -97,7 +97,7 @@ def exception_data(exc: BaseException, now_ns: int) -> dict[str, Any]:
     kind = type(exc).__name__
     try:
         text = str(exc)
-    except Exception:  # noqa: BLE001 - user code; any failure of it means the same
+    except Exception:  # noqa: BLE001 - user code may raise anything
         text = f"<str() of this {kind} failed>"
     return message_data(f"{kind}: {text}", _traceback_text(exc), now_ns)
 
@@ -107,7 +107,7 @@ def message_data(
 ) -> dict[str, Any]:
     """The error file's content for any failure."""
     now = time.time_ns() if now_ns is None else now_ns
-    told: dict[str, Any] = {
+    content: dict[str, Any] = {
         "message": _clean(_cut(message, MESSAGE_CAP)),
         "extraInfo": {
             "py_callstack": _clean(_cut(traceback, TRACEBACK_CAP)),
@@ -117,8 +117,8 @@ def message_data(
         },
     }
     if code is not None:
-        told["errorCode"] = code
-    return {"message": told}
+        content["errorCode"] = code
+    return {"message": content}
 
 
 def _traceback_text(exc: BaseException) -> str:
@@ -126,16 +126,15 @@ def _traceback_text(exc: BaseException) -> str:
 
     tb = _user_frames(exc)
     try:
-        # The walk honours __suppress_context__, notes and groups; compact drops what would not be shown.
-        lines = traceback.TracebackException(type(exc), exc, tb, compact=True).format()
-        return "".join(lines)
+        # TracebackException honours __suppress_context__, notes and groups.
+        return "".join(traceback.TracebackException(type(exc), exc, tb, compact=True).format())
     except Exception:  # noqa: BLE001 - user-defined __str__, __notes__ or loaders may raise here
         frames = "".join(traceback.format_tb(tb))
         return f"Traceback (most recent call last):\n{frames}{type(exc).__name__}\n"
 
 
 def _user_frames(exc: BaseException) -> TracebackType | None:
-    # The outer frames are the launcher's own way into user code; nobody debugs those.
+    # The outermost frames belong to the launcher.
     tb = exc.__traceback__
     while tb is not None and is_launcher_frame(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
@@ -146,15 +145,15 @@ def _user_frames(exc: BaseException) -> TracebackType | None:
 
 def is_launcher_frame(filename: str) -> bool:
     """Whether a stack frame belongs to Phalanx or to runpy rather than to the user."""
-    ours = (_PACKAGE, "<frozen runpy>", "<frozen importlib")
-    return filename.startswith(ours) or filename.endswith("/runpy.py")
+    launcher = (_PACKAGE, "<frozen runpy>", "<frozen importlib")
+    return filename.startswith(launcher) or filename.endswith("/runpy.py")
 
 
 def _cut(text: str, cap: int) -> str:
     if len(text) <= cap:
         return text
     left = len(text) - cap
-    return f"{text[: cap // 2]}\n... {left} characters left out ...\n{text[-cap // 2 :]}"
+    return f"{text[: cap // 2]}\n... {left} characters omitted ...\n{text[-cap // 2 :]}"
 
 
 def _clean(text: str) -> str:
@@ -164,14 +163,9 @@ def _clean(text: str) -> str:
 # ---------------------------------------------------------------- reading, in the parent
 
 
-def read(path: str, limit: int = READ_LIMIT) -> ErrorRecord | None:
-    """What the worker said about its failure, or None."""
-    return read_with_reason(path, limit)[0]
-
-
-def read_with_reason(path: str, limit: int = READ_LIMIT) -> tuple[ErrorRecord | None, str]:
-    """The error record, or None and why there is none."""
-    body, reason = _read_bytes(path, limit)
+def read_with_reason(path: str) -> tuple[ErrorRecord | None, str]:
+    """The error record, or None and the reason."""
+    body, reason = _read_bytes(path, READ_LIMIT)
     if reason:
         return None, reason
     import json
@@ -181,7 +175,7 @@ def read_with_reason(path: str, limit: int = READ_LIMIT) -> tuple[ErrorRecord | 
     except (ValueError, RecursionError) as exc:
         return None, f"error file {path} is not valid JSON ({len(body)} bytes: {str(exc)[:100]})"
     if not isinstance(data, dict) or not isinstance(data.get("message"), (str, dict)):
-        return None, f"error file {path} has no 'message' that is a text or an object"
+        return None, f"error file {path} has no valid 'message' (a string or an object)"
     return _to_record(data), ""
 
 
@@ -189,10 +183,10 @@ def _read_bytes(path: str, limit: int) -> tuple[bytes, str]:
     import stat
 
     if not path:
-        return b"", "no error file was named for this worker"
+        return b"", "this worker has no error file"
     try:
-        # Non-blocking, so that a fifo in its place cannot hold us; checked after opening, so that nobody can
-        # swap it in between.
+        # Non-blocking: opening a fifo must not hang. Its type is checked after opening, so that it cannot be
+        # replaced in between.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
         return b"", f"error file {path} was not written"
@@ -212,7 +206,7 @@ def _read_bytes(path: str, limit: int) -> tuple[bytes, str]:
                 return b"".join(parts), "" if size else f"error file {path} is empty"
             parts.append(part)
             size += len(part)
-        return b"", f"error file {path} grows while it is read (limit {limit} bytes)"
+        return b"", f"error file {path} grew during the read (limit {limit} bytes)"
     except OSError as exc:
         return b"", f"error file {path} cannot be read: {exc}"
     finally:
@@ -222,18 +216,17 @@ def _read_bytes(path: str, limit: int) -> tuple[bytes, str]:
 def _to_record(data: dict[str, Any]) -> ErrorRecord:
     from phalanx.core.failures import ErrorRecord
 
-    told = data["message"]
-    if isinstance(told, str):
-        extra = data.get("extraInfo")
-        told = {"message": told, "extraInfo": extra, "errorCode": data.get("errorCode")}
-    extra = told.get("extraInfo")
+    content = data["message"]
+    if isinstance(content, str):
+        content = data
+    extra = content.get("extraInfo")
     extra = extra if isinstance(extra, dict) else {}
     exact = _number(extra.get("timestampNs"))
     at = exact / 1e9 if exact is not None else _number(extra.get("timestamp"))
-    code = _number(told.get("errorCode"))
+    code = _number(content.get("errorCode"))
     stack = extra.get("py_callstack")
     return ErrorRecord(
-        message=_clean(str(told.get("message") or "")),
+        message=_clean(str(content.get("message") or "")),
         traceback=_clean(stack) if isinstance(stack, str) else "",
         at=at,
         precise=exact is not None or (at is not None and at != int(at)),
@@ -249,17 +242,17 @@ def _number(value: Any) -> float | None:
         number = float(value)
     except (ValueError, OverflowError):
         return None
-    # The comparison also refuses NaN and the infinities.
+    # The comparison also rejects NaN and the infinities.
     return number if -1e20 < number < 1e20 else None
 
 
 # ---------------------------------------------------------------- faulthandler's output
 
 
-def read_crash(error_file: str, limit: int = READ_LIMIT) -> ErrorRecord | None:
-    """The stack that faulthandler left in `<error_file>.stack` when a signal killed the worker."""
+def read_crash(error_file: str) -> ErrorRecord | None:
+    """The stack that faulthandler wrote to `<error_file>.stack` when a signal killed the worker."""
     path = error_file if error_file.endswith(STACK_SUFFIX) else error_file + STACK_SUFFIX
-    body, reason = _read_bytes(path, limit)
+    body, reason = _read_bytes(path, READ_LIMIT)
     if reason:
         return None
     parsed = parse_crash(body.decode("utf-8", "backslashreplace"))
@@ -274,14 +267,8 @@ def read_crash(error_file: str, limit: int = READ_LIMIT) -> ErrorRecord | None:
     return ErrorRecord(parsed[0], parsed[1], at, precise=at is not None)
 
 
-def crash_stack(path: str, limit: int = READ_LIMIT) -> str:
-    """The traceback of a crash, oldest call first like any other; empty when there is none."""
-    record = read_crash(path, limit)
-    return record.traceback if record else ""
-
-
 def parse_crash(text: str) -> tuple[str, str] | None:
-    """Turn faulthandler's text into a headline and a traceback in the usual order."""
+    """A headline and a traceback, oldest call first, from faulthandler's text."""
     start = text.rfind("Fatal Python error:")
     if start < 0:
         return None
@@ -314,7 +301,7 @@ def parse_crash(text: str) -> tuple[str, str] | None:
 
 
 def _parse_frame(line: str) -> tuple[str, str, str] | None:
-    # `  File "/path/x.py", line 3 in f`; a path may itself hold quotes, so it is taken apart from the right.
+    # `  File "/path/x.py", line 3 in f`; split from the right, because a path may contain quotes.
     if not line.startswith('  File "'):
         return None
     place, found, function = line[8:].rpartition(" in ")
@@ -331,11 +318,11 @@ def _source_line(filename: str, number: str) -> str:
     return lines[index].strip()[:200] if 0 <= index < len(lines) else ""
 
 
-def read_failure(path: str, code: int, limit: int = READ_LIMIT) -> tuple[ErrorRecord | None, str]:
-    """What is known about a dead worker from its files: its own record, else its crash stack."""
-    record, reason = read_with_reason(path, limit)
+def read_failure(path: str, code: int) -> tuple[ErrorRecord | None, str]:
+    """A dead worker's own error record, else its crash stack; or None and the reason."""
+    record, reason = read_with_reason(path)
     if record is not None:
         return record, ""
-    # Only for a death by signal: the stack of a crash that a handler survived says nothing about this end.
-    crash = read_crash(path, limit) if path and code < 0 else None
+    # Only for a death by signal: a crash that a handler survived did not cause this exit.
+    crash = read_crash(path) if path and code < 0 else None
     return crash, "" if crash else reason

@@ -1,15 +1,14 @@
-"""Why a worker ended, told from outside it: exit codes in words, and signs that memory ran out.
+"""Why a worker exited, as seen from outside: descriptions of exit codes, and evidence of OOM kills.
 
-A SIGKILL says nothing about its sender. The kernel's out-of-memory killer leaves traces, though, and
-`explain` claims exactly as much as the traces it finds:
+A SIGKILL does not identify its sender, but the kernel's out-of-memory killer leaves traces. `explain` claims
+no more than the traces prove:
 
 - the kernel log names the pid: certain;
-- a counter of OOM kills went up since the snapshot, in the worker's own memory cgroup or only machine-wide:
-  probable, or possible;
-- nothing: it says that it found nothing, and what it could not look at.
+- the counter of OOM kills went up since the snapshot, in the worker's own memory cgroup (probable) or
+  machine-wide (possible);
+- nothing: the text says so, and names what could not be read.
 
-`snapshot()` reads a handful of small kernel files and opens nothing for longer than that. Nothing is read
-when this module is imported, and no function here raises.
+`snapshot()` reads a few small kernel files. The import of this module reads nothing, and no function raises.
 """
 
 from __future__ import annotations
@@ -17,55 +16,36 @@ from __future__ import annotations
 import os
 import time
 
+from phalanx.core.record import Record
+from phalanx.kernel import read_text
+
 SIGKILL = 9
 _INIT_PID_NAMESPACE = "pid:[4026531836]"
 _KMSG_LIMIT = 20_000
-# printk stamps with the scheduler's clock, which drifts a little from CLOCK_MONOTONIC.
+# printk uses the scheduler's clock, which drifts a little from CLOCK_MONOTONIC.
 _KMSG_SLACK_US = 2_000_000
 
 
-class Snapshot:
+class Snapshot(Record):
     """OOM kill counters at one moment: by cgroup file (nearest first), and machine-wide."""
 
-    # A plain class: it is made at every start, and importing dataclasses would cost more than all of this.
-    __slots__ = ("cgroups", "machine", "monotonic_us")
-
-    def __init__(
-        self, cgroups: dict[str, int] | None = None, machine: int | None = None, monotonic_us: int = 0
-    ) -> None:
-        self.cgroups = cgroups or {}
-        self.machine = machine
-        self.monotonic_us = monotonic_us
+    cgroups: dict[str, int] = {}
+    machine: int | None = None
+    monotonic_us: int = 0
 
 
 # ---------------------------------------------------------------- counters
 
 
 def snapshot(pid: int | None = None) -> Snapshot:
-    """The counters that an OOM kill of this process (or of `pid`) would move; under a millisecond."""
+    """The counters that an OOM kill of this process (or of `pid`) would change; takes under a millisecond."""
     who = "self" if pid is None else str(pid)
     counters = {path: count for path in _counter_files(who) if (count := _oom_kills(path)) is not None}
     return Snapshot(counters, _oom_kills("/proc/vmstat"), time.monotonic_ns() // 1000)
 
 
-def _read(path: str) -> str:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except (OSError, ValueError):
-        return ""
-    try:
-        parts = []
-        while part := os.read(fd, 1 << 16):
-            parts.append(part)
-        return b"".join(parts).decode("utf-8", "replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(fd)
-
-
 def _oom_kills(path: str) -> int | None:
-    for line in _read(path).splitlines():
+    for line in read_text(path).splitlines():
         name, _, count = line.partition(" ")
         if name == "oom_kill" and count.isdigit():
             return int(count)
@@ -76,7 +56,7 @@ def _counter_files(who: str) -> list[str]:
     """`memory.events` (v2) and `memory.oom_control` (v1) of the process's cgroup and of those above it."""
     mounts = _cgroup_mounts()
     files: list[str] = []
-    for line in _read(f"/proc/{who}/cgroup").splitlines():
+    for line in read_text(f"/proc/{who}/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if not controllers:
@@ -88,7 +68,7 @@ def _counter_files(who: str) -> list[str]:
         if kind not in mounts:
             continue
         point, root = mounts[kind]
-        # In a container the mount may show only a part of the tree, or a tree that the path is relative to.
+        # In a container, the mount may show a part of the tree, or a tree that the path is relative to.
         inside = path[len(root) :] if root != "/" and path.startswith(root) else path
         folder = os.path.normpath(point + "/" + inside.strip("/"))
         while folder.startswith(point):
@@ -101,7 +81,7 @@ def _counter_files(who: str) -> list[str]:
 
 def _cgroup_mounts() -> dict[str, tuple[str, str]]:
     mounts: dict[str, tuple[str, str]] = {}
-    for line in _read("/proc/self/mountinfo").splitlines():
+    for line in read_text("/proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         kind, _, options = right.partition(" ")
         if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(" ")[-1].split(",")):
@@ -124,7 +104,7 @@ def _unescape(path: str) -> str:
 
 
 def oom_lines(since_us: int, path: str = "/dev/kmsg") -> list[str] | None:
-    """The kernel's lines about kills for memory since then; None when the log is not readable."""
+    """The kernel's lines about OOM kills since then; None if the log is not readable."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -137,7 +117,7 @@ def oom_lines(since_us: int, path: str = "/dev/kmsg") -> list[str] | None:
             except BlockingIOError:
                 break
             except BrokenPipeError:
-                continue  # records were overwritten while we read; the next read goes on after the gap
+                continue  # records were overwritten during the read; the next read continues after the gap
             if not record:
                 break
             head, _, text = record.decode("utf-8", "replace").partition(";")
@@ -162,14 +142,14 @@ def _memory_of(line: str) -> str:
     import re
 
     found = re.search(r"anon-rss:(\d+)kB", line)
-    return f", it held {int(found[1]) / 1024:.0f} MiB" if found else ""
+    return f", using {int(found[1]) / 1024:.0f} MiB" if found else ""
 
 
 # ---------------------------------------------------------------- the verdict
 
 
 def explain(code: int, pid: int, before: Snapshot | None = None) -> str:
-    """What the machine can tell about this end, worded as carefully as the evidence; empty when nothing."""
+    """What the machine shows about this exit, as certain as the evidence; empty if there is none."""
     if code in (-SIGKILL, 128 + SIGKILL):
         return _explain_kill(pid, before or Snapshot())
     number = -code if code < 0 else code - 128
@@ -184,9 +164,9 @@ def _explain_kill(pid: int, before: Snapshot) -> str:
     if named:
         held = next((text for line in named if (text := _memory_of(line))), "")
         limited = any("emory cgroup" in line or "CONSTRAINT_MEMCG" in line for line in named)
-        where = "its memory limit (cgroup)" if limited else "the end of the machine's memory"
+        where = "its cgroup's memory limit" if limited else "the end of the machine's memory"
         if _own_pid_namespace():
-            # The log counts pids in the outermost namespace, where this number may be somebody else.
+            # The log uses pids of the outermost namespace, where this number may be another process.
             return f"probably out of memory: the kernel log names pid {pid} as killed at {where}{held}"
         return f"out of memory: the kernel killed pid {pid} at {where}{held} (kernel log)"
     grown = [path for path, count in before.cgroups.items() if (_oom_kills(path) or 0) > count]
@@ -194,22 +174,20 @@ def _explain_kill(pid: int, before: Snapshot) -> str:
         near = grown[0] == next(iter(before.cgroups))
         if near:
             return (
-                "probably out of memory: the kernel's count of out-of-memory kills in its cgroup went up "
+                "probably out of memory: the kernel's count of OOM kills in its cgroup went up "
                 f"({os.path.dirname(grown[0])})"
             )
         return (
-            "possibly out of memory: the kernel killed a process for memory in an enclosing cgroup "
+            "possibly out of memory: the OOM killer killed a process in an enclosing cgroup "
             f"({os.path.dirname(grown[0])}), maybe this one"
         )
     now = _oom_kills("/proc/vmstat")
     if now is not None and before.machine is not None and now > before.machine:
-        return (
-            "possibly out of memory: the kernel killed a process of this machine for memory, maybe this one"
-        )
+        return "possibly out of memory: the OOM killer killed a process on this machine, maybe this one"
     if before.machine is None and not before.cgroups:
-        return "SIGKILL from outside Phalanx; whether memory ran out could not be checked here"
+        return "SIGKILL from outside Phalanx; cannot check for an OOM kill here"
     unread = "" if log is not None else " (the kernel log is not readable)"
-    return f"SIGKILL from outside Phalanx; no sign that memory ran out{unread}"
+    return f"SIGKILL from outside Phalanx; no sign of an OOM kill{unread}"
 
 
 def _own_pid_namespace() -> bool:
@@ -226,11 +204,11 @@ def _explain_bus_error() -> str:
         return ""
     size, free = about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize
     if size and free < max(size // 100, 1 << 20):
-        return f"/dev/shm is full ({size >> 20} MiB, {free >> 10} KiB free): a usual reason for SIGBUS"
+        return f"/dev/shm is full ({size >> 20} MiB, {free >> 10} KiB free): a common cause of SIGBUS"
     return ""
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- descriptions
 
 _SIGNALS = {
     "SIGABRT": "the program aborted itself",
@@ -264,7 +242,7 @@ def signal_label(number: int) -> str:
 
 
 def code_in_words(code: int) -> str:
-    """An exit code or (negative) signal as a person reads it."""
+    """A description of an exit code or (negative) signal."""
     if code < 0:
         name = signal_label(-code)
         meaning = _SIGNALS.get(name)
@@ -283,22 +261,22 @@ def code_in_words(code: int) -> str:
 
 
 _NEXT = {
-    "SIGKILL": "who sent it: `dmesg`, the scheduler's or container's events, another user",
-    "SIGSEGV": "native code crashed: look at the last frame above and the extension modules it calls",
+    "SIGKILL": "find the sender: `dmesg`, the scheduler's or container's events, another user",
+    "SIGSEGV": "native code crashed: check the last frame above and the extension modules it calls",
     "SIGABRT": "the last lines of stderr usually name the check that failed",
     "SIGBUS": "check free space in /dev/shm (`df -h /dev/shm`) and files that were truncated while mapped",
-    "SIGILL": "a native library was built for another CPU: compare `lscpu` with where it was built",
-    "SIGTERM": "something outside Phalanx asked this rank to stop: the scheduler, a time limit, another user",
+    "SIGILL": "a native library was built for another CPU: compare `lscpu` with the build machine's",
+    "SIGTERM": "something outside Phalanx terminated this rank: the scheduler, a time limit, another user",
     "SIGINT": "it was interrupted from the keyboard or by its own code",
     "SIGXCPU": "raise the CPU time limit (`ulimit -t`) or the scheduler's",
     "SIGXFSZ": "raise the file size limit (`ulimit -f`)",
-    "SIGPIPE": "it wrote to a pipe whose reader had gone",
-    "SIGSYS": "look at the sandbox's or container's seccomp profile",
+    "SIGPIPE": "it wrote to a pipe whose reader had exited",
+    "SIGSYS": "check the seccomp profile of the sandbox or container",
 }
 
 
 def next_step(code: int) -> str:
-    """What to look at when the exit status is all there is; empty when the logs are all there is."""
+    """What to check if only the exit status is known; empty if it gives no hint."""
     if code == 126:
         return "make the file executable (`chmod +x`) and check its first line (`#!…`)"
     if code == 127:

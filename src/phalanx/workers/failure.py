@@ -1,8 +1,7 @@
-"""`ProcessFailure`: one worker's end, as the parent can tell it.
+"""`ProcessFailure`: how one worker failed, from its exit status and its error file.
 
-Built from the exit status and whatever the worker left in its error file. The file is read once, when the
-object is made, so that a failure can be pickled, sent to another node and reported after the log directory is
-gone. A missing, huge or broken error file still gives a correct failure, from the exit status alone.
+The file is read once, in the constructor, so that a failure can be pickled, sent to another node and reported
+after the log directory is gone. A missing, huge or broken error file still gives a correct failure.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import time
 
 from phalanx.core.failures import WorkerExit, is_victim, moment, own_code, shell_status
+from phalanx.core.record import Record
 from phalanx.workers import error_file as files
 from phalanx.workers.exit_evidence import code_in_words, signal_label
-from phalanx.workers.values import ByValue
 
-TYPE_CHECKING = False  # a restart waits for this module: no typing, no dataclasses
+TYPE_CHECKING = False  # this module delays a restart: no typing
 if TYPE_CHECKING:
     from typing import Any
 
@@ -25,8 +24,8 @@ NO_MESSAGE = "<NONE>"
 SYSTEM_TERMINATED = {"category": "system_terminated_error", "retryability": "False"}
 
 
-class ProcessFailure(ByValue):
-    """A failed worker: where, when, how, and in its own words if it left any."""
+class ProcessFailure(Record, frozen=False):
+    """A failed worker: its place, time, exit status and error record."""
 
     error_file_data: dict[str, Any]
     message: str
@@ -67,7 +66,7 @@ class ProcessFailure(ByValue):
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Read what the worker left; by this name, because a dataclass made of this class calls it."""
+        """Read the error file; `__post_init__`, because a dataclass that extends this class calls it."""
         if self.exited_at is None:
             self.exited_at = time.time()
         self.error: ErrorRecord | None
@@ -80,7 +79,7 @@ class ProcessFailure(ByValue):
             self.error_file_data = self.error.data
             self.message = self.error.message or self._status_message()
         else:
-            # A crash stack: the worker was ended by the system, and this is the last it could say.
+            # A crash stack instead of an error record.
             at = int((self.error.at or self.exited_at) * 1e9)
             about = files.message_data(self.error.message, self.error.traceback, at)
             self.error_file_data = {**about, "errorTraits": dict(SYSTEM_TERMINATED)}
@@ -96,7 +95,7 @@ class ProcessFailure(ByValue):
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def ending(self, rank: int | None = None) -> WorkerExit:
-        """This failure as the plain data that `core.failures` decides on."""
+        """This failure as plain data for `core.failures`."""
         assert self.exited_at is not None
         return WorkerExit(
             rank=self.rank if rank is None else rank,
@@ -113,32 +112,32 @@ class ProcessFailure(ByValue):
 
     @property
     def rank(self) -> int:
-        """The global rank where it is known, else the local one."""
+        """The global rank if known, else the local one."""
         return self.local_rank if self.global_rank is None else self.global_rank
 
     @property
     def is_victim(self) -> bool:
-        """Whether the parent stopped this worker, rather than it failing by itself."""
+        """Whether the launcher stopped this worker, as opposed to a failure of its own."""
         return is_victim(self.ending())
 
     @property
     def reported_exitcode(self) -> int:
-        """The exit code to show: the error file's own `errorCode` where it has one."""
+        """The exit code to show: the `errorCode` of the error file, if it has one."""
         code = self.error.code if self.error is not None else None
         return self.exitcode if code is None else code
 
     @property
     def shell_status(self) -> int:
-        """The exit code as a shell would show it (128+n for a signal)."""
+        """The exit code as a shell shows it (128+n for a signal)."""
         return shell_status(self.exitcode)
 
     @property
     def traceback(self) -> str:
-        """The worker's traceback or crash stack; empty when there is none."""
+        """The worker's traceback or crash stack, or an empty string."""
         return self.error.traceback if self.error is not None else ""
 
     def signal_name(self) -> str:
-        """`SIGKILL` and so on; `<N/A>` when no signal ended it, or one without a name."""
+        """`SIGKILL` and so on; `<N/A>` if it was not killed by a signal with a name."""
         name = signal_label(-self.exitcode) if self.exitcode < 0 else ""
         return name if name.startswith("SIG") else NO_FILE
 
@@ -154,5 +153,5 @@ class ProcessFailure(ByValue):
 
     def _status_message(self) -> str:
         if self.exitcode < 0:
-            return f"Signal {-self.exitcode} ({self.signal_name()}) ended process {self.pid}"
-        return f"Process {self.pid} ended with {code_in_words(self.exitcode)} and left no traceback"
+            return f"Signal {-self.exitcode} ({self.signal_name()}) killed process {self.pid}"
+        return f"Process {self.pid} failed with {code_in_words(self.exitcode)} and left no traceback"

@@ -1,7 +1,8 @@
-"""Functions as workers: how a function, its arguments and its result travel between processes.
+"""Functions as workers: passes a function, its arguments and its result between processes.
 
-They travel in anonymous memory files, not in pipes: any size, no deadlock, nothing left on a disk.
-Pickles go from the agent to its own children and back, and nowhere else.
+They are in anonymous memory files, not in pipes: any size, no deadlock, nothing on a disk. Pickles go only
+from the agent to its own children and back. The worker's half is zygote/function_call.py, which the worker
+loads by path, without this package.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ _STREAMS = (
     ("stdout", 1, "w", None),
     ("stderr", 2, "w", "backslashreplace"),
 )
-_FIRST_EXTRA_FD = 20  # descriptors that multiprocessing objects in the arguments ask for
+_FIRST_EXTRA_FD = 20  # descriptors that multiprocessing objects in the arguments need
 
 
 class RemoteError(PhalanxError):
-    """Stands in for an exception of a worker that could not be pickled."""
+    """Replaces a worker's exception that could not be pickled."""
 
 
 class Parcel:
-    """The function and each rank's arguments, pickled, with the descriptors the pickles refer to."""
+    """The pickled function and arguments of each rank, with the descriptors that they refer to."""
 
     def __init__(self, ranks: list[int]) -> None:
         self.entry_fd = -1
@@ -41,7 +42,7 @@ class Parcel:
         self.boxes = {rank: anonymous_file("phalanx-box") for rank in ranks}
 
     def fill(self, entrypoint: Callable[..., object], args: dict[int, tuple[Any, ...]]) -> None:
-        """Pickle everything; not needed for workers that are forks and have it in memory."""
+        """Pickle everything; not needed for forks, which have it in memory."""
         collector = _Descriptors()
         entry = _pickle(entrypoint, collector, what="the entrypoint")
         shared = list(collector.places)
@@ -54,16 +55,16 @@ class Parcel:
             self.places[rank] = list(collector.places)
 
     def fds(self, rank: int) -> list[Place]:
-        """What the worker needs. A fork of this process gets its box wherever there is room."""
+        """The worker's descriptors. A fork of this process gets its box under any number."""
         if self.entry_fd < 0:
             return [("box", self.boxes[rank], -1)]
         entry = ("entry", self.entry_fd, bootstrap.ENTRY_FD)
         return [entry, ("box", self.boxes[rank], bootstrap.BOX_FD), *self.places[rank]]
 
     def result(self, rank: int) -> tuple[bytes, Any]:
-        """(b"R", value), (b"E", exception), or (b"", None) when the worker left nothing."""
+        """(b"R", value), (b"E", exception), or (b"", None) if the worker left nothing."""
         tag, value = unbox(self.boxes[rank])
-        return (b"E", _made_again(*value)) if tag == b"P" else (tag, value)
+        return (b"E", _recreated(*value)) if tag == b"P" else (tag, value)
 
     def close(self) -> None:
         for fd in (self.entry_fd, *self.boxes.values()):
@@ -74,7 +75,7 @@ class Parcel:
 
 
 def unbox(fd: int) -> tuple[bytes, Any]:
-    """What a worker left behind; a half-written box is an empty one."""
+    """The content of a worker's box; half-written counts as empty."""
     size = os.fstat(fd).st_size
     if size < 2:
         return b"", None
@@ -82,16 +83,14 @@ def unbox(fd: int) -> tuple[bytes, Any]:
         tag = box[:1]
         with memoryview(box) as view, view[1:] as body:
             try:
-                # From a child that this process started, through a file nobody else can open.
+                # Trusted: from a child of this process, through a file that no other process can open.
                 return tag, pickle.loads(body)
-            except Exception as error:  # noqa: BLE001 - a class that cannot be rebuilt here, say
+            except Exception as error:  # noqa: BLE001 - unpickling may raise anything
                 return b"", RemoteError(f"cannot be unpickled here: {type(error).__name__}: {error}")
 
 
-def _made_again(
-    kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
-) -> BaseException:
-    """An exception from its parts, without its own __init__."""
+def _recreated(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """An exception from its parts, without a call of its __init__."""
     try:
         error = kind.__new__(kind, *args)
     except TypeError:
@@ -103,7 +102,7 @@ def _made_again(
 
 def runner() -> Callable[[dict[str, Any]], NoReturn]:
     """For a fork server: runs one worker in a fork of the zygote."""
-    import cloudpickle  # noqa: F401 - loaded once, here, instead of in every worker
+    import cloudpickle  # noqa: F401 - loaded once instead of in every worker
 
     def run(spec: dict[str, Any]) -> NoReturn:
         _clean_fork(spec)
@@ -116,7 +115,7 @@ def runner() -> Callable[[dict[str, Any]], NoReturn]:
 def fork_runner(
     entrypoint: Callable[..., object], args: dict[int, tuple[Any, ...]]
 ) -> Callable[[dict[str, Any]], NoReturn]:
-    """For start method "fork": nothing is pickled on the way in, the memory is simply there."""
+    """For start method "fork": the function and arguments are in memory, not pickled."""
 
     def run(spec: dict[str, Any]) -> NoReturn:
         _clean_fork(spec)
@@ -130,7 +129,7 @@ def fork_runner(
 
 
 def _clean_fork(spec: dict[str, Any]) -> None:
-    """Make a fork look like a fresh interpreter: its own streams, no exit functions, usual signals."""
+    """Make a fork look like a fresh interpreter: new streams, no exit functions, default signals."""
     import atexit
     import signal
 
@@ -147,10 +146,10 @@ def _clean_fork(spec: dict[str, Any]) -> None:
 
 
 class _Descriptors:
-    """What multiprocessing asks of the process it is pickling for: numbers for descriptors.
+    """Assigns descriptor numbers, as multiprocessing expects from the process it is pickling for.
 
-    Queues, locks, connections and shared tensors pickle themselves only while such an object is
-    registered as "the process being spawned".
+    Queues, locks, connections and shared tensors can be pickled only while such an object is registered as
+    "the process being spawned".
     """
 
     def __init__(self) -> None:
@@ -178,9 +177,9 @@ def _pickle(value: object, collector: _Descriptors, what: str) -> bytes:
         places = list(collector.places)
         try:
             data = _dump(value, pickle.Pickler)
-            if b"__main__" not in data:  # by reference would mean *our* main module, not the worker's
+            if b"__main__" not in data:  # a reference would mean this process's main module
                 return data
-        except Exception:  # noqa: BLE001 - lambdas, closures …: cloudpickle may know better
+        except Exception:  # noqa: BLE001 - lambdas, closures …: cloudpickle may succeed
             pass
         collector.places = places
         import cloudpickle
@@ -202,7 +201,7 @@ def _dump(value: object, pickler: Any) -> bytes:
 
         own = getattr(pickler, "dispatch_table", copyreg.dispatch_table)
         table = ChainMap({}, reduction.ForkingPickler._extra_reducers, own)
-        # In the class: the C pickler looks there when it is made, and not at the instance later.
+        # In the class: the C pickler reads it in its constructor, and ignores the instance.
         pickler = type("Pickler", (pickler,), {"dispatch_table": table})
     pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()

@@ -1,28 +1,28 @@
-"""Which CPUs a worker should stay on (`--numa-binding`).
+"""Chooses the CPUs for a worker (`--numa-binding`).
 
-A worker that feeds a GPU across sockets pays for it in every copy. `cpus_for` answers with the set of CPUs
-near a local rank's GPU; without GPUs the ranks are spread evenly over the NUMA nodes, in blocks.
+A worker that feeds a GPU across sockets slows down every copy. `cpus_for` returns the CPUs near a local
+rank's GPU; without GPUs, the ranks are spread evenly over the NUMA nodes, in blocks.
 
 The modes:
-- `node`: every CPU of the NUMA node the GPU hangs on;
-- `socket`: every CPU of that node's socket (a socket may hold several NUMA nodes);
-- `exclusive`: the node's physical cores, divided among the ranks of that node, so that nobody shares;
-- `core-complex`: one group of cores behind a common last-level cache, another one for each rank of the node
-  while there are enough.
+- `node`: every CPU of the GPU's NUMA node;
+- `socket`: every CPU of that node's socket (which may contain several NUMA nodes);
+- `exclusive`: the node's physical cores, divided among its ranks;
+- `core-complex`: the cores behind one last-level cache, a different one for each rank of the node while there
+  are enough.
 
-`choose` is a pure function of a `Topology`; only `read_topology` looks at /sys. CPUs outside the affinity
-that the launcher itself was given (a container's share) are never handed out. Nothing is bound here: the
-worker's bootstrap applies the set to itself before the program starts.
+`choose` is a pure function of a `Topology`; only `read_topology` reads /sys. CPUs outside the launcher's own
+affinity (a container's share) are never used. The zygote applies the set before the program starts.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 
+from phalanx.core.record import Record
 from phalanx.devices import visible_gpus
+from phalanx.kernel import list_dir, read_text
 
 
 class AffinityMode(StrEnum):
@@ -34,26 +34,24 @@ class AffinityMode(StrEnum):
     CORE_COMPLEX = "core-complex"
 
 
-@dataclass(frozen=True)
-class NumaOptions:
-    """How to bind, and whether an impossible binding is an error or ignored."""
+class NumaOptions(Record):
+    """How to bind, and whether to ignore a binding that is not possible."""
 
     affinity_mode: AffinityMode
     should_fall_back_if_binding_fails: bool = False
 
 
-@dataclass(frozen=True)
-class Topology:
-    """The CPUs we may use, and how they hang together."""
+class Topology(Record):
+    """The allowed CPUs, and their nodes, sockets, cores and caches."""
 
     node_of: Mapping[int, int]  # allowed CPU → NUMA node
-    socket_of: Mapping[int, int] = field(default_factory=dict)  # CPU → socket
-    core_of: Mapping[int, int] = field(default_factory=dict)  # CPU → first CPU of its physical core
-    cache_of: Mapping[int, int] = field(default_factory=dict)  # CPU → first CPU behind its last-level cache
+    socket_of: Mapping[int, int] = {}  # CPU → socket
+    core_of: Mapping[int, int] = {}  # CPU → first CPU of its physical core
+    cache_of: Mapping[int, int] = {}  # CPU → first CPU behind its last-level cache
 
     @property
     def nodes(self) -> list[int]:
-        """NUMA nodes that have a CPU we may use."""
+        """NUMA nodes with an allowed CPU."""
         return sorted(set(self.node_of.values()))
 
     def cpus_of(self, node: int) -> list[int]:
@@ -69,9 +67,9 @@ def cpus_for(
     root: str = "/",
     allowed: set[int] | None = None,
 ) -> set[int] | None:
-    """The CPUs for one of `n` local ranks; None when it cannot be said and the options allow to go on.
+    """The CPUs for one of `n` local ranks.
 
-    Raises `RuntimeError` when the machine cannot give the rank what the mode promises.
+    Raises `RuntimeError` if the binding is not possible; with the fall-back option, returns None instead.
     """
     options = binding if isinstance(binding, NumaOptions) else NumaOptions(AffinityMode(binding))
     if not 0 <= local_rank < n:
@@ -88,13 +86,13 @@ def cpus_for(
 
 
 def place(topology: Topology, n: int, gpus: Sequence[int | None] = ()) -> list[int]:
-    """The NUMA node of each of `n` ranks: its GPU's where that is known, else an even spread in blocks.
+    """The NUMA node of each of `n` ranks: its GPU's node if known, else an even spread in blocks.
 
-    Rank r uses GPU r; with more ranks than GPUs they go round.
+    Rank r uses GPU r, modulo the number of GPUs.
     """
     nodes = topology.nodes
     if not nodes:
-        raise RuntimeError("no CPU may be used; check the affinity this command was started with")
+        raise RuntimeError("no CPU is allowed; check the CPU affinity of this command")
     spread = [nodes[rank * len(nodes) // n] for rank in range(n)]
     if not gpus:
         return spread
@@ -103,8 +101,8 @@ def place(topology: Topology, n: int, gpus: Sequence[int | None] = ()) -> list[i
         node = gpus[rank % len(gpus)]
         if node is not None and node not in nodes:
             raise RuntimeError(
-                f"its GPU is on NUMA node {node}, of which no CPU may be used (only nodes "
-                f"{', '.join(map(str, nodes))}); widen the CPU affinity or drop the binding"
+                f"its GPU is on NUMA node {node}, which has no allowed CPU (only nodes "
+                f"{', '.join(map(str, nodes))} have); widen the CPU affinity or drop the binding"
             )
         placed.append(spread[rank] if node is None else node)
     return placed
@@ -123,13 +121,13 @@ def choose(topology: Topology, placed: Sequence[int], local_rank: int, mode: Aff
     turn = peers.index(local_rank)
     if mode is AffinityMode.EXCLUSIVE:
         return _share(_groups(cpus, topology.core_of), turn, len(peers), node)
-    # The complex with most CPUs first: a container's share may leave only crumbs of some.
+    # Largest first: a container's share may contain only parts of some.
     complexes = sorted(_groups(cpus, topology.cache_of), key=lambda group: (-len(group), group))
     return set(complexes[turn % len(complexes)])
 
 
 def _share(cores: list[list[int]], turn: int, peers: int, node: int) -> set[int]:
-    """An even part of the cores in one piece; the first ranks take what does not divide."""
+    """An even, contiguous part of the cores; the first ranks get the remainder."""
     if len(cores) < peers:
         raise RuntimeError(
             f"NUMA node {node} has {len(cores)} usable cores for {peers} workers; "
@@ -148,22 +146,22 @@ def _groups(cpus: Sequence[int], leader_of: Mapping[int, int]) -> list[list[int]
 
 
 def read_topology(root: str = "/", allowed: set[int] | None = None) -> Topology:
-    """What /sys tells about the CPUs we may use; CPUs it says nothing about count as node 0."""
+    """The topology of the allowed CPUs from /sys; CPUs that it does not list count as node 0."""
     usable = os.sched_getaffinity(0) if allowed is None else allowed
     node_of = dict.fromkeys(sorted(usable), 0)
     base = os.path.join(root, "sys/devices/system/node")
-    for name in _listdir(base):
+    for name in list_dir(base):
         if name.startswith("node") and name[4:].isdigit():
-            for cpu in parse_cpu_list(_read(os.path.join(base, name, "cpulist"))) & usable:
+            for cpu in parse_cpu_list(read_text(os.path.join(base, name, "cpulist"))) & usable:
                 node_of[cpu] = int(name[4:])
     socket_of: dict[int, int] = {}
     core_of: dict[int, int] = {}
     cache_of: dict[int, int] = {}
     for cpu in usable:
         home = os.path.join(root, f"sys/devices/system/cpu/cpu{cpu}")
-        package = _read(os.path.join(home, "topology/physical_package_id")).strip()
+        package = read_text(os.path.join(home, "topology/physical_package_id")).strip()
         socket_of[cpu] = int(package) if package.isdigit() else 0
-        siblings = parse_cpu_list(_read(os.path.join(home, "topology/thread_siblings_list")))
+        siblings = parse_cpu_list(read_text(os.path.join(home, "topology/thread_siblings_list")))
         core_of[cpu] = min(siblings, default=cpu)
         cache_of[cpu] = min(_last_level_sharers(home), default=cpu)
     return Topology(node_of, socket_of, core_of, cache_of)
@@ -171,22 +169,21 @@ def read_topology(root: str = "/", allowed: set[int] | None = None) -> Topology:
 
 def _last_level_sharers(cpu_home: str) -> set[int]:
     best, sharers = -1, set[int]()
-    for name in _listdir(os.path.join(cpu_home, "cache")):
-        level = _read(os.path.join(cpu_home, "cache", name, "level")).strip()
+    for name in list_dir(os.path.join(cpu_home, "cache")):
+        level = read_text(os.path.join(cpu_home, "cache", name, "level")).strip()
         if name.startswith("index") and level.isdigit() and int(level) > best:
             best = int(level)
-            sharers = parse_cpu_list(_read(os.path.join(cpu_home, "cache", name, "shared_cpu_list")))
+            sharers = parse_cpu_list(read_text(os.path.join(cpu_home, "cache", name, "shared_cpu_list")))
     return sharers
 
 
 def gpu_nodes(environ: Mapping[str, str], root: str = "/") -> list[int | None]:
-    """The NUMA node of each visible GPU in device order; None where the machine does not say."""
+    """The NUMA node of each visible GPU in device order; None if not known."""
     found: list[int | None] = []
     for gpu in visible_gpus(environ, root):
-        raw = (
-            _read(os.path.join(root, "sys/bus/pci/devices", gpu.pci, "numa_node")).strip() if gpu.pci else ""
-        )
-        found.append(int(raw) if raw.isdigit() else None)  # virtual machines answer -1
+        path = os.path.join(root, "sys/bus/pci/devices", gpu.pci, "numa_node") if gpu.pci else ""
+        raw = read_text(path).strip()
+        found.append(int(raw) if raw.isdigit() else None)  # -1 in virtual machines
     return found
 
 
@@ -198,18 +195,3 @@ def parse_cpu_list(text: str) -> set[int]:
         if low.isdigit():
             cpus.update(range(int(low), int(high if high.isdigit() else low) + 1))
     return cpus
-
-
-def _listdir(path: str) -> list[str]:
-    try:
-        return sorted(os.listdir(path))
-    except OSError:
-        return []
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

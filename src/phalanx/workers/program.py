@@ -1,8 +1,8 @@
-"""What exactly a worker executes: finding the program, and slipping our first lines under Python's.
+"""The command line of a worker: finds the program, and inserts the bootstrap for Python.
 
-A worker that is `python script.py` with the interpreter this process runs on is started through
-the bootstrap, which is how its traceback is known without a decorator. Any other program, and any use
-of Python that the bootstrap could not imitate to the letter, is executed as it stands.
+`python script.py` with this process's own interpreter is started through the bootstrap, which records its
+traceback without a decorator. Any other program, and any use of Python that the bootstrap cannot imitate
+exactly, is executed unchanged.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from phalanx.errors import StartError
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BOOTSTRAP = os.path.join(_PACKAGE, "zygote", "_importlib_bootstrap.py")
 
-# What libc and the loader read once, at the start of a process.
+# Variables that libc and the loader read only at the start of a process.
 _READ_AT_START = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "MALLOC_ARENA_MAX", "TZ")
-_LONE_FLAGS = frozenset("bBdEIOPqRsSuv")  # interpreter flags without a value that change nothing for us
+_LONE_FLAGS = frozenset("bBdEIOPqRsSuv")  # flags without a value that the bootstrap supports
 
 
 def find_program(program: str, env: Mapping[str, str]) -> str:
-    """The path of an executable, looked up as execvp would with the worker's own PATH."""
+    """The path of an executable, searched like execvp in the worker's own PATH."""
     if not program:
-        raise StartError("the program to run has no name")
+        raise StartError("the name of the program is empty")
     if os.sep in program:
         candidates = [program]
     else:
@@ -37,7 +37,7 @@ def find_program(program: str, env: Mapping[str, str]) -> str:
                 return candidate
             found = found or candidate
     if found:
-        raise StartError(f"{found}: is not executable (chmod +x it, or name the program that runs it)")
+        raise StartError(f"{found}: is not executable; chmod +x it, or give the program that runs it")
     if os.sep in program:
         kind = "is a directory" if os.path.isdir(program) else "no such file"
         raise StartError(f"{program}: {kind}")
@@ -45,7 +45,7 @@ def find_program(program: str, env: Mapping[str, str]) -> str:
 
 
 def worker_argv(program: str, path: str, args: Sequence[str], options: str) -> list[str]:
-    """argv for the worker; through the bootstrap where that is safe."""
+    """argv for the worker, through the bootstrap if possible."""
     plain = [program, *args]
     if not _is_this_python(path):
         return plain
@@ -57,7 +57,7 @@ def worker_argv(program: str, path: str, args: Sequence[str], options: str) -> l
 
 
 def _is_this_python(path: str) -> bool:
-    """The same interpreter *and* the same environment: a venv's python is a link to another's."""
+    """Whether it is the same interpreter *and* the same environment: the python of a venv is a link."""
     if path == sys.executable:
         return True
     try:
@@ -69,7 +69,7 @@ def _is_this_python(path: str) -> bool:
 
 
 def split_python(args: Sequence[str]) -> tuple[list[str], str, str, list[str]] | None:
-    """Interpreter flags, mode (script, module, code), target, the program's arguments; None: leave alone."""
+    """Interpreter flags, mode (script, module, code), target, program arguments; None: not supported."""
     index = 0
     while index < len(args):
         arg = args[index]
@@ -77,7 +77,7 @@ def split_python(args: Sequence[str]) -> tuple[list[str], str, str, list[str]] |
             if index + 1 >= len(args):
                 return None
             if arg == "-c" and sys.version_info >= (3, 14):
-                return None  # it keeps the text for tracebacks in a place that has no door
+                return None  # it keeps the text for tracebacks where it cannot be set
             mode = "module" if arg == "-m" else "code"
             return list(args[:index]), mode, args[index + 1], list(args[index + 2 :])
         if arg in ("-W", "-X"):
@@ -87,20 +87,20 @@ def split_python(args: Sequence[str]) -> tuple[list[str], str, str, list[str]] |
         ):
             index += 1
         elif arg.startswith("-"):
-            return None  # "-" (stdin), -i, -x, --version …: the interpreter knows best
+            return None  # "-" (stdin), -i, -x, --version …
         elif os.path.isfile(arg) or os.path.isdir(arg):
             return list(args[:index]), "script", arg, list(args[index + 1 :])
         else:
-            return None  # not there, or a pipe: the interpreter says it best
+            return None  # missing, or a pipe: the interpreter reports it
     return None
 
 
 def python_flags(
     program: str, args: Sequence[Sequence[str]], envs: Mapping[int, Mapping[str, str]]
 ) -> list[str] | None:
-    """The interpreter flags that all ranks share, when each can be a fork of one Python; else None.
+    """The interpreter flags of all ranks, if each can be a fork of one Python; else None.
 
-    A fork cannot change what an interpreter reads only when it starts: its flags and PYTHON* variables.
+    A fork cannot change what an interpreter reads only at its start: its flags and PYTHON* variables.
     """
     try:
         path = find_program(program, os.environ)

@@ -1,10 +1,10 @@
-"""`record` and `ErrorHandler`: how a worker leaves word of an exception for whoever started it.
+"""`record` and `ErrorHandler`: record a worker's exception in the error file.
 
-Phalanx captures the traceback of a Python worker without any of this. The decorator is for programs that are
-also started by other launchers, and for programs that themselves start workers: a `ChildFailedError` that
-passes through hands the child's error file up, so that the outermost launcher shows the innermost cause.
+Phalanx captures the traceback of a Python worker without the decorator. It is for programs that also run
+under other launchers, and for programs that start workers themselves: a `ChildFailedError` passes the child's
+error file on, so that the outermost launcher shows the innermost cause.
 
-The environment is read when an error is recorded, never at import: a forked worker gets its own value.
+The environment is read when an error is recorded, not at import: a forked worker has its own value.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class ErrorHandler:
-    """Writes errors of this process to the file that its parent named; subclasses may do more."""
+    """Writes errors of this process to its error file; subclasses may do more."""
 
     def initialize(self) -> None:
-        """Have a crash in native code print its Python stack; leaves a handler that is already on alone."""
+        """Make a crash in native code print its Python stack, unless faulthandler is already enabled."""
         import faulthandler
 
         if faulthandler.is_enabled():
@@ -36,34 +36,33 @@ class ErrorHandler:
         try:
             faulthandler.enable(all_threads=True)
         except (OSError, RuntimeError, ValueError, AttributeError):
-            # No stderr with a file descriptor (closed, or replaced by an object in a notebook): go without.
-            pass
+            pass  # stderr has no descriptor (closed, or replaced in a notebook)
 
     def record_exception(self, e: BaseException) -> None:
-        """Write `e` to the error file; does nothing when no file was named."""
-        path = self._path()
+        """Write `e` to the error file, if this process has one."""
+        path = _own_error_file()
         if path:
             files.write_exception(path, e)
 
     def override_error_code_in_rootcause_data(
         self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
     ) -> None:
-        """Put `error_code` into a child's error data, in place; a plain text message has no room for one."""
-        told = rootcause_error.get("message")
-        if isinstance(told, dict):
-            told["errorCode"] = error_code
+        """Add `error_code` to a child's error data, in place, unless its message is plain text."""
+        content = rootcause_error.get("message")
+        if isinstance(content, dict):
+            content["errorCode"] = error_code
         else:
-            # Logged, not warned: a warning can be made an exception, which would hide the failure.
+            # Logged, not warned: a warning can become an exception, which would hide the failure.
             import logging
 
             logging.getLogger("phalanx").warning(
-                "error file %s: its message is plain text; error code %s is left out",
+                "error file %s: its message is plain text; ignoring error code %s",
                 rootcause_error_file,
                 error_code,
             )
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Copy a child's error file to our own, with the child's exit code in it when one is given."""
+        """Copy a child's error file to this process's own, with the child's exit code if given."""
         record, reason = files.read_with_reason(rootcause_error_file)
         if record is None:
             data = files.message_data(f"a child process failed; {reason}", "", code=error_code or None)
@@ -71,25 +70,22 @@ class ErrorHandler:
             data = record.data or {}
             if error_code:
                 self.override_error_code_in_rootcause_data(rootcause_error_file, data, error_code)
-        path = self._path()
-        if path and not _same_file(path, rootcause_error_file):
+        path = _own_error_file()
+        if path and os.path.realpath(path) != os.path.realpath(rootcause_error_file):
             files.write_data(path, data)
 
-    def _path(self) -> str:
-        return os.environ.get(files.VARIABLE, "")
 
-
-def _same_file(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
+def _own_error_file() -> str:
+    return os.environ.get(files.VARIABLE, "")
 
 
 def get_error_handler() -> ErrorHandler:
-    """The handler that `record` uses when it is given none."""
+    """The handler that `record` uses by default."""
     return ErrorHandler()
 
 
 def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Callable[P, R | None]:
-    """Decorate a worker's main function: its exception goes to the error file, then on to the caller."""
+    """Decorate a worker's main function: an exception is written to the error file and raised again."""
     handler = error_handler or get_error_handler()
 
     @functools.wraps(fn)
@@ -99,12 +95,12 @@ def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Cal
             return fn(*args, **kwargs)
         except SystemExit as stop:
             if stop.code == 0:
-                return None  # as people know it from torch's decorator
+                return None  # like torch's decorator
             if stop.code is not None:
                 handler.record_exception(stop)
             raise
         except ChildFailedError as failed:
-            _hand_up(failed, handler)
+            _pass_on(failed, handler)
             raise
         except BaseException as error:
             handler.record_exception(error)
@@ -113,14 +109,14 @@ def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Cal
     return recorded
 
 
-def _hand_up(failed: ChildFailedError, handler: ErrorHandler) -> None:
+def _pass_on(failed: ChildFailedError, handler: ErrorHandler) -> None:
     _, failure = failed.get_first_failure()
-    path = os.environ.get(files.VARIABLE, "")
+    path = _own_error_file()
     if failure.error is not None and failure.error.data and os.path.exists(failure.error_file):
         handler.dump_error_file(failure.error_file, failure.exitcode)
     elif path:
-        # The child left no file of its own (a signal, a bare exit): say what we know in its place.
+        # The child left no file (a signal, a bare exit): write one for it.
         at = int(failure.timestamp * 1e9)
         files.write_data(path, files.message_data(failure.message, failure.traceback, at, failure.exitcode))
-    # Whoever sees this exception next (an excepthook) must not write over the child's own words.
+    # A later handler of this exception (an excepthook) must not overwrite the child's record.
     files.mark_recorded(failed, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.workers.values import ByValue
+from phalanx.core.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
 
 
-class RunProcsResult(ByValue):
+class RunProcsResult(Record, frozen=False):
     """How a group ended, by local rank. `stopped`: workers that were ended because of the failures."""
 
     def __init__(

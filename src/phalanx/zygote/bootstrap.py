@@ -1,14 +1,14 @@
-"""The first code that runs inside a Python worker: it records how the worker fails, then steps aside.
+"""The first code in a Python worker: it arranges for failures to be recorded, then runs the program.
 
-What it must hold:
+Invariants
 * The user's program sees `__main__`, sys.argv, sys.path and the rest as under `python script.py`.
-* An uncaught exception is written to the error file with no decorator in the user's code, and the
-  traceback on stderr shows no frame of ours. A crash leaves its stack through faulthandler.
+* An uncaught exception is written to the error file without a decorator in the user's code, and the
+  traceback on stderr contains no launcher frame. A crash leaves its stack through faulthandler.
 * stdout is line-buffered (one write per line), so that lines reach the log when they are printed.
-* A full disk under the logs is not the worker's problem: the bytes are counted as lost and it goes on.
+* A full disk under the logs does not disturb the worker: the bytes are counted as lost.
 
-Loaded by _importlib_bootstrap.py outside of any package: standard library only, and nothing of it that
-the interpreter has not loaded by itself. (Not even __future__, hence the quoted annotations.)
+Loaded by _importlib_bootstrap.py outside of any package: only modules that the interpreter itself has loaded,
+not even __future__, hence the quoted annotations.
 """
 
 import os
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WORKER = "PHALANX_WORKER"
 
-ENTRY_FD = 10  # a function worker finds the pickled function here,
-BOX_FD = 11  # its arguments here, and leaves its return value in their place
-TALLY_FD = 12  # and every worker counts here what a full disk did not take
+ENTRY_FD = 10  # a function worker: the pickled function
+BOX_FD = 11  # a function worker: its arguments, later replaced by its result
+TALLY_FD = 12  # every worker: counts bytes that a full disk did not accept
 _FDS = {"entry": ENTRY_FD, "box": BOX_FD, "tally": TALLY_FD}
-_OURS = tuple(
+_LAUNCHER_FILES = tuple(
     os.path.join(os.path.dirname(__file__), name)
     for name in ("bootstrap.py", "function_call.py", "_importlib_bootstrap.py")
 )
 
 
 def start() -> "Callable[[], object]":
-    """Called by the bootstrap, `FILE MODE OPTIONS TARGET ARGS…`: all but the call of the program.
+    """Prepare to run `FILE MODE OPTIONS TARGET ARGS…`; returns a callable that runs the program.
 
-    What it returns runs the program with no Python frame of its own, for whoever looks at the stack.
+    The callable adds no Python frame of its own to the stack.
     """
     mode, options, target, *args = sys.argv[1:]
-    # First of all, so that nothing is ever imported from our directory.
-    if not sys.flags.safe_path:  # else the interpreter did not put it there
+    # First, so that no module is ever imported from this directory.
+    if not sys.flags.safe_path:  # with it, the interpreter does not add the directory
         del sys.path[0]
     sys.path_importer_cache.pop(sys.argv[0], None)
     if mode == "zygote":
@@ -50,7 +50,7 @@ def start() -> "Callable[[], object]":
     Guard.pid = os.getpid()
     prepare(options, places)
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ and any(os.path.isdir(p + "/jax/_src") for p in sys.path):
-        _load("integrations.jax")["offer"]()  # JAX finds its job through a class, not through variables
+        _load("integrations.jax")["offer"]()  # JAX finds its job through a class, not through the environment
     if "learn" in places:
         sys.meta_path.insert(0, _load("warm.import_recorder")["ImportRecorder"](places["learn"]))
     if mode == "function":
@@ -68,43 +68,39 @@ def start() -> "Callable[[], object]":
 
 
 def _wait_as_zygote(options: str, root: str) -> "tuple[str, str, str, list[str], dict[str, int]]":
-    """Be a zygote. Comes back in its forks only, each with the program that it is to run."""
-    from_ours = set(sys.modules)
+    """Run as a zygote; returns only in its forks, with the program to run."""
+    modules = set(sys.modules)
     path = list(sys.path)
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     sys.path.insert(0, root)
-    from phalanx.zygote.fork_setup import tidy, titles
+    from phalanx.zygote.fork_setup import restore_interpreter, title_setter
     from phalanx.zygote.keeper import close_others, main
 
-    set_title = titles()
+    set_title = title_setter()
     fd, agent, *wishes = (int(word) for word in options.split(","))
     close_others(max([fd, *wishes]))
     spec = main(fd, agent, None, wishes[0] if wishes else None)
-    tidy(spec, path, from_ours, set_title)
-    _step_forward(nice)
+    restore_interpreter(spec, path, modules, set_title)
+    try:
+        # A helper that prepares the next start in the background has a low priority; its workers have not.
+        if os.getpriority(os.PRIO_PROCESS, 0) != nice:
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+    except OSError:
+        pass  # not permitted
     mode, target, args = spec["program"]
     return mode, spec["options"], target, args, spec["places"]
 
 
-def _step_forward(nice: int) -> None:
-    """Helpers that prepare the next start in the background have a low priority; their workers have not."""
-    try:
-        if os.getpriority(os.PRIO_PROCESS, 0) != nice:
-            os.setpriority(os.PRIO_PROCESS, 0, nice)
-    except OSError:
-        pass  # it takes a privilege
-
-
 def prepare(options: str, places: dict[str, int]) -> None:
-    """Crash stacks into a file, and streams that suit a log file.
+    """Set up crash stacks, the heartbeat board and the standard streams.
 
-    `options` is "oe:16": which of stdout and stderr are log files, and our place in the tally.
-    `places` are the descriptors that are ours; no program that the worker starts shall inherit them.
+    `options` is "oe:16": which of stdout and stderr are log files, and this worker's offset in the tally.
+    `places` are the launcher's descriptors; programs that the worker starts do not inherit them.
     """
     error_file = os.environ.get(ERROR_FILE)
     if error_file:
         _catch_crashes(error_file + ".stack")
-    _stand_ready(places)
+    _attach_board(places)
     streams, _, tally = options.partition(":")
     for fd in places.values():
         os.set_inheritable(fd, fd < 3)
@@ -115,10 +111,10 @@ def prepare(options: str, places: dict[str, int]) -> None:
 
 
 def _stream(old: "Any", fd: int, is_log: bool, tally: str) -> "Any":
-    """The text stream on `fd` that suits one worker among many: a line is one write, and goes out at once.
+    """A text stream on `fd` that writes each line at once, in one piece.
 
-    PYTHONUNBUFFERED is taken as the wish for just that: to the letter it means a write for every fragment
-    of a line, and the fragments of several workers would mix. With -u, which is for one program, they may.
+    PYTHONUNBUFFERED has the same effect here: taken literally, it would write every fragment of a line
+    separately, and the fragments of several workers would mix. -u is taken literally.
     """
     if old is None:  # started with the descriptor closed
         return old
@@ -139,12 +135,12 @@ def _stream(old: "Any", fd: int, is_log: bool, tally: str) -> "Any":
         line_buffering=lines,
         write_through=not lines,
     )
-    stream.mode = "w"  # type: ignore[misc]  # as the interpreter's own streams have it
+    stream.mode = "w"  # type: ignore[misc]  # like the interpreter's own streams
     return stream
 
 
 def _given_fds(mode: str, options: str) -> dict[str, int]:
-    """The descriptors that the agent placed for us; one that merely has such a number is the user's."""
+    """The descriptors that the agent placed; another one with such a number belongs to the user."""
     names = ["entry", "box"] * (mode == "function") + ["tally"] * (":" in options)
     return {name: _FDS[name] for name in names}
 
@@ -154,23 +150,23 @@ def _catch_crashes(path: str) -> None:
     if faulthandler.is_enabled():  # PYTHONFAULTHANDLER or -X: the user wants it on stderr
         return
     try:
-        # A bare descriptor: a file object would be reported as unclosed when the process ends.
+        # A bare descriptor: a file object would be reported as unclosed at exit.
         faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644))
     except OSError:
         pass
 
 
-def _stand_ready(places: dict[str, int]) -> None:
-    """Take the board (supervision/heartbeat.py) as ours; who asks by signal finds our stacks behind it."""
+def _attach_board(places: dict[str, int]) -> None:
+    """Claim the heartbeat board (supervision/heartbeat.py); a signal writes all stacks behind it."""
     try:
         board, bell, *file, sig = (int(word) for word in os.environ.get(WORKER, "").split(","))
         board, bell = places.get("board", board), places.get("bell", bell)
         if [os.fstat(board).st_dev, os.fstat(board).st_ino] != file:
-            return  # it is of a worker that started us
+            return  # inherited from a worker that started this process
         os.environ[WORKER] = f"{board},{bell},{file[0]},{file[1]},{sig}"
         places |= {"board": board, "bell": bell}
         os.pwrite(board, os.getpid().to_bytes(8, sys.byteorder), 8)
-        os.pwrite(board, _borrowed("time").monotonic_ns().to_bytes(8, sys.byteorder), 192)  # we begin
+        os.pwrite(board, _borrowed("time").monotonic_ns().to_bytes(8, sys.byteorder), 192)  # start time
         os.lseek(board, 4096, os.SEEK_SET)
         _borrowed("faulthandler").register(sig, file=board, all_threads=True, chain=False)
     except (ValueError, OSError):
@@ -178,7 +174,7 @@ def _stand_ready(places: dict[str, int]) -> None:
 
 
 def _borrowed(name: str) -> "Any":
-    """A built-in module, and sys.modules as it was: the program shall find no trace of our needs."""
+    """Import a built-in module and leave sys.modules as it was for the program."""
     known = name in sys.modules
     module = __import__(name)
     if not known:
@@ -187,7 +183,7 @@ def _borrowed(name: str) -> "Any":
 
 
 def _log_file() -> "Any":
-    """A raw file that never raises for a disk that is full."""
+    """A raw file that does not raise if the disk is full."""
     import io
 
     errno = _borrowed("errno")
@@ -212,7 +208,7 @@ def _log_file() -> "Any":
 
 
 def _count_lost(tally: str, stream: int, size: int) -> None:
-    """Add to this worker's counter in the agent's memory file, which no disk can fill."""
+    """Add to this worker's counter in the agent's memory file."""
     try:
         fd, offset = (int(part) for part in tally.split(","))
         offset += 8 * (stream - 1)
@@ -231,16 +227,16 @@ def _add_first_path(directory: str) -> None:
 
 
 def _restore_orig_argv(mode: str, target: str, args: list[str]) -> None:
-    """sys.orig_argv without our own words in it."""
+    """Set sys.orig_argv as if the interpreter had run the program directly."""
     head = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv)]
     word = {"script": [target], "module": ["-m", target], "code": ["-c", target]}[mode]
     sys.orig_argv = [*head, *word, *args]
 
 
 def _fresh_main(loader: object, file: str | None) -> "dict[str, Any]":
-    """Make `__main__`, which is the bootstrap until now, what the interpreter makes of it at first."""
+    """Reset `__main__`, until now the bootstrap, to what the interpreter creates."""
     space = sys.modules["__main__"].__dict__
-    # Kept rather than written out: which names there are depends on the version of Python.
+    # Kept rather than listed: the names depend on the version of Python.
     dunders = {name: value for name, value in space.items() if name.startswith("__")}
     space.clear()
     space.update(dunders, __loader__=loader)
@@ -253,7 +249,7 @@ def _fresh_main(loader: object, file: str | None) -> "dict[str, Any]":
 
 
 def _bound(function: "Callable[..., object]", *args: object) -> "Callable[[], object]":
-    """A call as an object. Not functools.partial: its module may not be loaded, and we load none."""
+    """A call as an object. Not functools.partial: its module may not be loaded."""
     method: Any = type(Guard().__enter__)
     for arg in args:
         function = method(function, arg)
@@ -261,7 +257,7 @@ def _bound(function: "Callable[..., object]", *args: object) -> "Callable[[], ob
 
 
 def _frozen() -> "Any":
-    """importlib's machinery, which is there before anything is imported."""
+    """importlib's machinery, which exists before the first import."""
     return sys.modules["_frozen_importlib_external"]
 
 
@@ -277,7 +273,7 @@ def _script(path: str) -> "Callable[[], object]":
         with io.open_code(full) as file:
             data = file.read()
     except OSError as error:
-        # In the interpreter's words and with its exit code.
+        # The interpreter's own message and exit code.
         sys.stderr.write(f"{sys.orig_argv[0]}: can't open file {full!r}: {str(error).partition(': ')[0]}\n")
         sys.exit(2)
     if full.endswith(".pyc") or data.startswith(_frozen().MAGIC_NUMBER):
@@ -289,8 +285,8 @@ def _script(path: str) -> "Callable[[], object]":
 
 def _full_path(path: str) -> str:
     try:
-        return os.path.join(os.getcwd(), path)  # or the path itself, if it is whole
-    except OSError:  # the directory is gone
+        return os.path.join(os.getcwd(), path)
+    except OSError:  # the directory was deleted
         return path
 
 
@@ -304,14 +300,14 @@ def _main_module(name: str, alter_argv: bool) -> "Callable[[], object]":
     import runpy
 
     _fresh_main(sys.modules["_frozen_importlib"].BuiltinImporter, None)
-    # The function the interpreter itself calls for -m; there is no public one with its behaviour.
+    # The function that the interpreter calls for -m; there is no public equivalent.
     return _bound(runpy._run_module_as_main, name, alter_argv)  # type: ignore[attr-defined]
 
 
 def _code(text: str) -> "Callable[[], object]":
     _add_first_path("")
     space = _fresh_main(sys.modules["_frozen_importlib"].BuiltinImporter, None)
-    if sys.version_info >= (3, 13):  # which shows the text of -c in tracebacks
+    if sys.version_info >= (3, 13):  # tracebacks show the text of -c
         import linecache
 
         lines = [line + "\n" for line in text.splitlines()]
@@ -320,9 +316,9 @@ def _code(text: str) -> "Callable[[], object]":
 
 
 class Guard:
-    """Around the program: record what it raises; the interpreter ends as it always would."""
+    """Runs around the program: records what it raises; the interpreter then exits as usual."""
 
-    pid = 0  # of the worker; known once a fork of a zygote is one
+    pid = 0  # of the worker; set in start()
 
     def __enter__(self) -> None:
         pass
@@ -330,24 +326,24 @@ class Guard:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, SystemExit):
             return
-        error.__traceback__ = _without_us(error.__traceback__)
-        # A child that the program forked may come by here too; it does not speak for the worker.
+        error.__traceback__ = _without_launcher(error.__traceback__)
+        # A child that the program forked may arrive here too; its error is not the worker's.
         if not isinstance(error, KeyboardInterrupt) and os.getpid() == self.pid:
             record(error)
-        # The interpreter is going to call this hook with our frame back in the traceback.
-        sys.excepthook = _hook_without_us(getattr(sys, "excepthook", sys.__excepthook__))
+        # The interpreter calls this hook with the bootstrap's frame added to the traceback.
+        sys.excepthook = _hook_without_launcher(getattr(sys, "excepthook", sys.__excepthook__))
 
 
-def _hook_without_us(theirs: "Callable[..., object]") -> "Callable[..., None]":
+def _hook_without_launcher(theirs: "Callable[..., object]") -> "Callable[..., None]":
     def excepthook(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
         sys.excepthook = theirs
-        trace = error.__traceback__ = sys.last_traceback = _without_us(trace)
+        trace = error.__traceback__ = sys.last_traceback = _without_launcher(trace)
         try:
             theirs(kind, error, trace)
         except SystemExit:
             raise
-        except BaseException as another:  # noqa: BLE001 - said as the interpreter says it
-            another.__traceback__ = _without_us(another.__traceback__)
+        except BaseException as another:  # noqa: BLE001 - printed as the interpreter does
+            another.__traceback__ = _without_launcher(another.__traceback__)
             sys.stderr.write("Error in sys.excepthook:\n")
             sys.__excepthook__(type(another), another, another.__traceback__)
             sys.stderr.write("\nOriginal exception was:\n")
@@ -356,30 +352,30 @@ def _hook_without_us(theirs: "Callable[..., object]") -> "Callable[..., None]":
     return excepthook
 
 
-def _without_us(trace: "TracebackType | None") -> "TracebackType | None":
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+def _without_launcher(trace: "TracebackType | None") -> "TracebackType | None":
+    while trace is not None and trace.tb_frame.f_code.co_filename in _LAUNCHER_FILES:
         trace = trace.tb_next
     return trace
 
 
 def record(error: BaseException) -> None:
-    """Write the error file, if there is one to write; never raises."""
+    """Write the error file, if the worker has one; never raises."""
     path = os.environ.get(ERROR_FILE)
     if not path:
         return
     theirs = sys.path
-    # A json.py that lies beside the user's script is not to be run now.
+    # A json.py beside the user's script must not run here.
     sys.path = [os.path.dirname(os.__file__), *theirs]
     try:
         _load("workers.error_file")["write_exception"](path, error)
-    except Exception:  # noqa: BLE001 - the user's own error must stay the one that is seen
+    except Exception:  # noqa: BLE001 - the user's own error must stay visible
         pass
     finally:
         sys.path = theirs
 
 
 def _load(name: str) -> "dict[str, Any]":
-    """A file of ours, by its place: `phalanx` may not be importable under the user's sys.path."""
+    """A module of this package, by path: `phalanx` may not be importable with the user's sys.path."""
     path = os.path.join(os.path.dirname(os.path.dirname(__file__)), *name.split(".")) + ".py"
     space: dict[str, Any] = {"__name__": "phalanx." + name, "__file__": path}
     exec(_frozen().SourceFileLoader(name, path).get_code(name), space)

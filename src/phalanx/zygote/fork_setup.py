@@ -1,4 +1,4 @@
-"""A fork of the zygote made to look like an interpreter that has just started."""
+"""Turns a fork of the zygote into a worker: session, signals, descriptors, and a fresh interpreter state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,75 @@ if TYPE_CHECKING:
     from phalanx.warm.preload import ImportResidue
 
 
-def titles() -> Callable[[str], None] | None:
-    """How a process changes what `ps` shows of it. To be asked for early: it works only on the environment
-    as the kernel laid it out."""
+# ---- the process ---------------------------------------------------------------------------------
+
+
+def leave_zygote(zygote: int) -> None:
+    """Give a fork a session of its own, and make it die with the zygote."""
+    os.setsid()
+    kernel.die_with_parent()
+    if os.getppid() != zygote:  # it died before the line above took effect
+        os._exit(127)
+    signal.set_wakeup_fd(-1)
+
+
+def default_signals(ignored: list[int]) -> None:
+    """Reset all handlers, except for the signals that the agent ignores (nohup's SIGHUP)."""
+    for sig in signal.valid_signals():
+        if sig in (signal.SIGKILL, signal.SIGSTOP):
+            continue
+        if sig in ignored:
+            signal.signal(sig, signal.SIG_IGN)
+        elif signal.getsignal(sig) not in (signal.SIG_DFL, None):
+            signal.signal(sig, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def move_above(fd: int, floor: int) -> int:
+    """Move a descriptor to a free number from `floor` on."""
+    moved = kernel.copy_above(fd, floor)
+    os.close(fd)
+    return moved
+
+
+def place(std: list[int], extra: list[tuple[str, int, int]]) -> dict[str, int]:
+    """Put the standard descriptors at 0-2 and the extra ones at their numbers (-1: any), inheritable."""
+    floor = max([3, *(target + 1 for _, _, target in extra)])
+    # First above all targets, so that no dup2 overwrites a source that is still needed.
+    sources = [kernel.copy_above(fd, floor) for fd in (*std, *(fd for _, fd, _ in extra))]
+    places = {}
+    names = ["0", "1", "2", *(name for name, _, _ in extra)]
+    targets = [0, 1, 2, *(target for _, _, target in extra)]
+    for name, source, target in zip(names, sources, targets, strict=True):
+        if target < 0:
+            places[name] = source
+            continue
+        os.dup2(source, target)
+        os.close(source)
+        places[name] = target
+    return places
+
+
+def describe_failure(error: BaseException, spec: dict[str, Any]) -> str:
+    """Why a fork could not become a worker."""
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {error}"
+    name = error.filename or (spec["argv"] or [""])[0]
+    where = os.fsdecode(name) if isinstance(name, bytes | str) else ""
+    hint = ""
+    if error.errno == 8:  # ENOEXEC
+        hint = " (not a program for this machine, or a script without a '#!' line)"
+    return f"{where}: {error.strerror}{hint}" if where else str(error.strerror)
+
+
+# ---- the interpreter -----------------------------------------------------------------------------
+
+
+def title_setter() -> Callable[[str], None] | None:
+    """The function that changes what `ps` shows of this process, or None.
+
+    Call it early: it relies on the environment as the kernel laid it out.
+    """
     from importlib.machinery import PathFinder
 
     package = PathFinder.find_spec("setproctitle")
@@ -35,52 +101,51 @@ def titles() -> Callable[[str], None] | None:
     return setter
 
 
-def tidy(
+def restore_interpreter(
     spec: dict[str, Any], path: list[str], modules: set[str], set_title: Callable[[str], None] | None
 ) -> None:
-    """Undo what being a zygote has left behind: signal handling, sys.path, our modules, the name."""
+    """Undo the zygote's changes to signal handling, sys.path, sys.modules and the process name."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path[:] = path
     preloaded = sys.modules.get("phalanx.warm.preload")
-    left = preloaded.left if preloaded is not None else None
-    # The program shall not find our modules: its own copy of phalanx may be another one. What we needed
-    # of the standard library stays: a second copy of it would be worse than one that is there early.
+    residue = preloaded.left if preloaded is not None else None
+    # The program may use another copy of phalanx. The standard library stays: a second copy of one of its
+    # modules would be worse than one that is imported early.
     for name in [name for name in sys.modules if name not in modules]:
         if name.partition(".")[0] in ("phalanx", "setproctitle"):
             del sys.modules[name]
-    _inherit(left)
-    _differ()
+    if residue is not None:
+        _apply_residue(residue)
+    _make_unique()
     if set_title is not None:
         mode, target, args = spec["program"]
         words = {"module": ["-m", target], "code": ["-c", target]}.get(mode, [target])
         rank = os.environ.get("RANK")
         title = " ".join([sys.executable, *words, *args])
         title = f"{title} [rank {rank}]" if rank is not None else title
-        set_title(title.encode(errors="replace").decode())  # names of files need not be text
-    # The short name, by which `pgrep` and `top` know a process: as after an exec, and not "phalanx-zygote".
+        set_title(title.encode(errors="replace").decode())  # file names may not be valid text
+    # The short name that `pgrep` and `top` show: as after an exec, and not "phalanx-zygote".
     kernel.set_name(os.path.basename(sys.executable))
 
 
-def _inherit(left: ImportResidue | None) -> None:
-    """What the imports have left behind outside of memory, as if this process had done them."""
-    if left is None:
-        return
-    for name, (before, after) in left.variables.items():
+def _apply_residue(residue: ImportResidue) -> None:
+    """Repeat the effects of the preload outside of memory, as if this process had done the imports."""
+    for name, (before, after) in residue.variables.items():
         if os.environb.get(name) != before:
-            continue  # this worker was given another value, which an import may have respected
+            continue  # this worker has another value, which an import may have respected
         if after is None:
             os.environb.pop(name, None)
         else:
             os.environb[name] = after
-    for fd, path in left.files.items():
+    for fd, path in residue.files.items():
         try:
             _open_again(fd, path)
         except OSError:
-            pass  # it is gone, or another file; the old descriptor still works
-    for fd, text in zip((1, 2), left.said, strict=True):
+            pass  # the file is gone or replaced; the old descriptor still works
+    for fd, text in zip((1, 2), residue.printed, strict=True):
         try:
             while text:
                 text = text[os.write(fd, text) :]
@@ -89,7 +154,7 @@ def _inherit(left: ImportResidue | None) -> None:
 
 
 def _open_again(fd: int, path: str) -> None:
-    """The same file at the same place, but with an offset that siblings do not share."""
+    """The same file under the same number, with an offset that siblings do not share."""
     import fcntl
 
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
@@ -104,22 +169,22 @@ def _open_again(fd: int, path: str) -> None:
         os.close(new)
 
 
-def _differ() -> None:
-    """What fresh processes draw or note when they import it must be each sibling's own too.
+def _make_unique() -> None:
+    """Redo per process what an import did once: random seeds, keys and start times.
 
-    Some of the standard library sees to this itself when it is forked (random, uuid, tempfile).
+    Parts of the standard library do this themselves after a fork (random, uuid, tempfile).
     """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
     torch_c = sys.modules.get("torch._C")
     if torch_c is not None and hasattr(torch_c, "default_generator"):
-        torch_c.default_generator.seed()  # from the system, as a fresh process has it
+        torch_c.default_generator.seed()  # from the system, as in a fresh process
     logging: Any = sys.modules.get("logging")
     if logging is not None and hasattr(logging, "_startTime"):
         import time
 
-        # What its `relativeCreated` counts from; in nanoseconds from some version on.
+        # The origin of `relativeCreated`; newer versions of Python use nanoseconds.
         logging._startTime = time.time() if isinstance(logging._startTime, float) else time.time_ns()
     process = sys.modules.get("multiprocessing.process")
     if process is not None:

@@ -1,6 +1,7 @@
-"""A worker that is a function: unpacked, called, and its result left in the agent's memory file.
+"""Runs a function as a worker: unpickles it, calls it, and puts the result into the agent's memory file.
 
-Loaded by its place, as bootstrap.py is, whose names it is given: standard library only, quoted annotations.
+The worker's half of workers/function_worker.py. A module of its own, because the worker loads it by path like
+bootstrap.py, without the package: standard library only, quoted annotations.
 """
 
 import os
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run_function(name: str, entry: int, box: int, child: "dict[str, Any]") -> int:
-    """Run the function that the agent left in these descriptors; returns the exit status."""
+    """Run the function in these descriptors; returns the exit status. `child`: the names of bootstrap.py."""
     import marshal
 
     entry_data = _whole(entry)
@@ -33,7 +34,7 @@ def run_function(name: str, entry: int, box: int, child: "dict[str, Any]") -> in
 
 
 def _whole(fd: int) -> bytes:
-    """All of a file, by offset: ranks share the descriptor's position, and a read gives 2 GiB at most."""
+    """A whole file, by offset: ranks share the descriptor's position, and a read returns at most 2 GiB."""
     size = os.fstat(fd).st_size
     data = os.pread(fd, size, 0)
     while len(data) < size:
@@ -42,7 +43,7 @@ def _whole(fd: int) -> bytes:
 
 
 def _join_multiprocessing(setting: "dict[str, Any]", name: str) -> None:
-    """Let queues, locks and shared memory of the parent work here as in multiprocessing's own children."""
+    """Make the parent's queues, locks and shared memory work as in multiprocessing's own children."""
     key, tracker = setting.get("authkey"), setting.get("tracker")
     if key is None:
         return
@@ -59,32 +60,32 @@ def finish(
     box: int,
     child: "dict[str, Any]",
 ) -> int:
-    """Call, leave the return value or the exception in the box, run the exit functions: the status."""
+    """Call the function, store its result or exception in the box, run exit functions; returns the status."""
     import atexit
 
     status = 0
     try:
         function, arguments = unpack()
-        _leave(box, b"R", function(*arguments))
+        _store(box, b"R", function(*arguments))
     except SystemExit as stop:
         status = _exit_status(stop.code)
         if status == 0:
-            _leave(box, b"R", None)
+            _store(box, b"R", None)
     except BaseException as error:  # noqa: BLE001 - reported in full, here and in the error file
         status = 1
-        error.__traceback__ = child["_without_us"](error.__traceback__)
+        error.__traceback__ = child["_without_launcher"](error.__traceback__)
         child["record"](error)
-        _leave_error(box, error)
+        _store_error(box, error)
         sys.excepthook(type(error), error, error.__traceback__)
     try:
         import threading
 
-        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter: wait for its threads
+        threading._shutdown()  # type: ignore[attr-defined]  # like the interpreter: wait for threads
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-    except BaseException as error:  # noqa: BLE001 - an exit function failed: the result stands
+    except BaseException as error:  # noqa: BLE001 - an exit function failed: the result is still valid
         sys.excepthook(type(error), error, error.__traceback__)
     return status
 
@@ -98,7 +99,7 @@ def _exit_status(code: object) -> int:
     return 1
 
 
-def _leave(fd: int, tag: bytes, value: object) -> None:
+def _store(fd: int, tag: bytes, value: object) -> None:
     import pickle
 
     with open(fd, "wb", closefd=False) as box:
@@ -124,21 +125,21 @@ def _cloud_dump(value: object, file: "Any", protocol: int) -> None:
     cloudpickle.dump(value, file, protocol=protocol)
 
 
-def _leave_error(box: int, error: BaseException) -> None:
-    """As it is (tag E) where that comes back; else in parts (tag P): the type, the arguments, the rest.
+def _store_error(box: int, error: BaseException) -> None:
+    """Store an exception whole (tag E) if it unpickles, else (tag P) its type, arguments and attributes.
 
-    Many exceptions cannot be made again from their arguments, which is how pickle would.
+    Many exceptions cannot be recreated from their arguments, as pickle does.
     """
     import pickle
 
     try:
         pickle.loads(pickle.dumps(error))
-        return _leave(box, b"E", error)
-    except Exception:  # noqa: BLE001 - classes of the user's own: anything may come
+        return _store(box, b"E", error)
+    except Exception:  # noqa: BLE001 - user classes may raise anything
         pass
     for arguments, rest in ((error.args, vars(error)), ((str(error),), {})):
         try:
-            return _leave(box, b"P", (type(error), arguments, rest))
+            return _store(box, b"P", (type(error), arguments, rest))
         except TypeError:
-            pass  # the traceback in the error file has to do
+            pass  # the error file still has the traceback
     return None

@@ -1,9 +1,9 @@
-"""The keeper stands between agent and zygote and inherits whatever either of them leaves behind.
+"""The keeper: the parent of the zygote, which kills what a dead agent or zygote leaves behind.
 
-It does nothing at all while things go well. When the agent is gone it gives the zygote a moment to
-clear the field; when the zygote is gone (or took too long) it kills every process that has become
-its own child: it is a subreaper too, so descendants of dead workers come to it, however often they
-forked or called setsid. It is forked from the same small interpreter and shares its pages.
+It is idle during normal operation. When the agent is gone, the zygote gets a moment to kill all processes.
+When the zygote is gone (or takes too long), the keeper kills every process that has become its own child: it
+is a subreaper, so it adopts descendants of dead workers, however often they forked or called setsid. It is
+forked from the same small interpreter as the zygote and shares its pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from phalanx import kernel
 from phalanx.zygote.channel import Channel
 from phalanx.zygote.rawsignal import signal
-from phalanx.zygote.zygote import Become, Zygote, kill_everything
+from phalanx.zygote.zygote import Become, Zygote, has_children, kill_everything, reap
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,46 +24,46 @@ if TYPE_CHECKING:
 
     from phalanx.zygote.zygote import Runner
 
-CLEAR_NOW = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # the same as in spawner.py, which is not for us
+CLEAR_NOW = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # as in spawner.py, which is too large to import here
 
 _IMPORT_LIMIT = 60.0  # seconds for one module
-_TRIES = 5  # zygotes, before workers simply start without anything imported
-_ZYGOTE_GRACE = 0.3  # for the zygote's own clean-up once the agent is gone; the promise is one second
+_TRIES = 5  # zygotes; after that, workers start without a preload
+_ZYGOTE_GRACE = 0.3  # for the zygote's clean-up after the agent's death; the total limit is one second
 
-# Somebody who stops a whole control group (systemd, a scheduler) signals these two as well. They must
-# not die of it: the agent gets the same signal and gives the workers their grace.
-_NOT_FOR_US = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGALRM", "SIGTSTP")
+# Stopping a whole control group (systemd, a scheduler) signals keeper and zygote as well. They must survive
+# it: the agent receives the same signal and gives the workers their grace.
+_IGNORED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGALRM", "SIGTSTP")
 
 
 def main(
     sock_fd: int, agent: int, runner: Runner | None = None, wishes_fd: int | None = None
 ) -> dict[str, Any]:
-    """The body of the helper process: fork the zygote, then keep watch.
+    """The helper process: fork the zygote, then wait for its end or the agent's.
 
-    `wishes_fd`: a file that names the modules to import before the first fork. Returns in one case only: in
-    a fork of the zygote that is to run a Python program, with its spec.
+    `wishes_fd`: a file with the names of the modules to preload. Returns only in a fork of the zygote that
+    becomes a Python program, with its spec.
     """
     try:
         return _main(sock_fd, agent, runner, wishes_fd)
     except Become as worker:
         return worker.spec
-    except BaseException:  # noqa: BLE001 - there is nobody left to tell; the agent sees its socket close
+    except BaseException:  # noqa: BLE001 - cannot be reported; the agent sees its socket close
         os._exit(1)
 
 
 def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None) -> NoReturn:
-    os.set_inheritable(sock_fd, False)  # a worker that held it would keep the agent from being missed
-    for name in _NOT_FOR_US:
+    os.set_inheritable(sock_fd, False)  # in a worker, it would hide the agent's death
+    for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     kernel.become_subreaper()
     agent_fd = kernel.pidfd(agent)
     if os.getppid() != agent:  # it died before the descriptor was open
         os._exit(0)
-    ours, theirs = os.pipe()  # closes when this process ends: the zygote watches `ours`
+    ours, theirs = os.pipe()  # `theirs` closes when this process exits; the zygote polls `ours`
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     for number in (signal.SIGCHLD, CLEAR_NOW):
-        signal.signal(number, _nothing)
+        signal.signal(number, _ignore)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     wishes = PreloadList(wishes_fd)
     while True:
@@ -94,11 +94,11 @@ def _be_zygote(
     if wishes.names:
         from phalanx.warm.preload import preload
 
-        def tell(line: str) -> None:
-            wishes.hear(line)
-            _tell(verdict, line)
+        def report(line: str) -> None:
+            wishes.note(line)
+            os.write(verdict, line.encode(errors="replace")[:1000] + b"\n")
 
-        preload(list(wishes.names), tell)
+        preload(list(wishes.names), report)
     if wishes.asked:
         channel.send(("preloaded", wishes.dropped))
     os.close(verdict)
@@ -106,12 +106,8 @@ def _be_zygote(
     os._exit(0)
 
 
-def _tell(fd: int, line: str) -> None:
-    os.write(fd, line.encode(errors="replace")[:1000] + b"\n")
-
-
 class PreloadList:
-    """The modules still to be imported by the next zygote, and what was learned from the ones before."""
+    """The modules that the next zygote imports, and those that earlier zygotes could not."""
 
     def __init__(self, fd: int | None) -> None:
         self.names: list[str] = []
@@ -123,12 +119,12 @@ class PreloadList:
             with open(fd, encoding="utf-8", errors="replace") as file:
                 nice, *self.names = file.read().split("\n")
             if nice.strip() == "nice":
-                from phalanx.warm.standby import step_back
+                from phalanx.warm.standby import lower_priority
 
-                step_back(10)
+                lower_priority(10)
 
-    def hear(self, text: str) -> None:
-        """Lines of a zygote that imports."""
+    def note(self, text: str) -> None:
+        """Process lines that a zygote reports while it imports."""
         for line in text.splitlines():
             word, _, rest = line.partition(" ")
             if word == "import":
@@ -137,12 +133,12 @@ class PreloadList:
                 self._drop(rest)
 
     def failed(self, how: str) -> None:
-        """The zygote ended while it imported; whatever it was at is to blame."""
+        """The zygote died during the preload: drop the module it was importing."""
         self.tries += 1
         if self._current:
             self._drop(f"{self._current}: {how}")
         if self.tries >= _TRIES:
-            self.dropped.append("everything else: too many modules that do not suit a fork")
+            self.dropped.append("everything else: too many modules cannot be preloaded")
             self.names = []
 
     def _drop(self, what: str) -> None:
@@ -155,22 +151,22 @@ class PreloadList:
         ]
 
 
-def _nothing(_signum: int, _frame: object) -> None:
+def _ignore(_signum: int, _frame: object) -> None:
     """A handler must exist for the wake-up descriptor to be written."""
 
 
 def close_others(last: int) -> None:
-    """Close every descriptor above `last`: what the agent happened to have open is not for its workers."""
+    """Close every descriptor above `last`: workers must not inherit what the agent has open."""
     for entry in os.listdir("/proc/self/fd" if kernel.LINUX else "/dev/fd"):
         if int(entry) > last:
             try:
                 os.close(int(entry))
             except OSError:
-                pass  # the one of this very listing
+                pass  # the descriptor of this listing
 
 
 def _watch(zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int, wishes: PreloadList) -> bool:
-    """Return once the zygote is gone: True when another one is to be tried, with fewer modules."""
+    """Wait for the zygote's end; True if another one should be forked, with fewer modules."""
     poll = select.poll()
     poll.register(wake_read, select.POLLIN)
     poll.register(verdict_read, select.POLLIN)
@@ -185,10 +181,10 @@ def _watch(zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int,
         ready = {fd for fd, _ in poll.poll(patience)}
         if verdict_read in ready:
             text = os.read(verdict_read, 1 << 16)
-            wishes.hear(text.decode(errors="replace"))
+            wishes.note(text.decode(errors="replace"))
             if b"\ndone " in b"\n" + text:
                 importing = False
-            if not text or not importing:  # closed: imported all, or died of it
+            if not text or not importing:  # finished, or died
                 poll.unregister(verdict_read)
                 kill_at = kill_at if agent_gone else None
             elif not agent_gone:
@@ -198,7 +194,7 @@ def _watch(zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int,
             agent_gone = True
             kill_at = time.monotonic() + _ZYGOTE_GRACE
         elif kill_at is not None and time.monotonic() >= kill_at:
-            how = "did not come back"
+            how = "did not finish importing"
             os.kill(zygote, signal.SIGKILL)
             kill_at = None
         if wake_read in ready and CLEAR_NOW in os.read(wake_read, 4096):
@@ -213,26 +209,18 @@ def _watch(zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int,
 
 
 def _died_importing(status: int, importing: bool, verdict_read: int, wishes: PreloadList) -> bool:
-    """Whether it ended on the way; its last words may still be in the pipe."""
+    """Whether the preload killed the zygote; its last lines may still be in the pipe."""
     if not importing:
         return False
     os.set_blocking(verdict_read, False)
     try:
-        wishes.hear(os.read(verdict_read, 1 << 16).decode(errors="replace"))
+        wishes.note(os.read(verdict_read, 1 << 16).decode(errors="replace"))
     except BlockingIOError:
         pass
     return status != 0
 
 
 def _ended(zygote: int) -> int | None:
-    """Reap whatever ended; the zygote's status when it was among it."""
-    found = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found if found is not None else 0
-        if pid == 0:
-            return found
-        if pid == zygote:
-            found = status
+    """Reap all exited children; the zygote's status if it was one of them."""
+    ended = dict(reap())
+    return ended[zygote] if zygote in ended else None if has_children() else 0

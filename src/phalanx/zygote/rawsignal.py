@@ -1,6 +1,6 @@
-"""The signal module without its enumerations, which take longer to load than all that helpers do at first.
+"""The signal module without its enumerations, which take longer to load than the rest of a helper's start.
 
-The numbers and functions are the same; a handler that was never set is 0 or 1 instead of a `Handlers`.
+The numbers and functions are the same; a default handler is 0 or 1 instead of a `Handlers` member.
 """
 
 from __future__ import annotations

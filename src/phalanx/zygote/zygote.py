@@ -1,17 +1,16 @@
-"""The helper that is the parent of every worker: it forks them, sees them end, and ends them.
+"""The helper process that is the parent of every worker: it forks, reaps, signals and kills them.
 
     agent ──► keeper ──► zygote ──► worker … (each the leader of its own session)
 
-* Only what it made: the zygote signals its workers' own process groups while they are unreaped (so
-  the number cannot belong to anybody else) and the children it has, adopted ones included. It never
-  looks for processes anywhere else.
-* Whoever of the three dies, the others clear the field. Agent gone: the zygote's socket closes and
-  it kills everything. Zygote gone: workers die by the parent-death signal, and the keeper (keeper.py)
-  inherits and kills what they had started. Keeper gone: the zygote kills everything and ends.
-* All or nothing: workers are forked, set up, and held at a gate; only when every one of them stands
-  there may any of them run the user's program.
-* Where the agent said so at the start, the rest of a group is told to stop the moment one fails, and the
-  agent hears of it afterwards: what to do next is still decided there.
+* The zygote signals only its workers' process groups, before it reaps them (so that the number cannot have
+  been reused), and its own children, adopted ones included. It never searches for other processes.
+* If any of the three dies, the others kill all remaining processes. Agent: the zygote's socket closes, and
+  it kills everything. Zygote: the workers die by the parent-death signal, and the keeper (keeper.py) adopts
+  and kills their children. Keeper: the zygote kills everything and exits.
+* All or nothing: workers are forked, set up, and held at a gate; none of them runs the user's program until
+  all have arrived there.
+* If the agent asked for it at the start, the zygote stops the rest of a group as soon as one worker fails,
+  and reports it afterwards; the agent decides what happens next.
 * Single-threaded, standard library only: it must be safe to fork at any time.
 
 Messages from the agent:  ("spawn", request) ("stop", group, signal, grace) ("park", count, warm-up)
@@ -20,8 +19,8 @@ Messages to the agent:    ("started", {rank: pid}) ("refused", rank or None, tex
                           ("stopped", group, [text, …]) ("exit", rank, pid, code, when, signalled_at)
                           ("parked", pids)
 
-A *parked* process is a fork made ahead of need: it waits, before the first line of the program and without
-rank or environment, until a spawn hands it both (warm/standby.py). The world does not know of it.
+A *standby* is a fork made in advance: it waits before the first line of the program, without rank or
+environment, until a spawn supplies both (warm/standby.py).
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ import time
 from phalanx import kernel
 from phalanx.warm.standby import StandbyPool
 from phalanx.zygote.channel import TooManyFilesError
+from phalanx.zygote.fork_setup import default_signals, describe_failure, leave_zygote, move_above, place
 from phalanx.zygote.rawsignal import signal
-from phalanx.zygote.settling import default_signals, in_words, leave_zygote, moved, place
 
 TYPE_CHECKING = False  # importing typing would cost more than everything else here together
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any, NoReturn
 
     from phalanx.zygote.channel import Channel
@@ -47,14 +46,14 @@ if TYPE_CHECKING:
     # Runs a worker inside a fork of this process (no exec); must not return.
     Runner = Callable[[dict[str, Any]], NoReturn]
 
-_KILL_TICK = 0.02  # how often SIGKILL is repeated on descendants that are still being adopted
-_FIRST_LOOK = 0.05  # adoption is no event, so a stop looks for adopted children: soon,
-_LOOK_AGAIN = 0.25  # and then now and then, because a look may cost a scan of /proc
-_GIVE_UP = 5.0  # a process that outlives SIGKILL for this long sits in uninterruptible sleep
+_KILL_TICK = 0.02  # how often SIGKILL is repeated while descendants are being adopted
+_FIRST_LOOK = 0.05  # adoption raises no event, so a stop checks for adopted children, first after this time,
+_LOOK_AGAIN = 0.25  # and then at this interval, because a check may scan /proc
+_GIVE_UP = 5.0  # a process that survives SIGKILL for this long is in uninterruptible sleep
 
 
-class Become(Exception):  # not an error: how a fork leaves the zygote's stack
-    """Raised in a fork that is to run a Python program: at the top of the stack, as the interpreter would."""
+class Become(Exception):  # not an error: it unwinds the zygote's stack
+    """Raised in a fork that becomes a Python program, so that the program runs at the top of the stack."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         super().__init__(spec)
@@ -64,29 +63,29 @@ class Become(Exception):  # not an error: how a fork leaves the zygote's stack
 class ForkedWorker:
     """One child that runs user code."""
 
-    __slots__ = ("parked", "pid", "rank", "signalled_at")
+    __slots__ = ("pid", "rank", "signalled_at", "was_standby")
 
     def __init__(self, rank: int, pid: int) -> None:
         self.rank = rank
         self.pid = pid
-        self.parked = False
+        self.was_standby = False
         self.signalled_at = 0.0
 
 
 class StopRequest:
-    """A stop in progress: when patience ends, and who has been told already."""
+    """A stop in progress: its deadlines, and the processes that were signalled."""
 
-    __slots__ = ("give_up_at", "kill_at", "look_at", "sig", "told")
+    __slots__ = ("give_up_at", "kill_at", "look_at", "sig", "signalled")
 
     def __init__(self, sig: int, now: float, grace: float) -> None:
         self.sig = sig
         self.kill_at = now + grace
         self.give_up_at = self.kill_at + _GIVE_UP
-        self.look_at = now + (_FIRST_LOOK if sig else grace)  # signal 0: they leave by themselves
-        self.told: set[int] = set()
+        self.look_at = now + (_FIRST_LOOK if sig else grace)  # signal 0: they exit by themselves
+        self.signalled: set[int] = set()
 
     def hurry(self, now: float, grace: float) -> None:
-        """Asked again: patience can only get shorter."""
+        """A second request can only shorten the grace."""
         self.kill_at = min(self.kill_at, now + grace)
         self.give_up_at = self.kill_at + _GIVE_UP
 
@@ -100,18 +99,18 @@ class Zygote:
         self.runner = runner
         self.workers: dict[int, ForkedWorker] = {}  # by pid, until reaped
         self.stop: StopRequest | None = None
-        self.at_failure: tuple[int, float] | None = None  # the signal and grace for the others
-        self.group = 0  # groups are numbered by the agent: an answer must not be taken for the next one's
-        self._statuses: set[int] = set()  # pipes to workers that are being started
-        self.lot = StandbyPool()
+        self.at_failure: tuple[int, float] | None = None  # signal and grace for the others if one fails
+        self.group = 0  # the agent's number for the group: a late answer must not count for the next one
+        self._statuses: set[int] = set()  # pipes from workers that are being started
+        self.standbys = StandbyPool()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        signal.signal(signal.SIGCHLD, _nothing)
+        signal.signal(signal.SIGCHLD, _ignore)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Serve until the agent or the keeper is gone; then leave nothing behind."""
+        """Serve until the agent or the keeper is gone; then kill all remaining processes."""
         poll = select.poll()
         for fd in (self.channel.fileno(), self.keeper_fd, self._wake_read):
             poll.register(fd, select.POLLIN)
@@ -126,7 +125,7 @@ class Zygote:
                 break
             if self.stop:
                 self._advance(self.stop)
-        self._clear_the_field()
+        kill_everything([*self.workers, *self.standbys.channels])
 
     def _patience(self) -> float | None:
         if not self.stop:
@@ -139,8 +138,8 @@ class Zygote:
     def _serve(self) -> bool:
         try:
             message, fds = self.channel.receive()
-        except TooManyFilesError:  # only a start carries any
-            return self._tell(("refused", None, os.strerror(errno.EMFILE)))
+        except TooManyFilesError:  # only a spawn carries descriptors
+            return self._report(("refused", None, os.strerror(errno.EMFILE)))
         except (EOFError, OSError):
             return False
         try:
@@ -151,10 +150,10 @@ class Zygote:
             elif message[0] == "signal":
                 self._signal(message[1], set(message[2]), message[3])
             elif message[0] == "park":
-                self._park(message[1], message[2])
+                self._fork_standbys(message[1], message[2])
         except Become:
-            raise  # in the fork; its descriptors are settled
-        except (BrokenPipeError, ConnectionError):
+            raise  # in the fork, whose descriptors are in place
+        except ConnectionError:
             served = False
         else:
             served = True
@@ -179,11 +178,11 @@ class Zygote:
                 rank = spec["rank"]
                 made.append(self._fork(request, spec, fds, gate_read, gate_write))
             for index, (worker, status) in enumerate(made):
-                if worker.parked and not _is_there(status):
-                    # It died while it was parked, and nobody had noticed yet.
+                if worker.was_standby and not _took_over(status):
+                    # It died while it was waiting, and was not reaped yet.
                     rank = worker.rank
                     self._kill_all([worker.pid])
-                    self.lot.failures += 1
+                    self.standbys.failures += 1
                     made[index] = self._fork(request, specs[index], fds, gate_read, gate_write, fresh=True)
         except OSError as error:
             what = str(error.strerror)
@@ -201,20 +200,18 @@ class Zygote:
         self._kill_all([worker.pid for worker, _ in made])
         self.channel.send(("refused", *refusal))
 
-    def _park(self, count: int, warm_up: str) -> None:
-        """Have this many forks waiting."""
-        self.lot.warm_up = warm_up
-        while len(self.lot.parked) < count and self.lot.failures < 3:
+    def _fork_standbys(self, count: int, warm_up: str) -> None:
+        """Fork standbys until there are `count`."""
+        self.standbys.warm_up = warm_up
+        while len(self.standbys.channels) < count and self.standbys.failures < 3:
             try:
-                handover = self.lot.park(os.getpid())
+                handover = self.standbys.fork(os.getpid())
             except OSError:
-                break  # no room for it; restarts are slower then, and nothing else
+                break  # out of resources: restarts are slower
             if handover is None:
                 continue
-            # In the fork, once it is needed.
-            request, spec, fds, gate_read, status = handover
-            self._in_fork(request, spec, fds, gate_read, status)
-        self._tell(("parked", list(self.lot.parked)))
+            self._in_fork(*handover)  # in the fork, when its turn has come
+        self._report(("parked", list(self.standbys.channels)))
 
     def _fork(
         self,
@@ -228,22 +225,22 @@ class Zygote:
         status_read, status_write = os.pipe()
         zygote = os.getpid()
         try:
-            parked = 0
+            standby = 0
             if spec["program"] and not fresh:
-                parked = self.lot.hand_over(request, spec, fds, gate_read, status_write)
-            pid = parked or os.fork()
+                standby = self.standbys.hand_over(request, spec, fds, gate_read, status_write)
+            pid = standby or os.fork()
         except OSError:
             os.close(status_read)
             os.close(status_write)
             raise
         if pid == 0:
             os.close(status_read)
-            os.close(gate_write)  # else this child would keep the gate open for itself
+            os.close(gate_write)  # or this child would keep the gate open for itself
             leave_zygote(zygote)
             self._in_fork(request, spec, fds, gate_read, status_write)
         os.close(status_write)
         worker = ForkedWorker(spec["rank"], pid)
-        worker.parked = parked > 0
+        worker.was_standby = standby > 0
         self.workers[pid] = worker
         self._statuses.add(status_read)
         return worker, status_read
@@ -253,22 +250,17 @@ class Zygote:
     ) -> NoReturn:
         floor = max([3, *(target + 1 for _, _, target in spec["fds"])])
         try:
-            # Our own two must not be where a descriptor of the worker is going to be put.
-            gate_read, status_write = moved(gate_read, floor), moved(status_write, floor)
+            # These two must not occupy the numbers of the worker's descriptors.
+            gate_read, status_write = move_above(gate_read, floor), move_above(status_write, floor)
             self._become_worker(request, spec, fds, gate_read, status_write)
         except Become:
             raise
         except BaseException as error:  # noqa: BLE001 - the only way out of a forked child is _exit
-            _say(status_write, in_words(error, spec))
+            _write(status_write, describe_failure(error, spec))
         os._exit(127)
 
     def _become_worker(
-        self,
-        request: dict[str, Any],
-        spec: dict[str, Any],
-        fds: list[int],
-        gate_read: int,
-        status: int,
+        self, request: dict[str, Any], spec: dict[str, Any], fds: list[int], gate_read: int, status: int
     ) -> NoReturn:
         default_signals(request["ignored"])
         std = [fds[index] for index in request["std"]]
@@ -281,14 +273,14 @@ class Zygote:
         os.chdir(request["cwd"])
         if spec["cpus"]:
             os.sched_setaffinity(0, spec["cpus"])
-        _say(status, "ready")
+        _write(status, "ready")
         if os.read(gate_read, 1) != b"g":
             os._exit(127)
         if spec["argv"]:
             os.execve(spec["path"], spec["argv"], {**request["env"], **spec["env"]})
-        # What an exec would have closed. Descriptors of the process that asked for "fork" stay open.
+        # Close what an exec would close. With the start method "fork", the caller's descriptors stay open.
         ours = {self.keeper_fd, self._wake_read, self._wake_write, gate_read, status}
-        ours |= {channel.detach() for channel in (self.channel, *self.lot.parked.values())}
+        ours |= {channel.detach() for channel in (self.channel, *self.standbys.channels.values())}
         for fd in (ours | set(fds) | self._statuses) - set(spec["places"].values()) - {0, 1, 2, -1}:
             os.close(fd)
         os.environ.clear()
@@ -302,23 +294,17 @@ class Zygote:
 
     def _reap(self) -> None:
         ended = []
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            worker = None if self.lot.lost(pid) else self.workers.pop(pid, None)
+        for pid, status in reap():
+            worker = None if self.standbys.lost(pid) else self.workers.pop(pid, None)
             if worker:
                 ended.append((worker, os.waitstatus_to_exitcode(status), time.time()))
         if self.at_failure and not self.stop and any(code for _, code, _ in ended):
             self._stop_others(*self.at_failure)
         for worker, code, when in ended:
-            self._tell(("exit", worker.rank, worker.pid, code, when, worker.signalled_at))
+            self._report(("exit", worker.rank, worker.pid, code, when, worker.signalled_at))
 
     def _stop_others(self, sig: int, grace: float) -> None:
-        """One failed: tell the others, unless the agent has just said something, which may be about them."""
+        """Stop the other workers after a failure, unless a message from the agent waits: it may be a stop."""
         poll = select.poll()
         poll.register(self.channel.fileno(), select.POLLIN)
         if not poll.poll(0):
@@ -326,11 +312,11 @@ class Zygote:
             self.stop = StopRequest(sig, time.monotonic(), grace)
             self._signal_workers(self.stop, kill=False)
 
-    def _tell(self, message: tuple[Any, ...]) -> bool:
+    def _report(self, message: tuple[Any, ...]) -> bool:
         try:
             self.channel.send(message)
         except OSError:
-            return False  # the agent is gone; its closed socket ends the loop in a moment
+            return False  # the agent is gone; its closed socket ends the loop
         return True
 
     # -- stopping ---------------------------------------------------------------------------------
@@ -343,9 +329,9 @@ class Zygote:
 
     def _stop(self, group: int, sig: int, grace: float) -> None:
         if group != self.group:
-            return  # of the group before; it is gone
-        self.at_failure = None  # from here on the agent says how
-        self._reap()  # who is gone by now was not stopped by us, and must not be told so
+            return  # for an earlier group, which is gone
+        self.at_failure = None  # the agent is in charge now
+        self._reap()  # workers that have exited by now must not count as stopped
         now = time.monotonic()
         if self.stop:
             self.stop.hurry(now, grace)
@@ -353,9 +339,9 @@ class Zygote:
             self.stop = StopRequest(sig, now, grace)
 
     def _advance(self, stop: StopRequest) -> None:
-        """Tell who has not been told, kill who outstayed, and answer once nobody is left."""
-        if not self._anybody():
-            self._stopped([])
+        """Signal new processes, kill after the grace, and report when no process is left."""
+        if not self._is_anything_left():
+            self._report_stopped([])
             return
         now = time.monotonic()
         kill = now >= stop.kill_at
@@ -363,44 +349,44 @@ class Zygote:
         if kill or now >= stop.look_at or not self.workers:
             stop.look_at = now + _LOOK_AGAIN
             for pid in self._adopted():
-                if kill or pid not in stop.told:
+                if kill or pid not in stop.signalled:
                     _signal_one(pid, signal.SIGKILL if kill else stop.sig or signal.SIGTERM)
-                    stop.told.add(pid)
+                    stop.signalled.add(pid)
         if kill:
             self._reap()
-        if not self._anybody():
-            self._stopped([])
+        if not self._is_anything_left():
+            self._report_stopped([])
         elif now >= stop.give_up_at:
-            self._stopped([kernel.describe(pid) for pid in [*self.workers, *self._adopted()]])
+            self._report_stopped([kernel.describe(pid) for pid in [*self.workers, *self._adopted()]])
 
     def _signal_workers(self, stop: StopRequest, kill: bool) -> None:
-        untold = [worker for worker in self.workers.values() if kill or worker.pid not in stop.told]
-        for worker in untold:
+        pending = [worker for worker in self.workers.values() if kill or worker.pid not in stop.signalled]
+        for worker in pending:
             worker.signalled_at = worker.signalled_at or time.time()
             _signal_group(worker.pid, signal.SIGKILL if kill else stop.sig)
-            stop.told.add(worker.pid)
-        # One that is stopped must hear it too. Not in the loop above: whom we wake may take the processor
-        # from us, and the others would wait for their signal until it is gone.
-        for worker in untold if not kill else ():
+            stop.signalled.add(worker.pid)
+        # A stopped process must receive it too. Not in the loop above: a process that wakes up may take this
+        # processor, and delay the signals to the others.
+        for worker in pending if not kill else ():
             _signal_group(worker.pid, signal.SIGCONT)
 
-    def _anybody(self) -> bool:
-        """Whether anything of the group is left; parked processes are not of it."""
-        if not self.lot.parked:
-            return _has_children()
+    def _is_anything_left(self) -> bool:
+        """Whether a process of the group is left; standbys do not belong to it."""
+        if not self.standbys.channels:
+            return has_children()
         return bool(self.workers) or bool(self._adopted())
 
     def _adopted(self) -> list[int]:
-        """Descendants of workers whose own parents are gone: ours by inheritance."""
-        known = self.workers.keys() | self.lot.parked.keys()
+        """Descendants of workers whose own parents have exited."""
+        known = self.workers.keys() | self.standbys.channels.keys()
         return [pid for pid in kernel.children() if pid not in known]
 
-    def _stopped(self, unkillable: list[str]) -> None:
+    def _report_stopped(self, unkillable: list[str]) -> None:
         self.stop = None
-        self._tell(("stopped", self.group, unkillable))
+        self._report(("stopped", self.group, unkillable))
 
     def _kill_all(self, pids: list[int]) -> None:
-        """End children that never ran user code, and forget them."""
+        """Kill and reap children that never ran user code."""
         for pid in pids:
             _signal_group(pid, signal.SIGKILL)
             _signal_one(pid, signal.SIGKILL)  # it may not have its own session yet
@@ -411,12 +397,9 @@ class Zygote:
             except ChildProcessError:
                 pass
 
-    def _clear_the_field(self) -> None:
-        kill_everything([*self.workers, *self.lot.parked])
-
 
 def kill_everything(sessions: list[int]) -> None:
-    """SIGKILL to every child, and to those that are adopted on the way, until there is none."""
+    """Send SIGKILL to every child, including those adopted meanwhile, until none is left."""
     give_up_at = time.monotonic() + _GIVE_UP
     for pid in sessions:
         _signal_group(pid, signal.SIGKILL)
@@ -424,18 +407,27 @@ def kill_everything(sessions: list[int]) -> None:
     while time.monotonic() < give_up_at:
         for pid in kernel.children():
             _signal_one(pid, signal.SIGKILL)
-        while True:
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                break
-        poll.poll(2)  # a pause between rounds of killing, not a wait for an event: adoption has none
+        for _ in reap():
+            pass
+        if not has_children():
+            return
+        poll.poll(2)  # a pause: adoption raises no event to wait for
 
 
-def _is_there(status: int) -> bool:
-    """Whether a parked process took what it was handed; waits for its word, which is left in the pipe."""
+def reap() -> Iterator[tuple[int, int]]:
+    """Reap the children that have exited: their pids and statuses."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
+def _took_over(status: int) -> bool:
+    """Whether a standby accepted its work; waits for its message, which stays in the pipe."""
     poll = select.poll()
     poll.register(status, select.POLLIN)
     return any(event & select.POLLIN for _, event in poll.poll())
@@ -443,9 +435,9 @@ def _is_there(status: int) -> bool:
 
 def _first_refusal(made: list[tuple[ForkedWorker, int]], expected: bytes) -> tuple[int, str] | None:
     for worker, status in made:
-        said = os.read(status, 4096)
-        if said != expected:
-            return worker.rank, said.decode(errors="replace") or "ended while it was being set up"
+        answer = os.read(status, 4096)
+        if answer != expected:
+            return worker.rank, answer.decode(errors="replace") or "exited during set-up"
     return None
 
 
@@ -463,7 +455,8 @@ def _signal_one(pid: int, sig: int) -> None:
         pass
 
 
-def _has_children() -> bool:
+def has_children() -> bool:
+    """Whether this process has children, exited ones included."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -471,7 +464,7 @@ def _has_children() -> bool:
     return True
 
 
-def _say(fd: int, text: str) -> None:
+def _write(fd: int, text: str) -> None:
     try:
         os.write(fd, text.encode(errors="replace")[:4000])
     except OSError:
@@ -486,5 +479,5 @@ def _drain(fd: int) -> None:
         pass
 
 
-def _nothing(_signum: int, _frame: object) -> None:
+def _ignore(_signum: int, _frame: object) -> None:
     """A handler must exist for the wake-up descriptor to be written."""

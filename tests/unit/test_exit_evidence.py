@@ -1,4 +1,4 @@
-"""Why a worker ended, told from outside it; the OOM cases make the kernel kill a real process."""
+"""Why a worker exited, as seen from outside; the OOM cases make the kernel kill a real process."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def test_plain_kill_shows_no_sign_of_memory() -> None:
         text = explain(code, child.pid, before)
     if before.machine is None:
         pytest.skip("this kernel counts no OOM kills")
-    assert text.startswith(("SIGKILL from outside Phalanx; no sign that memory ran out", "possibly"))
+    assert text.startswith(("SIGKILL from outside Phalanx; no sign of an OOM kill", "possibly"))
 
 
 def test_without_counters_it_claims_nothing() -> None:
     text = explain(-9, 2**22 + 1, Snapshot(monotonic_us=2**60))
-    assert text == "SIGKILL from outside Phalanx; whether memory ran out could not be checked here"
+    assert text == "SIGKILL from outside Phalanx; cannot check for an OOM kill here"
     assert explain(1, 1) == explain(-15, 1) == ""
 
 
 @pytest.fixture
 def limited() -> Iterator[Path]:
-    """A memory cgroup below our own with a small limit."""
+    """A memory cgroup with a small limit, below this process's own."""
     mount, kind = next(
         ((m, k) for k in ("v1", "v2") if (m := exit_evidence._cgroup_mounts().get(k))), (None, "")
     )
@@ -91,7 +91,7 @@ def limited() -> Iterator[Path]:
     except OSError as exc:
         if group.exists():
             group.rmdir()
-        pytest.skip(f"a memory cgroup cannot be made here: {exc}")
+        pytest.skip(f"cannot create a memory cgroup: {exc}")
     yield group
     group.rmdir()
 
@@ -124,7 +124,7 @@ def test_real_oom_kill_is_told_as_surely_as_it_is_known(
     if log and any(f"Killed process {pid} " in line for line in log):
         assert "out of memory" in text
         assert f"pid {pid}" in text
-        assert "its memory limit (cgroup), it held" in text
+        assert "its cgroup's memory limit, using" in text
     # From here on as if the kernel log could not be read: the counters alone.
     monkeypatch.setattr(exit_evidence, "oom_lines", lambda _since: None)
     text = explain(code, pid, before)
@@ -160,4 +160,4 @@ def test_a_bus_error_looks_at_shared_memory(monkeypatch: pytest.MonkeyPatch) -> 
         f_blocks, f_frsize, f_bavail = 16384, 4096, 0
 
     monkeypatch.setattr(os, "statvfs", lambda _path: Full)
-    assert explain(-7, 1) == "/dev/shm is full (64 MiB, 0 KiB free): a usual reason for SIGBUS"
+    assert explain(-7, 1) == "/dev/shm is full (64 MiB, 0 KiB free): a common cause of SIGBUS"

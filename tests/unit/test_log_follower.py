@@ -1,4 +1,4 @@
-"""The tee and TailLog: every byte once, whole lines, bounded in all that can go wrong with a console."""
+"""LogFollower and TailLog: every byte once, whole lines, bounded in all that can go wrong with a console."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 
 from phalanx.logs import inotify
 from phalanx.logs.followed_file import BLOCK
+from phalanx.logs.log_follower import Containing, LogFollower
 from phalanx.logs.tail_log import TailLog, tail_logfile
-from phalanx.logs.tee import Containing, Tee
 
 HUNG = 20.0
 
@@ -42,7 +42,7 @@ def nothing_left() -> Iterator[None]:
 
 
 class Console:
-    """The read end of a pipe or pseudo-terminal that a tee writes to."""
+    """The read end of a pipe or pseudo-terminal that a follower writes to."""
 
     def __init__(self, terminal: bool = False) -> None:
         self.read_end, write_end = pty.openpty() if terminal else os.pipe()
@@ -95,21 +95,21 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Console]:
 
 
 @pytest.fixture
-def tee() -> Iterator[Tee]:
-    made = Tee("test")
+def logs() -> Iterator[LogFollower]:
+    made = LogFollower("test")
     yield made
     made.stop()
 
 
 def show(files: dict[str, bytes], folder: Path, **kwargs: object) -> str:
     """What a StringIO gets for files that are complete."""
-    tee, out = Tee("show"), io.StringIO()
+    logs, out = LogFollower("show"), io.StringIO()
     for name, data in files.items():
         (folder / name).write_bytes(data)
-        tee.follow(folder / name, out, f"[{name}]:", **kwargs)  # type: ignore[arg-type]
-    tee.start()
-    assert tee.drain() == 0
-    tee.stop()
+        logs.follow(folder / name, out, f"[{name}]:", **kwargs)  # type: ignore[arg-type]
+    logs.start()
+    assert logs.drain() == 0
+    logs.stop()
     return out.getvalue()
 
 
@@ -123,13 +123,13 @@ def test_prefixes_every_line_and_ends_the_last_one(tmp_path: Path) -> None:
     assert "[b]:x" in lines
 
 
-def test_odd_bytes_pass_unchanged_into_a_pipe(tmp_path: Path, console: Console, tee: Tee) -> None:
+def test_odd_bytes_pass_unchanged_into_a_pipe(tmp_path: Path, console: Console, logs: LogFollower) -> None:
     data = b"\0nul\n\xff\xfe bad utf-8 \xc3\n10%\r20%\r30%\r\n\r\r\nend\n"
     (tmp_path / "log").write_bytes(data)
-    tee.follow(tmp_path / "log", console.stream)
-    tee.start()
-    assert tee.drain() == 0
-    tee.stop()
+    logs.follow(tmp_path / "log", console.stream)
+    logs.start()
+    assert logs.drain() == 0
+    logs.stop()
     assert console.rest() == data
 
 
@@ -137,20 +137,20 @@ def test_bad_utf8_is_replaced_where_only_text_is_taken(tmp_path: Path) -> None:
     assert show({"a": b"\xc3\nok \xe2\x82\xac\n"}, tmp_path) == "[a]:�\n[a]:ok €\n"
 
 
-def test_a_stream_with_a_buffer_gets_the_bytes(tmp_path: Path, tee: Tee) -> None:
+def test_a_stream_with_a_buffer_gets_the_bytes(tmp_path: Path, logs: LogFollower) -> None:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
     out.write("first\n")
     (tmp_path / "log").write_bytes(b"\xff\n")
-    tee.follow(tmp_path / "log", out, "p:")
-    tee.start()
-    tee.drain()
+    logs.follow(tmp_path / "log", out, "p:")
+    logs.start()
+    logs.drain()
     assert raw.getvalue() == b"first\np:\xff\n"
 
 
-def test_a_file_that_appears_later_is_followed(tmp_path: Path, console: Console, tee: Tee) -> None:
-    tee.follow(tmp_path / "late", console.stream, "p:")
-    tee.start()
+def test_a_file_that_appears_later_is_followed(tmp_path: Path, console: Console, logs: LogFollower) -> None:
+    logs.follow(tmp_path / "late", console.stream, "p:")
+    logs.start()
     with open(tmp_path / "late", "wb", buffering=0) as log:
         log.write(b"now\n")
         assert console.wait_for(b"\n") == b"p:now\n"
@@ -159,20 +159,22 @@ def test_a_file_that_appears_later_is_followed(tmp_path: Path, console: Console,
 
 
 def test_a_file_in_a_directory_that_appears_later_is_followed(
-    tmp_path: Path, console: Console, tee: Tee
+    tmp_path: Path, console: Console, logs: LogFollower
 ) -> None:
-    tee.follow(tmp_path / "a" / "b" / "late", console.stream)
-    tee.start()
+    logs.follow(tmp_path / "a" / "b" / "late", console.stream)
+    logs.start()
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "late").write_bytes(b"now\n")
     assert console.wait_for(b"\n") == b"now\n"
 
 
-def test_a_partial_line_waits_for_its_newline_in_a_pipe(tmp_path: Path, console: Console, tee: Tee) -> None:
+def test_a_partial_line_waits_for_its_newline_in_a_pipe(
+    tmp_path: Path, console: Console, logs: LogFollower
+) -> None:
     with open(tmp_path / "a", "wb", 0) as log, open(tmp_path / "b", "wb", 0) as other:
-        tee.follow(tmp_path / "a", console.stream, "a:")
-        tee.follow(tmp_path / "b", console.stream, "b:")
-        tee.start()
+        logs.follow(tmp_path / "a", console.stream, "a:")
+        logs.follow(tmp_path / "b", console.stream, "b:")
+        logs.start()
         log.write(b"half")
         assert console.quiet(0.3)
         other.write(b"whole\n")
@@ -180,8 +182,8 @@ def test_a_partial_line_waits_for_its_newline_in_a_pipe(tmp_path: Path, console:
         for piece in (b" and", b" half", b"\nnext"):
             log.write(piece)
         assert console.wait_for(b"half\n") == b"b:whole\na:half and half\n"
-        assert tee.drain() == 0
-    tee.stop()
+        assert logs.drain() == 0
+    logs.stop()
     assert console.rest().endswith(b"a:next\n")
 
 
@@ -193,8 +195,8 @@ def test_a_huge_line_streams_in_bounded_memory_and_is_not_mixed(tmp_path: Path) 
         log.write(b"\n")
     (tmp_path / "small").write_bytes(b"y\n" * 1000)
     program = (
-        "import sys, resource; from phalanx.logs.tee import Tee\n"
-        "t = Tee('t')\n"
+        "import sys, resource; from phalanx.logs.log_follower import LogFollower\n"
+        "t = LogFollower('t')\n"
         "for p in sys.argv[1:]: t.follow(p, sys.stdout, 'p:')\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "t.start(); lost = t.drain(); t.stop()\n"
@@ -210,13 +212,13 @@ def test_a_huge_line_streams_in_bounded_memory_and_is_not_mixed(tmp_path: Path) 
     assert grown < 20_000  # KiB
 
 
-def test_an_open_long_line_yields_after_silence(tmp_path: Path, console: Console, tee: Tee) -> None:
+def test_an_open_long_line_yields_after_silence(tmp_path: Path, console: Console, logs: LogFollower) -> None:
     (tmp_path / "a").write_bytes(b"x" * (BLOCK + 5))
-    tee.follow(tmp_path / "a", console.stream, "a:")
-    tee.start()
+    logs.follow(tmp_path / "a", console.stream, "a:")
+    logs.start()
     console.wait_for(b"x" * BLOCK)
     (tmp_path / "b").write_bytes(b"patient\n")
-    tee.follow(tmp_path / "b", console.stream, "b:")
+    logs.follow(tmp_path / "b", console.stream, "b:")
     assert console.wait_for(b"patient\n").endswith(b"x\nb:patient\n")
 
 
@@ -231,20 +233,20 @@ def test_any_chunking_gives_each_source_its_bytes_in_order(
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
         paths = [os.path.join(folder, str(i)) for i in range(3)]
         sink = os.path.join(folder, "combined")
-        logs = [files.enter_context(open(path, "wb", buffering=0)) for path in paths]
-        tee = Tee("h")
+        writers = [files.enter_context(open(path, "wb", buffering=0)) for path in paths]
+        logs = LogFollower("h")
         for i, path in enumerate(paths):
-            tee.follow(path, sink, f"<{i}>")
-        tee.start()
+            logs.follow(path, sink, f"<{i}>")
+        logs.start()
         written = [b""] * 3
         for i, data in chunks:
             data = data.replace(b"<", b"(").replace(b"\x01", b"\n")
             if long_lines and data[:1] > b"\xc0":
                 data += b"z" * (BLOCK - len(data) + 3)
-            logs[i].write(data)
+            writers[i].write(data)
             written[i] += data
-        assert tee.drain() == 0
-        tee.stop()
+        assert logs.drain() == 0
+        logs.stop()
         with open(sink, "rb") as shown:
             lines = shown.read().split(b"\n")
     assert lines.pop() == b""
@@ -260,35 +262,37 @@ def test_any_chunking_gives_each_source_its_bytes_in_order(
 # ---- terminals
 
 
-def test_colour_and_partial_lines_only_on_a_terminal(tmp_path: Path, terminal: Console, tee: Tee) -> None:
+def test_colour_and_partial_lines_only_on_a_terminal(
+    tmp_path: Path, terminal: Console, logs: LogFollower
+) -> None:
     (tmp_path / "a").write_bytes(b"line\nprompt> ")
-    tee.follow(tmp_path / "a", terminal.stream, "[0]:")
-    tee.start()
+    logs.follow(tmp_path / "a", terminal.stream, "[0]:")
+    logs.start()
     text = terminal.wait_for(b"prompt> ")
     assert text.count(b"\x1b[36m[0]:\x1b[0m") == 2
     (tmp_path / "b").write_bytes(b"other\n")
-    tee.follow(tmp_path / "b", terminal.stream, "[1]:")
+    logs.follow(tmp_path / "b", terminal.stream, "[1]:")
     text = terminal.wait_for(b"other")
     assert b"prompt> \n\x1b[33m[1]:\x1b[0mother" in text
 
 
 def test_no_color_is_honoured(
-    tmp_path: Path, terminal: Console, tee: Tee, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, terminal: Console, logs: LogFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     (tmp_path / "a").write_bytes(b"line\n")
-    tee.follow(tmp_path / "a", terminal.stream, "[0]:")
-    tee.start()
+    logs.follow(tmp_path / "a", terminal.stream, "[0]:")
+    logs.start()
     assert terminal.wait_for(b"line").startswith(b"[0]:line")
 
 
 def test_progress_bars_keep_their_rank_on_a_terminal(
-    tmp_path: Path, terminal: Console, tee: Tee, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, terminal: Console, logs: LogFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     with open(tmp_path / "a", "wb", 0) as log:
-        tee.follow(tmp_path / "a", terminal.stream, "[0]:")
-        tee.start()
+        logs.follow(tmp_path / "a", terminal.stream, "[0]:")
+        logs.start()
         log.write(b"10%\r20%\r30%")
         assert terminal.wait_for(b"30%") == b"[0]:10%\r[0]:20%\r[0]:30%"
         log.write(b"\r\ndone\r\n")
@@ -315,15 +319,15 @@ def test_a_filter_judges_a_huge_line_as_a_whole(tmp_path: Path) -> None:
     assert [len(line) for line in shown.split("\n")] == [2 * BLOCK + 7, 7, 0]
 
 
-def test_matching_lines_of_all_ranks_go_to_one_combined_file(tmp_path: Path, tee: Tee) -> None:
+def test_matching_lines_of_all_ranks_go_to_one_combined_file(tmp_path: Path, logs: LogFollower) -> None:
     console = io.StringIO()
     for rank in (0, 1):
         path = tmp_path / str(rank)
         path.write_bytes(b"step 1\nloss=%d\nstep 2\nsaved\n" % rank)
-        tee.follow(path, console, f"{rank}:")
-        tee.follow(path, tmp_path / "filtered.log", f"{rank}:", Containing(["loss", "saved"]))
-    tee.start()
-    assert tee.drain() == 0
+        logs.follow(path, console, f"{rank}:")
+        logs.follow(path, tmp_path / "filtered.log", f"{rank}:", Containing(["loss", "saved"]))
+    logs.start()
+    assert logs.drain() == 0
     combined = (tmp_path / "filtered.log").read_text().splitlines()
     assert sorted(combined) == ["0:loss=0", "0:saved", "1:loss=1", "1:saved"]
     assert len(console.getvalue().splitlines()) == 8
@@ -341,8 +345,8 @@ def test_stdout_and_stderr_on_one_pipe_never_tear_lines(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).write_bytes((name * 70 + "\n").encode() * 20_000)
     program = (
-        "import sys; from phalanx.logs.tee import Tee\n"
-        "t = Tee('t'); t.follow(sys.argv[1], sys.stdout); t.follow(sys.argv[2], sys.stderr)\n"
+        "import sys; from phalanx.logs.log_follower import LogFollower\n"
+        "t = LogFollower('t'); t.follow(sys.argv[1], sys.stdout); t.follow(sys.argv[2], sys.stderr)\n"
         "t.start(); t.drain(); t.stop()\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "a"), str(tmp_path / "b")]
@@ -352,24 +356,26 @@ def test_stdout_and_stderr_on_one_pipe_never_tear_lines(tmp_path: Path) -> None:
     assert (lines.count(b"a" * 70), lines.count(b"b" * 70), len(lines)) == (20_000, 20_000, 40_000)
 
 
-def test_two_streams_on_one_pipe_share_the_open_block(tmp_path: Path, console: Console, tee: Tee) -> None:
+def test_two_streams_on_one_pipe_share_the_open_block(
+    tmp_path: Path, console: Console, logs: LogFollower
+) -> None:
     """A block stuck halfway through a line must end before the other stream gets a turn."""
     (tmp_path / "a").write_bytes((b"a" * 1000 + b"\n") * 200)
     with os.fdopen(os.dup(console.stream.fileno()), "w") as second, open(tmp_path / "b", "wb", 0) as log:
-        tee.follow(tmp_path / "b", second)
-        tee.follow(tmp_path / "a", console.stream)
-        tee.start()
+        logs.follow(tmp_path / "b", second)
+        logs.follow(tmp_path / "a", console.stream)
+        logs.start()
         console.wait_for(b"a\n")
         log.write(b"b" * 10 + b"\n")
         console.wait_for(b"b\n")
-        assert tee.drain() == 0
-    tee.stop()
+        assert logs.drain() == 0
+    logs.stop()
     lines = console.rest().split(b"\n")
     assert sorted(set(map(len, lines))) == [0, 10, 1000]
 
 
 def test_a_write_between_the_last_look_and_the_watch_is_not_missed(
-    tmp_path: Path, console: Console, tee: Tee, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, console: Console, logs: LogFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, late = inotify.Watcher.watch_file, [b"late\n"]
 
@@ -380,23 +386,23 @@ def test_a_write_between_the_last_look_and_the_watch_is_not_missed(
 
     monkeypatch.setattr(inotify.Watcher, "watch_file", watch_file)
     with open(tmp_path / "log", "wb", buffering=0) as log:
-        tee.follow(tmp_path / "log", console.stream)
-        tee.start()
+        logs.follow(tmp_path / "log", console.stream)
+        logs.start()
         console.wait_for(b"late\n")
 
 
 def test_a_blocked_console_is_counted_and_bounded(
-    tmp_path: Path, console: Console, tee: Tee, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, console: Console, logs: LogFollower, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "log").write_bytes(b"x" * 1023 + b"\n" * 1 + b"y\n" * 500_000)
     (tmp_path / "free").write_bytes(b"fine\n")
     other = io.StringIO()
-    tee.follow(tmp_path / "log", console.stream)
-    tee.follow(tmp_path / "free", other)
-    tee.start()
+    logs.follow(tmp_path / "log", console.stream)
+    logs.follow(tmp_path / "free", other)
+    logs.start()
     start = time.monotonic()
-    unshown = tee.drain(stall=0.3)
-    tee.stop()
+    unshown = logs.drain(stall=0.3)
+    logs.stop()
     assert time.monotonic() - start < HUNG
     assert other.getvalue() == "fine\n"
     shown = len(console.rest())
@@ -405,7 +411,7 @@ def test_a_blocked_console_is_counted_and_bounded(
     assert caplog.text.count("accepted nothing") == 1
 
 
-def test_a_stream_stuck_in_its_own_write_does_not_hold_the_caller(tmp_path: Path, tee: Tee) -> None:
+def test_a_stream_stuck_in_its_own_write_does_not_hold_the_caller(tmp_path: Path, logs: LogFollower) -> None:
     release = threading.Event()
 
     class Stuck(io.StringIO):
@@ -414,88 +420,90 @@ def test_a_stream_stuck_in_its_own_write_does_not_hold_the_caller(tmp_path: Path
             return len(text)
 
     (tmp_path / "log").write_bytes(b"line\n")
-    tee.follow(tmp_path / "log", Stuck())
-    tee.start()
-    assert tee.drain(stall=0.2) == 5
+    logs.follow(tmp_path / "log", Stuck())
+    logs.start()
+    assert logs.drain(stall=0.2) == 5
     release.set()
 
 
 def test_a_console_whose_reader_left_is_no_news_and_the_rest_goes_on(
-    tmp_path: Path, tee: Tee, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, logs: LogFollower, caplog: pytest.LogCaptureFixture
 ) -> None:
     read_end, write_end = os.pipe()
     other = io.StringIO()
     with os.fdopen(write_end, "w") as stream:
         for name, dst in (("a", stream), ("b", stream), ("c", other)):
             (tmp_path / name).write_bytes(b"line\n" * 10)
-            tee.follow(tmp_path / name, dst)
+            logs.follow(tmp_path / name, dst)
         os.close(read_end)
-        tee.start()
-        assert tee.drain() == 100
+        logs.start()
+        assert logs.drain() == 100
     assert other.getvalue() == "line\n" * 10
-    assert tee.lost == 100
+    assert logs.lost == 100
     assert caplog.text == ""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_is_counted(tmp_path: Path, tee: Tee, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_counted(tmp_path: Path, logs: LogFollower, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "log").write_bytes(b"line\n" * 100)
-    tee.follow(tmp_path / "log", "/dev/full")
-    tee.start()
-    assert tee.drain() == 500
+    logs.follow(tmp_path / "log", "/dev/full")
+    logs.start()
+    assert logs.drain() == 500
     assert caplog.text.count(os.strerror(errno.ENOSPC)) == 1
-    assert "their log files have it" in caplog.text
+    assert "see the log files" in caplog.text
 
 
-def test_a_drain_in_steps_loses_nothing_of_a_slow_console(tmp_path: Path, console: Console, tee: Tee) -> None:
+def test_a_drain_in_steps_loses_nothing_of_a_slow_console(
+    tmp_path: Path, console: Console, logs: LogFollower
+) -> None:
     (tmp_path / "log").write_bytes(b"y\n" * 500_000)
-    tee.follow(tmp_path / "log", console.stream)
-    tee.start()
-    assert not tee.finish(0.0)
-    assert not tee.finish(0.0)
-    assert not select.select([tee], [], [], 0)[0]
+    logs.follow(tmp_path / "log", console.stream)
+    logs.start()
+    assert not logs.finish(0.0)
+    assert not logs.finish(0.0)
+    assert not select.select([logs], [], [], 0)[0]
     shown = 0
-    while not select.select([tee], [], [], 0)[0]:
-        assert select.select([console.read_end, tee], [], [], HUNG)[0]
+    while not select.select([logs], [], [], 0)[0]:
+        assert select.select([console.read_end, logs], [], [], HUNG)[0]
         if select.select([console.read_end], [], [], 0)[0]:
             shown += len(os.read(console.read_end, 65536))
-    assert tee.finish(0.0)
-    assert tee.lost == 0
-    tee.stop()
+    assert logs.finish(0.0)
+    assert logs.lost == 0
+    logs.stop()
     assert shown + len(console.rest()) == 1_000_000
 
 
 @pytest.mark.parametrize("hurried", [False, True])
 def test_a_drain_in_steps_ends_by_itself_at_a_console_that_takes_nothing(
-    hurried: bool, tmp_path: Path, console: Console, tee: Tee, caplog: pytest.LogCaptureFixture
+    hurried: bool, tmp_path: Path, console: Console, logs: LogFollower, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "log").write_bytes(b"y\n" * 500_000)
-    tee.follow(tmp_path / "log", console.stream)
-    tee.start()
-    assert not tee.finish(0.0, stall=10 * HUNG if hurried else 0.3)
+    logs.follow(tmp_path / "log", console.stream)
+    logs.start()
+    assert not logs.finish(0.0, stall=10 * HUNG if hurried else 0.3)
     if hurried:
-        tee.hurry(0.3)
-    assert select.select([tee], [], [], HUNG)[0], "nobody is told that it was given up"
-    assert tee.finish(0.0)
-    tee.stop()
-    assert len(console.rest()) + tee.lost == 1_000_000
+        logs.hurry(0.3)
+    assert select.select([logs], [], [], HUNG)[0], "nobody is told that it was given up"
+    assert logs.finish(0.0)
+    logs.stop()
+    assert len(console.rest()) + logs.lost == 1_000_000
     assert caplog.text.count("accepted nothing") == 1
 
 
-def test_a_combined_file_that_cannot_be_opened_is_counted(tmp_path: Path, tee: Tee) -> None:
+def test_a_combined_file_that_cannot_be_opened_is_counted(tmp_path: Path, logs: LogFollower) -> None:
     (tmp_path / "log").write_bytes(b"line\n")
-    tee.follow(tmp_path / "log", tmp_path / "missing" / "combined.log")
-    tee.start()
-    assert tee.drain() == 5
-    assert any("cannot be opened" in why for why in tee.losses)
+    logs.follow(tmp_path / "log", tmp_path / "missing" / "combined.log")
+    logs.start()
+    assert logs.drain() == 5
+    assert any("cannot be opened" in why for why in logs.losses)
 
 
 def test_a_truncated_file_is_followed_from_its_new_start(
-    tmp_path: Path, console: Console, tee: Tee, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, console: Console, logs: LogFollower, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open(tmp_path / "log", "ab", buffering=0) as log:
-        tee.follow(tmp_path / "log", console.stream)
-        tee.start()
+        logs.follow(tmp_path / "log", console.stream)
+        logs.start()
         log.write(b"before the cut\n")
         console.wait_for(b"cut\n")
         log.truncate(0)
@@ -508,13 +516,13 @@ def test_a_truncated_file_is_followed_from_its_new_start(
 
 
 def test_a_deleted_file_and_directory_are_followed_to_the_end(
-    tmp_path: Path, console: Console, tee: Tee
+    tmp_path: Path, console: Console, logs: LogFollower
 ) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     with open(folder / "log", "wb", buffering=0) as log:
-        tee.follow(folder / "log", console.stream)
-        tee.start()
+        logs.follow(folder / "log", console.stream)
+        logs.start()
         log.write(b"one\n")
         console.wait_for(b"one\n")
         (folder / "log").unlink()
@@ -522,8 +530,8 @@ def test_a_deleted_file_and_directory_are_followed_to_the_end(
         log.write(b"two\n")
         console.wait_for(b"two\n")
         log.write(b"three")
-        assert tee.drain() == 0
-    tee.stop()
+        assert logs.drain() == 0
+    logs.stop()
     assert console.rest() == b"one\ntwo\nthree\n"
 
 
@@ -531,22 +539,22 @@ def test_without_inotify_files_are_looked_at_now_and_then(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inotify.Watcher, "_watch", lambda self, path, mask: -1)
-    tee = Tee("polled", poll_interval=0.02)
-    tee.follow(tmp_path / "log", console.stream)
-    tee.start()
+    logs = LogFollower("polled", poll_interval=0.02)
+    logs.follow(tmp_path / "log", console.stream)
+    logs.start()
     with open(tmp_path / "log", "wb", buffering=0) as log:
         log.write(b"one\n")
         console.wait_for(b"one\n")
         log.write(b"two\n")
         console.wait_for(b"two\n")
-    tee.stop()
+    logs.stop()
 
 
 def test_no_descriptors_left_is_survived_and_counted(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"line\n")
     program = (
-        "import os, resource, sys; from phalanx.logs.tee import Tee\n"
-        "t = Tee('t'); t.follow(sys.argv[1], sys.stdout)\n"
+        "import os, resource, sys; from phalanx.logs.log_follower import LogFollower\n"
+        "t = LogFollower('t'); t.follow(sys.argv[1], sys.stdout)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32)); held = []\n"
         "try:\n"
         "    while True: held.append(os.open('/dev/null', os.O_RDONLY))\n"
@@ -559,13 +567,15 @@ def test_no_descriptors_left_is_survived_and_counted(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 32
 
 
-def test_an_idle_tee_uses_no_cpu_and_does_not_wake(tmp_path: Path, console: Console, tee: Tee) -> None:
+def test_an_idle_follower_uses_no_cpu_and_does_not_wake(
+    tmp_path: Path, console: Console, logs: LogFollower
+) -> None:
     (tmp_path / "log").write_bytes(b"line\npartial")
-    tee.follow(tmp_path / "log", console.stream)
-    tee.follow(tmp_path / "never", console.stream)
-    tee.start()
+    logs.follow(tmp_path / "log", console.stream)
+    logs.follow(tmp_path / "never", console.stream)
+    logs.start()
     console.wait_for(b"line\n")
-    thread = tee._follower.thread
+    thread = logs.thread
     assert thread is not None
 
     def switches() -> int:
@@ -613,18 +623,22 @@ def test_tail_logfile_returns_when_finished_with_everything_shown(tmp_path: Path
     assert out.getvalue() == "h:keep 1\nh:keep 2\n"
 
 
-def test_say_once_logger_is_phalanx(tmp_path: Path, tee: Tee, caplog: pytest.LogCaptureFixture) -> None:
+def test_say_once_logger_is_phalanx(
+    tmp_path: Path, logs: LogFollower, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "log").write_bytes(b"x\n")
-    tee.follow(tmp_path / "log", tmp_path)  # a directory
-    tee.start()
-    tee.drain()
+    logs.follow(tmp_path / "log", tmp_path)  # a directory
+    logs.start()
+    logs.drain()
     assert [(r.name, r.levelno) for r in caplog.records] == [("phalanx", logging.WARNING)]
 
 
 @pytest.mark.parametrize("has", [4096, 1 << 20])
-def test_a_pipe_gets_room_for_more_than_one_block_and_is_never_made_smaller(has: int, tee: Tee) -> None:
+def test_a_pipe_gets_room_for_more_than_one_block_and_is_never_made_smaller(
+    has: int, logs: LogFollower
+) -> None:
     read_end, write_end = os.pipe()
     with os.fdopen(read_end), os.fdopen(write_end, "w") as stream:
         fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, has)
-        tee.follow("never", stream)
+        logs.follow("never", stream)
         assert fcntl.fcntl(read_end, fcntl.F_GETPIPE_SZ) >= max(has, BLOCK + 1)
