@@ -32,13 +32,13 @@ from phalanx.supervision.heartbeat import (
     MAGIC,
     PID,
     PID_AT,
+    PREEMPTED_AT,
     READY_AT,
     SECTION_AT,
     SECTION_BYTES,
     SIGNAL_AT,
     SIZE,
     TIME,
-    TOLD_AT,
     VARIABLE,
 )
 
@@ -72,7 +72,7 @@ def heartbeat(step: int | None = None) -> None:
     _pack_beat(board, BEAT_AT, -1 if step is None else step, monotonic(), _count)
     if _count == 1:
         _ring()
-    if _callbacks and board[TOLD_AT]:
+    if _callbacks and board[PREEMPTED_AT]:
         _run_callbacks()
 
 
@@ -90,7 +90,7 @@ def should_checkpoint() -> bool:
     if board is None:
         return False
     board[LISTENS_AT] = 1
-    if not board[TOLD_AT]:
+    if not board[PREEMPTED_AT]:
         return False
     if _callbacks:
         _run_callbacks()
@@ -109,7 +109,7 @@ def on_preempt(callback: Callback) -> Callback:
         board[LISTENS_AT] = 1
         _callbacks.append(callback)
         _listen(board[SIGNAL_AT])
-        if board[TOLD_AT]:
+        if board[PREEMPTED_AT]:
             _run_callbacks()
     return callback
 

@@ -54,7 +54,7 @@ STOPPED = """
 if rank == guilty: os.kill(os.getpid(), signal.SIGSTOP)
 go_on()
 """
-DEAF = """
+IGNORES_VERDICTS = """
 def deaf():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True: pass
@@ -75,7 +75,12 @@ def kept(directory: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("body", "at"),
-    [(DEADLOCK, "in locked"), (SPIN, "in spin"), (STOPPED, "stopped by a signal"), (DEAF, "in deaf")],
+    [
+        (DEADLOCK, "in locked"),
+        (SPIN, "in spin"),
+        (STOPPED, "stopped by a signal"),
+        (IGNORES_VERDICTS, "in deaf"),
+    ],
     ids=["deadlock", "spin", "stopped", "deaf"],
 )
 def test_the_guilty_rank_is_named(tmp_path: Path, body: str, at: str) -> None:
@@ -254,7 +259,7 @@ def test_a_collective_that_waits_for_a_lost_peer(tmp_path: Path, workers: int) -
     (line,) = [line for line in ended.said if "heartbeat" in line]
     everybody = "ranks 0, 1" if workers == 2 else "ranks 0-2"
     assert line.startswith(f"no heartbeat from {everybody} for 2."), ended
-    assert "rank 1 stands out (the others wait for it), at train.py" in line, ended
+    assert "rank 1 differs (the others wait for it), at train.py" in line, ended
     assert "in lost" in line
     assert "in all_reduce" in ended.err
 

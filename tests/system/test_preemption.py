@@ -1,4 +1,4 @@
-"""--preempt-signal: workers are told, through the API and by the signal, checkpoint and leave."""
+"""--preempt-signal: workers learn of it through the API and by the signal, save a checkpoint and exit."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_nobody_listens(tmp_path: Path) -> None:
     body = "import os, time\nREADY\ntime.sleep(1000)\n"
     ended = preempt(tmp_path, body, grace="1000")
     assert ended.code == 128 + signal.SIGUSR1, ended
-    assert any("no worker listens" in line for line in ended.said)
+    assert any("no worker handles it" in line for line in ended.said)
 
 
 def test_children_of_workers_do_not_get_the_signal(tmp_path: Path) -> None:
@@ -207,8 +207,8 @@ def event_file(tmp_path: Path) -> Iterator[Path]:
     events.set_file(None)
 
 
-@pytest.mark.parametrize("slow", [False, True], ids=["", "told-late"])
-def test_who_leaves_the_moment_it_is_told_has_not_failed(
+@pytest.mark.parametrize("slow", [False, True], ids=["", "delayed"])
+def test_a_worker_that_exits_at_once_when_preempted_has_not_failed(
     slow: bool, event_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready = tmp_path / "ready"
@@ -218,15 +218,15 @@ def test_who_leaves_the_moment_it_is_told_has_not_failed(
     spec.event_log_handler = "file"
     options = AgentOptions(supervision=Supervision(preempt_signal=signal.SIGUSR1))
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")), options=options)
-    if slow:  # the agent gets no processor between telling a worker and the next step
-        tell = Boards.tell
+    if slow:  # the agent gets no processor between this and the next step
+        set_preempted = Boards.set_preempted
 
-        def tell_and_lose_time(boards: Boards, rank: int) -> None:
-            tell(boards, rank)
+        def set_and_wait(boards: Boards, rank: int) -> None:
+            set_preempted(boards, rank)
             pid = agent.get_worker_group().workers[rank].id
             wait_until(lambda: gone(pid), "the worker leaves")
 
-        monkeypatch.setattr(Boards, "tell", tell_and_lose_time)
+        monkeypatch.setattr(Boards, "set_preempted", set_and_wait)
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGUSR1")
     with pytest.raises(SignalException):
         agent.run()

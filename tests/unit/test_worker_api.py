@@ -84,8 +84,8 @@ def test_programs(start: Start, kind: str) -> None:
     assert not slot.listens
     if kind != "shell":
         assert slot.pid == context.pids()[0]
-    assert boards.heard()
-    assert not boards.heard()
+    assert boards.clear_bell()
+    assert not boards.clear_bell()
 
 
 def beat_in_function() -> None:
@@ -178,7 +178,7 @@ def test_deadlines_are_those_of_the_scope_that_ends_first(start: Start) -> None:
     )
     assert succeeded(context)
     assert boards.read(0).deadline == 0.0
-    assert boards.heard()
+    assert boards.clear_bell()
 
 
 def test_a_loop_of_deadlines_rings_once() -> None:
@@ -235,7 +235,7 @@ def test_preemption_by_signal(start: Start) -> None:
     wait_until(lambda: boards.read(0).ready_at, "ready")
     assert boards.read(0).listens
     assert catches(context.pids()[0], signal.SIGUSR1)
-    boards.tell(0)
+    boards.set_preempted(0)
     context.send_signal(signal.SIGUSR1, {0}, alone=True)
     assert succeeded(context)
 
@@ -248,7 +248,7 @@ def test_preemption_by_heartbeat(start: Start) -> None:
     )
     wait_until(lambda: boards.read(0).ready_at, "ready")
     assert not catches(context.pids()[0], signal.SIGUSR1)
-    boards.tell(0)
+    boards.set_preempted(0)
     assert succeeded(context)
 
 

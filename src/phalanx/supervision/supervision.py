@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from phalanx.agent.agent_services import NodeCheck, NodeUnfit, Services
 from phalanx.core.group_events import RoundFailed
-from phalanx.supervision.hang_detector import HangDetector, IncidentLog
+from phalanx.supervision.hang_detector import HangDetector
+from phalanx.supervision.incident_log import IncidentLog
 from phalanx.supervision.preemption import Preemption
 
 TYPE_CHECKING = False
@@ -80,7 +81,7 @@ class Supervision:
     def job_failed(self) -> None:
         """The job is about to be over for this node: the last time that the others can be heard."""
         if self.detector is not None:
-            self.detector.hear_last_word()
+            self.detector.wait_for_verdict()
 
     def join(self, go: Callable[[], None]) -> None:
         """Enter the rendezvous with `go`, in the owner's thread, once this node is found fit."""

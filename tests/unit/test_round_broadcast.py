@@ -13,7 +13,7 @@ from phalanx.store.embedded.server import Server
 from phalanx.store.torch.client import TorchStoreClient
 from phalanx.store.torch.server import TorchStoreServer
 from phalanx.store.torch.torch_store_adapter import StoreFacade
-from phalanx.supervision.round_broadcast import RoundBroadcast, can_carry
+from phalanx.supervision.round_broadcast import RoundBroadcast, supports_broadcast
 from tests.conftest import HUNG
 
 
@@ -21,15 +21,15 @@ class Member:
     """A node with its own connection."""
 
     def __init__(self, store: Any) -> None:
-        self.heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.bulletin = RoundBroadcast(store, "p/", self.heard.put)
+        self.received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.broadcast = RoundBroadcast(store, "p/", self.received.put)
 
     def next(self) -> dict[str, Any]:
-        return self.heard.get(timeout=HUNG)
+        return self.received.get(timeout=HUNG)
 
-    def fetch(self, *names: str, patience: float = 0.0, enough: int | None = None) -> dict[str, Any]:
+    def fetch(self, *names: str, timeout: float = 0.0, enough: int | None = None) -> dict[str, Any]:
         found: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.bulletin.fetch(list(names), patience, found.put, enough)
+        self.broadcast.fetch(list(names), timeout, found.put, enough)
         return found.get(timeout=HUNG)
 
 
@@ -49,8 +49,8 @@ def members(request: pytest.FixtureRequest) -> Iterator[list[Member]]:
         yield made
     finally:
         for member in made:
-            member.bulletin.close()
-            member.bulletin.close()  # twice is once
+            member.broadcast.close()
+            member.broadcast.close()  # twice is once
         for client in clients:
             client.close()
         server.close()
@@ -59,54 +59,56 @@ def members(request: pytest.FixtureRequest) -> Iterator[list[Member]]:
 def test_everybody_hears_everything_in_one_order(members: list[Member]) -> None:
     for turn in range(20):
         for node, member in enumerate(members):
-            member.bulletin.tell({"node": node, "turn": turn})
-    heard = [[member.next() for _ in range(60)] for member in members]
-    assert heard[0] == heard[1] == heard[2]
-    assert sorted((one["node"], one["turn"]) for one in heard[0]) == [
+            member.broadcast.publish({"node": node, "turn": turn})
+    received = [[member.next() for _ in range(60)] for member in members]
+    assert received[0] == received[1] == received[2]
+    assert sorted((one["node"], one["turn"]) for one in received[0]) == [
         (n, t) for n in range(3) for t in range(20)
     ]
     for node in range(3):
-        assert [one["turn"] for one in heard[0] if one["node"] == node] == list(range(20))
+        assert [one["turn"] for one in received[0] if one["node"] == node] == list(range(20))
 
 
 def test_who_comes_late_hears_what_was_told_before(members: list[Member]) -> None:
-    members[0].bulletin.tell({"a": 1})
+    members[0].broadcast.publish({"a": 1})
     assert members[1].next() == {"a": 1}
-    late = Member(members[2].bulletin._store)
+    late = Member(members[2].broadcast._store)
     try:
         assert late.next() == {"a": 1}
     finally:
-        late.bulletin.close()
+        late.broadcast.close()
 
 
 def test_what_is_kept_is_fetched_and_nobody_is_told(members: list[Member]) -> None:
-    members[0].bulletin.keep("pace/0", {"rate": 1})
-    members[0].bulletin.keep("pace/0", {"rate": 2})
-    members[0].bulletin.keep("pace/1", {})
-    assert members[0].fetch("pace/0", "pace/1", "pace/2") == {"pace/0": {"rate": 2}}  # the empty one is none
-    assert members[1].fetch("pace/0", "pace/2", enough=1) == {"pace/0": {"rate": 2}}
-    assert members[1].heard.empty()
+    members[0].broadcast.put("rates/0", {"rate": 1})
+    members[0].broadcast.put("rates/0", {"rate": 2})
+    members[0].broadcast.put("rates/1", {})
+    assert members[0].fetch("rates/0", "rates/1", "rates/2") == {
+        "rates/0": {"rate": 2}
+    }  # the empty one is none
+    assert members[1].fetch("rates/0", "rates/2", enough=1) == {"rates/0": {"rate": 2}}
+    assert members[1].received.empty()
 
 
 def test_fetching_waits_for_what_is_to_come_but_not_for_ever(members: list[Member]) -> None:
-    members[0].bulletin.keep("a", {"x": 1})
+    members[0].broadcast.put("a", {"x": 1})
     found: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    members[1].bulletin.fetch(["a", "b"], HUNG, found.put)
-    members[2].bulletin.keep("b", {"x": 2})
+    members[1].broadcast.fetch(["a", "b"], HUNG, found.put)
+    members[2].broadcast.put("b", {"x": 2})
     assert found.get(timeout=HUNG) == {"a": {"x": 1}, "b": {"x": 2}}
-    assert members[1].fetch("a", "c", patience=0.05) == {"a": {"x": 1}}
+    assert members[1].fetch("a", "c", timeout=0.05) == {"a": {"x": 1}}
 
 
 def test_a_store_that_goes_away_ends_the_talk_and_nothing_else() -> None:
     with TorchStoreServer() as server:
         store = TorchStoreClient("127.0.0.1", server.port)
         member = Member(store)
-        member.bulletin.tell({"a": 1})
+        member.broadcast.publish({"a": 1})
         assert member.next() == {"a": 1}
-    member.bulletin.tell({"a": 2})
-    member.bulletin.close()
+    member.broadcast.publish({"a": 2})
+    member.broadcast.close()
     store.close()
 
 
 def test_a_store_on_which_nobody_can_wait_beside_others_is_left_alone() -> None:
-    assert not can_carry(object())
+    assert not supports_broadcast(object())

@@ -20,7 +20,8 @@ from phalanx.store.embedded.server import Server
 from phalanx.store.torch.client import TorchStoreClient
 from phalanx.store.torch.torch_store_adapter import StoreFacade
 from phalanx.supervision.hang_consensus import HangConsensus
-from phalanx.supervision.hang_detector import HangDetector, IncidentLog
+from phalanx.supervision.hang_detector import HangDetector
+from phalanx.supervision.incident_log import IncidentLog
 from phalanx.supervision.round_broadcast import RoundBroadcast
 from phalanx.supervision.stack_collection import Findings
 from tests.conftest import HUNG, wait_until
@@ -81,14 +82,14 @@ class Owners:
 
     def __init__(self, store: Any, count: int) -> None:
         self.posted: list[Callable[[], None]] = []
-        self.heard: list[list[dict[str, Any]]] = [[] for _ in range(count)]
-        self.worlds = [
+        self.received: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+        self.members = [
             HangConsensus(
                 SimpleNamespace(group_rank=node, group_world_size=count, store=store),  # type: ignore[arg-type]
                 1,
                 f"host{node}",
                 self.posted.append,
-                self.heard[node].append,
+                self.received[node].append,
             )
             for node in range(count)
         ]
@@ -96,16 +97,16 @@ class Owners:
     def run(self) -> None:
         """All that is asked, by anybody, to its end."""
         for _ in range(3):  # what is carried out may ask for more
-            for world in self.worlds:
+            for consensus in self.members:
                 done = threading.Event()
-                world._bulletin._errands.put(lambda _store, done=done: done.set())
+                consensus._broadcast._requests.put(lambda _store, done=done: done.set())
                 assert done.wait(HUNG)
             while self.posted:
                 self.posted.pop(0)()
 
     def close(self) -> None:
-        for world in self.worlds:
-            world.close()
+        for consensus in self.members:
+            consensus.close()
 
 
 @pytest.fixture
@@ -123,8 +124,8 @@ def owners(store: Shared) -> Iterator[Owners]:
 def test_a_window_of_rates_costs_a_few_requests_per_node_and_no_news(owners: Owners, store: Shared) -> None:
     for _ in range(2):  # in the first one, several may find nobody below them yet
         store.asked.clear()
-        for node, world in enumerate(owners.worlds):
-            world.rates({node: 1.0}, 10.0)
+        for node, consensus in enumerate(owners.members):
+            consensus.publish_rates({node: 1.0}, 10.0)
         owners.run()
     assert sum(store.asked.values()) <= 4 * NODES, store.asked
     assert store.told == 0
@@ -134,21 +135,23 @@ def test_a_hang_that_all_notice_costs_one_piece_of_news_and_one_testimony_each(
     owners: Owners, store: Shared
 ) -> None:
     now = time.monotonic()
-    for node, world in enumerate(owners.worlds):
-        world.suspect(Verdict("heartbeat", (node,), "no heartbeat"), now)
+    for node, consensus in enumerate(owners.members):
+        consensus.publish_hang(Verdict("heartbeat", (node,), "no heartbeat"), now)
     owners.run()
-    first = next(news for news in owners.heard[0] if news["kind"] == "hang")
+    first = next(news for news in owners.received[0] if news["kind"] == "hang")
     findings = []
-    for node, world in enumerate(owners.worlds):
-        assert [news["case"] for news in owners.heard[node]] == [news["case"] for news in owners.heard[0]]
-        opened = [world.opened(news, now) for news in owners.heard[node]]
+    for node, consensus in enumerate(owners.members):
+        assert [news["case"] for news in owners.received[node]] == [
+            news["case"] for news in owners.received[0]
+        ]
+        opened = [consensus.open_case(news, now) for news in owners.received[node]]
         assert opened == [True] + [False] * (NODES - 1)
         found = Findings(View(now, (Beat(node, now, count=1),)), now, {}, {node: f"pid {node}"})
         findings.append(found)
-        world.proceed(found, now)
+        consensus.proceed(found, now)
     owners.run()
     author = int(first["node"])
-    assert owners.worlds[author].proceed(findings[author], now) == "conclude"
+    assert owners.members[author].proceed(findings[author], now) == "conclude"
     assert len(findings[author].view.alive) == NODES
     assert not findings[author].silent
     assert sum(store.asked.values()) <= 5 * NODES, store.asked
@@ -162,13 +165,13 @@ def test_a_store_that_is_away_leaves_a_node_to_judge_by_itself() -> None:
 
     owners = Owners(Away(), 2)
     now = time.monotonic()
-    world = owners.worlds[0]
-    world.suspect(Verdict("heartbeat", (0,), "no heartbeat"), now)
+    consensus = owners.members[0]
+    consensus.publish_hang(Verdict("heartbeat", (0,), "no heartbeat"), now)
     found = Findings(View(now, (Beat(0, now, count=1),)), now, {}, {0: "pid 1"})
-    assert world.proceed(found, now) == "wait"
-    assert world.proceed(found, now + 1.0) == "conclude"
+    assert consensus.proceed(found, now) == "wait"
+    assert consensus.proceed(found, now + 1.0) == "conclude"
     assert found.silent == ["the other nodes"]
-    world.concluded({})
+    consensus.publish_verdict({})
     owners.close()
 
 
@@ -187,22 +190,22 @@ NONSENSE: list[Any] = [
 def test_what_another_version_or_a_worker_keeps_there_harms_nobody(
     record: Any, owners: Owners, store: Shared
 ) -> None:
-    world, other = owners.worlds[:2]
+    consensus, other = owners.members[:2]
     text = json.dumps(record).encode()
-    store.values["phalanx/progress/1/kept/pace/1"] = text
-    world.rates({0: 1.0}, 10.0)
+    store.values["phalanx/progress/1/values/rates/1"] = text
+    consensus.publish_rates({0: 1.0}, 10.0)
     owners.run()
     now = time.monotonic()
-    world.suspect(Verdict("heartbeat", (0,), "no heartbeat"), now)
+    consensus.publish_hang(Verdict("heartbeat", (0,), "no heartbeat"), now)
     owners.run()
-    world.opened(owners.heard[0][0], now)
-    other.opened(owners.heard[1][0], now)
+    consensus.open_case(owners.received[0][0], now)
+    other.open_case(owners.received[1][0], now)
     for node in range(1, NODES):
-        store.values[f"phalanx/progress/1/kept/0-1/{node}"] = text
+        store.values[f"phalanx/progress/1/values/0-1/{node}"] = text
     found = Findings(View(now, (Beat(0, now, count=1),)), now, {}, {0: "pid 1"})
-    world.proceed(found, now)
+    consensus.proceed(found, now)
     owners.run()
-    assert world.proceed(found, now) == "conclude"
+    assert consensus.proceed(found, now) == "conclude"
     assert len(found.silent) == NODES - 1
 
 
@@ -214,7 +217,7 @@ NEWS: list[dict[str, Any]] = [
     {"kind": "output", "age": float("-inf")},
     {"kind": "output", "age": "old"},
     {"kind": "exit", "ranks": 3},
-    {"kind": "slow", "ranks": [0], "host": "x", "reason": 5},
+    {"kind": "straggler", "ranks": [0], "host": "x", "reason": 5},
     {"kind": "from a later version"},
     {},
 ]
@@ -223,7 +226,7 @@ NEWS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("news", NEWS, ids=repr)
 def test_news_that_make_no_sense_harm_nobody(news: dict[str, Any]) -> None:
     with watching(WatchPolicy(silence_timeout=60.0, on_hang="warn")) as (detector, incidents, _):
-        detector._hear(news)
+        detector._receive(news)
         assert detector._output_elsewhere <= time.monotonic()
         assert all(isinstance(line, str) for line in incidents.last_hang)
         "\n".join(incidents.last_hang)
@@ -235,8 +238,8 @@ def test_an_errand_that_fails_does_not_end_the_owner(
     def broken(*_: object) -> None:
         raise LookupError("in an errand")
 
-    monkeypatch.setattr(owners.worlds[0], "_compare", broken)
-    owners.worlds[0].rates({0: 1.0}, 10.0)
+    monkeypatch.setattr(owners.members[0], "_compare", broken)
+    owners.members[0].publish_rates({0: 1.0}, 10.0)
     owners.run()
     assert "in an errand" in caplog.text
 
@@ -246,17 +249,17 @@ def test_many_who_ask_for_output_get_one_answer() -> None:
         now = time.monotonic()
         detector._output = SimpleNamespace(last=lambda _now: now)  # type: ignore[assignment]
         for node in range(1, NODES):
-            detector._hear({"kind": "quiet", "node": node})
+            detector._receive({"kind": "output?", "node": node})
         wait_until(lambda: store.asked["add"], "the answer")
-        assert detector._world is not None
-        detector._world.close()
+        assert detector._consensus is not None
+        detector._consensus.close()
         assert store.asked["add"] == 1
 
 
 def test_findings_are_kept_but_not_without_end() -> None:
     incidents = IncidentLog()
     for number in range(1000):
-        incidents.slow({"ranks": [number], "host": "", "reason": str(number)})
+        incidents.add_straggler({"ranks": [number], "host": "", "reason": str(number)})
     assert incidents.findings[-1]["summary"] == "999"
     assert len(incidents.findings) <= 100
 
@@ -305,18 +308,18 @@ def test_closing_does_not_wait_for_a_store_that_hangs() -> None:
             return super().add(key, amount)
 
     store = Hanging()
-    bulletin = RoundBroadcast(store, "p/", lambda news: None)
-    bulletin.tell({"a": 1})
+    broadcast = RoundBroadcast(store, "p/", lambda news: None)
+    broadcast.publish({"a": 1})
     wait_until(lambda: store.asked["add"], "the request")
     closed = threading.Event()
-    closing = threading.Thread(target=lambda: (bulletin.close(), closed.set()))
+    closing = threading.Thread(target=lambda: (broadcast.close(), closed.set()))
     closing.start()
     try:
         assert closed.wait(HUNG / 2)
     finally:
         answer.set()
         closing.join()
-        wait_until(lambda: not bulletin.alive, "the end of the thread")
+        wait_until(lambda: not broadcast.alive, "the end of the thread")
 
 
 def test_closing_does_not_wait_for_a_connection_that_is_half_open() -> None:
@@ -327,14 +330,14 @@ def test_closing_does_not_wait_for_a_connection_that_is_half_open() -> None:
                 "127.0.0.1", silent.getsockname()[1], HUNG, give_up=give_up
             )
         )
-        bulletin = RoundBroadcast(store, "p/", lambda news: None)
+        broadcast = RoundBroadcast(store, "p/", lambda news: None)
         connections = [silent.accept()[0] for _ in range(2)]
         begin = time.monotonic()
-        bulletin.close()
+        broadcast.close()
         took = time.monotonic() - begin
         for connection in connections:
             connection.close()
-    wait_until(lambda: not any(t.is_alive() for t in bulletin._threads), "the end of the threads")
+    wait_until(lambda: not any(t.is_alive() for t in broadcast._threads), "the end of the threads")
     assert took < 5.0  # a try to connect takes up to ten
 
 
@@ -343,10 +346,10 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
         before = threading.active_count()
         for number in range(1000):
             group: Any = SimpleNamespace(group_rank=0, group_world_size=2, store=StoreFacade(client, "r/"))
-            world = HangConsensus(group, number, "host", lambda errand: None, lambda news: None)
-            world.rates({0: 1.0}, 10.0)
-            world.exited((0,))
-            world.close()
+            consensus = HangConsensus(group, number, "host", lambda errand: None, lambda news: None)
+            consensus.publish_rates({0: 1.0}, 10.0)
+            consensus.publish_exit((0,))
+            consensus.close()
         wait_until(lambda: threading.active_count() == before, "the end of the threads")
         assert not client._watches
         client.get("r/nothing")  # after all that was asked before

@@ -1,4 +1,4 @@
-"""What hangs, who stands out and who is slow: the rules as tables, with the time as an argument."""
+"""What hangs, which rank differs: the rules as tables, with the time as an argument."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def beats(*ages: float, now: float = 100.0) -> tuple[Beat, ...]:
             View(0.0, (Beat(0, deadline=99.5), Beat(1, deadline=101.0))),
             WatchPolicy(),
             "expires",
-            "rank 0 did not leave expires() in time (0.5 s over)",
+            "rank 0 did not leave expires() in time (0.5 s late)",
         ),
         (
             View(0.0, beats(1), finished=(1, 2), first_exit=96.0),
@@ -129,7 +129,7 @@ def test_blame(
     assert (found.ranks, found.reason) == (ranks, reason)
 
 
-def test_an_odd_stack_stands_out_where_steps_are_not_counted() -> None:
+def test_an_odd_stack_differs_where_steps_are_not_counted() -> None:
     view = View(0.0, tuple(Beat(rank) for rank in range(4)))
     verdict = judge(view, 100.0, WatchPolicy(startup_timeout=5.0))
     assert verdict is not None
