@@ -34,7 +34,8 @@ QUICK = (
 IGNORES_VERDICTS = (
     "import sys; from phalanx.supervision.hang_detector import HangDetector; handle = HangDetector._handle;"
     "HangDetector._handle = lambda self, consensus, message, now: None"
-    " if message.get('kind') == 'verdict' and message['node'] >= 0 else handle(self, consensus, message, now);"
+    " if message.get('kind') == 'verdict' and message['node'] >= 0"
+    " else handle(self, consensus, message, now);"
     "sys.argv = sys.argv[1:]; from phalanx.__main__ import main; main()"
 )
 

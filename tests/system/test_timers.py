@@ -24,7 +24,7 @@ from phalanx.elastic.timer import (
     LocalTimerServer,
     expires,
 )
-from phalanx.supervision.timers import wire
+from phalanx.supervision.timers import pipe_codec
 from tests.conftest import HUNG, gone, wait_until
 
 FORK = multiprocessing.get_context("fork")
@@ -252,7 +252,7 @@ def test_garbage_floods_and_strange_pids_harm_nobody(bed: Bed, monkeypatch: pyte
     signalled: list[int] = []
     with monkeypatch.context() as patch:
         # As in an agent that uses no timers itself. The signal does no harm should all this fail.
-        patch.setattr("phalanx.supervision.timers.workers.asking", set())
+        patch.setattr("phalanx.supervision.timers.watched_processes.client_pids", set())
         patch.setattr(signal, "pidfd_send_signal", lambda *args: signalled.append(args[1]))
         for pid in strange:
             bed.write(b"\x1e%d.0:strange\t%b 18\n" % (pid, now))
@@ -279,7 +279,7 @@ def test_a_process_that_is_not_ours_is_never_signalled(bed: Bed) -> None:
     stranger = int(told.stdout)
     try:
         wait_until(lambda: psutil.Process(stranger).ppid() != os.getpid(), "its adoption")
-        bed.write(wire.acquire(wire.name(stranger, 0, "foreign"), time.time(), signal.SIGKILL))
+        bed.write(pipe_codec.acquire(pipe_codec.name(stranger, 0, "foreign"), time.time(), signal.SIGKILL))
         assert bed.run(overstay) == -signal.SIGKILL
         assert bed.server.dropped == {"foreign pid": 1}
         assert not gone(stranger)
@@ -290,7 +290,7 @@ def test_a_process_that_is_not_ours_is_never_signalled(bed: Bed) -> None:
 def test_a_request_of_an_earlier_process_with_the_same_pid_is_dropped(bed: Bed) -> None:
     worker = bed.start(hold, 1000)
     wait_until(bed.held, "the worker")
-    bed.write(wire.acquire(wire.name(worker.pid, 12345, "old"), time.time(), signal.SIGKILL))
+    bed.write(pipe_codec.acquire(pipe_codec.name(worker.pid, 12345, "old"), time.time(), signal.SIGKILL))
     wait_until(lambda: bed.server.dropped, "the drop")
     assert bed.server.dropped == {"pid of an earlier process": 1}
     assert worker.is_alive()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.supervision.timers.file_server import FileTimerServer
+    from phalanx.supervision.timers.file_timer import FileTimerServer
     from phalanx.web.health import HealthServer
 
 ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
@@ -72,8 +72,7 @@ class Services:
             raise
 
     def _start_timers(self, run_id: str) -> None:
-        from phalanx.supervision.timers.fifo import private_path
-        from phalanx.supervision.timers.file_server import FileTimerServer
+        from phalanx.supervision.timers.file_timer import FileTimerServer, private_path
 
         path = os.environ.get(TIMER_FILE, "")
         if not path:
