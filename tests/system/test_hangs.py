@@ -333,7 +333,7 @@ def test_an_agent_whose_loop_stalls_is_not_healthy(tmp_path: Path, monkeypatch: 
     from phalanx.membership.solo import SoloRendezvous
     from phalanx.supervision.supervision import Supervision
 
-    monkeypatch.setattr("phalanx.web.health.Pulse.__init__.__defaults__", (lambda: False, None, 0.5))
+    monkeypatch.setattr("phalanx.web.health.LoopProbe.__init__.__defaults__", (lambda: False, None, 0.5))
     path = script(tmp_path, "import time; time.sleep(1000)\n")
     handler = SoloRendezvous("r", "phalanx")
     spec = WorkerSpec("w", 1, handler, entrypoint=sys.executable, args=(path,), max_restarts=0)

@@ -15,7 +15,7 @@ import pytest
 from phalanx.agent.agent_services import NodeCheck, Services, split_address
 from phalanx.elastic.agent.server.health_check_server import create_healthcheck_server
 from phalanx.errors import PhalanxError
-from phalanx.web.health import HealthServer, Pulse
+from phalanx.web.health import HealthServer, LoopProbe
 from tests.conftest import HUNG, gone, wait_until
 
 
@@ -132,32 +132,32 @@ def test_a_taken_port_is_said(serve: Callable[..., HealthServer]) -> None:
 
 
 def test_a_loop_that_turns_is_alive_and_only_turns_when_asked(loop: Loop) -> None:
-    pulse = Pulse(loop.knock, stalled_after=0.2)
-    assert pulse.live()
-    assert pulse.live()
+    probe = LoopProbe(loop.knock, stalled_after=0.2)
+    assert probe.live()
+    assert probe.live()
     assert loop.turns == 2
 
 
 def test_a_stalled_loop_is_not(loop: Loop) -> None:
-    pulse = Pulse(loop.knock, stalled_after=0.3)
+    probe = LoopProbe(loop.knock, stalled_after=0.3)
     loop.stalled.set()
-    assert pulse.live()  # it may just be busy
-    wait_until(lambda: not pulse.live(), "503")
+    assert probe.live()  # it may just be busy
+    wait_until(lambda: not probe.live(), "503")
     loop.stalled.clear()
-    wait_until(pulse.live, "200 again")
+    wait_until(probe.live, "200 again")
 
 
 def test_a_start_may_take_long(loop: Loop) -> None:
-    pulse = Pulse(loop.knock, busy=lambda: True, stalled_after=0.05)
+    probe = LoopProbe(loop.knock, busy=lambda: True, stalled_after=0.05)
     loop.stalled.set()
-    pulse.live()
+    probe.live()
     time.sleep(0.1)  # the limit itself, not a wait for something
-    assert pulse.live()
+    assert probe.live()
 
 
-def test_a_watchdog_that_is_not_fed(loop: Loop) -> None:
-    assert Pulse(loop.knock, fed=time.time).live()
-    assert not Pulse(loop.knock, fed=lambda: time.time() - 60).live()
+def test_a_watchdog_that_stalls(loop: Loop) -> None:
+    assert LoopProbe(loop.knock, watchdog_progress=time.time).live()
+    assert not LoopProbe(loop.knock, watchdog_progress=lambda: time.time() - 60).live()
 
 
 def test_torchs_server() -> None:

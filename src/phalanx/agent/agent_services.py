@@ -86,14 +86,14 @@ class Services:
     def _start_health(
         self, knock: Callable[[threading.Event], None], busy: Callable[[], bool], ready: Callable[[], bool]
     ) -> None:
-        from phalanx.web.health import HealthServer, Pulse
+        from phalanx.web.health import HealthServer, LoopProbe
 
         try:
             host, port = split_address(self.health_address)
         except ValueError as error:
             raise ValueError(f"{HEALTH_PORT}={error}") from None
-        fed = self.timers.get_last_progress_time if self.timers is not None else None
-        self.health = HealthServer(host, port, Pulse(knock, busy, fed).live, ready)
+        watchdog_progress = self.timers.get_last_progress_time if self.timers is not None else None
+        self.health = HealthServer(host, port, LoopProbe(knock, busy, watchdog_progress).live, ready)
         self.health.start()
 
     def close(self) -> None:
