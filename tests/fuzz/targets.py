@@ -22,7 +22,7 @@ from phalanx.core.store_commands import (
     When,
 )
 from phalanx.store.embedded import wire
-from phalanx.store.etcd import translation as etcd_translation
+from phalanx.store.etcd import requests as etcd_requests
 from phalanx.store.etcd.watch import MALFORMED
 from phalanx.store.model import Model
 from phalanx.store.torch import protocol as torch_tcp
@@ -114,7 +114,7 @@ def etcd_answers(data: bytes) -> None:
         return
     if not isinstance(message, dict):
         return
-    for read in (etcd_translation.notice, etcd_translation.snapshot):
+    for read in (etcd_requests.decode_notice, etcd_requests.snapshot):
         try:
             read(1, message)
         except MALFORMED:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.store.etcd.http import Address, EtcdConnection, EtcdError, Failure, Members
+from phalanx.store.etcd.http import CONNECTION_ERRORS, Address, EtcdConnection, EtcdError, Members
 from tests.conftest import HUNG, wait_until
 
 
@@ -75,7 +75,7 @@ class Member:
         try:
             return line.call(path, body or {}, HUNG)
         finally:
-            line.hang_up()
+            line.close()
 
     def ready(self) -> bool:
         assert self.popen is not None
@@ -83,7 +83,7 @@ class Member:
             raise RuntimeError((self.directory / f"{self.name}.log").read_text()[-2000:])
         try:
             status = self.ask("/v3/maintenance/status")
-        except (EtcdError, *Failure):
+        except (EtcdError, *CONNECTION_ERRORS):
             return False
         return bool(status.get("leader"))
 

@@ -203,7 +203,7 @@ def test_lease_loss_is_told_and_a_new_lease_works(client: EtcdClient) -> None:
     assert client.put("mine", b"2", fresh).ok
 
 
-def test_the_memory_of_requests_may_run_out(etcd: Cluster, client: EtcdClient) -> None:
+def test_the_session_key_may_expire(etcd: Cluster, client: EtcdClient) -> None:
     assert client.put("k", b"1").ok
     with EtcdClient(etcd.addresses) as other:
         other.request(Delete("phalanx.once/", prefix=True))
@@ -297,10 +297,10 @@ def test_what_does_not_even_speak_http_is_told_in_words() -> None:
             grace=0.3,
             on_state=lambda state: told.put(f"{state.what}: {state.why}"),
         )
-        with pytest.raises(StoreConnectionError, match="what answers there is not etcd"):
+        with pytest.raises(StoreConnectionError, match="the server there is not etcd"):
             client.connect(HUNG)
         client.close()
-    assert told.get(timeout=HUNG) == "failed: what answers there is not etcd"
+    assert told.get(timeout=HUNG) == "failed: the server there is not etcd"
 
 
 def test_restarted_under_its_clients(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_an_etcd_that_was_made_anew_is_not_taken_for_the_old_one(tmp_path: Path)
         member.kill()
         member.name, member.cluster = "other", ""  # and so another data directory
         member.start()
-        with pytest.raises(StoreConnectionError, match="what this job knew is gone"):
+        with pytest.raises(StoreConnectionError, match="the state of this job is lost"):
             client.request(Get("k"), HUNG)
 
 
@@ -463,7 +463,7 @@ def test_logins(tmp_path: Path) -> None:
             assert seen.get(timeout=HUNG).changes[0].entry.value == b"2"
         for user, password, words in (
             ("root", "wrong", "PHALANX_ETCD_PASSWORD"),
-            ("", "", "wants a login; add user=NAME"),
+            ("", "", "requires a login; add user=NAME"),
             ("weak", "none", "'weak' needs read and write permission"),
         ):
             client = talk(user, password)
