@@ -429,7 +429,7 @@ def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
             assert seen.get(timeout=HUNG).changes[0].entry.value == b"v"
         for config, words in (
             ({"cacert": foreign.ca}, "its certificate is not trusted"),
-            ({"cacert": mine.ca}, "give cert=FILE and key=FILE"),
+            ({"cacert": mine.ca}, "set cert=FILE and key=FILE"),
         ):
             client = talk(**config)
             with pytest.raises(StoreAuthError, match=words):

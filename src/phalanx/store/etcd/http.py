@@ -9,11 +9,10 @@ from __future__ import annotations
 import http.client
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from phalanx.core.record import Record
 from phalanx.errors import StoreAuthError, StoreError
 
 if TYPE_CHECKING:
@@ -49,8 +48,8 @@ class EtcdError(StoreError):
         return "too large" in text or "too many operations" in text or "larger than max" in text
 
 
-class Address(Record):
-    """The address of one member."""
+class Address(NamedTuple):
+    """The address of one member; a tuple, as sockets take it."""
 
     host: str
     port: int
@@ -178,7 +177,7 @@ class EtcdConnection:
         return connection.getresponse()
 
     def _open(self, timeout: float) -> http.client.HTTPConnection:
-        host, port = self.address.host, self.address.port
+        host, port = self.address
         context = self.members.context
         connection = (
             http.client.HTTPConnection(host, port, timeout=timeout)
