@@ -1,4 +1,4 @@
-"""Timers that stop a worker which overstays a scope, at torch's import path."""
+"""Timers that stop a worker which does not leave a scope in time, at torch's import path."""
 
 from phalanx.elastic.timer.api import TimerClient as TimerClient
 from phalanx.elastic.timer.api import TimerRequest as TimerRequest
