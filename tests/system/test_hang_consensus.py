@@ -1,4 +1,4 @@
-"""Progress compared over the nodes of a job: hangs, stragglers, silence and exits on the other machine."""
+"""Progress over the nodes of a job: hangs, stragglers, silence and exits on another node."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from phalanx import worker
 rank = int(os.environ["RANK"])
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 """
-# Looks at the rates far more often than in life.
+# Compares the rates more often than by default.
 QUICK = (
-    "import sys, phalanx.core.stragglers as stragglers; stragglers.WINDOW = 0.5; sys.argv = sys.argv[1:];"
+    "import sys; from phalanx.core import stragglers; stragglers.WINDOW = 0.5; sys.argv = sys.argv[1:];"
     "from phalanx.__main__ import main; main()"
 )
 
@@ -44,7 +44,7 @@ IGNORES_VERDICTS = (
 def nodes(
     backend: str, tmp_path: Path, body: str, *words: str, quick: bool = False, b: str = ""
 ) -> Iterator[list[Node]]:
-    """Two nodes, a and b, of two workers each; `b` is what node b runs instead of the launcher."""
+    """Two nodes, a and b, with two workers each; node b runs the code `b` instead of the launcher."""
     path = script(tmp_path, BEGIN + body)
     usual = (sys.executable, "-c", QUICK) if quick else ()
     befores = {"a": usual, "b": (sys.executable, "-c", b) if b else usual}
@@ -88,8 +88,8 @@ both = pytest.mark.parametrize("backend", ["elastic", "static"])
 
 
 @both
-def test_who_holds_up_the_ranks_of_another_node_is_named_on_both(backend: str, tmp_path: Path) -> None:
-    """All ranks stop beating together; three of them are behind in the same place, one is somewhere else."""
+def test_a_rank_that_blocks_those_of_another_node_is_reported_on_both(backend: str, tmp_path: Path) -> None:
+    """All heartbeats stop together; three ranks are at the same place, one is elsewhere."""
     body = """
 def wait_for_the_others(): threading.Event().wait()
 def lost(): threading.Event().wait()
@@ -113,7 +113,7 @@ wait_for_the_others()
         assert len(list((tmp_path / name).glob("*/*/*/stacks.txt"))) == 2
 
 
-def test_a_node_that_hears_of_the_end_before_the_verdict_fetches_it(tmp_path: Path) -> None:
+def test_a_node_that_learns_of_the_end_before_the_verdict_fetches_it(tmp_path: Path) -> None:
     body = """
 def stuck(): threading.Event().wait()
 for step in range(5): worker.heartbeat(step)
@@ -169,7 +169,7 @@ if first:
 
 
 @both
-def test_warn_is_said_once_on_every_node_and_the_job_goes_on(backend: str, tmp_path: Path) -> None:
+def test_warn_prints_one_line_on_every_node_and_the_job_continues(backend: str, tmp_path: Path) -> None:
     body = f"""
 path = {str(tmp_path / "go")!r}
 def stuck():
@@ -187,8 +187,8 @@ stuck()
 
 
 @both
-def test_a_node_of_silent_ranks_is_not_silent_while_another_talks(backend: str, tmp_path: Path) -> None:
-    """Only rank 0 prints, as in most jobs; then it stops as well."""
+def test_a_node_of_silent_ranks_does_not_hang_while_another_node_writes(backend: str, tmp_path: Path) -> None:
+    """Only rank 0 prints, as in most jobs; then it stops, too."""
     body = """
 def quiet(): threading.Event().wait()
 if rank == 0:
@@ -207,7 +207,7 @@ quiet()
 
 
 @both
-def test_ranks_that_run_on_after_those_of_another_node_have_finished(backend: str, tmp_path: Path) -> None:
+def test_ranks_that_still_run_after_those_of_another_node_have_finished(backend: str, tmp_path: Path) -> None:
     body = """
 def late(): threading.Event().wait()
 if rank == 2: late()
@@ -221,7 +221,7 @@ if rank == 2: late()
 
 
 @both
-def test_a_slow_host_is_named_on_every_node(backend: str, tmp_path: Path) -> None:
+def test_a_slow_host_is_reported_on_every_node(backend: str, tmp_path: Path) -> None:
     body = f"""
 path = {str(tmp_path / "go")!r}
 step = 0
@@ -243,7 +243,7 @@ while not os.path.exists(path):
             assert re.search(rf"{name} is slow: [\d.]+ steps/s, median", line), lines
 
 
-def test_a_node_whose_agent_does_not_answer_is_listed_and_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_node_whose_agent_does_not_answer_is_listed_and_delays_no_other(tmp_path: Path) -> None:
     body = """
 worker.heartbeat(0)
 print(f"beating {rank} {os.getppid()}", flush=True)
@@ -262,7 +262,7 @@ threading.Event().wait()
 
 
 def test_malformed_messages_in_the_store_are_ignored(tmp_path: Path) -> None:
-    """The store of a static round is open to the workers."""
+    """The workers can write to the store of a static round."""
     body = """
 from phalanx.store.torch.client import TorchStoreClient
 worker.heartbeat(0)

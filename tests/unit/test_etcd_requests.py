@@ -22,7 +22,7 @@ def b64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def test_a_prefix_is_a_range_up_to_the_next_key_that_does_not_begin_so() -> None:
+def test_a_prefix_is_a_range_up_to_the_first_key_without_it() -> None:
     assert requests.key_range("a/", True) == {"key": b64("a/"), "range_end": b64("a0")}
     assert requests.key_range("a/", False) == {"key": b64("a/")}
     assert requests.key_range("", True) == {"key": "AA==", "range_end": "AA=="}
@@ -59,7 +59,7 @@ def test_a_transaction_reads_what_it_compares_either_way() -> None:
     assert body["failure"] == [*reads, {"request_range": {"key": b64("once")}}]
 
 
-def test_what_would_be_named_twice_is_named_once() -> None:
+def test_duplicate_keys_are_sent_once() -> None:
     txn = Txn(
         (), (Put("a", b"1"), Put("a", b"2"), Put("p/x", b"3")), (Delete("p/", True), Delete("p/", True))
     )
@@ -118,7 +118,7 @@ def test_leases_are_whole_seconds_and_never_shorter_than_asked() -> None:
 
 
 class Etcd:
-    """Just enough of one to lose answers: each reply in turn, an exception is raised."""
+    """Answers with each reply in turn; raises it if it is an exception."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers, self.asked = list(answers), []
@@ -131,14 +131,14 @@ class Etcd:
         return answer  # type: ignore[no-any-return]
 
 
-def test_a_transaction_that_had_been_done_already_is_a_success() -> None:
+def test_a_transaction_carried_out_by_an_earlier_try_is_a_success() -> None:
     once = {"response_range": {"kvs": [kv("phalanx.once/s", "4", 8, 5)]}}
     etcd = Etcd({"ID": "5"}, {"header": {"revision": "8"}, "responses": [once]})
     assert EtcdRequests("s", etcd).carry_out(4, Put("k", b"v")).ok
 
 
-def test_somebody_elses_success_is_not_ours() -> None:
-    """The memory is as we knew it: so it is the caller's condition that failed."""
+def test_a_failed_condition_is_not_mistaken_for_an_earlier_try() -> None:
+    """The session's key is unchanged: so the caller's condition has failed."""
     refused = {
         "header": {"revision": "8"},
         "responses": [{"response_range": {"kvs": [kv("k", "other", 7)]}}, {"response_range": {}}],
@@ -181,7 +181,7 @@ def test_endpoints() -> None:
         ("a", {"protocol": "https", "key": "x"}, "a key without its certificate"),
     ],
 )
-def test_configurations_that_cannot_be_meant(endpoint: str, config: dict[str, str], message: str) -> None:
+def test_invalid_configurations(endpoint: str, config: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         etcd_client_from(endpoint, config, environ={})
 

@@ -1,4 +1,4 @@
-"""News that all nodes of a round hear in the same order, over both kinds of store that rounds have."""
+"""Messages that all nodes of a round receive in the same order, over both kinds of stores."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def members(request: pytest.FixtureRequest) -> Iterator[list[Member]]:
     finally:
         for member in made:
             member.broadcast.close()
-            member.broadcast.close()  # twice is once
+            member.broadcast.close()  # idempotent
         for client in clients:
             client.close()
         server.close()
 
 
-def test_everybody_hears_everything_in_one_order(members: list[Member]) -> None:
+def test_all_nodes_receive_all_messages_in_the_same_order(members: list[Member]) -> None:
     for turn in range(20):
         for node, member in enumerate(members):
             member.broadcast.publish({"node": node, "turn": turn})
@@ -69,7 +69,7 @@ def test_everybody_hears_everything_in_one_order(members: list[Member]) -> None:
         assert [one["turn"] for one in received[0] if one["node"] == node] == list(range(20))
 
 
-def test_who_comes_late_hears_what_was_told_before(members: list[Member]) -> None:
+def test_a_late_node_receives_earlier_messages(members: list[Member]) -> None:
     members[0].broadcast.publish({"a": 1})
     assert members[1].next() == {"a": 1}
     late = Member(members[2].broadcast._store)
@@ -79,18 +79,18 @@ def test_who_comes_late_hears_what_was_told_before(members: list[Member]) -> Non
         late.broadcast.close()
 
 
-def test_what_is_kept_is_fetched_and_nobody_is_told(members: list[Member]) -> None:
+def test_values_are_fetched_without_a_message(members: list[Member]) -> None:
     members[0].broadcast.put("rates/0", {"rate": 1})
     members[0].broadcast.put("rates/0", {"rate": 2})
     members[0].broadcast.put("rates/1", {})
     assert members[0].fetch("rates/0", "rates/1", "rates/2") == {
         "rates/0": {"rate": 2}
-    }  # the empty one is none
+    }  # an empty one counts as missing
     assert members[1].fetch("rates/0", "rates/2", enough=1) == {"rates/0": {"rate": 2}}
     assert members[1].received.empty()
 
 
-def test_fetching_waits_for_what_is_to_come_but_not_for_ever(members: list[Member]) -> None:
+def test_fetch_waits_for_missing_values_but_not_forever(members: list[Member]) -> None:
     members[0].broadcast.put("a", {"x": 1})
     found: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     members[1].broadcast.fetch(["a", "b"], HUNG, found.put)
@@ -99,7 +99,7 @@ def test_fetching_waits_for_what_is_to_come_but_not_for_ever(members: list[Membe
     assert members[1].fetch("a", "c", timeout=0.05) == {"a": {"x": 1}}
 
 
-def test_a_store_that_goes_away_ends_the_talk_and_nothing_else() -> None:
+def test_a_store_that_goes_away_ends_only_the_broadcast() -> None:
     with TorchStoreServer() as server:
         store = TorchStoreClient("127.0.0.1", server.port)
         member = Member(store)
@@ -110,5 +110,5 @@ def test_a_store_that_goes_away_ends_the_talk_and_nothing_else() -> None:
     store.close()
 
 
-def test_a_store_on_which_nobody_can_wait_beside_others_is_left_alone() -> None:
+def test_a_store_without_a_second_connection_is_not_used() -> None:
     assert not supports_broadcast(object())

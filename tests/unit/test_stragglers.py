@@ -1,4 +1,4 @@
-"""Who is slow, over several windows, in one host or over the world."""
+"""Stragglers over several windows, on one host or over the world."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.core.stragglers import WINDOW, SlowHistory, StepCounts, compare, me
 
 
 def windows(*rates: tuple[float, ...]) -> list[list[tuple[int, ...]]]:
-    """Who is named in each window; `rates` are steps per second of each rank."""
+    """The ranks reported in each window; `rates` are steps per second of each rank."""
     counts, history, named = StepCounts(), SlowHistory(), []
     steps = [0.0] * len(rates[0])
     now = 100.0
@@ -33,8 +33,8 @@ SLOW, EVEN = (10.0, 5.0, 10.0), (10.0, 10.0, 9.0)
         ((SLOW, SLOW, EVEN, SLOW, SLOW, EVEN), [[]] * 6),  # not persistently
         ((EVEN,) * 6, [[]] * 6),
         (((10.0, 5.0),) * 3, [[], [], [(1,)]]),
-        (((10.0,),) * 3, [[]] * 3),  # nobody to compare with
-        (((0.01, 0.0),) * 4, [[]] * 4),  # too few steps to tell
+        (((10.0,),) * 3, [[]] * 3),  # nothing to compare with
+        (((0.01, 0.0),) * 4, [[]] * 4),  # too few steps
     ],
 )
 def test_stragglers(rates: tuple[tuple[float, ...], ...], named: list[list[tuple[int, ...]]]) -> None:
@@ -42,10 +42,10 @@ def test_stragglers(rates: tuple[tuple[float, ...], ...], named: list[list[tuple
 
 
 def test_rates_are_by_the_times_of_the_beats() -> None:
-    """Two looks ten seconds apart may see beats that are eight seconds apart."""
+    """The heartbeats seen in two windows ten seconds apart may be eight seconds apart."""
     counts, _ = measure(StepCounts(), View(0.0, (Beat(0, 101.0, 50, 1), Beat(1, 0.0))), 102.0)
     counts, rates = measure(counts, View(0.0, (Beat(0, 109.0, 90, 1), Beat(1, 111.0, 7, 1))), 112.0)
-    assert rates == {0: 5.0}  # rank 1 had not begun
+    assert rates == {0: 5.0}  # rank 1 had sent no heartbeat
     assert measure(counts, View(0.0, (Beat(0, 109.0, 90, 1), Beat(1, 121.0, 17, 1))), 122.0)[1] == {
         0: 0.0,
         1: 1.0,
@@ -63,20 +63,20 @@ def named(rates: dict[int, float], hosts: dict[int, str], turns: int = 3) -> lis
     return reasons
 
 
-def test_a_straggler_is_named_with_both_rates_and_its_host_where_there_are_several() -> None:
+def test_a_straggler_is_reported_with_both_rates_and_its_host_if_there_are_several() -> None:
     rates = {0: 10.0, 1: 5.0, 2: 10.0, 3: 10.0}
     assert named(rates, {}) == ["rank 1 is slow: 5 steps/s, median 10"]
     assert named(rates, A | B) == ["rank 1 (node-a) is slow: 5 steps/s, median 10"]
     assert named(rates, dict.fromkeys(rates, "node-a")) == named(rates, {})
 
 
-def test_a_host_whose_ranks_are_all_slow_is_named_as_one() -> None:
+def test_a_host_whose_ranks_are_all_slow_is_reported_as_one() -> None:
     rates = {0: 10.0, 1: 10.0, 2: 4.0, 3: 6.0}
     assert named(rates, A | B, 6) == ["node-b (ranks 2, 3) is slow: 5 steps/s, median 10"]
 
 
-def test_a_rank_without_news_stays_where_it_was() -> None:
-    """The windows of nodes do not begin together; one that is missed is not a fast one."""
+def test_a_rank_without_a_new_rate_keeps_its_count() -> None:
+    """The windows of nodes do not begin together; a missing rate does not count as fast."""
     history = SlowHistory()
     found = ()
     for turn in range(5):
