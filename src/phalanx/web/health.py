@@ -198,29 +198,11 @@ class LoopProbe:
         return time.monotonic() - since < (_STALLED_STARTING if self._busy() else self._stalled_after)
 
 
-class HealthCheckServer:
+class HealthCheckServer(HealthServer):
     """torch's health server: 200 while the callback's wall time is within `timeout` seconds, else 503."""
 
     def __init__(self, alive_callback: Callable[[], int], port: int, timeout: int) -> None:
-        self._alive_callback = alive_callback
-        self._timeout = timeout
-        self._server = HealthServer(LOOPBACK, port, self._is_alive)
-
-    def start(self) -> None:
-        """Start serving."""
-        self._server.start()
-
-    def stop(self) -> None:
-        """Stop serving."""
-        self._server.stop()
-
-    @property
-    def port(self) -> int:
-        """The port it listens on."""
-        return self._server.port
-
-    def _is_alive(self) -> bool:
-        return time.time() - self._alive_callback() <= self._timeout
+        super().__init__(LOOPBACK, port, lambda: time.time() - alive_callback() <= timeout)
 
 
 def create_healthcheck_server(
