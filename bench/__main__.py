@@ -104,14 +104,14 @@ def conditions(quick: bool, against: str | None) -> dict[str, Any]:
 def head() -> str:
     """The first line of the table."""
     against = f"{OTHER:>11}{'to other':>10}" if OTHER in sides() else ""
-    return f"{'what':<66}{'torch':>11}{'phalanx':>11}{'ratio':>8}{'target':>13}  met{against}"
+    return f"{'what':<66}{'torch':>11}{'phalanx':>11}{'ratio':>8}{'target':>15}  met{against}"
 
 
 def text(row: Row) -> str:
     """One line of the table, and a line for each note."""
     met = {True: "yes", False: "NO", None: "-"}[row.met]
     ours, theirs = with_unit(row.ours, row.unit), with_unit(row.theirs, row.unit)
-    line = f"{row.what:<66}{theirs:>11}{ours:>11}{_ratio(row.ratio):>8}{row.goal:>13}  {met:<3}"
+    line = f"{row.what:<66}{theirs:>11}{ours:>11}{_ratio(row.ratio):>8}{row.goal:>15}  {met:<3}"
     if OTHER in sides():
         line += f"{with_unit(row.other, row.unit):>11}{_ratio(row.against):>10}"
     return "\n".join([line.rstrip(), *(f"    {note}" for note in row.notes)])
@@ -163,6 +163,10 @@ def main() -> int:
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     if not has_torch():
         print("torch is not installed: no comparison with it")
+    if options.against:
+        print(
+            "to other: phalanx divided by other; in rows with /s or MB/s more is better, in all others less"
+        )
     print(f"\n{head()}\n{'-' * len(head())}", flush=True)
     results: list[dict[str, Any]] = []
     for group in GROUPS:
