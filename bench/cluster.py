@@ -22,6 +22,7 @@ from bench.measure import (
     THEIRS,
     WORKERS,
     Event,
+    EventPipe,
     FailedRun,
     Figures,
     Row,
@@ -31,6 +32,7 @@ from bench.measure import (
     interleave,
     kill_group,
     kill_tagged,
+    last_lines,
     phalanx_sides,
     program,
     python,
@@ -49,13 +51,11 @@ class Agents:
         self, side: str, nnodes: str, *, env: dict[str, str] | None = None, restarts: int = 0
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="bench-")
-        fifo = os.path.join(self._folder, "events")
-        os.mkfifo(fifo)
-        self._fifo = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
-        self._rest, self.events = b"", list[Event]()
+        self._pipe = EventPipe(self._folder)
+        self.events = self._pipe.events
         self._tag = uuid.uuid4().hex
         self._env = environment(
-            side, BENCH_EVENTS=fifo, PHALANX_TOKEN="bench", **{TAG: self._tag}, **(env or {})
+            side, BENCH_EVENTS=self._pipe.path, PHALANX_TOKEN="bench", **{TAG: self._tag}, **(env or {})
         )
         self._output = open(os.path.join(self._folder, "output"), "wb")  # noqa: SIM115 - closed in __exit__
         with socket.socket() as probe:
@@ -106,11 +106,8 @@ class Agents:
         dead = [p.returncode for p in self.processes if p.poll() is not None and p.returncode > 0]
         if left <= 0 or dead:
             raise FailedRun(f"only {missing}; exit codes {dead}: {self._tail()}")
-        if select.select([self._fifo], [], [], min(left, 0.5))[0]:
-            *lines, self._rest = (self._rest + os.read(self._fifo, 65536)).split(b"\n")
-            for line in lines:
-                what, rank, attempt, pid, at = line.decode().split()
-                self.events.append(Event(what, int(rank), int(attempt), int(pid), float(at)))
+        if select.select([self._pipe], [], [], min(left, 0.5))[0]:
+            self._pipe.read()
 
     def ended(self) -> float:
         """Wait for the exit of all agents; returns when the last one was gone."""
@@ -122,10 +119,7 @@ class Agents:
         return time.monotonic()
 
     def _tail(self) -> str:
-        with open(os.path.join(self._folder, "output"), errors="replace") as file:
-            return " / ".join(
-                [line.strip() for line in file.read().splitlines() if line.strip(" =-\n")][-2:]
-            )[-200:]
+        return last_lines(os.path.join(self._folder, "output"))
 
     def __enter__(self) -> Agents:
         return self
@@ -134,7 +128,7 @@ class Agents:
         for process in self.processes:
             kill_group(process)
         kill_tagged(self._tag)
-        os.close(self._fifo)
+        self._pipe.close()
         self._output.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -209,6 +209,39 @@ class Event:
     at: float
 
 
+class EventPipe:
+    """The named pipe through which workers send their events."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = os.path.join(folder, "events")
+        os.mkfifo(self.path)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)
+        self._rest = b""
+        self.events: list[Event] = []
+
+    def fileno(self) -> int:
+        """Readable when there are events."""
+        return self._fd
+
+    def read(self) -> None:
+        """Add the events that have arrived."""
+        *lines, self._rest = (self._rest + os.read(self._fd, 65536)).split(b"\n")
+        for line in lines:
+            what, rank, attempt, pid, at = line.decode().split()
+            self.events.append(Event(what, int(rank), int(attempt), int(pid), float(at)))
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._fd)
+
+
+def last_lines(path: str) -> str:
+    """The last lines of a launcher's output, as one line."""
+    with open(path, errors="replace") as file:
+        lines = [line.strip() for line in file.read().splitlines() if line.strip(" *=-\n")]
+    return " / ".join(lines[-3:])[-300:]
+
+
 class Launch:
     """An observed launcher with its workers; closing it kills all of them."""
 
@@ -224,14 +257,12 @@ class Launch:
         console: int | None = None,
     ) -> None:
         """`side` may be `floor`: nproc plain runs of the script. `console`: a descriptor for stdout."""
-        self.side, self.nproc, self.events = side, nproc, list[Event]()
+        self.side, self.nproc = side, nproc
         self.folder = tempfile.mkdtemp(prefix="bench-")
-        self._fifo_path = os.path.join(self.folder, "events")
-        os.mkfifo(self._fifo_path)
-        self._fifo = os.open(self._fifo_path, os.O_RDWR | os.O_NONBLOCK)
-        self._rest = b""
+        self._pipe = EventPipe(self.folder)
+        self.events = self._pipe.events
         self._tag = uuid.uuid4().hex
-        environ = environment(side, BENCH_EVENTS=self._fifo_path, **{TAG: self._tag}, **(env or {}))
+        environ = environment(side, BENCH_EVENTS=self._pipe.path, **{TAG: self._tag}, **(env or {}))
         command = [os.path.join(WORKERS, script), *args]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._output = open(os.path.join(self.folder, "output"), "wb")  # noqa: SIM115 - closed in close()
@@ -279,14 +310,11 @@ class Launch:
 
     def _listen(self, end: float, missing: str) -> None:
         poll = select.poll()
-        poll.register(self._fifo, select.POLLIN)
+        poll.register(self._pipe, select.POLLIN)
         poll.register(self._pidfd, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(max(0.0, end - time.monotonic()) * 1000)}
-        if self._fifo in ready:
-            *lines, self._rest = (self._rest + os.read(self._fifo, 65536)).split(b"\n")
-            for line in lines:
-                what, rank, attempt, pid, at = line.decode().split()
-                self.events.append(Event(what, int(rank), int(attempt), int(pid), float(at)))
+        if self._pipe.fileno() in ready:
+            self._pipe.read()
         elif ready and self.side != "floor":
             code = self._processes[0].wait()
             raise FailedRun(f"the launcher exited with code {code} and only {missing}: {self.tail()}")
@@ -302,8 +330,8 @@ class Launch:
         at = time.monotonic()
         for process in self._processes:
             process.wait()
-        while select.select([self._fifo], [], [], 0)[0]:
-            self._listen(at, "")
+        while select.select([self._pipe], [], [], 0)[0]:
+            self._pipe.read()
         return at
 
     def helpers(self) -> list[int]:
@@ -316,10 +344,8 @@ class Launch:
         return tagged(self._tag)
 
     def tail(self) -> str:
-        """The last lines of the launcher's output, as one line."""
-        with open(os.path.join(self.folder, "output"), errors="replace") as file:
-            lines = [line.strip() for line in file.read().splitlines() if line.strip(" *=-\n")]
-        return " / ".join(lines[-3:])[-300:]
+        """The last lines of the launcher's output."""
+        return last_lines(os.path.join(self.folder, "output"))
 
     def close(self) -> None:
         """SIGKILL the process groups and all processes that have left them."""
@@ -327,9 +353,9 @@ class Launch:
             kill_group(process)
         kill_tagged(self._tag)
         self._processes = []
-        for fd in (self._fifo, getattr(self, "_pidfd", -1)):
-            if fd >= 0:
-                os.close(fd)
+        self._pipe.close()
+        if hasattr(self, "_pidfd"):
+            os.close(self._pidfd)
         self._output.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
