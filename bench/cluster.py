@@ -1,8 +1,7 @@
-"""Several nodes: agents that form a world, lose one, take one in, and end; torchrun's c10d beside ours.
+"""Several nodes: agents that form a world, lose a node, admit one, and end; torchrun's c10d beside phalanx.
 
-All agents run on this machine, one bare worker each, and meet on loopback. What is measured is what a person
-waits for: from the first exec, the kill or the last exit, until all workers run or all agents are gone.
-`run(quick)` returns all of it as plain data; the functions before it the rows of the table.
+All agents run on this machine with one bare worker each, over loopback. The figures are what a user waits
+for: from the first exec, the kill or the last exit, until all workers run or all agents are gone.
 """
 
 from __future__ import annotations
@@ -14,28 +13,29 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
-from typing import Any
 
 from bench.measure import (
-    OURS,
     TAG,
     THEIRS,
     WORKERS,
     Event,
+    EventPipe,
     FailedRun,
     Figures,
     Row,
     Target,
     compare,
     environment,
-    has_torch,
     interleave,
     kill_group,
     kill_tagged,
+    last_lines,
+    phalanx_sides,
+    program,
+    python,
     settle,
     sides,
 )
@@ -45,33 +45,31 @@ HANDLERS = 64
 
 
 class Agents:
-    """Agents of one job, observed; closing ends all of them."""
+    """The observed agents of one job; closing kills all of them."""
 
     def __init__(
         self, side: str, nnodes: str, *, env: dict[str, str] | None = None, restarts: int = 0
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="bench-")
-        fifo = os.path.join(self._folder, "events")
-        os.mkfifo(fifo)
-        self._fifo = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
-        self._rest, self.events = b"", list[Event]()
+        self._pipe = EventPipe(self._folder)
+        self.events = self._pipe.events
         self._tag = uuid.uuid4().hex
-        self._env = environment(BENCH_EVENTS=fifo, PHALANX_TOKEN="bench", **{TAG: self._tag}, **(env or {}))
-        self._said = open(os.path.join(self._folder, "said"), "wb")  # noqa: SIM115 - closed in close()
+        self._env = environment(
+            side, BENCH_EVENTS=self._pipe.path, PHALANX_TOKEN="bench", **{TAG: self._tag}, **(env or {})
+        )
+        self._output = open(os.path.join(self._folder, "output"), "wb")  # noqa: SIM115 - closed in __exit__
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        there = os.path.dirname(sys.executable)
-        program = [f"{there}/torchrun"] if side == THEIRS else [f"{there}/phalanx", "run"]
         self._command = [
-            *program, f"--nnodes={nnodes}", "--nproc-per-node=1", f"--max-restarts={restarts}",
+            *program(side), f"--nnodes={nnodes}", "--nproc-per-node=1", f"--max-restarts={restarts}",
             f"--rdzv-backend={'c10d' if side == THEIRS else 'phalanx'}", f"--rdzv-endpoint=127.0.0.1:{port}",
             "--rdzv-id=bench", "--local-addr=127.0.0.1",
         ]  # fmt: skip
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, count: int = 1, *, host: bool = False) -> float:
-        """Start agents, the first of them as the store's host if asked for; when the first exec was."""
+        """Start agents, the first one as the store's host if `host`; returns the time of the first exec."""
         begin = time.monotonic()
         for number in range(count):
             more = ["--rdzv-conf", f"is_host={int(host and number == 0)}"]
@@ -80,15 +78,15 @@ class Agents:
                     [*self._command, *more, os.path.join(WORKERS, "bare.py"), "wait"],
                     env=self._env,
                     stdin=subprocess.DEVNULL,
-                    stdout=self._said,
-                    stderr=self._said,
+                    stdout=self._output,
+                    stderr=self._output,
                     start_new_session=True,
                 )
             )
         return begin
 
     def up(self, count: int, since: float, limit: float = LIMIT) -> dict[int, Event]:
-        """Wait until that many ranks have come up since then; the latest of each."""
+        """Wait until that many ranks have started since then; the last event of each."""
         end = time.monotonic() + limit
         while True:
             found = {e.rank: e for e in self.events if e.what == "up" and e.at >= since}
@@ -96,7 +94,7 @@ class Agents:
                 return found
             self._listen(end, f"{len(found)} of {count} workers")
 
-    def told(self, what: str, count: int) -> list[Event]:
+    def wait_for(self, what: str, count: int) -> list[Event]:
         """Wait for that many events of a kind."""
         end = time.monotonic() + LIMIT
         while len(found := [e for e in self.events if e.what == what]) < count:
@@ -108,26 +106,20 @@ class Agents:
         dead = [p.returncode for p in self.processes if p.poll() is not None and p.returncode > 0]
         if left <= 0 or dead:
             raise FailedRun(f"only {missing}; exit codes {dead}: {self._tail()}")
-        if select.select([self._fifo], [], [], min(left, 0.5))[0]:
-            *lines, self._rest = (self._rest + os.read(self._fifo, 65536)).split(b"\n")
-            for line in lines:
-                what, rank, attempt, pid, at = line.decode().split()
-                self.events.append(Event(what, int(rank), int(attempt), int(pid), float(at)))
+        if select.select([self._pipe], [], [], min(left, 0.5))[0]:
+            self._pipe.read()
 
     def ended(self) -> float:
-        """Wait for the end of all agents; when the last one was gone."""
+        """Wait for the exit of all agents; returns when the last one was gone."""
         for process in self.processes:
             try:
                 process.wait(LIMIT)
             except subprocess.TimeoutExpired:
-                raise FailedRun(f"an agent did not end: {self._tail()}") from None
+                raise FailedRun(f"an agent did not exit: {self._tail()}") from None
         return time.monotonic()
 
     def _tail(self) -> str:
-        with open(os.path.join(self._folder, "said"), errors="replace") as file:
-            return " / ".join(
-                [line.strip() for line in file.read().splitlines() if line.strip(" =-\n")][-2:]
-            )[-200:]
+        return last_lines(os.path.join(self._folder, "output"))
 
     def __enter__(self) -> Agents:
         return self
@@ -136,8 +128,8 @@ class Agents:
         for process in self.processes:
             kill_group(process)
         kill_tagged(self._tag)
-        os.close(self._fifo)
-        self._said.close()
+        self._pipe.close()
+        self._output.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -152,7 +144,7 @@ def _form_and_end(side: str, count: int) -> Figures:
         settle()
         for event in workers.values():
             os.kill(event.pid, signal.SIGUSR1)
-        last = max(event.at for event in job.told("exit", count))
+        last = max(event.at for event in job.wait_for("exit", count))
         return {"up": _latest(workers) - begin, "exit": job.ended() - last}
 
 
@@ -163,7 +155,7 @@ def _last_call(side: str) -> Figures:
 
 
 def _late_node(side: str) -> Figures:
-    """torchrun's own store is shared by default, and then the job dies; so it is measured without that."""
+    """Without torchrun's shared store, with which (its default) the job dies."""
     with Agents(side, "1:4", env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}) as job:
         begin = job.start(3, host=True)
         job.up(3, begin)
@@ -195,7 +187,7 @@ def _replaced_node(side: str) -> Figures:
         victim = job.processes.pop()
         begin = time.monotonic()
         kill_group(victim)
-        time.sleep(1.0)  # the scheduler's part
+        time.sleep(1.0)  # a scheduler replaces the node
         job.start()
         return {"up": _latest(job.up(3, begin, 60.0)) - begin}
 
@@ -211,11 +203,11 @@ def _ancestor(pid: int, of: int) -> bool:
 
 
 def _handlers(side: str) -> Figures:
-    apart = ["unshare", "--net"] if os.geteuid() == 0 else []
-    command = [*apart, sys.executable, os.path.join(WORKERS, "handlers.py"), side, str(HANDLERS)]
+    isolated = ["unshare", "--net"] if os.geteuid() == 0 else []
+    command = [*isolated, python(side), os.path.join(WORKERS, "handlers.py"), side, str(HANDLERS)]
     done = subprocess.run(
         command,
-        env=environment(PHALANX_TOKEN="bench"),
+        env=environment(side, PHALANX_TOKEN="bench"),
         capture_output=True,
         text=True,
         check=False,
@@ -228,10 +220,10 @@ def _handlers(side: str) -> Figures:
 
 
 def forming(quick: bool) -> list[Row]:
-    """Agents that start together, and end together."""
+    """Agents that start and end together."""
     found = []
     for count, target in ((2, 1 / 8), (8, 1 / 8)) if quick else ((2, 1 / 8), (8, 1 / 8), (32, 1 / 10)):
-        # Half a minute each for torchrun's 32; what a first run warms up, the smaller ones have.
+        # torchrun needs half a minute for 32; the smaller runs have warmed up what there is to warm up.
         times, warm = (1, True) if quick else (2, False) if count == 32 else (3, True)
         samples = interleave(
             lambda side, count=count: _form_and_end(side, count),  # type: ignore[misc]
@@ -246,7 +238,7 @@ def forming(quick: bool) -> list[Row]:
 
 
 def joining(quick: bool) -> list[Row]:
-    """Fewer nodes than there may be, and one that comes later."""
+    """Fewer nodes than the maximum, and one that joins later."""
     times = 1 if quick else 3
     samples = interleave(_last_call, times, warm=False)
     what = "3 of 1:4 nodes present → workers running"
@@ -259,12 +251,12 @@ def joining(quick: bool) -> list[Row]:
 def losing(quick: bool) -> list[Row]:
     """A node that is lost, or replaced."""
     times = 1 if quick else 3
-    # Three quarters of a minute each for torchrun: not for a quick look.
-    slow = (OURS,) if quick else sides()
+    # torchrun needs 45 s for each: not in a quick run.
+    slow = phalanx_sides() if quick else sides()
     samples = interleave(lambda side: _lost_node(side, True), times, warm=False, names=slow)
     what = "a node of 2:3 lost → the rest run again"
     found = [compare("loss", what, "s", Target(1 / 20), samples, "up")]
-    ours = interleave(lambda side: _lost_node(side, False), times, warm=False, names=(OURS,))
+    ours = interleave(lambda side: _lost_node(side, False), times, warm=False, names=phalanx_sides())
     what, note = "agent alone SIGKILLed → the rest run again", "torchrun does not notice it within a minute"
     found.append(compare("loss", what, "s", Target(2.0, "value"), ours, "up", [note]))
     samples = interleave(_replaced_node, times, warm=False, names=slow)
@@ -284,13 +276,3 @@ def handlers(quick: bool) -> list[Row]:
             compare("handlers", f"{what}, moved", "B", Target(1e6, "value"), samples, f"{key}_bytes")
         )
     return found
-
-
-def run(quick: bool) -> dict[str, Any]:
-    """All figures as plain data."""
-    found = [row for part in (forming, joining, losing, handlers) for row in part(quick)]
-    return {"torch": has_torch(), "rows": [row.as_json() for row in found]}
-
-
-if __name__ == "__main__":
-    print(json.dumps(run("--quick" in sys.argv), indent=2))

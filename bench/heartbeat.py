@@ -1,131 +1,97 @@
 """What the calls of `phalanx.worker` cost a training loop, and how soon a busy agent answers a health probe.
 
-- inside: the calls write into a real board, as in a worker. The budget is 2 µs for a heartbeat.
-- outside: the same script by itself; the calls do nothing.
-- probes: milliseconds for an answer of /healthz, while twice as many workers as processors spin.
-
-A figure is the least of several rounds, in microseconds a call, without the cost of the loop itself: what
-others do on the machine can only add.
-
-`python bench/heartbeat.py [--quick]` prints the result as JSON.
+A cost is the least of several rounds without the cost of the loop itself, because other load on the machine
+can only add. Probes are sent while twice as many workers as processors spin.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import socket
+import statistics
 import subprocess
-import sys
-from typing import Any
+import tempfile
+import time
 
-LIMIT = 2.0
+from bench.measure import (
+    LIMIT,
+    WORKERS,
+    FailedRun,
+    Figures,
+    Row,
+    Target,
+    compare,
+    environment,
+    interleave,
+    phalanx_sides,
+    program,
+)
 
-_WORK = """
-import json, sys, time
-from phalanx import worker
-
-count, rounds = int(sys.argv[1]), int(sys.argv[2])
-
-def nothing(step): pass
-def scope(step):
-    with worker.expires(60): pass
-def part(step):
-    with worker.section("step"): pass
-
-def cost(call):
-    best = float("inf")
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        for step in range(count):
-            call(step)
-        best = min(best, time.perf_counter() - begin)
-    return best / count * 1e6
-
-base = cost(nothing)
-calls = {
-    "heartbeat": worker.heartbeat,
-    "should_checkpoint": lambda _step: worker.should_checkpoint(),
-    "section": part,
-    "expires": scope,
-}
-print(json.dumps({name: round(max(0.0, cost(call) - base), 3) for name, call in calls.items()}))
-"""
+_TARGETS = {"heartbeat": Target(2e-6, "value"), "should_checkpoint": None, "section": None, "expires": None}
 
 
-def measure(inside: bool, quick: bool) -> dict[str, float]:
-    """Microseconds a call, by name."""
-    from phalanx.supervision.heartbeat import STACK_SIGNAL, VARIABLE, Boards
-
-    env = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    fds: tuple[int, ...] = ()
-    boards = Boards(1)
-    try:
-        if inside:
-            board, bell = (fd for _, fd, _ in boards.places(0, executed=True))
-            file = os.fstat(board)
-            env[VARIABLE] = f"{board},{bell},{file.st_dev},{file.st_ino},{STACK_SIGNAL}"
-            fds = (board, bell)
-        words = ["20000", "3"] if quick else ["200000", "7"]
-        done = subprocess.run(
-            [sys.executable, "-c", _WORK, *words], env=env, pass_fds=fds, capture_output=True, check=True
-        )
-        assert bool(boards.read(0).count) == inside, "the calls went where they should"
-    finally:
-        boards.close()
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+def calls(quick: bool) -> list[Row]:
+    """Seconds per call in a worker."""
+    count, rounds = (20_000, 3) if quick else (200_000, 7)
+    samples = interleave(
+        lambda side: _calls(side, count, rounds), 1 if quick else 3, names=phalanx_sides(), warm=False
+    )
+    return [
+        compare("heartbeat", f"worker.{name}(), a call", "s", target, samples, name)
+        for name, target in _TARGETS.items()
+    ]
 
 
-def probes(quick: bool) -> dict[str, float]:
-    """Milliseconds until the answer: the middle one and the slowest."""
-    import http.client
-    import statistics
-    import tempfile
-    import time
+def _calls(side: str, count: int, rounds: int) -> Figures:
+    with tempfile.NamedTemporaryFile("r") as file:
+        script = [os.path.join(WORKERS, "calls.py"), file.name, str(count), str(rounds)]
+        command = [*program(side), "-q", *script]
+        done = subprocess.run(command, env=environment(side), check=False, timeout=LIMIT, capture_output=True)
+        if done.returncode:
+            raise FailedRun(done.stderr.decode()[-200:])
+        figures: Figures = json.load(file)
+        return figures
 
+
+def probes(quick: bool) -> list[Row]:
+    """The slowest answer of /healthz."""
+    samples = interleave(
+        lambda side: _probes(side, 20 if quick else 200), 1 if quick else 3, names=phalanx_sides(), warm=False
+    )
+    what = "/healthz while twice as many workers as processors spin, slowest"
+    return [compare("health", what, "s", Target(0.1, "value"), samples, "slowest", average=max)]
+
+
+def _probes(side: str, count: int) -> Figures:
+    nproc = 2 * (os.cpu_count() or 1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "spin.py")
         with open(path, "w") as file:
             file.write("print('up', flush=True)\nwhile True: pass\n")
-        count = 2 * (os.cpu_count() or 1)
-        words = ["-q", "--nproc-per-node", str(count), "--health-port", "0", "--grace", "1", path]
-        code = (
-            "import sys\nfrom phalanx.web.health import HealthServer\nstart = HealthServer.start\n"
-            "def told(self): start(self); print('port', self.port, flush=True)\n"
-            "HealthServer.start = told\nfrom phalanx.cli.run import main\nsys.exit(main(sys.argv[1:]))"
+        options = ["-q", "--nproc-per-node", str(nproc), "--health-port", str(port), "--grace", "1", path]
+        agent = subprocess.Popen(
+            [*program(side), *options], env=environment(side), stdout=subprocess.PIPE, text=True
         )
-        agent = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True)
         try:
             assert agent.stdout is not None
-            lines = [agent.stdout.readline() for _ in range(count + 1)]
-            port = next(int(line.split()[1]) for line in lines if line.startswith("port"))
+            for _ in range(nproc):
+                agent.stdout.readline()
             took = []
-            for _ in range(20 if quick else 200):
+            for _ in range(count):
                 begin = time.perf_counter()
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
                 connection.request("GET", "/healthz")
-                assert connection.getresponse().status == 200
+                if connection.getresponse().status != 200:
+                    raise FailedRun("not healthy")
                 connection.close()
-                took.append((time.perf_counter() - begin) * 1000)
+                took.append(time.perf_counter() - begin)
                 time.sleep(0.01)
         finally:
             agent.terminate()
             agent.communicate()
-    return {"median": round(statistics.median(took), 2), "slowest": round(max(took), 2)}
-
-
-def run(quick: bool = False) -> dict[str, Any]:
-    """Both sides, and whether the budget is kept."""
-    inside = measure(True, quick)
-    return {
-        "unit": "microseconds a call",
-        "inside": inside,
-        "outside": measure(False, quick),
-        "limit": {"heartbeat": LIMIT},
-        "probes, milliseconds": probes(quick),
-        "met": inside["heartbeat"] <= LIMIT,
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(run("--quick" in sys.argv), indent=2))
+    return {"median": statistics.median(took), "slowest": max(took)}

@@ -1,7 +1,7 @@
 """What a job costs while nothing happens: memory of the launcher and its helpers, wake-ups, CPU.
 
-Both sides idle at the same time, with 8 workers each; the workers themselves are not counted. Memory is PSS,
-so that pages shared between helpers (or with workers) are counted once.
+All sides idle at the same time, with 8 workers each; the workers themselves are not counted. Memory is PSS,
+in which a shared page counts once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def run(quick: bool) -> list[Row]:
             for launch in launches.values():
                 launch.expect("up")
             settle()
-            time.sleep(2.0)  # past whatever a launcher still does after its workers have started
+            time.sleep(2.0)  # a launcher may still be busy after its workers have started
             before = {side: _use(launch.helpers()) for side, launch in launches.items()}
             begin = time.monotonic()
-            time.sleep(seconds)  # the measurement: nothing is to happen
+            time.sleep(seconds)  # the measurement
             for side, launch in launches.items():
                 helpers = launch.helpers()
                 switches, cpu = _use(helpers)
@@ -71,7 +71,7 @@ def _use(pids: list[int]) -> tuple[int, float]:
 
 
 def _cpu(task: str) -> float:
-    """Milliseconds of one thread: in nanoseconds where the kernel counts them, else in ticks."""
+    """Milliseconds of one thread; from nanoseconds if the kernel counts them, else from ticks."""
     try:
         with open(f"{task}/schedstat") as file:
             return int(file.read().split()[0]) / 1e6

@@ -1,7 +1,7 @@
-"""Launching and ending: what a user waits for before the first line of his code, and after the last.
+"""Launching and ending: what a user waits for before the first line of code and after the last.
 
 One run of the bare worker gives two figures: launch → first line, and last worker's exit → launcher's exit.
-The floor is the script started N times by hand. Beside them the console's delay, and who is left behind.
+The floor is the script started N times without a launcher. Also the console's delay, and orphan processes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _bare(side: str, nproc: int) -> Figures:
 
 
 def torch(quick: bool) -> list[Row]:
-    """Launch → first gloo all_reduce; the first launch of the script is the one that warms up."""
+    """Launch → first gloo all_reduce; the first launch of the script is not measured."""
     rows = []
     for nproc, rounds in ((2, 1 if quick else 7), (8, 1 if quick else 5)):
         samples = interleave(lambda side, nproc=nproc: reduce_once(side, nproc), rounds)  # type: ignore[misc]
@@ -70,7 +70,7 @@ def reduce_once(side: str, nproc: int) -> Figures:
     """One launch of the torch worker, to its end."""
     with Launch(side, "reduce.py", nproc=nproc) as launch:
         reduced = launch.expect("reduced")
-        launch.ended()  # to its proper end: a launcher may learn from it for the next launch
+        launch.ended()  # a launcher may learn the imports for the next launch
         return {"first": max(e.at for e in reduced.values()) - launch.begin}
 
 
@@ -85,7 +85,7 @@ def line(quick: bool) -> list[Row]:
 
 
 def _line(side: str, count: int, env: dict[str, str]) -> Figures:
-    """The median over all lines of two workers; what a buffer held comes out when the worker ends."""
+    """The median over all lines of two workers; buffered lines appear when the worker exits."""
     console, write_end = os.pipe()
     late: list[float] = []
     rest = b""
@@ -101,7 +101,7 @@ def _line(side: str, count: int, env: dict[str, str]) -> Figures:
                 if not got:
                     break
                 *lines, rest = (rest + got).split(b"\n")
-                late += [now - float(words.split()[-1]) for words in lines if b"stamp" in words]
+                late += [now - float(line.split()[-1]) for line in lines if b"stamp" in line]
             if len(late) != 2 * count:
                 raise FailedRun(f"{len(late)} of {2 * count} lines reached the console: {launch.tail()}")
             return {"median": statistics.median(late)}
@@ -112,7 +112,7 @@ def _line(side: str, count: int, env: dict[str, str]) -> Figures:
 
 
 def orphans(quick: bool) -> list[Row]:
-    """Who is left: a second after SIGKILL of the launcher, and after the failure of one worker."""
+    """Processes left a second after SIGKILL of the launcher, and after the failure of one worker."""
     killed = interleave(_agent_killed, 1 if quick else 5, warm=False)
     failed = interleave(_worker_failed, 1 if quick else 5, warm=False)
     none = Target(0, "value")
@@ -130,7 +130,7 @@ def _agent_killed(side: str) -> Figures:
         up = launch.expect("up")
         settle()
         os.kill(launch.pid, 9)
-        time.sleep(1.0)  # the promise itself
+        time.sleep(1.0)  # the documented bound
         alive = set(launch.processes())
         children = _children(launch)
         return {
@@ -149,6 +149,6 @@ def _worker_failed(side: str) -> Figures:
 
 
 def _children(launch: Launch, of: int | None = None) -> set[int]:
-    """The children that the workers (or one of them) have told of."""
-    told = [e for e in launch.events if e.what.startswith("child-") and of in (None, e.pid)]
-    return {int(e.what.removeprefix("child-")) for e in told}
+    """The children that the workers (or one of them) have reported."""
+    events = [e for e in launch.events if e.what.startswith("child-") and of in (None, e.pid)]
+    return {int(e.what.removeprefix("child-")) for e in events}

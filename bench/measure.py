@@ -1,17 +1,20 @@
-"""What all rows share: the two sides, one launch under observation, interleaved runs, and how a row is told.
+"""What all rows share: the sides, one observed launch, interleaved samples, and the rows of the table.
 
-Rules that hold for every figure:
-- Both sides run in the same interleaved run, with the same flags and environment; the claim is the ratio of
-  the medians. A run that failed is counted and named, never dropped in silence.
-- Workers stamp their own events with CLOCK_MONOTONIC, which is one clock for all processes, and tell them
-  through a named pipe: no polling anywhere in the measurement.
-- Everything a launch started carries a tag in its environment and is gone when the launch is closed, also
+The sides are torch, this checkout (`phalanx`) and, with `--against`, another checkout (`other`).
+
+Rules for every figure:
+- All sides run interleaved in the same run, with the same flags and environment; the result is the ratio of
+  the medians. A sample that failed is counted and reported.
+- Workers stamp their own events with CLOCK_MONOTONIC, which is the same for all processes, and send them
+  through a named pipe: no polling during a measurement.
+- Every process of a launch has a tag in its environment and is killed when the launch is closed, including
   what a launcher left behind.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import random
 import select
@@ -23,40 +26,145 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-THEIRS, OURS = "torch", "phalanx"
-WORKERS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "workers")
+THEIRS, OURS, OTHER = "torch", "phalanx", "other"
+BENCH = os.path.dirname(os.path.abspath(__file__))
+WORKERS = os.path.join(BENCH, "workers")
 LIMIT = 60.0  # seconds; a launch that takes longer counts as failed
 TAG = "BENCH_LAUNCH"
-# What this machine may have set and a person's has not. Both sides are to compile their modules once, and to
-# buffer their output as Python does by itself.
-_UNUSUAL = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
+_CHECKOUT = "BENCH_AGAINST"  # the path of the other checkout
+# Removed, so that all sides compile their modules once and buffer their output as Python does by default.
+_REMOVED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
 
 
 class FailedRun(Exception):
-    """One run gave no figure; the message says what was seen instead."""
+    """A sample gave no figure; the message says what happened instead."""
+
+
+# -- sides --------------------------------------------------------------------------------------------------
 
 
 def has_torch() -> bool:
-    """Whether there is anything to compare with."""
+    """Whether torch is installed."""
     return importlib.util.find_spec("torch") is not None
+
+
+def compare_against(checkout: str) -> None:
+    """Measure the phalanx of another checkout, too."""
+    os.environ[_CHECKOUT] = os.path.abspath(checkout)
+
+
+def phalanx_sides() -> tuple[str, ...]:
+    """This checkout, and the other one if there is one."""
+    return (OURS, OTHER) if _CHECKOUT in os.environ else (OURS,)
 
 
 def sides() -> tuple[str, ...]:
     """The sides that can be measured here."""
-    return (THEIRS, OURS) if has_torch() else (OURS,)
+    return (THEIRS, *phalanx_sides()) if has_torch() else phalanx_sides()
 
 
-def environment(**more: str) -> dict[str, str]:
+def python(side: str) -> str:
+    """The interpreter of a side."""
+    folder = os.path.join(os.environ.get(_CHECKOUT, ""), ".venv", "bin")
+    found = side == OTHER and os.path.exists(os.path.join(folder, "phalanx"))
+    return os.path.join(folder, "python") if found else sys.executable
+
+
+def program(side: str) -> list[str]:
+    """The launcher of a side: torchrun or `phalanx run`."""
+    folder = os.path.dirname(python(side))
+    return [os.path.join(folder, "torchrun")] if side == THEIRS else [os.path.join(folder, "phalanx"), "run"]
+
+
+def environment(side: str, **more: str) -> dict[str, str]:
     """The environment of a measured process, as on an ordinary machine."""
-    return {**{k: v for k, v in os.environ.items() if k not in _UNUSUAL}, **more}
+    kept = {k: v for k, v in os.environ.items() if k not in _REMOVED}
+    if side == OTHER and python(side) == sys.executable:  # it has no .venv: this interpreter, its source
+        checkout = os.environ[_CHECKOUT]
+        kept |= {"PYTHONPATH": f"{checkout}/src", "XDG_CACHE_HOME": f"{checkout}/bench/results/cache"}
+    return {**kept, **more}
+
+
+class Sampler:
+    """A process of one side that takes samples on request, so that each library is loaded once.
+
+    The module is run with the side as its argument and calls `serve_samples`: it answers every line
+    (arguments as JSON) with a line of JSON.
+    """
+
+    def __init__(self, side: str, module: str) -> None:
+        self._tag = uuid.uuid4().hex
+        self._process = subprocess.Popen(
+            [python(side), "-m", module, side],
+            cwd=os.path.dirname(BENCH),
+            env=environment(side, **{TAG: self._tag}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def sample(self, *arguments: Any) -> Any:
+        """The answer to one request."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(arguments) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise FailedRun(f"the sampler exited with code {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise FailedRun(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        kill_group(self._process)
+        kill_tagged(self._tag)
+        self._process.communicate()
+
+
+@contextmanager
+def samplers(module: str) -> Iterator[Callable[..., Any]]:
+    """`sample(side, *arguments)`; each side has a process of its own until the end."""
+    made: dict[str, Sampler] = {}
+
+    def sample(side: str, *arguments: Any) -> Any:
+        if side not in made:
+            made[side] = Sampler(side, module)
+        return made[side].sample(*arguments)
+
+    try:
+        yield sample
+    finally:
+        for sampler in made.values():
+            sampler.close()
+
+
+def serve_samples(take: Callable[..., Any]) -> None:
+    """The other end of a `Sampler`: `take(side, *arguments)` for every request."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints
+    for line in sys.stdin:
+        try:
+            answer = take(sys.argv[1], *json.loads(line))
+        except Exception as error:  # noqa: BLE001 - a failed sample must not end the process
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+# -- processes ----------------------------------------------------------------------------------------------
 
 
 def tagged(tag: str) -> list[int]:
-    """Every live process that has, or whose parents had, this tag in the environment."""
+    """Every live process with this tag in its environment."""
     wanted = f"{TAG}={tag}".encode()
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -77,11 +185,11 @@ def kill_tagged(tag: str) -> None:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        time.sleep(0.005)  # the end of somebody else's child has no event for us
+        time.sleep(0.005)  # there is no event for the end of another process's child
 
 
 def kill_group(process: subprocess.Popen[Any]) -> None:
-    """SIGKILL to the group that a process leads, and reap it."""
+    """SIGKILL the group that a process leads, and reap it."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -92,7 +200,7 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
 
 @dataclass(frozen=True)
 class Event:
-    """What a worker told: what, who, in which attempt, when."""
+    """An event that a worker has stamped."""
 
     what: str
     rank: int
@@ -101,8 +209,41 @@ class Event:
     at: float
 
 
+class EventPipe:
+    """The named pipe through which workers send their events."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = os.path.join(folder, "events")
+        os.mkfifo(self.path)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)
+        self._rest = b""
+        self.events: list[Event] = []
+
+    def fileno(self) -> int:
+        """Readable when there are events."""
+        return self._fd
+
+    def read(self) -> None:
+        """Add the events that have arrived."""
+        *lines, self._rest = (self._rest + os.read(self._fd, 65536)).split(b"\n")
+        for line in lines:
+            what, rank, attempt, pid, at = line.decode().split()
+            self.events.append(Event(what, int(rank), int(attempt), int(pid), float(at)))
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._fd)
+
+
+def last_lines(path: str) -> str:
+    """The last lines of a launcher's output, as one line."""
+    with open(path, errors="replace") as file:
+        lines = [line.strip() for line in file.read().splitlines() if line.strip(" *=-\n")]
+    return " / ".join(lines[-3:])[-300:]
+
+
 class Launch:
-    """A launcher with its workers, observed; closing it ends all of them."""
+    """An observed launcher with its workers; closing it kills all of them."""
 
     def __init__(
         self,
@@ -115,32 +256,31 @@ class Launch:
         env: dict[str, str] | None = None,
         console: int | None = None,
     ) -> None:
-        """`side` may be `floor`: the script by itself, nproc times. `console`: a descriptor for stdout."""
-        self.side, self.nproc, self.events = side, nproc, list[Event]()
+        """`side` may be `floor`: nproc plain runs of the script. `console`: a descriptor for stdout."""
+        self.side, self.nproc = side, nproc
         self.folder = tempfile.mkdtemp(prefix="bench-")
-        self._fifo_path = os.path.join(self.folder, "events")
-        os.mkfifo(self._fifo_path)
-        self._fifo = os.open(self._fifo_path, os.O_RDWR | os.O_NONBLOCK)
-        self._rest = b""
+        self._pipe = EventPipe(self.folder)
+        self.events = self._pipe.events
         self._tag = uuid.uuid4().hex
-        environ = environment(BENCH_EVENTS=self._fifo_path, **{TAG: self._tag}, **(env or {}))
+        environ = environment(side, BENCH_EVENTS=self._pipe.path, **{TAG: self._tag}, **(env or {}))
         command = [os.path.join(WORKERS, script), *args]
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._said = open(os.path.join(self.folder, "said"), "wb")  # noqa: SIM115 - closed in close()
+        self._output = open(os.path.join(self.folder, "output"), "wb")  # noqa: SIM115 - closed in close()
         try:
             if side == "floor":
                 commands = [([sys.executable, *command], {**environ, "RANK": str(n)}) for n in range(nproc)]
             else:
-                commands = [([*launcher(side, nproc, restarts), *flags, *command], environ)]
+                options = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
+                commands = [([*program(side), *options, *flags, *command], environ)]
             self.begin = time.monotonic()
-            for words, variables in commands:
+            for argv, variables in commands:
                 self._processes.append(
                     subprocess.Popen(
-                        words,
+                        argv,
                         env=variables,
                         stdin=subprocess.DEVNULL,
-                        stdout=self._said if console is None else console,
-                        stderr=self._said,
+                        stdout=self._output if console is None else console,
+                        stderr=self._output,
                         start_new_session=True,
                     )
                 )
@@ -159,7 +299,7 @@ class Launch:
     def expect(
         self, what: str, attempt: int = 0, count: int | None = None, limit: float = LIMIT
     ) -> dict[int, Event]:
-        """Wait until `count` ranks (all of them) have told `what` in this attempt or a later one."""
+        """Wait until `count` ranks (default: all) have stamped `what` in this attempt or a later one."""
         wanted = self.nproc if count is None else count
         end = time.monotonic() + limit
         while True:
@@ -170,81 +310,69 @@ class Launch:
 
     def _listen(self, end: float, missing: str) -> None:
         poll = select.poll()
-        poll.register(self._fifo, select.POLLIN)
+        poll.register(self._pipe, select.POLLIN)
         poll.register(self._pidfd, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(max(0.0, end - time.monotonic()) * 1000)}
-        if self._fifo in ready:
-            *lines, self._rest = (self._rest + os.read(self._fifo, 65536)).split(b"\n")
-            for line in lines:
-                what, rank, attempt, pid, at = line.decode().split()
-                self.events.append(Event(what, int(rank), int(attempt), int(pid), float(at)))
+        if self._pipe.fileno() in ready:
+            self._pipe.read()
         elif ready and self.side != "floor":
             code = self._processes[0].wait()
-            raise FailedRun(f"the launcher ended with code {code} and only {missing}: {self.tail()}")
+            raise FailedRun(f"the launcher exited with code {code} and only {missing}: {self.tail()}")
         elif time.monotonic() >= end:
             raise FailedRun(f"only {missing} in time: {self.tail()}")
 
     def ended(self, limit: float = LIMIT) -> float:
-        """Wait for the launcher's end; when it was. Events that came meanwhile are kept for `expect`."""
+        """Wait for the launcher's exit and return its time. Events until then are kept for `expect`."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         if not poll.poll(limit * 1000):
-            raise FailedRun(f"the launcher did not end within {limit:.0f} s: {self.tail()}")
+            raise FailedRun(f"the launcher did not exit within {limit:.0f} s: {self.tail()}")
         at = time.monotonic()
         for process in self._processes:
             process.wait()
-        while select.select([self._fifo], [], [], 0)[0]:
-            self._listen(at, "")
+        while select.select([self._pipe], [], [], 0)[0]:
+            self._pipe.read()
         return at
 
     def helpers(self) -> list[int]:
-        """The launcher and everything of this launch that is not a worker."""
+        """The launcher and all processes of this launch that are not workers."""
         workers = {e.pid for e in self.events}
         return [pid for pid in self.processes() if pid not in workers]
 
     def processes(self) -> list[int]:
-        """Every live process of this launch, whoever its parent is by now."""
+        """Every live process of this launch."""
         return tagged(self._tag)
 
     def tail(self) -> str:
-        """The last thing the launcher said, on one line."""
-        with open(os.path.join(self.folder, "said"), errors="replace") as file:
-            lines = [line.strip() for line in file.read().splitlines() if line.strip(" *=-\n")]
-        return " / ".join(lines[-3:])[-300:]
+        """The last lines of the launcher's output."""
+        return last_lines(os.path.join(self.folder, "output"))
 
     def close(self) -> None:
-        """SIGKILL to the process groups, and to whatever has left them, until nothing is there."""
+        """SIGKILL the process groups and all processes that have left them."""
         for process in self._processes:
             kill_group(process)
         kill_tagged(self._tag)
         self._processes = []
-        for fd in (self._fifo, getattr(self, "_pidfd", -1)):
-            if fd >= 0:
-                os.close(fd)
-        self._said.close()
+        self._pipe.close()
+        if hasattr(self, "_pidfd"):
+            os.close(self._pidfd)
+        self._output.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def launcher(side: str, nproc: int, restarts: int) -> list[str]:
-    """The same words for both."""
-    there = os.path.dirname(sys.executable)
-    program = [os.path.join(there, "torchrun")] if side == THEIRS else [os.path.join(there, "phalanx"), "run"]
-    return [*program, "--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
-
-
 def settle() -> None:
-    """Let a launch come to rest; at random, so that no polling interval is always met at the same moment."""
+    """Let a launch come to rest; the time is random, to be unrelated to any polling interval."""
     time.sleep(0.3 + random.uniform(0, 0.2))
 
 
-# -- interleaved runs ---------------------------------------------------------------------------------------
+# -- interleaved samples ------------------------------------------------------------------------------------
 
 Figures = dict[str, float]
 
 
 @dataclass
 class Samples:
-    """All figures of one side, and what went wrong in the runs that gave none."""
+    """All figures of one side, and the errors of the samples that gave none."""
 
     figures: list[Figures] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -257,12 +385,10 @@ class Samples:
 def interleave(
     once: Callable[[str], Figures], rounds: int, *, names: Sequence[str] | None = None, warm: bool = True
 ) -> dict[str, Samples]:
-    """Run every side `rounds` times in turn, first one way round and then the other."""
+    """Take `rounds` samples of every side in turn, reversing the order each round."""
     chosen = list(sides() if names is None else names)
     samples = {name: Samples() for name in chosen}
-    for name in (
-        chosen if warm else []
-    ):  # byte code, page cache, and what a launcher learns from a first launch
+    for name in chosen if warm else []:  # byte code, page cache, and the launcher's cache of imports
         try:
             once(name)
         except FailedRun as error:
@@ -281,24 +407,24 @@ def interleave(
 
 @dataclass(frozen=True)
 class Target:
-    """What ours is to reach: a ratio to the other side (of the medians), or a value of its own."""
+    """What this checkout must reach: a ratio of the medians to torch's, or an absolute value."""
 
     limit: float
     kind: str = "ratio"  # ratio, value
     least: bool = False  # the limit is a lower one
 
     def met(self, ours: float | None, theirs: float | None) -> bool | None:
-        """None: cannot be told here."""
+        """None if unknown."""
         if ours is None or (self.kind == "ratio" and not theirs):
             return None
         value = ours if self.kind == "value" else ours / (theirs or 1.0)
         return value >= self.limit if self.least else value <= self.limit
 
-    def words(self, unit: str) -> str:
-        """As in the table."""
+    def text(self, unit: str) -> str:
+        """The target as the table shows it."""
         sign = "≥" if self.least else "≤"
         if self.kind == "value":
-            return f"{sign} {in_words(self.limit, unit)}"
+            return f"{sign} {with_unit(self.limit, unit)}"
         return f"{sign} {self.limit:g}×" if self.limit >= 1 else f"{sign} 1/{1 / self.limit:.3g}"
 
 
@@ -309,16 +435,22 @@ class Row:
     key: str
     what: str
     unit: str
-    target: Target | None  # None: told for its own sake
+    target: Target | None  # None: for information only
     ours: float | None = None
     theirs: float | None = None
+    other: float | None = None
     notes: list[str] = field(default_factory=list)
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float | None:
-        """Ours to theirs."""
+        """This checkout to torch."""
         return self.ours / self.theirs if self.ours is not None and self.theirs else None
+
+    @property
+    def against(self) -> float | None:
+        """This checkout to the other one."""
+        return self.ours / self.other if self.ours is not None and self.other else None
 
     @property
     def met(self) -> bool | None:
@@ -327,42 +459,51 @@ class Row:
 
     @property
     def goal(self) -> str:
-        """The target in words."""
-        return self.target.words(self.unit) if self.target else "-"
+        """The target as text."""
+        return self.target.text(self.unit) if self.target else "-"
 
     def as_json(self) -> dict[str, Any]:
-        """All there is to know about the row."""
-        return {**asdict(self), "ratio": self.ratio, "met": self.met, "target": self.goal}
+        """All fields and what follows from them."""
+        return {
+            **asdict(self),
+            "ratio": self.ratio,
+            "against": self.against,
+            "met": self.met,
+            "target": self.goal,
+        }
 
 
 def compare(
     key: str,
     what: str,
     unit: str,
-    target: Target,
+    target: Target | None,
     samples: dict[str, Samples],
     figure: str,
     notes: Sequence[str] = (),
+    average: Callable[[list[float]], float] = statistics.median,
 ) -> Row:
-    """The row of one figure of interleaved runs; other sides than the two (a floor) become notes."""
+    """The row of one figure of interleaved samples; the floor becomes a note."""
     row = Row(key, what, unit, target, notes=list(notes))
     for name, taken in samples.items():
         values = taken.of(figure)
         row.samples[name] = values
-        median = statistics.median(values) if values else None
+        value = average(values) if values else None
         if name == OURS:
-            row.ours = median
+            row.ours = value
         elif name == THEIRS:
-            row.theirs = median
-        elif median is not None:
-            row.notes.append(f"{name}: {in_words(median, unit)}")
+            row.theirs = value
+        elif name == OTHER:
+            row.other = value
+        elif value is not None:
+            row.notes.append(f"{name}: {with_unit(value, unit)}")
         if taken.failures:
             total = len(taken.figures) + len(taken.failures)
-            row.notes.append(f"{name}: {len(taken.failures)} of {total} runs failed: {taken.failures[0]}")
+            row.notes.append(f"{name}: {len(taken.failures)} of {total} samples failed: {taken.failures[0]}")
     return row
 
 
-def in_words(value: float | None, unit: str) -> str:
+def with_unit(value: float | None, unit: str) -> str:
     """A figure with its unit, three digits."""
     if value is None:
         return "-"

@@ -1,7 +1,7 @@
-"""`start_processes` side by side: many small functions, one large value, and how soon an exit is known.
+"""`start_processes`: many small functions, one large value, and how soon `wait()` returns after an exit.
 
-Each measurement is a process of its own (workers/functions.py), so that neither library lives in the other's
-parent and neither is warm. `wait()` is called as the signature has it, with no arguments.
+Each sample is a process of its own (workers/functions.py), so that no library is warm or shares a parent with
+another. `wait()` is called without arguments.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import uuid
 
 from bench.measure import (
@@ -25,6 +24,7 @@ from bench.measure import (
     interleave,
     kill_group,
     kill_tagged,
+    python,
 )
 
 
@@ -36,7 +36,7 @@ def functions(quick: bool) -> list[Row]:
 
 
 def waits(quick: bool) -> list[Row]:
-    """An exit that decides → wait() returns."""
+    """The decisive exit → wait() returns."""
     rows = []
     for case, what in (
         ("success", "last worker exits with 0 → wait() returns"),
@@ -56,8 +56,8 @@ def value(quick: bool) -> list[Row]:
 def _measure(side: str, what: str) -> Figures:
     tag = uuid.uuid4().hex
     process = subprocess.Popen(
-        [sys.executable, os.path.join(WORKERS, "functions.py"), side, what],
-        env=environment(**{TAG: tag}),
+        [python(side), os.path.join(WORKERS, "functions.py"), side, what],
+        env=environment(side, **{TAG: tag}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,12 +1,14 @@
-"""After a worker was SIGKILLed: how soon its siblings are told, and how soon everybody works again.
+"""After SIGKILL of a worker: how soon its siblings are signalled, and how soon all workers run again.
 
-torchrun is measured with its shared store switched off, because with its default settings a job of torch
-workers often does not come back at all; how often it does is a row of its own.
+torchrun is measured without its shared store: with its default settings a job of torch workers often does not
+restart at all; how often it does is a row of its own.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import time
 
 from bench.launch import reduce_once
@@ -20,15 +22,17 @@ from bench.measure import (
     Samples,
     Target,
     compare,
+    environment,
     has_torch,
     interleave,
+    program,
     settle,
     sides,
 )
 
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _STANDBY = ("--warm", "standby")
-_TO_PARK = 60.0  # seconds; learning what a worker imports, and importing it, happens in the background
+_STANDBY_LIMIT = 60.0  # seconds; learning and preloading a worker's imports happens in the background
 
 
 def bare(quick: bool) -> list[Row]:
@@ -40,7 +44,7 @@ def bare(quick: bool) -> list[Row]:
             3 if quick else 15,
         )
         what = f"SIGKILL of one worker → all siblings signalled, N={nproc}"
-        rows.append(compare("detect", what, "s", Target(0.005, "value"), samples, "told"))
+        rows.append(compare("detect", what, "s", Target(0.005, "value"), samples, "signalled"))
         if nproc == 8:
             what = "SIGKILL → all bare workers run user code again, N=8"
             rows.append(compare("restart", what, "s", Target(1 / 6), samples, "again"))
@@ -48,15 +52,15 @@ def bare(quick: bool) -> list[Row]:
 
 
 def standby(quick: bool) -> list[Row]:
-    """The same where every worker has a parked successor, once that is there."""
+    """The same with a standby process for every worker, once that exists."""
     what = "SIGKILL → all bare workers run user code again, N=8, standby"
-    samples = interleave(lambda side: _killed_bare(side, 8, parked=True), 2 if quick else 9)
+    samples = interleave(lambda side: _killed_bare(side, 8, standby=True), 2 if quick else 9)
     rows = [compare("standby", what, "s", Target(1 / 15), samples, "again")]
     if has_torch():
         for nproc, rounds in ((2, 1 if quick else 5), (8, 1 if quick else 3)):
             samples = interleave(
                 lambda side, nproc=nproc: _killed_torch(  # type: ignore[misc]
-                    side, nproc, _OWN_STORE if side == THEIRS else {}, parked=True
+                    side, nproc, _OWN_STORE if side == THEIRS else {}, standby=True
                 ),
                 rounds,
             )
@@ -65,33 +69,37 @@ def standby(quick: bool) -> list[Row]:
     return rows
 
 
-def _flags(side: str, parked: bool) -> tuple[str, ...]:
-    return _STANDBY if parked and side == OURS else ()
+def _flags(side: str, standby: bool) -> tuple[str, ...]:
+    return _STANDBY if standby and side != THEIRS else ()
 
 
-def _until_parked(launch: Launch) -> None:
-    """Our agent says itself how many successors wait."""
-    from phalanx.cli.status import jobs
+def _wait_for_standby(launch: Launch) -> None:
+    """Wait until `phalanx status` shows a standby process for every worker."""
+    command = [*program(launch.side)[:-1], "status", "--json"]
 
-    end = time.monotonic() + _TO_PARK
-    while not any(j["pid"] == launch.pid and j["standbys"]["count"] == launch.nproc for j in jobs()):
+    end = time.monotonic() + _STANDBY_LIMIT
+    while True:
+        done = subprocess.run(command, env=environment(launch.side), capture_output=True, check=False)
+        jobs = json.loads(done.stdout or b"[]")
+        if any(job["pid"] == launch.pid and job["standbys"]["count"] == launch.nproc for job in jobs):
+            return
         if time.monotonic() > end:
-            raise FailedRun(f"not all of {launch.nproc} successors were parked within {_TO_PARK:.0f} s")
+            raise FailedRun(f"not all {launch.nproc} standby processes within {_STANDBY_LIMIT:.0f} s")
         time.sleep(0.1)
 
 
-def _killed_bare(side: str, nproc: int, parked: bool = False) -> Figures:
-    with Launch(side, "bare.py", "wait", nproc=nproc, restarts=3, flags=_flags(side, parked)) as launch:
+def _killed_bare(side: str, nproc: int, standby: bool = False) -> Figures:
+    with Launch(side, "bare.py", "wait", nproc=nproc, restarts=3, flags=_flags(side, standby)) as launch:
         up = launch.expect("up")
-        if parked and side == OURS:
-            _until_parked(launch)
+        if standby and side != THEIRS:
+            _wait_for_standby(launch)
         settle()
         at = time.monotonic()
         os.kill(up[nproc - 1].pid, 9)
         again = launch.expect("up", attempt=1)
-        told = launch.expect("term", count=nproc - 1)
+        signalled = launch.expect("term", count=nproc - 1)
         return {
-            "told": max(e.at for e in told.values()) - at,
+            "signalled": max(e.at for e in signalled.values()) - at,
             "again": max(e.at for e in again.values()) - at,
         }
 
@@ -101,9 +109,9 @@ def torch(quick: bool) -> list[Row]:
     rows = []
     for side in sides():
         try:
-            reduce_once(side, 2)  # to its proper end: a launcher may learn from it for the launches below
+            reduce_once(side, 2)  # to its end: a launcher may learn the imports for the launches below
         except FailedRun:
-            pass  # the rows tell
+            pass  # the rows show it
     for nproc, target, rounds in ((2, 1 / 8, 1 if quick else 7), (8, 1 / 10, 1 if quick else 5)):
         samples = interleave(
             lambda side, nproc=nproc: _killed_torch(side, nproc, _OWN_STORE if side == THEIRS else {}),  # type: ignore[misc]
@@ -113,16 +121,16 @@ def torch(quick: bool) -> list[Row]:
         what = f"SIGKILL → first all_reduce again, torch, N={nproc}"
         rows.append(compare("restart-torch", what, "s", Target(target), samples, "again"))
         if nproc == 2 or not quick:
-            rows.append(_came_back(nproc, 1 if quick else 6, samples[OURS]))
+            rows.append(_restarted(nproc, 1 if quick else 6, samples[OURS]))
     return rows
 
 
-def _came_back(nproc: int, rounds: int, ours: Samples) -> Row:
-    """How many jobs came back with default settings, in per cent."""
+def _restarted(nproc: int, rounds: int, ours: Samples) -> Row:
+    """The percentage of jobs that restarted with default settings."""
     default = interleave(lambda side: _killed_torch(side, nproc, {}), rounds, names=[THEIRS], warm=False)
     row = Row(
         "restart-torch",
-        f"jobs that came back, default settings, torch, N={nproc}",
+        f"jobs that restarted, default settings, torch, N={nproc}",
         "%",
         Target(100, "value", True),
     )
@@ -136,12 +144,12 @@ def _came_back(nproc: int, rounds: int, ours: Samples) -> Row:
     return row
 
 
-def _killed_torch(side: str, nproc: int, env: dict[str, str], parked: bool = False) -> Figures:
-    flags = _flags(side, parked)
+def _killed_torch(side: str, nproc: int, env: dict[str, str], standby: bool = False) -> Figures:
+    flags = _flags(side, standby)
     with Launch(side, "reduce.py", "wait", nproc=nproc, restarts=3, env=env, flags=flags) as launch:
         reduced = launch.expect("reduced")
-        if parked and side == OURS:
-            _until_parked(launch)
+        if standby and side != THEIRS:
+            _wait_for_standby(launch)
         settle()
         at = time.monotonic()
         os.kill(reduced[nproc - 1].pid, 9)

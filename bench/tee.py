@@ -1,6 +1,4 @@
-"""Measures the tee: throughput, completeness and latency, side by side with torch's TailLog when it is there.
-
-    python bench/tee.py [--quick]
+"""The tee: throughput, completeness and latency of a TailLog.
 
 Throughput: four writer processes fill their log files while a tail follows them into a pipe. The clock runs
 from the release of the writers to the last byte out of the pipe, and the tail is stopped when the writers
@@ -11,9 +9,6 @@ Latency: one line at a time, written to a followed file, until it is readable in
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
 import os
 import select
 import shutil
@@ -25,9 +20,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from bench.measure import (
+    OURS,
+    THEIRS,
+    Figures,
+    Row,
+    Target,
+    compare,
+    interleave,
+    samplers,
+    serve_samples,
+    with_unit,
+)
+
 WRITERS = 4
 CASES = {"1KiB lines": (1024, 200_000), "80 B lines": (80, 1_000_000)}  # line length, lines per writer
-QUICK = 10  # the divisor of the number of lines
+QUICK = 10  # divides the number of lines
 PREFIX = "[bench%d]:"
 
 _WRITER = """
@@ -59,24 +67,46 @@ with open(sys.argv[2], "wb") as kept:
 """
 
 
-def _tails() -> dict[str, Callable[..., Any]]:
-    """The TailLog classes to compare: ours, and torch's where it can be imported."""
-    found = {"phalanx": importlib.import_module("phalanx.logs.tail_log").TailLog}
-    try:
-        module = importlib.import_module("torch.distributed.elastic.multiprocessing.tail_log")
-    except ImportError:
-        return found
-    return {**found, "torch": module.TailLog}
+def run(quick: bool) -> list[Row]:
+    """Throughput, lost lines, and latency."""
+    rows = []
+    with samplers("bench.tee") as sample:
+        for case, (length, lines) in CASES.items():
+            count = lines // QUICK if quick else lines
+            samples = interleave(
+                lambda side, length=length, count=count: sample(side, "throughput", length, count),  # type: ignore[misc]
+                1 if quick else 3,
+                warm=False,
+            )
+            what, size = f"tee, 4 writers, {case}", f"{WRITERS * length * count / 1e6:.0f} MB"
+            rows.append(compare("tee", what, "s", Target(1 / 2), samples, "seconds", [size]))
+            what += ": lines missing, doubled or torn"
+            rows.append(compare("tee", what, "", Target(0, "value"), samples, "lost", average=max))
+        samples = interleave(lambda side: sample(side, "latency", 10 if quick else 50), 1, warm=False)
+        worst = with_unit(max(samples[OURS].of("max"), default=None), "s")
+        what = "line written to a followed file → in the pipe"
+        rows.append(
+            compare("latency", what, "s", Target(0.010, "value"), samples, "median", [f"at most {worst}"])
+        )
+    return rows
+
+
+def _tail_class(side: str) -> Callable[..., Any]:
+    if side == THEIRS:
+        from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+    else:
+        from phalanx.elastic.multiprocessing.tail_log import TailLog
+    return TailLog
 
 
 def _scratch() -> str:
-    """A new folder, in memory where that is possible: the disk is not what is measured."""
+    """A new folder, in memory if possible: the disk is not what is measured."""
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     return tempfile.mkdtemp(prefix="tee-bench-", dir=parent)
 
 
-def _check(path: str, length: int, lines: int) -> dict[str, int]:
-    """Counts the lines that are missing, doubled or torn in what the console got."""
+def _lost(path: str, length: int, lines: int) -> int:
+    """The number of lines that are missing, doubled or torn on the console."""
     expected = [0] * WRITERS
     seen = torn = again = 0
     pad = b"x" * (length - 13) + b"\n"
@@ -93,11 +123,11 @@ def _check(path: str, length: int, lines: int) -> dict[str, int]:
             if int(number) < expected[rank]:
                 again += 1
             expected[rank] = int(number) + 1
-    return {"missing": WRITERS * lines - (seen - again), "doubled": again, "torn": torn}
+    return WRITERS * lines - (seen - again) + again + torn
 
 
 def _python(code: str, *args: object) -> subprocess.Popen[bytes]:
-    """A small interpreter that has said it is ready."""
+    """A small interpreter that has printed that it is ready."""
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", code, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -106,9 +136,9 @@ def _python(code: str, *args: object) -> subprocess.Popen[bytes]:
     return process
 
 
-def throughput(tail_class: Callable[..., Any], length: int, lines: int) -> dict[str, float]:
+def throughput(side: str, length: int, lines: int) -> Figures:
     """One run of all writers through one tail."""
-    folder = _scratch()
+    tail_class, folder = _tail_class(side), _scratch()
     processes = []
     try:
         files = {rank: os.path.join(folder, str(rank)) for rank in range(WRITERS)}
@@ -121,19 +151,17 @@ def throughput(tail_class: Callable[..., Any], length: int, lines: int) -> dict[
         assert reader.stdout is not None
         with os.fdopen(os.dup(reader.stdin.fileno()), "w") as dst:
             reader.stdin.close()
-            cpu, start = time.process_time(), time.monotonic()
+            start = time.monotonic()
             tail = tail_class("bench", files, dst, {rank: PREFIX % rank for rank in files}).start()
             for writer in processes[:WRITERS]:
                 assert writer.stdin is not None
                 writer.stdin.close()
             for writer in processes[:WRITERS]:
                 writer.wait()
-            written = time.monotonic() - start
             tail.stop()
-        result = {"seconds": float(reader.stdout.readline()) - start, "written": written}
-        result["cpu"] = time.process_time() - cpu
+        seconds = float(reader.stdout.readline()) - start
         reader.wait()
-        return {**result, **_check(console, length, lines)}
+        return {"seconds": seconds, "lost": _lost(console, length, lines)}
     finally:
         for process in processes:
             assert process.stdout is not None
@@ -143,11 +171,11 @@ def throughput(tail_class: Callable[..., Any], length: int, lines: int) -> dict[
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def latency(tail_class: Callable[..., Any], samples: int) -> list[float]:
+def latency(side: str, samples: int) -> Figures:
     """Seconds from the write of a line to its arrival in the pipe, with a pause before each."""
-    folder = _scratch()
+    tail_class, folder = _tail_class(side), _scratch()
     read_end, write_end = os.pipe()
-    dst = os.fdopen(write_end, "w", buffering=1)  # torch's writes through the stream and never flushes it
+    dst = os.fdopen(write_end, "w", buffering=1)  # torch writes to the stream and never flushes it
     times = []
     try:
         path = os.path.join(folder, "log")
@@ -170,65 +198,9 @@ def latency(tail_class: Callable[..., Any], samples: int) -> list[float]:
         dst.close()
         os.close(read_end)
         shutil.rmtree(folder, ignore_errors=True)
-    return times
-
-
-def run(quick: bool) -> dict[str, Any]:
-    """All measurements, ours and torch's in turn; times are medians in seconds."""
-    tails = _tails()
-    rounds = 1 if quick else 3
-    report: dict[str, Any] = {"torch": "torch" in tails, "throughput": {}, "latency": {}}
-    for case, (length, lines) in CASES.items():
-        count = lines // QUICK if quick else lines
-        runs: dict[str, list[dict[str, float]]] = {name: [] for name in tails}
-        for turn in range(rounds):
-            for name in list(tails) if turn % 2 == 0 else list(tails)[::-1]:
-                runs[name].append(throughput(tails[name], length, count))
-        row: dict[str, Any] = {
-            name: {
-                **{key: statistics.median(r[key] for r in results) for key in ("seconds", "written", "cpu")},
-                **{key: max(r[key] for r in results) for key in ("missing", "doubled", "torn")},
-            }
-            for name, results in runs.items()
-        }
-        row["megabytes"] = WRITERS * length * count / 1e6
-        if "torch" in tails:
-            row["ratio"] = row["phalanx"]["seconds"] / row["torch"]["seconds"]
-        report["throughput"][case] = row
-    for name, tail_class in tails.items():
-        times = sorted(latency(tail_class, 10 if quick else 50))
-        report["latency"][name] = {"median": statistics.median(times), "max": times[-1]}
-    if "torch" in tails:
-        report["latency"]["ratio"] = (
-            report["latency"]["phalanx"]["median"] / report["latency"]["torch"]["median"]
-        )
-    return report
-
-
-def main() -> None:
-    """Prints the table, then the same as one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of the lines, one round")
-    report = run(parser.parse_args().quick)
-    print(f"{'tee of 4 writers':<18}{'':<10}{'seconds':>9}{'MB/s':>8}{'missing':>9}{'doubled':>9}{'torn':>7}")
-    for case, row in report["throughput"].items():
-        for name in ("phalanx", "torch"):
-            if name in row:
-                r = row[name]
-                speed = row["megabytes"] / r["seconds"]
-                print(
-                    f"{case:<18}{name:<10}{r['seconds']:>9.2f}{speed:>8.0f}"
-                    f"{r['missing']:>9.0f}{r['doubled']:>9.0f}{r['torn']:>7.0f}"
-                )
-        if "ratio" in row:
-            print(f"{'':<18}{'ratio':<10}{row['ratio']:>9.2f}")
-    for name in ("phalanx", "torch"):
-        if name in report["latency"]:
-            times = report["latency"][name]
-            median, worst = times["median"] * 1e3, times["max"] * 1e3
-            print(f"{'line -> console':<18}{name:<10}{median:>7.2f}ms  max {worst:.2f}ms")
-    print(json.dumps(report))
+    return {"median": statistics.median(times), "max": max(times)}
 
 
 if __name__ == "__main__":
-    main()
+    KINDS = {"throughput": throughput, "latency": latency}
+    serve_samples(lambda side, kind, *values: KINDS[kind](side, *values))

@@ -1,73 +1,64 @@
-"""The torch store side by side with torch's own TCPStore server: same client, same run, taking turns.
+"""The torch store beside torch's own TCPStore server, with the same clients (torch's).
 
-Both servers run in a process of their own; the clients are torch's, one process each. A figure is the median
-over rounds; a ratio is the median of the ratios of neighbouring rounds, so that a drift of the machine falls
-out.
+Every server runs in a process of its own; clients are one process each.
 
 - throughput: requests a second of set, get, add and wait with 1 and 32 clients;
-- barrier: 64 bare clients connect and pass one store barrier, from the moment they are let go.
-
-`python bench/torch_store.py [--quick]` prints the result as JSON.
+- barrier: 64 bare clients connect and pass one store barrier, from the moment they are released.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import multiprocessing
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from bench.measure import (
+    THEIRS,
+    Figures,
+    Row,
+    Target,
+    compare,
+    interleave,
+    samplers,
+    serve_samples,
+    sides,
+)
+
 OPERATIONS = ("set", "get", "add", "wait")
-SERVERS = ("phalanx", "torch")
 _TIMEOUT = timedelta(seconds=60)
+_servers: list[Any] = []
 
 
-def _serve(kind: str, pipe: Connection) -> None:
-    """One server, until the other end of the pipe is closed."""
-    if kind == "torch":
+def run(quick: bool) -> list[Row]:
+    """Throughput and the barrier."""
+    rounds = 5 if quick else 15
+    with samplers("bench.torch_store") as sample:
+        ports = {side: sample(side)["port"] for side in sides()}
+        few, many = (2_000, 6_400) if quick else (10_000, 32_000)
+        return [
+            *_throughput(1, few, rounds, ports, None),
+            *_throughput(32, many, rounds, ports, Target(1 / 2, least=True)),
+            _barrier(64, rounds, ports),
+        ]
+
+
+def _serve(side: str) -> Figures:
+    """Start a server that stays with the process."""
+    if side == THEIRS:
         from torch.distributed import TCPStore
 
         store = TCPStore("127.0.0.1", 0, None, True, _TIMEOUT, wait_for_workers=False)
-        pipe.send(store.port)
-        pipe.poll(None)
     else:
-        from phalanx.store.torch.server import TorchStoreServer
+        from phalanx.elastic.utils.distributed import create_c10d_store
 
-        with TorchStoreServer() as server:
-            pipe.send(server.port)
-            pipe.poll(None)
-
-
-@contextmanager
-def _servers() -> Iterator[dict[str, int]]:
-    """Both servers running; their ports."""
-    spawn = multiprocessing.get_context("spawn")
-    pipes, processes, ports = [], [], {}
-    try:
-        for kind in SERVERS:
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(kind, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-            ports[kind] = ours.recv()
-        yield ports
-    finally:
-        for pipe in pipes:
-            pipe.close()
-        for process in processes:
-            process.join(30)
+        store = create_c10d_store(True, "127.0.0.1", 0, wait_for_workers=False)
+    _servers.append(store)
+    return {"port": store.port}
 
 
 def _operation(store: Any, name: str, rank: int) -> Callable[[], Any]:
@@ -83,7 +74,7 @@ def _operation(store: Any, name: str, rank: int) -> Callable[[], Any]:
 
 
 def _client(rank: int, ports: dict[str, int], pipe: Connection) -> None:
-    """Does what the pipe says on a connection to either server; answers with when it began and ended."""
+    """Do what the pipe requests on a connection to a server; answer with the times of begin and end."""
     from torch.distributed import TCPStore
 
     stores = {kind: TCPStore("127.0.0.1", port, None, False, _TIMEOUT) for kind, port in ports.items()}
@@ -97,7 +88,7 @@ def _client(rank: int, ports: dict[str, int], pipe: Connection) -> None:
         begin = time.monotonic()
         for _ in range(count):
             act()
-        stores[kind].num_keys()  # set has no reply: until the server has seen them all
+        stores[kind].num_keys()  # set has no reply: waits until the server has seen them all
         pipe.send((begin, time.monotonic()))
 
 
@@ -137,92 +128,45 @@ def _children(target: Callable[..., None], arguments: list[tuple[Any, ...]]) -> 
 
 
 def _only(target: Callable[..., None], inherited: list[Connection], *args: Any) -> None:
-    # The parent's ends came along with the fork; kept open, no sibling would ever see its pipe close.
+    # Inherited ends would keep the pipes of siblings open.
     for pipe in inherited:
         pipe.close()
     target(*args)
 
 
-def _throughput(clients: int, requests: int, rounds: int, ports: dict[str, int]) -> dict[str, Any]:
-    """Requests a second for each operation and server, all clients at once."""
-    result: dict[str, Any] = {}
+def _throughput(
+    clients: int, requests: int, rounds: int, ports: dict[str, int], target: Target | None
+) -> Iterator[Row]:
+    """Requests a second for each operation, all clients at once."""
     with _children(_client, [(rank, ports) for rank in range(clients)]) as pipes:
         for name in OPERATIONS:
-            rates: dict[str, list[float]] = {kind: [] for kind in SERVERS}
-            for number in range(rounds + 1):
-                for kind in SERVERS if number % 2 else reversed(SERVERS):
-                    for pipe in pipes:
-                        pipe.send((kind, name, requests // clients))
-                    times = [pipe.recv() for pipe in pipes]
-                    span = max(end for _, end in times) - min(begin for begin, _ in times)
-                    if number:  # the first round warms up
-                        rates[kind].append(requests // clients * clients / span)
-            result[name] = _compare(rates)
-    return result
 
-
-def _barrier(clients: int, rounds: int, ports: dict[str, int]) -> dict[str, Any]:
-    """Seconds from letting the clients go until the last has passed the barrier."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in SERVERS}
-    for number in range(rounds + 1):
-        for kind in SERVERS if number % 2 else reversed(SERVERS):
-            key = f"barrier/{clients}/{number}"
-            with _children(_barrier_client, [(ports[kind], clients, key)] * clients) as pipes:
-                begin = time.monotonic()
+            def once(side: str, name: str = name) -> Figures:
                 for pipe in pipes:
-                    pipe.send("go")
-                end = max(pipe.recv() for pipe in pipes)
-            if number:
-                seconds[kind].append(end - begin)
-    return _compare(seconds)
+                    pipe.send((side, name, requests // clients))
+                times = [pipe.recv() for pipe in pipes]
+                span = max(end for _, end in times) - min(begin for begin, _ in times)
+                return {"rate": requests // clients * clients / span}
+
+            what = f"torch store, {name}, {clients} client{'s' * (clients > 1)}"
+            yield compare("store", what, "/s", target, interleave(once, rounds), "rate")
 
 
-def _compare(samples: dict[str, list[float]]) -> dict[str, Any]:
-    medians = {kind: statistics.median(values) for kind, values in samples.items()}
-    ratios = [ours / theirs for ours, theirs in zip(samples["phalanx"], samples["torch"], strict=True)]
-    return {**medians, "ratio": statistics.median(ratios), "ratios": sorted(ratios)}
+def _barrier(clients: int, rounds: int, ports: dict[str, int]) -> Row:
+    """Seconds from the release of the clients until the last has passed the barrier."""
+    numbers = itertools.count()
 
+    def once(side: str) -> Figures:
+        key = f"barrier/{next(numbers)}"
+        with _children(_barrier_client, [(ports[side], clients, key)] * clients) as pipes:
+            begin = time.monotonic()
+            for pipe in pipes:
+                pipe.send("go")
+            return {"seconds": max(pipe.recv() for pipe in pipes) - begin}
 
-def _figures(quick: bool) -> dict[str, Any]:
-    rounds = 5 if quick else 15
-    with _servers() as ports:
-        return {
-            "cores": os.cpu_count(),
-            "throughput_1": _throughput(1, 2_000 if quick else 10_000, rounds, ports),
-            "throughput_32": _throughput(32, 6_400 if quick else 32_000, rounds, ports),
-            "barrier_64": _barrier(64, rounds, ports),
-            "targets": {"throughput_32.*.ratio": ">= 0.5", "barrier_64.ratio": "<= 1"},
-        }
-
-
-def _figures_with_names(quick: bool) -> dict[str, Any] | None:
-    """The figures, taken where 127.0.0.1 has a name without a name server; None where that cannot be.
-
-    torch's client and server look up the name of each peer. With 64 at once a weak name server drops some of
-    the questions, and the figure would be its timeout (5 s for each side that asks), not the store's.
-    """
-    with tempfile.NamedTemporaryFile("w", suffix=".hosts") as hosts:
-        hosts.write(Path("/etc/hosts").read_text() + "\n127.0.0.1 localhost\n::ffff:127.0.0.1 localhost\n")
-        hosts.flush()
-        mode = ["--here", *(["--quick"] if quick else [])]
-        inside = ["sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', hosts.name]
-        command = ["unshare", "--mount", *inside, sys.executable, os.path.abspath(__file__), *mode]
-        try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
-
-
-def run(quick: bool) -> dict[str, Any]:
-    """All figures; `ratio` is ours over torch's (throughput: more is better; barrier: less is better)."""
-    result = _figures_with_names(quick)
-    if result is not None:
-        return {**result, "names": "local"}
-    return {**_figures(quick), "names": "as this machine has them: a slow name server shows in barrier_64"}
+    what = f"torch store, barrier of {clients} clients"
+    return compare("store", what, "s", Target(1), interleave(once, rounds), "seconds")
 
 
 if __name__ == "__main__":
-    chosen = _figures if "--here" in sys.argv[1:] else run
-    print(json.dumps(chosen("--quick" in sys.argv[1:]), indent=2))
+    serve_samples(_serve)

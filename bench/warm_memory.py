@@ -1,4 +1,4 @@
-"""Memory of 8 torch workers, forked from a zygote that has imported torch against started from scratch (PSS).
+"""Memory (PSS) of 8 torch workers: forked from a zygote that has imported torch, and started from scratch.
 
 python bench/warm_memory.py
 """
@@ -28,7 +28,7 @@ signal.pause()
 
 
 def pss(pids: list[int]) -> float:
-    """Megabytes, shared pages divided among those who share them."""
+    """Megabytes; a shared page counts once."""
     total = 0
     for pid in pids:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -39,17 +39,17 @@ def pss(pids: list[int]) -> float:
 def measure(mode: str, script: Path) -> tuple[float, float]:
     """(workers, agent and helpers)."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["run", "-q", "--warm", mode, "--nproc-per-node", str(WORKERS), str(script), folder]
-        job = subprocess.Popen([sys.executable, "-m", "phalanx", *words])
+        options = ["run", "-q", "--warm", mode, "--nproc-per-node", str(WORKERS), str(script), folder]
+        job = subprocess.Popen([sys.executable, "-m", "phalanx", *options])
         try:
             found: list[Path] = []
             while len(found) < WORKERS:
                 time.sleep(0.1)
                 found = [path for path in Path(folder).iterdir() if path.suffix != ".new"]
-            time.sleep(1.0)  # the last one has just come up
+            time.sleep(1.0)  # the last one has just started
             workers = [int(path.read_text()) for path in found]
-            everybody = [child.pid for child in psutil.Process(job.pid).children(recursive=True)]
-            return pss(workers), pss([job.pid, *(pid for pid in everybody if pid not in workers)])
+            children = [child.pid for child in psutil.Process(job.pid).children(recursive=True)]
+            return pss(workers), pss([job.pid, *(pid for pid in children if pid not in workers)])
         finally:
             job.send_signal(signal.SIGTERM)
             job.wait()
@@ -60,10 +60,10 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = folder
         script = Path(folder) / "worker.py"
         script.write_text(SCRIPT)
-        measure("auto", script)  # the first launch learns what is imported
+        measure("auto", script)  # the first launch learns the imports
         for mode in ("off", "auto"):
-            workers, ours = measure(mode, script)
-            print(f"--warm {mode}: {WORKERS} torch workers {workers:.0f} MB, agent and helpers {ours:.0f} MB")
+            workers, rest = measure(mode, script)
+            print(f"--warm {mode}: {WORKERS} torch workers {workers:.0f} MB, agent and helpers {rest:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `make demo` runs: `phalanx run` in three short acts. Needs nothing but the package."""
+"""What `make demo` runs: three short runs of `phalanx run`. Needs only the package."""
 
 import os
 import subprocess
@@ -10,53 +10,53 @@ SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "elastic_cpu.p
 BOLD, PLAIN = ("\033[1m", "\033[0m") if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else ("", "")
 
 
-def act(title: str, why: str, folder: str, options: list[str], script: list[str]) -> int:
-    """Show a command and what it does; its exit code."""
+def show(title: str, why: str, folder: str, options: list[str], script: list[str]) -> int:
+    """Print and run a command; returns its exit code."""
     shown = " ".join([*options, "examples/elastic_cpu.py", *script])
     print(f"\n{BOLD}{title}{PLAIN}\n{why}\n\n{BOLD}$ phalanx run {shown}{PLAIN}", flush=True)
     command = [sys.executable, "-m", "phalanx", "run", *options, SCRIPT, *script]
     begin = time.monotonic()
     ended = subprocess.run(command, cwd=folder, stderr=subprocess.STDOUT)
-    print(f"(exit code {ended.returncode}, {time.monotonic() - begin:.2f} s in all)", flush=True)
+    print(f"(exit code {ended.returncode}, {time.monotonic() - begin:.2f} s)", flush=True)
     return ended.returncode
 
 
 def read(folder: str, name: str) -> str:
-    """A checkpoint as it is on disk."""
+    """The content of a checkpoint."""
     with open(os.path.join(folder, name)) as file:
         return file.read()
 
 
 def main() -> int:
-    """Three acts, and whether each went as it should."""
+    """Run all three and check their results."""
     four = ["--nproc-per-node", "4"]
     with tempfile.TemporaryDirectory(prefix="phalanx-demo-") as folder:
-        os.environ["TMPDIR"] = folder  # so that the logs of the failed job go with the demo
+        os.environ["TMPDIR"] = folder  # removes the logs of the failed job with the demo
         codes = [
-            act(
-                "1. A healthy run",
-                "Four workers fit a line together; ranks and a place to meet are given to them.",
+            show(
+                "1. A run without failures",
+                "Four workers fit a line together; Phalanx gives them ranks and the address of a store.",
                 folder,
                 four,
                 ["--checkpoint", "a.json"],
             ),
-            act(
+            show(
                 "2. One worker crashes",
-                "The others are stopped at once, and the report says which one it was, and why.",
+                "Phalanx stops the others at once and reports which worker failed, and why.",
                 folder,
                 four,
                 ["--checkpoint", "b.json", "--crash-at", "70"],
             ),
-            act(
-                "3. One worker is killed, and the ranks close again",
-                "With a restart allowed, all four start anew and go on from the last checkpoint.",
+            show(
+                "3. One worker is killed and the group restarts",
+                "With --max-restarts 1, all four start again and continue from the last checkpoint.",
                 folder,
                 [*four, "--max-restarts", "1"],
                 ["--checkpoint", "c.json", "--kill-at", "70"],
             ),
         ]
         same = read(folder, "a.json") == read(folder, "c.json")
-    print(f"\nThe same line to the last bit, with the kill and without: {'yes' if same else 'NO'}")
+    print(f"\nThe same result to the last bit, with the kill and without: {'yes' if same else 'NO'}")
     return 0 if codes == [0, 1, 0] and same else 1
 
 

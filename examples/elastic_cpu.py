@@ -1,14 +1,13 @@
-"""Elastic training with no framework at all: sockets in a ring, a checkpoint, any number of workers.
+"""Elastic training without a framework: sockets in a ring, a checkpoint, any number of workers.
 
     phalanx run --nproc-per-node 4 --max-restarts 3 examples/elastic_cpu.py --checkpoint /tmp/line.json
 
 Fits a line to points by gradient descent. Every worker has a share of the points; in each step the workers
-add up their gradients around a ring. The sums are of whole numbers (fixed point), which no order of adding
-can change: the result is the same to the last bit however often the job was interrupted, and with however
-many workers it went on.
+add up their gradients around a ring. They add integers (fixed point), so the order does not matter: the
+result is identical to the last bit however often the job was interrupted, and with any number of workers.
 
-What makes it survive a kill is what any training needs: a checkpoint that is replaced in one move, and a
-start that goes on from it. Stopping, re-forming and starting everybody again is not its business.
+It survives a kill because its checkpoint is replaced atomically and it starts from the last one. Phalanx does
+the rest: it stops, regroups and restarts the workers.
 """
 
 import argparse
@@ -21,23 +20,24 @@ import sys
 import tempfile
 import time
 
-from phalanx.store.torch.client import TorchStoreClient
+from phalanx.elastic.utils.distributed import create_c10d_store
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-ONE = 1 << 20  # the fixed point's 1.0
+ONE = 1 << 20  # 1.0 in fixed point
 
 
 class Ring:
-    """Every worker talks to the next one and listens to the one before."""
+    """Every worker sends to the next one and receives from the previous one."""
 
     def __init__(self) -> None:
         if WORLD == 1:
             return
-        # The store of this round, empty at its start: the place to tell the others where one listens.
+        # The store of this round, empty at its start: workers publish their addresses in it.
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with socket.create_server(("", 0)) as server, TorchStoreClient(host, port) as store:
-            with socket.create_connection((host, port)) as link:  # our address, as the others see it
+        store = create_c10d_store(False, host, port, wait_for_workers=False)
+        with socket.create_server(("", 0)) as server, store:
+            with socket.create_connection((host, port)) as link:  # this worker's address for the others
                 mine = [link.getsockname()[0], server.getsockname()[1]]
             store.set(f"ring/{RANK}", json.dumps(mine))
             there = json.loads(store.get(f"ring/{(RANK + 1) % WORLD}"))
@@ -45,19 +45,19 @@ class Ring:
             self.before = server.accept()[0].makefile("r")
 
     def send(self, numbers: list[int]) -> None:
-        """To the next worker."""
+        """Send to the next worker."""
         self.next.write(json.dumps(numbers) + "\n")
         self.next.flush()
 
     def receive(self) -> list[int]:
-        """From the worker before."""
+        """Receive from the previous worker."""
         line = self.before.readline()
         if not line:
-            raise ConnectionError(f"rank {(RANK - 1) % WORLD} has hung up")
+            raise ConnectionError(f"rank {(RANK - 1) % WORLD} closed the connection")
         return json.loads(line)
 
     def sum(self, numbers: list[int]) -> list[int]:
-        """Everybody's numbers added up, for everybody: once around to add, once around to tell."""
+        """The sums over all workers: once around the ring to add, once around to distribute."""
         if WORLD == 1:
             return numbers
         if RANK == 0:
@@ -73,14 +73,14 @@ class Ring:
 
 
 def points(count: int) -> list[tuple[int, int]]:
-    """The same points for everybody; each worker takes its share."""
+    """The same points for all workers; each takes its share."""
     dice = random.Random(7)
     xs = [dice.randrange(-ONE, ONE) for _ in range(count)]
     return [(x, 3 * x // 2 - ONE // 4 + dice.randrange(-ONE // 8, ONE // 8)) for x in xs]
 
 
 def save(path: str, state: dict[str, int]) -> None:
-    """In one move: whoever is killed in here leaves the old checkpoint or the new one, never half of one."""
+    """Atomic: a kill leaves the old checkpoint or the new one, never a partial one."""
     with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(path) or ".", delete=False) as file:
         json.dump(state, file)
         file.flush()
@@ -89,7 +89,7 @@ def save(path: str, state: dict[str, int]) -> None:
 
 
 def load(path: str) -> dict[str, int]:
-    """The last checkpoint, or the beginning."""
+    """The last checkpoint, or the initial state."""
     try:
         with open(path) as file:
             return json.load(file)
@@ -97,8 +97,8 @@ def load(path: str) -> dict[str, int]:
         return {"step": 0, "slope": 0, "offset": 0}
 
 
-def mishap(args: argparse.Namespace, step: int) -> None:
-    """For demonstrations: the last worker dies at a step, in the first attempt only."""
+def fail_on_purpose(args: argparse.Namespace, step: int) -> None:
+    """For demonstrations: the last worker fails in a given step of the first attempt."""
     if ATTEMPT or RANK != WORLD - 1:
         return
     if step == args.crash_at:
@@ -110,8 +110,8 @@ def mishap(args: argparse.Namespace, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def welcome(args: argparse.Namespace, state: dict[str, int]) -> None:
-    """Say how we got here."""
+def print_start(args: argparse.Namespace, state: dict[str, int]) -> None:
+    """Print the number of workers and the first step."""
     if RANK != 0:
         return
     workers = f"{WORLD} worker{'s' * (WORLD > 1)}"
@@ -132,12 +132,12 @@ def train(args: argparse.Namespace) -> None:
     """Gradient descent from the last checkpoint to the last step."""
     share = points(args.points)[RANK::WORLD]
     ring = Ring()
-    # Rank 0's checkpoint counts: on other machines there may be none.
+    # Rank 0's checkpoint counts: other machines may have none.
     start = load(args.checkpoint) if RANK == 0 else {"step": 0, "slope": 0, "offset": 0}
     step, slope, offset = ring.sum(list(start.values()))
-    welcome(args, {"step": step})
+    print_start(args, {"step": step})
     while step < args.steps:
-        mishap(args, step)
+        fail_on_purpose(args, step)
         errors = [(x, slope * x // ONE + offset - y) for x, y in share]
         total = ring.sum(
             [
@@ -157,9 +157,9 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Read the arguments, and train."""
+    """Read the arguments and train."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--checkpoint", required=True, help="file that rank 0 keeps the state in")
+    parser.add_argument("--checkpoint", required=True, help="file in which rank 0 keeps the state")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--points", type=int, default=4000)
@@ -171,7 +171,7 @@ def main() -> None:
     try:
         train(args)
     except ConnectionError as error:
-        # A neighbour is gone. The one who fell is the news, not we, and the agent is about to stop us all.
+        # A neighbour has failed. Its failure is the root cause; the agent is about to stop this worker.
         signal.sigtimedwait([], 10)
         sys.exit(f"rank {RANK}: {error}")
 

@@ -1,15 +1,15 @@
-"""A small character-level transformer, trained with DDP, that goes on exactly where a kill has stopped it.
+"""A small character-level transformer, trained with DDP, that continues exactly after a kill.
 
     phalanx run --nproc-per-node 2 --max-restarts 5 examples/train_ddp.py --out /tmp/ddp --kill-at 40,90 \\
         --plot /tmp/ddp/loss.png
 
-It reads its own source until it can recite it. With `--kill-at`, the last rank SIGKILLs itself in these
-steps; the loss of every step, and the final weights, are the same bits as without.
+It learns its own source text. With `--kill-at`, the last rank SIGKILLs itself in these steps; the losses and
+the final weights are identical to the last bit to those of a run without kills.
 
-Three things make that so: the checkpoint holds all that the next step depends on and is replaced in one move;
-the batch of a step is a function of the step and the rank, not of a generator that would have to be saved;
-and gradients are added in the order of the ranks. (DDP regroups its buckets after the first step of a
-process, and from three workers on another grouping is another order of adding, which shows in the last bits.)
+Three things ensure that: the checkpoint holds everything that the next step depends on and is replaced
+atomically; the batch of a step is a function of the step and the rank, not of a generator that would have to
+be saved; and gradients are added in rank order. (DDP regroups its buckets after the first step of a process,
+and with three or more workers another grouping is another order of addition, which changes the last bits.)
 """
 
 import argparse
@@ -32,25 +32,25 @@ CONTEXT = 48
 
 
 class Block(nn.Module):
-    """One layer: look back, then think."""
+    """One transformer layer."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.look, self.gather = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Causal self-attention and a two-layer network, each added to what came in."""
+        """Causal self-attention and a two-layer network, each with a residual connection."""
         batch, length, width = x.shape
-        parts = self.look(self.before(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        parts = self.attend(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
-        x = x + self.gather(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.think(self.between(x))
+        x = x + self.project(seen.transpose(1, 2).reshape(batch, length, width))
+        return x + self.feed_forward(self.norm2(x))
 
 
-class Reciter(nn.Module):
+class Model(nn.Module):
     """Predicts the next character."""
 
     def __init__(self, characters: int, width: int = 64, layers: int = 2, heads: int = 4) -> None:
@@ -60,12 +60,12 @@ class Reciter(nn.Module):
         self.out = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, characters))
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Scores of every possible next character, at every place."""
+        """Scores of every next character at every position."""
         return self.out(self.blocks(self.character(text) + self.place.weight[: text.shape[1]]))
 
 
 class Trainer:
-    """Model, optimizer and everything else that a checkpoint holds."""
+    """Model, optimizer and the rest of a checkpoint."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -76,21 +76,21 @@ class Trainer:
         characters = sorted(set(source))
         self.text = torch.tensor([characters.index(c) for c in source])
         torch.manual_seed(1)
-        self.model = Reciter(len(characters))
+        self.model = Model(len(characters))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.losses: list[float] = []
-        self.restarts: list[int] = []  # the steps from which it went on
+        self.restarts: list[int] = []  # the steps at which training continued
         self.load()
         self.parallel = DistributedDataParallel(self.model)
         self.parallel.register_comm_hook(None, add_in_rank_order)
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """The number of completed steps."""
         return len(self.losses)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's share of this step: passages, and the same one character on."""
+        """This rank's share of this step: passages, and the same shifted by one character."""
         dice = torch.Generator().manual_seed(1_000_003 * self.step + self.rank)
         starts = torch.randint(len(self.text) - CONTEXT - 1, (self.args.batch,), generator=dice)
         passages = torch.stack([self.text[s : s + CONTEXT + 1] for s in starts.tolist()])
@@ -108,7 +108,7 @@ class Trainer:
         self.losses.append(mean.item() / self.world)
 
     def save(self) -> None:
-        """In one move: a kill in here leaves the old checkpoint or the new one, never half of one."""
+        """Atomic: a kill leaves the old checkpoint or the new one, never a partial one."""
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -122,7 +122,7 @@ class Trainer:
         os.replace(self.path + ".new", self.path)
 
     def load(self) -> None:
-        """Rank 0's checkpoint, for everybody: other machines may have none."""
+        """Load rank 0's checkpoint on all ranks: other machines may have none."""
         found: list[Any] = [None]
         if self.rank == 0 and os.path.exists(self.path):
             with open(self.path, "rb") as file:
@@ -144,7 +144,7 @@ class Trainer:
 
 
 def add_in_rank_order(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of everybody's gradients, added in the same order whatever bucket they are in."""
+    """The mean of all gradients, added in rank order whatever bucket they are in."""
     mine = bucket.buffer()
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     work = dist.all_gather(parts, mine, async_op=True)
@@ -152,7 +152,7 @@ def add_in_rank_order(_: None, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def train(args: argparse.Namespace) -> None:
-    """From the last checkpoint to the last step."""
+    """Train from the last checkpoint to the last step."""
     trainer = Trainer(args)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     kills = [int(step) for step in args.kill_at.split(",") if step]
@@ -169,7 +169,7 @@ def train(args: argparse.Namespace) -> None:
             print(f"step {trainer.step:4}  loss {trainer.losses[-1]:.4f}", flush=True)
     if trainer.rank == 0:
         with open(os.path.join(args.out, "result.json"), "w") as file:
-            # repr of a float keeps every bit of it.
+            # JSON writes floats with repr, which keeps every bit.
             json.dump({"losses": trainer.losses, "weights": trainer.fingerprint()}, file)
         if args.plot:
             with open(args.plot, "wb") as file:
@@ -177,7 +177,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def plot(losses: list[float], restarts: list[int], width: int = 720, height: int = 400) -> bytes:
-    """The curve as a PNG, with a red line wherever training went on after a restart; no library needed."""
+    """The loss curve as a PNG, with a red line at every restart; needs no library."""
     white, grey, red, blue = b"\xff\xff\xff", b"\xcc\xcc\xcc", b"\xdd\x33\x33", b"\x22\x55\xcc"
     rows = [[white] * width for _ in range(height)]
     margin, top = 20, max(losses) or 1.0

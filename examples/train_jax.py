@@ -1,10 +1,10 @@
-"""Data-parallel training with JAX, a process a worker; `jax.distributed.initialize()` finds the others.
+"""Data-parallel training with JAX, one process per worker; `jax.distributed.initialize()` finds the others.
 
     phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_jax.py --out /tmp/jax --kill-at 60
 
-A small network learns a spiral. The model is the same on all workers, each batch is spread over them, and XLA
-puts the sums between processes into the compiled step. The checkpoint holds all that the next step depends
-on, and a batch is a function of the step: a killed job goes on exactly where its last checkpoint was.
+A small network learns a spiral. The model is replicated, each batch is sharded over the workers, and XLA adds
+the sums between processes to the compiled step. The checkpoint holds everything that the next step depends
+on, and a batch is a function of the step: a killed job continues exactly from its last checkpoint.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def new_params(sizes: list[int]) -> Params:
 
 
 def predict(params: Params, points: jax.Array) -> jax.Array:
-    """On which arm of the spiral each point lies, as a score."""
+    """A score for the arm of the spiral on which each point lies."""
     for weights, bias in params[:-1]:
         points = jnp.tanh(points @ weights + bias)
     weights, bias = params[-1]
@@ -54,13 +54,13 @@ def loss(params: Params, points: jax.Array, arms: jax.Array) -> jax.Array:
 
 @partial(jax.jit, donate_argnums=0)
 def advance(params: Params, points: jax.Array, arms: jax.Array) -> tuple[Params, jax.Array]:
-    """One step of gradient descent; between processes XLA adds up what has to be."""
+    """One step of gradient descent; XLA adds the sums between processes."""
     value, gradient = jax.value_and_grad(loss)(params, points, arms)
     return jax.tree.map(lambda p, g: p - 0.3 * g, params, gradient), value
 
 
 def save(path: str, params: Params, losses: list[float]) -> None:
-    """In one move: a kill in here leaves the old checkpoint or the new one, never half of one."""
+    """Atomic: a kill leaves the old checkpoint or the new one, never a partial one."""
     arrays = [np.asarray(array) for pair in params for array in pair]
     with open(path + ".new", "wb") as file:
         np.savez(file, *arrays, losses=np.array(losses))
@@ -70,7 +70,7 @@ def save(path: str, params: Params, losses: list[float]) -> None:
 
 
 def load(path: str, params: Params) -> tuple[Params, list[float]]:
-    """The last checkpoint, or the beginning. All workers must see the same directory."""
+    """The last checkpoint, or the initial state. All workers must see the same directory."""
     if not os.path.exists(path):
         return params, []
     with np.load(path) as file:
@@ -79,13 +79,13 @@ def load(path: str, params: Params) -> tuple[Params, list[float]]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """From the last checkpoint to the last step."""
+    """Train from the last checkpoint to the last step."""
     rank, world = jax.process_index(), jax.process_count()
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    everywhere, spread = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    replicated, sharded = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
     path = os.path.join(args.out, "checkpoint.npz")
     params, losses = load(path, new_params([2, 32, 32, 1]))
-    params = jax.device_put(params, everywhere)
+    params = jax.device_put(params, replicated)
     kill = args.kill_at if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else -1
     if rank == 0:
         print(f"{world} processes, {jax.device_count()} devices, from step {len(losses)}", flush=True)
@@ -93,7 +93,7 @@ def train(args: argparse.Namespace) -> None:
         if len(losses) == kill and rank == world - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         share = spiral(len(losses), rank, args.batch)
-        points, arms = (jax.make_array_from_process_local_data(spread, part) for part in share)
+        points, arms = (jax.make_array_from_process_local_data(sharded, part) for part in share)
         params, value = advance(params, points, arms)
         losses.append(float(value))
         if rank == 0 and (len(losses) % args.every == 0 or len(losses) == args.steps):
@@ -105,7 +105,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Read the arguments, join the others, train."""
+    """Read the arguments, connect to the others, train."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", required=True, help="directory for checkpoint.npz and result.json")
     parser.add_argument("--steps", type=int, default=200)
@@ -116,7 +116,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     os.makedirs(args.out, exist_ok=True)
-    # Else JAX catches SIGTERM, and a restart waits for the survivors until the grace period (30 s) is over.
+    # Otherwise JAX catches SIGTERM, and a restart waits for the grace period (30 s).
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize()
     train(args)

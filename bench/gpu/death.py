@@ -1,4 +1,4 @@
-"""How long the kernel takes to end a process that holds the GPU: SIGKILL → waitpid. A floor for restarts."""
+"""How long the kernel takes to end a process that uses the GPU: SIGKILL → waitpid. A floor for restarts."""
 
 import os
 import signal

@@ -2,9 +2,9 @@
 
     python bench/gpu/restart.py [--runs 5] [--out FILE]
 
-One worker on one GPU; the ways alternate. Each run waits until training is under way and the helpers have had
-their time (both launchers wait equally long), kills the worker, and reads the time of the restarted worker's
-first complete step from the worker itself (CLOCK_MONOTONIC is one for all processes). Nothing is asserted.
+One worker on one GPU; the modes alternate. Each run trains for `--settle` seconds (the same for both
+launchers), kills the worker, and reads the time of the restarted worker's first complete step from the worker
+itself (CLOCK_MONOTONIC is the same for all processes). Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SETTLE = 25.0  # seconds of training before the kill: the helpers look at the imports 2 and 10 s after a start
-WAYS = {
+MODES = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
     "off": [sys.executable, "-m", "phalanx", "run", "--warm", "off"],
     "auto": [sys.executable, "-m", "phalanx", "run", "--warm", "auto"],
@@ -31,17 +31,17 @@ WAYS = {
 }
 
 
-def measure(way: str, settle: float) -> dict[str, float]:
+def measure(mode: str, settle: float) -> dict[str, float]:
     """Seconds from the launch and from the kill to the first complete step."""
     root = str(HERE.parents[1] / "src")
     with tempfile.TemporaryDirectory() as scratch:
         stop = os.path.join(scratch, "stop")
         env = {**os.environ, "STOP_FILE": stop, "PYTHONPATH": f"{root}:{HERE}"}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
-        words = [*WAYS[way], "--nproc-per-node", "1", "--max-restarts", "1", str(HERE / "train_step.py")]
+        command = [*MODES[mode], "--nproc-per-node", "1", "--max-restarts", "1", str(HERE / "train_step.py")]
         begin = time.monotonic()
         job = subprocess.Popen(
-            words,
+            command,
             stdout=subprocess.PIPE,
             stderr=sys.stderr,
             text=True,
@@ -69,9 +69,9 @@ def measure(way: str, settle: float) -> dict[str, float]:
 
 def _step(lines, number: int) -> tuple[int, float]:
     for line in lines:
-        words = line.split()
-        if words[:2] == ["step", str(number)]:
-            return int(words[2]), float(words[3])
+        fields = line.split()
+        if fields[:2] == ["step", str(number)]:
+            return int(fields[2]), float(fields[3])
     raise RuntimeError("the job ended before its first step")
 
 
@@ -79,17 +79,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--settle", type=float, default=SETTLE)
-    parser.add_argument("--ways", default="torchrun,auto,standby")
+    parser.add_argument("--modes", default="torchrun,auto,standby")
     parser.add_argument("--out")
     options = parser.parse_args()
-    ways = options.ways.split(",")
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-    for way in ways:  # once unmeasured: page cache, byte code, and the list of modules
-        measure(way, 15.0)
+    modes = options.modes.split(",")
+    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+    for mode in modes:  # once unmeasured: page cache, byte code, and the cache of imports
+        measure(mode, 15.0)
     for _ in range(options.runs):
-        for way in ways:
-            found[way].append(measure(way, options.settle))
-            print(way, json.dumps(found[way][-1]), flush=True)
+        for mode in modes:
+            found[mode].append(measure(mode, options.settle))
+            print(mode, json.dumps(found[mode][-1]), flush=True)
     import torch
 
     summary = {
@@ -99,10 +99,10 @@ def main() -> None:
         "cpus": os.cpu_count(),
         "runs": options.runs,
         "median_s": {
-            way: {
+            mode: {
                 what: round(statistics.median(run[what] for run in runs), 3) for what in ("launch", "restart")
             }
-            for way, runs in found.items()
+            for mode, runs in found.items()
         },
     }
     text = json.dumps({"summary": summary, "runs": found}, indent=1)

@@ -1,4 +1,4 @@
-"""A worker that trains on the GPU and says when each step is complete: `step NUMBER PID MONOTONIC`."""
+"""A worker that trains on the GPU and prints the time of completed steps: `step NUMBER PID MONOTONIC`."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A warm-up for parked workers: open the device, and load the libraries and kernels of a first step."""
+"""A warm-up for standby workers: open the device, and load the libraries and kernels of a first step."""
 
 import torch
 

@@ -1,8 +1,8 @@
-"""The bare worker: stamps its first line, then does what its first argument says. Imports next to nothing.
+"""The bare worker, with few imports: stamps its first line, then acts on its first argument.
 
-wait   stays; SIGTERM and SIGUSR1 are stamped and end it
-child  as wait, with a child of its own; rank 0 ends with code 1 on SIGUSR2
-print  prints a time stamp now and then, without flushing, for the number of times in the second argument
+wait   waits; SIGTERM and SIGUSR1 are stamped and end it
+child  as wait, with a child of its own; SIGUSR2 ends it with code 1
+print  prints as many time stamps as the second argument says, with pauses, without flushing
 """
 
 import time
@@ -14,16 +14,16 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 
 
-def tell(what: str, stamp: float) -> None:
-    """One line to whoever measures; short enough to be atomic in a pipe."""
+def stamp(what: str, at: float) -> None:
+    """Send an event; the line is short enough to be atomic in a pipe."""
     rank = os.environ.get("RANK", "0")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    os.write(EVENTS, f"{what} {rank} {attempt} {os.getpid()} {stamp!r}\n".encode())
+    os.write(EVENTS, f"{what} {rank} {attempt} {os.getpid()} {at!r}\n".encode())
 
 
 def ended(number: int, _frame: object) -> None:
-    """Stamp the signal and be gone, without the interpreter's own tidying up."""
-    tell("term" if number == signal.SIGTERM else "exit", time.monotonic())
+    """Stamp the signal and exit at once."""
+    stamp("term" if number == signal.SIGTERM else "exit", time.monotonic())
     os._exit(1 if number == signal.SIGUSR2 else 0)
 
 
@@ -33,8 +33,8 @@ for sig in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(sig, ended)
 if mode == "child":
     child = os.posix_spawn("/bin/sleep", ["sleep", "1000"], os.environ)
-    tell(f"child-{child}", FIRST)
-tell("up", FIRST)
+    stamp(f"child-{child}", FIRST)
+stamp("up", FIRST)
 if mode in ("wait", "child"):
     while True:
         signal.pause()

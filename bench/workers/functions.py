@@ -1,7 +1,7 @@
-"""One measurement of `start_processes`, in a process of its own: functions.py SIDE WHAT, the answer as JSON.
+"""One sample of `start_processes`: functions.py SIDE WHAT prints JSON.
 
-The library is imported before the clock starts, and only by the parent: a spawned child imports this file
-too, and must not pay for more than the library itself makes it import.
+The library is imported before the clock starts, and only by the parent: a spawned child imports this file,
+too, and must import no more than the library itself makes it import.
 """
 
 import json
@@ -14,7 +14,7 @@ PAYLOAD = 100_000_000  # bytes
 
 
 def trivial(rank: int) -> int:
-    """What a worker does when only the launching is measured."""
+    """Return at once: only the launch is measured."""
     return rank
 
 
@@ -48,7 +48,7 @@ def main(side: str, what: str) -> dict[str, float]:
             entry: object = trivial
         elif what == "big":
             args, entry = {0: ()}, big
-        else:  # programs, whose exits are stamped: the last success, or one failure beside one that stays
+        else:  # programs that print the time of their exit
             codes = {"success": [_EXIT.format(code=0)], "failure": [_EXIT.format(code=3), _STAY]}[what]
             args = {rank: ("-S", "-c", code) for rank, code in enumerate(codes)}
             entry = sys.executable
@@ -66,12 +66,12 @@ def main(side: str, what: str) -> dict[str, float]:
             ready, value = result.return_values[0]
             return {"rate": len(value) / 1e6 / (end - ready)}
         assert result.is_failed() == (what == "failure"), result
-        with open(result.stdouts[0]) as said:
-            return {"seconds": end - float(said.read())}
+        with open(result.stdouts[0]) as output:
+            return {"seconds": end - float(output.read())}
 
 
 if __name__ == "__main__":
     answer = main(sys.argv[1], sys.argv[2])
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # the clock has stopped; tearing torch down is nobody's figure
+    os._exit(0)  # skips the slow exit of torch

@@ -1,9 +1,8 @@
 """N rendezvous handlers in N processes form a round, then form it again; prints times and bytes moved.
 
-`handlers.py phalanx|torch COUNT`. The processes are forked from one that has imported everything, and are
-held at a gate until all of them are there, so that what is timed is the rendezvous and not the imports. The
-bytes are those of the loopback device: run it in a network namespace of its own (`unshare --net`) to count
-nobody else's.
+`handlers.py SIDE COUNT`. The processes are forked from one that has imported everything, and wait at a gate
+until all of them have started, so that imports are not measured. The bytes are those of the loopback device:
+run it in a network namespace of its own (`unshare --net`) to count only these.
 """
 
 import json
@@ -17,9 +16,9 @@ from typing import Any
 
 def handler(side: str, endpoint: str, count: int, number: int) -> Any:
     """One node's handler."""
-    if side == "phalanx":
-        from phalanx.membership.handler import RendezvousParameters
-        from phalanx.membership.registry import get_rendezvous_handler
+    if side != "torch":
+        from phalanx.elastic.rendezvous import RendezvousParameters
+        from phalanx.elastic.rendezvous.registry import get_rendezvous_handler
 
         more = {"name": f"n{number}"}
     else:
@@ -36,7 +35,7 @@ def handler(side: str, endpoint: str, count: int, number: int) -> Any:
 
 def node(side: str, endpoint: str, count: int, number: int, gates: list[int], done: int) -> None:
     """One process: at each gate, one round."""
-    made = handler(side, endpoint, count, number) if side == "phalanx" or number == 0 else None
+    made = handler(side, endpoint, count, number) if side != "torch" or number == 0 else None
     os.write(done, b"r")
     for gate in gates:
         os.read(gate, 1)
@@ -48,13 +47,13 @@ def node(side: str, endpoint: str, count: int, number: int, gates: list[int], do
 
 
 def moved() -> int:
-    """Bytes that went through loopback so far."""
+    """Bytes sent over loopback so far."""
     with open("/proc/net/dev") as file:
         return next(int(line.split()[1]) for line in file if line.strip().startswith("lo:"))
 
 
 def collect(done: int, count: int, letter: bytes) -> float:
-    """Wait for all; when the last one was there."""
+    """Wait for all; returns when the last one was done."""
     seen = b""
     while len(seen) < count:
         seen += os.read(done, 65536)
@@ -63,7 +62,7 @@ def collect(done: int, count: int, letter: bytes) -> float:
 
 
 def main(side: str, count: int) -> None:
-    """Fork, open the gates, tell."""
+    """Fork, open the gates, print the result."""
     if side == "torch":
         import torch.distributed.elastic.rendezvous.registry  # noqa: F401
     else:

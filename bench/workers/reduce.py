@@ -1,6 +1,6 @@
 """The torch worker: imports torch, forms a gloo group, and stamps its first all_reduce.
 
-`exit` (the default) then ends as a script does; `wait` stays until it is told to end.
+By default it then exits; with `wait` it waits for a signal.
 """
 
 import os

@@ -1,21 +1,21 @@
-"""What a worker may tell its agent, and hear from it. Every call does nothing outside Phalanx.
+"""The worker API: progress, deadlines and preemption. Outside Phalanx, every call does nothing.
 
     from phalanx import worker
 
-    worker.ready()                       # set up; --startup-timeout no longer applies
+    worker.ready()                       # set-up is done; --startup-timeout no longer applies
     for step, batch in enumerate(data):
         with worker.section("step"), worker.expires(60):
             train(batch)
-        worker.heartbeat(step)           # --heartbeat-timeout: from one to the next
-        if worker.should_checkpoint():   # the machine is going to be taken away
+        worker.heartbeat(step)           # --heartbeat-timeout limits the time between two
+        if worker.should_checkpoint():   # the machine will be taken away
             save()
             break
 
 Invariants
-- A heartbeat is a copy into memory that the agent shares (supervision/heartbeat.py): no system call, no lock.
-- Only the worker speaks: a process that it forks or starts finds these calls without effect, so that a data
-  loader can neither hide a hang of its parent nor be taken for it.
-- What is read and written here is private to the two processes; nothing of it is in a file or on a network.
+- A heartbeat is a copy into memory shared with the agent (supervision/heartbeat.py): no system call, no lock.
+- The calls have no effect in processes that the worker forks or starts, so that a data loader can neither
+  hide a hang of its parent nor be mistaken for it.
+- The shared memory is private to worker and agent: no file, no network.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from phalanx.supervision.heartbeat import (
     MAGIC,
     PID,
     PID_AT,
+    PREEMPTED_AT,
     READY_AT,
     SECTION_AT,
     SECTION_BYTES,
     SIGNAL_AT,
     SIZE,
     TIME,
-    TOLD_AT,
     VARIABLE,
 )
 
@@ -52,18 +52,18 @@ if TYPE_CHECKING:
 
 __all__ = ["expires", "heartbeat", "on_preempt", "ready", "section", "should_checkpoint", "supervised"]
 
-_board: mmap.mmap | None = None  # None: not a worker of Phalanx
+_board: mmap.mmap | None = None  # None: not a Phalanx worker
 _bell = -1
 _count = 0
 _pack_beat = BEAT.pack_into
 _sections: list[str] = []
 _callbacks: list[Callable[[], object]] = []
 _deadlines: dict[object, float] = {}
-_rung = 0.0  # the earliest time at which the agent is known to look at our deadline
+_agent_deadline = 0.0  # the earliest time at which the agent is known to check the deadline
 
 
 def heartbeat(step: int | None = None) -> None:
-    """Progress is made: at `step`, where steps are counted. Cheap enough for every step."""
+    """Report progress, with the step number if steps are counted. Cheap enough for every step."""
     global _count
     board = _board
     if board is None:
@@ -71,26 +71,26 @@ def heartbeat(step: int | None = None) -> None:
     _count += 1
     _pack_beat(board, BEAT_AT, -1 if step is None else step, monotonic(), _count)
     if _count == 1:
-        _ring()
-    if _callbacks and board[TOLD_AT]:
+        _wake_agent()
+    if _callbacks and board[PREEMPTED_AT]:
         _run_callbacks()
 
 
 def ready() -> None:
-    """The worker is set up. A first heartbeat says the same."""
+    """Report that the worker is set up. A first heartbeat implies it."""
     board = _board
     if board is not None:
         TIME.pack_into(board, READY_AT, monotonic())
-        _ring()
+        _wake_agent()
 
 
 def should_checkpoint() -> bool:
-    """Whether this worker is about to be preempted: save, and leave within the grace."""
+    """Whether this worker is about to be preempted: save a checkpoint and exit within the grace period."""
     board = _board
     if board is None:
         return False
     board[LISTENS_AT] = 1
-    if not board[TOLD_AT]:
+    if not board[PREEMPTED_AT]:
         return False
     if _callbacks:
         _run_callbacks()
@@ -100,22 +100,22 @@ def should_checkpoint() -> bool:
 def on_preempt(callback: Callback) -> Callback:
     """Call `callback()` once when this worker is about to be preempted; usable as a decorator.
 
-    It is called in the main thread, by the signal that announces the preemption, between any two operations
-    of the program (so not where that can be sure of its state: should_checkpoint is for that); or, where the
-    program handles that signal itself or this was called in another thread, by the next heartbeat.
+    The preemption signal calls it in the main thread, between any two operations of the program (to save at
+    a well-defined point, use should_checkpoint). If the program handles that signal itself, or if this was
+    called in another thread, the next heartbeat calls it.
     """
     board = _board
     if board is not None:
         board[LISTENS_AT] = 1
         _callbacks.append(callback)
         _listen(board[SIGNAL_AT])
-        if board[TOLD_AT]:
+        if board[PREEMPTED_AT]:
             _run_callbacks()
     return callback
 
 
 class section:
-    """`with section("eval"):` what the worker is at, for the agent to tell; nested ones are joined by `/`."""
+    """`with section("eval"):` names the current activity for status and reports; nested names join by `/`."""
 
     __slots__ = ("_name",)
 
@@ -134,7 +134,7 @@ class section:
 
 
 class expires:
-    """`with expires(60):` what is inside ends within so many seconds, or is handled as a hang (--on-hang)."""
+    """`with expires(60):` a block that takes longer, in seconds, is handled as a hang (--on-hang)."""
 
     __slots__ = ("_after", "_keys")
 
@@ -142,10 +142,10 @@ class expires:
         if not after > 0:
             raise ValueError(f"expires({after!r}): give a number of seconds above 0")
         self._after = after
-        self._keys: list[object] = []  # one for each time it was entered
+        self._keys: list[object] = []  # one per entry
 
     def __enter__(self) -> None:
-        global _rung
+        global _agent_deadline
         if _board is None:
             return
         now = monotonic()
@@ -153,10 +153,10 @@ class expires:
         self._keys.append(key)
         _deadlines[key] = now + self._after
         first = _write_deadline(_board)
-        # It looks at `_rung` in any case, and then sees whatever deadline there is by that time.
-        if not now < _rung <= first:
-            _rung = first
-            _ring()
+        # The agent checks at `_agent_deadline` in any case, and then sees the current deadline.
+        if not now < _agent_deadline <= first:
+            _agent_deadline = first
+            _wake_agent()
 
     def __exit__(self, *_: object) -> None:
         if self._keys and _deadlines.pop(self._keys.pop(), None) is not None and _board is not None:
@@ -164,20 +164,17 @@ class expires:
 
 
 def supervised() -> bool:
-    """Whether this process is a worker of Phalanx, so that the calls here have an effect."""
+    """Whether this process is a Phalanx worker, so that the calls here have an effect."""
     return _board is not None
 
 
 def __getattr__(name: str) -> object:
-    """`record`, for who has only this module in mind; it is loaded when it is used."""
+    """`record`, imported on first use."""
     if name == "record":
         from phalanx.workers.record import record
 
         return record
     raise AttributeError(f"module 'phalanx.worker' has no attribute {name!r}")
-
-
-# -- inside ---------------------------------------------------------------------------------------
 
 
 def _write_section(board: mmap.mmap) -> None:
@@ -197,13 +194,13 @@ def _run_callbacks() -> None:
 
 
 def _listen(number: int) -> None:
-    """Have the preemption signal run the callbacks, where nobody else handles it."""
+    """Make the preemption signal run the callbacks, unless the program handles it."""
     import signal
     import threading
 
     if not number or threading.current_thread() is not threading.main_thread():
         return
-    # SIGINT's own handler is Python's default: it counts as nobody's.
+    # Python's default handler for SIGINT does not count as the program's.
     if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
         signal.signal(number, _on_signal)
 
@@ -212,21 +209,21 @@ def _on_signal(_number: int, _frame: FrameType | None) -> None:
     _run_callbacks()
 
 
-def _ring() -> None:
+def _wake_agent() -> None:
     try:
         os.write(_bell, b"!")
     except OSError:
-        pass  # full, so it rings anyway; or closed by a program that closes all it does not know
+        pass  # full, so a wake-up is pending; or closed by a program that closes unknown descriptors
 
 
-def _join() -> None:
-    """Find the board that the agent gave to this process, if it is one of its workers."""
+def _connect() -> None:
+    """Map the board that the agent gave to this process, if it is a worker."""
     global _board, _bell
     try:
-        board, bell, device, inode, _ = (int(word) for word in os.environ.get(VARIABLE, "").split(","))
+        board, bell, device, inode, _ = (int(part) for part in os.environ.get(VARIABLE, "").split(","))
         file = os.fstat(board)
         if (file.st_dev, file.st_ino) != (device, inode):
-            return  # inherited a number that is another file here: a child of a worker
+            return  # a child of a worker, where the descriptor is another file
         page = mmap.mmap(board, SIZE)
     except (ValueError, OSError):
         return
@@ -237,27 +234,27 @@ def _join() -> None:
 
 
 def _claimed(page: mmap.mmap) -> bool:
-    """Whether the board is this process's; one that nobody has (a shell's, say) is taken."""
+    """Claim the board; False if it belongs to another live process."""
     (owner,) = PID.unpack_from(page, PID_AT)
     if owner not in (0, os.getpid()):
         try:
             os.kill(owner, 0)
             return False
         except ProcessLookupError:
-            pass  # a shell script that runs one program after the other
+            pass  # the previous program of a shell script
         except OSError:
             return False
     PID.pack_into(page, PID_AT, os.getpid())
     return True
 
 
-def _leave() -> None:
-    """In a forked child: the board is the parent's."""
+def _disconnect() -> None:
+    """In a forked child: the board belongs to the parent."""
     global _board
     _board = None
     _callbacks.clear()
     _deadlines.clear()
 
 
-_join()
-os.register_at_fork(after_in_child=_leave)
+_connect()
+os.register_at_fork(after_in_child=_disconnect)

@@ -1,10 +1,10 @@
-"""Coverage-guided fuzzing by hand: `python -m tests.fuzz wire|commands|torch|etcd [libFuzzer options]`.
+"""Coverage-guided fuzzing: `python -m tests.fuzz wire|commands|torch|etcd [libFuzzer options]`.
 
     pip install atheris
     mkdir corpus && python -m tests.fuzz wire -max_total_time=600 corpus
 
-An empty corpus is filled with something sensible to start from. A find is written to a file whose
-name is printed; give that file as the only argument to see it again.
+An empty corpus is filled with valid inputs. A failing input is written to a file whose name is printed; pass
+that file as the only argument to reproduce the failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ def main() -> None:
     try:
         import atheris
     except ImportError:
-        sys.exit("atheris is not installed here: pip install atheris (it has wheels for some Pythons only)")
+        sys.exit(
+            "atheris is not installed: pip install atheris (wheels exist for some versions of Python only)"
+        )
     with atheris.instrument_imports(include=["phalanx"]):
         from tests.fuzz.targets import TARGETS, seeds
     if len(sys.argv) < 2 or sys.argv[1] not in TARGETS:

@@ -1,7 +1,7 @@
-"""What must hold for any bytes at all; each takes bytes and raises when it does not.
+"""Properties that hold for any bytes; each target takes bytes and raises if its property does not hold.
 
-Used by atheris (`python -m tests.fuzz wire`) and, with a few examples, by hypothesis in `test_fuzz.py`.
-The first byte says where the stream is cut: parsers must not care.
+Used by atheris (`python -m tests.fuzz wire`) and, with a few examples, by hypothesis in `test_fuzz.py`. The
+first byte is the chunk size of the stream, which must not matter to a parser.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.core.store_commands import (
     When,
 )
 from phalanx.store.embedded import wire
-from phalanx.store.etcd import translation as etcd_translation
+from phalanx.store.etcd import requests as etcd_requests
 from phalanx.store.etcd.watch import MALFORMED
 from phalanx.store.model import Model
 from phalanx.store.torch import protocol as torch_tcp
@@ -38,7 +38,7 @@ def _pieces(data: bytes) -> list[bytes]:
 
 
 def frames(data: bytes) -> None:
-    """Frames: only known types come out, the same however cut, and they survive the way back."""
+    """Frames: only known types are decoded, independent of the chunks, and encode to the same bytes."""
     whole, pieces = wire.Frames(CAP), wire.Frames(CAP)
     try:
         expected: list[wire.Frame] | None = whole.feed(data[1:])
@@ -52,7 +52,7 @@ def frames(data: bytes) -> None:
     except wire.WireError:
         assert expected is None
     else:
-        # Not by value: a NaN in a frame is not equal to itself.
+        # Not by value: a NaN does not equal itself.
         assert expected is not None
         assert list(map(_packed, found)) == list(map(_packed, expected))
     for frame in found:
@@ -66,7 +66,7 @@ def _packed(frame: wire.Frame) -> bytes:
 
 
 def commands(data: bytes) -> None:
-    """Whatever a client that knows the token may say, the store carries out or refuses in its own words."""
+    """Commands: the store carries out or refuses whatever an authenticated client sends."""
     model, now = Model(history=50, history_bytes=1000), 0.0
     cutter = wire.Frames(CAP)
     try:
@@ -90,7 +90,7 @@ def commands(data: bytes) -> None:
 
 
 def torch_requests(data: bytes) -> None:
-    """torch's protocol: the same requests however the bytes are cut, and an error is the end."""
+    """torch's protocol: the same requests for any chunks, and nothing after an error."""
     opening = bytes([VALIDATE]) + UINT32.pack(MAGIC)
     whole, pieces = RequestParser(), RequestParser()
     expected = whole.feed(opening + data[1:])
@@ -107,14 +107,14 @@ def torch_requests(data: bytes) -> None:
 
 
 def etcd_answers(data: bytes) -> None:
-    """What etcd says is JSON by contract; a message of another shape is one that a watch survives."""
+    """etcd: a watch survives JSON of any shape."""
     try:
         message = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return
     if not isinstance(message, dict):
         return
-    for read in (etcd_translation.notice, etcd_translation.snapshot):
+    for read in (etcd_requests.decode_notice, etcd_requests.snapshot):
         try:
             read(1, message)
         except MALFORMED:
@@ -124,7 +124,7 @@ def etcd_answers(data: bytes) -> None:
 TARGETS = {"wire": frames, "commands": commands, "torch": torch_requests, "etcd": etcd_answers}
 
 
-_SPOKEN = (
+_COMMANDS = (
     Put("k", b"v", 1), Get("k", True), Delete("k"), Add("n", 5), Grant(2.5), KeepAlive(1),
     Txn((When("k", "value", value=b"v"),), (Put("a", b""),), (Delete("b", True),)),
     Watch(1, "k", True, 1), Reply(True, 3), Notice(1, (), 2),
@@ -136,9 +136,9 @@ def _torch(op: int, *fields: bytes) -> bytes:
 
 
 def seeds(name: str) -> list[bytes]:
-    """Something sensible to start from, each with its cutting byte."""
+    """Valid inputs, each with its chunk size."""
     if name in ("wire", "commands"):
-        packed = [wire.encode(n + 1, 1, body) for n, body in enumerate(_SPOKEN)]
+        packed = [wire.encode(n + 1, 1, body) for n, body in enumerate(_COMMANDS)]
         cut = b"\x07" * (name == "wire")
         return [cut + one for one in packed] + [cut + b"".join(packed)]
     if name == "torch":

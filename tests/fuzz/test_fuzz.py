@@ -20,8 +20,8 @@ SECONDS = 5  # of atheris for each target
 @pytest.mark.parametrize("name", TARGETS)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), noise=st.binary(max_size=60))
-def test_damaged_speech(name: str, seed: int, noise: bytes) -> None:
-    """Sensible bytes with some of them changed get further than noise alone."""
+def test_damaged_input(name: str, seed: int, noise: bytes) -> None:
+    """Valid bytes with a few changes reach more code than noise alone."""
     chance = random.Random(seed)
     data = bytearray(chance.choice(seeds(name)) + noise)
     for _ in range(chance.randrange(4)):
@@ -35,7 +35,7 @@ def test_damaged_speech(name: str, seed: int, noise: bytes) -> None:
 def test_a_few_seconds_of_atheris(name: str, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()  # an empty one is filled with seeds
-    words = [
+    arguments = [
         "-m",
         "tests.fuzz",
         name,
@@ -43,5 +43,7 @@ def test_a_few_seconds_of_atheris(name: str, tmp_path: Path) -> None:
         f"-artifact_prefix={tmp_path}/",
         str(corpus),
     ]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]

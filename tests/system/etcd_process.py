@@ -1,4 +1,4 @@
-"""Real etcd servers for tests: one or a cluster, on free ports, in a directory of the test's own."""
+"""Real etcd servers for tests: one or a cluster, on free ports, in a directory of the test."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.store.etcd.http import Address, EtcdConnection, EtcdError, Failure, Members
+from phalanx.store.etcd.http import CONNECTION_ERRORS, Address, EtcdConnection, EtcdError, Members
 from tests.conftest import HUNG, wait_until
 
 
 def etcd_program() -> str:
-    """The program; without it tests are skipped, except where CI promises it."""
+    """The program; without it tests are skipped, except in CI."""
     found = shutil.which("etcd")
     if found is None:
         if os.environ.get("CI"):
@@ -27,7 +27,7 @@ def etcd_program() -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    # etcd cannot take over a bound socket; the caller starts over if somebody was quicker.
+    # etcd cannot inherit a bound socket; the caller retries if the port was taken meanwhile.
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(sock.getsockname()[1]) for sock in sockets]
     for sock in sockets:
@@ -36,7 +36,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 class Member:
-    """One etcd process, which can be killed, stopped and started again over the same data."""
+    """One etcd process, which can be killed, stopped and restarted with the same data."""
 
     def __init__(self, name: str, directory: Path, client: int, peer: int, extra: Sequence[str] = ()) -> None:
         self.name, self.directory, self.extra = name, directory, list(extra)
@@ -70,12 +70,12 @@ class Member:
             self.popen = None
 
     def ask(self, path: str, body: dict[str, object] | None = None) -> dict[str, object]:
-        """Straight to this member."""
+        """A request to this member."""
         line = EtcdConnection(Members([self.address], None, "", ""))
         try:
             return line.call(path, body or {}, HUNG)
         finally:
-            line.hang_up()
+            line.close()
 
     def ready(self) -> bool:
         assert self.popen is not None
@@ -83,7 +83,7 @@ class Member:
             raise RuntimeError((self.directory / f"{self.name}.log").read_text()[-2000:])
         try:
             status = self.ask("/v3/maintenance/status")
-        except (EtcdError, *Failure):
+        except (EtcdError, *CONNECTION_ERRORS):
             return False
         return bool(status.get("leader"))
 
@@ -95,7 +95,7 @@ class Member:
 
 
 class Cluster:
-    """Some members that know each other."""
+    """The members of one cluster."""
 
     def __init__(self, directory: Path, count: int = 1, extra: Sequence[str] = ()) -> None:
         self.directory, self.count, self.extra = directory, count, extra

@@ -70,7 +70,7 @@ def client(etcd: Cluster) -> Iterator[EtcdClient]:
 
 
 class OverEtcd:
-    """An etcd client, as the contract wants it."""
+    """An etcd client with the interface of the contract."""
 
     def __init__(self, addresses: list[Address], stack: ExitStack) -> None:
         self._addresses, self._stack = addresses, stack
@@ -101,7 +101,7 @@ class TestEtcd(StoreContract):
             yield OverEtcd(etcd.addresses, stack)
 
 
-def test_a_request_whose_answer_was_lost_is_done_once(etcd: Cluster) -> None:
+def test_a_request_whose_answer_was_lost_is_carried_out_once(etcd: Cluster) -> None:
     with Proxy(etcd.addresses[0]) as proxy, EtcdClient([Address(*proxy.address)]) as client:
         assert client.request(Add("n", 1)).number == 1
         created = 0
@@ -132,7 +132,7 @@ def test_many_add_at_once_and_none_is_lost(etcd: Cluster) -> None:
         assert client.request(Add("n", 0)).number == 50
 
 
-def test_a_watch_goes_on_over_broken_connections_without_gap_or_repeat(
+def test_a_watch_continues_over_broken_connections_without_gap_or_repeat(
     etcd: Cluster, client: EtcdClient
 ) -> None:
     seen: queue.Queue[bytes] = queue.Queue()
@@ -145,9 +145,7 @@ def test_a_watch_goes_on_over_broken_connections_without_gap_or_repeat(
         assert [seen.get(timeout=HUNG) for _ in range(60)] == [b"%d" % n for n in range(60)]
 
 
-def test_history_compacted_away_while_the_watch_was_cut_comes_as_a_snapshot(
-    etcd: Cluster, client: EtcdClient
-) -> None:
+def test_a_watch_after_a_compaction_gets_a_snapshot(etcd: Cluster, client: EtcdClient) -> None:
     seen: queue.Queue[Notice] = queue.Queue()
     states: queue.Queue[State] = queue.Queue()
     client.put("w/old", b"1")
@@ -171,7 +169,7 @@ def test_history_compacted_away_while_the_watch_was_cut_comes_as_a_snapshot(
 
 
 class Gate(Proxy):
-    """A network that can be shut for a while."""
+    """A network that can be interrupted."""
 
     closed = False
 
@@ -190,7 +188,7 @@ class Gate(Proxy):
             super()._pump(source, sink, is_reply)
 
 
-def test_lease_loss_is_told_and_a_new_lease_works(client: EtcdClient) -> None:
+def test_lease_loss_is_reported_and_a_new_lease_works(client: EtcdClient) -> None:
     lease = client.request(Grant(1.0)).number
     gone: queue.Queue[Notice] = queue.Queue()
     client.put("mine", b"1", lease)
@@ -203,7 +201,7 @@ def test_lease_loss_is_told_and_a_new_lease_works(client: EtcdClient) -> None:
     assert client.put("mine", b"2", fresh).ok
 
 
-def test_the_memory_of_requests_may_run_out(etcd: Cluster, client: EtcdClient) -> None:
+def test_the_session_key_may_expire(etcd: Cluster, client: EtcdClient) -> None:
     assert client.put("k", b"1").ok
     with EtcdClient(etcd.addresses) as other:
         other.request(Delete("phalanx.once/", prefix=True))
@@ -212,7 +210,7 @@ def test_the_memory_of_requests_may_run_out(etcd: Cluster, client: EtcdClient) -
     assert client.request(Txn((When("k", "value", value=b"no"),), (Put("k", b"3"),))).error == "condition"
 
 
-def test_nothing_is_left_in_etcd_by_a_client_that_closed(etcd: Cluster, client: EtcdClient) -> None:
+def test_a_client_that_closed_leaves_nothing_in_etcd(etcd: Cluster, client: EtcdClient) -> None:
     with EtcdClient(etcd.addresses) as passing:
         passing.put("k", b"v")
         assert len(client.request(Get("phalanx.once/", prefix=True)).entries) == 1
@@ -226,7 +224,7 @@ def test_what_was_sent_before_close_arrives(etcd: Cluster, client: EtcdClient) -
     assert len(client.request(Get("last/", prefix=True)).entries) == 5
 
 
-def test_too_large_is_an_answer_and_not_the_end(client: EtcdClient) -> None:
+def test_a_request_that_is_too_large_fails_alone(client: EtcdClient) -> None:
     assert client.put("big", bytes(4 << 20)).error == "size"
     many = tuple(Put(f"k{n}", b"") for n in range(200))
     assert client.request(Txn((), many)).error == "size"
@@ -237,7 +235,7 @@ def test_too_large_is_an_answer_and_not_the_end(client: EtcdClient) -> None:
         client.get("\ud800")
 
 
-def test_a_key_written_twice_in_a_transaction_ends_as_the_last_word(client: EtcdClient) -> None:
+def test_a_key_written_twice_in_a_transaction_has_the_last_value(client: EtcdClient) -> None:
     txn = Txn((), (Put("a", b"1"), Put("a", b"2"), Put("b", b"3")), (Delete("b"), Delete("c/", prefix=True)))
     assert client.request(txn).ok
     assert [client.get(key) and client.get(key).value for key in ("a", "b")] == [b"2", None]  # type: ignore[union-attr]
@@ -261,14 +259,14 @@ def test_facade_works_over_etcd(client: EtcdClient) -> None:
         store.wait(["never"], timedelta(seconds=0.1))
 
 
-def test_nobody_there_says_so_within_the_grace() -> None:
+def test_no_server_is_reported_after_the_grace_period() -> None:
     client = EtcdClient([Address("127.0.0.1", 1), Address("127.0.0.1", 2)], grace=0.3)
     with pytest.raises(StoreConnectionError, match=r"127\.0\.0\.1:1,127\.0\.0\.1:2 could not be reached"):
         client.connect(HUNG)
     client.close()
 
 
-def test_something_else_there_says_so() -> None:
+def test_another_http_server_is_reported() -> None:
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
     class Teapot(BaseHTTPRequestHandler):
@@ -289,18 +287,18 @@ def test_something_else_there_says_so() -> None:
         thread.join(HUNG)
 
 
-def test_what_does_not_even_speak_http_is_told_in_words() -> None:
-    told: queue.Queue[str] = queue.Queue()
+def test_a_server_without_http_is_reported() -> None:
+    states: queue.Queue[str] = queue.Queue()
     with Server("127.0.0.1", 0) as server:
         client = EtcdClient(
             [Address(*server.address)],
             grace=0.3,
-            on_state=lambda state: told.put(f"{state.what}: {state.why}"),
+            on_state=lambda state: states.put(f"{state.what}: {state.why}"),
         )
-        with pytest.raises(StoreConnectionError, match="what answers there is not etcd"):
+        with pytest.raises(StoreConnectionError, match="the server there is not etcd"):
             client.connect(HUNG)
         client.close()
-    assert told.get(timeout=HUNG) == "failed: what answers there is not etcd"
+    assert states.get(timeout=HUNG) == "failed: the server there is not etcd"
 
 
 def test_restarted_under_its_clients(tmp_path: Path) -> None:
@@ -324,14 +322,14 @@ def test_restarted_under_its_clients(tmp_path: Path) -> None:
             assert client.request(KeepAlive(lease), HUNG).ok
 
 
-def test_an_etcd_that_was_made_anew_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
+def test_a_recreated_etcd_is_not_mistaken_for_the_old_one(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster, EtcdClient(cluster.addresses) as client:
         client.put("k", b"v")
         member = cluster.members[0]
         member.kill()
-        member.name, member.cluster = "other", ""  # and so another data directory
+        member.name, member.cluster = "other", ""  # so it uses another data directory
         member.start()
-        with pytest.raises(StoreConnectionError, match="what this job knew is gone"):
+        with pytest.raises(StoreConnectionError, match="the state of this job is lost"):
             client.request(Get("k"), HUNG)
 
 
@@ -343,8 +341,8 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL], ids=["hangs", "dies"])
-def test_clients_go_on_when_the_leader(three: Cluster, blow: signal.Signals) -> None:
-    """Started at the leader itself, so that requests and watches must all move."""
+def test_clients_continue_when_the_leader(three: Cluster, blow: signal.Signals) -> None:
+    """Started at the leader, so that requests and watches must move."""
     leader = next(m for m in three.members if m.leads())
     others = [m for m in three.members if m is not leader]
     order = [m.address for m in (leader, *others)]
@@ -429,7 +427,7 @@ def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
             assert seen.get(timeout=HUNG).changes[0].entry.value == b"v"
         for config, words in (
             ({"cacert": foreign.ca}, "its certificate is not trusted"),
-            ({"cacert": mine.ca}, "give cert=FILE and key=FILE"),
+            ({"cacert": mine.ca}, "set cert=FILE and key=FILE"),
         ):
             client = talk(**config)
             with pytest.raises(StoreAuthError, match=words):
@@ -463,7 +461,7 @@ def test_logins(tmp_path: Path) -> None:
             assert seen.get(timeout=HUNG).changes[0].entry.value == b"2"
         for user, password, words in (
             ("root", "wrong", "PHALANX_ETCD_PASSWORD"),
-            ("", "", "wants a login; add user=NAME"),
+            ("", "", "requires a login; add user=NAME"),
             ("weak", "none", "'weak' needs read and write permission"),
         ):
             client = talk(user, password)
@@ -473,7 +471,7 @@ def test_logins(tmp_path: Path) -> None:
             assert "all power" not in str(caught.value)
 
 
-def test_watch_numbers_may_be_used_again(client: EtcdClient) -> None:
+def test_watch_numbers_can_be_reused(client: EtcdClient) -> None:
     seen: queue.Queue[Notice] = queue.Queue()
     client.on_notice = seen.put
     for key in ("one", "two"):

@@ -1,4 +1,4 @@
-"""Whole jobs over a real etcd: agents that meet there, nodes that are drained or killed, an id used again."""
+"""Jobs over a real etcd: rendezvous, nodes that are drained or killed, a reused run ID."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASSWORD = "the password of root"
 
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One that wants a login."""
+    """An etcd that requires a login."""
     etcd_program()
     with Cluster(tmp_path_factory.mktemp("etcd"), extra=("--auth-token", "simple")) as running:
         member = running.members[0]
@@ -60,7 +60,7 @@ def drain(job: Job, *words: str, password: str = PASSWORD) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def test_drain_lets_a_node_leave_for_nothing(tmp_path: Path, etcd: Cluster) -> None:
+def test_drain_uses_no_restart(tmp_path: Path, etcd: Cluster) -> None:
     with job_at(etcd, tmp_path, "1:2", "drained") as job:
         nodes = [job.node(name) for name in "ab"]
         everybody(nodes, 2)
@@ -76,9 +76,7 @@ def test_drain_lets_a_node_leave_for_nothing(tmp_path: Path, etcd: Cluster) -> N
         succeed(nodes[:1], again)
 
 
-def test_an_agent_killed_is_missed_when_its_lease_ends_and_a_new_one_takes_its_place(
-    tmp_path: Path, etcd: Cluster
-) -> None:
+def test_a_killed_agent_is_replaced_when_its_lease_expires(tmp_path: Path, etcd: Cluster) -> None:
     with job_at(etcd, tmp_path, "2", "killed") as job:
         nodes = [job.node(name) for name in "ab"]
         everybody(nodes, 2)
@@ -89,7 +87,7 @@ def test_an_agent_killed_is_missed_when_its_lease_ends_and_a_new_one_takes_its_p
         succeed(nodes, again)
 
 
-def test_an_id_is_free_again_when_the_nodes_of_its_job_have_gone(tmp_path: Path, etcd: Cluster) -> None:
+def test_a_run_id_can_be_reused_when_the_nodes_of_its_job_are_gone(tmp_path: Path, etcd: Cluster) -> None:
     with job_at(etcd, tmp_path, "2", "requeued", "--max-restarts", "0") as job:
         for _ in range(2):
             nodes = [job.node(name) for name in "ab"]

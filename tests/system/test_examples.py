@@ -1,4 +1,4 @@
-"""The examples do what they say: a kill changes no bit of the result, and the demo tells its story."""
+"""The examples: a kill changes no bit of the result, and the demo shows its three runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_demo(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stdout
     for words in (
-        "1. A healthy run",
+        "1. A run without failures",
         "ValueError: record 70 of shard 3 is corrupt",
         "Root cause: rank 3",
         "rank 3 is killed on purpose",
@@ -60,7 +60,7 @@ def train(folder: Path, python: str, example: str, *words: str, restarts: int = 
     return json.loads((folder / "result.json").read_text()), running
 
 
-def test_ddp_goes_on_exactly(tmp_path: Path) -> None:
+def test_ddp_continues_exactly(tmp_path: Path) -> None:
     python = python_with("torch")
     words = ("--steps", "24", "--every", "5", "--batch", "4", "--plot", str(tmp_path / "loss.png"))
     plain, _ = train(tmp_path / "plain", python, "train_ddp.py", *words)
@@ -93,7 +93,7 @@ def check_png(path: Path, red_columns: int) -> None:
     assert sum(row[3 * x : 3 * x + 3] == b"\xdd\x33\x33" for x in range(width)) == red_columns
 
 
-def test_jax_goes_on_exactly(tmp_path: Path) -> None:
+def test_jax_continues_exactly(tmp_path: Path) -> None:
     python = python_with("jax")
     words = ("--steps", "24", "--every", "5")
     plain, _ = train(tmp_path / "plain", python, "train_jax.py", *words)

@@ -68,7 +68,7 @@ def compiled(folder: Path) -> str:
     return str(folder / "worker")
 
 
-def test_a_shell_script_a_binary_and_python_see_the_same(tmp_path: Path) -> None:
+def test_a_shell_script_a_binary_and_python_get_the_same_environment(tmp_path: Path) -> None:
     bash = script(tmp_path, IN_BASH, "worker.sh")
     os.chmod(bash, 0o755)
     options = ("--nproc-per-node", "3", "--rdzv-id", "same", "--max-restarts", "2")
@@ -120,7 +120,7 @@ accelerator.end_training()
 def test_a_script_for_accelerate(tmp_path: Path) -> None:
     python = python_with("torch", "accelerate")
     words = ("--nproc-per-node", "2", script(tmp_path, ACCELERATE))
-    # What `accelerate launch --mixed_precision bf16 --cpu` would hand over.
+    # What `accelerate launch --mixed_precision bf16 --cpu` would set.
     settings = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
     said = job(tmp_path / "job", *words, python=python, **settings)
     assert sorted(said.splitlines()) == ["rank 0 batches 4", "rank 1 batches 4"]

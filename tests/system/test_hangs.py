@@ -1,4 +1,4 @@
-"""Real hangs under `phalanx run`: noticed, explained by stacks, the guilty rank named, handled as asked."""
+"""Real hangs under `phalanx run`: detected, reported with stacks and the rank that differs, and handled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.system.run_helpers import Ended, Running, all_gone, plain_environment
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 
-# Beats a few times, then the guilty rank does its worst while the others go on.
+# A few heartbeats, then the guilty rank hangs while the others continue.
 BEGIN = """
 import os, signal, sys, threading, time
 from phalanx import worker
@@ -54,11 +54,11 @@ STOPPED = """
 if rank == guilty: os.kill(os.getpid(), signal.SIGSTOP)
 go_on()
 """
-DEAF = """
-def deaf():
+IGNORES_SIGTERM = """
+def spin_on():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True: pass
-if rank == guilty: deaf()
+if rank == guilty: spin_on()
 go_on()
 """
 
@@ -75,8 +75,13 @@ def kept(directory: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("body", "at"),
-    [(DEADLOCK, "in locked"), (SPIN, "in spin"), (STOPPED, "stopped by a signal"), (DEAF, "in deaf")],
-    ids=["deadlock", "spin", "stopped", "deaf"],
+    [
+        (DEADLOCK, "in locked"),
+        (SPIN, "in spin"),
+        (STOPPED, "stopped by a signal"),
+        (IGNORES_SIGTERM, "in spin_on"),
+    ],
+    ids=["deadlock", "spin", "stopped", "ignores-sigterm"],
 )
 def test_the_guilty_rank_is_named(tmp_path: Path, body: str, at: str) -> None:
     ended = hang(tmp_path, body, "--heartbeat-timeout", "1")
@@ -87,7 +92,7 @@ def test_the_guilty_rank_is_named(tmp_path: Path, body: str, at: str) -> None:
     assert "(last at step 4)" in lines[0]
     assert at in lines[0], ended
     assert "not restarted" in lines[0]
-    # The report is last, the odd one out first in it, the others behind.
+    # The report comes last, with the rank that differs before the others.
     report = ended.err[ended.err.index("HANG: ") :]
     assert report.index("  rank 1") < report.index("  ranks 0, 2: "), ended
     assert "in go_on" in report
@@ -99,7 +104,7 @@ def test_the_guilty_rank_is_named(tmp_path: Path, body: str, at: str) -> None:
 
 
 def test_native_stacks_where_the_tool_is_installed(tmp_path: Path) -> None:
-    """With a stand-in for py-spy, which only says whom it was asked about."""
+    """With a replacement for py-spy that only prints its arguments."""
     tool = tmp_path / "bin" / "py-spy"
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\necho native stacks of $4\n")
@@ -115,7 +120,7 @@ def test_native_stacks_where_the_tool_is_installed(tmp_path: Path) -> None:
     assert all(text.startswith("native stacks of ") for text in found)
 
 
-def test_the_whole_story_of_a_restart(tmp_path: Path) -> None:
+def test_a_restart_after_a_hang(tmp_path: Path) -> None:
     body = """
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if rank == guilty: spin()
@@ -152,7 +157,7 @@ def test_fail_uses_no_restart(tmp_path: Path) -> None:
     assert "HANG: " in ended.err
 
 
-def test_warn_only_says_it_and_says_it_again_only_for_the_next(tmp_path: Path) -> None:
+def test_warn_prints_one_line_per_hang(tmp_path: Path) -> None:
     body = """
     for turn in range(2):
         if rank == guilty: time.sleep(1.5)
@@ -221,7 +226,7 @@ def test_a_scope_that_is_not_left(tmp_path: Path) -> None:
     assert "in section 'load'" in ended.err
 
 
-def test_some_ranks_finish_and_others_run_on(tmp_path: Path) -> None:
+def test_some_ranks_finish_and_others_still_run(tmp_path: Path) -> None:
     ended = hang(
         tmp_path, "def late(): time.sleep(1000)\nif rank == 2: late()\n", "--partial-exit-timeout", "1"
     )
@@ -254,13 +259,13 @@ def test_a_collective_that_waits_for_a_lost_peer(tmp_path: Path, workers: int) -
     (line,) = [line for line in ended.said if "heartbeat" in line]
     everybody = "ranks 0, 1" if workers == 2 else "ranks 0-2"
     assert line.startswith(f"no heartbeat from {everybody} for 2."), ended
-    assert "rank 1 stands out (the others wait for it), at train.py" in line, ended
+    assert "rank 1 differs (the others wait for it), at train.py" in line, ended
     assert "in lost" in line
     assert "in all_reduce" in ended.err
 
 
-def test_slow_ranks_are_named_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, so that a window need not last as long as in life."""
+def test_slow_ranks_are_reported_and_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, to shorten the window."""
     import phalanx.core.stragglers as progress
     from phalanx.agent.spec import AgentOptions, WorkerSpec
     from phalanx.agent.torch_agent import LocalElasticAgent
@@ -319,7 +324,7 @@ def test_health_of_a_run(tmp_path: Path, how: str) -> None:
 
 
 def test_an_agent_whose_loop_stalls_is_not_healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, so that the loop can be held up: by a listener that does not return."""
+    """In this process, so that an event handler that does not return can block the loop."""
     import threading
 
     from phalanx.agent.spec import AgentOptions, WorkerSpec
@@ -328,7 +333,7 @@ def test_an_agent_whose_loop_stalls_is_not_healthy(tmp_path: Path, monkeypatch: 
     from phalanx.membership.solo import SoloRendezvous
     from phalanx.supervision.supervision import Supervision
 
-    monkeypatch.setattr("phalanx.web.health.Pulse.__init__.__defaults__", (lambda: False, None, 0.5))
+    monkeypatch.setattr("phalanx.web.health.LoopProbe.__init__.__defaults__", (None, 0.5))
     path = script(tmp_path, "import time; time.sleep(1000)\n")
     handler = SoloRendezvous("r", "phalanx")
     spec = WorkerSpec("w", 1, handler, entrypoint=sys.executable, args=(path,), max_restarts=0)
@@ -357,7 +362,7 @@ def test_an_agent_whose_loop_stalls_is_not_healthy(tmp_path: Path, monkeypatch: 
     assert seen == [503, 200]
 
 
-def test_a_health_port_that_is_taken(tmp_path: Path) -> None:
+def test_a_health_port_in_use(tmp_path: Path) -> None:
     import socket
 
     with socket.socket() as other:
@@ -449,7 +454,7 @@ time.sleep(1000)
 """
 
 
-def test_what_outlives_sigkill_is_named_and_nothing_is_started_over_it(tmp_path: Path) -> None:
+def test_a_worker_that_survives_sigkill_is_named_and_nothing_is_started(tmp_path: Path) -> None:
     body = "import os, time; print('ready', os.environ['RANK'], os.getpid(), flush=True)\n"
     path = script(tmp_path, body + "if os.environ['RANK'] == '0': input()\ntime.sleep(1000)\n")
     read, write = os.pipe()
@@ -479,7 +484,7 @@ def test_what_outlives_sigkill_is_named_and_nothing_is_started_over_it(tmp_path:
 
 
 def test_the_same_error_twice_before_ready_ends_the_job_at_once(tmp_path: Path) -> None:
-    """With --startup-timeout workers say when they are set up; one that never gets there fails fast."""
+    """With --startup-timeout, a worker that fails before ready() in the same way twice fails the job."""
     script = tmp_path / "script.py"
     script.write_text("raise RuntimeError('no such data set')\n")
     words = ["run", "--startup-timeout", "60", "--max-restarts", "9", str(script)]

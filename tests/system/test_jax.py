@@ -27,7 +27,7 @@ if sys.argv[1:] == ["below a shell"]:
     from phalanx.integrations.jax import offer
     offer()
 assert not [finder for finder in sys.meta_path if type(finder).__name__ == "_Hook"]
-# The count and place that the agents would have, not the workers: ours must be asked first.
+# Slurm's variables describe the agents, not the workers: the class for Phalanx must come first.
 os.environ |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "elsewhere", "SLURM_NTASKS": "1"}
 os.environ |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 jax.distributed.initialize()
@@ -56,14 +56,14 @@ def python() -> str:
 
 
 def without_gloo(said: str) -> list[str]:
-    """gloo prints, in pieces, what it connects to."""
+    """gloo prints its connections in pieces."""
     return [line for line in said.splitlines() if line.startswith("psum")]
 
 
 def test_no_arguments_collectives_and_a_restart(python: str, tmp_path: Path) -> None:
     path = script(tmp_path, COLLECTIVES)
     words = ("--nproc-per-node", "2", "--max-restarts", "1", path, "killed")
-    # The service would catch SIGTERM, and the survivor be waited for as long as the grace period is.
+    # The service would catch SIGTERM, and a restart would wait for the grace period.
     env = {"JAX_ENABLE_PREEMPTION_SERVICE": "false"}
     assert without_gloo(job(tmp_path / "job", *words, python=python, **env)) == ["psum 3.0"] * 2
 
@@ -81,7 +81,7 @@ def test_without_the_agents_store_and_below_a_shell(python: str, tmp_path: Path)
 
 
 def fake_clusters() -> Any:
-    """As much of JAX's module as ours relies on."""
+    """The part of JAX's module that the integration uses."""
 
     class ClusterEnv:
         name = ""
@@ -104,7 +104,7 @@ def worker(rank: int, port: int, **more: str) -> dict[str, str]:
     return env | {"GROUP_WORLD_SIZE": "1"} | more
 
 
-def test_our_class_is_asked_first_and_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_class_comes_first_and_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clusters = fake_clusters()
     ours.register(clusters)
     ours.register(clusters)
@@ -120,7 +120,7 @@ def test_our_class_is_asked_first_and_registered_once(monkeypatch: pytest.Monkey
     assert kinds[0].get_local_process_id() is None  # alone on its machine: all devices are its own
 
 
-def test_a_jax_that_has_changed_is_a_warning() -> None:
+def test_a_changed_jax_gives_a_warning() -> None:
     with pytest.warns(UserWarning, match="coordinator_address, num_processes and process_id"):
         ours.register(types.ModuleType("clusters"))
 
@@ -132,7 +132,7 @@ def test_the_address_goes_through_the_store(monkeypatch: pytest.MonkeyPatch) -> 
         asked: list[str] = []
         waiting = threading.Thread(target=lambda: asked.append(ours.coordinator(30)))
         waiting.start()
-        # The environment is the process's own: rank 0 is another one.
+        # Environments belong to processes: rank 0 is another process.
         code = "import json; from phalanx.integrations import jax; print(json.dumps(jax.coordinator(30)))"
         env = os.environ | worker(0, server.port)
         said = subprocess.run(
@@ -145,7 +145,7 @@ def test_the_address_goes_through_the_store(monkeypatch: pytest.MonkeyPatch) -> 
         assert int(port) not in (0, server.port)
 
 
-def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rank_0_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with TorchStoreServer("127.0.0.1") as server:
         for name, value in worker(1, server.port).items():
             monkeypatch.setenv(name, value)
@@ -153,14 +153,16 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
             ours.coordinator(0.05)
 
 
-def test_a_port_that_was_asked_for_and_one_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_port_and_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in worker(0, 4242, TORCHELASTIC_USE_AGENT_STORE="False", MASTER_ADDR="fd00::1").items():
         monkeypatch.setenv(name, value)
     assert ours.coordinator() == "[fd00::1]:4242"
     assert ours.coordinator(None, "99") == "[fd00::1]:99"
 
 
-def test_the_hook_waits_for_jax_and_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_import_hook_waits_for_jax_and_removes_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name, value in worker(0, 1).items():
         monkeypatch.setenv(name, value)
     package = tmp_path / "jax" / "_src"

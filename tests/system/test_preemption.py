@@ -1,4 +1,4 @@
-"""--preempt-signal: workers are told, through the API and by the signal, checkpoint and leave."""
+"""--preempt-signal: workers learn of it through the API and by the signal, save a checkpoint and exit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ signal.signal(signal.SIGUSR1, save)
 READY
 while True: signal.pause()
 """
-# Only rank 0 listens, and the others must live until it has saved.
+# Only rank 0 handles it, and the others must live until it has saved.
 BY_THE_FIRST = """
 import os, sys, time
 from phalanx import worker
@@ -69,7 +69,7 @@ if rank == 0:
     open(sys.argv[1], "w").close()
 while not os.path.exists(sys.argv[1]): time.sleep(0.005)
 """
-DEAF = """
+IGNORES_IT = """
 import os, sys, time
 from phalanx import worker
 worker.should_checkpoint()
@@ -115,7 +115,7 @@ def preempt(directory: Path, body: str, *flags: str, sig: str = "SIGUSR1", grace
     [BY_POLLING, BY_CALLBACK, BY_SIGNAL, BY_THE_FIRST],
     ids=["polling", "callback", "signal", "first"],
 )
-def test_workers_save_and_leave(tmp_path: Path, body: str, warm: str) -> None:
+def test_workers_save_and_exit(tmp_path: Path, body: str, warm: str) -> None:
     ended = preempt(tmp_path, body, "--warm", warm)
     assert ended.code == 128 + signal.SIGUSR1, ended
     assert sum(ended.out.count(f"saved {rank}") for rank in "01") == 2, ended
@@ -131,16 +131,16 @@ def test_any_signal_may_announce_it(tmp_path: Path, sig: str) -> None:
     assert sum(ended.out.count(f"saved {rank}") for rank in "01") == 2, ended
 
 
-def test_the_grace_ends(tmp_path: Path) -> None:
-    ended = preempt(tmp_path, DEAF, grace="0.5")
+def test_the_grace_period_ends(tmp_path: Path) -> None:
+    ended = preempt(tmp_path, IGNORES_IT, grace="0.5")
     assert ended.code == 128 + signal.SIGUSR1, ended
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_no_worker_handles_it(tmp_path: Path) -> None:
     body = "import os, time\nREADY\ntime.sleep(1000)\n"
     ended = preempt(tmp_path, body, grace="1000")
     assert ended.code == 128 + signal.SIGUSR1, ended
-    assert any("no worker listens" in line for line in ended.said)
+    assert any("no worker handles it" in line for line in ended.said)
 
 
 def test_children_of_workers_do_not_get_the_signal(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_children_of_workers_do_not_get_the_signal(tmp_path: Path) -> None:
     assert ended.out.count("child None") == 2, ended
 
 
-def test_repeated_announcements_do_not_cut_the_grace(tmp_path: Path) -> None:
+def test_repeated_announcements_do_not_shorten_the_grace_period(tmp_path: Path) -> None:
     path = script(tmp_path, BY_THE_FIRST.replace("READY\n", READY).replace("0.3", "0.5"))
     words = ["--nproc-per-node", "2", "--preempt-signal", "USR1", "--grace", "20"]
     with Running([*words, path, str(tmp_path / "done")]) as job:
@@ -164,7 +164,7 @@ def test_repeated_announcements_do_not_cut_the_grace(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_does(tmp_path: Path) -> None:
-    path = script(tmp_path, DEAF.replace("READY\n", READY))
+    path = script(tmp_path, IGNORES_IT.replace("READY\n", READY))
     with Running(["--nproc-per-node", "2", "--preempt-signal", "USR1", "--grace", "1000", path]) as job:
         workers = job.workers(2)
         job.signal(signal.SIGUSR1)
@@ -183,7 +183,7 @@ def test_a_signal_that_cannot_be_handled_is_refused(tmp_path: Path, name: str) -
     assert f"--preempt-signal {name}: name a signal that can be handled" in ended.err
 
 
-# Leave with a code of their own, on the spot; the last one to be ready announces the preemption.
+# Exit at once with their own code; the last one to be ready announces the preemption.
 QUICK = """
 import os, signal, sys, time
 from phalanx import worker
@@ -207,8 +207,8 @@ def event_file(tmp_path: Path) -> Iterator[Path]:
     events.set_file(None)
 
 
-@pytest.mark.parametrize("slow", [False, True], ids=["", "told-late"])
-def test_who_leaves_the_moment_it_is_told_has_not_failed(
+@pytest.mark.parametrize("slow", [False, True], ids=["", "delayed"])
+def test_a_worker_that_exits_at_once_when_preempted_has_not_failed(
     slow: bool, event_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready = tmp_path / "ready"
@@ -218,15 +218,15 @@ def test_who_leaves_the_moment_it_is_told_has_not_failed(
     spec.event_log_handler = "file"
     options = AgentOptions(supervision=Supervision(preempt_signal=signal.SIGUSR1))
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")), options=options)
-    if slow:  # the agent gets no processor between telling a worker and the next step
-        tell = Boards.tell
+    if slow:  # the agent gets no processor between this and the next step
+        set_preempted = Boards.set_preempted
 
-        def tell_and_lose_time(boards: Boards, rank: int) -> None:
-            tell(boards, rank)
+        def set_and_wait(boards: Boards, rank: int) -> None:
+            set_preempted(boards, rank)
             pid = agent.get_worker_group().workers[rank].id
             wait_until(lambda: gone(pid), "the worker leaves")
 
-        monkeypatch.setattr(Boards, "tell", tell_and_lose_time)
+        monkeypatch.setattr(Boards, "set_preempted", set_and_wait)
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGUSR1")
     with pytest.raises(SignalException):
         agent.run()

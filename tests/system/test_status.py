@@ -1,4 +1,4 @@
-"""`phalanx status` asks the agents of this machine how their jobs are."""
+"""`phalanx status` shows the jobs of this machine."""
 
 from __future__ import annotations
 
@@ -33,29 +33,31 @@ def status(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def told(run: str) -> dict[str, Any]:
-    """The one job of this run, once its agent can be asked: workers may be quicker than that."""
+def job_status(run: str) -> dict[str, Any]:
+    """The job of this run, once its agent answers: workers may start before that."""
     wait_until(lambda: status(run).returncode == 0, f"a status of {run}")
     (job,) = json.loads(status(run, "--json").stdout)
     assert isinstance(job, dict)
     return job
 
 
-def ear(run: str) -> str:
-    """The name of the agent's socket, without the mark of the namespace."""
-    pid = told(run)["pid"]
+def socket_name(run: str) -> str:
+    """The name of the agent's abstract socket."""
+    pid = job_status(run)["pid"]
     with open("/proc/net/unix") as file:
         (name,) = {line.split()[-1] for line in file if f"/{pid}-" in line}
     return name[1:]
 
 
-def test_a_running_job_tells_its_workers_and_what_they_do(tmp_path: Path) -> None:
+def test_a_running_job_shows_its_workers_and_their_activity(tmp_path: Path) -> None:
     run = f"status-{os.getpid()}"
     words = ["--nproc-per-node", "2", "--rdzv-id", run, "--log-dir", str(tmp_path / "logs")]
     with Running([*words, script(tmp_path, BEATS)]) as job:
         pids = job.workers(2)
-        wait_until(lambda: all(w["section"] for w in told(run)["workers"]), "both workers in their section")
-        found = told(run)
+        wait_until(
+            lambda: all(w["section"] for w in job_status(run)["workers"]), "both workers in their section"
+        )
+        found = job_status(run)
         assert (found["run"], found["name"], found["pid"], found["phase"]) == (
             run,
             "train.py",
@@ -83,8 +85,8 @@ def test_standbys_are_counted_with_their_memory(tmp_path: Path) -> None:
     words = ["--nproc-per-node", "2", "--rdzv-id", run, "--warm", "standby"]
     with Running([*words, script(tmp_path, BEATS)]) as job:
         job.workers(2)
-        wait_until(lambda: told(run)["standbys"]["count"] == 2, "two parked processes")
-        parked = told(run)["standbys"]
+        wait_until(lambda: job_status(run)["standbys"]["count"] == 2, "two standby processes")
+        parked = job_status(run)["standbys"]
         agent = psutil.Process(job.agent)
         assert set(parked["pids"]) <= {child.pid for child in agent.children(recursive=True)}
         assert parked["memory"] > 0
@@ -100,42 +102,42 @@ def test_standbys_of_helpers_that_have_no_workers_yet_are_counted(tmp_path: Path
     words = ["--nproc-per-node", "2", "--rdzv-id", run, "--warm", "standby"]
     with Running([*words, script(tmp_path, heavy + BEATS)]) as job:
         job.workers(2)
-        wait_until(lambda: told(run)["standbys"]["count"] == 2, "two parked processes")
+        wait_until(lambda: job_status(run)["standbys"]["count"] == 2, "two standby processes")
         job.signal(signal.SIGTERM)
         job.end()
 
 
-def test_a_killed_agent_leaves_nothing_to_find(tmp_path: Path) -> None:
+def test_a_killed_agent_is_not_listed(tmp_path: Path) -> None:
     run = f"killed-{os.getpid()}"
     with Running(["--rdzv-id", run, script(tmp_path, BEATS)]) as job:
         job.workers(1)
-        assert told(run)["pid"] == job.agent
+        assert job_status(run)["pid"] == job.agent
         job.signal(signal.SIGKILL)
         job.end()
     assert status(run).returncode == 1
 
 
-def test_who_connects_and_says_nothing_or_goes_does_not_hold_up_the_job(tmp_path: Path) -> None:
+def test_clients_that_send_nothing_or_leave_do_not_delay_the_job(tmp_path: Path) -> None:
     run = f"rude-{os.getpid()}"
     with Running(["--rdzv-id", run, script(tmp_path, BEATS)]) as job:
         job.workers(1)
-        name = ear(run)
+        name = socket_name(run)
         for _ in range(50):
             with socket.socket(socket.AF_UNIX) as peer:
                 peer.connect("\0" + name)
         with socket.socket(socket.AF_UNIX) as silent:
             silent.connect("\0" + name)
-            assert told(run)["pid"] == job.agent
+            assert job_status(run)["pid"] == job.agent
         job.signal(signal.SIGTERM)
         assert job.end().code == 143
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_another_user_is_told_nothing(tmp_path: Path) -> None:
+def test_another_user_gets_no_answer(tmp_path: Path) -> None:
     run = f"private-{os.getpid()}"
     with Running(["--rdzv-id", run, script(tmp_path, BEATS)]) as job:
         job.workers(1)
-        name = ear(run)
+        name = socket_name(run)
         code = "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX)\n"
         code += "s.connect('\\0' + sys.argv[1]); print(s.recv(99))"
         ask = subprocess.run(["python3", "-c", code, name], capture_output=True, text=True, check=True)
@@ -144,7 +146,7 @@ def test_another_user_is_told_nothing(tmp_path: Path) -> None:
         job.end()
 
 
-def test_bad_words_are_refused_in_one_line() -> None:
+def test_bad_arguments_are_refused_in_one_line() -> None:
     done = status("a", "b")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Timers with real workers: who overstays is stopped, nobody else ever is."""
+"""Timers with real workers: only workers that do not leave a scope in time are stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from phalanx.elastic.timer import (
     LocalTimerServer,
     expires,
 )
-from phalanx.supervision.timers import wire
+from phalanx.supervision.timers import pipe_codec
 from tests.conftest import HUNG, gone, wait_until
 
 FORK = multiprocessing.get_context("fork")
@@ -32,7 +32,7 @@ KINDS = ("queue", "pipe")
 
 
 class Bed:
-    """A running server of one kind with its default interval, and workers that talk to it."""
+    """A running server of one kind with its default interval, and its workers."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.path = str(folder / "pipe")
@@ -78,7 +78,7 @@ class Bed:
         if self.queue:
             self.queue.close()
             self.queue.join_thread()
-            # A queue that nobody put into keeps its pipe until it is collected.
+            # An unused queue keeps its pipe until it is garbage-collected.
             self.queue._reader.close()
             self.queue._writer.close()
 
@@ -109,7 +109,7 @@ def hang_with_the_interpreter_locked(bed: Bed) -> None:
     import ctypes
 
     with expires(0.05, "locked", bed.client()):
-        ctypes.PyDLL(None).sleep(600)  # PyDLL: the lock is not given up
+        ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the interpreter lock
 
 
 def inner_overstays(bed: Bed) -> None:
@@ -174,7 +174,7 @@ def in_a_child_of_mine(bed: Bed) -> None:
         thread_overstays,
     ],
 )
-def test_a_worker_that_overstays_is_killed(bed: Bed, work: Callable[..., None]) -> None:
+def test_a_worker_that_does_not_leave_in_time_is_killed(bed: Bed, work: Callable[..., None]) -> None:
     assert bed.run(work) == -signal.SIGKILL
 
 
@@ -185,7 +185,7 @@ def test_a_worker_that_is_in_time_is_left_alone(bed: Bed) -> None:
 
 
 @both
-def test_a_forked_child_answers_for_itself(bed: Bed) -> None:
+def test_a_forked_child_has_timers_of_its_own(bed: Bed) -> None:
     assert bed.run(in_a_child_of_mine) == signal.SIGKILL + 100
 
 
@@ -244,15 +244,15 @@ def test_a_worker_that_survives_its_signal_keeps_its_other_scopes(bed: Bed) -> N
 TORCHS = b'{"version": 1, "pid": %d, "scope_id": "s", "expiration_time": 1, "signal": 18}\n'
 
 
-def test_garbage_floods_and_strange_pids_harm_nobody(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_floods_and_foreign_pids_have_no_effect(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     now = b"%d" % (time.time() * 1e6)
     dead = subprocess.Popen(["true"])
     dead.wait()
     strange = [-1, 0, 1, 2, 2**31, 10**12, dead.pid, os.getppid(), os.getpid()]
     signalled: list[int] = []
     with monkeypatch.context() as patch:
-        # As in an agent that uses no timers itself. The signal does no harm should all this fail.
-        patch.setattr("phalanx.supervision.timers.workers.asking", set())
+        # As in an agent that uses no timers itself. The signal is harmless if the check fails.
+        patch.setattr("phalanx.supervision.timers.watched_processes.client_pids", set())
         patch.setattr(signal, "pidfd_send_signal", lambda *args: signalled.append(args[1]))
         for pid in strange:
             bed.write(b"\x1e%d.0:strange\t%b 18\n" % (pid, now))
@@ -271,15 +271,15 @@ def test_garbage_floods_and_strange_pids_harm_nobody(bed: Bed, monkeypatch: pyte
     assert bed.server.dropped["unknown pid"] >= 2
 
 
-def test_a_process_that_is_not_ours_is_never_signalled(bed: Bed) -> None:
-    """Signalling it would be allowed; it only is no worker of this server."""
+def test_a_foreign_process_is_never_signalled(bed: Bed) -> None:
+    """Signalling it is permitted, but it is not a worker of this server."""
     told = subprocess.run(
         ["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"], capture_output=True, text=True, check=True
     )
     stranger = int(told.stdout)
     try:
         wait_until(lambda: psutil.Process(stranger).ppid() != os.getpid(), "its adoption")
-        bed.write(wire.acquire(wire.name(stranger, 0, "foreign"), time.time(), signal.SIGKILL))
+        bed.write(pipe_codec.acquire(pipe_codec.name(stranger, 0, "foreign"), time.time(), signal.SIGKILL))
         assert bed.run(overstay) == -signal.SIGKILL
         assert bed.server.dropped == {"foreign pid": 1}
         assert not gone(stranger)
@@ -290,7 +290,7 @@ def test_a_process_that_is_not_ours_is_never_signalled(bed: Bed) -> None:
 def test_a_request_of_an_earlier_process_with_the_same_pid_is_dropped(bed: Bed) -> None:
     worker = bed.start(hold, 1000)
     wait_until(bed.held, "the worker")
-    bed.write(wire.acquire(wire.name(worker.pid, 12345, "old"), time.time(), signal.SIGKILL))
+    bed.write(pipe_codec.acquire(pipe_codec.name(worker.pid, 12345, "old"), time.time(), signal.SIGKILL))
     wait_until(lambda: bed.server.dropped, "the drop")
     assert bed.server.dropped == {"pid of an earlier process": 1}
     assert worker.is_alive()
@@ -358,7 +358,7 @@ def test_many_writers_under_load_lose_nothing_and_never_fail(bed: Bed) -> None:
 
 
 def test_a_child_of_the_agent_does_not_keep_the_pipe_open(bed: Bed) -> None:
-    """Otherwise a worker could go on writing to nobody."""
+    """Otherwise a worker would write without a reader."""
     bystander = bed.start(lambda bed: signal.pause())
     client = bed.client()
     client.acquire("a", time.time() + 1000)

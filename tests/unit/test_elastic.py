@@ -74,7 +74,7 @@ def test_etcd_may_have_several_endpoints_written_as_urls() -> None:
 
 
 def test_the_tls_options_are_etcds_too() -> None:
-    with pytest.raises(UsageError, match="for protocol=https"):
+    with pytest.raises(UsageError, match="need protocol=https"):
         etcd_client_from("a:2379", {"protocol": "http", "tls_ca": "ca.pem"})
     with pytest.raises(PhalanxError, match=r"no-such-file\.pem"):
         etcd_client_from("a:2379", {"tls_ca": "no-such-file.pem"})

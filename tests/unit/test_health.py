@@ -1,4 +1,4 @@
-"""The health port: what it answers, to whom, and that a stalled loop or watchdog turns it to 503."""
+"""The health port: its answers, its address, and 503 for a stalled loop or watchdog."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from phalanx.agent.agent_services import NodeCheck, Services, split_address
 from phalanx.elastic.agent.server.health_check_server import create_healthcheck_server
 from phalanx.errors import PhalanxError
-from phalanx.web.health import HealthServer, Pulse
+from phalanx.web.health import HealthServer, LoopProbe
 from tests.conftest import HUNG, gone, wait_until
 
 
@@ -48,10 +48,10 @@ def serve() -> Iterator[Callable[..., HealthServer]]:
 
 
 class Loop:
-    """An owner loop, as the agent's: it runs the errands it is handed, until it is told to stall."""
+    """An owner loop like the agent's: runs what is posted, until it stalls."""
 
     def __init__(self) -> None:
-        self.errands: list[Callable[[], None]] = []
+        self.posted_calls: list[Callable[[], None]] = []
         self.posted = threading.Event()
         self.stalled = threading.Event()
         self.turns = 0
@@ -64,11 +64,11 @@ class Loop:
             self.posted.wait()
             self.posted.clear()
             self.turns += 1
-            while self.errands and not self.stalled.is_set():
-                self.errands.pop()()
+            while self.posted_calls and not self.stalled.is_set():
+                self.posted_calls.pop()()
 
-    def knock(self, answer: threading.Event) -> None:
-        self.errands.append(answer.set)
+    def probe(self, answer: threading.Event) -> None:
+        self.posted_calls.append(answer.set)
         self.posted.set()
 
     def close(self) -> None:
@@ -99,11 +99,11 @@ def test_answers(serve: Callable[..., HealthServer]) -> None:
     assert ask(port, "/<script>" * 20000)[0] == 414
 
 
-def test_a_callback_that_fails_is_no_sign_of_health(serve: Callable[..., HealthServer]) -> None:
+def test_a_callback_that_fails_counts_as_unhealthy(serve: Callable[..., HealthServer]) -> None:
     assert ask(serve(lambda: bool(1 / 0)).port) == (503, b"")
 
 
-def test_silent_clients_hold_up_nobody(serve: Callable[..., HealthServer]) -> None:
+def test_silent_clients_delay_no_other_client(serve: Callable[..., HealthServer]) -> None:
     port = serve(lambda: True).port
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
     try:
@@ -115,7 +115,7 @@ def test_silent_clients_hold_up_nobody(serve: Callable[..., HealthServer]) -> No
             one.close()
 
 
-def test_loopback_unless_an_address_is_named(serve: Callable[..., HealthServer]) -> None:
+def test_loopback_unless_an_address_is_given(serve: Callable[..., HealthServer]) -> None:
     own = serve(lambda: True)
     assert own._server is not None
     assert own._server.server_address[0] == "127.0.0.1"
@@ -125,39 +125,31 @@ def test_loopback_unless_an_address_is_named(serve: Callable[..., HealthServer])
         assert ask(serve(lambda: True, host="::1").port, host="::1") == (200, b"")
 
 
-def test_a_taken_port_is_said(serve: Callable[..., HealthServer]) -> None:
+def test_a_port_in_use_is_reported(serve: Callable[..., HealthServer]) -> None:
     taken = serve(lambda: True).port
     with pytest.raises(PhalanxError, match=f"cannot listen on 127.0.0.1:{taken}: Address already in use"):
         HealthServer("", taken, lambda: True).start()
 
 
-def test_a_loop_that_turns_is_alive_and_only_turns_when_asked(loop: Loop) -> None:
-    pulse = Pulse(loop.knock, stalled_after=0.2)
-    assert pulse.live()
-    assert pulse.live()
+def test_a_loop_that_responds_is_alive_and_wakes_only_for_probes(loop: Loop) -> None:
+    probe = LoopProbe(loop.probe, stalled_after=0.2)
+    assert probe.live()
+    assert probe.live()
     assert loop.turns == 2
 
 
 def test_a_stalled_loop_is_not(loop: Loop) -> None:
-    pulse = Pulse(loop.knock, stalled_after=0.3)
+    probe = LoopProbe(loop.probe, stalled_after=0.3)
     loop.stalled.set()
-    assert pulse.live()  # it may just be busy
-    wait_until(lambda: not pulse.live(), "503")
+    assert probe.live()  # it may just be busy
+    wait_until(lambda: not probe.live(), "503")
     loop.stalled.clear()
-    wait_until(pulse.live, "200 again")
+    wait_until(probe.live, "200 again")
 
 
-def test_a_start_may_take_long(loop: Loop) -> None:
-    pulse = Pulse(loop.knock, busy=lambda: True, stalled_after=0.05)
-    loop.stalled.set()
-    pulse.live()
-    time.sleep(0.1)  # the limit itself, not a wait for something
-    assert pulse.live()
-
-
-def test_a_watchdog_that_is_not_fed(loop: Loop) -> None:
-    assert Pulse(loop.knock, fed=time.time).live()
-    assert not Pulse(loop.knock, fed=lambda: time.time() - 60).live()
+def test_a_watchdog_that_stalls(loop: Loop) -> None:
+    assert LoopProbe(loop.probe, watchdog_progress=time.time).live()
+    assert not LoopProbe(loop.probe, watchdog_progress=lambda: time.time() - 60).live()
 
 
 def test_torchs_server() -> None:
@@ -192,7 +184,7 @@ def test_timers_and_health_by_environment(
     monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
     services = Services()
-    services.open("run", loop.knock, lambda: True)
+    services.open("run", loop.probe, lambda: True)
     try:
         assert services.health is not None
         assert ask(services.health.port) == (200, b"")
@@ -223,7 +215,7 @@ def test_node_check(command: str, reason: str | None) -> None:
     assert reason is None or reason in str(unfit)
 
 
-def test_a_node_check_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
+def test_a_node_check_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     unfit = NodeCheck(f"sleep 1000 & echo $! > {tmp_path}/pid; wait", patience=0.5).run()
     assert "did not end within 0.5 s" in str(unfit)
     pid = int((tmp_path / "pid").read_text())

@@ -1,4 +1,4 @@
-"""Clients, lines and frames, queues and servers: all that needs no second process."""
+"""Timer clients, lines and frames, queues and servers: what needs no second process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.elastic import timer
-from phalanx.elastic.timer import api, debug_info_logging, file_based_local_timer, local_timer
-from phalanx.supervision.timers import fifo, queue_codec, requests, wire
+from phalanx.elastic.timer import debug_info_logging, file_based_local_timer, local_timer
+from phalanx.supervision.timers import api, file_timer, pipe_codec, queue_codec
 from tests.conftest import HUNG, wait_until
 
 FORK = multiprocessing.get_context("fork")  # spawn would leave its resource tracker running
 
 
 class ImportRecorder(timer.TimerClient):
-    """Remembers what it is asked, and which timers are held."""
+    """Records its requests and the timers held."""
 
     def __init__(self) -> None:
         self.held: dict[str, float] = {}
@@ -89,15 +89,15 @@ def test_the_abstract_classes_cannot_be_made() -> None:
 # ---- expires
 
 
-def test_without_a_client_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_configured", None)
+def test_without_a_client_the_error_advises_configure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_configured", None)
     with pytest.raises(RuntimeError, match="configure"), timer.expires(after=1):
         raise AssertionError("never entered")
 
 
 def test_the_configured_client_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     client = ImportRecorder()
-    monkeypatch.setattr(requests, "_configured", None)
+    monkeypatch.setattr(api, "_configured", None)
     timer.configure(client)
     before = time.time()
     with timer.expires(after=60, scope="step"):
@@ -114,7 +114,7 @@ def test_nested_and_reentrant_scopes_are_independent() -> None:
     assert not client.held
 
 
-def test_scopes_without_a_name_are_independent_and_say_where_they_are() -> None:
+def test_scopes_without_a_name_are_independent_and_named_by_their_place() -> None:
     client = ImportRecorder()
 
     def deeper(levels: int) -> None:
@@ -180,35 +180,35 @@ any_scope = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.
 
 
 @given(any_scope, st.integers(2, 2**31 - 1), st.floats(0, 1e11), st.integers(0, 64))
-def test_a_line_comes_back_as_it_was(scope: str, pid: int, at: float, sig: int) -> None:
-    name = wire.name(pid, 77, scope)
-    line = wire.acquire(name, at, sig)
-    assert len(line) <= wire.LONGEST
+def test_lines_round_trip(scope: str, pid: int, at: float, sig: int) -> None:
+    name = pipe_codec.name(pid, 77, scope)
+    line = pipe_codec.acquire(name, at, sig)
+    assert len(line) <= pipe_codec.MAX_LINE
     assert line.count(b"\n") == 1
-    (found,) = wire.LineReader().feed(line)
+    (found,) = pipe_codec.LineReader().feed(line)
     assert (found.worker_pid, found.signal, found.started) == (pid, sig, 77)
     assert found.expiration_time == pytest.approx(at, abs=1e-4)
     assert found.scope_id == scope or len(scope.encode()) > 3000
-    (gone,) = wire.LineReader().feed(wire.release(name))
+    (gone,) = pipe_codec.LineReader().feed(pipe_codec.release(name))
     assert gone.expiration_time < 0
     assert gone.scope_id == found.scope_id
 
 
-def test_long_scopes_stay_different() -> None:
-    names = {wire.name(5, 0, "x" * 9000 + end) for end in ("a", "b")}
+def test_long_scopes_stay_distinct() -> None:
+    names = {pipe_codec.name(5, 0, "x" * 9000 + end) for end in ("a", "b")}
     assert len(names) == 2
 
 
 @given(st.lists(st.sampled_from(["a", "b"]), max_size=20), st.data())
-def test_pieces_of_any_size_make_the_same_state(scopes: list[str], data: st.DataObject) -> None:
+def test_chunks_of_any_size_give_the_same_state(scopes: list[str], data: st.DataObject) -> None:
     held: dict[str, bool] = {}
     stream = b""
     for scope in scopes:
         acquire = data.draw(st.booleans())
-        name = wire.name(9, 1, scope)
-        stream += wire.acquire(name, 5, 9) if acquire else wire.release(name)
+        name = pipe_codec.name(9, 1, scope)
+        stream += pipe_codec.acquire(name, 5, 9) if acquire else pipe_codec.release(name)
         held[scope] = acquire
-    reader, got = wire.LineReader(), {}
+    reader, got = pipe_codec.LineReader(), {}
     while stream:
         size = data.draw(st.integers(1, len(stream)))
         for request in reader.feed(stream[:size]):
@@ -219,36 +219,36 @@ def test_pieces_of_any_size_make_the_same_state(scopes: list[str], data: st.Data
 
 
 @given(st.binary(max_size=300).filter(lambda b: b"\n" not in b))
-def test_garbage_spoils_only_itself(garbage: bytes) -> None:
-    good = wire.acquire(wire.name(9, 1, "good"), 5, 9)
-    reader = wire.LineReader()
+def test_garbage_damages_no_other_line(garbage: bytes) -> None:
+    good = pipe_codec.acquire(pipe_codec.name(9, 1, "good"), 5, 9)
+    reader = pipe_codec.LineReader()
     assert "good" in [r.scope_id for r in reader.feed(garbage + good)], "half a line in front"
     assert "good" in [r.scope_id for r in reader.feed(garbage + b"\n" + good)]
 
 
-def test_half_a_line_spoils_only_itself() -> None:
-    good = wire.acquire(wire.name(9, 1, "good"), 5, 9)
-    other = wire.acquire(wire.name(8, 1, "half"), 5, 9)
+def test_a_partial_line_damages_no_other_line() -> None:
+    good = pipe_codec.acquire(pipe_codec.name(9, 1, "good"), 5, 9)
+    other = pipe_codec.acquire(pipe_codec.name(8, 1, "half"), 5, 9)
     for cut in range(1, len(other)):
-        reader = wire.LineReader()
+        reader = pipe_codec.LineReader()
         assert [r.scope_id for r in reader.feed(other[:cut] + good)] == ["good"], other[:cut]
         assert reader.garbage == 1
 
 
-def test_a_flood_without_an_end_of_line_is_not_kept() -> None:
-    reader = wire.LineReader()
+def test_endless_lines_are_discarded() -> None:
+    reader = pipe_codec.LineReader()
     for _ in range(100):
         reader.feed(b"x" * 65536)
     assert reader.garbage == 100
-    (found,) = reader.feed(b"\n" + wire.acquire(wire.name(9, 1, "good"), 5, 9))
+    (found,) = reader.feed(b"\n" + pipe_codec.acquire(pipe_codec.name(9, 1, "good"), 5, 9))
     assert found.scope_id == "good"
 
 
 TORCHS = b'{"version": 1, "pid": 42, "scope_id": "s\\"c\\n", "expiration_time": %s, "signal": %d}\n'
 
 
-def test_what_torchs_client_writes_is_understood() -> None:
-    reader = wire.LineReader()
+def test_lines_of_torchs_client_are_read() -> None:
+    reader = pipe_codec.LineReader()
     (found,) = reader.feed(TORCHS % (b"1794740178.477556", 9))
     assert (found.worker_pid, found.scope_id, found.signal) == (42, 's"c\n', 9)
     assert found.expiration_time == pytest.approx(1794740178.477556, abs=1e-4)
@@ -280,8 +280,8 @@ def test_what_torchs_client_writes_is_understood() -> None:
     ],
 )
 def test_a_bad_line_is_dropped_alone_and_counted(line: bytes) -> None:
-    reader = wire.LineReader()
-    good = wire.acquire(wire.name(9, 1, "good"), 5, 9)
+    reader = pipe_codec.LineReader()
+    good = pipe_codec.acquire(pipe_codec.name(9, 1, "good"), 5, 9)
     assert [r.scope_id for r in reader.feed(line + b"\n" + good)] == ["good"]
     assert reader.garbage >= 1
 
@@ -311,7 +311,7 @@ def test_a_frame_is_read_without_and_with_pickle(scope: str, pid: int, at: float
 
 
 class Evil:
-    """Would run code in whoever unpickles it."""
+    """Would run code when unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (os.path.join(os.environ["TMPDIR"], "evil"),)
@@ -350,7 +350,7 @@ def test_a_client_through_a_queue(make: Callable[[], Any]) -> None:
     close(q)
 
 
-def test_the_queues_own_get_understands_it() -> None:
+def test_the_queues_own_get_returns_a_request() -> None:
     q = FORK.Queue()
     timer.LocalTimerClient(q).acquire("a", 5.0)
     assert q.get(timeout=HUNG) == timer.TimerRequest(os.getpid(), "a", 5.0)
@@ -368,8 +368,8 @@ def test_garbage_in_a_queue_is_dropped_alone() -> None:
     close(q)
 
 
-def test_a_full_queue_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.supervision.timers.queue.PATIENCE", 0.05)
+def test_a_full_queue_is_waited_for_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.supervision.timers.queue_timer.WRITE_TIMEOUT", 0.05)
     q = FORK.Queue(2)
     client = timer.LocalTimerClient(q)
     client.acquire("a", 5.0)
@@ -381,14 +381,14 @@ def test_a_full_queue_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyP
     close(q)
 
 
-def test_a_full_pipe_of_a_queue_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.supervision.timers.queue.PATIENCE", 0.05)
+def test_a_full_pipe_of_a_queue_is_waited_for_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.supervision.timers.queue_timer.WRITE_TIMEOUT", 0.05)
     q = FORK.Queue()
     client, source = timer.LocalTimerClient(q), local_timer.MultiprocessingRequestQueue(q)
     with pytest.raises(TimeoutError, match="stuck"):
         fill(client)
     held = source.size()
-    assert len(source.get(held, HUNG)) == held, "what was sent is all there, whole"
+    assert len(source.get(held, HUNG)) == held, "all requests have arrived"
     source.close()
     close(q)
 
@@ -451,7 +451,7 @@ def test_a_jump_of_the_clock_changes_nothing(tmp_path: Path, monkeypatch: pytest
 
 
 class Memory(api.RequestQueue):
-    """A queue of somebody else's."""
+    """A queue of unknown type."""
 
     def __init__(self) -> None:
         self.q: queue.Queue[Any] = queue.Queue()
@@ -467,7 +467,7 @@ class Memory(api.RequestQueue):
 
 
 class Simple(timer.TimerServer):
-    """Keeps its timers in its own way."""
+    """A server with its own storage."""
 
     def __init__(self, source: api.RequestQueue) -> None:
         super().__init__(source, max_interval=0.2)
@@ -499,7 +499,7 @@ class Simple(timer.TimerServer):
         return True
 
 
-def test_a_server_of_somebody_elses_design(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_third_party_server(caplog: pytest.LogCaptureFixture) -> None:
     source = Memory()
     server = Simple(source)
     server.start()
@@ -518,7 +518,7 @@ def test_a_server_of_somebody_elses_design(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_the_pipe_is_private(tmp_path: Path) -> None:
-    path = fifo.private_path()
+    path = file_timer.private_path()
     server = timer.FileTimerServer(path, "run")
     server.start()
     assert os.stat(path).st_mode & 0o777 == 0o600
@@ -528,7 +528,7 @@ def test_the_pipe_is_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "directory"])
-def test_what_is_no_pipe_of_ours_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
+def test_other_files_are_refused_and_not_touched(kind: str, tmp_path: Path) -> None:
     path, target = tmp_path / "pipe", tmp_path / "target"
     target.write_text("precious")
     if kind == "file":
@@ -543,10 +543,10 @@ def test_what_is_no_pipe_of_ours_is_refused_and_left_alone(kind: str, tmp_path: 
     assert target.read_text() == "precious"
 
 
-def test_without_a_server_acquire_says_so_and_release_is_done(
+def test_without_a_server_acquire_fails_and_release_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fifo, "SERVER_TIME", 0.02)
+    monkeypatch.setattr(file_timer, "SERVER_TIMEOUT", 0.02)
     client = timer.FileTimerClient(str(tmp_path / "pipe"))
     with pytest.raises(BrokenPipeError, match="server"):
         client.acquire("a", 1.0)
@@ -555,15 +555,15 @@ def test_without_a_server_acquire_says_so_and_release_is_done(
         pass
 
 
-def test_a_client_never_writes_into_a_plain_file(tmp_path: Path) -> None:
+def test_a_client_never_writes_into_a_regular_file(tmp_path: Path) -> None:
     (tmp_path / "pipe").write_text("precious")
-    with pytest.raises(FileExistsError, match="no named pipe"):
+    with pytest.raises(FileExistsError, match="not a named pipe"):
         timer.FileTimerClient(str(tmp_path / "pipe")).acquire("a", 1.0)
     assert (tmp_path / "pipe").read_text() == "precious"
 
 
 def test_a_client_waits_for_a_server_that_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fifo, "SERVER_TIME", HUNG)
+    monkeypatch.setattr(file_timer, "SERVER_TIMEOUT", HUNG)
     client = timer.FileTimerClient(str(tmp_path / "pipe"))
     thread = threading.Thread(target=client.acquire, args=("a", time.time() + 1000))
     thread.start()
@@ -574,10 +574,10 @@ def test_a_client_waits_for_a_server_that_starts(tmp_path: Path, monkeypatch: py
     server.stop()
 
 
-def test_a_stuck_reader_never_blocks_a_writer_for_ever(
+def test_a_stuck_reader_never_blocks_a_writer_forever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fifo, "PATIENCE", 0.05)
+    monkeypatch.setattr(file_timer, "WRITE_TIMEOUT", 0.05)
     path = str(tmp_path / "pipe")
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -595,7 +595,7 @@ def test_clients_find_a_restarted_server(tmp_path: Path) -> None:
         server.start()
         client.acquire("a", time.time() + 1000)
         wait_until(lambda server=server: server.get_expired_timers(1e12), "the request")
-        with pytest.raises(RuntimeError, match="running already"):
+        with pytest.raises(RuntimeError, match="already running"):
             server.start()
         server.stop()
         server.stop()

@@ -1,4 +1,4 @@
-"""phalanx.worker in workers of every kind, in their children, and outside of Phalanx."""
+"""phalanx.worker in workers of every kind, in their children, and outside Phalanx."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Start = Callable[..., tuple[PContext, Boards]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a script or a function as one worker with a board; ended with the test."""
+    """Start a script or a function as one worker with a board; stopped at the end of the test."""
     made: list[tuple[PContext, Boards]] = []
 
     def begin(
@@ -60,7 +60,7 @@ def succeeded(context: PContext) -> bool:
     return result is not None and not result.is_failed()
 
 
-SAYS = """
+CALLS = """
 import os, time
 from phalanx import worker
 assert worker.supervised()
@@ -75,7 +75,7 @@ worker.section("forward").__enter__()
 
 @pytest.mark.parametrize("kind", ["exec", "fork of Python", "shell"])
 def test_programs(start: Start, kind: str) -> None:
-    context, boards = start(SAYS, kind)
+    context, boards = start(CALLS, kind)
     assert succeeded(context)
     slot = boards.read(0)
     assert (slot.count, slot.step, slot.section) == (2, 7, "train/forward")
@@ -84,8 +84,8 @@ def test_programs(start: Start, kind: str) -> None:
     assert not slot.listens
     if kind != "shell":
         assert slot.pid == context.pids()[0]
-    assert boards.heard()
-    assert not boards.heard()
+    assert boards.clear_bell()
+    assert not boards.clear_bell()
 
 
 def beat_in_function() -> None:
@@ -130,7 +130,7 @@ if __name__ == "__main__":
         assert process.exitcode == 0, method
     assert subprocess.run([sys.executable, "-c", alone]).returncode == 0
     assert subprocess.run([sys.executable, "-c", alone], close_fds=False).returncode == 0
-    # One that finds the descriptor open, as after a plain fork, and imports the module by itself.
+    # A child with the descriptor open, as after a plain fork, that imports the module itself.
     pid = os.fork()
     if pid == 0:
         del sys.modules["phalanx.worker"]
@@ -142,7 +142,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("kind", ["exec", "fork of Python"])
-def test_children_of_a_worker_have_no_voice(start: Start, kind: str) -> None:
+def test_the_calls_have_no_effect_in_children_of_a_worker(start: Start, kind: str) -> None:
     context, boards = start(CHILDREN, kind)
     assert succeeded(context)
     slot = boards.read(0)
@@ -160,7 +160,7 @@ assert not worker.should_checkpoint() and not worker.supervised()
 
 
 @pytest.mark.parametrize("value", [None, "", "garbage", "0,1,2,3,46", "13,14,1,1,46"])
-def test_nothing_happens_outside_of_phalanx(value: str | None) -> None:
+def test_the_calls_have_no_effect_outside_phalanx(value: str | None) -> None:
     env = {**os.environ, **({VARIABLE: value} if value is not None else {})}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", OUTSIDE],
@@ -185,11 +185,11 @@ def test_deadlines_are_those_of_the_scope_that_ends_first(start: Start) -> None:
     )
     assert succeeded(context)
     assert boards.read(0).deadline == 0.0
-    assert boards.heard()
+    assert boards.clear_bell()
 
 
-def test_a_loop_of_deadlines_rings_once() -> None:
-    """A bell for every step would wake the agent for every step."""
+def test_a_loop_of_deadlines_wakes_the_agent_once() -> None:
+    """Not once per step."""
     boards = Boards(1)
     try:
         code = (
@@ -242,7 +242,7 @@ def test_preemption_by_signal(start: Start) -> None:
     wait_until(lambda: boards.read(0).ready_at, "ready")
     assert boards.read(0).listens
     assert catches(context.pids()[0], signal.SIGUSR1)
-    boards.tell(0)
+    boards.set_preempted(0)
     context.send_signal(signal.SIGUSR1, {0}, alone=True)
     assert succeeded(context)
 
@@ -255,7 +255,7 @@ def test_preemption_by_heartbeat(start: Start) -> None:
     )
     wait_until(lambda: boards.read(0).ready_at, "ready")
     assert not catches(context.pids()[0], signal.SIGUSR1)
-    boards.tell(0)
+    boards.set_preempted(0)
     assert succeeded(context)
 
 
@@ -284,13 +284,13 @@ def test_stacks_of_a_worker_that_holds_the_interpreter(start: Start, kind: str) 
     assert not context.failed()
 
 
-def test_a_program_that_is_no_python_is_never_asked(start: Start) -> None:
+def test_a_program_other_than_python_gets_no_signal(start: Start) -> None:
     context, _ = start("import time; time.sleep(1000)", "shell")
     assert not catches(context.pids()[0], STACK_SIGNAL)
     assert not catches(1 << 30, STACK_SIGNAL)
 
 
-def test_record_is_here_too() -> None:
+def test_record_is_available() -> None:
     import phalanx
     from phalanx import worker
 

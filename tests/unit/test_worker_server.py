@@ -36,7 +36,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def test_it_answers_and_is_gone_afterwards(path: Path) -> None:
+def test_it_answers_and_removes_its_socket(path: Path) -> None:
     with worker_main():
         assert ask(path, "/handler/ping") == (200, "pong")
         assert ask(path, "/handler/ping", "GET") == (200, "pong")

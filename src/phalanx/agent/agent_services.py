@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.supervision.timers.file_server import FileTimerServer
+    from phalanx.supervision.timers.file_timer import FileTimerServer
     from phalanx.web.health import HealthServer
 
 ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
@@ -71,8 +71,7 @@ class Services:
             raise
 
     def _start_timers(self, run_id: str) -> None:
-        from phalanx.supervision.timers.fifo import private_path
-        from phalanx.supervision.timers.file_server import FileTimerServer
+        from phalanx.supervision.timers.file_timer import FileTimerServer, private_path
 
         path = os.environ.get(TIMER_FILE, "")
         if not path:
@@ -84,14 +83,15 @@ class Services:
         self.environment[TIMER_FILE] = path
 
     def _start_health(self, knock: Callable[[threading.Event], None], ready: Callable[[], bool]) -> None:
-        from phalanx.web.health import HealthServer, Pulse
+        from phalanx.web.health import HealthServer, LoopProbe
 
         try:
             host, port = split_address(self.health_address)
         except ValueError as error:
             raise ValueError(f"{HEALTH_PORT}={error}") from None
-        fed = self.timers.get_last_progress_time if self.timers is not None else None
-        self.health = HealthServer(host, port, Pulse(knock, fed=fed).live, ready)
+        watchdog_progress = self.timers.get_last_progress_time if self.timers is not None else None
+        probe = LoopProbe(knock, watchdog_progress)
+        self.health = HealthServer(host, port, probe.live, ready)
         self.health.start()
 
     def close(self) -> None:

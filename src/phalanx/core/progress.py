@@ -1,17 +1,18 @@
-"""Whether the workers of a group make progress, and who holds the others up.
+"""Whether the workers of a group make progress, and which rank blocks the others.
 
-`judge(view, now, policy)` says whether something hangs and why; `next_look` when that could next be so.
-Both are pure: a `View` is what the agent saw, `now` is an argument. The rules, in the order in which they are
-asked (the first that holds is the verdict):
+`judge(view, now, policy)` decides whether the group hangs and why; `next_look` is the next time at which that
+can change. Both are pure: a `View` is what the agent observed, `now` is an argument. The rules, in order (the
+first that holds is the verdict):
 
 1. *expires*: a rank is past a deadline that it set itself.
-2. *startup*: a rank has said neither `ready()` nor a heartbeat within `startup_timeout` of its start.
-3. *heartbeat*: a rank that has sent one sends no more for `heartbeat_timeout`. A rank that never sent one is
-   no case for this rule: how long a start may take says nothing about how long a step may.
-4. *partial exit*: a rank has ended well, and others run on for `partial_exit_timeout`.
-5. *silence*: no rank has written anything for `silence_timeout`.
+2. *startup*: a rank has neither called `ready()` nor sent a heartbeat within `startup_timeout` of its start.
+3. *heartbeat*: a rank has sent no heartbeat for `heartbeat_timeout`. The rule applies from a rank's first
+   heartbeat on: how long a start may take is unrelated to how long a step may.
+4. *partial exit*: a rank has succeeded, and others still run after `partial_exit_timeout`.
+5. *silence*: no rank has written output for `silence_timeout`.
 
-Who is to blame is another question, because in a hung collective all ranks fall silent at once: see `blame`.
+Which rank caused the hang is a separate question, because in a hung collective all ranks fall silent at once:
+see `blame`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from phalanx.core.record import Record
 
 
 class WatchPolicy(Record):
-    """What the owner of the job wants watched; None: not at all."""
+    """The timeouts of a job; None disables the rule."""
 
     heartbeat_timeout: float | None = None
     silence_timeout: float | None = None
@@ -31,7 +32,7 @@ class WatchPolicy(Record):
 
 
 class Beat(Record):
-    """What is known about one live rank; times are 0.0 where nothing was said."""
+    """The state of one live rank; times are 0.0 if unknown."""
 
     rank: int
     beat_at: float = 0.0
@@ -49,13 +50,13 @@ class View(Record):
     alive: tuple[Beat, ...]
     finished: tuple[int, ...] = ()
     first_exit: float = 0.0
-    """When the first rank ended well, while others ran on."""
+    """When the first rank succeeded while others still ran."""
     output_at: float | None = None
-    """When any rank last wrote something; None: nobody can tell."""
+    """When any rank last wrote output; None if unknown."""
 
 
 class Verdict(Record):
-    """Something hangs: which rule says so, for which ranks, and why in words."""
+    """A hang: the rule that detected it, the ranks, and the reason as text."""
 
     rule: str
     ranks: tuple[int, ...]
@@ -63,13 +64,13 @@ class Verdict(Record):
 
 
 def judge(view: View, now: float, policy: WatchPolicy) -> Verdict | None:
-    """The first rule that is broken, or None."""
+    """The verdict of the first rule that holds, or None."""
     if not view.alive:
         return None
     expired = [beat for beat in view.alive if 0.0 < beat.deadline <= now]
     if expired:
         late = now - min(beat.deadline for beat in expired)
-        return _verdict("expires", expired, f"{{}} did not leave expires() in time ({late:.1f} s over)")
+        return _verdict("expires", expired, f"{{}} did not leave expires() in time ({late:.1f} s late)")
     limit = policy.startup_timeout
     if limit is not None and now >= view.started_at + limit:
         slow = [beat for beat in view.alive if not beat.ready_at and not beat.count]
@@ -77,7 +78,7 @@ def judge(view: View, now: float, policy: WatchPolicy) -> Verdict | None:
             return _verdict("startup", slow, f"{{}} not ready {limit:g} s after the start")
     limit = policy.heartbeat_timeout
     if limit is not None and any(beat.count and now >= beat.beat_at + limit for beat in view.alive):
-        # The others' time is up a moment later, when they hang together; half of it shows who does.
+        # Ranks that hang together reach the timeout at slightly different times: name all past half of it.
         quiet = [beat for beat in view.alive if beat.count and now >= beat.beat_at + limit / 2]
         longest = now - min(beat.beat_at for beat in quiet)
         return _verdict("heartbeat", quiet, f"no heartbeat from {{}} for {longest:.1f} s{_steps(quiet)}")
@@ -95,7 +96,7 @@ def judge(view: View, now: float, policy: WatchPolicy) -> Verdict | None:
 
 
 def next_look(view: View, policy: WatchPolicy) -> float | None:
-    """The earliest time at which `judge` could find something, if nothing happens until then."""
+    """The earliest time at which `judge` can find a hang if nothing changes until then."""
     times = [beat.deadline for beat in view.alive if beat.deadline > 0]
     if policy.startup_timeout is not None and any(not b.ready_at and not b.count for b in view.alive):
         times.append(view.started_at + policy.startup_timeout)
@@ -120,15 +121,15 @@ def _steps(beats: list[Beat]) -> str:
     return f" (last at step {steps[0]})" if len(steps) == 1 else f" (last at steps {steps[0]} to {steps[-1]})"
 
 
-# ---- who holds the others up -------------------------------------------------------------------------
+# ---- the rank that blocks the others -----------------------------------------------------------------
 
 
 class Evidence(Record):
-    """What was found out about one rank when the group was found hanging."""
+    """What was collected about one rank of a hung group."""
 
     rank: int
     stack: tuple[str, ...] = ()
-    """Innermost first; empty where the rank did not answer."""
+    """Innermost first; empty if the rank did not answer."""
     stopped: bool = False
     """Stopped by a signal or a debugger."""
     waiting: bool = False
@@ -136,31 +137,31 @@ class Evidence(Record):
 
 
 class Blame(Record):
-    """The ranks to look at first, and why these."""
+    """The ranks to look at first, and why."""
 
     ranks: tuple[int, ...]
     reason: str
 
 
 def blame(view: View, verdict: Verdict, evidence: tuple[Evidence, ...]) -> Blame:
-    """Who stands out among the ranks of a verdict; all of them when nobody does."""
+    """The ranks that differ from the others of a verdict; all of them if none differs."""
     suspects = [one for one in evidence if one.rank in verdict.ranks] or list(evidence)
-    everybody = Blame(tuple(one.rank for one in suspects) or verdict.ranks, "")
+    all_of_them = Blame(tuple(one.rank for one in suspects) or verdict.ranks, "")
     stopped = tuple(one.rank for one in evidence if one.stopped)
     if stopped:
         return Blame(stopped, "stopped by a signal")
     if len(suspects) < 2:
-        return everybody
+        return all_of_them
     busy = tuple(one.rank for one in suspects if not one.waiting)
     if busy and len(busy) < len(suspects):
         return Blame(busy, "the others wait for it" if len(busy) == 1 else "the others wait for them")
-    behind = _behind(view, everybody.ranks)
+    behind = _behind(view, all_of_them.ranks)
     if behind:
         return Blame(behind, "behind the others")
     groups = alike(tuple(suspects))
     if len(groups) > 1 and len(groups[0]) < len(groups[-1]):
         return Blame(groups[0], "its stack differs from the others'")
-    return everybody
+    return all_of_them
 
 
 def _behind(view: View, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -171,14 +172,11 @@ def _behind(view: View, ranks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def alike(evidence: tuple[Evidence, ...]) -> tuple[tuple[int, ...], ...]:
-    """Ranks grouped by identical stacks: the smallest groups first, for they are the odd ones."""
+    """Ranks grouped by identical stacks, the smallest groups first."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for one in sorted(evidence, key=lambda one: one.rank):
         groups.setdefault(one.stack, []).append(one.rank)
     return tuple(tuple(ranks) for ranks in sorted(groups.values(), key=lambda ranks: (len(ranks), ranks)))
-
-
-# ---- words -------------------------------------------------------------------------------------------
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

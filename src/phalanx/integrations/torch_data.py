@@ -1,6 +1,6 @@
-"""Data for elastic training: an iterator over epochs, and a sampler that goes on where it was.
+"""Data for elastic training: an iterator over epochs, and a sampler that continues within an epoch.
 
-torch is imported when the sampler is asked for, and only then.
+torch is imported only when the sampler is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class CyclingIterator(Iterator[T], Generic[T]):
-    """The items of epoch `start_epoch`, then of the next one, up to (not with) epoch `n`."""
+    """The items of epoch `start_epoch`, then of the next one, up to but not including epoch `n`."""
 
     def __init__(self, n: int, generator_fn: Callable[[int], Iterator[T]], start_epoch: int = 0) -> None:
         self._n = n
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> object:
 
 
 def _sampler() -> object:
-    """Make the class, once: its base is torch's."""
+    """Make the class on first use: its base is torch's."""
     made = globals().get("ElasticDistributedSampler")
     if made is not None:
         return made
@@ -56,7 +56,7 @@ def _sampler() -> object:
     class ElasticDistributedSampler(DistributedSampler):  # type: ignore[misc,type-arg,unused-ignore]
         """The part of a shuffled dataset that belongs to this rank, from item `start_index` on.
 
-        `start_index` counts items of the whole epoch, so that it means the same for any number of replicas.
+        `start_index` counts items of the whole epoch, so it does not depend on the number of replicas.
         """
 
         def __init__(
@@ -76,7 +76,7 @@ def _sampler() -> object:
             random.manual_seed(self.epoch)
             left = torch.randperm(self._size - self.start_index, generator=random)
             indices = [self.start_index + int(i) for i in left]
-            # Every rank gets as many: the first ones are used again to fill up.
+            # Every rank gets the same number: the first items fill up the rest.
             missing = self.total_size - len(indices)
             indices += (indices * (missing // len(indices) + 1))[:missing]
             return iter(indices[self.rank : self.total_size : self.num_replicas])

@@ -1,6 +1,6 @@
-"""Small functions that only torch's interface has, for programs that import them from there.
+"""Small functions of torch's interface for programs that import them from `phalanx.elastic.utils`.
 
-Nothing of Phalanx itself uses them. `phalanx.elastic.utils` offers them at torch's import paths.
+Phalanx itself does not use them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ LOG_LEVEL = "LOGLEVEL"
 
 
 class macros:  # torch's name
-    """The macros that may stand in the arguments of a worker."""
+    """The macros in the arguments of a worker."""
 
     local_rank = "${local_rank}"
 
     @staticmethod
     def substitute(args: list[Any], local_rank: str) -> list[Any]:
-        """Fill in `${local_rank}` (and `$local_rank`); what is no string stays as it is."""
+        """Replace `${local_rank}` and `$local_rank` in strings; other values stay."""
         from string import Template
 
         return [Template(a).safe_substitute(local_rank=local_rank) if isinstance(a, str) else a for a in args]
 
 
 def get_env_variable_or_raise(env_name: str) -> str:
-    """A variable that must be there."""
+    """A variable that must be set."""
     value = os.environ.get(env_name)
     if value is None:
-        raise ValueError(f"the environment variable {env_name} is not set; set it before this starts")
+        raise ValueError(f"the environment variable {env_name} is not set; set it before the start")
     return value
 
 
 def get_socket_with_port() -> socket.socket:
-    """A listening socket on loopback at a port chosen by the system; the caller closes it."""
+    """A listening socket on loopback, on a port chosen by the system; the caller closes it."""
     failure: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(
         "localhost", 0, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
@@ -58,12 +58,12 @@ def get_socket_with_port() -> socket.socket:
 
 
 def get_log_level() -> str:
-    """The level for our loggers: LOGLEVEL, or WARNING."""
+    """The log level: LOGLEVEL, or WARNING."""
     return os.environ.get(LOG_LEVEL, "WARNING").upper()
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """A logger at the level of LOGLEVEL, by default named for the caller's module."""
+    """A logger with the level of LOGLEVEL, by default with the name of the caller's module."""
     import logging
     import sys
 
@@ -73,7 +73,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
 
 
 class ServedStore(TorchStoreClient):
-    """A store and the server behind it; closing it closes both."""
+    """A store and its server; closing it closes both."""
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
         from phalanx.store.torch.server import TorchStoreServer
@@ -101,14 +101,14 @@ def create_c10d_store(
     retries: int = 3,
     use_libuv: bool | None = None,
 ) -> TorchStoreClient:
-    """A store with torch's methods and protocol, made here or met there; `close` it at the end.
+    """A store with torch's methods and protocol, with its server or as a client; `close` it at the end.
 
-    It is no instance of a torch class, so no process group can be built on it; torch's own TCPStore can
-    be a client of the same server. `retries` and `use_libuv` have no meaning here: the port is chosen by
-    whoever binds it, so nothing needs a second try.
+    It is not an instance of a torch class, so no process group can be built on it; torch's TCPStore can be a
+    client of the same server. `retries` and `use_libuv` have no effect: the server chooses its port when it
+    binds it, so no retry is needed.
     """
     if server_port == -1 and not is_server:
-        raise ValueError("create_c10d_store: server_port is missing; a client must know where the server is")
+        raise ValueError("create_c10d_store: server_port is missing; a client needs the server's port")
     store: TorchStoreClient
     if is_server:
         store = ServedStore(server_addr, max(server_port, 0), timeout)

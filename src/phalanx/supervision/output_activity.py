@@ -1,4 +1,4 @@
-"""Whether workers write anything: looked up in their log files, when somebody wants to know."""
+"""When the workers last wrote output, from the sizes and times of their log files; read on demand."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 class OutputActivity:
-    """When the workers last wrote something into their log files."""
+    """When the workers last wrote into their log files."""
 
     def __init__(self, context: PContext, started_at: float) -> None:
         paths = {*context.stdouts.values(), *context.stderrs.values()} - {""}
         self._sizes = dict.fromkeys(paths, 0)
-        self._looked_at = self._last = started_at
+        self._checked_at = self._last = started_at
 
     def last(self, now: float) -> float | None:
-        """The time of the last output; None where it goes to no file."""
+        """The time of the last output; None if no output goes to a file."""
         if not self._sizes:
             return None
         newest = 0.0
@@ -27,13 +27,13 @@ class OutputActivity:
             try:
                 file = os.stat(path)
             except OSError:
-                continue  # not there yet
+                continue  # not created yet
             if file.st_size != before:
                 self._sizes[path] = file.st_size
                 newest = max(newest, file.st_mtime)
         if newest:
-            # How long ago by the clock of the files, but never before the last look: that clock may jump.
-            ago = min(max(0.0, time.time() - newest), now - self._looked_at)
-            self._last = now - ago
-        self._looked_at = now
+            # The age by the wall clock, but never before the last check: that clock may jump.
+            age = min(max(0.0, time.time() - newest), now - self._checked_at)
+            self._last = now - age
+        self._checked_at = now
         return self._last

@@ -1,8 +1,8 @@
-"""A preemption: the machine will be taken away, and the workers get the time to save what they have.
+"""Preemption: the machine will be taken away, and the workers get time to save a checkpoint.
 
-The worker's board says so, and the signal itself goes to those workers that handle it (to the others it would
-mean death). Nobody else is told, for one killed rank could break the checkpoint of the rest; when no rank
-listens at all there is nothing to wait for, and all are stopped as by SIGTERM.
+The agent sets a flag on every worker's board and sends the signal to the workers that have a handler for it.
+It would kill the others, and one killed rank could break the checkpoint of the rest. If no rank watches for a
+preemption, there is nothing to wait for, and all workers are stopped as by SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ if TYPE_CHECKING:
 
 
 class Preemption:
-    """The signal that announces it, and how far it has come."""
+    """The signal that announces a preemption, and whether one is under way."""
 
     def __init__(self, sig: int = 0) -> None:
         self.signal = sig
         self.under_way = False
         self._announced = False
-        self._since = 0.0  # by the wall clock, as exits are
+        self._since = 0.0  # wall clock, like exit times
 
     def repeats(self, sig: int) -> bool:
-        """Whether this announces what was announced before: once is enough.
+        """Whether this signal announces the preemption a second time, so that it can be ignored.
 
-        Asked when the signal arrives, so that the second of two in a hurry is known for one, too.
+        Call this when the signal arrives: the second may arrive before the first has been handled.
         """
         before = self._announced
         self._announced = before or sig == self.signal
         return before and sig == self.signal
 
     def begins(self, sig: int) -> bool:
-        """Whether a stop with this signal is to be one that lets the workers leave by themselves."""
+        """Whether a stop with this signal starts a preemption."""
         return sig == self.signal and not self.under_way
 
     def stop(self, context: PContext, boards: Boards, grace: float, note: Callable[[str], None]) -> None:
-        """Let the workers checkpoint and leave; after the grace they are stopped."""
+        """Let the workers save a checkpoint and exit; stop them after the grace period."""
         from phalanx.supervision.stacks import catches
 
-        # First of all: a worker may be told, and gone, before its parent has heard that this is a stop.
+        # Before anything else: a worker may exit before its parent knows that this is a stop.
         self.under_way, self._since = True, time.time()
         pids, running = context.pids(), context.running
         handlers = {rank for rank in running if catches(pids[rank], self.signal)}
         if not handlers and not any(boards.read(rank).listens for rank in running):
-            note("no worker listens for the preemption; they are stopped")
+            note("preemption: no worker handles it (phalanx.worker.should_checkpoint), so all are stopped")
             context.ask_stop(signal.SIGTERM, grace)
             return
         for rank in running:
-            boards.tell(rank)
+            boards.set_preempted(rank)
         context.send_signal(self.signal, handlers, alone=True)
         context.ask_stop(0, grace)
 
     def excuse(self, failures: Iterable[ProcessFailure]) -> None:
-        """Whoever left after the workers were told did so because of it, whatever its exit code."""
+        """Mark workers that exited after the announcement as stopped, whatever their exit code."""
         for failure in failures:
             when = failure.exited_at
             if self.under_way and failure.stopped_at is None and when is not None and when >= self._since:

@@ -1,22 +1,22 @@
-"""A log that the nodes of a round share beside the rendezvous: all hear the same news in the same order.
+"""A log shared by the nodes of a round: every node receives the same messages in the same order.
 
-It stands in the round's store, and needs no more of it than torch's Store methods and a way to wait beside
-others: `subscribe`, or another connection (`beside`).
+It lives in the round's store and uses torch's Store methods, plus a way to wait without blocking other users
+of the store: `subscribe`, or a second connection (`beside`).
 
-    count         how many pieces of news there are
-    news/K        the K-th; who has news counts up and writes
-    kept/NAME     what a node keeps there to be fetched; nobody is told
+    count          the number of messages
+    messages/K     message K; the sender increments the count, then writes
+    values/NAME    a value that a node stores for others to fetch; no node is notified
 
-News cost a message to every node, so they are for what happens once. What is said again and again is kept,
-and fetched by the one who needs it.
+A message costs one delivery to every node, so messages are for rare events. Repeated data (step rates) are
+stored as values, which only the node that needs them fetches.
 
-Nothing here makes the owner's thread wait for the store: what is asked is done by a thread of its own, one
-thing after the other, and `hear` is called by the store's or by a listener's. A store that fails ends the
-talk in silence: the rendezvous finds out for itself, and a job does not end because its nodes could not
-compare notes.
+No call here makes the owner's thread wait for the store: one thread makes all requests in order, and
+`receive` is called by the store's thread or by a listener thread. If the store fails, the broadcast stops
+silently: the rendezvous detects that on its own, and a job does not fail because its nodes could not compare
+their progress.
 
-A node that counts up and dies before it writes leaves a gap in which the others would wait. It is lost with
-that, which is the end of the round and so of this log.
+A node that increments the count and dies before it writes leaves a gap at which the others wait. Its death
+also ends the round, and with it this log.
 """
 
 from __future__ import annotations
@@ -33,71 +33,70 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-_TROUBLE = (PhalanxError, OSError, RuntimeError, ValueError)
-"""What a store may raise; torch's own raises RuntimeErrors."""
-_CLOSE_PATIENCE = 0.3
-"""For our threads to end. One that is in the middle of a request ends with its answer, or with the store."""
+_STORE_ERRORS = (PhalanxError, OSError, RuntimeError, ValueError)  # torch's stores raise RuntimeError
+_CLOSE_TIMEOUT = 0.3
+"""Seconds for the threads to end. One inside a request ends when the store answers or goes away."""
 
 
-def can_carry(store: Any) -> bool:
-    """Whether somebody can wait at this store while others use it."""
+def supports_broadcast(store: Any) -> bool:
+    """Whether one thread can wait on this store while others use it."""
     return hasattr(store, "subscribe") or hasattr(store, "beside")
 
 
 class RoundBroadcast:
     """This node's end of the log of one round."""
 
-    def __init__(self, store: Any, prefix: str, hear: Callable[[dict[str, Any]], None]) -> None:
-        self._store, self._prefix, self._hear = store, prefix, hear
-        self._next = 0  # the first news that we have not heard
-        self._early: dict[int, dict[str, Any]] = {}  # written before one that was counted before
+    def __init__(self, store: Any, prefix: str, receive: Callable[[dict[str, Any]], None]) -> None:
+        self._store, self._prefix, self._receive = store, prefix, receive
+        self._next = 0  # the first message not delivered yet
+        self._early: dict[int, dict[str, Any]] = {}  # messages that arrived before their predecessor
         self._lock = threading.Lock()
         self._closed = False
-        self._end: Callable[[], None] = lambda: None
-        self._own: list[Any] = []  # connections that are ours to close
-        self._errands: SimpleQueue[Callable[[Any], None] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._run, name="phalanx-bulletin", daemon=True)]
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self._connections: list[Any] = []
+        self._requests: SimpleQueue[Callable[[Any], None] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._run, name="phalanx-broadcast", daemon=True)]
         if not hasattr(store, "subscribe"):
-            self._threads.append(threading.Thread(target=self._listen, name="phalanx-news", daemon=True))
+            self._threads.append(threading.Thread(target=self._listen, name="phalanx-listener", daemon=True))
         for thread in self._threads:
             thread.start()
 
-    # -- what the owner asks; none of it waits ------------------------------------------------------
+    # -- called by the owner; never waits -----------------------------------------------------------
 
-    def tell(self, news: dict[str, Any]) -> None:
-        """To every node, this one too."""
-        text = json.dumps(news).encode()
+    def publish(self, message: dict[str, Any]) -> None:
+        """Send a message to every node, including this one."""
+        text = json.dumps(message).encode()
 
-        def errand(store: Any) -> None:
+        def request(store: Any) -> None:
             number = store.add(self._prefix + "count", 1) - 1
-            store.set(f"{self._prefix}news/{number}", text)
+            store.set(f"{self._prefix}messages/{number}", text)
 
-        self._errands.put(errand)
+        self._requests.put(request)
 
-    def keep(self, name: str, what: dict[str, Any]) -> None:
-        """For whoever fetches it; the last word counts."""
-        text = json.dumps(what).encode()
-        self._errands.put(lambda store: store.set(f"{self._prefix}kept/{name}", text))
+    def put(self, name: str, value: dict[str, Any]) -> None:
+        """Store a value for others to fetch; it replaces an earlier one."""
+        text = json.dumps(value).encode()
+        self._requests.put(lambda store: store.set(f"{self._prefix}values/{name}", text))
 
     def fetch(
         self,
         names: list[str],
-        patience: float,
+        timeout: float,
         then: Callable[[dict[str, dict[str, Any]]], None],
         enough: int | None = None,
     ) -> None:
-        """What is kept under these names, or will be within `patience` seconds; or the first `enough`.
+        """Fetch the values of these names, waiting up to `timeout` seconds for missing ones.
 
-        `then` is called in our thread. What is empty counts as not there.
+        With `enough`, stop after that many. `then` runs in the request thread. Empty values count as missing.
         """
 
-        def errand(store: Any) -> None:
-            end = time.monotonic() + patience
+        def request(store: Any) -> None:
+            end = time.monotonic() + timeout
             found = {}
-            keys = [f"{self._prefix}kept/{name}" for name in names]
-            there = self._all_of(store, keys) if enough is None else []
+            keys = [f"{self._prefix}values/{name}" for name in names]
+            present = self._get_all(store, keys) if enough is None else []
             for number, name in enumerate(names):
-                value = _read(there[number]) if there else self._get(store, keys[number], end)
+                value = _decode(present[number]) if present else self._get(store, keys[number], end)
                 if value:
                     found[name] = value
                 if len(found) == enough:
@@ -105,46 +104,46 @@ class RoundBroadcast:
             if not self._closed:
                 then(found)
 
-        self._errands.put(errand)
+        self._requests.put(request)
 
     @property
     def alive(self) -> bool:
-        """Whether what is asked may still be answered."""
+        """Whether requests may still be answered."""
         return self._threads[0].is_alive()
 
     def close(self) -> None:
-        """Hear and tell no more. Idempotent, and does not wait for a store that does not answer."""
+        """Stop sending and receiving; idempotent, and does not wait for a store that does not answer."""
         with self._lock:
             self._closed = True
-            own, self._own = self._own, []
-        self._end()
-        self._errands.put(None)
-        for connection in own:
+            connections, self._connections = self._connections, []
+        self._unsubscribe()
+        self._requests.put(None)
+        for connection in connections:
             connection.close()
-        end = time.monotonic() + _CLOSE_PATIENCE
+        end = time.monotonic() + _CLOSE_TIMEOUT
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
 
-    # -- our thread ---------------------------------------------------------------------------------
+    # -- the request thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             store = self._store
             if hasattr(store, "subscribe"):
-                self._end = store.subscribe(self._prefix + "news/", self._heard)
+                self._unsubscribe = store.subscribe(self._prefix + "messages/", self._arrived)
                 if self._closed:
-                    self._end()
+                    self._unsubscribe()
             else:
-                store = self._connection()  # one that no barrier waits on
-            while (errand := self._errands.get()) is not None:
-                errand(store)
-        except _TROUBLE:
+                store = self._connect()  # one that no barrier waits on
+            while (request := self._requests.get()) is not None:
+                request(store)
+        except _STORE_ERRORS:
             pass
 
     @staticmethod
-    def _all_of(store: Any, keys: list[str]) -> list[bytes]:
-        """The values of all keys, asked for at once, where all are there; else none."""
+    def _get_all(store: Any, keys: list[str]) -> list[bytes]:
+        """The values of all keys in one request, or none unless all exist."""
         if len(keys) < 2 or not hasattr(store, "multi_get") or not store.check(keys):
             return []
         return list(store.multi_get(keys))
@@ -161,43 +160,43 @@ class RoundBroadcast:
                 store.wait([key], timedelta(seconds=left))
             except TimeoutError:
                 return {}
-        return _read(store.get(key))
+        return _decode(store.get(key))
 
-    def _connection(self) -> Any:
-        """A connection of our own, which `close` ends, and with it whatever waits on it."""
-        made = self._store.beside(lambda: self._closed)
+    def _connect(self) -> Any:
+        """Another connection to the store; `close` closes it, which ends any wait on it."""
+        connection = self._store.beside(lambda: self._closed)
         with self._lock:
             if not self._closed:
-                self._own.append(made)
-                return made
-        made.close()
-        raise OSError("closed meanwhile")
+                self._connections.append(connection)
+                return connection
+        connection.close()
+        raise OSError("closed while connecting")
 
-    # -- hearing ------------------------------------------------------------------------------------
+    # -- receiving ----------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         try:
-            store = self._connection()
+            store = self._connect()
             while not self._closed:
-                key = f"{self._prefix}news/{self._next}"
+                key = f"{self._prefix}messages/{self._next}"
                 store.wait([key], None)
-                self._heard(key, store.get(key))
-        except _TROUBLE:
+                self._arrived(key, store.get(key))
+        except _STORE_ERRORS:
             pass
 
-    def _heard(self, key: str, value: bytes) -> None:
+    def _arrived(self, key: str, value: bytes) -> None:
         number = key.rpartition("/")[2]
         if not number.isdigit():
             return
-        with self._lock:  # also while it is told, or two threads could change the order; it only posts
-            self._early[int(number)] = _read(value)
+        with self._lock:  # held during delivery, or two threads could change the order
+            self._early[int(number)] = _decode(value)
             while self._next in self._early and not self._closed:
-                self._hear(self._early.pop(self._next))
+                self._receive(self._early.pop(self._next))
                 self._next += 1
 
 
-def _read(value: bytes) -> dict[str, Any]:
-    """A record of ours; anything else is as good as an empty one."""
+def _decode(value: bytes) -> dict[str, Any]:
+    """A JSON object; an empty one for anything else."""
     try:
         record = json.loads(value)
     except ValueError:

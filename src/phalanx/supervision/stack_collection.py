@@ -1,7 +1,7 @@
-"""One hang, from the verdict to the report: ask every worker for its stacks, wait a moment, sum up.
+"""One hang, from the verdict to the report: request the stacks of every worker, wait briefly, sum up.
 
-Nothing here blocks: the owner loop calls `done` now and then until it is true. Who does not answer within
-`PATIENCE` is reported without a stack; that is a finding too.
+Nothing here blocks: the owner's loop calls `answered` and `native_done` until they return True. A worker that
+does not answer within `TIMEOUT` is reported without a stack.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from phalanx.supervision.heartbeat import Boards
     from phalanx.workers.worker_group import PContext
 
-PATIENCE = 0.6
-"""Seconds for all workers to answer: the answer is C code, and late only on a machine that is overloaded."""
-LOOK_AGAIN = 0.02
-_NATIVE_PATIENCE = 8.0
+TIMEOUT = 0.6
+"""Seconds for all workers to answer: the handler is C code, and slow only on an overloaded machine."""
+RECHECK = 0.02
+_NATIVE_TIMEOUT = 8.0
 
 
 class Findings:
-    """What is known about the ranks of a hang, of one node or of all, by global rank, as it was at `at`."""
+    """What is known about the ranks of a hang at time `at`, on one node or all, by global rank."""
 
     def __init__(self, view: View, at: float, found: dict[int, Evidence], where: dict[int, str]) -> None:
         self.view, self.at, self.found, self.where = view, at, found, where
@@ -34,7 +34,7 @@ class Findings:
 
 
 class HangIncident:
-    """Collects what a hang looks like. `pids` and `places`: local rank → pid, and → global rank."""
+    """Collects the evidence of one hang on this node; `global_ranks` maps local ranks to global ones."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class HangIncident:
         view: View,
         context: PContext,
         boards: Boards,
-        places: dict[int, int],
+        global_ranks: dict[int, int],
         now: float,
     ) -> None:
         self.verdict = verdict
@@ -51,7 +51,7 @@ class HangIncident:
         self.report: list[str] = []
         self._context = context
         self._boards = boards
-        self._places = places
+        self._global_ranks = global_ranks
         running = context.running
         self._pids = {rank: pid for rank, pid in context.pids().items() if rank in running}
         self._stopped = {rank for rank, pid in self._pids.items() if stacks.is_stopped(pid)}
@@ -62,26 +62,25 @@ class HangIncident:
             for rank, pid in self._pids.items()
             if rank not in self._stopped and STACK_SIGNAL and stacks.catches(pid, STACK_SIGNAL)
         }
-        self._until = now + PATIENCE
+        self._deadline = now + TIMEOUT
         context.send_signal(STACK_SIGNAL, self._asked, alone=True)
-        self._native: dict[int, Any] = self._ask_py_spy()
-        if self._native:
-            self._until_native = now + _NATIVE_PATIENCE
+        self._native: dict[int, Any] = self._start_py_spy()
+        self._native_deadline = now + _NATIVE_TIMEOUT
 
     def answered(self, now: float) -> bool:
-        """Whether everybody has answered, or has had the time to."""
-        # The end of an answer is not marked: it is whole when it has stopped growing.
+        """Whether all workers have answered, or the timeout is over."""
+        # The end of an answer is not marked: it is complete when it has stopped growing.
         sizes = {rank: self._boards.stacks_size(rank) for rank in self._asked & self._context.running}
-        whole = all(
+        complete = all(
             size > self._before[rank] and size == self._sizes.get(rank) for rank, size in sizes.items()
         )
         self._sizes = sizes
-        return whole or now >= self._until
+        return complete or now >= self._deadline
 
     # -- native stacks ------------------------------------------------------------------------------
 
-    def _ask_py_spy(self) -> dict[int, Any]:
-        """Start py-spy for every worker, where it is installed and there is a directory for its answer."""
+    def _start_py_spy(self) -> dict[int, Any]:
+        """Start py-spy for every worker, if it is installed and the worker has a log directory."""
         from shutil import which
 
         tool = which("py-spy")
@@ -106,9 +105,9 @@ class HangIncident:
         return found
 
     def native_done(self, now: float) -> bool:
-        """Whether the native stacks are there, where there are to be any, or have had their time."""
+        """Whether py-spy has ended for every worker; it is killed after its timeout."""
         for rank, process in list(self._native.items()):
-            if process.poll() is None and now >= self._until_native:
+            if process.poll() is None and now >= self._native_deadline:
                 process.kill()
                 process.wait()
             if process.returncode is not None:
@@ -116,48 +115,50 @@ class HangIncident:
         return not self._native
 
     def abandon(self) -> None:
-        """The workers ended meanwhile."""
-        self._until_native = 0.0
+        """Stop collecting: the workers have exited."""
+        self._native_deadline = 0.0
         self.native_done(1.0)
 
     # -- summing up ---------------------------------------------------------------------------------
 
     def collect(self) -> Findings:
-        """What was found out on this node; the stacks are kept beside the logs."""
+        """The findings of this node; the stacks are written beside the logs."""
         found = {}
         for rank in self._pids:
             text = self._boards.stacks(rank, self._before[rank]) if rank in self._asked else ""
-            found[self._places[rank]] = stacks.evidence(self._places[rank], text, rank in self._stopped)
-            self._keep(self._path(rank, "stacks.txt"), text)
-        where = {self._places[rank]: f"pid {pid}" for rank, pid in self._pids.items()}
+            global_rank = self._global_ranks[rank]
+            found[global_rank] = stacks.evidence(global_rank, text, rank in self._stopped)
+            self._append(self._path(rank, "stacks.txt"), text)
+        where = {self._global_ranks[rank]: f"pid {pid}" for rank, pid in self._pids.items()}
         return Findings(self.view, self._at, found, where)
 
     def conclude(self, findings: Findings, policy: WatchPolicy, host: str = "") -> str:
-        """Say in one line what hangs and who stands out, and keep the rest in the log directory."""
-        # Where other nodes have answered, too, the same rule says more: whom else it is true of.
+        """One line that says what hangs and which rank differs; the full report goes to the log directory."""
+        # With the findings of other nodes, the same rule may name more ranks.
         again = judge(findings.view, findings.at, policy)
         if again is not None and again.rule == self.verdict.rule:
             self.verdict = again
-        guilty = blame(findings.view, self.verdict, tuple(findings.found.values()))
-        who = stacks.in_one_line(guilty, findings.found)
+        blamed = blame(findings.view, self.verdict, tuple(findings.found.values()))
+        who = stacks.in_one_line(blamed, findings.found)
         joint = ", " if who.startswith("at ") else ": "
         self.summary = f"{self.verdict.reason}{joint}{who}" if who else self.verdict.reason
         headline = f"HANG: {self.summary}"
-        self.report = stacks.in_full(headline, findings.view, guilty, findings.found, findings.where)
+        self.report = stacks.in_full(headline, findings.view, blamed, findings.found, findings.where)
         self.report += [f"  {node}: no answer" for node in findings.silent]
-        self.keep_report(host)
+        self.write_report(host)
         return self.summary
 
-    def keep_report(self, host: str = "") -> None:
-        """The report beside the logs of this attempt; `host` where there are several."""
-        directory = self.directory
-        if directory:
+    def write_report(self, host: str = "") -> None:
+        """Write the report beside the logs of this attempt; with several nodes, `host` names this one."""
+        worker_directory = self._path(next(iter(self._pids), 0), "")
+        if worker_directory:
+            directory = os.path.dirname(os.path.dirname(worker_directory))
             on = f" on {host}" if host else ""
-            self.report.append(f"  stacks in full{on}: {os.path.join(directory, '*', 'stacks.txt')}")
-            self._keep(os.path.join(directory, "hang.txt"), "\n".join(self.report) + "\n")
+            self.report.append(f"  full stacks{on}: {os.path.join(directory, '*', 'stacks.txt')}")
+            self._append(os.path.join(directory, "hang.txt"), "\n".join(self.report) + "\n")
 
     def as_data(self) -> dict[str, Any]:
-        """For the report as JSON."""
+        """The incident for the JSON report."""
         return {
             "kind": "hang",
             "rule": self.verdict.rule,
@@ -166,23 +167,17 @@ class HangIncident:
             "report": self.report,
         }
 
-    @property
-    def directory(self) -> str:
-        """Where this attempt's logs are; empty when there are none."""
-        path = self._path(next(iter(self._pids), 0), "")
-        return os.path.dirname(os.path.dirname(path)) if path else ""
-
     def _path(self, rank: int, name: str) -> str:
         error_file = self._context.error_files.get(rank, "")
         return os.path.join(os.path.dirname(error_file), name) if error_file else ""
 
     @staticmethod
-    def _keep(path: str, text: str) -> None:
-        """Beside the logs; a second hang of the same attempt is added below the first."""
+    def _append(path: str, text: str) -> None:
+        """Append, because one attempt may have several hangs."""
         if not path or not text:
             return
         try:
             with open(path, "a") as file:
                 file.write(text)
         except OSError:
-            pass  # a full disk: what matters is on the screen
+            pass  # a full disk: the summary is on the screen

@@ -1,13 +1,12 @@
-"""What hung workers are doing: their stacks, asked for by signal, taken apart, and told to a person.
+"""The stacks of hung workers: requested by signal, parsed, and formatted for the report.
 
-A Python worker has faulthandler's handler on `STACK_SIGNAL` from its first moment (bootstrap.py). It is C
-code that needs neither the interpreter's lock nor memory, so a thread that spins or sleeps in C is no
-obstacle.
-The text goes into the worker's board: no file, no output of the worker is touched.
+A Python worker has faulthandler's handler on `STACK_SIGNAL` from its first moment (bootstrap.py). The handler
+is C code that needs neither the interpreter lock nor memory, so it also works while a thread spins or sleeps
+in C. It writes to the worker's board, not to a file or to the worker's output.
 
 Invariants
-- The signal goes only to a process that catches it (/proc says so): to any other it would mean death.
-- Only the worker itself is asked, never its children, who may have inherited the handler and the file.
+- The signal goes only to a process that catches it (according to /proc): it would kill any other.
+- It goes to the worker alone, never to its children, which may have inherited the handler and the board.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Frames of libraries in whose depths a rank waits for the other ranks.
+# Libraries in which a rank waits for the other ranks.
 _COLLECTIVES = ("/torch/distributed/", "/mpi4py/", "/horovod/", "/deepspeed/comm/")
-_INNER = 8
-"""How far from the innermost frame such a call may be."""
+_INNER = 8  # such a call must be among this many innermost frames
 _SHOWN = 6
-_OURS = ("_importlib_bootstrap.py", os.path.join("phalanx", "zygote", "bootstrap.py"))
+_LAUNCHER = ("_importlib_bootstrap.py", os.path.join("phalanx", "zygote", "bootstrap.py"))
 
 
 def catches(pid: int, sig: int) -> bool:
@@ -54,8 +52,8 @@ def is_stopped(pid: int) -> bool:
 def parse(text: str) -> tuple[tuple[str, ...], ...]:
     """The threads of a dump, the main one first; frames innermost first, as `file:line in f`.
 
-    A dump lists the newest thread first, so the main thread comes last. Its end is not marked: a dump that is
-    cut off has its last thread cut off.
+    A dump lists the newest thread first, so the main thread comes last. Its end is not marked: in a truncated
+    dump the last thread is truncated.
     """
     threads: list[list[str]] = []
     for line in text.splitlines():
@@ -68,27 +66,23 @@ def parse(text: str) -> tuple[tuple[str, ...], ...]:
                 threads[-1].append(f"{name}:{number} in {function}")
         elif line.startswith("  <no Python frame>") and threads:
             threads[-1].append("no Python frame")
-    return tuple(_without_ours(frames) for frames in reversed(threads))
+    return tuple(_without_launcher(frames) for frames in reversed(threads))
 
 
-def _without_ours(frames: list[str]) -> tuple[str, ...]:
-    """Without the frames below the program, which are those of the launcher."""
+def _without_launcher(frames: list[str]) -> tuple[str, ...]:
+    """The frames of the program, without those of the launcher below it."""
     end = len(frames)
-    while end > 1 and any(name in frames[end - 1] for name in _OURS):
+    while end > 1 and any(name in frames[end - 1] for name in _LAUNCHER):
         end -= 1
     return tuple(frames[:end])
 
 
-def waits_for_peers(stack: tuple[str, ...]) -> bool:
-    """Whether the innermost frames are in a call that needs the other ranks."""
-    return any(part in frame for frame in stack[:_INNER] for part in _COLLECTIVES)
-
-
 def evidence(rank: int, text: str, stopped: bool) -> Evidence:
-    """What a rank's answer says."""
+    """The evidence in a rank's dump; it waits if an inner frame is in a collective."""
     threads = parse(text)
     main = threads[0] if threads else ()
-    return Evidence(rank, main, stopped, waits_for_peers(main))
+    waiting = any(part in frame for frame in main[:_INNER] for part in _COLLECTIVES)
+    return Evidence(rank, main, stopped, waiting)
 
 
 def short(frame: str) -> str:
@@ -98,38 +92,38 @@ def short(frame: str) -> str:
 
 
 def innermost(stack: tuple[str, ...]) -> str:
-    """Where a stack stands, as near to the user's own code as can be: what a person looks for first."""
-    own = [frame for frame in stack if not _of_library(frame)]
+    """The innermost frame of the user's own code, or of any code if there is none."""
+    own = [frame for frame in stack if not _in_library(frame)]
     return short(own[0] if own else stack[0]) if stack else ""
 
 
-def _of_library(frame: str) -> bool:
+def _in_library(frame: str) -> bool:
     return frame.startswith("<") or any(
         part in frame for part in ("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3")
     )
 
 
-# ---- for a person ------------------------------------------------------------------------------------
+# ---- the report --------------------------------------------------------------------------------------
 
 
 def in_one_line(blame: Blame, found: Mapping[int, Evidence]) -> str:
-    """`rank 1 stands out (the others wait for it), at train.py:12 in load`."""
+    """`rank 1 differs (the others wait for it), at train.py:12 in load`."""
     stacks = {found[rank].stack for rank in blame.ranks if rank in found}
     places = {innermost(stack) for stack in stacks}
     where = places.pop() if len(places) == 1 else ""
     at = f", at {where}" if where else ""
     if not blame.reason:
         return f"all of them{at}" if at and len(blame.ranks) > 1 else at.removeprefix(", ")
-    verb = "stand" if len(blame.ranks) > 1 else "stands"
-    return f"{ranks_text(blame.ranks)} {verb} out ({blame.reason}){at}"
+    verb = "differ" if len(blame.ranks) > 1 else "differs"
+    return f"{ranks_text(blame.ranks)} {verb} ({blame.reason}){at}"
 
 
 def in_full(
     reason: str, view: View, blame: Blame, found: Mapping[int, Evidence], where: Mapping[int, str]
 ) -> list[str]:
-    """The report: ranks with identical stacks together, the odd ones out first.
+    """The report: ranks with identical stacks together, the blamed ones first.
 
-    `where`: what a person needs to find a rank, as `pid 12` or `pid 12 on node-b`.
+    `where` locates each rank: `pid 12` or `pid 12 on node-b`.
     """
     lines = [reason]
     beats = {beat.rank: beat for beat in view.alive}
@@ -141,9 +135,9 @@ def in_full(
         about = "; ".join(filter(None, (_about(beats.get(rank), where.get(rank)) for rank in group[:4])))
         lines.append(f"  {ranks_text(group)}{why}: {about}")
         if one.stopped:
-            lines.append("    stopped by a signal: it cannot answer (kill -CONT lets it go on)")
+            lines.append("    stopped by a signal, so it has no stack to show (kill -CONT continues it)")
         elif not one.stack:
-            lines.append("    no Python stack: it did not answer, or is no Python started by us")
+            lines.append("    no Python stack: no answer, or not a Python process started by Phalanx")
         lines += [f"    {short(frame)}" for frame in one.stack[:_SHOWN]]
         if len(one.stack) > _SHOWN:
             lines.append(f"    ... {len(one.stack) - _SHOWN} more frames")
@@ -153,9 +147,9 @@ def in_full(
 
 
 def _about(beat: Beat | None, where: str | None) -> str:
-    words = [where] if where else []
+    parts = [where] if where else []
     if beat is not None and beat.step is not None:
-        words.append(f"step {beat.step}")
+        parts.append(f"step {beat.step}")
     if beat is not None and beat.section:
-        words.append(f"in section {beat.section!r}")
-    return ", ".join(words)
+        parts.append(f"in section {beat.section!r}")
+    return ", ".join(parts)

@@ -10,7 +10,8 @@ import time
 
 from phalanx.agent.agent_services import NodeCheck, NodeUnfit, Services
 from phalanx.core.group_events import RoundFailed
-from phalanx.supervision.hang_detector import HangDetector, IncidentLog
+from phalanx.supervision.hang_detector import HangDetector
+from phalanx.supervision.incident_log import IncidentLog
 from phalanx.supervision.preemption import Preemption
 
 TYPE_CHECKING = False
@@ -85,7 +86,7 @@ class Supervision:
     def job_failed(self) -> None:
         """The job is about to be over for this node: the last chance to read what the others found."""
         if self.detector is not None:
-            self.detector.hear_last_word()
+            self.detector.wait_for_verdict()
 
     def join(self, go: Callable[[], None]) -> None:
         """Enter the rendezvous with `go`, in the owner's thread, once this node is found fit."""

@@ -1,12 +1,12 @@
-"""A small HTTP server on a Unix socket inside a worker, for whoever wants to ask how it is.
+"""A small HTTP server on a Unix socket inside a worker, to inspect it.
 
     with worker_main():
         train()
 
-It listens where `TORCH_WORKER_SERVER_SOCKET` says, and not at all when that is unset. What it answers:
-`/handler/` the names there are, `/handler/ping` pong, `/handler/dump_traceback` the stack of every thread.
-The socket is readable by its owner only, and is removed at the end. An exception that passes through the
-`with` is recorded in the error file, as by `record`.
+It listens at the path in `TORCH_WORKER_SERVER_SOCKET`, or not at all if that is unset. `/handler/` lists the
+handlers, `/handler/ping` answers pong, `/handler/dump_traceback` shows the stack of every thread. Only the
+owner can connect to the socket, and it is removed at the end. An exception that leaves the `with` block is
+written to the error file, as by `record`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
-_LONGEST = 107  # bytes of a path that fit into the kernel's address of a Unix socket
+_MAX_PATH = 107  # bytes in the address of a Unix socket
 
 
 @contextmanager
@@ -47,15 +47,15 @@ def worker_main() -> Iterator[None]:
 
 
 class WorkerServer:
-    """Serves from construction to `close`, in a thread of its own."""
+    """Serves from construction to `close`, in its own thread."""
 
     def __init__(self, path: str) -> None:
         import threading
 
-        if len(os.fsencode(path)) > _LONGEST:
+        if len(os.fsencode(path)) > _MAX_PATH:
             raise ValueError(
-                f"{TORCH_WORKER_SERVER_SOCKET}={path}: longer than the {_LONGEST} bytes that fit a socket's "
-                "address; use a shorter path"
+                f"{TORCH_WORKER_SERVER_SOCKET}={path}: longer than a socket address ({_MAX_PATH} bytes); "
+                "use a shorter path"
             )
         _remove_stale(path)
         self._path = path
@@ -66,15 +66,15 @@ class WorkerServer:
         self._thread.start()
 
     def _serve(self) -> None:
-        # Not serve_forever: it wakes up again and again to see whether it should stop.
+        # Not serve_forever, which polls for its stop flag.
         while not self._closing:
             self._server.handle_request()
 
     def close(self) -> None:
-        """Stop, and remove the socket; in a forked child only let go of it."""
+        """Stop and remove the socket; in a forked child, only close it."""
         if os.getpid() == self._pid:
             self._closing = True
-            _knock(self._path)
+            _connect(self._path)  # ends the wait in `accept`
             self._thread.join()
             try:
                 os.unlink(self._path)
@@ -83,22 +83,21 @@ class WorkerServer:
         self._server.server_close()
 
 
-def _knock(path: str) -> None:
-    """Wake a server that waits for somebody to ask."""
+def _connect(path: str) -> None:
     import socket
 
-    with socket.socket(socket.AF_UNIX) as visitor:
-        visitor.connect(path)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket of a worker that is gone; one that is still served is somebody else's."""
+    """Remove the socket of a worker that is gone; refuse one that is still served."""
     import stat
 
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise FileExistsError(f"{TORCH_WORKER_SERVER_SOCKET}={path}: there is a file that is no socket")
-        _knock(path)
+            raise FileExistsError(f"{TORCH_WORKER_SERVER_SOCKET}={path}: this file is not a socket")
+        _connect(path)
     except FileNotFoundError:
         return
     except ConnectionRefusedError:
@@ -114,7 +113,7 @@ def dump_traceback() -> str:
     import faulthandler
     import tempfile
 
-    with tempfile.TemporaryFile() as file:  # faulthandler needs a real descriptor; a pipe could fill up
+    with tempfile.TemporaryFile() as file:  # faulthandler needs a descriptor, and a pipe could fill up
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read().decode(errors="replace")
@@ -134,10 +133,10 @@ def answer(path: str) -> tuple[int, str, str]:
         return 200, "application/json", json.dumps(sorted(HANDLERS))
     handler = HANDLERS.get(name)
     if handler is None:
-        return 404, "text/plain", f"no handler {name!r}; there are {', '.join(sorted(HANDLERS))}\n"
+        return 404, "text/plain", f"no handler {name!r}; use one of {', '.join(sorted(HANDLERS))}\n"
     try:
         return 200, "text/plain", handler()
-    except Exception as error:  # noqa: BLE001 - the asker gets it; the worker goes on
+    except Exception as error:  # noqa: BLE001 - goes to the client; the worker continues
         return 500, "text/plain", f"{type(error).__name__}: {error}\n"
 
 
@@ -146,9 +145,7 @@ def _http_server(path: str) -> Any:
     from http.server import BaseHTTPRequestHandler
 
     class Handler(BaseHTTPRequestHandler):
-        """One request of one asker."""
-
-        timeout = 10.0  # an asker who does not ask must not hold a thread
+        timeout = 10.0  # a client that sends nothing must not hold a thread
 
         def do_GET(self) -> None:
             body_size = int(self.headers.get("Content-Length") or 0)
@@ -162,20 +159,20 @@ def _http_server(path: str) -> Any:
             self.end_headers()
             self.wfile.write(data)
 
-        do_POST = do_GET  # torch's server takes POST for handlers; people type GET
+        do_POST = do_GET  # torch's server expects POST; GET is easier to type
 
         def address_string(self) -> str:
             return "unix"
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Be silent: this is the worker's console."""
+            """Do not write to the worker's console."""
 
     class WorkerHttpServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         daemon_threads = True
         block_on_close = False
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """An asker that went away is not worth a word."""
+            """Ignore a client that went away."""
 
     before = os.umask(0o177)
     try:

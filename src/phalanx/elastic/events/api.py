@@ -1,4 +1,4 @@
-"""The event types, at torch's import path."""
+"""torch.distributed.elastic.events.api's names."""
 
 from phalanx.observe.events import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
 

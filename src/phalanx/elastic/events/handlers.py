@@ -1,4 +1,4 @@
-"""The destinations of events, at torch's import path."""
+"""torch.distributed.elastic.events.handlers's names."""
 
 from phalanx.observe.events import get_logging_handler
 

@@ -1,35 +1,5 @@
-"""Metrics, at torch's import path."""
+"""torch.distributed.elastic.metrics's names."""
 
 from phalanx.elastic.metrics import api as api
-from phalanx.observe.metrics import (
-    ConsoleMetricHandler,
-    MetricData,
-    MetricHandler,
-    MetricsConfig,
-    NullMetricHandler,
-    configure,
-    get_elapsed_time_ms,
-    getStream,
-    initialize_metrics,
-    prof,
-    profile,
-    publish_metric,
-    put_metric,
-)
-
-__all__ = [
-    "ConsoleMetricHandler",
-    "MetricData",
-    "MetricHandler",
-    "MetricsConfig",
-    "NullMetricHandler",
-    "api",
-    "configure",
-    "getStream",
-    "get_elapsed_time_ms",
-    "initialize_metrics",
-    "prof",
-    "profile",
-    "publish_metric",
-    "put_metric",
-]
+from phalanx.elastic.metrics.api import *  # noqa: F403 - the names in its __all__
+from phalanx.observe.metrics import initialize_metrics as initialize_metrics

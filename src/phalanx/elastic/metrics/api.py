@@ -1,4 +1,4 @@
-"""Metrics, at torch's import path."""
+"""torch.distributed.elastic.metrics.api's names."""
 
 from phalanx.observe.metrics import (
     ConsoleMetricHandler,

@@ -1,13 +1,11 @@
-"""Timers that stop a worker which overstays a scope, at torch's import path."""
+"""torch.distributed.elastic.timer's names: timers that stop a worker which does not leave a scope in time."""
 
 from phalanx.elastic.timer.api import TimerClient as TimerClient
 from phalanx.elastic.timer.api import TimerRequest as TimerRequest
 from phalanx.elastic.timer.api import TimerServer as TimerServer
 from phalanx.elastic.timer.api import configure as configure
 from phalanx.elastic.timer.api import expires as expires
-from phalanx.elastic.timer.file_based_local_timer import FileTimerClient as FileTimerClient
-from phalanx.elastic.timer.file_based_local_timer import FileTimerRequest as FileTimerRequest
-from phalanx.elastic.timer.file_based_local_timer import FileTimerServer as FileTimerServer
+from phalanx.elastic.timer.file_based_local_timer import *  # noqa: F403 - the names in its __all__
 from phalanx.elastic.timer.local_timer import LocalTimerClient as LocalTimerClient
 from phalanx.elastic.timer.local_timer import LocalTimerServer as LocalTimerServer
 from phalanx.lazy_modules import below

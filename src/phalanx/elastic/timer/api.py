@@ -1,6 +1,12 @@
 """torch.distributed.elastic.timer.api's names."""
 
-from phalanx.supervision.timers.requests import RequestQueue, TimerClient, TimerRequest, configure, expires
-from phalanx.supervision.timers.server import TimerServer
+from phalanx.supervision.timers.api import (
+    RequestQueue,
+    TimerClient,
+    TimerRequest,
+    TimerServer,
+    configure,
+    expires,
+)
 
 __all__ = ["RequestQueue", "TimerClient", "TimerRequest", "TimerServer", "configure", "expires"]

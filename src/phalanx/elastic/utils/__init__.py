@@ -1,8 +1,6 @@
 """torch.distributed.elastic.utils's names."""
 
-from phalanx.integrations.torch_functions import get_env_variable_or_raise, get_socket_with_port, macros
+from phalanx.elastic.utils.api import *  # noqa: F403 - the names in its __all__
 from phalanx.lazy_modules import below
-
-__all__ = ["get_env_variable_or_raise", "get_socket_with_port", "macros"]
 
 __getattr__ = below(__name__, "api", "data", "distributed", "log_level", "logging", "process_state", "store")

@@ -1,19 +1,19 @@
-"""A real etcd as the store: the same client for rendezvous code, etcd's v3 API behind it.
+"""etcd as the store: the interface of the embedded store's client over etcd's v3 API.
 
     client = etcd_client_from("a:2379,b:2379,c:2379", {"protocol": "https", "cacert": "ca.pem"})
     client.connect(timeout=30)
 
-One thread carries out the requests in order, over HTTP to etcd's JSON gateway; each watch has a
-thread of its own. When a member fails, is too slow, or has no leader, the next one is asked, and the
-watches follow; a request whose answer was lost is not done twice (`etcd_translation`). Only after
-`grace` seconds in which no member answered do requests fail.
+One thread sends the requests in order over HTTP to etcd's JSON gateway; each watch has its own thread. When
+a member fails, is too slow or has no leader, requests and watches move to the next one; a request whose
+answer was lost is not carried out twice (requests.py). Requests fail only after `grace` seconds without an
+answer from any member.
 
-What differs from our own store: etcd knows leases, not connections. A process that dies is noticed
-when its lease is over, not when its socket closes, so `welcome.linger` is without end here, and a
-connection that breaks shortens nothing. Leases last whole seconds, and two at least.
-A plain `Delete` whose answer was lost is repeated; its count may then be that of the second try.
+Differences from the embedded store: etcd knows leases, not connections. A dead process is noticed when its
+lease expires, not when its socket closes, so `welcome.linger` is infinite, and a broken connection shortens
+no lease. Leases last whole seconds, at least two. A plain `Delete` whose answer was lost is repeated; its
+count may then be that of the second try.
 
-Invariant: callbacks come one at a time; a watch's reply before its changes.
+Invariant: callbacks come one at a time, and the reply to a watch before its changes.
 """
 
 from __future__ import annotations
@@ -29,26 +29,25 @@ from phalanx.core.store_commands import Add, Command, Get, Notice, Put, Reply, T
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, UsageError
 from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client, State, _Waiting
-from phalanx.store.etcd import translation as words
-from phalanx.store.etcd.http import Address, EtcdConnection, EtcdError, Failure, Members
-from phalanx.store.etcd.requests import EtcdRequests
-from phalanx.store.etcd.watch import Stream
+from phalanx.store.etcd import requests
+from phalanx.store.etcd.http import CONNECTION_ERRORS, Address, EtcdConnection, EtcdError, Members
+from phalanx.store.etcd.watch import WatchStream
 
 if TYPE_CHECKING:
     import ssl
 
 DEFAULT_PORT = 2379
-SLOWEST = 10.0  # the patience with a single request grows up to this
-FAREWELL = 2.0  # what was asked before `close` may take this long
-_REVISIONED = ("/v3/kv/range", "/v3/kv/txn", "/v3/kv/deleterange")  # whose revision is the majority's
+_MAX_REQUEST_TIMEOUT = 10.0  # a request's timeout grows up to this
+_CLOSE_TIMEOUT = 2.0  # for requests made before `close`
+_LINEARIZABLE = ("/v3/kv/range", "/v3/kv/txn", "/v3/kv/deleterange")  # their revision is the majority's
 
 
 class _Abandoned(Exception):
-    """Nobody waits for this answer any more, or the client is closing."""
+    """The caller no longer waits for this answer, or the client is closing."""
 
 
 class EtcdClient(Client):
-    """A session with an etcd cluster, in place of one with our own server."""
+    """A session with an etcd cluster."""
 
     def __init__(
         self,
@@ -68,33 +67,31 @@ class EtcdClient(Client):
             grace=grace, patience=patience, on_state=on_state, on_notice=on_notice, clock=clock,
         )  # fmt: skip
         self._members = Members(addresses, context, user, password)
-        self._line = EtcdConnection(self._members)
-        self._todo: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
+        self._connection = EtcdConnection(self._members)
+        self._commands: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
         self._number = 0
-        self._doing = 0
-        self._streams: dict[int, Stream] = {}
-        self._ended: list[Stream] = []
+        self._current = 0  # the request that is being carried out
+        self._streams: dict[int, WatchStream] = {}
+        self._ended: list[WatchStream] = []
         self._delivering = threading.RLock()
         self._closed = threading.Event()
         self._away_since: float | None = clock()
-        self._requests = EtcdRequests(self.session, self._call)
+        self._requests = requests.EtcdRequests(self.session, self._call)
 
     @property
     def where(self) -> str:
-        """The addresses, as people write them."""
+        """The addresses as text."""
         return str(self._members)
 
-    # What `Client` leaves to us
-
     def close(self) -> None:
-        """Say what was asked before, then end: watches, threads, our key in etcd; idempotent."""
+        """Finish earlier requests, then end watches and threads and delete the session's key; idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
-        self._todo.put(None)
+        self._commands.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(FAREWELL)
-            self._line.cut()
+            self._thread.join(_CLOSE_TIMEOUT)
+            self._connection.cut()
         super().close()
         self._stop_streams()
         for stream in [*self._streams.values(), *self._ended]:
@@ -108,13 +105,13 @@ class EtcdClient(Client):
                 raise self.lost or StoreConnectionError(f"the connection to {self.where} is closed")
             self._number += 1
             self._waiting[self._number] = waiting
-            self._todo.put((self._number, command))
+            self._commands.put((self._number, command))
             return self._number
 
     def _stay_connected(self) -> None:
         try:
-            self._requests.range(words.where(self._requests.memory.key, False))  # the first contact
-            while (item := self._todo.get()) is not None:
+            self._requests.range(requests.key_range(self._requests.session_entry.key, False))  # first contact
+            while (item := self._commands.get()) is not None:
                 self._answer(*item)
         except _Abandoned:
             pass
@@ -124,16 +121,16 @@ class EtcdClient(Client):
             self._give_up(error)
         finally:
             self._stop_streams()
-            self._forget_me()
-            self._line.hang_up()
+            self._delete_session_key()
+            self._connection.close()
 
     def _answer(self, number: int, command: Command) -> None:
         if number not in self._waiting:
             return
-        self._doing = number
+        self._current = number
         try:
             if isinstance(command, Unwatch | Watch):
-                self._shut(command.watch)
+                self._end_watch(command.watch)
             reply = (
                 Reply(True, self._requests.newest)
                 if isinstance(command, Unwatch)
@@ -156,13 +153,18 @@ class EtcdClient(Client):
                 elif waiting.event is not None:
                     waiting.event.set()
         if isinstance(command, Watch) and reply.ok:
-            self._open(command, command.start or reply.revision + 1)
+            self._start_watch(command, command.start or reply.revision + 1)
 
-    # Watches
+    # -- watches ------------------------------------------------------------------------------------
 
-    def _open(self, command: Watch, start: int) -> None:
-        stream = Stream(
-            self._members, command, start, patience=self.patience, tell=self._tell, doubt=self._doubt
+    def _start_watch(self, command: Watch, start: int) -> None:
+        stream = WatchStream(
+            self._members,
+            command,
+            start,
+            timeout=self.patience,
+            on_notice=self._deliver,
+            on_broken=self._check_member,
         )
         with self._lock:
             if self._closed.is_set():
@@ -170,7 +172,7 @@ class EtcdClient(Client):
             self._streams[command.watch] = stream
             stream.start()
 
-    def _shut(self, number: int) -> None:
+    def _end_watch(self, number: int) -> None:
         with self._lock:
             stream = self._streams.pop(number, None)
             self._ended = [one for one in self._ended if one.is_alive()]
@@ -185,74 +187,71 @@ class EtcdClient(Client):
         for stream in streams:
             stream.stop()
 
-    def _tell(self, stream: Stream, notice: Notice) -> None:
+    def _deliver(self, stream: WatchStream, notice: Notice) -> None:
         with self._delivering:
             if self._streams.get(notice.watch) is stream and self.lost is None:
                 try:
                     self._watches.get(notice.watch, self.on_notice)(notice)
-                except Exception as error:  # noqa: BLE001 - as in Client: nobody may be left waiting for ever
+                except Exception as error:  # noqa: BLE001 - as in Client: no caller may wait forever
                     self._give_up(StoreError(f"the store's client failed: {type(error).__name__}: {error}"))
 
-    def _doubt(self) -> None:
-        """A stream broke: ask something, so that a member that is gone is found out."""
+    def _check_member(self) -> None:
+        """A stream broke: send a request, which detects a member that is gone."""
         try:
-            self.send(Get(self._requests.memory.key), lambda reply: None)
+            self.send(Get(self._requests.session_entry.key), lambda reply: None)
         except StoreError:
-            pass  # that is known already
+            pass  # already known
 
-    # Asking
+    # -- requests -----------------------------------------------------------------------------------
 
-    def _call(self, path: str, body: words.Json) -> words.Json:
-        """Ask one member after the other until one answers, or the grace is over."""
-        requests, members = self._requests, len(self._members.addresses)
-        requests.tries, pause = 0, 0.05
+    def _call(self, path: str, body: requests.Json) -> requests.Json:
+        """Try one member after the other until one answers or the grace period is over."""
+        session, members = self._requests, len(self._members.addresses)
+        session.tries, pause = 0, 0.05
         while True:
-            forgotten = self._doing and self._doing not in self._waiting
-            if forgotten or self._closing or (self._closed.is_set() and requests.tries):
+            abandoned = self._current and self._current not in self._waiting
+            if abandoned or self._closing or (self._closed.is_set() and session.tries):
                 raise _Abandoned
             began = self.clock()
-            patience = min(SLOWEST, self.patience * 2 ** (requests.tries // members))
-            requests.tries += 1
+            timeout = min(_MAX_REQUEST_TIMEOUT, self.patience * 2 ** (session.tries // members))
+            session.tries += 1
             try:
-                answer = self._line.call(path, body, patience)
+                answer = self._connection.call(path, body, timeout)
             except EtcdError as error:
-                if not error.passing:
+                if not error.temporary:
                     raise
                 problem: Exception = error
-            except Failure as error:
-                problem = _explained(error, self.where)
+            except CONNECTION_ERRORS as error:
+                problem = _explain(error, self.where)
             else:
-                self._reached(path, answer)
+                self._answered(path, answer)
                 return answer
-            self._move_on()
-            if requests.tries >= members:
-                self._away(began, problem)
-            if requests.tries % members == 0:
+            if self._members.move_on(self._connection.member):
+                with self._lock:
+                    streams = list(self._streams.values())
+                for stream in streams:
+                    stream.follow()
+            if session.tries >= members:
+                self._unanswered(began, problem)
+            if session.tries % members == 0:
                 self._closed.wait(pause)
                 pause = min(1.0, pause * 2)
 
-    def _move_on(self) -> None:
-        if self._members.move_on(self._line.member):
-            with self._lock:
-                streams = list(self._streams.values())
-            for stream in streams:
-                stream.follow()
-
-    def _reached(self, path: str, answer: words.Json) -> None:
+    def _answered(self, path: str, answer: requests.Json) -> None:
         cluster = str(answer.get("header", {}).get("cluster_id", ""))
         if self.welcome is None:
             self.welcome = wire.Welcome(cluster, durable=True, linger=float("inf"))
         elif cluster and cluster != self.welcome.store:
             raise StoreConnectionError(
-                f"etcd at {self.where} is another cluster than it was (its data was made anew): "
-                "what this job knew is gone"
+                f"etcd at {self.where} is another cluster than before (its data was recreated): "
+                "the state of this job is lost"
             )
-        if path in _REVISIONED:
-            newest, self._requests.newest = self._requests.newest, words.revision(answer)
+        if path in _LINEARIZABLE:
+            newest, self._requests.newest = self._requests.newest, requests.revision_of(answer)
             if self._requests.newest < newest:
                 raise StoreConnectionError(
                     f"etcd at {self.where} has gone back from revision {newest} to "
-                    f"{self._requests.newest}: it was restored from a backup, and what this job knew is gone"
+                    f"{self._requests.newest}: it was restored from a backup, the state of this job is lost"
                 )
         if self._away_since is not None:
             self._away_since = None
@@ -260,8 +259,8 @@ class EtcdClient(Client):
             with self._delivering:
                 self.on_state(State("connected", self.clock()))
 
-    def _away(self, began: float, problem: Exception) -> None:
-        """No member answered; for how long now?"""
+    def _unanswered(self, began: float, problem: Exception) -> None:
+        """No member answered; raises if the grace period is over."""
         if self.welcome is None:
             self.on_state(State("failed", began, getattr(problem, "strerror", None) or str(problem)))
         if self._away_since is None:
@@ -271,22 +270,21 @@ class EtcdClient(Client):
         if self.clock() - self._away_since >= self.grace:
             raise self._unreachable(problem)
 
-    def _forget_me(self) -> None:
-        """Take our key out of etcd; if that fails, its lease will."""
-        lease = self._requests.memory.lease
+    def _delete_session_key(self) -> None:
+        lease = self._requests.session_entry.lease
         if lease and self._away_since is None:
             try:
-                self._line.call("/v3/lease/revoke", {"ID": str(lease)}, 0.5)
-            except (StoreError, *Failure):
-                pass
+                self._connection.call("/v3/lease/revoke", {"ID": str(lease)}, 0.5)
+            except (StoreError, *CONNECTION_ERRORS):
+                pass  # the key expires with its lease
 
 
-def _explained(error: Exception, where: str) -> Exception:
-    """In words for a person; a certificate that does not fit will not fit later either, so it is raised."""
+def _explain(error: Exception, where: str) -> Exception:
+    """A readable error; raises permanent ones, such as a certificate that is not trusted."""
     import ssl
 
-    if not isinstance(error, OSError):  # the words of http.client would be whatever bytes came
-        return StoreConnectionError("what answers there is not etcd")
+    if not isinstance(error, OSError):  # http.client's message would contain the received bytes
+        return StoreConnectionError("the server there is not etcd")
     if isinstance(error, ssl.SSLCertVerificationError):
         raise StoreAuthError(
             f"etcd at {where}: its certificate is not trusted ({error.verify_message}): "
@@ -295,20 +293,20 @@ def _explained(error: Exception, where: str) -> Exception:
     if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
         raise StoreAuthError(
             f"etcd at {where} refused the TLS connection ({error.reason}): "
-            "give cert=FILE and key=FILE in --rdzv-conf if it wants a certificate from its clients"
+            "set cert=FILE and key=FILE in --rdzv-conf if it requires client certificates"
         ) from None
     return error
 
 
 def _check(command: Command) -> None:
-    """What etcd would only refuse later, and for everybody."""
+    """Refuse now what etcd would refuse later, for all requests behind it."""
     puts = command.puts if isinstance(command, Txn) else (command,) if isinstance(command, Put | Add) else ()
     for put in puts:
         if not put.key:
             raise StoreError(f"{type(command).__name__}: etcd has no empty keys")
     names = [one.key for one in (*command.when, *puts)] if isinstance(command, Txn) else []
     for name in (*names, getattr(command, "key", "")):
-        words.key(name)
+        requests.encode_key(name)
 
 
 def etcd_client_from(
@@ -318,17 +316,17 @@ def etcd_client_from(
     environ: Mapping[str, str] | None = None,
     **options: Any,
 ) -> EtcdClient:
-    """The client for `--rdzv-backend etcd`: HOST:PORT, or several with commas between them.
+    """The client for `--rdzv-backend etcd`; `endpoint` is one HOST:PORT or several, separated by commas.
 
-    `config` (--rdzv-conf): protocol http|https, cacert, cert, key (or tls_ca, tls_cert, tls_key, as the
-    options are called), user, password_file. A password comes from PHALANX_ETCD_PASSWORD or that file.
-    `options` go to EtcdClient.
+    `config` (--rdzv-conf): protocol http|https, cacert, cert, key (or, like the options, tls_ca, tls_cert,
+    tls_key), user, password_file. The password comes from PHALANX_ETCD_PASSWORD or that file. `options` are
+    those of EtcdClient.
     """
     env = os.environ if environ is None else environ
     if "password" in config:
         raise UsageError(
-            "--rdzv-conf password=…: everybody on this machine could read it there; "
-            "set PHALANX_ETCD_PASSWORD, or password_file=FILE"
+            "--rdzv-conf password=…: every user of this machine could read it there; "
+            "set PHALANX_ETCD_PASSWORD or password_file=FILE"
         )
     addresses, schemes = _addresses(endpoint)
     names = (("cacert", "tls_ca"), ("cert", "tls_cert"), ("key", "tls_key"))
@@ -342,7 +340,7 @@ def etcd_client_from(
 
         context = https_context(*files)
     elif any(files):
-        raise UsageError("--tls-ca, --tls-cert, --tls-key (cacert, cert, key): these are for protocol=https")
+        raise UsageError("--tls-ca, --tls-cert, --tls-key (cacert, cert, key) need protocol=https")
     user = str(config.get("user") or "")
     password = _password(user, str(config.get("password_file") or ""), env)
     return EtcdClient(addresses, context=context, user=user, password=password, **options)
@@ -362,7 +360,7 @@ def _addresses(endpoint: str) -> tuple[list[Address], set[str]]:
         except ValueError as error:
             raise UsageError(str(error)) from None
     if not addresses:
-        raise UsageError("--rdzv-endpoint: name at least one HOST:PORT of etcd")
+        raise UsageError("--rdzv-endpoint: give at least one HOST:PORT of etcd")
     return addresses, schemes
 
 
@@ -377,5 +375,5 @@ def _password(user: str, path: str, environ: Mapping[str, str]) -> str:
             raise UsageError(f"--rdzv-conf password_file={path}: {error}") from None
     password = environ.get("PHALANX_ETCD_PASSWORD", "")
     if not password:
-        raise UsageError(f"etcd user {user!r} has no password: set PHALANX_ETCD_PASSWORD, or password_file=")
+        raise UsageError(f"etcd user {user!r} has no password: set PHALANX_ETCD_PASSWORD or password_file=")
     return password

@@ -1,7 +1,7 @@
-"""HTTP to etcd's JSON gateway: one connection at a time, several addresses to choose from, a login.
+"""HTTP to etcd's JSON gateway: connections, member addresses and the login.
 
-`EtcdConnection` is one connection of one thread; `Members` is what all connections of a client share:
-the addresses, which of them is in use, and the login's token. Nothing here retries; the caller decides.
+`EtcdConnection` is one connection of one thread; `Members` is shared by all connections of a client: the
+addresses, the one in use, and the login's token. Nothing here retries; the caller decides.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ if TYPE_CHECKING:
     import ssl
 
 UNAUTHENTICATED, DENIED, NOT_FOUND, PRECONDITION, OUT_OF_RANGE = 16, 7, 5, 9, 11
-_PASSING = (1, 4, 10, 13, 14)  # cancelled, too slow, aborted, internal, unavailable: ask somebody else
-_EXHAUSTED, _INVALID = 8, 3
-Failure = (OSError, http.client.HTTPException)  # of the connection, not of the request
+_TEMPORARY = (1, 4, 10, 13, 14)  # cancelled, deadline exceeded, aborted, internal, unavailable
+_EXHAUSTED = 8
+CONNECTION_ERRORS = (OSError, http.client.HTTPException)
 
 
 class EtcdError(StoreError):
-    """etcd's own answer that it will not; `code` is gRPC's."""
+    """An error that etcd answers with; `code` is gRPC's."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"etcd: {message.removeprefix('etcdserver: ')}")
         self.code = code
 
     @property
-    def passing(self) -> bool:
-        """Whether another member, or the same one a little later, may say something else."""
-        return self.code in _PASSING or (self.code == _EXHAUSTED and "too many requests" in str(self))
+    def temporary(self) -> bool:
+        """Whether another member, or the same one later, may succeed."""
+        return self.code in _TEMPORARY or (self.code == _EXHAUSTED and "too many requests" in str(self))
 
     @property
     def expired_login(self) -> bool:
-        """Whether logging in again is the answer."""
+        """Whether a new login may help."""
         return self.code == UNAUTHENTICATED or "auth revision in the header is old" in str(self)
 
     @property
     def too_large(self) -> bool:
-        """Whether less at a time is the answer."""
+        """Whether the request is too large for etcd."""
         text = str(self)
         return "too large" in text or "too many operations" in text or "larger than max" in text
 
 
 class Address(NamedTuple):
-    """Where one member listens."""
+    """The address of one member; a tuple, as sockets take it."""
 
     host: str
     port: int
@@ -67,46 +67,41 @@ class Members:
         self.addresses, self.context = addresses, context
         self._user, self._password = user, password
         self._lock = threading.Lock()
-        self._present = 0
+        self.current = 0  # the index of the address that all connections use
         self._login: str | None = None
 
     def __str__(self) -> str:
         return ",".join(map(str, self.addresses))
 
-    @property
-    def present(self) -> int:
-        """Which address everybody uses now."""
-        return self._present
-
-    def move_on(self, from_: int) -> bool:
-        """Away from an address that failed, unless somebody has done so; whether it changed anything."""
+    def move_on(self, failed: int) -> bool:
+        """Switch from an address that failed, unless another thread has; returns whether it did."""
         with self._lock:
-            if self._present != from_ or len(self.addresses) == 1:
+            if self.current != failed or len(self.addresses) == 1:
                 return False
-            self._present = (from_ + 1) % len(self.addresses)
+            self.current = (failed + 1) % len(self.addresses)
             return True
 
-    def login(self, line: EtcdConnection, stale: str | None, timeout: float) -> str:
-        """The token to show; a new one when the old one is `stale`."""
+    def login(self, connection: EtcdConnection, stale: str | None, timeout: float) -> str:
+        """The login's token; a new one if the old one is `stale`."""
         with self._lock:
             if self._user and (self._login is None or self._login == stale):
                 body = {"name": self._user, "password": self._password}
                 try:
-                    self._login = str(line.post("/v3/auth/authenticate", body, timeout, "")["token"])
+                    self._login = str(connection.post("/v3/auth/authenticate", body, timeout, "")["token"])
                 except EtcdError as error:
-                    if error.passing:
+                    if error.temporary:
                         raise
                     raise StoreAuthError(
-                        f"{error} (user {self._user!r} at {line.address}): set PHALANX_ETCD_PASSWORD, or "
-                        "password_file in --rdzv-conf, to this user's password"
+                        f"{error} (user {self._user!r} at {connection.address}): set PHALANX_ETCD_PASSWORD "
+                        "or password_file in --rdzv-conf to this user's password"
                     ) from None
             return self._login or ""
 
     def explain(self, error: EtcdError) -> StoreError:
-        """An answer that no retry will change, in words that help."""
+        """A permanent error with advice."""
         if "user name is empty" in str(error) or error.expired_login:
             return StoreAuthError(
-                f"{error}: etcd at {self} wants a login; add user=NAME to --rdzv-conf and set "
+                f"{error}: etcd at {self} requires a login; add user=NAME to --rdzv-conf and set "
                 "PHALANX_ETCD_PASSWORD"
             )
         if error.code == DENIED:
@@ -117,7 +112,7 @@ class Members:
 
 
 class EtcdConnection:
-    """One connection to the present member; belongs to one thread, except `cut`."""
+    """One connection to the current member; used by one thread, except `cut`."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
@@ -126,11 +121,11 @@ class EtcdConnection:
         self.token = ""
         self._connection: http.client.HTTPConnection | None = None
         self._sock: socket.socket | None = None
-        self._cut = False
+        self._cut = False  # by another thread
 
     def call(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Ask the present member, logged in; EtcdError, or a Failure after which the line is down."""
-        self._point()
+        """Send a request to the current member, logged in; CONNECTION_ERRORS close the connection."""
+        self._use_current_member()
         self.token = self.members.login(self, None, timeout)
         try:
             return self.post(path, body, timeout, self.token)
@@ -141,22 +136,22 @@ class EtcdConnection:
         return self.post(path, body, timeout, self.token)
 
     def post(self, path: str, body: dict[str, Any], timeout: float, token: str) -> dict[str, Any]:
-        """One request and its whole answer."""
+        """One request and its complete answer."""
         try:
             response = self._send(path, body, timeout, token)
             raw = response.read()
         except BaseException:
-            self.hang_up()
+            self.close()
             raise
         answer = _decode(raw, response.status)
         if response.status != http.client.OK or "error" in answer:
             raise _error(answer, response.status)
-        result = answer.get("result", answer)  # streams wrap what they say
+        result = answer.get("result", answer)  # streams wrap their messages
         return result if isinstance(result, dict) else {}
 
     def stream(self, path: str, body: dict[str, Any], timeout: float) -> http.client.HTTPResponse:
-        """An answer without an end, to be read line by line; only its beginning has a time limit."""
-        self._point()
+        """An endless answer, read line by line; only its beginning has a timeout."""
+        self._use_current_member()
         self.token = self.members.login(self, None, timeout)
         response = self._send(path, body, timeout, self.token)
         if response.status != http.client.OK:
@@ -165,12 +160,11 @@ class EtcdConnection:
         self._sock.settimeout(None)
         return response
 
-    def _point(self) -> None:
-        """Towards the member that everybody uses now."""
-        present = self.members.present
-        if present != self.member:
-            self.hang_up()
-            self.member, self.address = present, self.members.addresses[present]
+    def _use_current_member(self) -> None:
+        current = self.members.current
+        if current != self.member:
+            self.close()
+            self.member, self.address = current, self.members.addresses[current]
 
     def _send(self, path: str, body: dict[str, Any], timeout: float, token: str) -> http.client.HTTPResponse:
         connection = self._connection
@@ -193,7 +187,7 @@ class EtcdConnection:
         connection.connect()
         self._connection, self._sock = connection, connection.sock
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A watch is silent for hours by right; the kernel finds out whether the host is still there.
+        # A watch may be silent for hours; TCP keep-alive detects a host that is gone.
         for level, option, value in (
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
             (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
@@ -201,45 +195,45 @@ class EtcdConnection:
             (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
         ):
             self._sock.setsockopt(level, option, value)
-        if self._cut:  # while it was being opened
+        if self._cut:  # while it was opening
             self.cut()
         return connection
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Close the connection; the next call opens another."""
         if self._connection is not None:
             self._connection.close()
         self._connection = self._sock = None
 
     def cut(self) -> None:
-        """From any thread: whoever reads or writes on this line finds it broken."""
+        """From any thread: make reads and writes on this connection fail."""
         self._cut = True
         sock = self._sock
         if sock is not None:
             try:
-                # The plain one: SSLSocket.shutdown takes the TLS state away from under the reader.
+                # Not SSLSocket.shutdown, which removes the TLS state while another thread reads.
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
             except OSError:
                 pass
 
-    def mend(self) -> None:
-        """Usable again after a cut."""
+    def reset(self) -> None:
+        """Make the connection usable again after a cut."""
         self._cut = False
-        self.hang_up()
+        self.close()
 
 
 def _decode(raw: bytes, status: int) -> dict[str, Any]:
     try:
-        # A stream that ended after one message leaves a newline behind it.
+        # A stream that ended after one message ends in a newline.
         found = msgspec.json.decode(raw.strip() or b"{}")
     except msgspec.DecodeError:
-        raise EtcdError(0, f"HTTP {status} and no JSON: {raw[:80]!r}; is this etcd's client port?") from None
+        raise EtcdError(0, f"HTTP {status} without JSON: {raw[:80]!r}; is this etcd's client port?") from None
     return found if isinstance(found, dict) else {}
 
 
 def _error(answer: dict[str, Any], status: int) -> EtcdError:
     inner = answer.get("error")
-    told = inner if isinstance(inner, dict) else answer
-    code = told.get("code") or told.get("grpc_code") or 0
+    details = inner if isinstance(inner, dict) else answer
+    code = details.get("code") or details.get("grpc_code") or 0
     fallback = inner if isinstance(inner, str) else f"HTTP {status}"
-    return EtcdError(int(code), str(told.get("message") or fallback))
+    return EtcdError(int(code), str(details.get("message") or fallback))

@@ -1,10 +1,9 @@
-"""One watch on etcd: a thread that reads a stream for as long as the watch stands.
+"""One watch on etcd: a thread that reads a stream as long as the watch exists.
 
-The gateway has no way to put several watches on one connection, so each has its own. It follows the
-client: when requests move to another member, the streams are cut and opened there, so that a member
-that has fallen silent is found by the requests and never trusted by a watch. Changes are told by
-revision: wherever a stream ends, the next one begins after the last change that was told; where
-etcd has compacted that away, everything that is there is told again (`reset`).
+The gateway cannot carry several watches on one connection, so each has its own. When the client's requests
+move to another member, the streams are cut and opened there: so a member that no longer answers is found by
+the requests, and no watch stays with it. Changes are delivered by revision: a new stream starts after the
+last delivered change; if etcd has compacted that away, all current entries are delivered (`reset`).
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import msgspec
 
 from phalanx.core.store_commands import Notice, Watch
 from phalanx.errors import StoreAuthError
-from phalanx.store.etcd import translation as words
-from phalanx.store.etcd.http import EtcdConnection, EtcdError, Failure, Members
+from phalanx.store.etcd import requests
+from phalanx.store.etcd.http import CONNECTION_ERRORS, EtcdConnection, EtcdError, Members
 
 if TYPE_CHECKING:
     import http.client
 
-LONGEST_PAUSE = 1.0
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError)  # JSON of a shape that etcd never sends
+_MAX_PAUSE = 1.0
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError)  # raised by JSON of a shape etcd never sends
 
 
-class Stream(threading.Thread):
-    """A watch; `stop` ends it, `follow` makes it go where the client has gone."""
+class WatchStream(threading.Thread):
+    """A watch; `stop` ends it, `follow` moves it to the client's current member."""
 
     def __init__(
         self,
@@ -36,55 +35,53 @@ class Stream(threading.Thread):
         watch: Watch,
         start: int,
         *,
-        patience: float,
-        tell: Callable[[Stream, Notice], None],
-        doubt: Callable[[], None],
+        timeout: float,
+        on_notice: Callable[[WatchStream, Notice], None],
+        on_broken: Callable[[], None],
     ) -> None:
-        """`tell` takes what was seen; `doubt` is called when the stream broke and may not come back."""
         super().__init__(name=f"phalanx-etcd-watch-{watch.watch}", daemon=True)
-        self.watch, self._next, self._patience = watch, start, patience
-        self._line, self._tell, self._doubt = EtcdConnection(members), tell, doubt
-        self._over = threading.Event()
+        self.watch, self._next, self._timeout = watch, start, timeout
+        self._connection, self._on_notice, self._on_broken = EtcdConnection(members), on_notice, on_broken
+        self._stopped = threading.Event()
         self._moved = threading.Event()
 
     def stop(self) -> None:
-        """No more of it; does not wait."""
-        self._over.set()
-        self._moved.set()
-        self._line.cut()
+        """End the watch; does not wait."""
+        self._stopped.set()
+        self.follow()
 
     def follow(self) -> None:
-        """The client uses another member now."""
+        """Move to the member that the client uses now."""
         self._moved.set()
-        self._line.cut()
+        self._connection.cut()
 
     def run(self) -> None:
-        """Read, and open again what ended, until stopped."""
+        """Read, and reopen a stream that ended, until stopped."""
         pause = 0.0
-        while not self._over.is_set():
+        while not self._stopped.is_set():
             self._moved.clear()
-            self._line.mend()
+            self._connection.reset()
             before = self._next
             try:
                 self._read()
-            except (EtcdError, StoreAuthError, *MALFORMED, *Failure):
-                pass  # whatever it was: the requests find out what is wrong, this waits for it to pass
-            if self._over.is_set():
+            except (EtcdError, StoreAuthError, *MALFORMED, *CONNECTION_ERRORS):
+                pass  # the client's requests find the reason; the watch only retries
+            if self._stopped.is_set():
                 break
-            self._doubt()
-            pause = 0.0 if self._next > before else min(LONGEST_PAUSE, pause * 2 or 0.05)
+            self._on_broken()
+            pause = 0.0 if self._next > before else min(_MAX_PAUSE, pause * 2 or 0.05)
             self._moved.wait(pause)
-        self._line.hang_up()
+        self._connection.close()
 
     def _read(self) -> None:
-        request = words.watch_request(self.watch, self._next)
-        response = self._line.stream("/v3/watch", request, self._patience)
+        request = requests.watch_request(self.watch, self._next)
+        response = self._connection.stream("/v3/watch", request, self._timeout)
         while raw := self._next_line(response):
             message = msgspec.json.decode(raw).get("result", {})
-            told = words.notice(self.watch.watch, message)
-            if told is not None:
-                self._pass_on(told)
-            elif words.compacted_to(message):
+            notice = requests.decode_notice(self.watch.watch, message)
+            if notice is not None:
+                self._deliver(notice)
+            elif requests.compacted_to(message):
                 self._start_over()
                 return
             elif message.get("canceled"):
@@ -94,15 +91,15 @@ class Stream(threading.Thread):
         try:
             return response.readline()
         except (AttributeError, ValueError):
-            return b""  # http.client's way of saying that the stream was cut under it
+            return b""  # raised by http.client when another thread cuts the stream
 
     def _start_over(self) -> None:
-        self._line.hang_up()  # the stream's connection is of no use for anything else
-        where = words.where(self.watch.key, self.watch.prefix)
-        answer: dict[str, Any] = self._line.call("/v3/kv/range", where, self._patience)
-        self._pass_on(words.snapshot(self.watch.watch, answer))
+        self._connection.close()  # a stream's connection cannot be reused
+        keys = requests.key_range(self.watch.key, self.watch.prefix)
+        answer: dict[str, Any] = self._connection.call("/v3/kv/range", keys, self._timeout)
+        self._deliver(requests.snapshot(self.watch.watch, answer))
 
-    def _pass_on(self, told: Notice) -> None:
-        self._next = told.revision + 1
-        if not self._over.is_set():
-            self._tell(self, told)
+    def _deliver(self, notice: Notice) -> None:
+        self._next = notice.revision + 1
+        if not self._stopped.is_set():
+            self._on_notice(self, notice)

@@ -1,16 +1,16 @@
-"""Requests inside a `multiprocessing.Queue`, straight through its pipe.
+"""Requests in the pipe of a `multiprocessing.Queue`.
 
-What a queue carries is a pipe of frames: four bytes of length, then a pickle. Its own `put` hands the object
-to a feeder thread, which is too late for a watchdog: code that hangs with the interpreter locked right after
-`acquire` would keep the request from ever leaving. So a client writes the frame itself, at once. Its pickle
-has a fixed layout (`sent(micros, pid, started, scope)`), so that the server cuts it up without unpickling,
-while `queue.get()` still makes a `TimerRequest` of it.
+A queue's pipe carries frames: four bytes of length, then a pickle. Its `put` passes the object to a feeder
+thread, which is too late for a watchdog: if code hangs with the interpreter locked right after `acquire`, the
+request never leaves. So a client writes the frame itself. Its pickle has a fixed layout
+(`make_request(micros, pid, started, scope)`) that the server parses without unpickling, while `queue.get()`
+still returns a `TimerRequest`.
 
 Invariants
-- A frame is at most PIPE_BUF long and written in one call, so frames of several writers never mix. No lock
-  is taken for it: a worker that is killed while it holds the queue's lock would silence all others.
-- A reader never leaves half a frame behind: what a read cut off is fetched at once.
-- Frames of others are unpickled with every class refused but the request classes (torch's is read as ours,
+- A frame is at most PIPE_BUF long and written in one call, so frames of several writers never mix. No lock is
+  taken: a worker killed while it holds the queue's lock would block all others.
+- A reader never leaves a partial frame in the pipe: it reads the rest at once.
+- Other frames are unpickled with every class refused except the request classes (torch's is read as ours,
   without importing torch).
 """
 
@@ -22,34 +22,39 @@ import struct
 import time
 from typing import Any
 
-from phalanx.supervision.timers.requests import RELEASE, TimerRequest, cut, sent
+from phalanx.supervision.timers.api import RELEASE, TimerRequest
+from phalanx.supervision.timers.pipe_codec import shorten
+
+
+def make_request(micros: int, pid: int, started: int, scope: str) -> TimerRequest:
+    """The request of a frame; pickle calls it by name."""
+    request = TimerRequest(pid, scope, micros / 1e6 if micros >= 0 else RELEASE)
+    request.started = started
+    return request
+
 
 _LENGTH = struct.Struct("!i")
-_HEAD = b"\x80\x02c" + sent.__module__.encode() + b"\nsent\n("
+_HEAD = b"\x80\x02c" + __name__.encode() + b"\nmake_request\n("
 _FIELDS = struct.Struct("<2sq c i 2sq c I".replace(" ", ""))  # micros, pid, started, length of the scope
 _LONG, _INT, _TEXT, _END = b"\x8a\x08", b"J", b"X", b"tR."
-_KEY_AT = len(_HEAD) + 10  # behind micros: pid, started and scope, which name the timer
+_KEY_AT = len(_HEAD) + 10  # after micros: pid, started and scope, which name the timer
 _NUMBER = struct.Struct("<q")
 _FIXED = len(_HEAD) + _FIELDS.size + len(_END)
-_ROOM = select.PIPE_BUF - _LENGTH.size - _FIXED
+_MAX_SCOPE = select.PIPE_BUF - _LENGTH.size - _FIXED
 
-LARGEST = 1 << 20
-"""A frame longer than this is no request."""
-
-READ = 1 << 16
-"""Bytes of one read: a pipe's usual capacity."""
-
-_FAR = 1 << 62
+_MAX_FRAME = 1 << 20
+_READ_SIZE = 1 << 16  # a pipe's usual capacity
+_MAX_MICROS = 1 << 62
 _CLASSES = {
     ("torch.distributed.elastic.timer.api", "TimerRequest"): TimerRequest,
     (TimerRequest.__module__, "TimerRequest"): TimerRequest,
-    (sent.__module__, "sent"): sent,
+    (__name__, "make_request"): make_request,
 }
 
 
 def halves(pid: int, started: int, scope: str) -> tuple[bytes, bytes]:
-    """What stands in a frame before and after the time; the same for all requests of one scope."""
-    name = cut(scope.encode("utf-8", "surrogatepass"), _ROOM)
+    """The parts of a frame before and after the time; the same for all requests of one scope."""
+    name = shorten(scope.encode("utf-8", "surrogatepass"), _MAX_SCOPE)
     fields = _FIELDS.pack(_LONG, 0, _INT, pid, _LONG, started, _TEXT, len(name))
     whole = _LENGTH.pack(_FIXED + len(name)) + _HEAD + fields + name + _END
     return whole[: 4 + _KEY_AT - 8], whole[4 + _KEY_AT :]
@@ -57,7 +62,7 @@ def halves(pid: int, started: int, scope: str) -> tuple[bytes, bytes]:
 
 def join(parts: tuple[bytes, bytes], expiration_time: float) -> bytes:
     """The whole frame."""
-    micros = int(min(expiration_time * 1e6, _FAR)) if expiration_time >= 0 else -1
+    micros = int(min(expiration_time * 1e6, _MAX_MICROS)) if expiration_time >= 0 else -1
     return parts[0] + _NUMBER.pack(micros) + parts[1]
 
 
@@ -67,24 +72,24 @@ def encode(request: TimerRequest) -> bytes:
 
 
 def decode(body: bytes) -> TimerRequest | None:
-    """The request in a frame of the fixed layout; None when it is not quite one."""
+    """The request in a frame of the fixed layout; None if it is malformed."""
     try:
         _, micros, _, pid, _, started, _, length = _FIELDS.unpack_from(body, len(_HEAD))
         name = body[len(_HEAD) + _FIELDS.size : -len(_END)]
         if len(name) != length:
             return None
-        return sent(micros, pid, started, name.decode("utf-8", "surrogatepass"))
+        return make_request(micros, pid, started, name.decode("utf-8", "surrogatepass"))
     except (struct.error, UnicodeDecodeError):
         return None
 
 
 def unpickle(body: bytes) -> TimerRequest | None:
-    """The request in a frame that somebody else pickled; None for anything but a request."""
+    """The request in a frame of another layout; None for anything but a request."""
     import io
     import pickle
 
     class Requests(pickle.Unpickler):
-        """Knows the request classes and nothing else."""
+        """Refuses everything but the request classes."""
 
         def find_class(self, module: str, name: str) -> Any:
             try:
@@ -92,7 +97,7 @@ def unpickle(body: bytes) -> TimerRequest | None:
             except KeyError:
                 if (module, name) == ("copyreg", "__newobj__"):
                     return lambda cls, *args: cls.__new__(cls, *args)
-                raise pickle.UnpicklingError(f"{module}.{name} is no timer request") from None
+                raise pickle.UnpicklingError(f"{module}.{name} is not a timer request") from None
 
     try:
         found = Requests(io.BytesIO(body)).load()
@@ -115,16 +120,16 @@ def checked(found: Any) -> TimerRequest | None:
 
 
 class FrameReader:
-    """The reading end: all frames that are there, in one read."""
+    """Reads all available frames at once."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.garbage = 0
 
     def bodies(self) -> list[bytes]:
-        """The frames that have arrived, whole; empty when there is none."""
+        """The frames that have arrived."""
         try:
-            data = os.read(self._fd, READ)
+            data = os.read(self._fd, _READ_SIZE)
         except BlockingIOError:
             return []
         found, at, unpack = [], 0, _LENGTH.unpack_from
@@ -135,8 +140,8 @@ class FrameReader:
                 self.garbage += 1
                 break
             (length,) = unpack(data, at)
-            if not 0 < length <= LARGEST:
-                # Nothing tells where the next frame begins; what is in this read is lost, no more.
+            if not 0 < length <= _MAX_FRAME:
+                # The start of the next frame is unknown: the rest of this read is lost.
                 self.garbage += 1
                 break
             end = at + 4 + length
@@ -150,24 +155,23 @@ class FrameReader:
         return found
 
     def _rest(self, missing: int) -> bytes:
-        """What a read cut off; a frame that is never finished (its writer was killed) is given up."""
-        got, patience = b"", time.monotonic() + 1.0
+        """The rest of a partial frame; gives up after a second (its writer was killed)."""
+        got, end = b"", time.monotonic() + 1.0
         while len(got) < missing:
             try:
                 got += os.read(self._fd, missing - len(got))
             except BlockingIOError:
-                look = select.poll()
-                look.register(self._fd, select.POLLIN)
-                if not look.poll(max(0, int((patience - time.monotonic()) * 1000))):
+                poll = select.poll()
+                poll.register(self._fd, select.POLLIN)
+                if not poll.poll(max(0, int((end - time.monotonic()) * 1000))):
                     break
         return got
 
 
 def latest(bodies: list[bytes]) -> tuple[list[TimerRequest], int]:
-    """The last request for each timer, and how many frames were none.
+    """The last request for each timer, and the number of frames that were not requests.
 
-    Only the last one counts, and most timers are released before the server looks: their pair costs two
-    slices and never becomes an object.
+    Most timers are released before the server reads: such a pair costs two slices and no object.
     """
     final: dict[bytes, bytes] = {}
     garbage = 0
@@ -193,6 +197,3 @@ def every(bodies: list[bytes]) -> list[TimerRequest]:
     """All requests in the frames, in order."""
     found = (decode(body) if body.startswith(_HEAD) else unpickle(body) for body in bodies)
     return [request for request in found if request is not None]
-
-
-assert RELEASE == -1  # what micros < 0 stands for

@@ -1,4 +1,4 @@
-"""torch.distributed.elastic.utils.data's names; torch is imported when the sampler is asked for."""
+"""torch.distributed.elastic.utils.data's names; torch is imported when the sampler is used."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""elastic_distributed_sampler, under torch's path; torch is imported on first use."""
+"""torch.distributed.elastic.utils.data.elastic_distributed_sampler's names; imports torch on first use."""
 
 from typing import TYPE_CHECKING
 

@@ -1,16 +1,15 @@
-"""The processes that may be signalled: only those that asked, only while they are the same ones.
+"""The processes that a timer server may signal: those that sent requests, as long as they are the same ones.
 
-A request names a pid, and a pid is only a number: it may be garbage, belong to somebody else, or have passed
-to another process since. So a pidfd is taken when the first request of a worker arrives, and everything
-after that goes through it: it names that one process for ever.
+The pid in a request may be garbage, belong to an unrelated process, or have been reused since. So the server
+opens a pidfd when the first request of a worker arrives and uses only that afterwards: it always refers to
+the same process.
 
 Invariants
-- Nothing is admitted that is not this server's own: a descendant of this process (or what `owns` says
-  instead), or this process itself if it made a client. Being *allowed* to signal is not enough: root may
-  signal everybody.
-- Where the kernel has no pidfds the start time stands in: it is compared right before a signal.
-- The order of admission is: take the pidfd, look at the process, then see that it still lives. What was seen
-  in between was seen of that process and of no other.
+- Only descendants of this process are admitted, and this process itself if it made a client. Permission to
+  signal is not enough: root may signal every process.
+- On kernels without pidfds, the start time is compared right before a signal.
+- Admission opens the pidfd, inspects the process, then checks that it is still alive: so what was inspected
+  is the process behind the pidfd.
 """
 
 from __future__ import annotations
@@ -20,44 +19,35 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+from phalanx.kernel import stat_fields
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MOST = 4096
-"""Workers of one server: each costs a descriptor."""
-
-_TOO_BIG = 1 << 31
+_MAX_WORKERS = 4096  # of one server; each takes a descriptor
+_MAX_PID = 1 << 31
 
 GONE = ("unknown pid", "dead worker", "pid of an earlier process")
-"""Reasons that mean that there is nobody to signal any more."""
+"""Reasons which mean that there is no process left to signal."""
 
-asking: set[int] = set()
-"""The pids in which a client was made, this process's own among them if it made one."""
+client_pids: set[int] = set()
+"""The pids in which a client was made (this process and those it was forked from)."""
 
 _own: tuple[int, int] = (0, 0)
 
 
-def _stat(pid: int | str) -> list[str] | None:
-    """The fields of /proc/<pid>/stat after the name: state, parent, …; None when there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().decode("ascii", "replace").rpartition(")")[2].split() or None
-    except OSError:
-        return None
-
-
 def start_time(pid: int | str) -> int:
-    """When a process started, in clock ticks since boot; 0 when it cannot be told."""
-    fields = _stat(pid)
+    """When a process started, in clock ticks since boot; 0 if unknown."""
+    fields = stat_fields(pid)
     return int(fields[19]) if fields and len(fields) > 19 else 0
 
 
 def identity() -> tuple[int, int]:
-    """For clients: this process's pid and start time; right in a forked child too."""
+    """This process's pid and start time, correct in a forked child too; called by clients."""
     global _own
     pid = os.getpid()
     if _own[0] != pid:
-        asking.add(pid)
+        client_pids.add(pid)
         _own = (pid, start_time("self"))
     return _own
 
@@ -65,7 +55,7 @@ def identity() -> tuple[int, int]:
 def descends(pid: int, ancestor: int) -> bool:
     """Whether `ancestor` is among the parents of `pid`."""
     for _ in range(256):
-        fields = _stat(pid)
+        fields = stat_fields(pid)
         if not fields:
             return False
         pid = int(fields[1])
@@ -87,18 +77,18 @@ class TimedWorker:
         self.started = started
 
     def alive(self) -> bool:
-        """Whether it still runs; a zombie does not."""
+        """Whether it still runs; a zombie counts as gone."""
         if self.fd is None:
-            fields = _stat(self.pid)
+            fields = stat_fields(self.pid)
             return fields is not None and fields[0] not in "ZX" and int(fields[19]) == self.started
         from select import POLLIN, poll
 
-        look = poll()
-        look.register(self.fd, POLLIN)
-        return not look.poll(0)
+        exited = poll()
+        exited.register(self.fd, POLLIN)
+        return not exited.poll(0)
 
     def signal(self, sig: int) -> str:
-        """Sends a signal to this very process; why it could not be sent, or ''."""
+        """Send a signal to this process; returns why it could not be sent, or ''."""
         if not self.alive():
             return "it is gone"
         try:
@@ -113,31 +103,30 @@ class TimedWorker:
         return ""
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Close the descriptor."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
 
 
-class Workers:
-    """The workers of one server, by pid; `joined` and `left` are told of every change."""
+class WatchedProcesses:
+    """The workers of one server, by pid; `joined` and `left` are called on every change."""
 
     def __init__(self, joined: Callable[[TimedWorker], None], left: Callable[[TimedWorker], None]) -> None:
-        self.owns: Callable[[int], bool] = self._is_ours
         self.known: dict[int, TimedWorker] = {}
         self._joined = joined
         self._left = left
 
     def admit(self, pid: int, started: int = 0) -> TimedWorker | str:
-        """The worker, or in two or three words why it is none."""
+        """The worker, or a short reason why it is refused."""
         worker = self.known.get(pid)
         if worker is not None and worker.alive() and started in (0, worker.started):
             return worker
         if worker is not None:
             self.remove(pid)
-        if not 1 < pid < _TOO_BIG:
+        if not 1 < pid < _MAX_PID:
             return "impossible pid"
-        if len(self.known) >= MOST:
+        if len(self.known) >= _MAX_WORKERS:
             return "too many workers"
         try:
             fd: int | None = os.pidfd_open(pid)
@@ -149,7 +138,7 @@ class Workers:
                 return "no descriptor left"
             fd = None
         worker = TimedWorker(pid, fd, start_time(pid))
-        reason = self._look(worker, started)
+        reason = self._refusal(worker, started)
         if reason:
             worker.close()
             return reason
@@ -158,25 +147,22 @@ class Workers:
         return worker
 
     def remove(self, pid: int) -> None:
-        """Forgets a worker."""
+        """Forget a worker."""
         worker = self.known.pop(pid, None)
         if worker is not None:
             self._left(worker)
             worker.close()
 
     def close(self) -> None:
-        """Forgets everybody."""
+        """Forget all workers."""
         for pid in list(self.known):
             self.remove(pid)
 
-    def _look(self, worker: TimedWorker, started: int) -> str:
-        if not self.owns(worker.pid):
+    @staticmethod
+    def _refusal(worker: TimedWorker, started: int) -> str:
+        me = os.getpid()
+        if not (me in client_pids if worker.pid == me else descends(worker.pid, me)):
             return "foreign pid" if worker.alive() else "dead worker"
         if started and worker.started and started != worker.started:
             return "pid of an earlier process"
         return worker.signal(0) and "dead worker"
-
-    @staticmethod
-    def _is_ours(pid: int) -> bool:
-        me = os.getpid()
-        return me in asking if pid == me else descends(pid, me)

@@ -1,4 +1,4 @@
-"""The store's words in etcd's JSON and back, and what a configuration makes of an endpoint."""
+"""The store's commands as etcd requests and its answers as replies; endpoints and configurations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.store_commands import Change, Delete, Entry, Grant, Notice, Put, Txn, Watch, When
 from phalanx.errors import StoreError, UsageError
-from phalanx.store.etcd import translation as words
+from phalanx.store.etcd import requests
 from phalanx.store.etcd.client import etcd_client_from
 from phalanx.store.etcd.http import Address, EtcdError
 from phalanx.store.etcd.requests import EtcdRequests
@@ -22,10 +22,10 @@ def b64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def test_a_prefix_is_a_range_up_to_the_next_key_that_does_not_begin_so() -> None:
-    assert words.where("a/", True) == {"key": b64("a/"), "range_end": b64("a0")}
-    assert words.where("a/", False) == {"key": b64("a/")}
-    assert words.where("", True) == {"key": "AA==", "range_end": "AA=="}
+def test_a_prefix_is_a_range_up_to_the_first_key_without_it() -> None:
+    assert requests.key_range("a/", True) == {"key": b64("a/"), "range_end": b64("a0")}
+    assert requests.key_range("a/", False) == {"key": b64("a/")}
+    assert requests.key_range("", True) == {"key": "AA==", "range_end": "AA=="}
 
 
 @given(st.text(min_size=1), st.text())
@@ -34,16 +34,16 @@ def test_every_key_under_a_prefix_lies_in_its_range(prefix: str, rest: str) -> N
         (prefix + rest).encode()
     except UnicodeEncodeError:
         with pytest.raises(StoreError, match="cannot be sent"):
-            words.key(prefix + rest)
+            requests.encode_key(prefix + rest)
         return
-    asked = words.where(prefix, True)
+    asked = requests.key_range(prefix, True)
     begin, end = (base64.b64decode(asked[name]) for name in ("key", "range_end"))
     assert begin <= (prefix + rest).encode() < end
 
 
 def test_a_transaction_reads_what_it_compares_either_way() -> None:
     txn = Txn((When("k", "mod", 7), When("v", "value", value=b"x")), (Put("k", b"new", 9),), (Delete("d"),))
-    body = words.transaction(txn, words.Once("once", b"5", 3, 11))
+    body = requests.transaction(txn, requests.SessionKey("once", b"5", 3, 11))
     reads = [{"request_range": {"key": b64(key)}} for key in ("k", "v")]
     assert body["compare"] == [
         {"key": b64("k"), "target": "MOD", "result": "EQUAL", "mod_revision": "7"},
@@ -59,11 +59,11 @@ def test_a_transaction_reads_what_it_compares_either_way() -> None:
     assert body["failure"] == [*reads, {"request_range": {"key": b64("once")}}]
 
 
-def test_what_would_be_named_twice_is_named_once() -> None:
+def test_duplicate_keys_are_sent_once() -> None:
     txn = Txn(
         (), (Put("a", b"1"), Put("a", b"2"), Put("p/x", b"3")), (Delete("p/", True), Delete("p/", True))
     )
-    assert [list(op) for op in words.transaction(txn, None)["success"]] == [
+    assert [list(op) for op in requests.transaction(txn, None)["success"]] == [
         ["request_put"],
         ["request_delete_range"],
     ]
@@ -75,23 +75,23 @@ def kv(key: str, value: str, mod: int, lease: int = 0) -> dict[str, Any]:
 
 
 def test_answers_leave_out_what_is_zero() -> None:
-    assert words.entry({"key": b64("k"), "mod_revision": "4"}) == Entry("k", b"", 0, 4, 0)
-    assert words.entries({"header": {}}) == ()
-    assert words.revision({}) == 0
+    assert requests.decode_entry({"key": b64("k"), "mod_revision": "4"}) == Entry("k", b"", 0, 4, 0)
+    assert requests.decode_entries({"header": {}}) == ()
+    assert requests.revision_of({}) == 0
 
 
 def test_the_outcome_of_a_transaction() -> None:
-    txn, once = Txn((When("k", "mod", 0), When("gone", "mod", 0))), words.Once("once", b"5", 3, 11)
+    txn, once = Txn((When("k", "mod", 0), When("gone", "mod", 0))), requests.SessionKey("once", b"5", 3, 11)
     shown = [{"response_range": {"kvs": [kv("k", "v", 9, 77)]}}, {"response_range": {}}]
-    good = words.outcome(
+    good = requests.decode_outcome(
         txn,
         once,
         {"header": {"revision": "9"}, "succeeded": True, "responses": [{"response_put": {}}, *shown]},
     )
-    assert good == words.RequestOutcome(True, 9, (Entry("k", b"v", 2, 9, 77), Entry("gone")), None)
+    assert good == requests.TxnOutcome(True, 9, (Entry("k", b"v", 2, 9, 77), Entry("gone")), None)
     memory = {"response_range": {"kvs": [kv("once", "5", 8)]}}
-    bad = words.outcome(txn, once, {"header": {"revision": "9"}, "responses": [*shown, memory]})
-    assert (bad.ok, bad.entries, bad.memory) == (False, good.entries, Entry("once", b"5", 2, 8))
+    bad = requests.decode_outcome(txn, once, {"header": {"revision": "9"}, "responses": [*shown, memory]})
+    assert (bad.ok, bad.entries, bad.session_entry) == (False, good.entries, Entry("once", b"5", 2, 8))
 
 
 def test_messages_of_a_watch() -> None:
@@ -103,27 +103,27 @@ def test_messages_of_a_watch() -> None:
         ],
     }
     changes = (Change(Entry("a", b"1", 2, 10)), Change(Entry("b", b"", 0, 11), True))
-    assert words.notice(3, message) == Notice(3, changes, 11)
-    assert words.notice(3, {"created": True}) is None
-    assert words.compacted_to({"canceled": True, "compact_revision": "8"}) == 8
-    assert words.compacted_to({"canceled": True}) == 0
-    reset = words.snapshot(3, {"header": {"revision": "20"}, "kvs": [kv("a", "1", 10)]})
+    assert requests.decode_notice(3, message) == Notice(3, changes, 11)
+    assert requests.decode_notice(3, {"created": True}) is None
+    assert requests.compacted_to({"canceled": True, "compact_revision": "8"}) == 8
+    assert requests.compacted_to({"canceled": True}) == 0
+    reset = requests.snapshot(3, {"header": {"revision": "20"}, "kvs": [kv("a", "1", 10)]})
     assert reset == Notice(3, changes[:1], 20, reset=True)
-    request = words.watch_request(Watch(3, "k", start=5), 5)
+    request = requests.watch_request(Watch(3, "k", start=5), 5)
     assert request == {"create_request": {"key": b64("k"), "start_revision": "5"}}
 
 
 def test_leases_are_whole_seconds_and_never_shorter_than_asked() -> None:
-    assert [words.lease_seconds(Grant(ttl)) for ttl in (0.1, 1.0, 2.5, 600.0)] == [1, 1, 3, 600]
+    assert [requests.lease_seconds(Grant(ttl)) for ttl in (0.1, 1.0, 2.5, 600.0)] == [1, 1, 3, 600]
 
 
 class Etcd:
-    """Just enough of one to lose answers: each reply in turn, an exception is raised."""
+    """Answers with each reply in turn; raises it if it is an exception."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers, self.asked = list(answers), []
 
-    def __call__(self, path: str, body: words.Json) -> words.Json:
+    def __call__(self, path: str, body: requests.Json) -> requests.Json:
         self.asked.append((path, body))
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
@@ -131,14 +131,14 @@ class Etcd:
         return answer  # type: ignore[no-any-return]
 
 
-def test_a_transaction_that_had_been_done_already_is_a_success() -> None:
+def test_a_transaction_carried_out_by_an_earlier_try_is_a_success() -> None:
     once = {"response_range": {"kvs": [kv("phalanx.once/s", "4", 8, 5)]}}
     etcd = Etcd({"ID": "5"}, {"header": {"revision": "8"}, "responses": [once]})
     assert EtcdRequests("s", etcd).carry_out(4, Put("k", b"v")).ok
 
 
-def test_somebody_elses_success_is_not_ours() -> None:
-    """The memory is as we knew it: so it is the caller's condition that failed."""
+def test_a_failed_condition_is_not_mistaken_for_an_earlier_try() -> None:
+    """The session's key is unchanged: so the caller's condition has failed."""
     refused = {
         "header": {"revision": "8"},
         "responses": [{"response_range": {"kvs": [kv("k", "other", 7)]}}, {"response_range": {}}],
@@ -148,10 +148,10 @@ def test_somebody_elses_success_is_not_ours() -> None:
     assert (reply.ok, reply.error, reply.entries[0].value) == (False, "condition", b"other")
 
 
-def test_errors_that_pass_and_errors_that_stay() -> None:
-    assert EtcdError(14, "etcdserver: no leader").passing
-    assert EtcdError(8, "etcdserver: too many requests").passing
-    assert not EtcdError(8, "etcdserver: mvcc: database space exceeded").passing
+def test_temporary_and_permanent_errors() -> None:
+    assert EtcdError(14, "etcdserver: no leader").temporary
+    assert EtcdError(8, "etcdserver: too many requests").temporary
+    assert not EtcdError(8, "etcdserver: mvcc: database space exceeded").temporary
     assert EtcdError(16, "etcdserver: invalid auth token").expired_login
     assert EtcdError(3, "etcdserver: request is too large").too_large
 
@@ -167,7 +167,7 @@ def test_endpoints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "config", "words_"),
+    ("endpoint", "config", "message"),
     [
         ("", {}, "at least one HOST:PORT"),
         ("a:b", {}, "must be a number"),
@@ -176,13 +176,13 @@ def test_endpoints() -> None:
         ("a", {"user": "me", "password_file": "/no/where"}, "No such file"),
         ("a", {"protocol": "ftp"}, "use http or https"),
         ("https://a", {"protocol": "http"}, "the same for every endpoint"),
-        ("a", {"protocol": "http", "cacert": "x"}, "for protocol=https"),
+        ("a", {"protocol": "http", "cacert": "x"}, "need protocol=https"),
         ("a", {"cacert": "/no/where"}, "no such file"),
         ("a", {"protocol": "https", "key": "x"}, "a key without its certificate"),
     ],
 )
-def test_configurations_that_cannot_be_meant(endpoint: str, config: dict[str, str], words_: str) -> None:
-    with pytest.raises(UsageError, match=words_):
+def test_invalid_configurations(endpoint: str, config: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         etcd_client_from(endpoint, config, environ={})
 
 

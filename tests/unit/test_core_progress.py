@@ -1,4 +1,4 @@
-"""What hangs, who stands out and who is slow: the rules as tables, with the time as an argument."""
+"""The rules for hangs and for the ranks that differ, as tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def beats(*ages: float, now: float = 100.0) -> tuple[Beat, ...]:
     [
         (View(0.0, beats(1, 2)), ALL, None, ""),
         (View(0.0, beats(1, 5)), ALL, "heartbeat", "no heartbeat from rank 1 for 5.0 s (last at step 41)"),
-        # The others fell silent a moment later: they hang together.
+        # The others reach the timeout a moment later: they hang together.
         (
             View(0.0, beats(4.9, 5, 4.8)),
             ALL,
@@ -38,7 +38,7 @@ def beats(*ages: float, now: float = 100.0) -> tuple[Beat, ...]:
             "no heartbeat from ranks 0-2 for 5.0 s (last at steps 40 to 42)",
         ),
         (View(0.0, beats(50)), WatchPolicy(), None, ""),
-        # Never a heartbeat: no case for the heartbeat's timeout, but for the start's.
+        # Without a first heartbeat, the startup timeout applies.
         (View(95.0, (Beat(0),)), ALL, None, ""),
         (View(0.0, (Beat(0),)), WatchPolicy(heartbeat_timeout=5.0), None, ""),
         (
@@ -52,7 +52,7 @@ def beats(*ages: float, now: float = 100.0) -> tuple[Beat, ...]:
             View(0.0, (Beat(0, deadline=99.5), Beat(1, deadline=101.0))),
             WatchPolicy(),
             "expires",
-            "rank 0 did not leave expires() in time (0.5 s over)",
+            "rank 0 did not leave expires() in time (0.5 s late)",
         ),
         (
             View(0.0, beats(1), finished=(1, 2), first_exit=96.0),
@@ -87,7 +87,7 @@ views = st.builds(
 
 
 @given(views, st.builds(WatchPolicy, maybe, maybe, maybe, maybe))
-def test_nothing_hangs_before_the_next_look_and_something_does_then(view: View, policy: WatchPolicy) -> None:
+def test_nothing_hangs_before_the_next_look_and_a_rank_does_then(view: View, policy: WatchPolicy) -> None:
     due = next_look(view, policy)
     if due is None or not view.alive:
         assert judge(view, 1e6, policy) is None or view.alive
@@ -129,7 +129,7 @@ def test_blame(
     assert (found.ranks, found.reason) == (ranks, reason)
 
 
-def test_an_odd_stack_stands_out_where_steps_are_not_counted() -> None:
+def test_an_odd_stack_differs_where_steps_are_not_counted() -> None:
     view = View(0.0, tuple(Beat(rank) for rank in range(4)))
     verdict = judge(view, 100.0, WatchPolicy(startup_timeout=5.0))
     assert verdict is not None
@@ -146,17 +146,22 @@ def test_identical_stacks_are_grouped_with_the_odd_ones_first() -> None:
 
 @pytest.mark.parametrize("final", [True, False])
 def test_a_final_hang_ends_the_job_whatever_restarts_are_left(final: bool) -> None:
-    from phalanx.core import group
-    from phalanx.core import group_events as say
+    from phalanx.core import group, group_events
 
     policy, state = group.GroupPolicy(), group.GroupState()
-    for event in (say.Start(), say.RoundReady(say.GroupRound(1)), say.Started((1,))):
+    for event in (
+        group_events.Start(),
+        group_events.RoundReady(group_events.GroupRound(1)),
+        group_events.Started((1,)),
+    ):
         state, _, _ = group.step(state, event, 0.0, policy)
-    state, commands, reason = group.step(state, say.Hang("rank 1 hangs", final), 9.0, policy)
+    state, commands, reason = group.step(state, group_events.Hang("rank 1 hangs", final), 9.0, policy)
     assert state.phase is (group.Phase.ENDING if final else group.Phase.REFORMING)
     assert reason == ("rank 1 hangs" if final else "rank 1 hangs; restart 1 of 3")
-    (report,) = [command for command in commands if isinstance(command, say.ReportFailure)]
+    (report,) = [command for command in commands if isinstance(command, group_events.ReportFailure)]
     assert report.final is final
     if final:
-        state, commands, _ = group.step(state, say.Stopped(), 10.0, policy)
-        assert commands[-1] == say.Finish(say.Outcome.FAILED, say.WorkerState.FAILED, "rank 1 hangs")
+        state, commands, _ = group.step(state, group_events.Stopped(), 10.0, policy)
+        assert commands[-1] == group_events.Finish(
+            group_events.Outcome.FAILED, group_events.WorkerState.FAILED, "rank 1 hangs"
+        )

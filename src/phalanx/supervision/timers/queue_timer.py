@@ -1,11 +1,10 @@
 """Timers over a `multiprocessing.Queue`: client, queue and server.
 
 Invariants
-- `acquire` and `release` have left the process when they return (see `queue_codec`); a full queue is waited
-  for, but never for ever.
-- Any other kind of queue (a manager's, a `SimpleQueue`, one of another platform) works too, through its own
-  `put` and `get`.
-- The count behind `qsize()` and `maxsize` of the queue is kept right.
+- When `acquire` and `release` return, the request has left the process (see `queue_codec`). They wait for
+  room in a full queue, but not forever.
+- Other kinds of queues (a manager's, a `SimpleQueue`) work through their own `put` and `get`.
+- The queue's counter behind `qsize()` and `maxsize` stays correct.
 """
 
 from __future__ import annotations
@@ -16,29 +15,23 @@ import signal
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.supervision.timers import queue_codec
-from phalanx.supervision.timers.requests import RELEASE, RequestQueue, TimerClient, TimerRequest
-from phalanx.supervision.timers.server import TimerServer
+from phalanx.supervision.timers.api import RELEASE, RequestQueue, TimerClient, TimerRequest, TimerServer
+from phalanx.supervision.timers.pipe_codec import write_when_writable
 from phalanx.supervision.timers.watchdog import Watchdog
-from phalanx.supervision.timers.workers import identity
+from phalanx.supervision.timers.watched_processes import identity
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx.core.deadlines import Expired
-
-_KEEP = 256
-
-PATIENCE = 5.0
-"""Seconds a worker waits for room: a server that has not read for so long is stuck."""
+_MAX_SCOPES = 256
+WRITE_TIMEOUT = 5.0
+"""Seconds a worker waits for room: a server that has not read for this long is stuck."""
 
 
-def _own_end(queue: Any, side: str, flags: int) -> int | None:
-    """A non-blocking descriptor of our own on one end of the queue's pipe; None when it has no such pipe.
+def _open_end(queue: Any, side: str, flags: int) -> int | None:
+    """Another, non-blocking descriptor for one end of the queue's pipe; None if it has no such pipe.
 
-    Opened anew rather than duplicated: the flag belongs to the open file, and the queue's own must block.
+    Opened rather than duplicated: duplicates share the flag, and the queue's own must block.
     """
     queues = sys.modules.get("multiprocessing.queues")
     if queues is None or not isinstance(queue, queues.Queue) or isinstance(queue, queues.JoinableQueue):
@@ -51,13 +44,13 @@ def _own_end(queue: Any, side: str, flags: int) -> int | None:
 
 
 class LocalTimerClient(TimerClient):
-    """Sends requests of this process through a multiprocessing queue."""
+    """Sends the requests of this process through a multiprocessing queue."""
 
     def __init__(self, mp_queue: Any) -> None:
         super().__init__()
         self._mp_queue = mp_queue
         self._fd: int | None = None
-        self._looked = False
+        self._tried = False
         self._halves: tuple[int, dict[str, tuple[bytes, bytes]]] = (0, {})
         identity()
 
@@ -70,7 +63,7 @@ class LocalTimerClient(TimerClient):
         self._send(scope_id, RELEASE)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_mp_queue": self._mp_queue, "_fd": None, "_looked": False, "_halves": (0, {})}
+        return {"_mp_queue": self._mp_queue, "_fd": None, "_tried": False, "_halves": (0, {})}
 
     def __del__(self) -> None:
         fd = getattr(self, "_fd", None)
@@ -88,19 +81,23 @@ class LocalTimerClient(TimerClient):
             return
         frame = self._frame(scope, expiration_time)
         room = self._mp_queue._sem
-        if not room.acquire(False) and not room.acquire(True, PATIENCE):
+        if not room.acquire(False) and not room.acquire(True, WRITE_TIMEOUT):
             raise TimeoutError(
-                f"timer {scope!r}: the queue has been full for {PATIENCE:g} s; is its server stuck?"
+                f"timer {scope!r}: the queue has been full for {WRITE_TIMEOUT:g} s; is its server stuck?"
             )
         try:
             os.write(fd, frame)
         except BlockingIOError:
-            self._write_late(fd, frame, scope)
+            if not write_when_writable(fd, frame, WRITE_TIMEOUT):
+                room.release()
+                raise TimeoutError(
+                    f"timer {scope!r}: the server has not read for {WRITE_TIMEOUT:g} s; is it stuck?"
+                ) from None
 
     def _frame(self, scope: str, expiration_time: float) -> bytes:
-        """Most of a frame is remembered, because a loop says the same scope over and over."""
+        """Most of a frame is cached, because a loop uses the same scopes again."""
         pid, known = self._halves
-        if pid != os.getpid() or len(known) > _KEEP:
+        if pid != os.getpid() or len(known) > _MAX_SCOPES:
             self._halves = pid, known = os.getpid(), {}
         parts = known.get(scope)
         if parts is None:
@@ -108,28 +105,14 @@ class LocalTimerClient(TimerClient):
         return queue_codec.join(parts, expiration_time)
 
     def _open(self) -> int | None:
-        if not self._looked:
-            self._fd = _own_end(self._mp_queue, "_writer", os.O_WRONLY)
-            self._looked = True
+        if not self._tried:
+            self._fd = _open_end(self._mp_queue, "_writer", os.O_WRONLY)
+            self._tried = True
         return self._fd
-
-    def _write_late(self, fd: int, frame: bytes, scope: str) -> None:
-        end = time.monotonic() + PATIENCE
-        look = select.poll()
-        look.register(fd, select.POLLOUT)
-        while (left := end - time.monotonic()) > 0:
-            if look.poll(int(left * 1000) + 1):
-                try:
-                    os.write(fd, frame)
-                    return
-                except BlockingIOError:
-                    continue  # another worker was faster
-        self._mp_queue._sem.release()
-        raise TimeoutError(f"timer {scope!r}: the server has not read for {PATIENCE:g} s; is it stuck?")
 
 
 class MultiprocessingRequestQueue(RequestQueue):
-    """A multiprocessing queue as a source of requests; whatever else is in it is dropped and counted."""
+    """A multiprocessing queue as a source of requests; other objects in it are dropped and counted."""
 
     def __init__(self, mp_queue: Any) -> None:
         super().__init__()
@@ -140,14 +123,14 @@ class MultiprocessingRequestQueue(RequestQueue):
         self.garbage = 0
 
     def size(self) -> int:
-        """About how many requests wait; 0 where the platform cannot tell."""
+        """The approximate number of waiting requests; 0 if the platform does not provide it."""
         try:
             return len(self._ready) + int(self._mp_queue.qsize())
         except NotImplementedError:
             return len(self._ready)
 
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """Up to `size` requests: waits up to `timeout` seconds in all, but not once that many are there."""
+        """Up to `size` requests; waits at most `timeout` seconds in all for that many."""
         self.fileno()
         found: list[TimerRequest] = []
         end = time.monotonic() + timeout
@@ -163,24 +146,24 @@ class MultiprocessingRequestQueue(RequestQueue):
                 return found
 
     def fileno(self) -> int:
-        """What is readable when requests wait; -1 where the queue has no pipe."""
+        """Readable when there are requests; -1 if the queue has no pipe."""
         if self._fd is None:
-            self._fd = _own_end(self._mp_queue, "_reader", os.O_RDONLY)
+            self._fd = _open_end(self._mp_queue, "_reader", os.O_RDONLY)
             if self._fd is None:
                 return -1
             self._reader = queue_codec.FrameReader(self._fd)
         return self._fd
 
     def read(self) -> list[TimerRequest]:
-        """For a server: what is there now, of each timer only the last request."""
+        """The available requests, of each timer only the last."""
         early = list(self._ready)
         self._ready.clear()
         requests, garbage = queue_codec.latest(self._bodies())
-        self._count(garbage)
+        self.garbage += garbage
         return early + requests
 
     def close(self) -> None:
-        """Gives the descriptor back until it is needed again; the queue itself stays as it is."""
+        """Close the descriptor; `fileno` opens it again. The queue itself stays open."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = self._reader = None
@@ -190,16 +173,16 @@ class MultiprocessingRequestQueue(RequestQueue):
             self.close()
 
     def _fetch(self, timeout: float) -> None:
-        """Moves what arrives within `timeout` into the ready line."""
+        """Move what arrives within `timeout` to the ready requests."""
         if self._fd is None:
             self._fetch_object(timeout)
             return
-        look = select.poll()
-        look.register(self._fd, select.POLLIN)
-        if look.poll(int(timeout * 1000) + (timeout > 0)):
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        if poll.poll(int(timeout * 1000) + (timeout > 0)):
             bodies = self._bodies()
             found = queue_codec.every(bodies)
-            self._count(len(bodies) - len(found))
+            self.garbage += len(bodies) - len(found)
             self._ready.extend(found)
 
     def _fetch_object(self, timeout: float) -> None:
@@ -210,12 +193,12 @@ class MultiprocessingRequestQueue(RequestQueue):
         except queue.Empty:
             return
         if found is None:
-            self._count(1)
+            self.garbage += 1
         else:
             self._ready.append(found)
 
     def _bodies(self) -> list[bytes]:
-        """Frames from the pipe; the queue's own lock keeps another reader out meanwhile."""
+        """Frames from the pipe, read under the queue's lock."""
         lock, room = self._mp_queue._rlock, self._mp_queue._sem
         if self._reader is None or not lock.acquire(True, 0.1):
             return []
@@ -227,19 +210,16 @@ class MultiprocessingRequestQueue(RequestQueue):
             for _ in bodies:
                 room.release()
         except ValueError:
-            pass  # somebody wrote past the count; it is full again, which is right
-        self._count(self._reader.garbage)
+            pass  # a writer ignored the counter, which is at its maximum now, as it should be
+        self.garbage += self._reader.garbage
         self._reader.garbage = 0
         return bodies
 
-    def _count(self, garbage: int) -> None:
-        self.garbage += garbage
-
 
 class LocalTimerServer(TimerServer):
-    """Stops (SIGKILL) workers of this host that overstay a scope; `dropped` counts what was not a request.
+    """Kills workers of this host that do not leave a scope in time.
 
-    `max_interval` is accepted for torch's sake; the server sleeps until the next deadline whatever it is.
+    `max_interval` exists for compatibility with torch; the server sleeps until the next deadline.
     """
 
     def __init__(self, mp_queue: Any, max_interval: float = 60, daemon: bool = True) -> None:
@@ -250,27 +230,18 @@ class LocalTimerServer(TimerServer):
 
     @property
     def dropped(self) -> dict[str, int]:
-        """What was dropped, by reason."""
+        """The number of dropped requests by reason."""
         counts = dict(self._watchdog.dropped)
         if self._queue.garbage:
             counts["garbage"] = counts.get("garbage", 0) + self._queue.garbage
         return counts
 
-    @property
-    def owns(self) -> Callable[[int], bool]:
-        """Which pids may be watched; by default the descendants of this process. May be set."""
-        return self._watchdog.workers.owns
-
-    @owns.setter
-    def owns(self, owns: Callable[[int], bool]) -> None:
-        self._watchdog.workers.owns = owns
-
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Files or drops deadlines."""
-        self._watchdog.file_all((request.worker_id, request) for request in timer_requests)
+        """Set or drop deadlines."""
+        self._watchdog.register(timer_requests)
 
     def clear_timers(self, worker_ids: set[int]) -> None:
-        """Drops all deadlines of these workers."""
+        """Drop all deadlines of these workers."""
         self._watchdog.forget(worker_ids)
 
     def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
@@ -278,42 +249,31 @@ class LocalTimerServer(TimerServer):
         return self._watchdog.due_by(deadline)
 
     def start(self) -> None:
-        """Minds the queue from now on."""
+        """Serve the queue in a thread."""
         if self._queue.fileno() < 0:
             super().start()
             return
-        self._watchdog.start(_Queue(self._queue), self, self._daemon)
+        self._watchdog.start(self._queue, self, self._daemon)
 
     def stop(self) -> None:
-        """Ends the watching; what is still in the queue stays there."""
+        """Stop serving; waiting requests stay in the queue."""
         super().stop()
         self._watchdog.stop()
         self._queue.close()
 
     def _reap_worker(self, worker_id: int) -> bool:
-        """Kills the worker if it is still the process that asked; True when it is gone or going."""
+        """Kill the worker if it is still the process that sent the request; True if killed or gone."""
         return self._watchdog.signal(worker_id, signal.SIGKILL)
 
     def _reap(self, worker_id: Any, scopes: list[str]) -> bool:
         if worker_id not in self._watchdog.workers.known:
-            # It ended, or never was a worker of ours: to look the pid up now might find another process.
+            # It has exited or was never admitted: the pid may belong to another process now.
             self._watchdog.drop("no worker of this server")
             return True
         return super()._reap(worker_id, scopes)
 
-    def _overdue(self, pid: int, requests: list[TimerRequest], expired: list[Expired]) -> None:
-        if self._reap(pid, [one.scope for one in expired]):
+    def _overdue(self, pid: int, requests: list[TimerRequest]) -> None:
+        if self._reap(pid, [request.scope_id for request in requests]):
             self.clear_timers({pid})
         else:
-            self._watchdog.later(requests)
-
-
-class _Queue:
-    """The queue as the watchdog's source; it outlives the watchdog, which may be started again."""
-
-    def __init__(self, queue: MultiprocessingRequestQueue) -> None:
-        self.fileno = queue.fileno
-        self.read = queue.read
-
-    def close(self) -> None:
-        """Nothing: the descriptor belongs to the queue."""
+            self._watchdog.retry(requests)

@@ -1,4 +1,4 @@
-"""The nodes of a round compared: what it costs among many, and what a bad store or a bad word can do."""
+"""Consensus of many nodes: its cost, stores that fail, and malformed data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from phalanx.store.embedded.server import Server
 from phalanx.store.torch.client import TorchStoreClient
 from phalanx.store.torch.torch_store_adapter import StoreFacade
 from phalanx.supervision.hang_consensus import HangConsensus
-from phalanx.supervision.hang_detector import HangDetector, IncidentLog
+from phalanx.supervision.hang_detector import HangDetector
+from phalanx.supervision.incident_log import IncidentLog
 from phalanx.supervision.round_broadcast import RoundBroadcast
 from phalanx.supervision.stack_collection import Findings
 from tests.conftest import HUNG, wait_until
@@ -30,44 +31,44 @@ NODES = 64
 
 
 class Shared:
-    """A store in memory: it tells whoever subscribed, and counts what it is asked and what it tells."""
+    """A store in memory with subscriptions; counts requests and notifications."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self.asked: Counter[str] = Counter()
-        self.told = 0
-        self._heard: list[tuple[str, Callable[[str, bytes], None]]] = []
+        self.requests: Counter[str] = Counter()
+        self.notified = 0
+        self._subscribers: list[tuple[str, Callable[[str, bytes], None]]] = []
         self._lock = threading.RLock()
 
-    def subscribe(self, prefix: str, heard: Callable[[str, bytes], None]) -> Callable[[], None]:
+    def subscribe(self, prefix: str, callback: Callable[[str, bytes], None]) -> Callable[[], None]:
         with self._lock:
-            self._heard.append((prefix, heard))
+            self._subscribers.append((prefix, callback))
         return lambda: None
 
     def add(self, key: str, amount: int) -> int:
         with self._lock:
-            self.asked["add"] += 1
+            self.requests["add"] += 1
             total = int(self.values.get(key, b"0")) + amount
             self.values[key] = str(total).encode()
             return total
 
     def set(self, key: str, value: bytes) -> None:
         with self._lock:
-            self.asked["set"] += 1
+            self.requests["set"] += 1
             self.values[key] = value
-            for prefix, heard in self._heard:
+            for prefix, callback in self._subscribers:
                 if key.startswith(prefix):
-                    self.told += 1
-                    heard(key, value)
+                    self.notified += 1
+                    callback(key, value)
 
     def check(self, keys: list[str]) -> bool:
         with self._lock:
-            self.asked["check"] += 1
+            self.requests["check"] += 1
             return all(key in self.values for key in keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         with self._lock:
-            self.asked["get"] += 1
+            self.requests["get"] += 1
             return [self.values[key] for key in keys]
 
     def get(self, key: str) -> bytes:
@@ -78,35 +79,35 @@ class Shared:
 
 
 class Owners:
-    """The nodes' own threads, all of them this one: what was posted is carried out by `run`."""
+    """The owners of all nodes in one thread: `run` carries out what was posted."""
 
     def __init__(self, store: Any, count: int) -> None:
         self.posted: list[Callable[[], None]] = []
-        self.heard: list[list[dict[str, Any]]] = [[] for _ in range(count)]
-        self.worlds = [
+        self.received: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+        self.members = [
             HangConsensus(
                 SimpleNamespace(group_rank=node, group_world_size=count, store=store),  # type: ignore[arg-type]
                 1,
                 f"host{node}",
                 self.posted.append,
-                self.heard[node].append,
+                self.received[node].append,
             )
             for node in range(count)
         ]
 
     def run(self) -> None:
-        """All that is asked, by anybody, to its end."""
-        for _ in range(3):  # what is carried out may ask for more
-            for world in self.worlds:
+        """Carry out all requests of all nodes."""
+        for _ in range(3):  # requests may lead to more
+            for consensus in self.members:
                 done = threading.Event()
-                world._bulletin._errands.put(lambda _store, done=done: done.set())
+                consensus._broadcast._requests.put(lambda _store, done=done: done.set())
                 assert done.wait(HUNG)
             while self.posted:
                 self.posted.pop(0)()
 
     def close(self) -> None:
-        for world in self.worlds:
-            world.close()
+        for consensus in self.members:
+            consensus.close()
 
 
 @pytest.fixture
@@ -121,59 +122,61 @@ def owners(store: Shared) -> Iterator[Owners]:
     made.close()
 
 
-def test_a_window_of_rates_costs_a_few_requests_per_node_and_no_news(owners: Owners, store: Shared) -> None:
-    for _ in range(2):  # in the first one, several may find nobody below them yet
-        store.asked.clear()
-        for node, world in enumerate(owners.worlds):
-            world.rates({node: 1.0}, 10.0)
-        owners.run()
-    assert sum(store.asked.values()) <= 4 * NODES, store.asked
-    assert store.told == 0
-
-
-def test_a_hang_that_all_notice_costs_one_piece_of_news_and_one_testimony_each(
+def test_a_window_of_rates_costs_a_few_requests_per_node_and_no_message(
     owners: Owners, store: Shared
 ) -> None:
+    for _ in range(2):  # in the first one, several nodes may find no lower one yet
+        store.requests.clear()
+        for node, consensus in enumerate(owners.members):
+            consensus.publish_rates({node: 1.0}, 10.0)
+        owners.run()
+    assert sum(store.requests.values()) <= 4 * NODES, store.requests
+    assert store.notified == 0
+
+
+def test_a_hang_that_all_notice_costs_one_message_and_one_report_each(owners: Owners, store: Shared) -> None:
     now = time.monotonic()
-    for node, world in enumerate(owners.worlds):
-        world.suspect(Verdict("heartbeat", (node,), "no heartbeat"), now)
+    for node, consensus in enumerate(owners.members):
+        consensus.publish_hang(Verdict("heartbeat", (node,), "no heartbeat"), now)
     owners.run()
-    first = next(news for news in owners.heard[0] if news["kind"] == "hang")
+    first = next(message for message in owners.received[0] if message["kind"] == "hang")
     findings = []
-    for node, world in enumerate(owners.worlds):
-        assert [news["case"] for news in owners.heard[node]] == [news["case"] for news in owners.heard[0]]
-        opened = [world.opened(news, now) for news in owners.heard[node]]
+    for node, consensus in enumerate(owners.members):
+        assert [message["case"] for message in owners.received[node]] == [
+            message["case"] for message in owners.received[0]
+        ]
+        opened = [consensus.open_case(message, now) for message in owners.received[node]]
         assert opened == [True] + [False] * (NODES - 1)
         found = Findings(View(now, (Beat(node, now, count=1),)), now, {}, {node: f"pid {node}"})
         findings.append(found)
-        world.proceed(found, now)
+        consensus.proceed(found, now)
     owners.run()
     author = int(first["node"])
-    assert owners.worlds[author].proceed(findings[author], now) == "conclude"
+    assert owners.members[author].proceed(findings[author], now) == "conclude"
     assert len(findings[author].view.alive) == NODES
     assert not findings[author].silent
-    assert sum(store.asked.values()) <= 5 * NODES, store.asked
-    assert store.told == NODES * NODES
+    assert sum(store.requests.values()) <= 5 * NODES, store.requests
+    assert store.notified == NODES * NODES
 
 
-def test_a_store_that_is_away_leaves_a_node_to_judge_by_itself() -> None:
+def test_without_the_store_a_node_concludes_alone() -> None:
     class Away(Shared):
         def add(self, key: str, amount: int) -> int:
             raise OSError("away")
 
     owners = Owners(Away(), 2)
     now = time.monotonic()
-    world = owners.worlds[0]
-    world.suspect(Verdict("heartbeat", (0,), "no heartbeat"), now)
+    consensus = owners.members[0]
+    consensus.publish_hang(Verdict("heartbeat", (0,), "no heartbeat"), now)
     found = Findings(View(now, (Beat(0, now, count=1),)), now, {}, {0: "pid 1"})
-    assert world.proceed(found, now) == "wait"
-    assert world.proceed(found, now + 1.0) == "conclude"
+    assert consensus.proceed(found, now) == "wait"
+    assert consensus.proceed(found, now + 1.0) == "conclude"
     assert found.silent == ["the other nodes"]
-    world.concluded({})
+    consensus.publish_verdict({})
     owners.close()
 
 
-NONSENSE: list[Any] = [
+MALFORMED_VALUES: list[Any] = [
     {"window": float("inf"), "host": "x", "rates": [[0, 1]]},
     {"window": 1, "host": "x", "rates": [[float("inf"), 1]]},
     {"window": 1, "host": "x", "rates": 7},
@@ -184,30 +187,28 @@ NONSENSE: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("record", NONSENSE, ids=repr)
-def test_what_another_version_or_a_worker_keeps_there_harms_nobody(
-    record: Any, owners: Owners, store: Shared
-) -> None:
-    world, other = owners.worlds[:2]
+@pytest.mark.parametrize("record", MALFORMED_VALUES, ids=repr)
+def test_malformed_values_in_the_store_are_ignored(record: Any, owners: Owners, store: Shared) -> None:
+    consensus, other = owners.members[:2]
     text = json.dumps(record).encode()
-    store.values["phalanx/progress/1/kept/pace/1"] = text
-    world.rates({0: 1.0}, 10.0)
+    store.values["phalanx/progress/1/values/rates/1"] = text
+    consensus.publish_rates({0: 1.0}, 10.0)
     owners.run()
     now = time.monotonic()
-    world.suspect(Verdict("heartbeat", (0,), "no heartbeat"), now)
+    consensus.publish_hang(Verdict("heartbeat", (0,), "no heartbeat"), now)
     owners.run()
-    world.opened(owners.heard[0][0], now)
-    other.opened(owners.heard[1][0], now)
+    consensus.open_case(owners.received[0][0], now)
+    other.open_case(owners.received[1][0], now)
     for node in range(1, NODES):
-        store.values[f"phalanx/progress/1/kept/0-1/{node}"] = text
+        store.values[f"phalanx/progress/1/values/0-1/{node}"] = text
     found = Findings(View(now, (Beat(0, now, count=1),)), now, {}, {0: "pid 1"})
-    world.proceed(found, now)
+    consensus.proceed(found, now)
     owners.run()
-    assert world.proceed(found, now) == "conclude"
+    assert consensus.proceed(found, now) == "conclude"
     assert len(found.silent) == NODES - 1
 
 
-NEWS: list[dict[str, Any]] = [
+MALFORMED_MESSAGES: list[dict[str, Any]] = [
     {"kind": "hang", "node": float("inf"), "case": "x", "after": 0, "rule": "r", "ranks": [], "reason": ""},
     {"kind": "hang"},
     {"kind": "verdict", "node": 1, "hang": {"rule": 1, "report": [1, None], "summary": 3}},
@@ -215,55 +216,55 @@ NEWS: list[dict[str, Any]] = [
     {"kind": "output", "age": float("-inf")},
     {"kind": "output", "age": "old"},
     {"kind": "exit", "ranks": 3},
-    {"kind": "slow", "ranks": [0], "host": "x", "reason": 5},
+    {"kind": "straggler", "ranks": [0], "host": "x", "reason": 5},
     {"kind": "from a later version"},
     {},
 ]
 
 
-@pytest.mark.parametrize("news", NEWS, ids=repr)
-def test_news_that_make_no_sense_harm_nobody(news: dict[str, Any]) -> None:
+@pytest.mark.parametrize("message", MALFORMED_MESSAGES, ids=repr)
+def test_malformed_messages_are_ignored(message: dict[str, Any]) -> None:
     with watching(WatchPolicy(silence_timeout=60.0, on_hang="warn")) as (detector, incidents, _):
-        detector._hear(news)
+        detector._receive(message)
         assert detector._output_elsewhere <= time.monotonic()
         assert all(isinstance(line, str) for line in incidents.last_hang)
         "\n".join(incidents.last_hang)
 
 
-def test_an_errand_that_fails_does_not_end_the_owner(
+def test_a_call_that_fails_does_not_end_the_owner(
     owners: Owners, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
-        raise LookupError("in an errand")
+        raise LookupError("in a call")
 
-    monkeypatch.setattr(owners.worlds[0], "_compare", broken)
-    owners.worlds[0].rates({0: 1.0}, 10.0)
+    monkeypatch.setattr(owners.members[0], "_compare", broken)
+    owners.members[0].publish_rates({0: 1.0}, 10.0)
     owners.run()
-    assert "in an errand" in caplog.text
+    assert "in a call" in caplog.text
 
 
-def test_many_who_ask_for_output_get_one_answer() -> None:
+def test_many_output_queries_get_one_answer() -> None:
     with watching(WatchPolicy(silence_timeout=60.0)) as (detector, _, store):
         now = time.monotonic()
         detector._output = SimpleNamespace(last=lambda _now: now)  # type: ignore[assignment]
         for node in range(1, NODES):
-            detector._hear({"kind": "quiet", "node": node})
-        wait_until(lambda: store.asked["add"], "the answer")
-        assert detector._world is not None
-        detector._world.close()
-        assert store.asked["add"] == 1
+            detector._receive({"kind": "output?", "node": node})
+        wait_until(lambda: store.requests["add"], "the answer")
+        assert detector._consensus is not None
+        detector._consensus.close()
+        assert store.requests["add"] == 1
 
 
-def test_findings_are_kept_but_not_without_end() -> None:
+def test_the_number_of_findings_is_limited() -> None:
     incidents = IncidentLog()
     for number in range(1000):
-        incidents.slow({"ranks": [number], "host": "", "reason": str(number)})
+        incidents.add_straggler({"ranks": [number], "host": "", "reason": str(number)})
     assert incidents.findings[-1]["summary"] == "999"
     assert len(incidents.findings) <= 100
 
 
 class watching:
-    """A lookout of one node of many, without processes."""
+    """A detector on one of many nodes, without processes."""
 
     def __init__(self, policy: WatchPolicy) -> None:
         self.store, self.incidents = Shared(), IncidentLog()
@@ -280,7 +281,7 @@ class watching:
             group,  # type: ignore[arg-type]
             policy,
             self.incidents,
-            lambda errand: errand(),
+            lambda call: call(),
             number=1,
             host="host0",
             now=time.monotonic(),
@@ -301,42 +302,42 @@ def test_closing_does_not_wait_for_a_store_that_hangs() -> None:
 
     class Hanging(Shared):
         def add(self, key: str, amount: int) -> int:
-            self.asked["add"] += 1
+            self.requests["add"] += 1
             answer.wait()
             return super().add(key, amount)
 
     store = Hanging()
-    bulletin = RoundBroadcast(store, "p/", lambda news: None)
-    bulletin.tell({"a": 1})
-    wait_until(lambda: store.asked["add"], "the request")
+    broadcast = RoundBroadcast(store, "p/", lambda message: None)
+    broadcast.publish({"a": 1})
+    wait_until(lambda: store.requests["add"], "the request")
     closed = threading.Event()
-    closing = threading.Thread(target=lambda: (bulletin.close(), closed.set()))
+    closing = threading.Thread(target=lambda: (broadcast.close(), closed.set()))
     closing.start()
     try:
         assert closed.wait(HUNG / 2)
     finally:
         answer.set()
         closing.join()
-        wait_until(lambda: not bulletin.alive, "the end of the thread")
+        wait_until(lambda: not broadcast.alive, "the end of the broadcast thread")
 
 
 def test_closing_does_not_wait_for_a_connection_that_is_half_open() -> None:
-    """The machine is there, its store is not: it takes the connection and never says a word."""
+    """The host accepts the connection and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = SimpleNamespace(
             beside=lambda give_up: TorchStoreClient(
                 "127.0.0.1", silent.getsockname()[1], HUNG, give_up=give_up
             )
         )
-        bulletin = RoundBroadcast(store, "p/", lambda news: None)
+        broadcast = RoundBroadcast(store, "p/", lambda message: None)
         connections = [silent.accept()[0] for _ in range(2)]
         begin = time.monotonic()
-        bulletin.close()
+        broadcast.close()
         took = time.monotonic() - begin
         for connection in connections:
             connection.close()
-    wait_until(lambda: not any(t.is_alive() for t in bulletin._threads), "the end of the threads")
-    assert took < 5.0  # a try to connect takes up to ten
+    wait_until(lambda: not any(t.is_alive() for t in broadcast._threads), "the end of the threads")
+    assert took < 5.0  # connecting takes up to ten
 
 
 def test_a_thousand_rounds_leave_nothing_behind() -> None:
@@ -344,36 +345,36 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
         before = threading.active_count()
         for number in range(1000):
             group: Any = SimpleNamespace(group_rank=0, group_world_size=2, store=StoreFacade(client, "r/"))
-            world = HangConsensus(group, number, "host", lambda errand: None, lambda news: None)
-            world.rates({0: 1.0}, 10.0)
-            world.exited((0,))
-            world.close()
+            consensus = HangConsensus(group, number, "host", lambda call: None, lambda message: None)
+            consensus.publish_rates({0: 1.0}, 10.0)
+            consensus.publish_exit((0,))
+            consensus.close()
         wait_until(lambda: threading.active_count() == before, "the end of the threads")
         assert not client._watches
         client.get("r/nothing")  # after all that was asked before
         assert not client._waiting
 
 
-def test_status_is_told_to_some_at_once_and_to_the_rest_at_the_next_turn() -> None:
+def test_status_answers_a_limited_number_of_clients_per_turn() -> None:
     status = StatusSocket(lambda: {"a": 1})
     if not status.fds(Phase.RUNNING):
         pytest.skip("needs abstract sockets")
     assert status._socket is not None
-    askers = []
+    clients = []
     try:
         for _ in range(17):
-            asker = socket.socket(socket.AF_UNIX)
-            asker.settimeout(HUNG)
-            asker.connect(status._socket.getsockname())
-            askers.append(asker)
+            client = socket.socket(socket.AF_UNIX)
+            client.settimeout(HUNG)
+            client.connect(status._socket.getsockname())
+            clients.append(client)
         status.answer()
-        askers[-1].setblocking(False)
+        clients[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
-            askers[-1].recv(100)
+            clients[-1].recv(100)
         status.answer()
-        askers[-1].settimeout(HUNG)
-        assert [asker.recv(100) for asker in askers] == [b'{"a": 1}'] * 17
+        clients[-1].settimeout(HUNG)
+        assert [client.recv(100) for client in clients] == [b'{"a": 1}'] * 17
     finally:
-        for asker in askers:
-            asker.close()
+        for client in clients:
+            client.close()
         status.close()
