@@ -142,7 +142,7 @@ def _clean_fork(spec: dict[str, Any]) -> None:
         setattr(sys, f"__{name}__", stream)
     bootstrap.prepare(spec["options"], spec["places"])
     if "phalanx.worker" in sys.modules:  # imported by the parent, for which there was no board to find
-        sys.modules["phalanx.worker"]._join()
+        sys.modules["phalanx.worker"]._connect()
 
 
 class _Descriptors:
