@@ -247,10 +247,14 @@ class Simulation:
         if members[place.rank][:2] != (agent.id, place.incarnation):
             raise Broken(f"{agent.id} starts as rank {place.rank} of {members}")
         slots = [NodeSlots(rank, m.role, m.slots) for rank, m in enumerate(members)]
-        if len(slots) < 20 and place.offsets.workers(agent.participant.info.slots) != assign_to(slots, place.rank):
+        if len(slots) < 20 and place.offsets.workers(agent.participant.info.slots) != assign_to(
+            slots, place.rank
+        ):
             raise Broken(f"{agent.id} starts at {place}, which does not fit {members}")
         if self.options.fixed and place.rank != agent.participant.info.rank:
-            raise Broken(f"{agent.id} was given rank {agent.participant.info.rank} and starts as {place.rank}")
+            raise Broken(
+                f"{agent.id} was given rank {agent.participant.info.rank} and starts as {place.rank}"
+            )
         if self.started.setdefault((number, place.rank), agent.id) != agent.id:
             raise Broken(f"rank {place.rank} of round {number} was started twice")
         if max(self.jobs.get(n, 0) for n in (*self.rounds, 0) if n < number) > start.round.job:
@@ -425,11 +429,15 @@ class Simulation:
         if "members" not in values:
             return
         current, found = decode_round(values["ctl/round"]), decode_members(values["members"])
-        assert current is not None and found is not None and current.phase == ACTIVE
+        assert current is not None
+        assert found is not None
+        assert current.phase == ACTIVE
         if len({m.id for m in found.nodes}) != len(found.nodes):
             raise Broken(f"round {current.number} has a member twice: {found}")
         if self.rounds.setdefault(current.number, tuple(found)) != tuple(found):
-            raise Broken(f"round {current.number} has two sets of members: {self.rounds[current.number]}, {found}")
+            raise Broken(
+                f"round {current.number} has two sets of members: {self.rounds[current.number]}, {found}"
+            )
 
     def _notify(self, notices: list[tuple[str, Notice]]) -> None:
         for session, notice in notices:

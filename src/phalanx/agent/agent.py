@@ -432,9 +432,9 @@ class SimpleElasticAgent(ElasticAgent):
         from phalanx.core.ranks import assign_identical, assign_to
 
         same = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1"
-        told = getattr(self._info, "nodes", None)  # by a rendezvous that knows
-        if told is not None:
-            places = assign_to(told, group_rank)
+        placed = getattr(self._info, "worker_ranks", None)  # by a rendezvous that knows
+        if placed is not None:
+            places = placed
         elif group_world_size == 1 or same:
             places = assign_identical(group_rank, group_world_size, spec.local_world_size)
         else:

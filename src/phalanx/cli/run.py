@@ -280,7 +280,7 @@ def _handler(config: RunConfig) -> RendezvousHandler:
     from phalanx.membership.registry import get_rendezvous_handler
 
     settings: dict[str, Any] = dict(config.rdzv_conf)
-    if config.rdzv_backend in ("phalanx", "etcd"):
+    if config.rdzv_backend in ("phalanx", "etcd", "static"):
         for name in ("token_file", "tls_cert", "tls_key", "tls_ca", "store_grace"):
             if getattr(config, name) is not None:
                 settings.setdefault(name, getattr(config, name))

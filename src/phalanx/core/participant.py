@@ -52,7 +52,7 @@ from phalanx.core.round_records import (
     decode_round,
     encode,
 )
-from phalanx.core.rounds import LeaderView, Options, RoundDecision, begin_again, decide
+from phalanx.core.rounds import LeaderView, Options, begin_again, decide
 from phalanx.core.store_commands import (
     Change,
     Command,

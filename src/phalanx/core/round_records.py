@@ -91,8 +91,8 @@ class Place(NamedTuple):
 class Round(NamedTuple):
     """The value of `ctl/round`.
 
-    `nodes` counts the members and `names` has the first few of their names; `stamp` names the activation, which
-    the places belong to; `restarts` counts failed rounds so far; `out` lists drained nodes.
+    `nodes` counts the members and `names` has the first few of their names; `stamp` names the activation,
+    which the places belong to; `restarts` counts failed rounds so far; `out` lists drained nodes.
     """
 
     number: int = 1

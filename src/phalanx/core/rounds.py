@@ -20,21 +20,21 @@ Rules, each of which the simulator checks:
 - No round becomes active while a member of the previous one still holds its lease and has not published that
   its workers are stopped. A node stops by itself when its lease may have run out (core.participant), so two
   rounds never run at the same time.
-- Members are (id, incarnation): the incarnation is the revision that created the node's key. A node that slept
-  past its lease has lost its key, so nothing it still believes can match.
-- Every write of the leader is conditional on the revision that created `ctl/leader` (its term), and a new round
-  also on the round it was decided upon: a leader that was replaced while it slept cannot write.
+- Members are (id, incarnation): the incarnation is the revision that created the node's key. A node that
+  slept past its lease has lost its key, so nothing it still believes can match.
+- Every write of the leader is conditional on the revision that created `ctl/leader` (its term), and a new
+  round also on the round it was decided upon: a leader that was replaced while it slept cannot write.
 - Places are written before, or together with, the round that they belong to, and carry its stamp. So a node
   that reads its place after it has seen the round knows whether it is a member.
 - A rank is a position in the list of members: unique and contiguous by construction.
 - One failed round costs one restart, however many nodes report a failure; membership costs none.
 - A run id may be reused: a node that finds the job of this id closed, and none of its nodes left, begins the
-  next one (`begin_again`), which continues the count of rounds, starts its restarts at zero and has a number of
-  its own. A node that belongs to a job never becomes part of the next one.
+  next one (`begin_again`), which continues the count of rounds, starts its restarts at zero and has a number
+  of its own. A node that belongs to a job never becomes part of the next one.
 
-A *fixed* job (`Options.fixed`, the static rendezvous) differs in four ways: every node brings its rank and gets
-exactly that one; a round needs all ranks; a second node of a rank is refused once the first has outlived a
-lease; and a member that is lost before it reported is waited for, even if all others have succeeded. The
+A *fixed* job (`Options.fixed`, the static rendezvous) differs in four ways: every node brings its rank and
+gets exactly that one; a round needs all ranks; a second node of a rank is refused once the first has outlived
+a lease; and a member that is lost before it reported is waited for, even if all others have succeeded. The
 workers of that member may have failed, so the job re-forms and runs again, and fails with a time-out when the
 node does not return. Ending such a job as a success was rejected: its exit code would hide a lost node.
 
@@ -126,7 +126,9 @@ class RoundDecision(NamedTuple):
 def assign_ranks(nodes: list[NodeInfo], before: dict[str, int]) -> list[NodeInfo]:
     """Put nodes in rank order: given ranks first, then those of the last round, then position and name."""
     slots: list[NodeInfo | None] = [None] * len(nodes)
-    waiting = sorted(nodes, key=lambda n: (n.position < 0, n.position, natural_key(n.name), natural_key(n.id)))
+    waiting = sorted(
+        nodes, key=lambda n: (n.position < 0, n.position, natural_key(n.name), natural_key(n.id))
+    )
     for wanted in ({n.id: n.rank for n in nodes}, before):
         left = []
         for node in waiting:
@@ -176,7 +178,7 @@ class LeaderView:
                 current = decode_round(entry.value)
                 if current is not None:
                     self.round, self.round_mod, self.since = current, entry.mod, now
-            elif kind == "members" and not deleted and entry.mod > self.members_mod:
+            elif kind == "members" and not rest and not deleted and entry.mod > self.members_mod:
                 self.members = decode_members(entry.value) or Members("", ())
                 self.members_mod = entry.mod
             elif kind == "place" and not deleted and b"refused" in entry.value:
@@ -260,8 +262,9 @@ def decide(now: float, view: LeaderView, options: Options) -> RoundDecision:
 def begin_again(found: Round, mod: int, options: Options, remaining: int) -> Txn:
     """The request of a newcomer that finds no leader, or a closed job, and `remaining` nodes of it.
 
-    With nodes left the reply only tells whether the round is still this one. With none left, the first newcomer
-    begins anew; the others see its round. A job that was not closed keeps its number: some of its nodes may be
+    With nodes left the reply only tells whether the round is still this one. With none left, the first
+    newcomer begins anew; the others see its round. A job that was not closed keeps its number: some of its
+    nodes may be
     alive, and return when they reach the store again."""
     still = (When(options.prefix + "ctl/round", "mod", mod),)
     if remaining:

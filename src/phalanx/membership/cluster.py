@@ -11,10 +11,11 @@ import time
 
 from phalanx.core import group_events as say
 from phalanx.core.group_events import Outcome
-from phalanx.core.rounds import CLOSED, LOST
-from phalanx.membership.elastic import UNLIMITED, error_of
+from phalanx.core.round_records import CLOSED
+from phalanx.core.rounds import LOST
+from phalanx.membership.elastic import error_of
 from phalanx.membership.membership import clock
-from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Waiting
+from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Remark, Waiting
 from phalanx.membership.peers import for_all_screens
 from phalanx.observe.progress_line import Progress
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from phalanx.agent.agent import SimpleElasticAgent
     from phalanx.agent.spec import RunResult
     from phalanx.core.group import Ending
-    from phalanx.core.rounds import Round
+    from phalanx.core.round_records import Round
     from phalanx.errors import RendezvousError
     from phalanx.membership.elastic import ElasticInfo, ElasticRendezvous
     from phalanx.membership.membership_events import Happening
@@ -39,8 +40,9 @@ class Cluster:
     def __init__(self, agent: SimpleElasticAgent, handler: ElasticRendezvous, timeout: float) -> None:
         spec, policy = agent.get_worker_group().spec, agent.restart_policy
         # With a window it is the nodes that know when the failures were; the leader then only counts them.
-        limit = policy.max_restarts if policy.window is None else UNLIMITED
+        limit = policy.max_restarts if policy.window is None else None
         self._handler, self._post, self._show = handler, agent._post, agent.show_waiting
+        self._note = agent._note
         self._timeout = timeout
         self._membership = handler.attach(
             self._hear, agent.open_meeting, slots=spec.local_world_size, role=spec.role, max_restarts=limit
@@ -128,10 +130,12 @@ class Cluster:
 
     def _hear(self, happening: Happening) -> None:
         match happening:
-            case Formed(current, rank):
+            case Formed(current, place):
                 self._formed = happening
-                names = tuple(member.name for member in current.members)
-                ready = say.GroupRound(current.number, names, rank, attempt=current.restarts, counted=True)
+                names = current.all_names()
+                ready = say.GroupRound(
+                    current.number, names, place.rank, attempt=current.restarts, counted=True
+                )
                 self._post(say.RoundReady(ready))
             case Over():
                 self._post(self._end_of_round(happening))
@@ -139,6 +143,8 @@ class Cluster:
                 self._post(self._end_of_job(happening))
             case Waiting(text):
                 self._show(text)
+            case Remark(text):
+                self._post(lambda: self._note(text))
 
     def _end_of_round(self, over: Over) -> say.Event:
         now, number = over.now, over.was.number
