@@ -27,7 +27,7 @@ from phalanx.core.round_records import (
     ACTIVE,
     CLOSED,
     FORMING,
-    Members,
+    MemberList,
     NodeInfo,
     NodeRecord,
     Place,
@@ -748,7 +748,7 @@ def test_records_that_are_not_readable_are_skipped(value: bytes) -> None:
 def test_a_list_of_members_that_is_not_readable_makes_all_re_form_and_stop_first() -> None:
     job = Job().running("a", "b")
     job.put("members", b"{")
-    assert job.view.members == Members("", ())
+    assert job.view.members == MemberList("", ())
     forming = job.published()
     assert forming.reason == "the list of members is not readable"
     job.ready("a", 2)

@@ -56,7 +56,7 @@ class Member(NamedTuple):
     role: str
 
 
-class Members(NamedTuple):
+class MemberList(NamedTuple):
     """The value of `members`: the members of the round with this stamp, by rank."""
 
     stamp: str
@@ -119,7 +119,7 @@ def encode(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Members):
+    if isinstance(value, MemberList):
         return {"stamp": value.stamp, "nodes": value.nodes}  # arrays: there may be thousands
     if hasattr(value, "_field_defaults"):
         defaults = value._field_defaults
@@ -137,12 +137,12 @@ def decode_node(value: bytes) -> NodeRecord | None:
     return record if record is not None and 0 < record.info.slots <= _MOST_SLOTS else None
 
 
-def decode_members(value: bytes) -> Members | None:
+def decode_members(value: bytes) -> MemberList | None:
     """The list of members."""
     try:
         found = json.loads(value)
         nodes = tuple(_member(*item) for item in found["nodes"])
-        return Members(_text(found["stamp"]), nodes)
+        return MemberList(_text(found["stamp"]), nodes)
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 

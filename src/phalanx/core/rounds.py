@@ -55,7 +55,7 @@ from phalanx.core.round_records import (
     CLOSED,
     FORMING,
     Member,
-    Members,
+    MemberList,
     NodeInfo,
     NodeRecord,
     Place,
@@ -152,7 +152,7 @@ class LeaderView:
     round: Round = Round()  # noqa: RUF009 - immutable
     round_mod: int = 0
     since: float = 0.0  # when this round record was first seen
-    members: Members = Members("", ())  # noqa: RUF009 - immutable
+    members: MemberList = MemberList("", ())  # noqa: RUF009 - immutable
     members_mod: int = 0
     results: dict[int, dict[str, tuple[int, Result]]] = field(default_factory=dict)
     drains: set[str] = field(default_factory=set)
@@ -179,7 +179,7 @@ class LeaderView:
                 if current is not None:
                     self.round, self.round_mod, self.since = current, entry.mod, now
             elif kind == "members" and not rest and not deleted and entry.mod > self.members_mod:
-                self.members = decode_members(entry.value) or Members("", ())
+                self.members = decode_members(entry.value) or MemberList("", ())
                 self.members_mod = entry.mod
             elif kind == "place" and not deleted and b"refused" in entry.value:
                 place = decode_place(entry.value)
@@ -459,7 +459,7 @@ def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> Roun
     else:
         together, batches = [], [places[i : i + options.batch] for i in range(0, len(places), options.batch)]
     main = main._replace(
-        puts=(*together, Put(prefix + "members", encode(Members(stamp, members))), *main.puts),
+        puts=(*together, Put(prefix + "members", encode(MemberList(stamp, members))), *main.puts),
         deletes=(Delete(prefix + "result/", prefix=True), *stale[: options.batch]),
     )
     guard = (When(prefix + "ctl/leader", "create", view.term),)
