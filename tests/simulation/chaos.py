@@ -26,8 +26,9 @@ class Chaos:
     def __init__(self, seed: int, *, tracing: bool = False) -> None:
         pick = Simulation(seed, Options()).random
         nodes = pick.randint(1, 7)
-        low = pick.randint(1, nodes)
-        high = pick.choice([low, nodes, nodes + 2])
+        fixed = pick.random() < 0.4
+        low = nodes if fixed else pick.randint(1, nodes)
+        high = low if fixed else pick.choice([low, nodes, nodes + 2])
         options = Options(
             min_nodes=low,
             max_nodes=max(low, high),
@@ -36,6 +37,8 @@ class Chaos:
             last_call=pick.choice([0.0, 0.5, 2.0]),
             ttl=pick.choice([2.0, 6.0]),
             store_grace=40.0,
+            fixed=fixed,
+            batch=pick.choice([1, 2, 100]),
             prefix="job/",
         )
         worst = pick.choice([0.005, 0.05, 0.4])
@@ -79,10 +82,20 @@ class Chaos:
     def _alive(self) -> list[Agent]:
         return [a for a in self.sim.agents.values() if a.alive and a.ended is None]
 
-    def _new_node(self) -> None:
+    def _new_node(self, rank: int | None = None) -> None:
+        """A node; in a fixed job the first ones have the ranks of a job that is started correctly."""
         self.born += 1
         name = f"node{self.sim.random.randint(1, 12)}"
-        self.sim.join(name, node_id=f"{name}.{self.born}")
+        if not self.sim.options.fixed:
+            rank = -1
+        elif rank is None:
+            rank = self.born - 1 if self.born <= self.nodes else self.sim.random.randrange(self.nodes)
+        self.sim.join(name, node_id=f"{name}.{self.born}", slots=self.sim.random.randint(1, 3), rank=rank)
+
+    def _replace(self, agent: Agent) -> None:
+        if self.sim.random.random() < (0.9 if self.sim.options.fixed else 0.6):
+            rank = agent.participant.info.rank
+            self.sim.at(self.sim.now + self.sim.random.choice([0.1, 5.0]), lambda: self._new_node(rank))
 
     def _calm(self) -> None:
         self.fail_chance = self.sim.duplicates = self.sim.reorder = 0.0
@@ -116,8 +129,7 @@ class Chaos:
         agent = chance.choice(alive)
         if kind in ("crash", "host"):
             sim.crash(agent, host=kind == "host")
-            if chance.random() < 0.6:
-                sim.at(sim.now + chance.choice([0.1, 5.0]), self._new_node)
+            self._replace(agent)
         elif kind == "sleep":
             sim.sleep(agent, chance.choice([0.5, 4.0, 15.0]))
         elif kind == "cut":
@@ -134,6 +146,8 @@ class Chaos:
                 sim.break_connection(agent)
         elif kind == "leave":
             sim.leave(agent, "SIGTERM")
+            if sim.options.fixed:
+                self._replace(agent)
         elif kind == "drain" and sim.store_up:
             sim.put(f"{sim.options.prefix}drain/{agent.id}", b"")
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from phalanx.core.rounds import Options
 from tests.simulation.simulator import Simulation
 
-_FIELDS = {"min": "min_nodes", "max": "max_nodes", "restarts": "max_restarts"}
+_FIELDS = {"min": "min_nodes", "max": "max_nodes", "restarts": "max_restarts", "fixed": "fixed"}
 
 
 class Script:

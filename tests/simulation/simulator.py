@@ -24,11 +24,28 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.core import participant_events as happen
 from phalanx.core.participant import Participant
-from phalanx.core.participant_events import End, Send, StartRound, StopRound
-from phalanx.core.rounds import NodeInfo, Options
-from phalanx.core.store_commands import Command, Notice, Put, Reply, Watch
+from phalanx.core.participant_events import (
+    Action,
+    Answer,
+    ClockTick,
+    Connected,
+    Disconnected,
+    End,
+    Event,
+    LeaveRequested,
+    Noticed,
+    Refused,
+    Send,
+    StartRound,
+    StopRound,
+    WorkersEnded,
+    WorkersStopped,
+)
+from phalanx.core.ranks import NodeSlots, assign_to
+from phalanx.core.round_records import ACTIVE, Member, NodeInfo, decode_members, decode_round
+from phalanx.core.rounds import Options
+from phalanx.core.store_commands import Command, Notice, Put, Reply, Txn, Watch
 from phalanx.store.embedded.client_session import Request, Session
 from phalanx.store.model import Model
 
@@ -98,7 +115,7 @@ class Simulation:
         self.current: dict[str, Connection] = {}
         self.duplicates = self.reorder = 0.0
         self.messages = {"requests": 0, "replies": 0, "notices": 0, "bytes": 0}
-        self.rounds: dict[int, tuple[Any, ...]] = {}
+        self.rounds: dict[int, tuple[str, tuple[Member, ...]]] = {}  # round -> its stamp and members
         self.jobs: dict[int, int] = {}  # round -> the job it is of
         self.started: dict[tuple[int, int], str] = {}
         self.trace: list[str] = []
@@ -165,11 +182,11 @@ class Simulation:
         number, agent.workers = agent.workers, None
         if number is not None:
             self.say(agent.id, f"workers {'succeeded' if ok else 'failed: ' + detail}")
-            self._tell(agent, happen.WorkersEnded(number, ok, detail))
+            self._tell(agent, WorkersEnded(number, ok, detail))
 
     def leave(self, agent: Agent, reason: str) -> None:
         """SIGTERM or a preemption notice."""
-        self._tell(agent, happen.LeaveRequested(reason))
+        self._tell(agent, LeaveRequested(reason))
 
     def put(self, key: str, value: bytes) -> None:
         """A write by somebody outside the job (a drain or close request)."""
@@ -177,7 +194,7 @@ class Simulation:
         self._count += 1
         self._notify(notices)
 
-    def _tell(self, agent: Agent, event: happen.Event) -> None:
+    def _tell(self, agent: Agent, event: Event) -> None:
         if not agent.alive or agent.ended is not None:
             return
         if agent.asleep:
@@ -196,12 +213,12 @@ class Simulation:
             agent.asleep = False
             self.say(agent.id, "process continued")
             inbox, agent.inbox = agent.inbox, []
-            self._tell(agent, happen.ClockTick())
+            self._tell(agent, ClockTick())
             self._check_one_round(agent)
             for deliver in inbox:
                 deliver()
 
-    def _act(self, agent: Agent, actions: list[happen.Action]) -> None:
+    def _act(self, agent: Agent, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Send(tag, command):
@@ -219,19 +236,27 @@ class Simulation:
         wake = agent.participant.wake_at()
         if wake is not None and agent.ended is None:
             timer = agent.timer
-            self.at(wake, lambda: self._tell(agent, happen.ClockTick()) if agent.timer == timer else None)
+            self.at(wake, lambda: self._tell(agent, ClockTick()) if agent.timer == timer else None)
 
     def _start(self, agent: Agent, start: StartRound) -> None:
-        members, number = start.round.members, start.round.number
-        self.say(agent.id, f"starts workers: round {number}, rank {start.rank} of {len(members)}")
-        if number not in self.rounds and len({m.id for m in members}) != len(members):
-            raise Broken(f"round {number} has a member twice: {members}")
-        if self.rounds.setdefault(number, members) != members:
-            raise Broken(f"round {number} has two sets of members: {self.rounds[number]} and {members}")
-        if members[start.rank].id != agent.id:
-            raise Broken(f"{agent.id} starts as rank {start.rank} of {members}")
-        if self.started.setdefault((number, start.rank), agent.id) != agent.id:
-            raise Broken(f"rank {start.rank} of round {number} was started twice")
+        place, number = start.place, start.round.number
+        stamp, members = self.rounds[number]
+        self.say(agent.id, f"starts workers: round {number}, rank {place.rank} of {start.round.nodes}")
+        if (start.round.stamp, start.round.nodes) != (stamp, len(members)):
+            raise Broken(f"{agent.id} starts {start.round}, which the store never held")
+        if members[place.rank][:2] != (agent.id, place.incarnation):
+            raise Broken(f"{agent.id} starts as rank {place.rank} of {members}")
+        slots = [NodeSlots(rank, m.role, m.slots) for rank, m in enumerate(members)]
+        if len(slots) < 20 and place.offsets.workers(agent.participant.info.slots) != assign_to(
+            slots, place.rank
+        ):
+            raise Broken(f"{agent.id} starts at {place}, which does not fit {members}")
+        if self.options.fixed and place.rank != agent.participant.info.rank:
+            raise Broken(
+                f"{agent.id} was given rank {agent.participant.info.rank} and starts as {place.rank}"
+            )
+        if self.started.setdefault((number, place.rank), agent.id) != agent.id:
+            raise Broken(f"rank {place.rank} of round {number} was started twice")
         if max(self.jobs.get(n, 0) for n in (*self.rounds, 0) if n < number) > start.round.job:
             raise Broken(f"round {number} is of job {start.round.job}, an earlier one is not: {self.jobs}")
         if agent.job not in (0, start.round.job):
@@ -250,7 +275,7 @@ class Simulation:
         def stopped() -> None:
             if agent.alive and agent.run_number == run:
                 agent.workers = None
-                self._tell(agent, happen.WorkersStopped(number))
+                self._tell(agent, WorkersStopped(number))
 
         if at_once:
             agent.workers = None
@@ -283,7 +308,7 @@ class Simulation:
             elif max(agent.cut_up, agent.cut_down, agent.locked_out) > self.now:
                 self.at(self.now + 0.5, lambda: self._connect(agent))
             elif not self.store_up:
-                self._tell(agent, happen.Refused(began))
+                self._tell(agent, Refused(began))
                 self.at(self.now + 0.2, lambda: self._connect(agent))
             else:
                 agent.connection = Connection(agent, self.epoch)
@@ -294,7 +319,7 @@ class Simulation:
                 self.current[agent.id] = agent.connection
                 for request in agent.session.resume():
                     self._transmit(agent, request)
-                self._tell(agent, happen.Connected())
+                self._tell(agent, Connected())
 
         self.at(self.now + self._delay(), arrive)
 
@@ -303,7 +328,7 @@ class Simulation:
         if agent.connection is not None and agent.alive and agent.ended is None:
             self.say(agent.id, "connection lost")
             self._close_from_client(agent)
-            self._tell(agent, happen.Disconnected())
+            self._tell(agent, Disconnected())
             self._connect(agent)
 
     def _close_from_client(self, agent: Agent) -> None:
@@ -387,6 +412,8 @@ class Simulation:
         if self.current.get(session) is not connection and isinstance(request.command, Watch):
             return
         reply, notices = self.store.apply(session, *request, self.now)
+        if reply.ok and isinstance(request.command, Txn):
+            self._note_round(request.command)
         self._down(connection, lambda: self._answered(connection, request.number, reply), reply.entries)
         self.messages["replies"] += 1
         if isinstance(request.command, Watch):
@@ -395,6 +422,22 @@ class Simulation:
                 notices = [(session, missed), *notices]
         self._notify(notices)
         self._watch_leases()
+
+    def _note_round(self, txn: Txn) -> None:
+        """Keep the members of a round that becomes active, to compare what nodes do with them."""
+        values = {put.key.removeprefix(self.options.prefix): put.value for put in txn.puts}
+        if "members" not in values:
+            return
+        current, found = decode_round(values["ctl/round"]), decode_members(values["members"])
+        assert current is not None
+        assert found is not None
+        assert current.phase == ACTIVE
+        if len({m.id for m in found.nodes}) != len(found.nodes):
+            raise Broken(f"round {current.number} has a member twice: {found}")
+        if self.rounds.setdefault(current.number, tuple(found)) != tuple(found):
+            raise Broken(
+                f"round {current.number} has two sets of members: {self.rounds[current.number]}, {found}"
+            )
 
     def _notify(self, notices: list[tuple[str, Notice]]) -> None:
         for session, notice in notices:
@@ -428,15 +471,15 @@ class Simulation:
             self._transmit(agent, request)
         tag = agent.tags.pop(number, None)
         if isinstance(result, Notice):
-            self._tell(agent, happen.Noticed(result))
+            self._tell(agent, Noticed(result))
         elif result is not None and tag is not None:
-            self._tell(agent, happen.Answer(tag, result))
+            self._tell(agent, Answer(tag, result))
 
     def _noticed(self, connection: Connection, notice: Notice) -> None:
         if connection.client_open and connection.agent.ended is None:
             fresh = connection.agent.session.noticed(notice)
             if fresh is not None:
-                self._tell(connection.agent, happen.Noticed(fresh))
+                self._tell(connection.agent, Noticed(fresh))
 
     def _watch_leases(self) -> None:
         due = self.store.next_expiry(self.now)

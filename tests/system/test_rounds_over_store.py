@@ -7,10 +7,28 @@ import threading
 import time
 from collections.abc import Callable
 
-from phalanx.core import participant_events as happen
 from phalanx.core.participant import Participant
-from phalanx.core.participant_events import End, Send, StartRound, StopRound
-from phalanx.core.rounds import NodeInfo, Options
+from phalanx.core.participant_events import (
+    Action,
+    Answer,
+    ClockTick,
+    Connected,
+    Disconnected,
+    End,
+    Event,
+    LeaveRequested,
+    Noticed,
+    Refused,
+    Send,
+    StartRound,
+    StopRound,
+    StoreLost,
+    WorkersEnded,
+    WorkersStopped,
+)
+from phalanx.core.round_records import NodeInfo
+from phalanx.core.rounds import Options
+from phalanx.core.store_commands import Notice
 from phalanx.store.embedded.client import Client, State
 from phalanx.store.embedded.server import Server
 from phalanx.store.embedded.token import Token
@@ -26,23 +44,23 @@ class Node(threading.Thread):
         self, name: str, server: Server, options: Options, said: queue.Queue[tuple[str, object]]
     ) -> None:
         super().__init__(name=name)
-        self.inbox: queue.Queue[happen.Event] = queue.Queue()
+        self.inbox: queue.Queue[Event] = queue.Queue()
         self.said = said
         self.participant = Participant(NodeInfo(name, name), options)
         self.client = Client(*server.address, token=TOKEN, on_state=self.state, on_notice=self.notice)
         self.start()
 
     def state(self, state: State) -> None:
-        events: dict[str, Callable[[], happen.Event]] = {
-            "connected": happen.Connected,
-            "disconnected": happen.Disconnected,
-            "refused": lambda: happen.Refused(state.at),
-            "lost": lambda: happen.StoreLost(state.why),
+        events: dict[str, Callable[[], Event]] = {
+            "connected": Connected,
+            "disconnected": Disconnected,
+            "refused": lambda: Refused(state.at),
+            "lost": lambda: StoreLost(state.why),
         }
         self.inbox.put(events[state.what]())
 
-    def notice(self, notice: happen.Notice) -> None:
-        self.inbox.put(happen.Noticed(notice))
+    def notice(self, notice: Notice) -> None:
+        self.inbox.put(Noticed(notice))
 
     def run(self) -> None:
         self.client.connect(HUNG)
@@ -55,18 +73,18 @@ class Node(threading.Thread):
             wake = self.participant.wake_at()
             try:
                 left = None if wake is None else max(0.0, wake - time.monotonic())
-                event: happen.Event = self.inbox.get(timeout=left)
+                event: Event = self.inbox.get(timeout=left)
             except queue.Empty:
-                event = happen.ClockTick()
+                event = ClockTick()
             actions = self.participant.step(time.monotonic(), event)
         self.client.close()
 
-    def act(self, action: happen.Action) -> None:
+    def act(self, action: Action) -> None:
         match action:
             case Send(tag, command):
-                self.client.send(command, lambda reply: self.inbox.put(happen.Answer(tag, reply)))
+                self.client.send(command, lambda reply: self.inbox.put(Answer(tag, reply)))
             case StopRound(number):
-                self.inbox.put(happen.WorkersStopped(number))
+                self.inbox.put(WorkersStopped(number))
             case StartRound() | End():
                 self.said.put((self.name, action))
 
@@ -78,8 +96,8 @@ def starts(said: queue.Queue[tuple[str, object]], number: int, nodes: int) -> li
         name, action = said.get(timeout=HUNG)
         assert isinstance(action, StartRound), action
         if action.round.number == number:
-            assert len(action.round.members) == nodes
-            ranks[action.rank] = name
+            assert action.round.nodes == nodes
+            ranks[action.place.rank] = name
     return [ranks[rank] for rank in range(nodes)]
 
 
@@ -90,13 +108,13 @@ def test_form_fail_re_form_lose_one_and_succeed() -> None:
         nodes = {name: Node(name, server, options, said) for name in (f"node{n}" for n in range(8, 0, -1))}
         names = [f"node{n}" for n in range(1, 9)]
         assert starts(said, 1, 8) == names
-        nodes["node3"].inbox.put(happen.WorkersEnded(1, False, "exit code 1"))
+        nodes["node3"].inbox.put(WorkersEnded(1, False, "exit code 1"))
         assert starts(said, 2, 8) == names
-        nodes["node8"].inbox.put(happen.LeaveRequested("SIGTERM"))
+        nodes["node8"].inbox.put(LeaveRequested("SIGTERM"))
         assert said.get(timeout=HUNG)[1].outcome == "left"  # type: ignore[attr-defined]
         assert starts(said, 3, 7) == names[:7]
         for name in names[:7]:
-            nodes[name].inbox.put(happen.WorkersEnded(3, True))
+            nodes[name].inbox.put(WorkersEnded(3, True))
         ends = [said.get(timeout=HUNG)[1] for _ in range(7)]
         assert {end.outcome for end in ends} == {"succeeded"}  # type: ignore[attr-defined]
         assert ends[0].round.restarts == 1  # type: ignore[attr-defined]

@@ -9,15 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.ranks import (
-    Candidate,
     NodeSlots,
     WorkerRanks,
     assign,
     assign_identical,
     assign_to,
-    master,
     natural_key,
-    order_nodes,
 )
 
 
@@ -80,14 +77,13 @@ def test_ranks_outside_the_round_are_refused() -> None:
         assign_identical(3, 3, 1)
     with pytest.raises(ValueError, match="local_world_size=0"):
         assign_identical(0, 3, 0)
-    with pytest.raises(ValueError, match="no master"):
-        master([])
 
 
 def test_natural_order() -> None:
     names = ["node10", "node2", "node1", "node02", "rack2-n1", "rack10-n1", "rack2-n11", "10", "9", "", "a"]
     ordered = sorted(names, key=natural_key)
     assert ordered == [
+        "",
         "9",
         "10",
         "a",
@@ -98,62 +94,5 @@ def test_natural_order() -> None:
         "rack2-n1",
         "rack2-n11",
         "rack10-n1",
-        "",
     ]
     assert sorted(set(names), key=natural_key) == ordered
-
-
-C = Candidate
-ORDERS = [
-    ("hosts", [C("x", "n10"), C("y", "n2"), C("z", "n1")], {}, "z y x"),
-    ("same host: by name", [C("b", "h"), C("a", "h")], {}, "a b"),
-    ("scheduler", [C("x", "a", scheduled=5), C("y", "b", scheduled=1), C("z", "0")], {}, "y x z"),
-    ("given", [C("x", given=2), C("y", given=0), C("z", given=1)], {}, "y z x"),
-    ("given with gaps sorts", [C("x", given=9), C("y", given=4), C("z")], {}, "y x z"),
-    ("given beats former rank", [C("x", given=1), C("y")], {"x": 0, "y": 1}, "y x"),
-    ("sticky", [C("a"), C("b"), C("c")], {"c": 0, "a": 1, "b": 2}, "c a b"),
-    ("a replacement takes the hole", [C("a"), C("new"), C("c")], {"a": 0, "b": 1, "c": 2}, "a new c"),
-    ("shrinking moves only who must", [C("a"), C("c"), C("d")], {"a": 0, "b": 1, "c": 2, "d": 3}, "a d c"),
-    ("growing", [C("z"), C("a"), C("y")], {"z": 0, "y": 1}, "z y a"),
-    ("master lost", [C("b"), C("c")], {"a": 0, "b": 1, "c": 2}, "c b"),
-]
-
-
-@pytest.mark.parametrize(("why", "present", "previous", "expected"), ORDERS, ids=[case[0] for case in ORDERS])
-def test_order_of_nodes(why: str, present: list[Candidate], previous: dict[str, int], expected: str) -> None:
-    assert order_nodes(present, previous) == expected.split(), why
-    assert order_nodes(present[::-1], previous) == expected.split(), "arrival order must not matter"
-    assert master(order_nodes(present, previous)) == expected.split()[0]
-
-
-@given(
-    st.lists(st.text("abn019", min_size=1, max_size=4), unique=True, max_size=12),
-    st.dictionaries(st.text("abn019", min_size=1, max_size=4), st.integers(-2, 15)),
-    st.randoms(),
-)
-def test_order_is_total_deterministic_and_sticky(
-    names: list[str], previous: dict[str, int], rng: random.Random
-) -> None:
-    present = [Candidate(name, name, scheduled=len(name) if "9" in name else None) for name in names]
-    order = order_nodes(present, previous)
-    assert sorted(order) == sorted(names)
-    rng.shuffle(present)
-    assert order_nodes(present, previous) == order
-    # The next round with the same nodes changes nothing.
-    again = {name: rank for rank, name in enumerate(order)}
-    assert order_nodes(present, again) == order
-    # Losing one node moves only nodes that have to move.
-    if order:
-        lost = rng.choice(order)
-        fewer = order_nodes([node for node in present if node.name != lost], again)
-        moved = [name for name in fewer if fewer.index(name) != again[name]]
-        assert len(moved) <= 1
-
-
-def test_contradictions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'a' and 'b' were both given rank 1"):
-        order_nodes([C("a", given=1), C("b", given=1)])
-    with pytest.raises(ValueError, match="given rank -1"):
-        order_nodes([C("a", given=-1)])
-    with pytest.raises(ValueError, match=r"\['a'\] are listed twice"):
-        order_nodes([C("a"), C("a")])

@@ -7,28 +7,41 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core import participant_events as happen
-from phalanx.core.participant import Participant
-from phalanx.core.participant_events import End, Send, StartRound, StopRound
-from phalanx.core.rounds import (
+from phalanx.core.participant import CONTROL, PLACE, Participant
+from phalanx.core.participant_events import (
+    Answer,
+    ClockTick,
+    Disconnected,
+    End,
+    Event,
+    Noticed,
+    Refused,
+    Send,
+    StartRound,
+    StopRound,
+    StoreLost,
+    WorkersStopped,
+)
+from phalanx.core.ranks import natural_key
+from phalanx.core.round_records import (
     ACTIVE,
     CLOSED,
     FORMING,
-    LeaderView,
-    Member,
+    MemberList,
     NodeInfo,
     NodeRecord,
-    Options,
+    Place,
     Result,
     Round,
-    RoundDecision,
-    assign_ranks,
-    decide,
+    decode_members,
     decode_node,
+    decode_place,
+    decode_result,
     decode_round,
     encode,
-    natural,
+    printable,
 )
+from phalanx.core.rounds import LeaderView, Options, RoundDecision, assign_ranks, decide
 from phalanx.core.store_commands import (
     Change,
     Delete,
@@ -36,6 +49,7 @@ from phalanx.core.store_commands import (
     Get,
     Grant,
     KeepAlive,
+    Notice,
     Put,
     Reply,
     Txn,
@@ -89,7 +103,14 @@ class Job:
         for delete in txn.deletes:
             if delete.prefix:
                 self.view.results.clear()
-        return decode_round(txn.puts[0].value)
+        published = decode_round(next(p.value for p in txn.puts if p.key == "ctl/round"))
+        assert published is not None
+        return published
+
+    def members(self) -> list[str]:
+        """Publish the next round, which is active; its members by rank."""
+        assert self.published().phase == ACTIVE
+        return [m.name for m in self.view.members.nodes]
 
     def running(self, *names: str) -> Job:
         for name in names:
@@ -99,12 +120,8 @@ class Job:
         return self
 
 
-def names(round_: Round) -> list[str]:
-    return [m.name for m in round_.members]
-
-
 def test_natural_order() -> None:
-    assert sorted(["node10", "node2", "node", "b1", "node2a10", "node2a9"], key=natural) == [
+    assert sorted(["node10", "node2", "node", "b1", "node2a10", "node2a9"], key=natural_key) == [
         "b1", "node", "node2", "node2a9", "node2a10", "node10",
     ]  # fmt: skip
 
@@ -132,14 +149,14 @@ def test_last_call_counts_from_the_moment_min_is_reached() -> None:
     assert job.decide().commands == ()
     assert job.decide().wake_at == 7.0
     job.now = 7.0
-    assert names(job.published()) == ["a", "b"]
+    assert job.members() == ["a", "b"]
 
 
 def test_max_completes_at_once_and_the_rest_are_spares() -> None:
     job = Job()
     for name in ("d", "c", "b", "a"):
         job.node(name)
-    assert names(job.published()) == ["b", "c", "d"]
+    assert job.members() == ["b", "c", "d"]
     assert job.decide().reason == "round 1: 3 nodes running"
     job.ready("a", 2)
     assert job.decide() == RoundDecision((), "round 1: 3 nodes running, 1 spare")
@@ -155,7 +172,7 @@ def test_a_late_node_makes_all_re_form_after_a_moment_and_ranks_stay() -> None:
     assert job.decide().commands == ()  # b and c still run
     job.ready("b", 2)
     job.ready("c", 2)
-    assert names(job.published()) == ["b", "c", "a"]
+    assert job.members() == ["b", "c", "a"]
 
 
 def test_nothing_starts_while_a_member_that_has_its_lease_may_still_run() -> None:
@@ -167,7 +184,7 @@ def test_nothing_starts_while_a_member_that_has_its_lease_may_still_run() -> Non
     assert waiting.commands == ()
     assert "workers still stopping on b" in waiting.reason
     job.ready("b", 2)
-    assert names(job.published()) == ["a", "b"]
+    assert job.members() == ["a", "b"]
 
 
 def test_the_same_name_with_a_new_key_is_somebody_else() -> None:
@@ -220,7 +237,7 @@ def test_drain_and_leave_cost_nothing() -> None:
     active = job.decide().commands[0]
     assert isinstance(active, Txn)
     assert Delete("drain/b") in active.deletes
-    assert names(job.published()) == ["a", "c"]
+    assert job.members() == ["a", "c"]
 
 
 def test_every_write_is_fenced_by_term_and_round() -> None:
@@ -276,7 +293,7 @@ class Node:
         self.revision, self.log = 50, []
         self.answer(0.0, self.it.start(0.0))
 
-    def step(self, now: float, event: happen.Event, *, answers: bool = True) -> list:
+    def step(self, now: float, event: Event, *, answers: bool = True) -> list:
         actions = self.it.step(now, event)
         self.log += actions
         if answers:
@@ -286,14 +303,14 @@ class Node:
     def answer(self, now: float, actions: list) -> None:
         for action in actions:
             if isinstance(action, Send):
-                self.step(now, happen.Answer(action.tag, self.reply(action.command)))
+                self.step(now, Answer(action.tag, self.reply(action.command)))
 
     def reply(self, command: object) -> Reply:
         self.revision += 1
         match command:
             case Watch():
                 leader = Entry("ctl/leader", b"boss", 5, 5, 99)
-                return Reply(True, self.revision, (leader,))
+                return Reply(True, self.revision, (leader,) if command.watch == CONTROL else ())
             case Grant():
                 return Reply(True, self.revision, number=3)
             case Txn(when, (Put(key, value, lease), *_)):
@@ -303,10 +320,12 @@ class Node:
 
     def active(self, now: float, number: int = 1, incarnation: int = 42) -> list:
         self.revision += 1
-        me = Member("me", incarnation, "me", "", 1, "default")
-        value = encode(Round(number, ACTIVE, (me,), reason=f"round {number}"))
+        stamp = f"7.{number}"
+        place = Entry("place/me", encode(Place(stamp, incarnation, 0)), 1, self.revision)
+        first = self.step(now, Noticed(Notice(PLACE, (Change(place),), self.revision)))
+        value = encode(Round(number, ACTIVE, 1, reason=f"round {number}", stamp=stamp))
         entry = Entry("ctl/round", value, 1, self.revision)
-        return self.step(now, happen.Noticed(happen.Notice(1, (Change(entry),), self.revision)))
+        return first + self.step(now, Noticed(Notice(CONTROL, (Change(entry),), self.revision)))
 
 
 def late(job: int, phase: str, mod: int) -> Entry:
@@ -319,16 +338,18 @@ class Latecomer:
 
     def __init__(self, phase: str = CLOSED, *more: Entry) -> None:
         self.it = Participant(NodeInfo("me", "me"), OPTIONS)
-        watch, grant = self.it.start(0.0)
+        watch, placed, grant = self.it.start(0.0)
+        assert isinstance(placed, Send)
+        self.it.step(0.0, Answer(placed.tag, Reply(True, 20)))
         assert isinstance(grant, Send)
-        self.it.step(0.0, happen.Answer(grant.tag, Reply(True, 20, number=3)))
+        self.it.step(0.0, Answer(grant.tag, Reply(True, 20, number=3)))
         assert isinstance(watch, Send)
         self.asked = self.answer(watch, Reply(True, 20, (*more, late(1, phase, 20))))
 
     def answer(self, asked: object, reply: Reply) -> Send | End:
         """What comes out of an answer: exactly one thing."""
         assert isinstance(asked, Send)
-        (action,) = self.it.step(0.1, happen.Answer(asked.tag, reply))
+        (action,) = self.it.step(0.1, Answer(asked.tag, reply))
         assert isinstance(action, Send | End)
         return action
 
@@ -342,13 +363,18 @@ def test_who_finds_the_job_closed_and_nobody_left_begins_the_next_one() -> None:
     assert isinstance(claim.command, Txn)
     assert claim.command.when == (When("ctl/round", "mod", 20),)
     fresh = decode_round(claim.command.puts[0].value)
+    assert fresh is not None
     assert (fresh.number, fresh.phase, fresh.restarts, fresh.job) == (4, FORMING, 0, 2)
-    assert {d.key for d in claim.command.deletes} == {"result/", "drain/", "close/", "members", "status"}
+    assert {d.key for d in claim.command.deletes} == {
+        "result/", "drain/", "close/", "place/", "ctl/meeting/", "members", "status",
+    }  # fmt: skip
     entry = Entry("ctl/round", claim.command.puts[0].value, 1, 22)
     register = node.answer(claim, Reply(True, 22, (entry,)))
     assert isinstance(register, Send)
     assert isinstance(register.command, Txn)
-    assert decode_node(register.command.puts[0].value).job == 2
+    record = decode_node(register.command.puts[0].value)
+    assert record is not None
+    assert record.job == 2
 
 
 def test_who_finds_a_round_without_a_leader_or_any_node_begins_it_anew_with_all_restarts() -> None:
@@ -359,6 +385,7 @@ def test_who_finds_a_round_without_a_leader_or_any_node_begins_it_anew_with_all_
     assert isinstance(claim, Send)
     assert isinstance(claim.command, Txn)
     fresh = decode_round(claim.command.puts[0].value)
+    assert fresh is not None
     assert (fresh.number, fresh.phase, fresh.restarts, fresh.job) == (4, FORMING, 0, 1)
 
 
@@ -390,8 +417,8 @@ def test_nodes_of_the_next_job_are_not_taken_for_leftovers_of_the_last() -> None
 
 def test_a_look_that_is_older_than_the_end_of_the_job_does_not_count() -> None:
     node = Latecomer()
-    notice = happen.Notice(1, (Change(late(2, CLOSED, 25)),), 25)
-    assert node.it.step(0.1, happen.Noticed(notice)) == []
+    notice = Notice(1, (Change(late(2, CLOSED, 25)),), 25)
+    assert node.it.step(0.1, Noticed(notice)) == []
     again = node.answer(node.asked, Reply(True, 21))
     assert isinstance(again, Send)
     assert again.command == Get("node/", prefix=True)
@@ -400,16 +427,16 @@ def test_a_look_that_is_older_than_the_end_of_the_job_does_not_count() -> None:
 def test_a_node_does_not_pass_from_its_job_into_the_next() -> None:
     node = Node()
     node.active(0.1)
-    node.step(0.2, happen.WorkersStopped(1))
+    node.step(0.2, WorkersStopped(1))
     node.revision += 1
     told = Change(late(2, FORMING, node.revision))  # the end of its own job is forgotten history
-    actions = node.step(0.3, happen.Noticed(happen.Notice(1, (told,), node.revision, reset=True)))
+    actions = node.step(0.3, Noticed(Notice(1, (told,), node.revision, reset=True)))
     assert [a.outcome for a in actions if isinstance(a, End)] == ["replaced"]
     both = Node()
     both.active(0.1)
-    both.step(0.2, happen.WorkersStopped(1))
+    both.step(0.2, WorkersStopped(1))
     changes = (Change(late(1, CLOSED, 900)), Change(late(2, FORMING, 901)))
-    actions = both.step(0.3, happen.Noticed(happen.Notice(1, changes, 901)))
+    actions = both.step(0.3, Noticed(Notice(1, changes, 901)))
     assert [a.outcome for a in actions if isinstance(a, End)] == ["succeeded"]
 
 
@@ -422,7 +449,7 @@ def test_the_leader_has_no_ear_for_nodes_and_requests_of_another_job() -> None:
     job.put("node/a", encode(stray._replace(info=NodeInfo("a", "a"), job=2)))
     job.now += OPTIONS.last_call
     round_ = job.published()
-    assert (round_.phase, names(round_), round_.job) == (ACTIVE, ["a"], 2)
+    assert (round_.phase, round_.names, round_.job) == (ACTIVE, ("a",), 2)
     job.put("close/2", b"of this one")
     assert job.published().outcome == "closed"
 
@@ -437,13 +464,11 @@ def test_silence_fences_before_the_lease_can_be_over_and_answers_put_it_off() ->
     node = Node()
     node.active(0.1)
     for second in range(1, 20):
-        assert not any(isinstance(a, StopRound) for a in node.step(float(second), happen.ClockTick()))
+        assert not any(isinstance(a, StopRound) for a in node.step(float(second), ClockTick()))
     wake = node.it.wake_at()
     assert wake is not None
     last_sent = max(t for t in (2.0 * n for n in range(10)) if t <= 19.0)
-    while not (
-        stops := [a for a in node.step(wake, happen.ClockTick(), answers=False) if isinstance(a, StopRound)]
-    ):
+    while not (stops := [a for a in node.step(wake, ClockTick(), answers=False) if isinstance(a, StopRound)]):
         wake = node.it.wake_at()
         assert wake is not None
     assert stops[0].at_once
@@ -454,12 +479,10 @@ def test_a_refused_connection_lets_workers_run_on_and_silence_does_not() -> None
     def stops_at(refused: bool) -> float:
         node = Node()
         node.active(0.1)
-        node.step(1.0, happen.Disconnected())
+        node.step(1.0, Disconnected())
         for tenth in range(11, 600):
             now = tenth / 10
-            events = (
-                [happen.Refused(now), happen.ClockTick()] if refused and now < 20 else [happen.ClockTick()]
-            )
+            events = [Refused(now), ClockTick()] if refused and now < 20 else [ClockTick()]
             for event in events:
                 if any(isinstance(a, StopRound) for a in node.step(now, event, answers=False)):
                     return now
@@ -481,10 +504,10 @@ def test_after_a_sleep_the_fence_comes_before_the_news() -> None:
 def test_a_lost_store_ends_the_node_with_the_reason() -> None:
     node = Node()
     node.active(0.1)
-    actions = node.step(1.0, happen.StoreLost("its data are gone"))
+    actions = node.step(1.0, StoreLost("its data are gone"))
     assert isinstance(actions[0], StopRound)
     assert actions[-1] == End("store", "its data are gone", node.it.round)
-    assert node.step(2.0, happen.ClockTick()) == []
+    assert node.step(2.0, ClockTick()) == []
     assert node.it.wake_at() is None
 
 
@@ -492,6 +515,248 @@ def test_keep_alives_are_three_to_a_lease() -> None:
     node = Node()
     node.active(0.1)
     for tenth in range(600):
-        node.step(tenth / 10, happen.ClockTick())
+        node.step(tenth / 10, ClockTick())
     beats = [a for a in node.log if isinstance(a, Send) and isinstance(a.command, KeepAlive)]
     assert 28 <= len(beats) <= 31
+
+
+# -- places -------------------------------------------------------------------------------------------------
+
+
+def test_every_node_gets_its_own_place_and_the_round_names_only_a_few() -> None:
+    job = Job(Options(min_nodes=12, max_nodes=12))
+    for number in range(12):
+        job.node(f"n{number}", slots=1 + number % 2)
+    (txn,) = job.decide().commands
+    assert isinstance(txn, Txn)
+    values = {put.key: put.value for put in txn.puts}
+    assert list(values)[-1] == "ctl/round", "places are reported before the round"
+    current = decode_round(values["ctl/round"])
+    assert current is not None
+    assert (current.nodes, current.names) == (12, tuple(f"n{n}" for n in range(8)))
+    assert current.all_names()[7:10] == ("n7", "node 8", "node 9")
+    for number in (0, 1, 11):
+        place = decode_place(values[f"place/n{number}"])
+        assert place is not None
+        assert (place.stamp, place.rank) == (current.stamp, number)
+        assert place.offsets == ((3 * number) // 2, 18, (3 * number) // 2, 18)
+    members = decode_members(values["members"])
+    assert members is not None
+    assert [m.name for m in members.nodes] == [f"n{n}" for n in range(12)]
+
+
+def test_places_of_a_large_round_are_written_before_it() -> None:
+    job = Job(Options(min_nodes=5, max_nodes=5, batch=2))
+    for name in "abcde":
+        job.node(name)
+    *batches, main = job.decide().commands
+    assert [[p.key for p in batch.puts] for batch in batches] == [  # type: ignore[union-attr]
+        ["place/a", "place/b"], ["place/c", "place/d"], ["place/e"],
+    ]  # fmt: skip
+    assert isinstance(main, Txn)
+    assert [p.key for p in main.puts] == ["members", "ctl/round"]
+
+
+def test_a_node_is_not_ready_for_the_next_round_before_it_knows_its_place() -> None:
+    node = Node()
+    value = encode(Round(1, ACTIVE, 1, stamp="7.1"))
+    entry = Entry("ctl/round", value, 1, 60)
+    (asked,) = node.step(0.1, Noticed(Notice(CONTROL, (Change(entry),), 60)), answers=False)
+    assert isinstance(asked, Send)
+    assert asked.command == Get("place/me"), "no update of its own key"
+    place = Entry("place/me", encode(Place("7.1", 42, 0)), 1, 59)
+    actions = node.step(0.2, Answer(asked.tag, Reply(True, 61, (place,))), answers=False)
+    assert any(isinstance(a, StartRound) for a in actions)
+
+
+def test_a_node_without_a_place_is_ready_for_the_next_round_and_never_starts_this_one() -> None:
+    node = Node()
+    entry = Entry("ctl/round", encode(Round(1, ACTIVE, 1, stamp="7.1")), 1, 60)
+    (asked,) = node.step(0.1, Noticed(Notice(CONTROL, (Change(entry),), 60)), answers=False)
+    assert isinstance(asked, Send)
+    (update,) = node.step(0.2, Answer(asked.tag, Reply(True, 61)), answers=False)
+    assert isinstance(update, Send)
+    assert isinstance(update.command, Txn)
+    record = decode_node(update.command.puts[0].value)
+    assert record is not None
+    assert record.ready == 2
+    late_place = Entry("place/me", encode(Place("7.1", 42, 0)), 1, 62)
+    assert node.step(0.3, Noticed(Notice(PLACE, (Change(late_place),), 62)), answers=False) == []
+
+
+# -- fixed ranks --------------------------------------------------------------------------------------------
+
+FIXED = Options(min_nodes=3, max_nodes=3, fixed=True, join_timeout=30.0, ttl=6.0, linger=1.0, max_restarts=1)
+
+
+def fixed(*ranks: int) -> Job:
+    job = Job(FIXED)
+    for rank in ranks:
+        job.node(f"h{rank}", rank=rank)
+    return job
+
+
+def test_a_fixed_round_waits_for_every_rank_and_names_those_that_are_missing() -> None:
+    job = fixed(2)
+    assert job.decide().reason == "1 of 3 nodes here (h2), waiting for nodes 0, 1, 30 s left"
+    job.node("h0", rank=0)
+    assert job.decide().reason == "2 of 3 nodes here (h0 h2), waiting for node 1, 30 s left"
+    job.now = 30.0
+    closed = job.published()
+    assert (closed.outcome, closed.reason) == (
+        "timeout",
+        "2 of 3 nodes here (h0 h2), waiting for node 1; node 1 of 3 did not come within 30 s",
+    )
+
+
+def test_the_second_node_of_a_rank_is_refused_when_the_first_has_outlived_a_lease() -> None:
+    job = fixed(0, 1)
+    job.node("twin", rank=1, addr="10.0.0.9")  # type: ignore[arg-type]
+    waiting = job.decide()
+    assert waiting.commands == ()
+    assert waiting.wake_at == 7.0
+    job.now = 7.0
+    (txn,) = job.decide().commands
+    assert isinstance(txn, Txn)
+    assert [w.key for w in txn.when] == ["ctl/leader"]
+    place = decode_place(txn.puts[0].value)
+    assert place is not None
+    assert txn.puts[0].key == "place/twin"
+    assert place.refused == "node rank 1 is taken by h1: two nodes were given the same --node-rank"
+    job.put(txn.puts[0].key, txn.puts[0].value)
+    assert job.decide().commands == (), "once is enough"
+    job.node("h2", rank=2)
+    assert job.members() == ["h0", "h1", "h2"]
+
+
+def test_the_second_node_of_a_rank_takes_it_when_the_first_is_gone() -> None:
+    job = fixed(0, 1, 2)
+    assert job.members() == ["h0", "h1", "h2"]
+    job.node("twin", ready=2, rank=1)
+    job.now = 1.0
+    job.lose("h1")
+    assert job.published().reason == "lost node 1 (h1)"
+    for name in ("h0", "h2"):
+        job.ready(name, 2)
+    assert job.members() == ["h0", "twin", "h2"]
+
+
+def test_a_rank_that_does_not_exist_is_refused_at_once() -> None:
+    job = fixed(0, 1, 3)
+    (txn,) = job.decide().commands
+    assert isinstance(txn, Txn)
+    assert txn.puts[0].key == "place/h3"
+    place = decode_place(txn.puts[0].value)
+    assert place is not None
+    assert place.refused == "node rank 3 of 3: ranks go from 0 to 2"
+
+
+def test_a_fixed_job_waits_for_a_member_that_was_lost_before_it_reported() -> None:
+    job = fixed(0, 1, 2)
+    job.members()
+    for name in ("h0", "h2"):
+        job.put(f"result/1/{name}", encode(Result(True)))
+    job.lose("h1")
+    forming = job.published()
+    assert (forming.phase, forming.restarts) == (FORMING, 0)
+    assert forming.reason == "lost node 1 (h1), which had not reported success"
+
+
+def test_a_refused_node_ends_with_the_reason() -> None:
+    node = Node()
+    entry = Entry("place/me", encode(Place(refused="node rank 1 is taken by h1")), 1, 60)
+    actions = node.step(0.1, Noticed(Notice(PLACE, (Change(entry),), 60)))
+    assert actions[-1] == End("refused", "node rank 1 is taken by h1", None)
+
+
+def test_the_first_round_of_a_new_store_continues_the_counts_that_its_nodes_know() -> None:
+    job = Job(FIXED)
+    for rank, (rounds, restarts) in enumerate(((0, 0), (4, 1), (5, 1))):
+        record = NodeRecord(NodeInfo(f"h{rank}", f"h{rank}", rank=rank), 1, rounds=rounds, restarts=restarts)
+        job.put(f"node/h{rank}", encode(record))
+    current = job.published()
+    assert (current.number, current.restarts) == (6, 1)
+
+
+# -- records ------------------------------------------------------------------------------------------------
+
+
+def test_records_come_back_and_unknown_fields_are_ignored() -> None:
+    import json
+
+    info = NodeInfo("a.1", "a", "10.0.0.1", 8, "trainer", 3, 5)
+    for record, decode in (
+        (NodeRecord(info, 4, "SIGTERM", 2, 7, 1), decode_node),
+        (
+            Round(3, ACTIVE, 2, ("a", "b"), 1, "why", 9, "9.8", ("x",), "failed", ("i", "n", "d"), 2),
+            decode_round,
+        ),
+        (Place("9.8", 42, 1, 8, 16, 0, 8), decode_place),
+        (Place(refused="taken"), decode_place),
+        (Result(True, "detail"), decode_result),
+    ):
+        assert decode(encode(record)) == record  # type: ignore[operator]
+        more = json.loads(encode(record)) | {"of": ["a", "later"], "version": {}}
+        assert decode(json.dumps(more).encode()) == record  # type: ignore[operator]
+    job = fixed(0, 1, 2)
+    job.members()
+    members = job.view.members
+    found = json.loads(encode(members))
+    found["nodes"] = [[*one, "more", 7] for one in found["nodes"]]
+    assert decode_members(json.dumps(found | {"more": 1}).encode()) == members
+
+
+JUNK = st.one_of(
+    st.binary(max_size=30),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(
+                    ["info", "id", "name", "ready", "number", "stamp", "nodes", "ok", "slots", "cause"]
+                ),
+                inner,
+                max_size=5,
+            )
+        ),
+        max_leaves=12,
+    ).map(lambda value: __import__("json").dumps(value).encode()),
+)
+
+
+@given(JUNK)
+def test_records_that_are_not_readable_are_skipped(value: bytes) -> None:
+    for decode in (decode_node, decode_round, decode_members, decode_place, decode_result):
+        decode(value)  # type: ignore[operator]
+    job = Job().running("a", "b")
+    for key in (
+        "node/c",
+        "node/a",
+        "place/a",
+        "result/1/a",
+        "result/x",
+        "members",
+        "ctl/round",
+        "ctl/x",
+        "status",
+    ):
+        job.put(key, value)
+        job.decide()
+
+
+def test_a_list_of_members_that_is_not_readable_makes_all_re_form_and_stop_first() -> None:
+    job = Job().running("a", "b")
+    job.put("members", b"{")
+    assert job.view.members == MemberList("", ())
+    forming = job.published()
+    assert forming.reason == "the list of members is not readable"
+    job.ready("a", 2)
+    assert "workers still stopping on b" in job.decide().reason
+
+
+def test_text_of_others_cannot_control_a_terminal() -> None:
+    record = decode_node(b'{"info":{"id":"x","name":"a\\u001b[2Jb\\u009b1mc\\n"},"ready":1}')
+    assert record is not None
+    assert record.info.name == r"a\x1b[2Jb\x9b1mc\n"
+    assert printable("two\nlines\t\r", lines=True) == "two\nlines\t\\r"

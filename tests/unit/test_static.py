@@ -1,4 +1,4 @@
-"""Static rendezvous: nodes with given ranks meet at node 0's store, as threads here and as real agents."""
+"""Static rendezvous: nodes with given ranks meet at MASTER_PORT, as threads here and as real agents."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.group_events import MembershipChanged, PeerFailed
+from phalanx.core.store_commands import Get, Put
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousStateError,
     RendezvousTimeoutError,
+    StoreAuthError,
 )
 from phalanx.membership.address import free_port
+from phalanx.membership.elastic import ElasticInfo, error_of
+from phalanx.membership.membership import NOT_AUTHENTICATED, Membership
+from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over, Remark
 from phalanx.membership.static import StaticRendezvous
-from phalanx.membership.static_watch import StaticInfo
+from phalanx.store.embedded.client import Client
 from phalanx.store.torch.client import TorchStoreClient
 from tests.conftest import HUNG, wait_until
 
 Make = Callable[..., StaticRendezvous]
+QUICK = {"ttl": 1.2, "linger": 0.2}
 
 
 @pytest.fixture
@@ -38,25 +43,36 @@ def port() -> int:
     return free_port()
 
 
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PHALANX_TOKEN", "PHALANX_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def node(port: int) -> Iterator[Make]:
     """Makes handlers of one job; all of them are shut down at the end."""
     made: list[StaticRendezvous] = []
 
-    def make(rank: int, world_size: int = 2, run_id: str = "job", timeout: float = HUNG) -> StaticRendezvous:
-        made.append(StaticRendezvous("127.0.0.1", port, rank, world_size, run_id, timeout))
+    def make(
+        rank: int, world_size: int = 2, run_id: str = "job", timeout: float = HUNG, **conf: Any
+    ) -> StaticRendezvous:
+        settings = {**QUICK, **conf}
+        made.append(StaticRendezvous("127.0.0.1", port, rank, world_size, run_id, timeout, **settings))
         return made[-1]
 
     yield make
     for handler in sorted(made, key=lambda handler: -handler.rank):
+        if handler._attached and handler.membership is not None:
+            handler.membership.release()
         handler.shutdown()
 
 
 class Joining:
-    """A node's `next_rendezvous` in a thread, as the agent calls it."""
+    """A node's `next_rendezvous` in a thread, as a torch agent calls it."""
 
     def __init__(self, handler: StaticRendezvous) -> None:
-        self._outcome: queue.Queue[StaticInfo | Exception] = queue.Queue()
+        self._outcome: queue.Queue[ElasticInfo | Exception] = queue.Queue()
         self._handler = handler
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -67,27 +83,54 @@ class Joining:
         except Exception as error:  # noqa: BLE001 - handed to the test
             self._outcome.put(error)
 
-    def outcome(self) -> StaticInfo | Exception:
+    def outcome(self) -> ElasticInfo | Exception:
         found = self._outcome.get(timeout=HUNG)
         self._thread.join(HUNG)
         return found
 
-    def info(self) -> StaticInfo:
+    def info(self) -> ElasticInfo:
         found = self.outcome()
         if isinstance(found, Exception):
             raise found
         return found
 
 
-def form(*handlers: StaticRendezvous) -> list[StaticInfo]:
+def form(*handlers: StaticRendezvous) -> list[ElasticInfo]:
     joining = [Joining(handler) for handler in handlers]
     return [one.info() for one in joining]
 
 
-def listening(handler: StaticRendezvous) -> queue.Queue[Any]:
-    heard: queue.Queue[Any] = queue.Queue()
-    handler.listener = heard.put
-    return heard
+class Attached:
+    """A node whose happenings are reported, as an agent has it; workers are gone when they are told to go."""
+
+    def __init__(self, handler: StaticRendezvous, restarts: int = 3, slots: int = 1, role: str = "r") -> None:
+        self.heard: queue.Queue[Any] = queue.Queue()
+        self.settings = handler.settings
+        self.member: Membership = handler.attach(
+            self.heard.put, lambda _: (None, 1), slots=slots, role=role, max_restarts=restarts
+        )
+        self.member.start()
+
+    def until(self, kind: type[Any]) -> Any:
+        while True:
+            found = self.heard.get(timeout=HUNG)
+            if isinstance(found, kind):
+                return found
+            if isinstance(found, Ended):
+                raise AssertionError(f"{found} instead of {kind}")
+
+    def over(self) -> Over:
+        found: Over = self.until(Over)
+        self.member.workers_gone(found.was.number)
+        return found
+
+    def release(self) -> None:
+        self.member.release()
+
+
+def attached(*handlers: StaticRendezvous, restarts: int = 3) -> tuple[list[Attached], list[Formed]]:
+    made = [Attached(handler, restarts) for handler in handlers]
+    return made, [one.until(Formed) for one in made]
 
 
 def test_all_nodes_are_in_the_round_with_their_ranks(node: Make, port: int) -> None:
@@ -107,92 +150,153 @@ def test_the_others_may_come_first(node: Make) -> None:
     assert [info.rank for info in (*form(node(0)), one.info())] == [0, 1]
 
 
-def test_workers_share_the_store_and_find_it_empty_in_every_round(node: Make, port: int) -> None:
+def test_roles_and_worker_counts_may_differ(node: Make) -> None:
+    made = [Attached(node(0), slots=2, role="a"), Attached(node(1), slots=3, role="b")]
+    places = [one.until(Formed).place for one in made]
+    assert [place.offsets for place in places] == [(0, 5, 0, 2), (2, 5, 0, 3)]
+
+
+def test_workers_share_the_port_and_find_an_empty_store_in_every_round(node: Make, port: int) -> None:
     nodes = [node(0), node(1)]
     form(*nodes)
-    with TorchStoreClient("127.0.0.1", port, HUNG) as worker:
-        worker.set("address of rank 0", "old")
+    old = TorchStoreClient("127.0.0.1", port, HUNG)
+    old.set("address of rank 0", "old")
     infos = form(*nodes)
     assert [info.round for info in infos] == [2, 2]
+    with pytest.raises(ConnectionError):
+        old.set("address of rank 0", "old")  # the connections of the old round are closed
     with TorchStoreClient("127.0.0.1", port, HUNG) as worker:
         assert not worker.check(["address of rank 0"])
+    old.close()
+
+
+def test_connections_that_send_nothing_or_nonsense_hold_up_nothing(node: Make, port: int) -> None:
+    zero = Joining(node(0))
+    silent = [_connection(port) for _ in range(20)]
+    broken = _connection(port)
+    broken.sendall(b"PHALANX9" + bytes(100))
+    half = _connection(port)
+    half.sendall(b"P")
+    with TorchStoreClient("127.0.0.1", port, HUNG) as worker:
+        worker.set("a", b"1")
+        assert worker.check(["a"])
+    assert [info.rank for info in (*form(node(1)), zero.info())] == [1, 0]
+    assert broken.recv(200)[:8] == b"PHALANX1"
+    for sock in (*silent, broken, half):
+        sock.close()
+
+
+def _connection(port: int) -> socket.socket:
+    """A connection to node 0, which may not serve yet."""
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), HUNG)
+        except ConnectionRefusedError:
+            continue
 
 
 def test_a_failure_is_told_and_all_form_again_with_the_same_attempt(node: Make) -> None:
-    nodes = [node(rank, 3) for rank in range(3)]
-    heard = [listening(handler) for handler in nodes]
-    form(*nodes)
-    assert [handler.num_nodes_waiting() for handler in nodes] == [0, 0, 0]
-    nodes[1].report_failure(1, 1, "rank 3: exit code 7", delay=0.5)
-    for rank in (0, 2):
-        event = heard[rank].get(timeout=HUNG)
-        assert event == PeerFailed("1", 1, 1, "rank 3: exit code 7", final=False, delay=0.5)
-        assert nodes[rank].num_nodes_waiting() == 1
-    infos = form(*nodes)
-    assert [(info.round, info.attempt) for info in infos] == [(2, 1)] * 3
-    assert heard[1].empty(), "a node is not told what it said itself"
-    assert [handler.num_nodes_waiting() for handler in nodes] == [0, 0, 0]
+    nodes, _ = attached(*(node(rank, 3) for rank in range(3)))
+    nodes[1].member.failed(1, NodeFailure("rank 3: exit code 7", report="a report", exit_code=7))
+    for one in nodes:
+        over = one.over()
+        assert over.now is not None
+        assert (over.was.number, over.now.restarts) == (1, 1)
+        assert over.now.cause[1] == f"node 1 ({os.uname().nodename})"
+        assert NodeFailure.read(over.now.cause[2]).summary == "rank 3: exit code 7"
+    formed = [one.until(Formed) for one in nodes]
+    assert [(f.round.number, f.round.restarts, f.place.rank) for f in formed] == [
+        (2, 1, 0), (2, 1, 1), (2, 1, 2),
+    ]  # fmt: skip
 
 
-def test_a_node_that_joins_again_is_noticed_without_a_report(node: Make) -> None:
-    nodes = [node(0), node(1)]
-    heard = listening(nodes[0])
-    form(*nodes)
-    again = Joining(nodes[1])
-    assert heard.get(timeout=HUNG) == MembershipChanged(waiting=1, round=1)
-    form(nodes[0])
-    assert again.info().round == 2
+def test_the_failure_that_ends_the_job_is_the_same_on_all_nodes(node: Make) -> None:
+    nodes, _ = attached(*(node(rank, 3) for rank in range(3)), restarts=0)
+    failure = NodeFailure("rank 0: exit code 1", "", "the report", 9)
+    nodes[2].member.failed(1, failure)
+    for one in nodes:
+        over = one.over()
+        assert over.now is not None
+        assert (over.now.outcome, NodeFailure.read(over.now.cause[2])) == ("failed", failure)
+        end = one.until(Ended).end
+        assert (end.outcome, NodeFailure.read(end.round.cause[2])) == ("failed", failure)
 
 
 def test_a_node_that_leaves_is_replaced_by_a_new_one_of_its_rank(node: Make) -> None:
-    nodes = [node(0), node(1)]
-    heard = listening(nodes[0])
-    form(*nodes)
-    nodes[1].leave()
-    assert heard.get(timeout=HUNG) == MembershipChanged(lost=("node 1",), round=1)
-    assert [info.round for info in form(nodes[0], node(1))] == [2, 2]
+    (zero, one), _ = attached(node(0), node(1))
+    one.member.leave("SIGTERM")
+    one.over()
+    assert f"node 1 ({os.uname().nodename})" in zero.over().reason
+    again = Attached(node(1))
+    assert [n.until(Formed).round.number for n in (zero, again)] == [2, 2]
 
 
-def test_node_0_comes_back_after_it_was_lost(node: Make) -> None:
-    nodes = [node(0), node(1)]
-    heard = listening(nodes[1])
-    form(*nodes)
-    nodes[0].leave()
-    event = heard.get(timeout=HUNG)
-    assert isinstance(event, MembershipChanged)
-    assert event.lost == ("node 0",)
-    assert [info.rank for info in form(nodes[1], node(0))] == [1, 0]
+def test_a_lost_node_is_waited_for_although_all_others_succeeded(node: Make) -> None:
+    (zero, one), _ = attached(node(0), node(1))
+    zero.member.finished(1, HUNG)
+    one.member.client.close()  # type: ignore[union-attr]  # as a killed agent's connection is closed
+    over = zero.over()
+    assert f"lost node 1 ({os.uname().nodename}), which had not reported success" in over.reason
+    again = Attached(node(1))
+    assert [n.until(Formed).round.number for n in (zero, again)] == [2, 2]
+    for n in (zero, again):
+        n.member.finished(2, HUNG)
+    assert {n.until(Ended).end.outcome for n in (zero, again)} == {"succeeded"}
 
 
-def test_a_final_failure_ends_the_job_for_all(node: Make) -> None:
-    nodes = [node(rank, 3) for rank in range(3)]
-    heard = [listening(handler) for handler in nodes]
-    form(*nodes)
-    nodes[0].report_failure(1, 2, "rank 0: exit code 1", final=True)
-    nodes[0].shutdown()
-    for rank in (1, 2):
-        event = heard[rank].get(timeout=HUNG)
-        assert (event.node, event.summary, event.final) == ("0", "rank 0: exit code 1", True)
-        error = Joining(nodes[rank]).outcome()
-        assert isinstance(error, RendezvousError)
-        assert "rank 0: exit code 1" in str(error)
+def test_a_lost_node_that_does_not_return_fails_the_job_with_its_rank(node: Make) -> None:
+    (zero, one), _ = attached(node(0, timeout=0.5), node(1, timeout=0.5))
+    zero.member.finished(1, HUNG)
+    one.member.client.close()  # type: ignore[union-attr]
+    zero.over()
+    error = error_of(zero.until(Ended), zero.settings)
+    assert isinstance(error, RendezvousTimeoutError)
+    assert "node 1 of 2 did not come within 0.5 s" in str(error)
 
 
-def test_those_who_wait_for_a_round_hear_that_the_job_is_over(node: Make) -> None:
-    nodes = [node(rank, 3) for rank in range(3)]
-    form(*nodes)
-    waiting = [Joining(nodes[0]), Joining(nodes[1])]
-    nodes[2].close("rank 5: exit code 1", True)
-    for one in waiting:
-        error = one.outcome()
-        assert isinstance(error, RendezvousError)
-        assert "node 2: rank 5: exit code 1" in str(error)
+def test_node_0_comes_back_and_the_counts_go_on(node: Make) -> None:
+    (zero, one), _ = attached(node(0), node(1))
+    one.member.failed(1, NodeFailure("exit code 1"))
+    for n in (zero, one):
+        n.over()
+    for n in (zero, one):
+        n.until(Formed)
+    zero.member.leave("SIGTERM")
+    zero.over()
+    one.over()
+    zero.release()
+    again = Attached(node(0))
+    formed = [n.until(Formed) for n in (again, one)]
+    assert [(f.place.rank, f.round.restarts) for f in formed] == [(0, 1), (1, 1)]
+    assert formed[0].round.number == formed[1].round.number > 2
+
+
+def test_node_0_that_is_killed_stops_the_others_at_once(node: Make, port: int) -> None:
+    code = (
+        "import sys; from phalanx.membership.static import StaticRendezvous as S;"
+        f"S('127.0.0.1', {port}, 0, 2, 'job').next_rendezvous(); print('in', flush=True); sys.stdin.read()"
+    )
+    zero = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert zero.stdin is not None
+    assert zero.stdout is not None
+    one = Attached(node(1))
+    first = one.until(Formed)
+    assert zero.stdout.readline() == "in\n"
+    zero.kill()
+    zero.communicate()
+    assert "lost node 0" in one.over().reason
+    again = Attached(node(0))
+    formed = [n.until(Formed) for n in (again, one)]
+    assert formed[0].round.number > first.round.number
+    assert [f.place.rank for f in formed] == [0, 1]
 
 
 def test_a_job_that_ended_well_is_closed_not_failed(node: Make) -> None:
     nodes = [node(0), node(1)]
     form(*nodes)
-    nodes[0].close("all workers succeeded", False)
+    nodes[0].set_closed()
     assert isinstance(Joining(nodes[1]).outcome(), RendezvousClosedError)
     assert isinstance(Joining(nodes[0]).outcome(), RendezvousClosedError)
     assert nodes[0].is_closed()
@@ -223,36 +327,28 @@ def test_another_job_at_the_same_address_is_refused(node: Make) -> None:
     assert zero.info().rank == 0
 
 
-def test_two_nodes_of_the_same_rank_are_told(node: Make, port: int) -> None:
-    first = Joining(node(1, 3))
-    zero = Joining(node(0, 3))
-    with TorchStoreClient("127.0.0.1", port, HUNG, prefix="phalanx/") as client:
-        client.wait(["join/1/1"])
-        before = client.get("join/1/1")
-        second = Joining(node(1, 3))
-        wait_until(lambda: client.get("join/1/1") != before, "the second node of this rank")
-    two = Joining(node(2, 3))
-    outcomes = [first.outcome(), second.outcome()]
-    errors = [one for one in outcomes if isinstance(one, Exception)]
-    assert len(errors) == 1
-    assert "the same --node-rank" in str(errors[0])
-    assert zero.info().round == two.info().round == 1
-
-
-def test_a_node_whose_rank_is_asked_for_again_hears_of_it_and_one_of_the_two_goes(node: Make) -> None:
-    nodes = [node(0), node(1)]
-    heard = [listening(one) for one in nodes]
-    form(*nodes)
-    second = Joining(node(1))
-    for one in heard:
-        assert one.get(timeout=HUNG) == MembershipChanged(waiting=1, round=1), (
-            "nobody runs on in the old round"
-        )
-    first = Joining(nodes[1])
-    form(nodes[0])
-    outcomes = [first.outcome(), second.outcome()]
-    (error,) = (one for one in outcomes if isinstance(one, Exception))
+def test_a_second_node_of_a_rank_is_refused_with_the_host_that_has_it(node: Make) -> None:
+    first, zero = Joining(node(1, 3)), Joining(node(0, 3))
+    handler = node(1, 3)
+    second = Joining(handler)
+    outcomes: queue.Queue[Any] = queue.Queue()
+    for one in (first, second):
+        threading.Thread(target=lambda one=one: outcomes.put(one.outcome())).start()
+    error = outcomes.get(timeout=HUNG)
+    assert isinstance(error, RendezvousStateError)
+    assert f"node rank 1 is taken by {os.uname().nodename} (127.0.0.1)" in str(error)
     assert "the same --node-rank" in str(error)
+    two = Joining(node(2, 3))
+    assert zero.info().round == two.info().round == outcomes.get(timeout=HUNG).round == 1
+
+
+def test_a_second_node_of_a_rank_does_not_disturb_a_running_round(node: Make) -> None:
+    (zero, one), _ = attached(node(0), node(1))
+    error = Joining(node(1)).outcome()
+    assert isinstance(error, RendezvousStateError)
+    assert "the same --node-rank" in str(error)
+    assert zero.heard.empty()
+    assert one.heard.empty()
 
 
 def test_a_second_node_0_is_refused(node: Make, port: int) -> None:
@@ -266,8 +362,9 @@ def test_leaving_ends_a_join_that_waits(node: Make) -> None:
     for rank in (0, 1):  # node 0 waits for the others, node 1 for node 0
         handler = node(rank)
         joining = Joining(handler)
+        wait_until(lambda h=handler: h.membership is not None and h.membership.started, "the join")
         handler.leave()
-        assert isinstance(joining.outcome(), RendezvousClosedError)
+        assert isinstance(joining.outcome(), RendezvousGracefulExitError)
 
 
 def test_without_the_shared_store_workers_get_a_port_of_their_own(
@@ -290,6 +387,70 @@ def test_bad_places_are_refused() -> None:
             StaticRendezvous("127.0.0.1", 29500, rank, world, "job")
     with pytest.raises(ValueError, match="master port 0"):
         StaticRendezvous("127.0.0.1", 0, 0, 2, "job")
+
+
+# -- trust ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_token_node_0_says_that_the_job_is_open(node: Make) -> None:
+    nodes = [Attached(node(rank)) for rank in (0, 1)]
+    assert nodes[0].until(Remark).text == NOT_AUTHENTICATED
+    assert isinstance(nodes[1].heard.get(timeout=HUNG), Formed)
+
+
+def test_with_a_token_the_job_is_authenticated(
+    node: Make, port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+    monkeypatch.setenv("PHALANX_TOKEN", "secret")
+    made = [Attached(node(0)), Attached(node(1, token_file=str(tmp_path / "token")))]
+    assert isinstance(made[0].heard.get(timeout=HUNG), Formed), "no remark"
+    stranger = Client("127.0.0.1", port, grace=HUNG)
+    with pytest.raises(StoreAuthError, match="wants a token and we have no token"):
+        stranger.connect(HUNG)
+    stranger.close()
+
+
+@pytest.mark.parametrize(
+    ("zero", "one", "says"),
+    [
+        ("", "secret", "has no token, so its job is not authenticated; our token is from the variable"),
+        ("secret", "", r"wants a token and we have no token \(set PHALANX_TOKEN\)"),
+        ("secret", "other", "refused our token"),
+    ],
+)
+def test_nodes_with_and_without_a_token_are_told(
+    node: Make, monkeypatch: pytest.MonkeyPatch, zero: str, one: str, says: str
+) -> None:
+    made = []
+    for rank, token in ((0, zero), (1, one)):
+        monkeypatch.setenv("PHALANX_TOKEN", token)
+        made.append(Attached(node(rank)))
+        # It looks for its token in the environment, which changes for the next one.
+        wait_until(lambda: made[-1].member.client is not None, "the node's token")
+    error = error_of(made[1].until(Ended), made[1].settings)
+    assert isinstance(error, RendezvousConnectionError)
+    with pytest.raises(RendezvousConnectionError, match=says):
+        raise error
+
+
+def test_nonsense_of_a_stranger_in_an_open_job_ends_nothing(node: Make, port: int) -> None:
+    (zero, one), _ = attached(node(0), node(1))
+    with Client("127.0.0.1", port) as stranger:
+        for key, value in {
+            "node/x": b"[", "node/y": b'{"info":{"id":"y","name":"\\u001b[31m"},"ready":7}', "drain/": b"",
+            "result/1/x": b"\xff", "result/one/x": b"{}", "result/1/y": b'{"ok":"no"}', "place/x": b"7",
+            "ctl/meeting/9": b"\xff", "ctl/meeting/x": b"here 1", "ctl/x": b"{", "members/x": b"[]",
+        }.items():  # fmt: skip
+            stranger.request(Put(f"job/job/{key}", value), HUNG)
+        assert stranger.request(Get("job/job/node/x"), HUNG).ok
+    one.member.failed(1, NodeFailure("exit code \x1b[31m7"))
+    for n in (zero, one):
+        over = n.over()
+        assert over.now is not None
+        assert NodeFailure.read(over.now.cause[2]).summary == r"exit code \x1b[31m7"
+    assert [n.until(Formed).round.number for n in (zero, one)] == [2, 2]
 
 
 # -- real agents ------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from phalanx.agent.spec import RunResult
     from phalanx.core.group import Ending, Phase
     from phalanx.core.group_events import CloseRendezvous, Event, ReportFailure, StartWorkers
-    from phalanx.core.ranks import NodeSlots
+    from phalanx.core.ranks import WorkerRanks
     from phalanx.membership.handler import RendezvousInfo
 
 
@@ -82,8 +82,8 @@ class Nodes(Protocol):
         """What the nodes wait for, in words; empty where that is not known."""
 
     @property
-    def slots(self) -> list[NodeSlots] | None:
-        """Role and worker count of every node of the round; None where ranks do not need them."""
+    def worker_ranks(self) -> list[WorkerRanks] | None:
+        """The ranks of this node's workers, where the round determines them; None: one node, or all alike."""
 
     def join(self, gone: int | None, attempt: int) -> None:
         """Be in the next round: `RoundReady` or `RoundFailed`. `gone`: the last one, if no worker is left."""

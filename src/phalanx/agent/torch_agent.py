@@ -26,6 +26,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 
+from phalanx import environment
 from phalanx.agent.local_workers import START_ERRORS, LocalWorkers, worker_event
 from phalanx.agent.loop import OwnerLoop, ProgressPart, SteppedLoop, StepWorkers, signal_exception
 from phalanx.agent.run_record import RunRecord
@@ -73,7 +74,6 @@ if TYPE_CHECKING:
     from phalanx.workers.worker_group import PContext
 
 DEFAULT_ROLE = "default"
-UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 _FAREWELL = 30.0  # seconds for a rendezvous to be left or closed; a plug-in may hang
 
@@ -185,17 +185,23 @@ class SimpleElasticAgent(ElasticAgent):
             self._loop.parts.append(ProgressPart(options.progress, lambda: self.waiting_for))
 
     def _new_nodes(self) -> Nodes:
-        spec, show = self._worker_group.spec, self._record.show_waiting
+        spec = self._worker_group.spec
         if not (self._rdzv_handler.immediate or self._overridden & _OF_NODES):
             from phalanx.membership.elastic_nodes import elastic_nodes
 
             nodes = elastic_nodes(
-                spec, self.restart_policy, self._post, show, self._exit_barrier_timeout, self.open_meeting
+                spec,
+                self.restart_policy,
+                self._post,
+                self._record.show_waiting,
+                self._record.note,
+                self._exit_barrier_timeout,
+                self.open_meeting,
             )
             if nodes is not None:
                 return nodes
         exchanges = not self._overridden & {"_rendezvous", "_assign_worker_ranks"}
-        return HandlerNodes(spec, self._post, show, self._exit_barrier_timeout, exchanges=exchanges)
+        return HandlerNodes(spec, self._post, self._exit_barrier_timeout, exchanges=exchanges)
 
     def _new_workers(self, nodes: Nodes, policy: core.GroupPolicy) -> NodeWorkers:
         return StepWorkers()
@@ -480,17 +486,14 @@ class SimpleElasticAgent(ElasticAgent):
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Ranks from role and worker count of every node, which the nodes exchange while they join."""
-        from phalanx.core.ranks import assign_identical, assign_to
+        from phalanx.core.ranks import assign_identical
 
-        identical = os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1"
-        slots = self._loop.nodes.slots
-        if slots is None and group_world_size > 1 and not identical:
-            from phalanx.membership.exchange import node_infos
+        places = self._loop.nodes.worker_ranks
+        if places is None and group_world_size > 1 and not environment.workers_are_identical():
+            from phalanx.membership.exchange import exchange_ranks
 
-            slots = node_infos(store, group_rank, group_world_size, spec, self._loop.number)
-        if slots is not None:
-            places = assign_to(slots, group_rank)
-        else:
+            places = exchange_ranks(store, group_rank, group_world_size, spec, self._loop.number)
+        if places is None:
             places = assign_identical(group_rank, group_world_size, spec.local_world_size)
         return [
             Worker(p.local_rank, p.global_rank, p.role_rank, p.world_size, p.role_world_size) for p in places
@@ -581,7 +584,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._prefix_template = log_line_prefix_template
         self._health_check_server = health_check_server
         if uninterruptible_state_timeout is None:
-            uninterruptible_state_timeout = float(os.environ.get(UNINTERRUPTIBLE_TIMEOUT) or 0)
+            uninterruptible_state_timeout = environment.uninterruptible_timeout()
         self._uninterruptible_timeout = uninterruptible_state_timeout
         self._attach = options.attach
         self.helpers = options.helpers or HelperPool()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from phalanx.cli.store import TRUST, Parser, add_options, trust
-from phalanx.core.rounds import NodeRecord, decode_node
+from phalanx.core.round_records import NodeRecord, decode_node
 from phalanx.core.store_commands import Get, Notice, Put
 from phalanx.environment import STORE_PORT, variables
 from phalanx.errors import PhalanxError, StoreError, UsageError
@@ -101,7 +101,8 @@ def drain(client: Client, run_id: str, name: str, timeout: float) -> int:
 
 def _nodes(client: Client, prefix: str) -> dict[str, NodeRecord]:
     entries = client.request(Get(prefix + "node/", prefix=True), 10.0).entries
-    return {entry.key.removeprefix(prefix + "node/"): decode_node(entry.value) for entry in entries}
+    found = {entry.key.removeprefix(prefix + "node/"): decode_node(entry.value) for entry in entries}
+    return {node: record for node, record in found.items() if record is not None}
 
 
 def _parser() -> Parser:

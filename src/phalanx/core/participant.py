@@ -23,23 +23,36 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.core import participant_events as happen
-from phalanx.core.participant_events import Action, End, Send, StartRound, StopRound
-from phalanx.core.rounds import (
+from phalanx.core.participant_events import (
+    Action,
+    Answer,
+    Connected,
+    Disconnected,
+    End,
+    Event,
+    LeaveRequested,
+    Noticed,
+    Refused,
+    Send,
+    StartRound,
+    StopRound,
+    StoreLost,
+    WorkersEnded,
+    WorkersStopped,
+)
+from phalanx.core.round_records import (
     ACTIVE,
     CLOSED,
-    LeaderView,
     NodeInfo,
     NodeRecord,
-    Options,
+    Place,
     Result,
     Round,
-    RoundDecision,
-    begin_again,
-    decide,
+    decode_place,
     decode_round,
     encode,
 )
+from phalanx.core.rounds import LeaderView, Options, begin_again, decide
 from phalanx.core.store_commands import (
     Change,
     Command,
@@ -57,7 +70,7 @@ from phalanx.core.store_commands import (
     When,
 )
 
-CONTROL = 1  # the watch that every node has; a leader's own gets a new number each time
+CONTROL, PLACE = 1, 2  # the watches of every node; a leader's own gets a new number each time
 FENCE = 0.9
 QUIET = 0.005  # a leader of thousands decides at most this often
 
@@ -71,8 +84,10 @@ class _Pending(NamedTuple):
 class Participant:
     """The state of one node between events."""
 
-    def __init__(self, info: NodeInfo, options: Options) -> None:
+    def __init__(self, info: NodeInfo, options: Options, rounds: int = 0, restarts: int = 0) -> None:
+        """`rounds` and `restarts`: what this node knows from a store that was lost."""
         self.info, self.options = info, options
+        self.rounds, self.restarts = rounds, restarts
         self.round: Round | None = None
         self.reason = "joining"
         self.running: int | None = None  # the round whose workers this node has
@@ -80,10 +95,11 @@ class Participant:
         self.ended: End | None = None
         self._round_mod = 0
         self._job = 0  # which of the jobs with this id is ours; 0: not known yet
-        self._place: tuple[int, int] | None = None  # (incarnation, its rank in the round)
+        self._place, self._place_mod = Place(), 0
+        self._outside = ""  # the stamp of a round that this node is known not to be in
         self._leader = Entry("")
         self._control = False  # whether the control keys are known
-        self._over: happen.WorkersEnded | None = None
+        self._over: WorkersEnded | None = None
         self._stopping = False
         self._started = (0, 0)
         self._leaving = ""
@@ -95,10 +111,11 @@ class Participant:
         self._cap: float | None = None
         self._next_beat = 0.0
         self._view: LeaderView | None = None
-        self._everything, self._view_complete, self._dirty = CONTROL, False, False
+        self._everything, self._view_complete, self._dirty = PLACE, False, False
         self._decided = self._status_at = float("-inf")
         self._lead_wake: float | None = None
-        self._sent_decision = RoundDecision((), "")
+        self._unsent: Txn | None = None  # the round, until all its places are written
+        self._published_txn = Txn(())
         self._pending: dict[int, _Pending] = {}
         self._tags = 0
         self._out: list[Action] = []
@@ -117,10 +134,11 @@ class Participant:
         """The first actions of a node."""
         self._heard = self._waiting_since = now
         self._send(now, "control", Watch(CONTROL, self._key("ctl/"), prefix=True))
+        self._send(now, "placed", Watch(PLACE, self._key("place/" + self.info.id)))
         self._send(now, "grant", Grant(self.options.ttl))
         return self._drain()
 
-    def step(self, now: float, event: happen.Event) -> list[Action]:
+    def step(self, now: float, event: Event) -> list[Action]:
         """Take in one event; say what to do."""
         if self.ended is None:
             # The fence comes first: after a sleep nothing else may be believed before it.
@@ -138,7 +156,7 @@ class Participant:
             times.append(self._fence_at())
             if not self._asking("beat"):
                 times.append(self._next_beat)
-        if self._lead_wake is not None and self._incarnation and not self._asking("publish"):
+        if self._lead_wake is not None and self._incarnation and not self._publishing:
             times.append(self._lead_wake)
         if self.running is None:
             times.append(self._give_up_at())
@@ -146,32 +164,32 @@ class Participant:
 
     # Taking in
 
-    def _take_in(self, now: float, event: happen.Event) -> None:
+    def _take_in(self, now: float, event: Event) -> None:
         match event:
-            case happen.Answer(tag, reply):
+            case Answer(tag, reply):
                 self._heard = now
                 pending = self._pending.pop(tag, None)
                 if pending is not None and pending.generation in (0, self._generation):
                     self._answered(now, pending, reply)
-            case happen.Noticed(notice):
+            case Noticed(notice):
                 self._heard = now
                 self._noticed(now, notice)
-            case happen.Connected():
+            case Connected():
                 self._heard = now
                 self._next_beat = now
-            case happen.Disconnected() if self.lease:
+            case Disconnected() if self.lease:
                 self._cap = now + self.options.linger * FENCE
-            case happen.Refused(at):
+            case Refused(at):
                 self._proof = max(self._proof, at)
                 self._cap = None
-            case happen.StoreLost(why):
+            case StoreLost(why):
                 self._quit(End("store", why, self.round))
-            case happen.WorkersStopped(number) if number == self.running:
+            case WorkersStopped(number) if number == self.running:
                 self._idle(now)
-            case happen.WorkersEnded(number) if number == self.running and not self._stopping:
+            case WorkersEnded(number) if number == self.running and not self._stopping:
                 self._over = event
                 self._report(now, event)
-            case happen.LeaveRequested(reason):
+            case LeaveRequested(reason):
                 self._leaving = self._leaving or reason
 
     def _answered(self, now: float, pending: _Pending, reply: Reply) -> None:
@@ -183,6 +201,13 @@ class Participant:
                 self._job = 1
             elif self.round.phase != CLOSED and self._leader.lease:
                 self._job = self.round.job
+        elif kind == "placed":
+            self._learn_place(reply.entries)
+        elif kind == "place":
+            self._learn_place(reply.entries)
+            # Read after the round was seen, so it is final: without a place this node is not a member.
+            if self.round is not None and reply.revision >= self._round_mod and not self._is_member():
+                self._outside = self.round.stamp
         elif kind == "remaining" and not self._job and reply.revision >= self._round_mod:
             assert self.round is not None
             claim = begin_again(self.round, self._round_mod, self.options, len(reply.entries))
@@ -201,8 +226,8 @@ class Participant:
                 self._send(now, "grant", Grant(self.options.ttl))
         elif kind == "beat":
             self._beaten(now, pending.sent, reply)
-        elif kind == "publish":
-            self._published(now, reply)
+        elif kind in ("publish", "batch"):
+            self._published(now, kind, reply)
         elif kind in ("register", "update", "campaign", "report"):
             self._wrote(now, kind, reply)
 
@@ -231,6 +256,9 @@ class Participant:
             self._learn_leader(now, reply.entries[1])
 
     def _noticed(self, now: float, notice: Notice) -> None:
+        if notice.watch == PLACE:
+            self._learn_place(tuple(change.entry for change in notice.changes if not change.deleted))
+            return
         if notice.watch != CONTROL:
             if self._view is not None and self._view_complete and notice.watch == self._everything:
                 self._view.learn(now, notice.changes, notice.reset)
@@ -247,12 +275,21 @@ class Participant:
     def _learn_round(self, entry: Entry) -> None:
         if self.round is not None and self.round.phase == CLOSED and self.round.job == self._job:
             return  # our job has ended; what comes now is another's
-        self._round_mod, self.round = entry.mod, decode_round(entry.value)
-        self._place = None
+        found = decode_round(entry.value)
+        if found is None:
+            return
+        self._round_mod, self.round = entry.mod, found
+        self.rounds, self.restarts = max(self.rounds, found.number), found.restarts
         if not self._job and self._control and self.round.phase != CLOSED:  # news: somebody is there
             self._job = self.round.job
         if self._view is None:
             self.reason = self.round.reason
+
+    def _learn_place(self, entries: tuple[Entry, ...]) -> None:
+        for entry in entries:
+            if entry.mod > self._place_mod:
+                self._place_mod = entry.mod
+                self._place = decode_place(entry.value) or Place()
 
     def _learn_again(self, entry: Entry) -> None:
         """The round after `begin_again`: a new one, or still the one that was found, and so ours."""
@@ -273,8 +310,8 @@ class Participant:
             self._read_everything(now)
 
     def _step_down(self, now: float) -> None:
-        self._view, self._view_complete, self._lead_wake = None, False, None
-        for tag in [t for t, p in self._pending.items() if p.kind in ("publish", "everything")]:
+        self._view, self._view_complete, self._lead_wake, self._unsent = None, False, None, None
+        for tag in [t for t, p in self._pending.items() if p.kind in ("publish", "batch", "everything")]:
             del self._pending[tag]
         self._send(now, "unwatch", Unwatch(self._everything))
 
@@ -342,6 +379,8 @@ class Participant:
             self._quit(End(current.outcome, current.reason, current))
         elif current is not None and self._job not in (0, current.job):
             self._quit(End("replaced", "its job ended while it was away, and another has its id", current))
+        elif self._place.refused:
+            self._quit(End("refused", self._place.refused, current))
         elif self._leaving:
             if self.lease:
                 self._send(now, "revoke", Revoke(self.lease))
@@ -360,13 +399,12 @@ class Participant:
         elif self.lease and self._control and not self._incarnation:
             self._register(now)
         elif current is not None and current.phase == ACTIVE:
-            rank = self._rank_here()
-            if rank >= 0 and self._started != (current.number, self._incarnation):
+            if self._is_member() and self._started != (current.number, self._incarnation):
                 self._started = (current.number, self._incarnation)
-                self.running, self.rank, self._over = current.number, rank, None
-                self._out.append(StartRound(current, rank))
-            elif len(current.members) >= self.options.max_nodes:
-                self._waiting_since = now  # a spare waits as long as it is one
+                self.running, self.rank, self._over = current.number, self._place.rank, None
+                self._out.append(StartRound(current, self._place))
+            elif current.nodes >= self.options.max_nodes:
+                self._waiting_since = now  # a spare has no time-out
 
     def _maybe_stop(self, now: float) -> None:
         if self.running is None or self._stopping:
@@ -389,13 +427,16 @@ class Participant:
         self.running, self.rank, self._stopping, self._over = None, -1, False, None
         self._waiting_since = now
 
-    def _rank_here(self) -> int:
-        """Our rank in the present round; looked up once, a round may have thousands of members."""
-        if self.round is None or not self._incarnation:
-            return -1
-        if self._place is None or self._place[0] != self._incarnation:
-            self._place = (self._incarnation, self.round.rank_of(self.info.id, self._incarnation))
-        return self._place[1]
+    def _is_member(self) -> bool:
+        """Whether this node, as it is registered now, is known to be in the active round."""
+        current, place = self.round, self._place
+        return (
+            current is not None
+            and current.phase == ACTIVE
+            and bool(self._incarnation)
+            and (place.stamp, place.incarnation) == (current.stamp, self._incarnation)
+            and current.stamp != self._outside
+        )
 
     def _wanted_ready(self) -> int:
         if self.round is None:
@@ -407,22 +448,33 @@ class Participant:
             return
         self._ready = self._wanted_ready()
         key = self._key("node/" + self.info.id)
-        record = encode(NodeRecord(self.info, self._ready, job=self._job))
+        record = encode(self._record())
         self._send(now, "register", Txn((When(key, "mod", 0),), (Put(key, record, self.lease),)))
 
     def _update(self, now: float) -> None:
         """Keep our own key true: which round we are ready for, and whether we are leaving."""
         leaving = bool(self._leaving) and not self._told_leaving
         wanted = self._wanted_ready() if self.running is None else self._ready
-        behind = wanted > self._ready and self._rank_here() < 0
+        behind = wanted > self._ready and not self._is_member()
         if self._asking("update") or not (leaving or behind):
             return
+        current = self.round
+        if behind and current is not None and current.phase == ACTIVE and current.stamp != self._outside:
+            # The place may be on its way: being ready for the next round would deny the workers of this one.
+            if not self._asking("place"):
+                self._send(now, "place", Get(self._key("place/" + self.info.id)))
+            if not leaving:
+                return
+            wanted = self._ready
         self._ready, self._told_leaving = max(wanted, self._ready), bool(self._leaving)
         key = self._key("node/" + self.info.id)
-        record = encode(NodeRecord(self.info, self._ready, self._leaving, self._job))
+        record = encode(self._record())
         self._send(now, "update", Txn((When(key, "mod", self._node_mod),), (Put(key, record, self.lease),)))
 
-    def _report(self, now: float, end: happen.WorkersEnded) -> None:
+    def _record(self) -> NodeRecord:
+        return NodeRecord(self.info, self._ready, self._leaving, self._job, self.rounds, self.restarts)
+
+    def _report(self, now: float, end: WorkersEnded) -> None:
         key = self._key("node/" + self.info.id)
         result = Put(self._key(f"result/{end.round}/{self.info.id}"), encode(Result(end.ok, end.detail)))
         self._send(now, "report", Txn((When(key, "create", self._incarnation),), (result,)))
@@ -437,7 +489,7 @@ class Participant:
                 self._send(now, "campaign", Txn(guards, (Put(key, self.info.id.encode(), self.lease),)))
             return
         due = self._dirty or (self._lead_wake is not None and now >= self._lead_wake)
-        if not due or not self._view_complete or self._asking("publish"):
+        if not due or not self._view_complete or self._publishing:
             return
         if now < self._decided + QUIET:
             self._lead_wake = self._decided + QUIET
@@ -445,22 +497,37 @@ class Participant:
         self._decided, self._dirty = now, False
         decision = decide(now, self._view, self.options)
         self.reason, self._lead_wake = decision.reason, decision.wake_at
-        for command in decision.commands:
-            self._send(now, "publish", command)
-        if not decision.commands and now >= self._status_at + 1.0:
+        if decision.commands:
+            *batches, main = decision.commands
+            assert isinstance(main, Txn)
+            self._unsent = main
+            for batch in batches:
+                self._send(now, "batch", batch)
+            self._publish(now)
+        elif now >= self._status_at + 1.0:
             self._status_at = now
             guard = When(self._key("ctl/leader"), "create", self._view.term)
             self._send(now, "status", Txn((guard,), (Put(self._key("status"), self.reason.encode()),)))
-        self._sent_decision = decision
 
-    def _published(self, now: float, reply: Reply) -> None:
+    @property
+    def _publishing(self) -> bool:
+        return self._asking("publish") or self._asking("batch")
+
+    def _publish(self, now: float) -> None:
+        """Send the round, once the places that belong to it are written."""
+        if self._unsent is not None and not self._asking("batch"):
+            self._published_txn, self._unsent = self._unsent, None
+            self._send(now, "publish", self._published_txn)
+
+    def _published(self, now: float, kind: str, reply: Reply) -> None:
         if self._view is None:
             return
-        self._dirty = True
+        if reply.ok and kind == "batch":
+            self._publish(now)
+            return
+        self._dirty, self._unsent = True, None
         if reply.ok:
-            txn = self._sent_decision.commands[0]
-            assert isinstance(txn, Txn)
-            made = tuple(Change(Entry(put.key, put.value, mod=reply.revision)) for put in txn.puts)
+            made = tuple(Change(Entry(p.key, p.value, mod=reply.revision)) for p in self._published_txn.puts)
             self._view.learn(now, made)
         elif reply.entries[0].create != self._view.term:
             self._learn_leader(now, reply.entries[0])
@@ -490,7 +557,7 @@ class Participant:
     def _send(self, now: float, kind: str, command: Command) -> None:
         self._tags += 1
         # What the node asks as itself is void once it is somebody new; the control watch stays.
-        generation = 0 if kind == "control" else self._generation
+        generation = 0 if kind in ("control", "placed") else self._generation
         self._pending[self._tags] = _Pending(kind, generation, now)
         self._out.append(Send(self._tags, command))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.core.rounds import Round
+from phalanx.core.round_records import Place, Round
 from phalanx.core.store_commands import Command, Notice, Reply
 
 
@@ -79,10 +79,10 @@ class Send(NamedTuple):
 
 
 class StartRound(NamedTuple):
-    """Start workers as the node of this rank."""
+    """Start workers at this node's place in the round."""
 
     round: Round
-    rank: int
+    place: Place
 
 
 class StopRound(NamedTuple):
@@ -94,7 +94,7 @@ class StopRound(NamedTuple):
 
 
 class End(NamedTuple):
-    """The job is over for this node: succeeded, failed, closed, timeout, left or store."""
+    """The job is over for this node: succeeded, failed, closed, timeout, left, replaced, refused or store."""
 
     outcome: str
     reason: str

@@ -155,3 +155,13 @@ def record(history: History, failure: Failure, policy: RestartPolicy, attempt: i
     known = history.attempt + 1 if attempt is None else max(history.attempt, attempt)
     keep = max(_KEEP, policy.max_restarts + 1 if policy.window is not None else 0)
     return History(known, (*history.failures, failure)[-keep:])
+
+
+def decide_for_job(used: int, max_restarts: int | None) -> Decision:
+    """The leader's verdict on a failed round of a job that has used so many restarts.
+
+    Without a limit the nodes judge by themselves: only they know when the failures of a window happened.
+    """
+    if max_restarts is None:
+        return Decision(True, 0.0, 0, "restarted")
+    return decide(History(used), Failure(0.0), 0.0, RestartPolicy(max_restarts))

@@ -1,190 +1,134 @@
 """Forming rounds: how nodes become one numbered group, and what the elected leader decides.
 
-Everything a job knows lies in a few keys below its own prefix:
+Everything a job knows is in a few keys below its own prefix (`core.round_records` has their values):
 
-    node/<id>             one per node, on the node's lease: who it is, and which round it is ready for
+    node/<id>             one per node, on the node's lease: its description, and the round it is ready for
     ctl/leader            on the leader's lease: the id of the node that decides
-    ctl/round             the round, written by the leader alone; every node watches `ctl/`
-    members               the last active round's members, for a new leader's memory (nobody watches it)
+    ctl/round             the round, written by the leader only; every node watches `ctl/`
+    ctl/meeting/<round>   where the workers of the round meet, written by its node of rank 0
+    place/<id>            a node's place in the round, or why it is refused; only that node watches it
+    members               the members of the last active round: for the leader, status and reports
     result/<round>/<id>   how the workers of a node ended in a round (no lease: outlives the node)
-    drain/<id>            a request that anybody may write; so is
+    drain/<id>            a request, by any client, that a node leaves; so is
     close/<job>           a request to end the job that `Round.job` numbers
-    status                the leader's present reason, for those who wait and want to show why
+    status                the leader's current reason, for nodes that wait and want to show why
 
-A round is first *forming*: nodes stop what they run and say so by `ready = <its number>`. Then it is
-*active*: its members, in rank order, run workers. Then the next one forms, or the job is *closed*.
+A round is first *forming*: nodes stop their workers and publish `ready = <its number>`. Then it is *active*:
+its members, in rank order, run workers. Then the next one forms, or the job is *closed*.
 
 Rules, each of which the simulator checks:
-- No round becomes active while a member of the one before still has its lease and has not said that
-  its workers are stopped. A node stops by itself when its lease may have run out (core.member), so
-  two rounds never run at the same time.
-- Members are (id, incarnation): the incarnation is the revision that made the node's key. A node
-  that slept past its lease has lost its key, so nothing it still believes can match.
-- Every write of the leader is conditional on the revision that made `ctl/leader` (its term) and on
-  the round it decided upon: a leader that was replaced while it slept cannot write.
+- No round becomes active while a member of the previous one still holds its lease and has not published that
+  its workers are stopped. A node stops by itself when its lease may have run out (core.participant), so two
+  rounds never run at the same time.
+- Members are (id, incarnation): the incarnation is the revision that created the node's key. A node that
+  slept past its lease has lost its key, so nothing it still believes can match.
+- Every write of the leader is conditional on the revision that created `ctl/leader` (its term), and a new
+  round also on the round it was decided upon: a leader that was replaced while it slept cannot write.
+- Places are written before, or together with, the round that they belong to, and carry its stamp. So a node
+  that reads its place after it has seen the round knows whether it is a member.
 - A rank is a position in the list of members: unique and contiguous by construction.
 - One failed round costs one restart, however many nodes report a failure; membership costs none.
-- An id may be used again: a node that finds the job of this id closed, and no node of it left, begins
-  the next one (`begin_again`), which goes on counting rounds, counts its restarts from none and has a number
+- A run id may be reused: a node that finds the job of this id closed, and none of its nodes left, begins the
+  next one (`begin_again`), which continues the count of rounds, starts its restarts at zero and has a number
   of its own. A node that belongs to a job never becomes part of the next one.
 
-A round of n nodes costs each node one write and one notice, and the leader one notice per node.
-All times are the leader's own monotonic clock; a new leader starts its waits again.
+A *fixed* job (`Options.fixed`, the static rendezvous) differs in four ways: every node brings its rank and
+gets exactly that one; a round needs all ranks; a second node of a rank is refused once the first has outlived
+a lease; and a member that is lost before it reported is waited for, even if all others have succeeded. The
+workers of that member may have failed, so the job re-forms and runs again, and fails with a time-out when the
+node does not return. Ending such a job as a success was rejected: its exit code would hide a lost node.
+
+A round of n nodes costs each node one write and two notices, and the leader one notice per node; the bytes of
+a round grow linearly. All times are on the leader's own monotonic clock; a new leader starts its waits again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
+from phalanx.core.failures import ranks_text
+from phalanx.core.ranks import natural_key, offsets
+from phalanx.core.restarts import decide_for_job
+from phalanx.core.round_records import (
+    ACTIVE,
+    CLOSED,
+    FORMING,
+    Member,
+    MemberList,
+    NodeInfo,
+    NodeRecord,
+    Place,
+    Result,
+    Round,
+    decode_members,
+    decode_node,
+    decode_place,
+    decode_result,
+    decode_round,
+    encode,
+    printable,
+)
 from phalanx.core.store_commands import Change, Command, Delete, Put, Txn, When
 
-FORMING, ACTIVE, CLOSED = "forming", "active", "closed"
-LOST = "lost before they reported: "  # and who, at the end of the reason of a job that succeeded without them
+LOST = "lost before they reported: "  # then names: the end of the reason of a job that succeeded without them
+_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the person who started the job asked for; times in seconds."""
+    """What the job was started with; times in seconds."""
 
     min_nodes: int = 1
     max_nodes: int = 1
-    max_restarts: int = 3
+    max_restarts: int | None = 3  # None: the nodes count them
     join_timeout: float = 600.0
-    last_call: float = 2.0  # once min nodes are here for the first time
-    settle: float = 0.2  # newcomers of a running job are gathered this long
+    last_call: float = 2.0  # once the minimum is reached for the first time
+    settle: float = 0.2  # how long newcomers of a running job are gathered
     ttl: float = 6.0
-    linger: float = 1.0  # how long a node that hung up may take to come back
+    linger: float = 1.0  # how long a node may take to reconnect after it closed its connection
     store_grace: float = 60.0
+    fixed: bool = False
+    batch: int = 100  # keys in one transaction; etcd allows 128
     prefix: str = ""
 
 
-class NodeInfo(NamedTuple):
-    """Who a node is; `rank` and `position` (its index at the scheduler) are -1 when not given."""
-
-    id: str
-    name: str
-    addr: str = ""
-    slots: int = 1
-    role: str = "default"
-    rank: int = -1
-    position: int = -1
-
-
-class NodeRecord(NamedTuple):
-    """The value of a node's key."""
-
-    info: NodeInfo
-    ready: int
-    leaving: str = ""
-    job: int = 1
-
-
 class Seen(NamedTuple):
-    """A node as the leader sees it: `at` is when its record last changed, by the leader's clock."""
+    """A node as the leader sees it: `at` is when its record last changed, `since` when it appeared."""
 
     record: NodeRecord
     incarnation: int
     at: float
+    since: float
 
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self.record.info.name
 
-class Member(NamedTuple):
-    """A node in an active round; its rank is its place in the list."""
-
-    id: str
-    incarnation: int
-    name: str
-    addr: str
-    slots: int
-    role: str
-
-
-class Result(NamedTuple):
-    """How a node's workers ended in a round; `detail` is the shell's own (a failure report)."""
-
-    ok: bool
-    detail: str = ""
-
-
-class Round(NamedTuple):
-    """The value of `ctl/round`; `restarts` counts failed rounds so far, `out` names drained nodes."""
-
-    number: int = 1
-    phase: str = FORMING
-    members: tuple[Member, ...] = ()
-    restarts: int = 0
-    reason: str = "waiting for the first nodes"
-    term: int = 0
-    out: tuple[str, ...] = ()
-    outcome: str = ""  # of a closed round: succeeded, failed, timeout or closed
-    cause: tuple[str, str, str] = ("", "", "")  # of a failed round: node id, name, detail
-    job: int = 1  # how many jobs have had this id, with this one
-
-    def rank_of(self, node: str, incarnation: int) -> int:
-        """The rank of a node, or -1: not a member, or only an earlier incarnation was."""
-        members = self.members
-        for rank in range(len(members)):
-            if members[rank].id == node:
-                return rank if members[rank].incarnation == incarnation else -1
-        return -1
+    @property
+    def rank(self) -> int:
+        """The rank that was given to the node."""
+        return self.record.info.rank
 
 
 class RoundDecision(NamedTuple):
-    """What the leader does now, why, and when to ask again if nothing happens (None: no need)."""
+    """What the leader does now, why, and when to decide again if nothing happens (None: no need).
+
+    Commands are sent in order, the last one when the others have been answered.
+    """
 
     commands: tuple[Command, ...]
     reason: str
     wake_at: float | None = None
 
 
-# Values are JSON so that a person can read them in the store with the store's own tools.
-
-
-def encode(value: tuple[Any, ...]) -> bytes:
-    """A record as the store holds it."""
-    import json
-
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
-
-
-def decode_node(value: bytes) -> NodeRecord:
-    """The record of a node."""
-    import json
-
-    info, *rest = json.loads(value)
-    return NodeRecord(NodeInfo(*info), *rest)
-
-
-def decode_members(value: bytes) -> tuple[Member, ...]:
-    """The list under `members`."""
-    import json
-
-    return tuple(Member(*m) for m in json.loads(value))
-
-
-@lru_cache(maxsize=2)  # participants of one process (a simulation, a test) see the same bytes
-def decode_round(value: bytes) -> Round:
-    """The record under `ctl/round`."""
-    import json
-
-    number, phase, members, restarts, reason, term, out, outcome, cause, *job = json.loads(value)
-    ranked = tuple(Member(*m) for m in members)
-    return Round(number, phase, ranked, restarts, reason, term, tuple(out), outcome, tuple(cause), *job)
-
-
-def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """A sort key in which node2 comes before node10."""
-    from itertools import groupby
-
-    runs = ((number, "".join(chars)) for number, chars in groupby(name, lambda c: c in "0123456789"))
-    return tuple((0, int(text), text) if number else (1, 0, text) for number, text in runs)
-
-
 def assign_ranks(nodes: list[NodeInfo], before: dict[str, int]) -> list[NodeInfo]:
     """Put nodes in rank order: given ranks first, then those of the last round, then position and name."""
     slots: list[NodeInfo | None] = [None] * len(nodes)
-    waiting = sorted(nodes, key=lambda n: (n.position < 0, n.position, natural(n.name), natural(n.id)))
+    waiting = sorted(
+        nodes, key=lambda n: (n.position < 0, n.position, natural_key(n.name), natural_key(n.id))
+    )
     for wanted in ({n.id: n.rank for n in nodes}, before):
         left = []
         for node in waiting:
@@ -200,7 +144,7 @@ def assign_ranks(nodes: list[NodeInfo], before: dict[str, int]) -> list[NodeInfo
 
 @dataclass(slots=True)
 class LeaderView:
-    """The job's keys as the leader knows them, kept up to date by `learn`."""
+    """The job's keys as the leader knows them, kept up to date by `learn`; unreadable ones are skipped."""
 
     options: Options
     term: int
@@ -208,32 +152,39 @@ class LeaderView:
     round: Round = Round()  # noqa: RUF009 - immutable
     round_mod: int = 0
     since: float = 0.0  # when this round record was first seen
-    previous: tuple[Member, ...] = ()
-    previous_mod: int = 0
+    members: MemberList = MemberList("", ())  # noqa: RUF009 - immutable
+    members_mod: int = 0
     results: dict[int, dict[str, tuple[int, Result]]] = field(default_factory=dict)
     drains: set[str] = field(default_factory=set)
     closes: dict[str, str] = field(default_factory=dict)  # job -> why it is to end
+    refused: set[str] = field(default_factory=set)
 
     def learn(self, now: float, changes: tuple[Change, ...], reset: bool = False) -> None:
-        """Take in what a watch over the whole prefix told."""
+        """Take in the changes that a watch over the whole prefix reported."""
+        known = self.nodes
         if reset:
-            known, self.nodes = self.nodes, {}
-            self.results, self.drains, self.closes = {}, set(), {}
+            self.nodes = {}
+            self.results, self.drains, self.closes, self.refused = {}, set(), {}, set()
             if not self.round_mod:
                 self.since = now
         for entry, deleted in changes:
             kind, _, rest = entry.key.removeprefix(self.options.prefix).partition("/")
             if kind == "node" and deleted:
                 self.nodes.pop(rest, None)
+                self.refused.discard(rest)
             elif kind == "node":
-                record = decode_node(entry.value)
-                old = known.get(rest) if reset else self.nodes.get(rest)
-                same = old is not None and old.record == record and old.incarnation == entry.create
-                self.nodes[rest] = Seen(record, entry.create, old.at if old and same else now)
+                self._learn_node(now, rest, entry.create, decode_node(entry.value), known)
             elif kind == "ctl" and rest == "round" and not deleted and entry.mod > self.round_mod:
-                self.round, self.round_mod, self.since = decode_round(entry.value), entry.mod, now
-            elif kind == "members" and not deleted and entry.mod > self.previous_mod:
-                self.previous, self.previous_mod = decode_members(entry.value), entry.mod
+                current = decode_round(entry.value)
+                if current is not None:
+                    self.round, self.round_mod, self.since = current, entry.mod, now
+            elif kind == "members" and not rest and not deleted and entry.mod > self.members_mod:
+                self.members = decode_members(entry.value) or MemberList("", ())
+                self.members_mod = entry.mod
+            elif kind == "place" and not deleted and b"refused" in entry.value:
+                place = decode_place(entry.value)
+                if place is not None and place.refused:
+                    self.refused.add(rest)
             elif kind == "result":
                 self._learn_result(rest, entry.mod, entry.value, deleted)
             elif kind == "drain":
@@ -241,16 +192,28 @@ class LeaderView:
             elif kind == "close" and deleted:
                 self.closes.pop(rest, None)
             elif kind == "close":
-                self.closes[rest] = entry.value.decode(errors="replace")
+                self.closes[rest] = printable(entry.value.decode(errors="replace"))
+
+    def _learn_node(
+        self, now: float, node: str, created: int, record: NodeRecord | None, known: dict[str, Seen]
+    ) -> None:
+        if record is None or record.info.id != node:
+            return
+        old = known.get(node)
+        if old is None or old.incarnation != created:
+            self.nodes[node] = Seen(record, created, now, now)
+        else:
+            self.nodes[node] = Seen(record, created, old.at if old.record == record else now, old.since)
 
     def _learn_result(self, rest: str, mod: int, value: bytes, deleted: bool) -> None:
-        import json
-
         number, _, node = rest.partition("/")
+        if not (number.isascii() and number.isdigit()) or len(number) > 18:
+            return
+        result = decode_result(value)
         if deleted:
             self.results.get(int(number), {}).pop(node, None)
-        else:
-            self.results.setdefault(int(number), {})[node] = (mod, Result(*json.loads(value)))
+        elif result is not None:
+            self.results.setdefault(int(number), {})[node] = (mod, result)
 
     def present(self, member: Member) -> bool:
         """Whether a member still holds the key it became a member with."""
@@ -258,107 +221,156 @@ class LeaderView:
         return seen is not None and seen.incarnation == member.incarnation
 
     def staying(self) -> dict[str, Seen]:
-        """The nodes of this job that are here and are not about to leave."""
-        gone, job = self.drains.union(self.round.out), self.round.job
+        """The nodes of this job that are present and are not about to leave."""
+        gone, job = self.drains.union(self.round.out, self.refused), self.round.job
         return {
             i: s
             for i, s in self.nodes.items()
             if not s.record.leaving and i not in gone and s.record.job == job
         }
 
+    def label(self, member: Member, rank: int) -> str:
+        """A member's name for people; in a fixed job its rank is what people know it by."""
+        return f"node {rank} ({member.name})" if self.options.fixed else member.name
+
 
 def decide(now: float, view: LeaderView, options: Options) -> RoundDecision:
-    """The leader's next move, from nothing but what it sees."""
+    """The leader's next move; a function of what it sees."""
     if view.round.phase == CLOSED:
         return RoundDecision((), view.round.reason)
     asked = view.closes.get(str(view.round.job))
     if asked is not None:
         return _close(view, "closed", asked or "closed on request")
+    staying = view.staying()
+    patience = None
+    if options.fixed:
+        staying, refusal = _one_per_rank(now, view, options, staying)
+        if refusal.commands:
+            return refusal
+        patience = refusal.wake_at
     if view.round.phase == ACTIVE:
-        return _watch_over(now, view, options)
-    if _untold(view):
+        decision = _supervise(now, view, options, staying)
+    elif _undrained(view):
         return _publish(view, view.round, view.round.reason)
-    return _form(now, view, options)
+    else:
+        decision = _form(now, view, options, staying)
+    if patience is None:
+        return decision
+    return decision._replace(wake_at=min(patience, decision.wake_at or patience))
 
 
 def begin_again(found: Round, mod: int, options: Options, remaining: int) -> Txn:
-    """What a newcomer asks who finds no leader, or the end of a job, and so many nodes of it still there.
+    """The request of a newcomer that finds no leader, or a closed job, and `remaining` nodes of it.
 
-    With some of them left the answer only says whether the round is still this one. With none left, whoever
-    is first begins anew; the others see its round. A job that was not closed keeps its number: some of its
-    nodes may be alive, and come back when they reach the store again."""
+    With nodes left the reply only tells whether the round is still this one. With none left, the first
+    newcomer begins anew; the others see its round. A job that was not closed keeps its number: some of its
+    nodes may be
+    alive, and return when they reach the store again."""
     still = (When(options.prefix + "ctl/round", "mod", mod),)
     if remaining:
         return Txn(still)
     over = found.phase == CLOSED
-    ended = f"the one before it with this id ended: {found.outcome} ({found.reason})"
+    ended = f"the previous one with this id ended: {found.outcome} ({found.reason})"
     reason = f"a new job; {ended}" if over else "begun anew: all nodes had gone"
     fresh = Round(found.number + 1, reason=reason, job=found.job + over)
-    ranges = tuple(Delete(options.prefix + name, prefix=True) for name in ("result/", "drain/", "close/"))
+    ranges = ("result/", "drain/", "close/", "place/", "ctl/meeting/")
+    deletes = tuple(Delete(options.prefix + name, prefix=True) for name in ranges)
     singles = tuple(Delete(options.prefix + name) for name in ("members", "status"))
-    return Txn(still, (Put(options.prefix + "ctl/round", encode(fresh)),), ranges + singles)
+    return Txn(still, (Put(options.prefix + "ctl/round", encode(fresh)),), deletes + singles)
 
 
-def _untold(view: LeaderView) -> bool:
-    """Whether a node is to leave and has not been told: the round is the only way to tell anybody."""
+def _undrained(view: LeaderView) -> bool:
+    """Whether a drained node has not been notified: the round carries the notice."""
     return not view.drains.isdisjoint(view.nodes.keys() - set(view.round.out))
 
 
-def _watch_over(now: float, view: LeaderView, options: Options) -> RoundDecision:
-    """An active round: failures first, then the end, then who went, then who came."""
-    current = view.round
+def _one_per_rank(
+    now: float, view: LeaderView, options: Options, staying: dict[str, Seen]
+) -> tuple[dict[str, Seen], RoundDecision]:
+    """The nodes of a fixed job that hold their ranks, and the refusal of those that never will.
+
+    A second node of a rank waits as long as a lease, in which the first may turn out to be dead."""
+    members = {m.id for m in view.members.nodes if view.present(m)}
+    holders: dict[int, str] = {}
+    puts: list[Put] = []
+    reason, wake = "", None
+    for node in sorted(staying, key=lambda i: (i not in members, staying[i].incarnation)):
+        seen = staying[node]
+        if not 0 <= seen.rank < options.max_nodes:
+            why = f"node rank {seen.rank} of {options.max_nodes}: ranks go from 0 to {options.max_nodes - 1}"
+        elif holders.setdefault(seen.rank, node) == node:
+            continue
+        else:
+            holder = staying[holders[seen.rank]].record.info
+            due = seen.since + options.ttl + options.linger
+            if now < due:
+                wake = due if wake is None else min(due, wake)
+                continue
+            where = f" ({holder.addr})" if holder.addr else ""
+            why = (
+                f"node rank {seen.rank} is taken by {holder.name}{where}: "
+                "two nodes were given the same --node-rank"
+            )
+        puts.append(Put(f"{options.prefix}place/{node}", encode(Place(refused=why))))
+        reason = f"refused {seen.name}: {why}"
+    kept = {node: staying[node] for node in holders.values()}
+    if not puts:
+        return kept, RoundDecision((), "", wake)
+    guard = When(options.prefix + "ctl/leader", "create", view.term)
+    return kept, RoundDecision((Txn((guard,), tuple(puts[: options.batch])),), reason)
+
+
+def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str, Seen]) -> RoundDecision:
+    """An active round: failures first, then the end, then losses, then newcomers."""
+    current, members = view.round, view.members.nodes
+    if view.members.stamp != current.stamp:
+        return _reform(view, "the list of members is not readable")
     results = view.results.get(current.number, {})
     failed = sorted((mod, node, r) for node, (mod, r) in results.items() if not r.ok)
     if failed:
         return _after_failure(view, options, failed[0][1], failed[0][2])
-    names = {m.id: m.name for m in current.members}
-    pending = [m for m in current.members if m.id not in results]
-    lost = [m.name for m in pending if not view.present(m)]
-    if len(lost) == len(pending) and results:
+    pending = [(m, rank) for rank, m in enumerate(members) if m.id not in results]
+    lost = [view.label(m, rank) for m, rank in pending if not view.present(m)]
+    if len(lost) == len(pending) and results and not (lost and options.fixed):
         late = f"; {LOST}{listing(lost)}" if lost else ""
         return _close(view, "succeeded", f"workers of {count(len(results), 'node')} succeeded{late}")
     if lost:
-        return _reform(view, f"lost {listing(lost)}")
-    staying = view.staying()
-    leaving = [m.name for m in pending if m.id not in staying]
+        alone = ", which had not reported success" if len(lost) == len(pending) and results else ""
+        return _reform(view, f"lost {listing(lost)}{alone}")
+    leaving = [view.label(m, rank) for m, rank in pending if m.id not in staying]
     if leaving:
         return _reform(view, f"{listing(leaving)} leaving")
-    newcomers = {i: s for i, s in staying.items() if i not in names and s.record.ready > current.number}
-    room = options.max_nodes - len(names)
+    ids = {m.id for m in members}
+    newcomers = {i: s for i, s in staying.items() if i not in ids and s.record.ready > current.number}
+    room = options.max_nodes - len(members)
     if newcomers and room > 0 and not results:
-        joined = listing(s.record.info.name for s in newcomers.values())
+        joined = listing(s.name for s in newcomers.values())
         settled = min(s.at for s in newcomers.values()) + options.settle
         if len(newcomers) >= room or now >= settled:
             return _reform(view, f"{joined} joined")
         return RoundDecision((), f"{joined} joined, re-forming in {settled - now:.1f} s", settled)
-    if _untold(view):
+    if _undrained(view):
         return _publish(view, current, current.reason)
     spares = f", {count(len(newcomers), 'spare')}" if newcomers else ""
-    return RoundDecision((), f"round {current.number}: {count(len(names), 'node')} running{spares}")
+    return RoundDecision((), f"round {current.number}: {count(len(members), 'node')} running{spares}")
 
 
 def _after_failure(view: LeaderView, options: Options, node: str, result: Result) -> RoundDecision:
-    name = next((m.name for m in view.round.members if m.id == node), node)
-    restarts = view.round.restarts + 1
-    failed = view.round._replace(restarts=restarts, cause=(node, name, result.detail))
-    if restarts > options.max_restarts:
-        allowed = options.max_restarts
-        used = f"no restart left ({allowed} of {allowed} used)" if allowed else "no restarts allowed"
-        failed = failed._replace(restarts=options.max_restarts)
-        return _close(view, "failed", f"workers on {name} failed, {used}", failed)
-    left = options.max_restarts - restarts
-    return _reform(view, f"workers on {name} failed, {count(left, 'restart')} left", failed)
+    found = ((rank, m) for rank, m in enumerate(view.members.nodes) if m.id == node)
+    name = next((view.label(m, rank) for rank, m in found), node)
+    verdict = decide_for_job(view.round.restarts, options.max_restarts)
+    failed = view.round._replace(cause=(node, name, result.detail))
+    if not verdict.restart:
+        return _close(view, "failed", f"workers on {name} failed, {verdict.reason}", failed)
+    failed = failed._replace(restarts=view.round.restarts + 1)
+    left = "" if options.max_restarts is None else f", {count(verdict.remaining, 'restart')} left"
+    return _reform(view, f"workers on {name} failed{left}", failed)
 
 
-def _form(now: float, view: LeaderView, options: Options) -> RoundDecision:
+def _form(now: float, view: LeaderView, options: Options, staying: dict[str, Seen]) -> RoundDecision:
     """A forming round: wait for the old workers to stop, then for enough nodes, then a last call."""
     number = view.round.number
-    stopping = [
-        view.nodes[m.id].record.info.name
-        for m in view.previous
-        if view.present(m) and view.nodes[m.id].record.ready < number
-    ]
-    staying = view.staying()
+    stopping = [seen for seen in _previous(view) if seen.record.ready < number]
     here = {i: s for i, s in staying.items() if s.record.ready >= number}
     deadline = view.since + options.join_timeout
     low, high = options.min_nodes, options.max_nodes
@@ -368,65 +380,107 @@ def _form(now: float, view: LeaderView, options: Options) -> RoundDecision:
         first = max(view.since, sorted(s.at for s in here.values())[low - 1]) + options.last_call
         coming = len(staying) > len(here)
         again = view.since + options.settle if coming else now
-        close_at = again if view.previous else first
+        close_at = again if view.members.nodes else first
         if now >= close_at:
             return _activate(view, options, here)
-        names = listing(s.record.info.name for s in here.values())
+        names = listing(s.name for s in here.values())
         room = f"room for {count(high - len(here), 'more', 'more')}"
         text = (
             f"{len(here)} of {low} to {high} nodes here ({names}), {room}, last call {close_at - now:.0f} s"
         )
         return RoundDecision((), text, close_at)
-    text = _waiting(here, stopping, low, high)
+    text, missing = _waiting(here, stopping, options)
+    if now >= deadline and options.fixed and missing:
+        these = ", ".join(map(str, missing))
+        text += f"; node {these} of {high} did not come within {options.join_timeout:g} s"
+        return _close(view, "timeout", text)
     if now >= deadline:
         return _close(view, "timeout", f"{text}; gave up after {options.join_timeout:.0f} s")
     return RoundDecision((), f"{text}, {deadline - now:.0f} s left", deadline)
 
 
-def _waiting(here: dict[str, Seen], stopping: list[str], low: int, high: int) -> str:
+def _previous(view: LeaderView) -> list[Seen]:
+    """The nodes that may still run workers of an earlier round."""
+    if view.members_mod and not view.members.stamp:  # not readable: any node may
+        return list(view.nodes.values())
+    return [view.nodes[m.id] for m in view.members.nodes if view.present(m)]
+
+
+def _waiting(here: dict[str, Seen], stopping: list[Seen], options: Options) -> tuple[str, list[int]]:
+    """What the round waits for, and the ranks of a fixed job that are missing."""
+    low, high = options.min_nodes, options.max_nodes
     wanted = str(low) if low == high else f"{low} to {high}"
-    names = f" ({listing(s.record.info.name for s in here.values())})" if here else ""
+    names = f" ({listing(s.name for s in here.values())})" if here else ""
     text = f"{len(here)} of {wanted} nodes here{names}"
     if stopping:
-        text += f", workers still stopping on {listing(stopping)}"
-    missing = low - len(here) - len(stopping)
-    return text + (f", waiting for {missing} more" if missing > 0 else "")
+        text += f", workers still stopping on {listing(s.name for s in stopping)}"
+    if options.fixed:
+        ranks = {s.rank for s in (*here.values(), *stopping)}
+        missing = [rank for rank in range(high) if rank not in ranks]
+        if missing:
+            text += f", waiting for {ranks_text(missing).replace('rank', 'node')}"
+        return text, missing
+    short = low - len(here) - len(stopping)
+    return text + (f", waiting for {short} more" if short > 0 else ""), []
 
 
 def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> RoundDecision:
-    before = {m.id: rank for rank, m in enumerate(view.previous)}
-    # Members of the last round stay members; after them whoever came first.
+    before = {m.id: rank for rank, m in enumerate(view.members.nodes)}
+    # Members of the last round stay members; then nodes in the order of their arrival.
     chosen = sorted(here, key=lambda i: (i not in before, here[i].incarnation))[: options.max_nodes]
     ranked = assign_ranks([here[i].record.info for i in chosen], before)
     members = tuple(Member(n.id, here[n.id].incarnation, n.name, n.addr, n.slots, n.role) for n in ranked)
+    stamp, prefix = f"{view.term}.{view.round_mod}", options.prefix
+    names = tuple(m.name for m in members[:_NAMED])
+    fresh = view.round._replace(phase=ACTIVE, nodes=len(members), names=names, stamp=stamp)
+    if not view.round_mod:  # the first round of this store; its nodes may have known another one
+        known = [here[m.id].record for m in members]
+        fresh = fresh._replace(
+            number=max(fresh.number, 1 + max(r.rounds for r in known)),
+            restarts=max(r.restarts for r in known),
+        )
     spares = len(here) - len(members)
-    reason = (
-        f"round {view.round.number} with {count(len(members), 'node')}: {listing(m.name for m in members)}"
-    )
+    reason = f"round {fresh.number} with {count(len(members), 'node')}: {listing(m.name for m in members)}"
     reason += f"; {count(spares, 'spare')}" if spares else ""
-    fresh = view.round._replace(phase=ACTIVE, members=members)
     decision = _publish(view, fresh, reason)
-    assert isinstance(decision.commands[0], Txn)
-    prefix = options.prefix
-    puts = (*decision.commands[0].puts, Put(prefix + "members", encode(members)))
-    gone = tuple(Delete(f"{prefix}drain/{i}") for i in sorted(view.drains - set(view.nodes)))
-    deletes = (Delete(prefix + "result/", prefix=True), *gone)
-    return decision._replace(commands=(decision.commands[0]._replace(puts=puts, deletes=deletes),))
+    main = decision.commands[0]
+    assert isinstance(main, Txn)
+    found = offsets((m.role, m.slots) for m in members)
+    places = [
+        Put(f"{prefix}place/{m.id}", encode(Place(stamp, m.incarnation, rank, *found[rank])))
+        for rank, m in enumerate(members)
+    ]
+    ids = {m.id for m in members}
+    stale = [Delete(f"{prefix}place/{i}") for i in before if i not in ids]
+    stale += [Delete(f"{prefix}drain/{i}") for i in sorted(view.drains - set(view.nodes))]
+    # Places first: a watch reports them before the round, and large rounds need several transactions.
+    if len(places) <= options.batch:
+        together, batches = places, []
+    else:
+        together, batches = [], [places[i : i + options.batch] for i in range(0, len(places), options.batch)]
+    main = main._replace(
+        puts=(*together, Put(prefix + "members", encode(MemberList(stamp, members))), *main.puts),
+        deletes=(Delete(prefix + "result/", prefix=True), *stale[: options.batch]),
+    )
+    guard = (When(prefix + "ctl/leader", "create", view.term),)
+    return decision._replace(commands=(*(Txn(guard, tuple(batch)) for batch in batches), main))
 
 
 def _reform(view: LeaderView, reason: str, base: Round | None = None) -> RoundDecision:
-    forming = (base or view.round)._replace(number=view.round.number + 1, phase=FORMING, members=())
+    forming = (base or view.round)._replace(number=view.round.number + 1, phase=FORMING)
     return _publish(view, forming, reason)
 
 
 def _close(view: LeaderView, outcome: str, reason: str, base: Round | None = None) -> RoundDecision:
-    closed = (base or view.round)._replace(phase=CLOSED, members=(), outcome=outcome)
+    closed = (base or view.round)._replace(phase=CLOSED, outcome=outcome)
     return _publish(view, closed, reason)
 
 
 def _publish(view: LeaderView, new: Round, reason: str) -> RoundDecision:
     out = tuple(sorted(view.drains.intersection(view.nodes)))
     new = new._replace(reason=reason, term=view.term, out=out)
+    if new.phase != ACTIVE:
+        new = new._replace(nodes=0, names=(), stamp="")
     leader, key = view.options.prefix + "ctl/leader", view.options.prefix + "ctl/round"
     guards = (When(leader, "create", view.term), When(key, "mod", view.round_mod))
     return RoundDecision((Txn(guards, (Put(key, encode(new)),)),), reason)
@@ -437,12 +491,12 @@ def count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def listing(names: Any, limit: int = 8) -> str:
+def listing(names: Any, limit: int = _NAMED) -> str:
     """Names in natural order, cut short when they are many."""
     ordered = list(names)
     if len(ordered) <= 64:  # natural order costs too much for thousands, of which few are shown
-        return " ".join(sorted(ordered, key=natural)[:limit]) + _more(len(ordered) - limit)
-    return " ".join(sorted(sorted(ordered)[:limit], key=natural)) + _more(len(ordered) - limit)
+        return " ".join(sorted(ordered, key=natural_key)[:limit]) + _more(len(ordered) - limit)
+    return " ".join(sorted(sorted(ordered)[:limit], key=natural_key)) + _more(len(ordered) - limit)
 
 
 def _more(number: int) -> str:

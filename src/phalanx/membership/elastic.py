@@ -1,10 +1,10 @@
 """The elastic rendezvous: nodes come and go, and every change gives a new numbered round.
 
 Two ways to use it:
-- The agent attaches itself (`attach`) and hears happenings as they come: see agent.cluster.
-- Anybody else calls torch's methods: `next_rendezvous` waits for a round; `num_nodes_waiting` says, without
-  asking anybody, whether that round is over, and then `next_rendezvous` is called again. Calling it while the
-  round still runs asks all nodes for a new one, as a torch agent does after a failure.
+- The agent attaches itself (`attach`) and gets happenings as they come: see membership.cluster.
+- Other code calls torch's methods: `next_rendezvous` waits for a round; `num_nodes_waiting` reports, without
+  a request, whether that round is over, and then `next_rendezvous` is called again. Calling it while the
+  round still runs requests a new one from all nodes, as a torch agent does after a failure.
 
 No call but `next_rendezvous`, `shutdown` and `leave` waits.
 """
@@ -15,7 +15,7 @@ import os
 import threading
 from dataclasses import replace
 
-from phalanx.core.rounds import CLOSED
+from phalanx.core.round_records import CLOSED
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -35,12 +35,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.core.ranks import NodeSlots
+    from phalanx.core.ranks import WorkerRanks
     from phalanx.membership.handler import RendezvousParameters
     from phalanx.membership.membership_events import Happening
 
-UNLIMITED = 1 << 30  # restarts, where whoever uses the handler counts them
-_LAST_WORD = 5.0  # for the leader to hear from us, or we from it, at the end
+_LAST_WORD = 5.0  # for this node and the leader to exchange how the job ended
 
 
 def create_handler(params: RendezvousParameters) -> ElasticRendezvous:
@@ -49,23 +48,20 @@ def create_handler(params: RendezvousParameters) -> ElasticRendezvous:
 
 
 class ElasticInfo(RendezvousInfo):
-    """A round as this node sees it: also its number, its nodes, and what serves the workers' store here."""
+    """A round as this node sees it, with its number and what serves the workers' store here."""
 
-    def __init__(self, formed: Formed, store: Any) -> None:
+    def __init__(self, formed: Formed, store: Any, slots: int) -> None:
         where = RendezvousStoreInfo(formed.address, formed.port)
-        super().__init__(store, formed.rank, len(formed.round.members), where)
+        super().__init__(store, formed.place.rank, formed.round.nodes, where)
         self.round = formed.round.number
         self.attempt = formed.round.restarts
         self.served = formed.served
-        self.names = tuple(member.name for member in formed.round.members)
-        self._members = formed.round.members
+        self._place, self._slots = formed.place, slots
 
     @property
-    def nodes(self) -> list[NodeSlots]:
-        """Everybody's role and worker count, by node rank: they came with the round."""
-        from phalanx.core.ranks import NodeSlots
-
-        return [NodeSlots(rank, m.role, m.slots) for rank, m in enumerate(self._members)]
+    def worker_ranks(self) -> list[WorkerRanks]:
+        """The ranks of this node's workers, as the leader has placed them."""
+        return self._place.offsets.workers(self._slots)
 
 
 class ElasticRendezvous(RendezvousHandler):
@@ -114,7 +110,7 @@ class ElasticRendezvous(RendezvousHandler):
         return self.info(formed)
 
     def num_nodes_waiting(self) -> int:
-        """1 when the round at hand is over, so that it is time to call `next_rendezvous`."""
+        """1 when the current round is over, so that it is time to call `next_rendezvous`."""
         return int(self._over)
 
     def is_closed(self) -> bool:
@@ -125,7 +121,7 @@ class ElasticRendezvous(RendezvousHandler):
             self.membership.close(f"closed by {self.settings.name}")
 
     def shutdown(self) -> bool:
-        """End the job for all nodes and give everything back."""
+        """End the job for all nodes and close everything."""
         membership = self.membership
         if membership is not None:
             if membership.started and not membership.ended.is_set():
@@ -136,7 +132,7 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def leave(self, reason: str = "left") -> None:
-        """Go, and give everything back; the others go on."""
+        """Leave and close everything; the other nodes go on."""
         membership = self.membership
         if membership is not None and membership.started:
             if not membership.ended.is_set():
@@ -154,12 +150,16 @@ class ElasticRendezvous(RendezvousHandler):
         *,
         slots: int,
         role: str,
-        max_restarts: int,
+        max_restarts: int | None,
     ) -> Membership:
-        """Be told of everything as it happens, instead of asking; `start` of what is returned joins."""
+        """Report everything to `tell` as it happens; `start` of the result joins.
+
+        `max_restarts` None: the caller counts restarts."""
         options = replace(self.settings.options, max_restarts=max_restarts)
         self._attached = True
-        self.membership = Membership(self.settings, options, tell, open_meeting, slots, role)
+        self.membership = Membership(
+            self.settings, options, tell, open_meeting, slots, role, self.use_agent_store
+        )
         return self.membership
 
     def info(self, formed: Formed) -> ElasticInfo:
@@ -169,15 +169,20 @@ class ElasticRendezvous(RendezvousHandler):
         assert self.membership is not None
         assert self.membership.client is not None
         prefix = shared_prefix(self.settings.run_id, formed.round.number) + "store/"
-        return ElasticInfo(formed, StoreFacade(self.membership.client, prefix))
+        store = StoreFacade(self.membership.client, prefix)
+        return ElasticInfo(formed, store, self.membership.info.slots)
 
     def _joined(self) -> Membership:
         if self.membership is None:
             from phalanx.membership.address import free_port
 
-            options = replace(self.settings.options, max_restarts=UNLIMITED)
+            options = replace(self.settings.options, max_restarts=None)
             self.membership = Membership(
-                self.settings, options, self._hear, lambda _address: (None, free_port())
+                self.settings,
+                options,
+                self._hear,
+                lambda _address: (None, free_port()),
+                shares_port=self.use_agent_store,
             )
             self.membership.start()
         return self.membership
@@ -197,7 +202,7 @@ class ElasticRendezvous(RendezvousHandler):
 
 
 def error_of(ended: Ended, settings: Settings) -> RendezvousError:
-    """The end of a membership as an exception that says what to look at."""
+    """The end of a membership as an exception, with what to check."""
     outcome, reason, current = ended.end
     if outcome == "left":
         return RendezvousGracefulExitError(reason)
@@ -208,6 +213,10 @@ def error_of(ended: Ended, settings: Settings) -> RendezvousError:
         )
     if outcome == "replaced":
         return RendezvousStateError(f"{settings.name} is no longer part of run {settings.run_id}: {reason}")
+    if outcome in ("refused", "mismatch"):
+        return RendezvousStateError(reason)
+    if settings.fixed:
+        return _static_error(outcome, reason, settings)
     etcd = settings.backend == "etcd"
     where, tried = settings.where, ", ".join(settings.addresses())
     doctor = f"phalanx doctor --rdzv-endpoint {where}" + " --rdzv-backend etcd" * etcd
@@ -226,3 +235,16 @@ def error_of(ended: Ended, settings: Settings) -> RendezvousError:
             f"that the port is open, and the {secret} ({doctor})"
         )
     return RendezvousConnectionError(reason)
+
+
+def _static_error(outcome: str, reason: str, settings: Settings) -> RendezvousError:
+    run, where = f"run {settings.run_id}", settings.where
+    if outcome == "timeout":
+        return RendezvousTimeoutError(
+            f"{run}: {reason}; start every node with its own --node-rank, and check that it reaches {where}"
+        )
+    if outcome == "connect":
+        return RendezvousConnectionError(
+            f"{run}, node {settings.rank}: {reason} Check that node 0 runs and that this node reaches {where}"
+        )
+    return RendezvousConnectionError(f"{run}: {reason}")

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from phalanx.core import group_events as events
 from phalanx.core.group_events import Outcome
-from phalanx.core.rounds import CLOSED, LOST
-from phalanx.membership.elastic import UNLIMITED, error_of
+from phalanx.core.round_records import CLOSED
+from phalanx.core.rounds import LOST
+from phalanx.membership.elastic import error_of
 from phalanx.membership.handler import adapted
 from phalanx.membership.membership import clock
-from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Waiting
+from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Remark, Waiting
 from phalanx.observe.progress_line import Progress
 
 TYPE_CHECKING = False
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import WorkerSpec
     from phalanx.core.group import Ending
-    from phalanx.core.ranks import NodeSlots
+    from phalanx.core.ranks import WorkerRanks
     from phalanx.core.restarts import RestartPolicy
-    from phalanx.core.rounds import Round
+    from phalanx.core.round_records import Round
     from phalanx.errors import RendezvousError
     from phalanx.membership.elastic import ElasticInfo, ElasticRendezvous
     from phalanx.membership.membership import Membership
@@ -45,14 +46,15 @@ class ElasticNodes:
         membership: Membership,
         post: Callable[[Any], None],
         show: Callable[[str], None],
+        note: Callable[[str], None],
         timeout: float,
     ) -> None:
-        """`timeout`: of the exit barrier."""
+        """`show` gets the wait in words, `note` a line to show once. `timeout`: of the exit barrier."""
         self._handler: ElasticRendezvous = handler
         self._membership = membership
-        self._post, self._show, self._timeout = post, show, timeout
+        self._post, self._show, self._note, self._timeout = post, show, note, timeout
         self.name = membership.settings.name
-        self.slots: list[NodeSlots] | None = None
+        self.worker_ranks: list[WorkerRanks] | None = None
         self._formed: Formed | None = None
         self._finished = 0  # the round whose workers have succeeded here
         self._parted = False  # a farewell has begun
@@ -85,7 +87,7 @@ class ElasticNodes:
         assert formed is not None, "RoundReady comes before a start"
         assert formed.round.number == number, "no round follows before the workers of the last are gone"
         info = self._handler.info(formed)
-        self.slots = info.nodes
+        self.worker_ranks = info.worker_ranks
         return info
 
     def running(self) -> None:
@@ -171,10 +173,11 @@ class ElasticNodes:
 
     def _hear(self, happening: Happening) -> None:
         match happening:
-            case Formed(current, rank):
+            case Formed(current, place):
                 self._formed = happening
-                names = tuple(member.name for member in current.members)
-                ready = events.GroupRound(current.number, names, rank, attempt=current.restarts, counted=True)
+                ready = events.GroupRound(
+                    current.number, current.all_names(), place.rank, attempt=current.restarts, counted=True
+                )
                 self._post(events.RoundReady(ready))
             case Over():
                 self._post(self._end_of_round(happening))
@@ -182,6 +185,8 @@ class ElasticNodes:
                 self._post(self._end_of_job(happening))
             case Waiting(text):
                 self._show(text)
+            case Remark(text):
+                self._post(lambda: self._note(text))
 
     def _end_of_round(self, over: Over) -> events.Event:
         now, number = over.now, over.was.number
@@ -236,12 +241,13 @@ def elastic_nodes(
     policy: RestartPolicy,
     post: Callable[[Any], None],
     show: Callable[[str], None],
+    note: Callable[[str], None],
     timeout: float,
     open_meeting: Callable[[str], tuple[Any, int]],
 ) -> ElasticNodes | None:
     """The nodes of a handler that has a membership to attach to; None for any other handler."""
     # With a window only the nodes know when the failures were; the leader then merely counts them.
-    limit = policy.max_restarts if policy.window is None else UNLIMITED
+    limit = policy.max_restarts if policy.window is None else None
     handler = adapted(spec.rdzv_handler)
     membership = handler.attach(
         lambda happening: nodes._hear(happening),
@@ -252,7 +258,7 @@ def elastic_nodes(
     )
     if membership is None:
         return None
-    nodes = ElasticNodes(handler, membership, post, show, timeout)
+    nodes = ElasticNodes(handler, membership, post, show, note, timeout)
     return nodes
 
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.core.group_events import Event
-    from phalanx.core.ranks import NodeSlots
+    from phalanx.core.ranks import WorkerRanks
     from phalanx.membership.membership import Membership
     from phalanx.membership.membership_events import Happening
 
@@ -52,7 +51,7 @@ class RendezvousInfo:
     """A round as this node sees it.
 
     Beyond torch's properties, where the handler knows them: the number of the `round`, the restarts used by
-    the job (`attempt`), role and worker count of the `nodes`, and what serves the workers' store here.
+    the job (`attempt`), the ranks of this node's workers, and what serves the workers' store here.
     """
 
     round = 0
@@ -60,8 +59,8 @@ class RendezvousInfo:
     served: Any = None
 
     @property
-    def nodes(self) -> list[NodeSlots] | None:
-        """Role and worker count by node rank; None: the nodes exchange them through the store."""
+    def worker_ranks(self) -> list[WorkerRanks] | None:
+        """The ranks of this node's workers; None: the nodes exchange what determines them."""
         return None
 
     def __init__(
@@ -102,7 +101,6 @@ class RendezvousHandler(ABC):
 
     immediate = False
     watches = False
-    told: tuple[str, int] | None = None  # report and exit code, where another node ended the job
 
     @abstractmethod
     def get_backend(self) -> str:
@@ -146,40 +144,13 @@ class RendezvousHandler(ABC):
         *,
         slots: int,
         role: str,
-        max_restarts: int,
+        max_restarts: int | None,
     ) -> Membership | None:
         """A membership that reports everything as it happens; None: this handler is asked."""
         return None
 
-    @property
-    def waiting_for(self) -> str:
-        """What this node waits for while it joins, in words."""
-        return ""
-
-    def listen(self, post: Callable[[Event], None], show: Callable[[str], None], attempt: int) -> None:
-        """Before each `next_rendezvous`: where to post events of `core.group_events` and show the wait.
-
-        `attempt`: the restarts that this node knows of."""
-        return
-
-    def report_failure(
-        self,
-        round: int,
-        attempt: int,
-        summary: str,
-        final: bool = False,
-        delay: float = 0.0,
-        told: tuple[str, int] = ("", 1),
-    ) -> None:
-        """Workers of this node failed; `told` is the report for all nodes."""
-        return
-
     def leave(self) -> None:
         """This node goes; the job goes on."""
-        return
-
-    def close(self, reason: str, job_failed: bool | None) -> None:
-        """The job is over, for all nodes; `shutdown` follows."""
         return
 
 

@@ -7,9 +7,8 @@ they raise becomes an event, too.
 
 from __future__ import annotations
 
-import os
-
 from phalanx.core import group_events as events
+from phalanx.environment import workers_are_identical
 from phalanx.errors import RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError
 from phalanx.membership.handler import adapted
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import WorkerSpec
     from phalanx.core.group import Ending
-    from phalanx.core.ranks import NodeSlots
+    from phalanx.core.ranks import WorkerRanks
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
 
 
@@ -30,12 +29,13 @@ class HandlerNodes:
 
     name = ""
     has_meeting = False
+    waiting = ""
+    job_failure: tuple[str, int] | None = None
 
     def __init__(
         self,
         spec: WorkerSpec,
         post: Callable[[Any], None],
-        show: Callable[[str], None],
         timeout: float,
         *,
         exchanges: bool = True,
@@ -43,23 +43,14 @@ class HandlerNodes:
         """`timeout`: of the exit barrier. `exchanges`: nodes tell each other their role and size."""
         self._spec = spec
         self._handler: RendezvousHandler = adapted(spec.rdzv_handler)
-        self._post, self._show, self._timeout = post, show, timeout
-        self._exchanges = exchanges and os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") != "1"
+        self._post, self._timeout = post, timeout
+        self._exchanges = exchanges and not workers_are_identical()
         self._number = 0
         self._info: RendezvousInfo | None = None
-        self.slots: list[NodeSlots] | None = None
+        self.worker_ranks: list[WorkerRanks] | None = None
         self.error: BaseException | None = None  # what the handler raised last
-        self._reporting: threading.Thread | None = None
         self._asking: threading.Event | None = None  # set: the thread that asks for waiting nodes ends
         self._farewells = 0
-
-    @property
-    def waiting(self) -> str:
-        return self._handler.waiting_for
-
-    @property
-    def job_failure(self) -> tuple[str, int] | None:
-        return self._handler.told
 
     def _call(self, name: str, function: Callable[[], events.Event | Callable[[], None] | None]) -> Any:
         """Call in a thread, unless the handler never waits; what it returns is posted."""
@@ -82,25 +73,17 @@ class HandlerNodes:
 
     def join(self, gone: int | None, attempt: int) -> None:
         self._stop_asking()
-        self._handler.listen(self._post, self._show, attempt)
-        before, self._reporting = self._reporting, None
-
-        def next_round() -> events.Event:
-            if before is not None:
-                before.join()  # the others learn of the failure before this node comes back
-            return self._next_round()
-
-        self._call("rendezvous", next_round)
+        self._call("rendezvous", self._next_round)
 
     def _next_round(self) -> events.Event:
         try:
             info = self._handler.next_rendezvous()
             number = max(self._number + 1, info.round)
-            slots = info.nodes
-            if slots is None and info.world_size > 1 and self._exchanges:
-                from phalanx.membership.exchange import node_infos
+            ranks = info.worker_ranks
+            if ranks is None and info.world_size > 1 and self._exchanges:
+                from phalanx.membership.exchange import exchange_ranks
 
-                slots = node_infos(info.store, info.rank, info.world_size, self._spec, number)
+                ranks = exchange_ranks(info.store, info.rank, info.world_size, self._spec, number)
         except RendezvousGracefulExitError as error:
             return events.RoundFailed("graceful", str(error))
         except RendezvousClosedError as error:
@@ -111,7 +94,7 @@ class HandlerNodes:
         except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and the loop waits for an answer
             self.error = error
             return events.RoundFailed("error", f"{type(error).__name__}: {error}")
-        self._info, self._number, self.slots, self.error = info, number, slots, None
+        self._info, self._number, self.worker_ranks, self.error = info, number, ranks, None
         members = tuple(f"node {rank}" for rank in range(info.world_size))
         return events.RoundReady(events.GroupRound(number, members, info.rank, attempt=info.attempt))
 
@@ -152,16 +135,7 @@ class HandlerNodes:
         """Handlers do not need to know."""
 
     def failed(self, command: events.ReportFailure, report: Callable[[], tuple[str, int]]) -> None:
-        if self._handler.immediate:
-            return  # no other node exists
-        told = report()
-
-        def tell() -> None:
-            self._handler.report_failure(
-                command.round, command.attempt, command.summary, command.final, command.delay, told
-            )
-
-        self._reporting = self._call("report", tell)
+        """torch's interface has no word for it: the next rendezvous brings the nodes together."""
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -192,7 +166,6 @@ class HandlerNodes:
     def close(self, number: int, command: events.CloseRendezvous, at_failure: Callable[[], None]) -> None:
         self._say_farewell(
             *([at_failure] if command.job_failed else []),
-            lambda: self._handler.close(command.reason, command.job_failed),
             self._handler.shutdown,
         )
 
@@ -205,12 +178,9 @@ class HandlerNodes:
     def _say_farewell(self, *calls: Callable[[], object]) -> None:
         self._stop_asking()
         self._farewells += 1
-        before, self._reporting = self._reporting, None
 
         def go() -> Callable[[], None]:
             try:
-                if before is not None:
-                    before.join()
                 for call in calls:
                     call()
             except Exception as error:  # noqa: BLE001 - of a plug-in; the outcome of the job stands

@@ -1,16 +1,16 @@
 """One node's membership in a job: a thread that owns participant, connection and, on the host, the store.
 
-Everything that happens is a call in one queue, carried out by one thread, so nothing here needs a lock. Out
-come happenings, in order: `Formed` (run workers in this round), `Over` (stop them), `Ended` (the job is over
-for this node), and now and then `Waiting` (a line for a person). They are told from the thread and must not
-block it.
+Everything that happens is a call in one queue, carried out by one thread, so nothing here needs a lock. The
+membership reports `Formed` (run workers in this round), `Over` (stop them), `Ended` (the job is over for this
+node), and lines for people (`Waiting`, `Remark`), in order and from its thread; the callback must not block.
 
 Beyond what `core.participant` decides, this shell
 - gives every round a fresh place for its workers to meet: rank 0 opens it and publishes it under the round's
-  number, so that what is left of an older round can neither find it nor disturb it;
+  number, so that processes of an older round can neither find nor disturb it;
 - publishes a failure at once, while the node's other workers are still being stopped;
 - takes a store without a journal for lost once its address has refused connections for a few seconds;
-- stays, as the host of the store, until the others have heard how the job ended.
+- joins again, as a new participant, when node 0 of a static job is lost and returns with an empty store;
+- as the host of the store, stays until the other nodes have seen how the job ended.
 """
 
 from __future__ import annotations
@@ -19,14 +19,28 @@ import queue
 import threading
 import time
 
-from phalanx.core import participant_events as happen
-from phalanx.core.participant import Participant
-from phalanx.core.participant_events import End, Send, StartRound, StopRound
-from phalanx.core.rounds import CLOSED, FORMING, NodeInfo, Result, encode
+from phalanx.core.participant import CONTROL, Participant
+from phalanx.core.participant_events import (
+    Answer,
+    ClockTick,
+    Connected,
+    Disconnected,
+    End,
+    LeaveRequested,
+    Noticed,
+    Refused,
+    Send,
+    StartRound,
+    StopRound,
+    StoreLost,
+    WorkersEnded,
+    WorkersStopped,
+)
+from phalanx.core.round_records import CLOSED, FORMING, NodeInfo, Result, encode, printable
 from phalanx.core.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError
 from phalanx.membership.address import listening_address
-from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Waiting
+from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Remark, Waiting
 from phalanx.membership.settings import open_server
 from phalanx.membership.waiting_line import StatusLine
 
@@ -35,26 +49,36 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.core.rounds import Options, Round
+    from phalanx.core.participant_events import Action, Event
+    from phalanx.core.round_records import Round
+    from phalanx.core.rounds import Options
     from phalanx.core.store_commands import Command, Notice, Reply
+    from phalanx.membership.master_port import MasterPort
     from phalanx.membership.membership_events import Happening
     from phalanx.membership.settings import Settings
     from phalanx.store.embedded.client import Client, State
     from phalanx.store.embedded.server import Server
+    from phalanx.store.embedded.token import Token
 
-STATUS = 800_000  # watch numbers of our own, between the participant's and the client's
-MEETING = 800_001  # plus the number of the round
+STATUS = 800_000  # the number of a watch, between the participant's and the client's
 REFUSED_PATIENCE = 3.0
+RETURN_PATIENCE = 60.0  # for node 0 of a static job to return, once a round has run
 FAREWELL = 2.0
+NOT_AUTHENTICATED = (
+    "control traffic of this job is not authenticated (no PHALANX_TOKEN); "
+    "to authenticate it, set PHALANX_TOKEN to the same secret on every node"
+)
 
 
 def clock() -> float:
-    """A clock that also counts the time this machine was asleep: a lease does not stop for that."""
+    """A clock that counts the time this machine was asleep: leases do not stop meanwhile."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Membership:
-    """This node in the job. `open_meeting(address)` gives (what serves there or None, port)."""
+    """This node in the job. `open_meeting(address)` returns (what serves there or None, port).
+
+    `shares_port`: whether the workers of a static job use the store that node 0's agent serves."""
 
     def __init__(
         self,
@@ -64,31 +88,39 @@ class Membership:
         open_meeting: Callable[[str], tuple[Any, int]],
         slots: int = 1,
         role: str = "default",
+        shares_port: bool = True,
     ) -> None:
         self.settings, self.options = settings, options
+        self._shares_port = shares_port
         self.tell, self.open_meeting = tell, open_meeting
         self._slots, self._role = slots, role
-        self.info = NodeInfo("", settings.name)  # complete once the thread has looked up our address
+        self.info = NodeInfo("", settings.name)  # complete once the thread has looked up the address
         self.participant: Participant | None = None
         self.client: Client | None = None
-        self.line = StatusLine(f"connecting to the store at {settings.where}", clock())
+        self.line = StatusLine(f"connecting to {settings.host_name}", clock())
         self.ended = threading.Event()
         self.hosting = False
-        self._server: Server | None = None
+        self._server: Server | MasterPort | None = None
+        self._master: MasterPort | None = None
+        self._token: Token | None = None
+        self._connections = 0  # made so far; what an earlier one reports is out of date
+        self._rounds = self._restarts = 0  # what this node knows from a store that was lost
+        self._clearing: int | None = None  # the round whose workers must be gone before this node rejoins
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="phalanx-membership", daemon=True)
         self._coming: StartRound | None = None  # a round whose meeting place is not known yet
-        self._handed: StartRound | None = None  # the round that has been told
-        self._last: Round | None = None  # the round that was told to be over
+        self._meetings: dict[int, tuple[str, int]] = {}  # round -> address and port
+        self._handed: StartRound | None = None  # the round that was reported as formed
+        self._last: Round | None = None  # the round that was reported as over
         self._finished_by: float | None = None
         self._refused_since: float | None = None
-        self._dialling_since: float | None = None
+        self._dialling_until = 0.0
         self._leaving = ""
         self._closing = False
         self._released = False
         self._status_watched = False
 
-    # What others ask, from any thread
+    # Calls from any thread
 
     def start(self) -> None:
         """Join."""
@@ -100,27 +132,27 @@ class Membership:
         return self._thread.ident is not None
 
     def workers_gone(self, number: int) -> None:
-        """Nothing of this round's workers is alive here (any more)."""
-        self._calls.put(lambda: self._step(happen.WorkersStopped(number)))
+        """None of this round's workers is alive on this node."""
+        self._calls.put(lambda: self._gone(number))
 
     def failed(self, number: int, failure: NodeFailure) -> None:
-        """Workers of this node failed; the others hear of it while ours are still being stopped."""
+        """Workers of this node failed; published while its other workers are still being stopped."""
         self._calls.put(lambda: self._report(number, failure))
 
     def finished(self, number: int, timeout: float) -> None:
-        """All workers of this node succeeded; wait for the others at most this long."""
+        """All workers of this node succeeded; wait for the other nodes at most this long."""
         self._calls.put(lambda: self._finish(number, timeout))
 
     def leave(self, reason: str) -> None:
-        """Go, once the workers are gone; the others go on."""
+        """Leave, once the workers are gone; the other nodes go on."""
         self._calls.put(lambda: self._leave(reason))
 
     def close(self, reason: str) -> None:
-        """Ask for the end of the job, for all nodes."""
+        """Request the end of the job, for all nodes."""
         self._calls.put(lambda: self._close(reason))
 
     def release(self) -> None:
-        """Give everything back; a membership that has not ended is abandoned. Idempotent."""
+        """Close everything; a membership that has not ended is abandoned. Idempotent."""
         if self.started and not self._released:
             self._released = True
             self._calls.put(lambda: None)
@@ -135,7 +167,7 @@ class Membership:
                 self._turn()
         except PhalanxError as error:
             self._end(End("error", str(error), None))
-        except Exception as error:  # noqa: BLE001 - the agent must hear of it, or it would wait for ever
+        except Exception as error:  # noqa: BLE001 - without an end the agent would wait for ever
             self._end(End("error", f"the rendezvous failed: {type(error).__name__}: {error}", None))
         try:
             while not self._released:
@@ -148,24 +180,52 @@ class Membership:
                 self._server.close()
 
     def _open(self) -> None:
-        from phalanx.membership.store_connection import connect, find_secret
+        from phalanx.membership.store_connection import find_secret
 
-        token = find_secret(self.settings)
-        self.info = self.settings.node(self._slots, self._role)
+        self._token = find_secret(self.settings)
         if self.settings.backend != "etcd":
-            self._server = open_server(
-                self.settings, token, lambda why: self._calls.put(lambda: self._lose(why))
-            )
+            self._server = self._host()
             if self._server is not None:
                 self._server.start()
                 self.hosting = True
-        self._dialling_since = clock()
+        self._dial(self.options.join_timeout)
+
+    def _host(self) -> Server | MasterPort | None:
+        def failed(why: str) -> None:
+            self._calls.put(lambda: self._lose(why))
+
+        if not self.settings.fixed:
+            return open_server(self.settings, self._token, failed)
+        if not self.settings.is_host:
+            return None
+        from phalanx.membership.master_port import MasterPort
+
+        self._master = MasterPort(self.settings, self._token, failed)
+        self.settings.port = self._master.address[1]
+        if self._token is None:
+            self.tell(Remark(NOT_AUTHENTICATED))
+        return self._master
+
+    def _dial(self, grace: float) -> None:
+        """Connect in the background, as a new incarnation of this node."""
+        from phalanx.membership.store_connection import connect
+
+        self._connections += 1
+        number = self._connections
+
+        def post(call: Callable[[], None]) -> None:
+            self._calls.put(lambda: call() if number == self._connections else None)
+
+        self.info = self.settings.node(self._slots, self._role)
+        self._dialling_until, self._refused_since = clock() + grace, None
         self.client = connect(
             self.settings,
-            token,
-            on_state=lambda state: self._calls.put(lambda: self._state(state)),
-            on_notice=lambda notice: self._calls.put(lambda: self._notice(notice)),
+            self._token,
+            on_state=lambda state: post(lambda: self._state(state)),
+            on_notice=lambda notice: post(lambda: self._notice(notice)),
             clock=clock,
+            address=self._master.address if self._master is not None else None,
+            grace=grace,
         )
 
     def _turn(self) -> None:
@@ -195,9 +255,16 @@ class Membership:
         if (write := self._write_at()) is not None and now >= write:
             leader = When(self.options.prefix + "ctl/leader", "value", value=self.info.id.encode())
             self._send(Txn((leader,), (Put(self.options.prefix + "status", self.line.write(now)),)))
-        self._step(happen.ClockTick())
+        self._step(ClockTick())
 
-    def _step(self, event: happen.Event) -> None:
+    def _gone(self, number: int) -> None:
+        if self._clearing == number:
+            self._clearing = None
+            self._dial(self._return_patience)
+        else:
+            self._step(WorkersStopped(number))
+
+    def _step(self, event: Event) -> None:
         participant = self.participant
         if participant is None or self.ended.is_set():
             return
@@ -207,10 +274,10 @@ class Membership:
         if participant.ended is not None:
             self._end(participant.ended)
 
-    def _act(self, action: happen.Action) -> None:
+    def _act(self, action: Action) -> None:
         match action:
             case Send(tag, command):
-                self._send(command, lambda reply: self._step(happen.Answer(tag, reply)))
+                self._send(command, lambda reply: self._step(Answer(tag, reply)))
             case StartRound():
                 self._prepare(action)
             case StopRound():
@@ -219,10 +286,15 @@ class Membership:
     def _send(self, command: Command, answered: Callable[[Reply], None] = lambda reply: None) -> None:
         if self.client is None:
             return
+        number = self._connections
+
+        def deliver(reply: Reply) -> None:
+            self._calls.put(lambda: answered(reply) if number == self._connections else None)
+
         try:
-            self.client.send(command, lambda reply: self._calls.put(lambda: answered(reply)))
+            self.client.send(command, deliver)
         except StoreError:
-            pass  # the connection is over for good, and `lost` is in the queue
+            pass  # the connection has ended for good, and `lost` is in the queue
 
     # The connection
 
@@ -237,58 +309,107 @@ class Membership:
             self._unreached(state)
         elif state.what == "connected":
             self._refused_since = None
-            self._step(happen.Connected())
+            self._step(Connected())
         elif state.what == "disconnected":
-            self._step(happen.Disconnected())
+            self._step(Disconnected())
 
     def _begin(self) -> None:
-        assert self.client is not None
+        if self.settings.fixed:
+            from phalanx.membership.master_port import JOB
+
+            self._send(Get(JOB), lambda reply: self._check_job(reply.entries))
+        else:
+            self._join()
+
+    def _check_job(self, entries: tuple[Any, ...]) -> None:
+        from phalanx.membership.master_port import mismatch
+
+        wrong = mismatch(entries[0].value if entries else b"", self.settings)
+        if wrong:
+            self._end(End("mismatch", wrong, None))
+        elif not self.ended.is_set():
+            self._join()
+
+    def _join(self) -> None:
+        if self.client is None or self.participant is not None:
+            return
         welcome = self.client.welcome
         self.client.grace = self.options.store_grace
         options = self.options if welcome is None else _with_linger(self.options, welcome.linger)
-        self.participant = Participant(self.info, options)
+        self.participant = Participant(self.info, options, self._rounds, self._restarts)
         self.line.learn("joining", clock())
         for action in self.participant.start(clock()):
             self._act(action)
         if self._leaving:
-            self._step(happen.LeaveRequested(self._leaving))
+            self._step(LeaveRequested(self._leaving))
 
     def _unreached(self, state: State) -> None:
-        if self.participant is None and self._dialling_since is not None:
-            left = self._dialling_since + self.options.join_timeout - clock()
-            where = f"connecting to the store at {self.settings.where}"
-            self.line.learn(f"{where} ({state.why}), {max(0.0, left):.0f} s left", clock())
+        if self.participant is None:
+            what = "waiting for the return of" if self._rounds else "connecting to"
+            why = "" if self.settings.fixed and state.what == "refused" else f" ({state.why})"
+            left = max(0.0, self._dialling_until - clock())
+            self.line.learn(f"{what} {self.settings.host_name}{why}, {left:.0f} s left", clock())
         if state.what == "refused":
             self._refused(state.at)
 
     def _refused(self, at: float) -> None:
-        self._step(happen.Refused(at))
+        self._step(Refused(at))
         welcome = self.client.welcome if self.client is not None else None
         closed = self._round is not None and self._round.phase == CLOSED
         if welcome is None or welcome.durable or closed:
             return
         self._refused_since = self._refused_since or at
-        if at - self._refused_since >= min(REFUSED_PATIENCE, self.options.store_grace):
+        # Node 0 of a static job is gone with its workers: waiting for it would only delay the restart.
+        patience = 0.0 if self.settings.fixed else min(REFUSED_PATIENCE, self.options.store_grace)
+        if at - self._refused_since >= patience:
             self._lose(
-                f"the store at {self.settings.where} has ended, and what it held with it: it kept no journal "
+                f"the store at {self.settings.where} has ended, and its data with it: it kept no journal "
                 "(a separate phalanx store --journal FILE lets jobs outlive their store)"
             )
 
     def _lose(self, why: str) -> None:
+        closed = self._round is not None and self._round.phase == CLOSED
         if self.participant is None:
             refused = self.client is not None and isinstance(self.client.lost, StoreAuthError)
+            if self._rounds and not refused:
+                why = f"node 0 at {self.settings.where} is gone and did not return: see its output"
             self._end(End("error" if refused else "connect", why, None))
+        elif self.settings.fixed and not (self.hosting or closed or self._leaving or self.ended.is_set()):
+            self._rejoin(f"lost node 0 at {self.settings.where}")
         else:
-            self._step(happen.StoreLost(why))
+            self._step(StoreLost(why))
+
+    @property
+    def _return_patience(self) -> float:
+        return min(RETURN_PATIENCE, self.options.join_timeout)
+
+    def _rejoin(self, why: str) -> None:
+        """The store of a static job is lost: stop, and join as a new participant once it is back."""
+        participant, client = self.participant, self.client
+        assert participant is not None
+        assert client is not None
+        self._rounds, self._restarts = max(1, participant.rounds), participant.restarts
+        self._clearing = participant.running if self._coming is None else None
+        self.participant, self._coming, self._status_watched = None, None, False
+        self._connections += 1
+        self.client = None
+        client.close()
+        self.line.learn(f"waiting for the return of {self.settings.host_name}", clock())
+        if self._handed is not None:
+            self._tell_over(why, at_once=False)
+        if self._clearing is None:
+            self._dial(self._return_patience)
 
     def _notice(self, notice: Notice) -> None:
-        entries = [change.entry for change in notice.changes if not change.deleted]
+        entries = tuple(change.entry for change in notice.changes if not change.deleted)
         if notice.watch == STATUS:
-            self._learn_status(tuple(entries))
-        elif notice.watch >= MEETING:
-            self._meet(notice.watch - MEETING, tuple(entries))
-        else:
-            self._step(happen.Noticed(notice))
+            self._learn_status(entries)
+            return
+        if notice.watch == CONTROL:
+            for entry in entries:
+                self._learn_meeting(entry.key.removeprefix(self.options.prefix), entry.value)
+        self._step(Noticed(notice))
+        self._meet()
 
     # Rounds
 
@@ -302,35 +423,48 @@ class Membership:
     def _prepare(self, start: StartRound) -> None:
         """A round is active with this node in it: find or make the place where its workers meet."""
         number = start.round.number
-        if NodeFailure.read(
-            start.round.cause[2]
-        ).final:  # the job is being closed for it; nobody starts again
-            self._calls.put(lambda: self._step(happen.WorkersStopped(number)))
+        if NodeFailure.read(start.round.cause[2]).final:  # the job is being closed: no node starts again
+            self._calls.put(lambda: self._step(WorkersStopped(number)))
             return
         self._coming = start
-        key = self._shared(number) + "meeting"
-        if start.rank:
-            self._send(Watch(MEETING + number, key), lambda reply: self._meet(number, reply.entries))
+        if start.place.rank:
+            self._meet()
             return
-        address = self.info.addr
+        address = self.settings.host if self._master is not None else self.info.addr
         try:
-            served, port = self.open_meeting(listening_address(address))
+            if self._master is not None:
+                served, port = None, self._master.new_round(self._shares_port)
+            else:
+                served, port = self.open_meeting(listening_address(address))
         except OSError as error:
             text = f"cannot serve the workers' store on {address}: {error}; name another with --local-addr"
             self._report(number, NodeFailure(text, final="a wrong address stays wrong"), start)
-            self._calls.put(lambda: self._step(happen.WorkersStopped(number)))
+            self._calls.put(lambda: self._step(WorkersStopped(number)))
             return
         # Two, because the round after the last one that ran may have ended before it was active.
-        old = tuple(Delete(self._shared(number - back), prefix=True) for back in (1, 2))
-        self._send(Txn((), (Put(key, f"{address} {port}".encode()),), old))
+        old = tuple(
+            delete
+            for back in (number - 1, number - 2)
+            for delete in (Delete(self._shared(back), prefix=True), Delete(self._meeting(back)))
+        )
+        self._send(Txn((), (Put(self._meeting(number), f"{address} {port}".encode()),), old))
         self._hand(start, address, port, served)
 
-    def _meet(self, number: int, entries: tuple[Any, ...]) -> None:
+    def _meeting(self, number: int) -> str:
+        return f"{self.options.prefix}ctl/meeting/{number}"
+
+    def _learn_meeting(self, key: str, value: bytes) -> None:
+        number = key.removeprefix("ctl/meeting/")
+        address, _, port = value.decode(errors="replace").rpartition(" ")
+        if number.isdecimal() and port.isdecimal() and address.isprintable() and len(port) < 6:
+            self._meetings[int(number)] = address, int(port)
+
+    def _meet(self) -> None:
+        """Hand the coming round over, if it is known where its workers meet."""
         start = self._coming
-        if start is not None and start.round.number == number and entries:
-            address, _, port = entries[0].value.decode().rpartition(" ")
-            self._send(Unwatch(MEETING + number))
-            self._hand(start, address, int(port), None)
+        if start is not None and start.place.rank and (found := self._meetings.get(start.round.number)):
+            self._meetings.clear()
+            self._hand(start, *found, None)
 
     def _hand(self, start: StartRound, address: str, port: int, served: Any) -> None:
         self._coming, self._handed = None, start
@@ -338,22 +472,22 @@ class Membership:
         if self._status_watched:
             self._status_watched = False
             self._send(Unwatch(STATUS))
-        self.tell(Formed(start.round, start.rank, address, port, served))
+        self.tell(Formed(start.round, start.place, address, port, served))
 
     def _stop(self, stop: StopRound) -> None:
         if self.participant is not None and self.participant.ended is not None:
-            return  # the end of the job is about to be told, which says more
+            return  # the end of the job is about to be reported
         if self._handed is not None and self._handed.round.number == stop.number:
             self._tell_over(stop.reason, stop.at_once)
         elif self._last is not None and self._last.number == stop.number:
-            if stop.at_once:  # a stop is under way, with a grace that there is no time for any more
+            if stop.at_once:  # a stop is under way, with a grace that there is no longer time for
                 self.tell(Over(self._last, self._round, stop.reason, True, False))
-        else:  # nobody has heard of this round yet
+        else:  # not reported yet
             self._coming = None
-            self._calls.put(lambda: self._step(happen.WorkersStopped(stop.number)))
+            self._calls.put(lambda: self._step(WorkersStopped(stop.number)))
 
     def _look_at_round(self) -> None:
-        """A node that has finished is not told to stop, but has to know when the others start again."""
+        """A node that has finished gets no `StopRound`, but has to know when the other nodes start again."""
         handed, current = self._handed, self._round
         if current is None or current.phase == CLOSED:
             return
@@ -374,41 +508,41 @@ class Membership:
     def _report(self, number: int, failure: NodeFailure, start: StartRound | None = None) -> None:
         start = start or self._handed
         if start is None or start.round.number != number:
-            # Of a round that everybody knows to be over; but what ends the job does so whenever it comes.
+            # The round is known to be over; a failure that ends the job still does so.
             if failure.final:
                 self.close(f"{FAILED}{self.info.name}: {failure.summary}")
             return
         prefix, node = self.options.prefix, self.info.id
-        mine = When(f"{prefix}node/{node}", "create", start.round.members[start.rank].incarnation)
+        mine = When(f"{prefix}node/{node}", "create", start.place.incarnation)
         result = Put(f"{prefix}result/{number}/{node}", encode(Result(False, failure.text())))
         self._send(Txn((mine,), (result,)))
 
     def _finish(self, number: int, timeout: float) -> None:
-        # The host stays as long as it takes: the others could not finish without their store.
+        # The host stays as long as it takes: the other nodes cannot finish without their store.
         self._finished_by = None if self.hosting else clock() + timeout
-        self._step(happen.WorkersEnded(number, True))
+        self._step(WorkersEnded(number, True))
 
     def _leave(self, reason: str) -> None:
         self._leaving = reason
         if self.participant is None:
             self._end(End("left", reason, None))
         else:
-            self._step(happen.LeaveRequested(reason))
+            self._step(LeaveRequested(reason))
 
     def _close(self, reason: str) -> None:
         if self.participant is not None:
-            # Numbered: what arrives late must not close the next job of this id.
+            # Numbered: a late request must not close the next job of this id.
             key = f"{self.options.prefix}close/{self.participant.job}"
             self._send(Put(key, reason.encode()))
 
-    # Telling
+    # Reporting
 
     @property
     def _leading(self) -> bool:
         return self.participant is not None and self.participant.leading and not self.ended.is_set()
 
     def _show(self, now: float) -> None:
-        """Tell what we wait for; the first time ask the leader for it, and tell when the answer is there."""
+        """Report what the node waits for; the first time, read the leader's line before."""
         if not self._leading and not self._status_watched and self.participant is not None:
             self._status_watched = True
             key = self.options.prefix + "status"
@@ -419,7 +553,7 @@ class Membership:
 
     def _learn_status(self, entries: tuple[Any, ...]) -> None:
         if entries and self._status_watched and not self._leading:
-            self.line.learn(entries[0].value.decode(errors="replace"), clock())
+            self.line.learn(printable(entries[0].value[:4096].decode(errors="replace")), clock())
             if not self.line.shown:
                 self.tell(Waiting(self.line.show(clock())))
 
@@ -435,13 +569,13 @@ class Membership:
             self.tell(Ended(end, self._handed.round if self._handed else None))
 
     def _say_goodbye(self) -> None:
-        """Take our key away, so that nobody waits for our lease; the host does so when all others have."""
+        """Revoke the lease, so that no node waits for it; the host does so when all other nodes have."""
         client, participant = self.client, self.participant
         if client is None or client.lost is not None or participant is None:
             return
         if self.hosting:
-            # With its key the host is still part of a job that is ending: who comes now is told its end, and
-            # begins no new job at a store that is about to go.
+            # With its key the host is still part of the ending job: a newcomer sees the end, and does not
+            # begin a new job at a store that is about to close.
             self._wait_for_the_others(client, participant)
         if participant.lease:
             self._send(Revoke(participant.lease))
@@ -459,11 +593,11 @@ class Membership:
                 changed.wait(max(0.0, end - clock()))
                 changed.clear()
         except StoreError:
-            pass  # a courtesy
+            pass  # the other nodes see the closed connection
 
 
 def shared_prefix(run_id: str, number: int) -> str:
-    """Where the nodes of a round tell each other what is only theirs; apart from what the leader watches."""
+    """Where the nodes of a round share data; outside of the prefix that the leader watches."""
     return f"shared/{run_id}/{number}/"
 
 

@@ -1,21 +1,21 @@
-"""What a membership tells: rounds formed and over, the end, a line while waiting; a failure as it travels."""
+"""What a membership reports: rounds, the end, lines for people; and a failure as it travels."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from phalanx.core.participant_events import End
-from phalanx.core.rounds import Round
+from phalanx.core.round_records import Place, Round, printable
 
-_LONGEST_REPORT = 64 << 10
+_LONGEST = 100 << 10
 FAILED = "failed: "  # begins the reason of a job that a node closed for a failure outside of any round
 
 
 class Formed(NamedTuple):
-    """Run workers as the node of this rank; they meet at address:port, where rank 0's `served` answers."""
+    """Run workers at this place in the round; they meet at address:port, which `served` serves on rank 0."""
 
     round: Round
-    rank: int
+    place: Place
     address: str
     port: int
     served: Any
@@ -39,16 +39,22 @@ class Ended(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """What the nodes wait for, every now and then."""
+    """What the nodes wait for, repeated while they wait."""
 
     text: str
 
 
-Happening = Formed | Over | Ended | Waiting
+class Remark(NamedTuple):
+    """A line for people that is shown once."""
+
+    text: str
+
+
+Happening = Formed | Over | Ended | Waiting | Remark
 
 
 class NodeFailure(NamedTuple):
-    """A node's failure as all nodes hear it; `final`: why a restart cannot help, empty where it may."""
+    """A node's failure as all nodes see it; `final`: why a restart cannot help, empty where it may."""
 
     summary: str
     final: str = ""
@@ -59,20 +65,30 @@ class NodeFailure(NamedTuple):
         """For the round's record."""
         import json
 
-        return json.dumps(self._replace(report=self.report[:_LONGEST_REPORT])._asdict(), ensure_ascii=False)
+        report, summary = self.report, self.summary[:4096]
+        while True:
+            text = json.dumps({**self._asdict(), "summary": summary, "report": report})
+            if len(text) <= _LONGEST or not report:
+                return text
+            report = report[: len(report) * 2 // 3]
 
     @staticmethod
     def read(text: str) -> NodeFailure:
-        """What another node wrote; a text of unknown form is taken as the summary."""
+        """What another node wrote, fit for a terminal; a text of unknown form is taken as the summary."""
         if not text:
             return NO_FAILURE
         import json
 
         try:
             found = json.loads(text)
-            return NodeFailure(**{key: found[key] for key in NodeFailure._fields if key in found})
-        except (ValueError, TypeError, KeyError):
-            return NodeFailure(text)
+            words = {key: found.get(key, "") for key in ("summary", "final", "report")}
+            code = found.get("exit_code", 1)
+            if not all(isinstance(one, str) for one in words.values()) or type(code) is not int:
+                raise TypeError
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return NodeFailure(printable(text))
+        cleaned = {key: printable(one, lines=key == "report") for key, one in words.items()}
+        return NodeFailure(**cleaned, exit_code=code if 0 < code < 256 else 1)
 
 
 NO_FAILURE = NodeFailure("")

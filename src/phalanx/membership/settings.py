@@ -1,14 +1,15 @@
-"""What an elastic rendezvous was asked for: the store's address, this node's name, how long things may take.
+"""The settings of a rendezvous: the store's address, this node's name and rank, the time-outs.
 
-The one who hosts the store is found by binding: whoever can listen on the endpoint's address does, and
-everybody else is a client. `is_host` in --rdzv-conf overrules that. Addresses are looked up forwards only.
+The node that can bind the endpoint's address hosts the store, and all others are clients; `is_host` in
+--rdzv-conf overrules that, and node 0 hosts the store of a static job. No reverse look-ups: they can hang.
 """
 
 from __future__ import annotations
 
 import os
 
-from phalanx.core.rounds import NodeInfo, Options
+from phalanx.core.round_records import NodeInfo
+from phalanx.core.rounds import Options
 from phalanx.errors import StoreError, UsageError
 
 TYPE_CHECKING = False
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from phalanx.store.embedded.tls import Tls
     from phalanx.store.embedded.token import Token
 
-DEFAULT_PORT, ETCD_PORT = 29400, 2379
-DEFAULT_TTL = 6.0
+DEFAULT_PORT, ETCD_PORT, STATIC_PORT = 29400, 2379, 29500
+DEFAULT_TTL, DEFAULT_TIMEOUT = 6.0, 600.0
 _POSITIONS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # this node's index at its scheduler
 
 
@@ -33,22 +34,22 @@ class Settings:
 
         self.backend = params.backend
         self.endpoint = params.endpoint
+        self.fixed = params.backend == "static"
         self._etcd = params.backend == "etcd"  # may have several endpoints, written as URLs
         first = params.endpoint.partition(",")[0].rpartition("://")[2].rstrip("/")
-        self.host, self.port = parse_rendezvous_endpoint(
-            first if self._etcd else params.endpoint, ETCD_PORT if self._etcd else DEFAULT_PORT
-        )
-        if self.port == 0:
+        port = ETCD_PORT if self._etcd else STATIC_PORT if self.fixed else DEFAULT_PORT
+        self.host, self.port = parse_rendezvous_endpoint(first if self._etcd else params.endpoint, port)
+        if self.port == 0 and params.max_nodes > 1:
             raise UsageError(
-                f"--rdzv-endpoint {params.endpoint}: nodes can only meet at a port all know, not 0"
+                f"--rdzv-endpoint {params.endpoint}: nodes can only meet at a port that all know, not 0"
             )
         self.params = params
         self.run_id = params.run_id
         self.local_addr = params.local_addr
-        self.is_host = params.get_as_bool("is_host")
+        self.rank = params.get_as_int("rank", -1) or 0
+        self.is_host = self.rank == 0 if self.fixed else params.get_as_bool("is_host")
         self.linger = _seconds(params, "linger", 1.0)
         self.name = str(params.get("name") or os.uname().nodename)
-        self.rank = params.get_as_int("rank", -1) or 0
         self.journal: str | None = params.get("journal")
         self.token_file: str | None = params.get("token_file")
         self._tls = tuple(str(params.get(f"tls_{what}") or "") for what in ("cert", "key", "ca"))
@@ -61,12 +62,13 @@ class Settings:
         self.options = Options(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
-            join_timeout=_seconds(params, "join_timeout", _seconds(params, "timeout", 600.0)),
+            join_timeout=_seconds(params, "join_timeout", _seconds(params, "timeout", DEFAULT_TIMEOUT)),
             last_call=_seconds(params, "last_call_timeout", 2.0),
             settle=_seconds(params, "settle", 0.2),
             ttl=_seconds(params, "ttl", ttl),
             linger=self.linger,
             store_grace=_seconds(params, "store_grace", 60.0),
+            fixed=self.fixed,
             prefix=f"job/{self.run_id}/",
         )
         if self.options.ttl <= self.linger:
@@ -82,8 +84,13 @@ class Settings:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
+    def host_name(self) -> str:
+        """The host of the store, for people."""
+        return f"node 0 at {self.where}" if self.fixed else f"the store at {self.where}"
+
+    @property
     def tls(self) -> Tls | None:
-        """The files for TLS, where it is asked for."""
+        """The files for TLS, if TLS is asked for."""
         if not any(self._tls):
             return None
         from phalanx.store.embedded.tls import Tls
@@ -91,17 +98,17 @@ class Settings:
         return Tls(*self._tls)
 
     def node(self, slots: int, role: str, environ: Mapping[str, str] = os.environ) -> NodeInfo:
-        """This node, under an id that no other incarnation of it has."""
+        """This node, under an id that is new for each incarnation."""
         position = next((environ[v] for v in _POSITIONS if environ.get(v, "").isdigit()), "-1")
         unique = f"{self.name}.{os.getpid()}.{os.urandom(3).hex()}"
         return NodeInfo(unique, self.name, self.address(), slots, role, self.rank, int(position))
 
     def address(self) -> str:
-        """The address others reach this node by: given, or that of the interface towards the endpoint."""
+        """The address other nodes reach this one by: given, or that of the interface towards the endpoint."""
         return self.local_addr or _source_address(self.host, self.port)
 
     def addresses(self) -> list[str]:
-        """What the endpoint's name stands for, for people."""
+        """The addresses of the endpoint's name, for people."""
         import socket
 
         try:
@@ -130,7 +137,7 @@ def _source_address(host: str, port: int) -> str:
 
     from phalanx.membership.address import is_loopback, names_loopback
 
-    # The second is from the block for documentation: nobody is there, but the way to it is the default route.
+    # The second is from the block for documentation: the route to it is the default route.
     for target in (host, "192.0.2.1"):
         try:
             family, kind, proto, _, where = socket.getaddrinfo(target, port, type=socket.SOCK_DGRAM)[0]
@@ -142,7 +149,7 @@ def _source_address(host: str, port: int) -> str:
         if not is_loopback(found) or names_loopback(host):
             return found
         if target == host and not _is_any(host):
-            return host  # a name of this machine, which the others have found it by
+            return host  # a name of this machine that the other nodes know
     return os.uname().nodename
 
 
@@ -153,7 +160,7 @@ def _is_any(host: str) -> bool:
 def open_server(
     settings: Settings, token: Token | None, on_failure: Callable[[str], None] = lambda text: None
 ) -> Server | None:
-    """The embedded store, if this node is the one to host it."""
+    """The embedded store, if this node hosts it."""
     import errno
 
     from phalanx.membership.address import listening_address
@@ -174,7 +181,7 @@ def open_server(
     except StoreError as error:
         cause = error.__cause__
         number = cause.errno if isinstance(cause, OSError) else None
-        held = "locked" in str(cause)  # the journal, by an agent of this machine that was quicker
+        held = "locked" in str(cause)  # the journal, by another agent on this machine
         elsewhere = number in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) or held or _unresolved(cause)
         if settings.is_host or not elsewhere:
             raise
@@ -182,7 +189,7 @@ def open_server(
 
 
 def _unresolved(error: BaseException | None) -> bool:
-    """A name that does not resolve yet: whoever has it will host the store, and clients try again."""
+    """A name that does not resolve yet: the node that has it hosts the store, and clients try again."""
     import socket
 
     return isinstance(error, socket.gaierror)

@@ -1,4 +1,4 @@
-"""Which store an elastic rendezvous talks to: the embedded one with a token, or a real etcd."""
+"""The connection of a node to its job's store: the embedded one, or etcd."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
 
 def find_secret(settings: Settings) -> Token | None:
-    """The agents' token; etcd has its own ways to know who may come in."""
+    """The agents' token; etcd authenticates its clients itself, and a static job only with a given token."""
     if settings.backend == "etcd":
         return None
-    from phalanx.store.embedded.token import FILE_VARIABLE, find_token
+    import os
 
-    return find_token({FILE_VARIABLE: settings.token_file} if settings.token_file else None)
+    from phalanx.store.embedded.token import FILE_VARIABLE, find_token, given_token
+
+    environ = {FILE_VARIABLE: settings.token_file} if settings.token_file else os.environ
+    return given_token(environ) if settings.fixed else find_token(environ)
 
 
 def connect(
@@ -29,13 +32,15 @@ def connect(
     on_state: Callable[[State], None],
     on_notice: Callable[[Notice], None],
     clock: Callable[[], float],
+    address: tuple[str, int] | None = None,
+    grace: float | None = None,
 ) -> Client:
-    """A client on its way to the store: `on_state` says when it is there."""
+    """A client that connects in the background: `on_state` reports when it has."""
     from phalanx.errors import StoreTimeoutError
     from phalanx.store.embedded.client import Client
 
     common: dict[str, Any] = {
-        "grace": settings.options.join_timeout,
+        "grace": settings.options.join_timeout if grace is None else grace,
         # With time for another try before the lease is over.
         "patience": min(5.0, max(1.0, settings.options.ttl / 2)),
         "on_state": on_state,
@@ -48,9 +53,10 @@ def connect(
 
         client = etcd_client_from(settings.endpoint, settings.params.config, **common)
     else:
-        client = Client(settings.host, settings.port, token=token, tls=settings.tls, **common)
+        host, port = address or (settings.host, settings.port)
+        client = Client(host, port, token=token, tls=settings.tls, **common)
     try:
         client.connect(0)
     except StoreTimeoutError:
-        pass  # as expected: nobody waits for it here
+        pass  # as expected: `on_state` reports the connection
     return client

@@ -27,6 +27,10 @@ class Dialling:
         """A socket that has passed the handshake; OSError, WireError or StoreAuthError."""
         sock = socket.create_connection((self.client.host, self.client.port), timeout=CONNECT_TIME)
         try:
+            if sock.getsockname() == sock.getpeername():
+                # A loopback connection to a free port can meet itself, and would keep the port from the
+                # server.
+                raise ConnectionRefusedError("no server listens there yet")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if self.client.sealing is None:
@@ -79,12 +83,8 @@ class Dialling:
         secret = token.secret if token else b""
         sock.sendall(wire.proof(secret, "client", theirs + binding, nonce))
         given = _read(sock, wire.PROOF)
-        ours = f"our token is from {token.source}" if token else "we have no token (set PHALANX_TOKEN)"
         if not wire.proves(given, secret, "server", nonce + binding, theirs):
-            what = "refused our token" if given == wire.REFUSED else "does not have our token"
-            raise StoreAuthError(
-                f"the store at {self.client.where} {what}: {ours}; both sides need the same one"
-            )
+            raise self._refusal(given)
         sock.sendall(wire.encode(0, 0, wire.Hello(self.client.session)))
         size = int.from_bytes(_read(sock, wire.HEADER), "big")
         if size > wire.HELLO_CAP:
@@ -93,6 +93,22 @@ class Dialling:
         if not isinstance(body, wire.Welcome):
             raise wire.WireError(f"{type(body).__name__} instead of a welcome")
         return body
+
+    def _refusal(self, given: bytes) -> StoreAuthError:
+        token, where = self.client.token, self.client.where
+        if token is None:
+            return StoreAuthError(
+                f"the store at {where} wants a token and we have no token (set PHALANX_TOKEN): "
+                "both sides need the same one"
+            )
+        ours = f"our token is from {token.source}"
+        if given == wire.OPEN:
+            return StoreAuthError(
+                f"the store at {where} has no token, so its job is not authenticated; {ours}: "
+                "give the same token to every node, or to none"
+            )
+        what = "refused our token" if given == wire.REFUSED else "does not have our token"
+        return StoreAuthError(f"the store at {where} {what}: {ours}; both sides need the same one")
 
 
 def _read(sock: socket.socket, size: int, look: Callable[[bytes], None] = lambda data: None) -> bytes:

@@ -3,6 +3,8 @@
     with Server("127.0.0.1", 0, token=find_token()) as server:
         host, port = server.address
 
+A server without a host does not listen: it serves the connections that another listener hands it (`adopt`).
+
 Invariants:
 - Nothing a client sends is parsed before it has proved the token; nothing is allocated for a
   length that is over the cap; a client that is silent in the handshake, garbles a frame or does not
@@ -21,10 +23,11 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from phalanx.core.store_commands import Command, Notice, Reply, Watch
+from phalanx.core.store_commands import Command, Notice, Put, Reply, Watch
 from phalanx.errors import StoreError, UsageError
 from phalanx.store.embedded import wire
 from phalanx.store.embedded.token import Token
@@ -74,17 +77,18 @@ class Server:
 
     def __init__(
         self,
-        host: str = "127.0.0.1",
+        host: str | None = "127.0.0.1",
         port: int = 0,
         *,
         token: Token | None = None,
+        seed: Mapping[str, bytes] | None = None,
         journal: str | None = None,
         linger: float = 1.0,
         tls: Tls | None = None,
         on_incident: Callable[[str], None] = lambda text: None,
         on_failure: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`on_incident` hears of what the store outlives, `on_failure` of what it does not."""
+        """`seed`: the first keys; `on_incident`: for what the store outlives, `on_failure`: for the rest."""
         self.token, self.linger = token, linger
         self.on_incident, self.on_failure = on_incident, on_failure
         self._sealing: ssl.SSLContext | None = None
@@ -93,12 +97,17 @@ class Server:
             from phalanx.store.embedded.tls import own_fingerprint, server_context
 
             self._sealing, self._binding = server_context(tls), own_fingerprint(tls)
-        host = host or "127.0.0.1"
-        self._listener = _bind(host, port, token)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._listener: socket.socket | None = None
+        self.address: tuple[str, int] = ("", 0)
+        if host is not None:
+            host = host or "127.0.0.1"
+            self._listener = _bind(host, port, token)
+            self.address = self._listener.getsockname()[:2]
         self.store = os.urandom(8).hex()
         # Lease numbers of a store that lost its data must not mean anything to its successor.
         self._model = Model(first_lease=int.from_bytes(os.urandom(5), "big") << 20 | 1)
+        for number, (key, value) in enumerate((seed or {}).items()):
+            self._model.apply("", number, 0, Put(key, value), 0.0)
         self._journal = None
         try:
             if journal is not None:
@@ -108,9 +117,11 @@ class Server:
                 self.store = self._journal.load(self._model, self.store, time.monotonic())
             # Not before the journal is read: clients that are refused know that the store is down, and their
             # workers run on; a connection that nobody answers would tell them nothing.
-            _listen(self._listener, host, port)
+            if self._listener is not None and host is not None:
+                _listen(self._listener, host, port)
         except BaseException:
-            self._listener.close()
+            if self._listener is not None:
+                self._listener.close()
             if self._journal is not None:
                 self._journal.close()
             raise
@@ -121,15 +132,18 @@ class Server:
         self._gone: dict[str, float] = {}
         self._dirty: dict[_Peer, None] = {}
         self._accept_at: float | None = None
+        self._adopted: deque[tuple[socket.socket, tuple[Any, ...]]] = deque()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
         self._closing, self._flush = False, 0.0
         self._thread: threading.Thread | None = None
 
     def start(self) -> Server:
         """Serve in a thread of its own."""
         self._selector.register(self._wake_in, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        if self._listener is not None:
+            self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="phalanx-store", daemon=True)
         self._thread.start()
         return self
@@ -140,13 +154,25 @@ class Server:
             return
         self._closing, self._flush = True, flush
         if self._thread is not None:
-            self._wake_out.send(b"x")
+            self._wake()
             self._thread.join()
-        for sock in (self._listener, self._wake_in, self._wake_out):
-            sock.close()
+        for sock in (self._listener, self._wake_in, self._wake_out, *(sock for sock, _ in self._adopted)):
+            if sock is not None:
+                sock.close()
         self._selector.close()
         if self._journal is not None:
             self._journal.close()
+
+    def adopt(self, sock: socket.socket, where: tuple[Any, ...]) -> None:
+        """Serve a connection that another listener accepted and has not read from; from any thread."""
+        self._adopted.append((sock, where))
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_out.send(b"x")
+        except OSError:
+            pass  # full: a wake-up is pending; closed: `close` has closed the socket that was handed over
 
     def __enter__(self) -> Server:
         return self.start()
@@ -163,7 +189,8 @@ class Server:
             # What is not in the journal must not be answered; and to be refused tells more than silence.
             for peer in list(self._peers.values()):
                 self._forget(peer)
-            self._listener.close()
+            if self._listener is not None:
+                self._listener.close()
             said = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
             self.on_failure(f"the store failed and is gone: {said}")
         finally:
@@ -181,7 +208,9 @@ class Server:
             for key, mask in events:
                 if key.fileobj is self._listener:
                     self._accept(now)
-                elif key.fileobj is not self._wake_in and (peer := self._peers.get(key.fileobj)):  # type: ignore[call-overload] # sockets only
+                elif key.fileobj is self._wake_in:
+                    self._take_adopted(now)
+                elif peer := self._peers.get(key.fileobj):  # type: ignore[call-overload] # sockets only
                     self._serve(peer, mask, now)
             self._pass_time(now)
             self._end_turn()
@@ -201,7 +230,7 @@ class Server:
             self._notify(self._model.revoke(lease))
         for peer in [p for p in self._strangers if p.deadline <= now]:
             self._drop(peer, "did not finish the handshake in time")
-        if self._accept_at is not None and now >= self._accept_at:
+        if self._accept_at is not None and now >= self._accept_at and self._listener is not None:
             self._accept_at = None
             self._selector.register(self._listener, selectors.EVENT_READ)
         for session in [s for s, at in self._gone.items() if now - at > FORGET_AFTER]:
@@ -228,7 +257,13 @@ class Server:
 
     # Connections
 
+    def _take_adopted(self, now: float) -> None:
+        self._wake_in.recv(4096)
+        while self._adopted:
+            self._admit(*self._adopted.popleft(), now)
+
     def _accept(self, now: float) -> None:
+        assert self._listener is not None
         try:
             sock, where = self._listener.accept()
         except BlockingIOError:
@@ -239,6 +274,9 @@ class Server:
             self._selector.unregister(self._listener)
             self._accept_at = now + 0.2
             return
+        self._admit(sock, where, now)
+
+    def _admit(self, sock: socket.socket, where: tuple[Any, ...], now: float) -> None:
         sock.setblocking(False)
         if len(self._strangers) >= STRANGERS:
             sock.close()
@@ -297,7 +335,7 @@ class Server:
             secret = self.token.secret if self.token else b""
             if not wire.proves(given, secret, "client", peer.nonce + self._binding, peer.theirs):
                 peer.closing = True
-                self._write(peer, wire.REFUSED)
+                self._write(peer, wire.REFUSED if self.token else wire.OPEN)
                 source = f" (ours is from {self.token.source})" if self.token else ""
                 self.on_incident(f"{peer.where} showed a wrong token{source}")
                 return

@@ -1,4 +1,4 @@
-"""The secret that agents of one job share: where it comes from, and how both sides prove it.
+"""The secret that agents of one job share, and where it comes from.
 
 Order: the variable PHALANX_TOKEN, the file named by PHALANX_TOKEN_FILE, the private file
 `~/.phalanx/token`, which is made on first use, so that a shared home needs no set-up. The secret
@@ -8,6 +8,7 @@ itself is never shown: messages name the file or variable it came from.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from phalanx.errors import StoreAuthError
@@ -26,13 +27,20 @@ class Token(NamedTuple):
         return f"Token(<hidden>, {self.source!r})"
 
 
-def find_token(environ: dict[str, str] | None = None, *, make: bool = True) -> Token:
-    """The token of this user; `make`: create the private file when there is none anywhere."""
-    env = os.environ if environ is None else environ
-    if text := env.get(VARIABLE, "").strip():
+def given_token(environ: Mapping[str, str] = os.environ) -> Token | None:
+    """The token that the user has given explicitly, if any."""
+    if text := environ.get(VARIABLE, "").strip():
         return Token(text.encode(), f"the variable {VARIABLE}")
-    if path := env.get(FILE_VARIABLE, ""):
+    if path := environ.get(FILE_VARIABLE, ""):
         return _read(path, f"the file {path} (named by {FILE_VARIABLE})", private=False)
+    return None
+
+
+def find_token(environ: Mapping[str, str] | None = None, *, make: bool = True) -> Token:
+    """The token of this user; `make`: create the private file when there is no token yet."""
+    env = os.environ if environ is None else environ
+    if (given := given_token(env)) is not None:
+        return given
     home = env.get("HOME") or os.path.expanduser("~")
     path = os.path.join(home, ".phalanx", "token")
     if make and not os.path.lexists(path):

@@ -32,7 +32,7 @@ from phalanx.store.torch.protocol import (
     Request,
     TorchProtocolError,
 )
-from phalanx.store.torch.torch_selector import StoreLoop
+from phalanx.store.torch.torch_selector import Adopt, StoreLoop
 
 _BACKLOG = 4096
 
@@ -65,7 +65,10 @@ class TorchStoreServer:
         *,
         sock: socket.socket | None = None,
         log: Callable[[str], None] | None = None,
+        adopt: Adopt | None = None,
+        foreign: bytes = b"",
     ) -> None:
+        """`adopt` gets connections whose first byte is in `foreign`: another protocol on the port."""
         self._listener = sock if sock is not None else _bind(host, port)
         self._listener.setblocking(False)
         self._listener.listen(_BACKLOG)
@@ -80,6 +83,8 @@ class TorchStoreServer:
             on_wake=self._run_calls,
             on_reply=self._answer,
             log=log if log is not None else _warn,
+            adopt=adopt,
+            foreign=foreign,
         )
         self._waiting: dict[int, _Call] = {}  # calls whose reply is still to come; the server's thread's own
         self._numbers = itertools.count(-1, -1)  # negative: never that of a connection

@@ -18,6 +18,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from phalanx.store.torch.model import Replies, TorchStoreModel
 from phalanx.store.torch.protocol import Request, RequestParser, TorchProtocolError
@@ -32,16 +33,19 @@ _ACCEPT_PAUSE = 1.0  # descriptors may also be freed elsewhere in the process, o
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _MOST_COMPLAINTS = 100  # a port scan must not fill the log
 
+Adopt = Callable[[socket.socket, tuple[Any, ...]], None]
+
 
 class _Connection:
     """One client: its socket, its half-read request, and what waits until it reads its replies."""
 
-    __slots__ = ("id", "mask", "out", "out_size", "parser", "peer", "sock", "todo")
+    __slots__ = ("address", "id", "mask", "new", "out", "out_size", "parser", "sock", "todo")
 
-    def __init__(self, number: int, sock: socket.socket, peer: str) -> None:
+    def __init__(self, number: int, sock: socket.socket, address: tuple[Any, ...]) -> None:
         self.id = number
         self.sock = sock
-        self.peer = peer
+        self.address = address
+        self.new = True  # nothing has been read from it yet
         self.parser = RequestParser()
         self.out: deque[bytes | memoryview] = deque()
         self.out_size = 0
@@ -53,7 +57,8 @@ class StoreLoop:
     """Accepts, reads, steps the model and replies, until it is told to stop.
 
     `on_wake` runs when `wake` is readable: whoever owns the loop calls in from there. Requests may be stepped
-    under negative numbers on behalf of this process; their replies go to `on_reply`.
+    under negative numbers on behalf of this process; their replies go to `on_reply`. A connection whose first
+    byte is one of `foreign` speaks another protocol and is given to `adopt`, unread.
     """
 
     def __init__(
@@ -64,8 +69,11 @@ class StoreLoop:
         on_wake: Callable[[], None],
         on_reply: Callable[[int, bytes], None],
         log: Callable[[str], None],
+        adopt: Adopt | None = None,
+        foreign: bytes = b"",
     ) -> None:
         self.stopping = False
+        self._adopt, self._foreign = adopt, foreign
         self._listener = listener
         self._on_reply = on_reply
         self._log = log
@@ -107,7 +115,8 @@ class StoreLoop:
         # Peers that are connected but not accepted yet belong to the former round too.
         while self._accept() or self._connections:
             for conn in list(self._connections.values()):
-                self._forget(conn)
+                if not (conn.new and self._hand_over(conn)):
+                    self._forget(conn)
         self._model = TorchStoreModel()
 
     def close(self) -> None:
@@ -133,7 +142,7 @@ class StoreLoop:
                     break
                 continue  # a network error of that one peer
             sock.setblocking(False)
-            conn = _Connection(next(self._numbers), sock, str(peer[0]))
+            conn = _Connection(next(self._numbers), sock, peer)
             self._connections[conn.id] = conn
             self._selector.register(sock, _READ, conn)
             accepted += 1
@@ -164,7 +173,24 @@ class StoreLoop:
 
     # -- reading -----------------------------------------------------------------------------------------
 
+    def _hand_over(self, conn: _Connection) -> bool:
+        """Give a connection away if it speaks another protocol, which its first byte tells."""
+        if self._adopt is None:
+            return False
+        try:
+            first = conn.sock.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return False  # nothing there yet, or reset: reading finds out
+        if not first or first not in self._foreign:
+            return False
+        del self._connections[conn.id]
+        self._selector.unregister(conn.sock)
+        self._adopt(conn.sock, conn.address)
+        return True
+
     def _read(self, conn: _Connection) -> None:
+        if conn.new and (conn.id not in self._connections or self._hand_over(conn)):
+            return
         try:
             data = conn.sock.recv(_CHUNK if conn.parser.missing < _CHUNK else _BIG_CHUNK)
         except BlockingIOError:
@@ -174,6 +200,7 @@ class StoreLoop:
         if not data:
             self._drop(conn)
             return
+        conn.new = False
         requests = conn.parser.feed(data)
         if len(requests) == 1 and conn.parser.error is None:
             # Nearly always: a client sends its next request when it has the reply to this one.
@@ -252,7 +279,7 @@ class StoreLoop:
     # -- ending ------------------------------------------------------------------------------------------
 
     def _refuse(self, conn: _Connection, error: TorchProtocolError) -> None:
-        self._complain(f"torch store: closed the connection from {conn.peer}: {error}")
+        self._complain(f"torch store: closed the connection from {conn.address[0]}: {error}")
         self._drop(conn)
 
     def _drop(self, conn: _Connection) -> None:

@@ -1,0 +1,238 @@
+"""The values of a job's keys (see `core.rounds`): named tuples, and how the store holds them.
+
+Records are JSON, so that people can read them with the store's own tools. Decoding is tolerant, because nodes
+of another version, or strangers in a job without a token, may write here: unknown fields are ignored, missing
+ones take their default, fields that equal their default are not written, and a record that is not readable is
+None. Text comes back without control characters and is bounded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple, get_type_hints
+
+from phalanx.core.ranks import Offsets
+
+FORMING, ACTIVE, CLOSED = "forming", "active", "closed"
+
+_LONGEST_NAME = 256
+_LONGEST_TEXT = 128 << 10
+_MOST_SLOTS = 1 << 20
+
+
+class NodeInfo(NamedTuple):
+    """The description of a node; `rank` and `position` (its index at the scheduler) are -1 when not given."""
+
+    id: str
+    name: str
+    addr: str = ""
+    slots: int = 1
+    role: str = "default"
+    rank: int = -1
+    position: int = -1
+
+
+class NodeRecord(NamedTuple):
+    """The value of a node's key; `rounds` and `restarts` are what the node knows of an earlier store."""
+
+    info: NodeInfo
+    ready: int
+    leaving: str = ""
+    job: int = 1
+    rounds: int = 0
+    restarts: int = 0
+
+
+class Member(NamedTuple):
+    """A node in an active round; its rank is its position in the list."""
+
+    id: str
+    incarnation: int
+    name: str
+    addr: str
+    slots: int
+    role: str
+
+
+class MemberList(NamedTuple):
+    """The value of `members`: the members of the round with this stamp, by rank."""
+
+    stamp: str
+    nodes: tuple[Member, ...]
+
+
+class Result(NamedTuple):
+    """How a node's workers ended in a round; `detail` belongs to the shell (a failure report)."""
+
+    ok: bool
+    detail: str = ""
+
+
+class Place(NamedTuple):
+    """A node's place in the round with this stamp, or why the leader refuses the node."""
+
+    stamp: str = ""
+    incarnation: int = 0
+    rank: int = -1
+    first: int = 0
+    world_size: int = 0
+    role_first: int = 0
+    role_world_size: int = 0
+    refused: str = ""
+
+    @property
+    def offsets(self) -> Offsets:
+        """Where the ranks of the node's workers begin."""
+        return Offsets(self.first, self.world_size, self.role_first, self.role_world_size)
+
+
+class Round(NamedTuple):
+    """The value of `ctl/round`.
+
+    `nodes` counts the members and `names` has the first few of their names; `stamp` names the activation,
+    which the places belong to; `restarts` counts failed rounds so far; `out` lists drained nodes.
+    """
+
+    number: int = 1
+    phase: str = FORMING
+    nodes: int = 0
+    names: tuple[str, ...] = ()
+    restarts: int = 0
+    reason: str = "waiting for the first nodes"
+    term: int = 0
+    stamp: str = ""
+    out: tuple[str, ...] = ()
+    outcome: str = ""  # of a closed round: succeeded, failed, timeout or closed
+    cause: tuple[str, ...] = ("", "", "")  # of a failed round: node id, name, detail
+    job: int = 1  # the number of this job among those that used the run id
+
+    def all_names(self) -> tuple[str, ...]:
+        """A name for every member, by rank; members beyond the first few are named by their rank."""
+        return self.names + tuple(f"node {rank}" for rank in range(len(self.names), self.nodes))
+
+
+def encode(value: Any) -> bytes:
+    """A record as the store holds it."""
+    return json.dumps(_plain(value), separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, MemberList):
+        return {"stamp": value.stamp, "nodes": value.nodes}  # arrays: there may be thousands
+    if hasattr(value, "_field_defaults"):
+        defaults = value._field_defaults
+        return {
+            name: _plain(one)
+            for name, one in zip(value._fields, value, strict=True)
+            if name not in defaults or one != defaults[name]
+        }
+    return value
+
+
+def decode_node(value: bytes) -> NodeRecord | None:
+    """The record of a node."""
+    record: NodeRecord | None = _decoded(NodeRecord, value)
+    return record if record is not None and 0 < record.info.slots <= _MOST_SLOTS else None
+
+
+def decode_members(value: bytes) -> MemberList | None:
+    """The list of members."""
+    try:
+        found = json.loads(value)
+        nodes = tuple(_member(*item) for item in found["nodes"])
+        return MemberList(_text(found["stamp"]), nodes)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _member(id: str, incarnation: int, name: str, addr: str, slots: int, role: str, *_more: Any) -> Member:
+    return Member(_name(id), _int(incarnation), _name(name), _name(addr), _int(slots), _name(role))
+
+
+@lru_cache(maxsize=2)  # participants of one process (a simulation, a test) see the same bytes
+def decode_round(value: bytes) -> Round | None:
+    """The round."""
+    record: Round | None = _decoded(Round, value)
+    return record if record is not None and len(record.cause) == 3 else None
+
+
+def decode_place(value: bytes) -> Place | None:
+    """The place of a node."""
+    return _decoded(Place, value)  # type: ignore[no-any-return]
+
+
+def decode_result(value: bytes) -> Result | None:
+    """How the workers of a node ended."""
+    return _decoded(Result, value)  # type: ignore[no-any-return]
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """The text with its control characters escaped, so that a terminal shows them and does not obey them."""
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
+def _decoded(kind: Any, value: bytes) -> Any:
+    try:
+        return _record(kind, json.loads(value))
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _record(kind: Any, found: Any) -> Any:
+    if not isinstance(found, dict):
+        raise TypeError
+    return kind(**{name: read(found[name]) for name, read in _readers(kind) if name in found})
+
+
+@lru_cache
+def _readers(kind: Any) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    return tuple((name, _READERS[hint]) for name, hint in get_type_hints(kind).items())
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int or abs(value) > 1 << 62:
+        raise TypeError
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError
+    return printable(value[:_LONGEST_TEXT])[:_LONGEST_TEXT]
+
+
+def _name(value: Any) -> str:
+    return _text(value)[:_LONGEST_NAME]
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if type(value) is not list:
+        raise TypeError
+    return tuple(map(_text, value))
+
+
+def _info(value: Any) -> NodeInfo:
+    found: NodeInfo = _record(NodeInfo, value)
+    return found._replace(
+        id=_name(found.id), name=_name(found.name), addr=_name(found.addr), role=_name(found.role)
+    )
+
+
+_READERS: dict[Any, Callable[[Any], Any]] = {
+    int: _int,
+    bool: _bool,
+    str: _text,
+    tuple[str, ...]: _texts,
+    NodeInfo: _info,
+}
