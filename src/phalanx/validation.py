@@ -240,7 +240,7 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
     if backend in _BACKENDS:
         _check_endpoint(v, endpoint)
     conf = v.settings()
-    if backend in ("phalanx", "etcd"):
+    if backend in _BACKENDS:
         conf = {**trust, **conf}
     if backend == "static" or v.given("node_rank"):
         conf["rank"] = rank

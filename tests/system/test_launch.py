@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from phalanx.agent.elastic_launch import LaunchConfig, elastic_launch, launch_agent
+from phalanx.environment import SIGNALS
 from phalanx.errors import ChildFailedError, SignalException, StartError
 from phalanx.logs.specs import DefaultLogsSpecs
-from phalanx.workers.signals import SIGNALS_VARIABLE
 from tests.conftest import HUNG
 from tests.system.run_helpers import plain_environment, script
 
@@ -32,7 +32,7 @@ def config(tmp_path: Path, workers: int = 2, **more: Any) -> LaunchConfig:
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch sets this variable for its workers; no other test may see it."""
-    monkeypatch.setenv(SIGNALS_VARIABLE, "SIGTERM,SIGINT")
+    monkeypatch.setenv(SIGNALS, "SIGTERM,SIGINT")
 
 
 def rank_and(value: Any = None) -> tuple[int, int, Any]:

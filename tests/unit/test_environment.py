@@ -15,7 +15,7 @@ ROOT = Path(phalanx.__file__).parent
 ALLOWED = {
     "environment.py": "the only reader of settings",
     # Handed to a child process, or to a function that looks programs up for one.
-    "agent/local.py": "the environment of workers",
+    "agent/local_workers.py": "the environment of workers",
     "warm/helper_pool.py": "the environment of helpers is part of what was learned",
     "workers/program.py": "PATH and PYTHON* variables, as the worker will see them",
     "workers/subprocess_handle.py": "the environment of a worker",
@@ -25,28 +25,12 @@ ALLOWED = {
     # Runs in a helper or in a worker, whose own environment it is.
     "integrations/jax.py": "the worker's own",
     "integrations/torch_functions.py": "a function of torch's that reads any variable",
-    "supervision/worker_server.py": "the worker's own",
     "warm/preload.py": "preloaded modules see the worker's environment",
     "worker.py": "the worker's own",
     "workers/record.py": "the worker's own",
     "zygote/bootstrap.py": "the worker's own",
     "zygote/fork_setup.py": "the worker's own",
     "zygote/zygote.py": "the worker's own, installed after the fork",
-    # Read a setting, and should get it as an argument.
-    "agent/agent.py": "to do",
-    "agent/agent_services.py": "to do",
-    "logs/specs.py": "to do",
-    "logs/tee.py": "to do",
-    "membership/elastic.py": "to do",
-    "membership/settings.py": "to do",
-    "membership/solo.py": "to do",
-    "membership/static.py": "to do",
-    "observe/events.py": "to do",
-    "observe/progress_line.py": "to do",
-    "store/embedded/token.py": "to do",
-    "store/etcd/client.py": "to do",
-    "workers/numa.py": "to do",
-    "workers/signals.py": "to do",
 }
 
 

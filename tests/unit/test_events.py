@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.environment import EVENTS_FILE
 from phalanx.observe import events
 from phalanx.observe.events import (
     Event,
@@ -31,7 +32,7 @@ from phalanx.observe.events import (
 
 @pytest.fixture(autouse=True)
 def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(events.FILE_VARIABLE, raising=False)
+    monkeypatch.delenv(EVENTS_FILE, raising=False)
     monkeypatch.setattr(events, "_sinks", dict(events._sinks))
     monkeypatch.setattr(events, "_broken", set())
     yield
@@ -141,7 +142,7 @@ def test_console_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_file_takes_one_line_each(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "events.jsonl"
-    monkeypatch.setenv(events.FILE_VARIABLE, str(path))
+    monkeypatch.setenv(EVENTS_FILE, str(path))
     record(Event("a", EventSource.AGENT, metadata={"text": "two\nlines"}), "file")
     record(Event("b", EventSource.AGENT), "file")
     assert [json.loads(line)["name"] for line in path.read_text().splitlines()] == ["a", "b"]
@@ -160,7 +161,7 @@ def test_a_file_that_cannot_be_written_is_told_once_and_costs_nothing(
         record(Event("a", EventSource.AGENT), "file")
     err = capsys.readouterr().err
     assert err.count("events: file is switched off") == 1
-    assert (events.FILE_VARIABLE if where is None else "No such file") in err
+    assert (EVENTS_FILE if where is None else "No such file") in err
 
 
 def test_an_unknown_destination_names_the_known_ones() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from phalanx import environment
 from phalanx.errors import PhalanxError
 
 TYPE_CHECKING = False
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from phalanx.supervision.timers.file_timer import FileTimerServer
     from phalanx.web.health import HealthServer
 
-ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
-TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
-HEALTH_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 _CHECK_PATIENCE = 60.0
 _LAST_WORDS = 300
@@ -43,7 +41,7 @@ class Services:
     """The services of one run."""
 
     def __init__(self, health: str | None = None) -> None:
-        self.health_address = os.environ.get(HEALTH_PORT, "") if health is None else health
+        self.health_address = environment.health_port() if health is None else health
         self.health: HealthServer | None = None
         self.timers: FileTimerServer | None = None
         self.environment: dict[str, str] = {}
@@ -59,8 +57,9 @@ class Services:
     ) -> None:
         """Start what is asked for; on an error nothing is left running."""
         try:
-            if os.environ.get(ENABLE_FILE_TIMER) == "1":
-                self._start_timers(run_id)
+            timer_file = environment.timer_file()
+            if timer_file is not None:
+                self._start_timers(run_id, timer_file)
             if self.health_address:
                 self._start_health(knock, ready)
             if given is not None:
@@ -70,17 +69,16 @@ class Services:
             self.close()
             raise
 
-    def _start_timers(self, run_id: str) -> None:
+    def _start_timers(self, run_id: str, path: str) -> None:
         from phalanx.supervision.timers.file_timer import FileTimerServer, private_path
 
-        path = os.environ.get(TIMER_FILE, "")
         if not path:
             path = private_path()
             self._own_folder = os.path.dirname(path)
         server = FileTimerServer(path, run_id)
         server.start()
         self.timers = server
-        self.environment[TIMER_FILE] = path
+        self.environment[environment.TIMER_FILE] = path
 
     def _start_health(self, knock: Callable[[threading.Event], None], ready: Callable[[], bool]) -> None:
         from phalanx.web.health import HealthServer, LoopProbe
@@ -88,7 +86,7 @@ class Services:
         try:
             host, port = split_address(self.health_address)
         except ValueError as error:
-            raise ValueError(f"{HEALTH_PORT}={error}") from None
+            raise ValueError(f"{environment.HEALTH_PORT}={error}") from None
         watchdog_progress = self.timers.get_last_progress_time if self.timers is not None else None
         probe = LoopProbe(knock, watchdog_progress)
         self.health = HealthServer(host, port, probe.live, ready)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from phalanx.environment import SECRETS
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -9,7 +11,6 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import Worker, WorkerGroup
 
-SECRETS = ("PHALANX_TOKEN", "PHALANX_TOKEN_FILE", "PHALANX_ETCD_PASSWORD")
 LOCAL_RANK_MACRO = "${local_rank}"
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import socket
 
+from phalanx import environment
 from phalanx.store.torch.client import TorchStoreClient
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import logging
     from typing import Any
-
-LOG_LEVEL = "LOGLEVEL"
 
 
 class macros:  # torch's name
@@ -59,7 +58,7 @@ def get_socket_with_port() -> socket.socket:
 
 def get_log_level() -> str:
     """The log level: LOGLEVEL, or WARNING."""
-    return os.environ.get(LOG_LEVEL, "WARNING").upper()
+    return environment.log_level()
 
 
 def get_logger(name: str | None = None) -> logging.Logger:

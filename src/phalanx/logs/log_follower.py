@@ -30,6 +30,7 @@ from collections import deque
 from select import POLLIN, POLLOUT, poll
 from typing import TYPE_CHECKING, TextIO
 
+from phalanx.environment import allows_colour
 from phalanx.logs.followed_file import Containing, FollowedFile
 from phalanx.logs.inotify import Watcher
 from phalanx.logs.sinks import Sink, open_sink
@@ -598,6 +599,6 @@ class LogFollower:
 def _paint(prefix: str, number: int, sink: Sink) -> bytes:
     """The prefix as bytes; in a colour of its own on a terminal, unless NO_COLOR is set."""
     plain = prefix.encode("utf-8", "surrogateescape")
-    if not prefix or not sink.tty or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if not prefix or not sink.tty or not allows_colour():
         return plain
     return b"\x1b[%dm%b\x1b[0m" % (_COLOURS[number % len(_COLOURS)], plain)

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from enum import IntFlag
 
 from phalanx.core.record import Record
+from phalanx.environment import temporary_directory
 
 __all__ = ["DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"]
 
@@ -136,7 +137,7 @@ class DefaultLogsSpecs(LogsSpecs):
     def root_log_dir(self) -> str:
         """The given directory, or the temporary one (created on first use)."""
         if self._root_log_dir is None:
-            self._root_log_dir = _make_unique(_temporary(), "phalanx", 0o700)
+            self._root_log_dir = _make_unique(temporary_directory(), "phalanx", 0o700)
         return self._root_log_dir
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -246,14 +247,6 @@ def _path_component(run_id: str) -> str:
             f"run id {run_id[:20]!r}…: {length} bytes; at most {_LONGEST_RUN_ID} fit a file name"
         )
     return run_id
-
-
-def _temporary() -> str:
-    for name in ("TMPDIR", "TEMP", "TMP"):
-        path = os.environ.get(name)
-        if path and os.access(path, os.W_OK | os.X_OK):
-            return os.path.abspath(path)
-    return "/tmp"
 
 
 def _make_unique(parent: str, name: str, mode: int) -> str:

@@ -11,11 +11,11 @@ No call but `next_rendezvous`, `shutdown` and `leave` waits.
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import replace
 
 from phalanx.core.round_records import CLOSED
+from phalanx.environment import shares_store
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -89,7 +89,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return self._attached and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+        return self._attached and shares_store()
 
     def next_rendezvous(self) -> ElasticInfo:
         """Wait for the next round that this node is part of."""

@@ -10,11 +10,12 @@ import os
 
 from phalanx.core.round_records import NodeInfo
 from phalanx.core.rounds import Options
+from phalanx.environment import node_index
 from phalanx.errors import StoreError, UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from phalanx.membership.handler import RendezvousParameters
     from phalanx.store.embedded.server import Server
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT, ETCD_PORT, STATIC_PORT = 29400, 2379, 29500
 DEFAULT_TTL, DEFAULT_TIMEOUT = 6.0, 600.0
-_POSITIONS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # this node's index at its scheduler
 
 
 class Settings:
@@ -97,11 +97,10 @@ class Settings:
 
         return Tls(*self._tls)
 
-    def node(self, slots: int, role: str, environ: Mapping[str, str] = os.environ) -> NodeInfo:
+    def node(self, slots: int, role: str) -> NodeInfo:
         """This node, under an id that is new for each incarnation."""
-        position = next((environ[v] for v in _POSITIONS if environ.get(v, "").isdigit()), "-1")
         unique = f"{self.name}.{os.getpid()}.{os.urandom(3).hex()}"
-        return NodeInfo(unique, self.name, self.address(), slots, role, self.rank, int(position))
+        return NodeInfo(unique, self.name, self.address(), slots, role, self.rank, node_index())
 
     def address(self) -> str:
         """The address other nodes reach this one by: given, or that of the interface towards the endpoint."""

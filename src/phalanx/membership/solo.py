@@ -5,6 +5,7 @@ No thread, no store, no socket: what a single machine does not need, it does not
 
 from __future__ import annotations
 
+from phalanx.environment import shares_store
 from phalanx.errors import RendezvousClosedError
 from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
 
@@ -25,9 +26,7 @@ class SoloRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        import os
-
-        return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+        return shares_store()
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._closed:

@@ -12,8 +12,7 @@ A static job authenticates its agents exactly when a token is given (PHALANX_TOK
 
 from __future__ import annotations
 
-import os
-
+from phalanx.environment import shares_store
 from phalanx.membership.elastic import ElasticRendezvous
 from phalanx.membership.handler import RendezvousParameters
 from phalanx.membership.settings import DEFAULT_TIMEOUT, STATIC_PORT, Settings
@@ -57,7 +56,7 @@ class StaticRendezvous(ElasticRendezvous):
 
     @property
     def use_agent_store(self) -> bool:
-        return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+        return shares_store()
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> StaticRendezvous:

@@ -17,11 +17,10 @@ def find_secret(settings: Settings) -> Token | None:
     """The agents' token; etcd authenticates its clients itself, and a static job only with a given token."""
     if settings.backend == "etcd":
         return None
-    import os
+    from phalanx.environment import TOKEN_FILE, variables
+    from phalanx.store.embedded.token import find_token, given_token
 
-    from phalanx.store.embedded.token import FILE_VARIABLE, find_token, given_token
-
-    environ = {FILE_VARIABLE: settings.token_file} if settings.token_file else os.environ
+    environ = {TOKEN_FILE: settings.token_file} if settings.token_file else variables()
     return given_token(environ) if settings.fixed else find_token(environ)
 
 

@@ -19,6 +19,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from phalanx.core.record import Record
+from phalanx.environment import EVENTS_FILE, events_file
 
 if TYPE_CHECKING:
     import logging
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 EventMetadataValue: TypeAlias = str | int | float | bool | None
 Sink: TypeAlias = Callable[[str], None]
 
-FILE_VARIABLE = "PHALANX_EVENTS_FILE"
 RENDEZVOUS = "dynamic_rendezvous"
 """The destination of rendezvous events, under torch's name; silent until a sink is registered for it."""
 
@@ -186,9 +186,9 @@ def _console(line: str) -> None:
 
 
 def _file(line: str) -> None:
-    path = _path or os.environ.get(FILE_VARIABLE)
+    path = _path or events_file()
     if not path:
-        raise ValueError(f"no file for events: set {FILE_VARIABLE} or call set_file()")
+        raise ValueError(f"no file for events: set {EVENTS_FILE} or call set_file()")
     # Opened for each line: events are rare, a file that was moved is created again, and no descriptor can
     # leak into workers.
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 
+from phalanx.environment import rewrites_lines
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import TextIO
@@ -22,7 +24,7 @@ _WHEEL = "|/-\\"
 def on_terminal(stream: TextIO | None) -> Progress | None:
     """A progress line for this stream; None if it is not a terminal that can erase a line."""
     try:
-        able = stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        able = stream is not None and stream.isatty() and rewrites_lines()
     except ValueError:  # closed
         able = False
     return Progress(stream) if able and stream is not None else None

@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 
+from phalanx.environment import WORKER_SERVER_SOCKET as TORCH_WORKER_SERVER_SOCKET
+from phalanx.environment import worker_server_socket
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 _MAX_PATH = 107  # bytes in the address of a Unix socket
 
 
@@ -30,7 +32,7 @@ def worker_main() -> Iterator[None]:
 
     handler = get_error_handler()
     handler.initialize()
-    path = os.environ.get(TORCH_WORKER_SERVER_SOCKET, "")
+    path = worker_server_socket()
     server = WorkerServer(path) if path else None
     try:
         yield

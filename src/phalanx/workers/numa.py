@@ -22,6 +22,7 @@ from enum import StrEnum
 
 from phalanx.core.record import Record
 from phalanx.devices import visible_gpus
+from phalanx.environment import variables
 from phalanx.kernel import list_dir, read_text
 
 
@@ -76,7 +77,7 @@ def cpus_for(
         raise ValueError(f"local rank {local_rank}: must be between 0 and {n - 1}")
     try:
         topology = read_topology(root, allowed)
-        gpus = gpu_nodes(os.environ if environ is None else environ, root)
+        gpus = gpu_nodes(variables() if environ is None else environ, root)
         return choose(topology, place(topology, n, gpus), local_rank, options.affinity_mode)
     except (RuntimeError, OSError) as error:
         if options.should_fall_back_if_binding_fails:

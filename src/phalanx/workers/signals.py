@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 
+from phalanx import environment
 from phalanx.errors import SignalException
 
 TYPE_CHECKING = False
@@ -21,20 +22,17 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
     from typing import Any
 
-SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-
 
 def signals_to_handle(text: str | None = None) -> list[signal.Signals]:
     """The signals named in a comma-separated list; unknown names are reported and ignored."""
     if text is None:
-        text = os.environ.get(SIGNALS_VARIABLE, DEFAULT_SIGNALS)
+        text = environment.signals()
     found = []
     for name in filter(None, (part.strip() for part in text.split(","))):
         try:
             found.append(signal.Signals[name])
         except KeyError:
-            _warn(f"{SIGNALS_VARIABLE}: {name!r} is not a signal of this system; it is ignored")
+            _warn(f"{environment.SIGNALS}: {name!r} is not a signal of this system; it is ignored")
     return found
 
 
@@ -74,7 +72,7 @@ class SignalScope:
                 signal.signal(sig, self._handle)
                 self._before[sig] = before
             except (OSError, ValueError) as error:  # SIGKILL, SIGSTOP
-                _warn(f"{SIGNALS_VARIABLE}: {sig.name} cannot be handled: {error}")
+                _warn(f"{environment.SIGNALS}: {sig.name} cannot be handled: {error}")
         return self
 
     def __exit__(

@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from phalanx.environment import TOKEN, TOKEN_FILE, variables
 from phalanx.errors import StoreAuthError
 
-VARIABLE, FILE_VARIABLE = "PHALANX_TOKEN", "PHALANX_TOKEN_FILE"
 _LONGEST = 4096
 
 
@@ -27,18 +27,18 @@ class Token(NamedTuple):
         return f"Token(<hidden>, {self.source!r})"
 
 
-def given_token(environ: Mapping[str, str] = os.environ) -> Token | None:
+def given_token(environ: Mapping[str, str]) -> Token | None:
     """The token that the user has given explicitly, if any."""
-    if text := environ.get(VARIABLE, "").strip():
-        return Token(text.encode(), f"the variable {VARIABLE}")
-    if path := environ.get(FILE_VARIABLE, ""):
-        return _read(path, f"the file {path} (named by {FILE_VARIABLE})", private=False)
+    if text := environ.get(TOKEN, "").strip():
+        return Token(text.encode(), f"the variable {TOKEN}")
+    if path := environ.get(TOKEN_FILE, ""):
+        return _read(path, f"the file {path} (named by {TOKEN_FILE})", private=False)
     return None
 
 
 def find_token(environ: Mapping[str, str] | None = None, *, make: bool = True) -> Token:
     """The token of this user; `make`: create the private file when there is no token yet."""
-    env = os.environ if environ is None else environ
+    env = variables() if environ is None else environ
     if (given := given_token(env)) is not None:
         return given
     home = env.get("HOME") or os.path.expanduser("~")
@@ -55,7 +55,7 @@ def _read(path: str, source: str, *, private: bool) -> Token:
             secret = file.read(_LONGEST + 1).strip()
     except OSError as error:
         raise StoreAuthError(
-            f"no token: {source}: {error.strerror}; set {VARIABLE} or make that file"
+            f"no token: {source}: {error.strerror}; set {TOKEN} or make that file"
         ) from error
     if private and mode & 0o077:
         raise StoreAuthError(f"{source} can be read by others (mode {mode:o}): chmod 600 {path}")
@@ -85,5 +85,5 @@ def _make(path: str) -> None:
             os.unlink(draft)
     except OSError as error:
         raise StoreAuthError(
-            f"cannot make the token file {path}: {error.strerror}; set {VARIABLE} instead"
+            f"cannot make the token file {path}: {error.strerror}; set {TOKEN} instead"
         ) from error

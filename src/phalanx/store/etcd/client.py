@@ -18,7 +18,6 @@ Invariant: callbacks come one at a time, and the reply to a watch before its cha
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -26,6 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.store_commands import Add, Command, Get, Notice, Put, Reply, Txn, Unwatch, Watch
+from phalanx.environment import variables
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, UsageError
 from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client, State, _Waiting
@@ -322,7 +322,7 @@ def etcd_client_from(
     tls_key), user, password_file. The password comes from PHALANX_ETCD_PASSWORD or that file. `options` are
     those of EtcdClient.
     """
-    env = os.environ if environ is None else environ
+    env = variables() if environ is None else environ
     if "password" in config:
         raise UsageError(
             "--rdzv-conf password=…: every user of this machine could read it there; "
