@@ -205,9 +205,11 @@ class Spawner:
         self.request(jobs, env, at_failure)
         other: list[Event] = []
         while True:
-            for event in self.events():
+            heard = self.events()
+            for place, event in enumerate(heard):
                 if isinstance(event, WorkersStarted):
-                    self._early = [*other, *self._early]
+                    with self._lock:  # a worker may have ended already
+                        self._early = [*other, *heard[place + 1 :], *self._early]
                     return dict(event.pids)
                 if isinstance(event, StartRefused):
                     raise event.error
