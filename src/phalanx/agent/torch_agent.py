@@ -701,6 +701,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
         def kill() -> None:
             workers.stop(signal.SIGKILL, 0.0)
+            self.helpers.hurry()
 
         if not workers.idle:
             workers.stop(death_sig, min(timeout, self._shutdown_timeout))

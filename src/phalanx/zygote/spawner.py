@@ -355,11 +355,16 @@ class ClosingHelpers:
                 os.kill(self._pid, signal.SIGKILL)
                 self._close()
                 raise UnkillableError(f"the helper process did not end: {what}")
-            self._until = time.monotonic() + self._patience.pop()
-            os.kill(self._pid, CLEAR_NOW)
+            self.hurry()
         if done:
             self._close()
         return done
+
+    def hurry(self) -> None:
+        """Have the keeper kill the zygote now."""
+        if self._patience:
+            self._until = time.monotonic() + self._patience.pop()
+            os.kill(self._pid, CLEAR_NOW)
 
     def _close(self) -> None:
         if self._pidfd is not None:
