@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-from phalanx.zygote.spawner import Exit
 
 
 def impostor(number: int) -> subprocess.Popen[bytes]:
@@ -32,9 +31,8 @@ def main() -> None:
         DefaultLogsSpecs(),
     )
     dead = group.pids()[0]
-    assert group.spawner is not None
-    while not any(isinstance(event, Exit) and event.pid == dead for event in group.spawner.events()):
-        pass
+    while group.exit_code(0) is None:
+        group.advance(1.0)
     stranger = impostor(dead)
     group.close(signal.SIGTERM, timeout=5)
     print("stranger alive" if stranger.poll() is None else f"stranger ended: {stranger.returncode}")

@@ -264,6 +264,23 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert all(gone(pid) for pid in agent._pcontext.pids().values())
 
 
+def test_steps_of_a_plain_agent_work_without_run(tmp_path: Path) -> None:
+    agent = LocalElasticAgent(spec_of(ONCE), DefaultLogsSpecs(str(tmp_path)))
+    group = agent.get_worker_group()
+    agent._rendezvous(group)
+    assert [worker.global_rank for worker in group.workers] == [0, 1]
+    ids = agent._start_workers(group)
+    assert sorted(ids) == [0, 1]
+    wait_until(lambda: agent._monitor_workers(group).state is WorkerState.FAILED, "the failure")
+    agent._remaining_restarts -= 1
+    agent._restart_workers(group)
+    wait_until(lambda: agent._monitor_workers(group).state is WorkerState.SUCCEEDED, "the success")
+    agent._exit_barrier()
+    assert agent.state.phase == "DONE"
+    agent._shutdown()
+    assert all(gone(worker.id) for worker in group.workers)
+
+
 # ---- several nodes ------------------------------------------------------------------------------------
 
 

@@ -68,7 +68,7 @@ class LocalWorkers:
         record: RunRecord,
         place: Callable[[RendezvousInfo], None],
         post: Callable[[Callable[[], None]], None],
-        stepped: bool,
+        stepped: Callable[[], bool],
     ) -> None:
         """`place` gives the group its ranks; `stepped`: torch's steps ask, and `look` reports nothing."""
         self._group = group
@@ -297,7 +297,7 @@ class LocalWorkers:
         if phase == "RUNNING" and self._quiet_at is not None and now >= self._quiet_at:
             self._quiet_at = None
             _prepare_for_a_failure()
-        if self._stepped:
+        if self._stepped():
             return None
         if self._stopping:
             return self._stop_event()

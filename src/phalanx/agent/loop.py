@@ -6,8 +6,8 @@ back, by telling the workers and the other nodes (protocols.py). Nothing that it
 signal, a status request or a health probe is answered at once in every phase.
 
 `OwnerLoop` overlaps what the core allows to overlap: the stop of the old workers and the next rendezvous.
-`SteppedLoop` serves subclasses that override torch's steps: it leaves joining, starting, stopping and the
-exit barrier to those steps, which run one after the other and call `pump` while they wait.
+`SteppedLoop` serves torch's steps once `stepped` is set: it leaves joining, starting, stopping and the exit
+barrier to them; they run one after the other and call `pump` while they wait.
 """
 
 from __future__ import annotations
@@ -232,29 +232,42 @@ class OwnerLoop:
 
 
 class SteppedLoop(OwnerLoop):
-    """The loop of an agent whose steps are called in torch's order.
+    """The loop of an agent whose steps may be called in torch's order.
 
-    Joining, starting, stopping and the exit barrier are the steps' work; the core decides all the same.
+    Joining, starting, stopping and the exit barrier are then the steps' work; the core decides all the same.
     """
 
+    stepped = False
     stop_signal: int = signal.SIGTERM
     stop_grace = 0.0
     guarded = False
     """Whether a signal is posted; in a subclass's step, which does not look at the queue, it is raised."""
 
+    wants_join = False
+    """The core asked for (another) round while a step joins."""
+
     def step(self, event: Event) -> None:
+        self.guard(lambda: super(SteppedLoop, self).step(event))
+
+    def guard(self, call: Callable[[], None]) -> None:
+        """Call something that a signal must not interrupt."""
         before, self.guarded = self.guarded, True
         try:
-            super().step(event)
+            call()
         finally:
             self.guarded = before
 
     def _carry_out(self, command: Command) -> None:
+        if not self.stepped:
+            super()._carry_out(command)
+            return
         match command:
             case events.StopWorkers():
                 self._announce_ending()
                 self.stop_signal, self.stop_grace = command.sig, command.grace
-            case events.Join() | events.StartWorkers() | events.EnterBarrier():
+            case events.Join():
+                self.wants_join = True
+            case events.StartWorkers() | events.EnterBarrier():
                 pass
             case _:
                 super()._carry_out(command)
@@ -265,8 +278,8 @@ class SteppedLoop(OwnerLoop):
         A signal is raised as SignalException, once the core knows of it.
         """
         until = None if timeout is None else time.monotonic() + timeout
-        before, self.guarded = self.guarded, True
-        try:
+
+        def wait() -> None:
             while not done():
                 event = self._next_event(done, until)
                 if event is None:
@@ -274,14 +287,15 @@ class SteppedLoop(OwnerLoop):
                 self.step(event)
                 if isinstance(event, events.Signal):
                     raise signal_exception(event.sig)
-        finally:
-            self.guarded = before
+
+        self.guard(wait)
 
 
 class StepWorkers:
     """The workers of a subclass that has its own steps for them; only their result is kept here."""
 
     closed = True
+    decided = False
 
     def __init__(self) -> None:
         self.result = RunResult(events.WorkerState.INIT)

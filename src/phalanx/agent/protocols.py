@@ -44,6 +44,10 @@ class NodeWorkers(LoopPart, Protocol):
     error: BaseException | None
     """What made the last start fail."""
 
+    @property
+    def decided(self) -> bool:
+        """Whether the workers have ended, or one has failed, so that a look at them pays now."""
+
     def start(self, info: RendezvousInfo, command: StartWorkers) -> None:
         """Start the workers of a round: `Started` or `StartFailed`."""
 

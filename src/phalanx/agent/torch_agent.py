@@ -28,7 +28,7 @@ from abc import ABC, abstractmethod
 
 from phalanx import environment
 from phalanx.agent.local_workers import START_ERRORS, LocalWorkers, worker_event
-from phalanx.agent.loop import OwnerLoop, ProgressPart, SteppedLoop, StepWorkers, signal_exception
+from phalanx.agent.loop import ProgressPart, SteppedLoop, StepWorkers, signal_exception
 from phalanx.agent.run_record import RunRecord
 from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec
 from phalanx.core import group as core
@@ -179,8 +179,8 @@ class SimpleElasticAgent(ElasticAgent):
         )
         nodes = self._new_nodes()
         workers = self._new_workers(nodes, policy)
-        kind = SteppedLoop if self._overridden else OwnerLoop
-        self._loop = kind(policy, nodes, workers, self.supervision, self._record)
+        self._loop = SteppedLoop(policy, nodes, workers, self.supervision, self._record)
+        self._loop.stepped = bool(self._overridden)
         if options.progress is not None:
             self._loop.parts.append(ProgressPart(options.progress, lambda: self.waiting_for))
 
@@ -260,9 +260,8 @@ class SimpleElasticAgent(ElasticAgent):
         began = time.monotonic()
         sig: signal.Signals | None = None
         self._running = True
-        self._loop.open()
-        self._record.open()
         try:
+            self._record.open()
             with SignalScope(post=self._signalled):
                 try:
                     return self._invoke_run(role)
@@ -289,7 +288,7 @@ class SimpleElasticAgent(ElasticAgent):
         if self.supervision.preemption.repeats(sig):
             return
         loop = self._loop
-        if isinstance(loop, SteppedLoop) and not (loop.guarded or self._ending):
+        if loop.stepped and not (loop.guarded or self._ending):
             raise signal_exception(sig)  # into a step of the subclass, which does not look at the queue
         loop.post(Signal(int(sig)))
 
@@ -301,7 +300,7 @@ class SimpleElasticAgent(ElasticAgent):
                 loop.step(RoundFailed("graceful", str(error)))
             elif isinstance(error, RendezvousClosedError):
                 loop.step(RoundFailed("closed", str(error)))
-        if loop.finish is None or loop.finish.outcome is Outcome.FAILED:
+        if loop.finish is None or error in (loop.nodes.error, loop.workers.error):
             raise error
         return self._conclude(loop.finish)
 
@@ -347,7 +346,7 @@ class SimpleElasticAgent(ElasticAgent):
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """The life of the group, from the first rendezvous to the exit barrier."""
         loop = self._loop
-        if not isinstance(loop, SteppedLoop):
+        if not loop.stepped:
             return self._conclude(loop.run())
         group = self._worker_group
         loop.step(Start())
@@ -364,7 +363,10 @@ class SimpleElasticAgent(ElasticAgent):
         """One step, or a look at the workers after `monitor_interval`."""
         match self.state.phase:
             case Phase.RUNNING:
-                loop.pump(lambda: self.state.phase is not Phase.RUNNING, group.spec.monitor_interval)
+                loop.pump(
+                    lambda: self.state.phase is not Phase.RUNNING or loop.workers.decided,
+                    group.spec.monitor_interval,
+                )
                 if self.state.phase is Phase.RUNNING:
                     self._take_result(self._monitor_workers(group))
             case Phase.BARRIER:
@@ -415,7 +417,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _settle_round(self) -> None:
         """The group has its place in a round: the core starts it, unless it knows of it."""
-        loop, group = self._loop, self._worker_group
+        loop, group = self._stepped, self._worker_group
         if self.state.phase in (Phase.STARTING, Phase.WAITING):
             self._back_off()
             return
@@ -427,21 +429,23 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _leave_round(self) -> None:
         """The workers of the last round are gone, by torch's contract; bring the core to JOINING."""
+        loop = self._stepped
         if self.state.phase is Phase.NEW:
-            self._loop.step(Start())
+            loop.step(Start())
         if self.state.phase in (Phase.STARTING, Phase.RUNNING, Phase.BARRIER):
-            self._loop.step(RoundOver(self._loop.number, "a new round was asked for"))
+            loop.step(RoundOver(loop.number, "a new round was asked for"))
         self._stopped()
 
-    def _pump(self, done: Any, timeout: float | None = None) -> None:
-        loop = self._loop
-        assert isinstance(loop, SteppedLoop), "an agent without steps of its own waits in its loop"
-        loop.pump(done, timeout)
+    @property
+    def _stepped(self) -> SteppedLoop:
+        """The loop, for a step: one that is called by itself makes the agent a stepped one."""
+        self._loop.stepped = True
+        return self._loop
 
     def _back_off(self) -> None:
         """Wait until the next start is allowed."""
         if self.state.phase is Phase.WAITING:
-            self._pump(lambda: self.state.phase is not Phase.WAITING)
+            self._stepped.pump(lambda: self.state.phase is not Phase.WAITING)
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         """Join a round, then start its workers."""
@@ -457,11 +461,13 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Wait for the next round; give the group its place in it, and the workers their ranks."""
-        loop = self._loop
+        loop = self._stepped
         self._leave_round()
-        loop.enter_rendezvous()
-        self._pump(lambda: self.state.phase is not Phase.JOINING)
-        self._back_off()
+        while self.state.phase is Phase.JOINING:
+            loop.wants_join = False
+            loop.enter_rendezvous()
+            loop.pump(lambda: self.state.phase is not Phase.JOINING or loop.wants_join)
+            self._back_off()
         if loop.finish is not None:
             raise self._round_error(loop.finish)
         self._place_workers(loop.nodes.take(loop.number))
@@ -514,8 +520,9 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Stop the workers, join the next round, and start again."""
+        loop = self._stepped
         if self.state.phase in (Phase.RUNNING, Phase.STARTING):  # the decision was the subclass's own
-            self._loop.step(RoundOver(self._loop.number, "a restart was asked for"))
+            loop.step(RoundOver(loop.number, "a restart was asked for"))
         self._stop_workers(worker_group)
         self._stopped()
         if self._loop.finish is not None:
@@ -523,7 +530,7 @@ class SimpleElasticAgent(ElasticAgent):
         worker_group.state = WorkerState.STOPPED
         left = self.state.not_before - time.monotonic()
         if left > 0:
-            self._pump(lambda: False, left)
+            self._stepped.pump(lambda: False, left)
         self._initialize_workers(worker_group)
 
     def _stopped(self) -> None:
@@ -537,12 +544,13 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Wait until the workers of all nodes have ended; never fails a job whose workers succeeded."""
+        loop = self._stepped
         if self.state.phase is Phase.RUNNING:
-            self._loop.step(AllSucceeded())
+            loop.step(AllSucceeded())
         self._in_exit_barrier = True
         try:
-            self._loop.nodes.finished(self._loop.number)
-            self._pump(lambda: self.state.phase is not Phase.BARRIER)
+            loop.nodes.finished(loop.number)
+            loop.pump(lambda: self.state.phase is not Phase.BARRIER)
         finally:
             self._in_exit_barrier = False
 
@@ -611,7 +619,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             record=self._record,
             place=self._place_workers,
             post=self._post,
-            stepped=bool(self._overridden),
+            stepped=lambda: self._loop.stepped,
         )
         return self._workers
 
@@ -675,16 +683,15 @@ class LocalElasticAgent(SimpleElasticAgent):
     # -- torch's steps ------------------------------------------------------------------------------
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        workers = self._workers
-        workers.begin(self._loop.number, self.attempt, 0.0)
-        self._pump(lambda: workers.answered)
+        workers, loop = self._workers, self._stepped
+        loop.guard(lambda: workers.begin(loop.number, self.attempt, 0.0))
+        loop.pump(lambda: workers.answered)
         return workers.take_start()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        loop = self._loop
-        assert isinstance(loop, SteppedLoop), "an agent without steps of its own stops workers in its loop"
-        self._workers.stop(loop.stop_signal, loop.stop_grace)
-        loop.pump(lambda: self._workers.idle)
+        workers, loop = self._workers, self._stepped
+        workers.stop(loop.stop_signal, loop.stop_grace)
+        loop.pump(lambda: workers.idle)
 
     def _unkillable(self) -> tuple[str, ...]:
         return self._workers.take_stop()
@@ -697,6 +704,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
         def kill() -> None:
             workers.stop(signal.SIGKILL, 0.0)
+            self.helpers.hurry()
 
         if not workers.idle:
             workers.stop(death_sig, min(timeout, self._shutdown_timeout))
@@ -706,8 +714,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._loop.drain(lambda: workers.closed, kill)
         finally:
             self.status.close()
-            if not self._running:
-                self._loop.close()  # called without `run`
+            if not self._running:  # called without `run`
+                self.supervision.close()
+                self._loop.close()
 
     def _conclude(self, finish: Finish) -> RunResult:
         if finish.outcome is Outcome.FAILED:

@@ -203,6 +203,11 @@ class HelperPool:
                 self.retire(helpers)
         self._next = self._now = None
 
+    def hurry(self) -> None:
+        """Do not wait for helpers that are being ended: kill them."""
+        for closing in self._closing:
+            closing.hurry()
+
     @property
     def closed(self) -> bool:
         """Whether all helpers that were being ended are gone."""

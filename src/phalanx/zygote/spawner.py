@@ -205,9 +205,11 @@ class Spawner:
         self.request(jobs, env, at_failure)
         other: list[Event] = []
         while True:
-            for event in self.events():
+            heard = self.events()
+            for place, event in enumerate(heard):
                 if isinstance(event, WorkersStarted):
-                    self._early = [*other, *self._early]
+                    with self._lock:  # a worker may have ended already
+                        self._early = [*other, *heard[place + 1 :], *self._early]
                     return dict(event.pids)
                 if isinstance(event, StartRefused):
                     raise event.error
@@ -353,11 +355,16 @@ class ClosingHelpers:
                 os.kill(self._pid, signal.SIGKILL)
                 self._close()
                 raise UnkillableError(f"the helper process did not end: {what}")
-            self._until = time.monotonic() + self._patience.pop()
-            os.kill(self._pid, CLEAR_NOW)
+            self.hurry()
         if done:
             self._close()
         return done
+
+    def hurry(self) -> None:
+        """Have the keeper kill the zygote now."""
+        if self._patience:
+            self._until = time.monotonic() + self._patience.pop()
+            os.kill(self._pid, CLEAR_NOW)
 
     def _close(self) -> None:
         if self._pidfd is not None:
