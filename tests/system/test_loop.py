@@ -311,3 +311,25 @@ def test_the_exit_barrier_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         server.close()
     assert result is not None
     assert result.state is WorkerState.SUCCEEDED
+
+
+def test_a_signal_that_another_thread_receives_ends_the_wait(tmp_path: Path) -> None:
+    """The kernel may deliver a signal to any thread; the owner thread then sleeps on in `poll`."""
+    agent = agent_of(PAUSE, tmp_path, helpers=HelperPool("exec"))
+    sent = 0.0
+
+    def receive() -> None:
+        nonlocal sent
+        wait_until(is_in(agent, "RUNNING"), "running workers")
+        sent = time.monotonic()
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    before = signal.set_wakeup_fd(-1)
+    with pytest.raises(SignalException):
+        agent.run()
+    took = time.monotonic() - sent
+    thread.join(HUNG)
+    assert took < 1.0, "the promise is 50 ms; the loop's next deadline is later than this"
+    assert signal.set_wakeup_fd(before) == -1, "restored"

@@ -62,6 +62,7 @@ class OwnerLoop:
         self._wake_at: float | None = None
         self._posted: deque[Posted] = deque()
         self._wake_read, self._wake_write = -1, -1
+        self._wakeup_fd: int | None = None  # the one before; None: not replaced
         self._asleep = False
         self._stopping = False
 
@@ -221,11 +222,19 @@ class OwnerLoop:
             self._wake_read, self._wake_write = os.pipe()
             os.set_blocking(self._wake_read, False)
             os.set_blocking(self._wake_write, False)
+            try:
+                # A signal that another thread receives, or that comes just before `poll`, ends no wait.
+                self._wakeup_fd = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+            except ValueError:
+                pass  # not the main thread: no handler runs here
 
     def close(self) -> None:
         """Close the pipe; idempotent."""
         read, write = self._wake_read, self._wake_write
         self._wake_read = self._wake_write = -1  # first, for a thread that still has something to post
+        before, self._wakeup_fd = self._wakeup_fd, None
+        if before is not None:
+            signal.set_wakeup_fd(before)
         if read >= 0:
             os.close(read)
             os.close(write)
