@@ -9,7 +9,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: demo test test-long check format bench clean etcd
+.PHONY: demo test coverage test-long check format bench clean etcd
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -35,6 +35,11 @@ demo: $(READY)
 
 test: $(READY) $(EXTRAS) etcd
 	$(BIN)/python -m pytest -q -n $(JOBS)
+
+# The tests with coverage of all processes; no module of the core may be below 95 %.
+coverage: $(READY) $(EXTRAS) etcd
+	$(BIN)/python -m pytest -q -n $(JOBS) --cov
+	$(BIN)/python .ci/core_coverage.py
 
 test-long: $(READY) $(EXTRAS) etcd
 	$(BIN)/python -m pytest -q -m long --timeout 3600

@@ -85,7 +85,9 @@ def drop_privileges() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[None]:
     """After every test: no new process, thread, descriptor, or file in the temp directory of others."""
     private = tmp_path_factory.mktemp("tmp")
@@ -94,6 +96,8 @@ def nothing_left_behind(
     monkeypatch.setenv("XDG_CACHE_HOME", str(private / "cache"))  # no lists of modules in somebody's home
     # With it every piece of a print is a write of its own, and those of two ranks end up in one line.
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    if request.node.get_closest_marker("untraced"):
+        monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
     processes, threads, fds = _descendants(), set(threading.enumerate()), _fds()
     yield
     wait_until(lambda: _descendants() <= processes, f"the end of processes {_descendants() - processes}", 5)

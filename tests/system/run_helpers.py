@@ -34,7 +34,8 @@ def script(directory: Path, text: str, name: str = "train.py") -> str:
 
 def plain_environment(**more: str) -> dict[str, str]:
     """What a worker may inherit, without what a test runner or a CI machine adds."""
-    return {**IN_PLACE, "TMPDIR": os.environ.get("TMPDIR", "/tmp"), **more}
+    traced = {name: os.environ[name] for name in ("COVERAGE_PROCESS_CONFIG",) if name in os.environ}
+    return {**IN_PLACE, **traced, "TMPDIR": os.environ.get("TMPDIR", "/tmp"), **more}
 
 
 def run(*words: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, stdin: str = "") -> Ended:

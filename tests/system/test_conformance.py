@@ -39,6 +39,7 @@ from phalanx.workers.worker_kinds import SubprocessContext
 from phalanx.zygote.bootstrap import ERROR_FILE
 from tests.conftest import HUNG
 
+pytestmark = pytest.mark.untraced
 PYTHON = sys.executable
 
 

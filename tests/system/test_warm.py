@@ -75,6 +75,7 @@ def test_preloaded_modules_are_there_before_the_first_line(helpers: Any, tmp_pat
     assert spawner.dropped == []
 
 
+@pytest.mark.untraced
 def test_without_a_list_nothing_is_there_early(helpers: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert run_one(helpers(), script(tmp_path, REPORT), str(out)) == 0
@@ -285,6 +286,7 @@ print("running")
         assert (tmp_path / f"stdout{rank}").read_text() == "imported\nrunning\n"
 
 
+@pytest.mark.untraced
 def test_a_module_of_the_scripts_own_hides_the_installed_one_at_every_start(tmp_path: Path) -> None:
     """Also where it is a package that imports it, and where it was not there when the list was made."""
     text = (
@@ -347,6 +349,7 @@ def test_a_fork_of_helpers_in_the_background_has_the_usual_priority(helpers: Any
     assert siblings(spawner, script(tmp_path, text), tmp_path, 1) == [own]
 
 
+@pytest.mark.untraced
 def test_a_worker_records_what_it_imports_and_the_list_is_kept(tmp_path: Path) -> None:
     main = script(tmp_path, EARLY)
     assert launched(main) == 40

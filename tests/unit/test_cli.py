@@ -261,6 +261,7 @@ def test_a_full_disk_is_said_in_one_line(words: str) -> None:
 
 @pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full", "0<&- 1>&- 2>&-"])
 @pytest.mark.parametrize("words", ["run --nnodes 0 x.py", "no-such-command", ""])
+@pytest.mark.untraced
 def test_bad_usage_is_code_2_also_when_nobody_can_be_told(words: str, stderr: str) -> None:
     done = subprocess.run(
         ["sh", "-c", f"'{sys.executable}' -m phalanx {words} {stderr}"], timeout=60, check=False

@@ -220,6 +220,7 @@ def test_a_subclass_of_a_failure_reads_the_file_as_well() -> None:
     assert "SIGKILL" in placed.message
 
 
+@pytest.mark.untraced
 def test_nothing_is_imported_for_it() -> None:
     code = (
         "import sys; from phalanx.agent.spec import RunResult;"

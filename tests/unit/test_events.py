@@ -120,6 +120,7 @@ def test_nothing_is_computed_for_null(lines: list[str]) -> None:
         record(build, "list")
 
 
+@pytest.mark.untraced
 def test_null_imports_nothing() -> None:
     """Neither json nor logging are loaded for an agent whose events go nowhere."""
     code = (

@@ -74,6 +74,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         phalanx.launcher_of_rockets  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.untraced
 def test_importing_the_package_imports_nothing_else() -> None:
     code = "import sys; before = set(sys.modules); import phalanx; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run(
