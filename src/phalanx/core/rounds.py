@@ -6,7 +6,7 @@ Everything a job knows is in a few keys below its own prefix (`core.round_record
     ctl/leader            on the leader's lease: the id of the node that decides
     ctl/round             the round, written by the leader only; every node watches `ctl/`
     ctl/meeting/<round>   where the workers of the round meet, written by its node of rank 0
-    place/<id>            on the node's lease: its place in the round, or why it is refused; watched by it only
+    place/<id>            on the node's lease: its place in the round, or why it is refused; only it watches
     members               the members of the last active round: for the leader, status and reports
     result/<round>/<id>   how the workers of a node ended in a round (no lease: outlives the node)
     drain/<id>            a request, by any client, that a node leaves; so is
