@@ -262,7 +262,7 @@ def decide(now: float, view: LeaderView, options: Options) -> RoundDecision:
 def begin_again(found: Round, mod: int, options: Options, remaining: int) -> Txn:
     """The request of a newcomer that finds no leader, or a closed job, and `remaining` nodes of it.
 
-    With nodes left the reply only tells whether the round is still this one. With none left, the first
+    With nodes left the reply only shows whether the round is still this one. With none left, the first
     newcomer begins anew; the others see its round. A job that was not closed keeps its number: some of its
     nodes may be
     alive, and return when they reach the store again."""
