@@ -102,7 +102,7 @@ class TestParser:
     @pytest.mark.parametrize(
         ("data", "words"),
         [
-            (b"GET / HTTP/1.1\r\n", "no client of torch"),
+            (b"GET / HTTP/1.1\r\n", "not a client of torch"),
             (b"\x00abcd", "magic number 0x"),
             (HELLO + HELLO, "second VALIDATE"),
             (HELLO + b"\x13", "opcode 19 is unknown"),

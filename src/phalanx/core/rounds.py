@@ -73,6 +73,7 @@ from phalanx.core.store_commands import Change, Command, Delete, Entry, Put, Txn
 
 LOST = "lost before they reported: "  # then names: the end of the reason of a job that succeeded without them
 _NAMED = 8
+_SWEPT = 20  # leftover requests that one round removes; etcd allows 128 operations in a transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Options:
     linger: float = 1.0  # how long a node may take to reconnect after it closed its connection
     store_grace: float = 60.0
     fixed: bool = False
-    batch: int = 100  # keys in one transaction; etcd allows 128
+    batch: int = 100  # places in one transaction
     prefix: str = ""
 
 
@@ -462,7 +463,7 @@ def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> Roun
         together, batches = [], [places[i : i + options.batch] for i in range(0, len(places), options.batch)]
     main = main._replace(
         puts=(*together, Put(prefix + "members", encode(MemberList(stamp, members))), *main.puts),
-        deletes=(Delete(prefix + "result/", prefix=True), *stale[: options.batch]),
+        deletes=(Delete(prefix + "result/", prefix=True), *stale[:_SWEPT]),
     )
     guard = (When(prefix + "ctl/leader", "create", view.term),)
     return decision._replace(commands=(*(Txn(guard, tuple(batch)) for batch in batches), main))
