@@ -415,7 +415,7 @@ class TestServer:
                 bad.send(tcp.ADD, b"k", 1)
                 assert bad.closed()
             good.ping()
-        assert [("no client" in line, "opcode 99" in line, "'text'" in line) for line in said] == [
+        assert [("not a client" in line, "opcode 99" in line, "'text'" in line) for line in said] == [
             (True, False, False),
             (False, True, False),
             (False, False, True),
