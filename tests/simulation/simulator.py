@@ -246,11 +246,10 @@ class Simulation:
             raise Broken(f"{agent.id} starts {start.round}, which the store never held")
         if members[place.rank][:2] != (agent.id, place.incarnation):
             raise Broken(f"{agent.id} starts as rank {place.rank} of {members}")
-        slots = [NodeSlots(rank, m.role, m.slots) for rank, m in enumerate(members)]
-        if len(slots) < 20 and place.offsets.workers(agent.participant.info.slots) != assign_to(
-            slots, place.rank
-        ):
-            raise Broken(f"{agent.id} starts at {place}, which does not fit {members}")
+        if len(members) < 20:
+            slots = [NodeSlots(rank, m.role, m.slots) for rank, m in enumerate(members)]
+            if place.offsets.workers(agent.participant.info.slots) != assign_to(slots, place.rank):
+                raise Broken(f"{agent.id} starts at {place}, which does not fit {members}")
         if self.options.fixed and place.rank != agent.participant.info.rank:
             raise Broken(
                 f"{agent.id} was given rank {agent.participant.info.rank} and starts as {place.rank}"

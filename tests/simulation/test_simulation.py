@@ -63,3 +63,4 @@ def test_messages_grow_linearly() -> None:
 def test_messages_grow_linearly_to_ten_thousand_nodes() -> None:
     few, many = measure(1000), measure(10_000)
     assert many.per_node <= 1.05 * few.per_node, (few, many)
+    assert many.first_megabytes < 50, many

@@ -269,7 +269,7 @@ def static_node(
     words = ["--nnodes", str(nodes), "--node-rank", str(rank), "--rdzv-conf", conf]
     host, _, port = job.endpoint.rpartition(":")
     words += ["--master-addr", host, "--master-port", port, "--nproc-per-node", "1", str(job.script)]
-    node = Node(f"node {rank}", words, terminal=terminal)
+    node = Node(f"node {rank}", words, terminal=terminal, env=job.environment)
     job._nodes.append(node)
     return node
 
@@ -305,6 +305,55 @@ def test_on_a_terminal_one_line_tells_which_rank_is_awaited(tmp_path: Path) -> N
         assert zero.text.count("\n") <= 2, "it is redrawn, not repeated"
         nodes = [zero, static_node(job, 1, 2)]
         succeed(nodes[1:], everybody(nodes, 2))
+
+
+QUICK = "join_timeout=25,ttl=2"
+
+
+def test_a_static_job_needs_no_token_and_says_that_it_is_open(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        job.environment = plain_environment(HOME=str(tmp_path))
+        nodes = [static_node(job, rank, 2) for rank in (0, 1)]
+        succeed(nodes, everybody(nodes, 2))
+        assert nodes[0].text.count("control traffic of this job is not authenticated (no PHALANX_TOKEN)") == 1
+        assert "not authenticated" not in nodes[1].text
+        assert not (tmp_path / ".phalanx").exists(), "no token file is made for it"
+
+
+def test_a_static_node_that_is_killed_is_noticed_and_replaced(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        zero, one = nodes = [static_node(job, rank, 2, QUICK) for rank in (0, 1)]
+        everybody(nodes, 2)
+        one.signal(signal.SIGKILL)
+        zero.read_until("waiting for node 1")
+        nodes = [zero, static_node(job, 1, 2, QUICK)]
+        again = everybody(nodes, 2)
+        assert {w.attempt for w in again} == {0}
+        succeed(nodes, again)
+
+
+def test_a_static_node_lost_before_it_reported_is_not_a_success(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        zero, one = nodes = [static_node(job, rank, 2, "join_timeout=3,ttl=2") for rank in (0, 1)]
+        workers = everybody(nodes, 2)
+        tell([w for w in workers if w.node == 0])
+        wait_until(lambda: gone(workers[0].pid), "the end of the first worker")
+        one.signal(signal.SIGKILL)
+        ended = zero.end()
+        assert ended.code == 1, ended
+        assert "node 1 of 2 did not come within 3 s" in ended.said[-1], ended
+
+
+def test_node_0_of_a_static_job_is_killed_and_comes_back(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        zero, one = nodes = [static_node(job, rank, 2, QUICK) for rank in (0, 1)]
+        workers = everybody(nodes, 2)
+        zero.signal(signal.SIGKILL)
+        wait_until(lambda: gone(workers[1].pid), "the end of the other node's worker")
+        nodes = [static_node(job, 0, 2, QUICK), one]
+        again = everybody(nodes, 2)
+        assert {w.node for w in again} == {0, 1}
+        succeed(nodes, again)
 
 
 def test_nobody_at_the_endpoint_is_told_with_the_addresses(tmp_path: Path) -> None:

@@ -258,16 +258,18 @@ threading.Event().wait()
         assert a.end().code == 1
         b.signal(signal.SIGCONT)
         b.signal(signal.SIGTERM)
-        assert b.end().code == 143
+        assert b.end().code in (1, 143)  # it hears of the failed job and gets the signal in the same moment
 
 
 def test_malformed_messages_in_the_store_are_ignored(tmp_path: Path) -> None:
-    """The workers can write to the store of a static round."""
+    """The store of a static job without a token is open to its workers."""
     body = """
-from phalanx.store.torch.client import TorchStoreClient
+from phalanx.store.embedded.client import Client
+from phalanx.store.torch.torch_store_adapter import StoreFacade
 worker.heartbeat(0)
-store = TorchStoreClient(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-prefix = "phalanx/store/1/phalanx/progress/1/"
+client = Client(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])).connect(20)
+store = StoreFacade(client, f"shared/{os.environ['TORCHELASTIC_RUN_ID']}/1/store/")
+prefix = "phalanx/progress/1/"
 if rank == 0:
     messages = [b"[]", b"{", b'{"kind": "exit"}', b'{"kind": "hang"}', b'{"kind": "straggler", "reason": 1}',
             b'{"kind": "verdict", "node": 7}', b'{"kind": "output", "age": "x"}']

@@ -213,7 +213,7 @@ def test_a_server_that_does_not_have_the_token_gets_nothing_from_us() -> None:
 @pytest.mark.parametrize(
     ("says", "words"),
     [
-        (b"", "it takes connections and says nothing"),
+        (b"", "it accepts connections and sends nothing"),
         (b"SSH-2.0\r\n", "does not speak Phalanx's protocol"),
         (b"HTTP/1.1 400 Bad Request\r\n", "does not speak Phalanx's protocol"),
     ],

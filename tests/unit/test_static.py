@@ -65,7 +65,8 @@ def node(port: int) -> Iterator[Make]:
     for handler in sorted(made, key=lambda handler: -handler.rank):
         if handler._attached and handler.membership is not None:
             handler.membership.release()
-        handler.shutdown()
+        else:
+            handler.shutdown()
 
 
 class Joining:

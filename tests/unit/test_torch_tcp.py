@@ -102,7 +102,7 @@ class TestParser:
     @pytest.mark.parametrize(
         ("data", "words"),
         [
-            (b"GET / HTTP/1.1\r\n", "no client of torch"),
+            (b"GET / HTTP/1.1\r\n", "not a client of torch"),
             (b"\x00abcd", "magic number 0x"),
             (HELLO + HELLO, "second VALIDATE"),
             (HELLO + b"\x13", "opcode 19 is unknown"),
@@ -415,7 +415,7 @@ class TestServer:
                 bad.send(tcp.ADD, b"k", 1)
                 assert bad.closed()
             good.ping()
-        assert [("no client" in line, "opcode 99" in line, "'text'" in line) for line in said] == [
+        assert [("not a client" in line, "opcode 99" in line, "'text'" in line) for line in said] == [
             (True, False, False),
             (False, True, False),
             (False, False, True),

@@ -1,15 +1,14 @@
 """One node's part in the rendezvous: events in, actions out; no clock, no sockets, no processes.
 
-The shell feeds `step` with what happened (answers and notices of the store, the connection's fate,
-the end of workers, a request to leave) and does what comes out. `step` is level-triggered: it takes
-the event into its state, then asks the same short list of questions every time, so that no order of
-events, loss or repetition needs a case of its own.
+The shell passes `step` what happened (answers and notices of the store, changes of the connection, the
+end of workers, a request to leave) and carries out the actions. `step` is level-triggered: it takes
+the event into its state, then evaluates the same short list of conditions every time, so that no order
+of events, loss or repetition needs a case of its own.
 
-Fencing, the promise on which `core.rounds` builds: this node runs workers only while its lease is
-surely alive.
+Fencing, on which `core.rounds` relies: this node runs workers only while its lease is certainly alive.
 - An answered keep-alive proves the lease from the moment it was *sent*, for the lease's time.
 - A connection that ended gives the store reason to shorten the lease to `linger`, counted from the
-  end of the connection at the earliest; so we count from there as well.
+  end of the connection at the earliest; so the node counts from there as well.
 - An address that actively refuses a connection proves that the store was down at that moment. A
   store that comes back starts every lease again, so workers may run on from there. This is what
   lets a job outlive a restart of its store, where plain silence (a partition) does not.
@@ -94,7 +93,7 @@ class Participant:
         self.rank = -1
         self.ended: End | None = None
         self._round_mod = 0
-        self._job = 0  # which of the jobs with this id is ours; 0: not known yet
+        self._job = 0  # the number of this node's job among those with this id; 0: not known yet
         self._place, self._place_mod = Place(), 0
         self._outside = ""  # the stamp of a round that this node is known not to be in
         self._leader = Entry("")
@@ -139,7 +138,7 @@ class Participant:
         return self._drain()
 
     def step(self, now: float, event: Event) -> list[Action]:
-        """Take in one event; say what to do."""
+        """Take in one event; return what to do."""
         if self.ended is None:
             # The fence comes first: after a sleep nothing else may be believed before it.
             self._check_fence(now)
@@ -233,24 +232,24 @@ class Participant:
 
     def _beaten(self, now: float, sent: float, reply: Reply) -> None:
         if not reply.ok:
-            self._fence(now, "the store gave our lease up")
+            self._fence(now, "the store ended the lease of this node")
             return
         self._proof, self._cap = max(self._proof, sent), None
         self._next_beat = max(self._next_beat, sent + self.options.ttl / 3)
 
     def _wrote(self, now: float, kind: str, reply: Reply) -> None:
-        """A write that was conditional on our own key: its failure may mean that we are out."""
+        """A write that was conditional on the node's own key: a failure may mean that the lease is lost."""
         mine = reply.entries[0]
         if reply.error == "lease" or (mine.lease != self.lease and kind != "register"):
             self._fence(now, "the store no longer knows this node")
         elif kind == "register":
-            # Not ok but on our lease: a retry of a write that had been done (etcd has no memory of it).
+            # Not ok but on this lease: a repeated write that had succeeded (etcd does not remember it).
             if mine.lease == self.lease:
                 self._incarnation = mine.create
                 self._node_mod = mine.mod
         elif kind == "update":
             self._node_mod = mine.mod
-            if not reply.ok:  # what we knew of our own key was old: write again
+            if not reply.ok:  # the known revision of the key was old: write again
                 self._ready, self._told_leaving = 0, False
         elif kind == "campaign":
             self._learn_leader(now, reply.entries[1])
@@ -274,13 +273,13 @@ class Participant:
 
     def _learn_round(self, entry: Entry) -> None:
         if self.round is not None and self.round.phase == CLOSED and self.round.job == self._job:
-            return  # our job has ended; what comes now is another's
+            return  # this node's job has ended; the round belongs to the next one
         found = decode_round(entry.value)
         if found is None:
             return
         self._round_mod, self.round = entry.mod, found
         self.rounds, self.restarts = max(self.rounds, found.number), found.restarts
-        if not self._job and self._control and self.round.phase != CLOSED:  # news: somebody is there
+        if not self._job and self._control and self.round.phase != CLOSED:  # a change: a leader exists
             self._job = self.round.job
         if self._view is None:
             self.reason = self.round.reason
@@ -292,7 +291,7 @@ class Participant:
                 self._place = decode_place(entry.value) or Place()
 
     def _learn_again(self, entry: Entry) -> None:
-        """The round after `begin_again`: a new one, or still the one that was found, and so ours."""
+        """The round after `begin_again`: a new one, or the one that was found, which is then this node's."""
         if entry.mod > self._round_mod:
             self._learn_round(entry)
         elif entry.mod == self._round_mod and self.round is not None:
@@ -331,10 +330,10 @@ class Participant:
 
     def _check_fence(self, now: float) -> None:
         if self.lease and now >= self._fence_at():
-            self._fence(now, f"no word from the store for {now - self._proof:.1f} s, the lease may be over")
+            self._fence(now, f"no answer from the store for {now - self._proof:.1f} s, the lease may be over")
 
     def _fence(self, now: float, why: str) -> None:
-        """Out of the group: stop at once, then come back as somebody new."""
+        """The lease may be lost: stop at once, then rejoin as a new incarnation."""
         if self._view is not None:
             self._step_down(now)
         self._old_lease, self.lease = self.lease, 0
@@ -345,7 +344,7 @@ class Participant:
         if self._over is not None:
             self._idle(now)
         if self.running is not None:
-            # Also when a stop is under way: a grace that outlasts the lease would break the promise.
+            # Even during a stop: a grace period that outlasts the lease would allow two rounds at once.
             self._stopping = True
             self._out.append(StopRound(self.running, why, at_once=True))
         self._send(now, "revoke", Revoke(self._old_lease))
@@ -357,7 +356,7 @@ class Participant:
         if self.ended is not None:
             return
         if now >= self._heard + self.options.store_grace:
-            silent = f"no word from the store for {self.options.store_grace:.0f} s (--store-grace)"
+            silent = f"no answer from the store for {self.options.store_grace:.0f} s (--store-grace)"
             self._quit(End("store", silent, self.round))
             return
         current = self.round
@@ -452,7 +451,7 @@ class Participant:
         self._send(now, "register", Txn((When(key, "mod", 0),), (Put(key, record, self.lease),)))
 
     def _update(self, now: float) -> None:
-        """Keep our own key true: which round we are ready for, and whether we are leaving."""
+        """Keep the node's own key up to date: the round it is ready for, and whether it is leaving."""
         leaving = bool(self._leaving) and not self._told_leaving
         wanted = self._wanted_ready() if self.running is None else self._ready
         behind = wanted > self._ready and not self._is_member()
@@ -480,7 +479,7 @@ class Participant:
         self._send(now, "report", Txn((When(key, "create", self._incarnation),), (result,)))
 
     def _lead(self, now: float) -> None:
-        """Stand for election when there is no leader; decide when we are it."""
+        """Stand for election when there is no leader; decide when this node is the leader."""
         if self._view is None:
             closed = self.round is not None and self.round.phase == CLOSED
             if not (self._leader.lease or self._leaving or closed or self._asking("campaign")):
@@ -539,7 +538,7 @@ class Participant:
     def _give_up_at(self) -> float:
         if self._leaving:
             return self._waiting_since + self.options.ttl
-        # Later than the leader, so that everybody normally hears the same reason from it.
+        # Later than the leader, so that normally all nodes get the same reason from it.
         return self._waiting_since + self.options.join_timeout + 2 * self.options.ttl
 
     def _quit(self, end: End) -> None:
@@ -556,7 +555,7 @@ class Participant:
 
     def _send(self, now: float, kind: str, command: Command) -> None:
         self._tags += 1
-        # What the node asks as itself is void once it is somebody new; the control watch stays.
+        # Requests of an incarnation are void in the next one; the watches stay.
         generation = 0 if kind in ("control", "placed") else self._generation
         self._pending[self._tags] = _Pending(kind, generation, now)
         self._out.append(Send(self._tags, command))

@@ -1,4 +1,4 @@
-"""What happens to a node and what it does about it: the events and actions of `core.participant`."""
+"""The events and actions of `core.participant`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class ClockTick(NamedTuple):
 
 
 class Connected(NamedTuple):
-    """The connection to the store is there (again); what was asked before is being asked again."""
+    """The connection to the store is up; unanswered requests are being sent again."""
 
 
 class Disconnected(NamedTuple):
-    """The connection to the store ended, as far as we know now."""
+    """The connection to the store ended."""
 
 
 class Refused(NamedTuple):
@@ -27,7 +27,7 @@ class Refused(NamedTuple):
 
 
 class StoreLost(NamedTuple):
-    """The store came back without its data, or is not coming back."""
+    """The store is back without its data, or is not coming back."""
 
     why: str
 
@@ -40,13 +40,13 @@ class Answer(NamedTuple):
 
 
 class Noticed(NamedTuple):
-    """A watch told something."""
+    """A watch reported changes."""
 
     notice: Notice
 
 
 class WorkersStopped(NamedTuple):
-    """What `StopRound` asked for is done: none of that round's workers runs on this node."""
+    """`StopRound` is done: none of that round's workers runs on this node."""
 
     round: int
 
@@ -60,7 +60,7 @@ class WorkersEnded(NamedTuple):
 
 
 class LeaveRequested(NamedTuple):
-    """This node is to go (a signal, a drain); the others go on."""
+    """This node is to leave (a signal, a drain); the other nodes go on."""
 
     reason: str
 
@@ -72,7 +72,7 @@ Event = (
 
 
 class Send(NamedTuple):
-    """Ask the store; across reconnects, until it is answered."""
+    """Send a command to the store, across reconnects, until it is answered."""
 
     tag: int
     command: Command

@@ -6,7 +6,7 @@ Everything a job knows is in a few keys below its own prefix (`core.round_record
     ctl/leader            on the leader's lease: the id of the node that decides
     ctl/round             the round, written by the leader only; every node watches `ctl/`
     ctl/meeting/<round>   where the workers of the round meet, written by its node of rank 0
-    place/<id>            a node's place in the round, or why it is refused; only that node watches it
+    place/<id>            on the node's lease: its place in the round, or why it is refused; only it watches
     members               the members of the last active round: for the leader, status and reports
     result/<round>/<id>   how the workers of a node ended in a round (no lease: outlives the node)
     drain/<id>            a request, by any client, that a node leaves; so is
@@ -69,10 +69,11 @@ from phalanx.core.round_records import (
     encode,
     printable,
 )
-from phalanx.core.store_commands import Change, Command, Delete, Put, Txn, When
+from phalanx.core.store_commands import Change, Command, Delete, Entry, Put, Txn, When
 
 LOST = "lost before they reported: "  # then names: the end of the reason of a job that succeeded without them
 _NAMED = 8
+_SWEPT = 20  # leftover requests that one round removes; etcd allows 128 operations in a transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Options:
     linger: float = 1.0  # how long a node may take to reconnect after it closed its connection
     store_grace: float = 60.0
     fixed: bool = False
-    batch: int = 100  # keys in one transaction; etcd allows 128
+    batch: int = 100  # places in one transaction
     prefix: str = ""
 
 
@@ -100,6 +101,7 @@ class Seen(NamedTuple):
     incarnation: int
     at: float
     since: float
+    lease: int
 
     @property
     def name(self) -> str:
@@ -173,7 +175,7 @@ class LeaderView:
                 self.nodes.pop(rest, None)
                 self.refused.discard(rest)
             elif kind == "node":
-                self._learn_node(now, rest, entry.create, decode_node(entry.value), known)
+                self._learn_node(now, rest, entry, known.get(rest))
             elif kind == "ctl" and rest == "round" and not deleted and entry.mod > self.round_mod:
                 current = decode_round(entry.value)
                 if current is not None:
@@ -194,16 +196,15 @@ class LeaderView:
             elif kind == "close":
                 self.closes[rest] = printable(entry.value.decode(errors="replace"))
 
-    def _learn_node(
-        self, now: float, node: str, created: int, record: NodeRecord | None, known: dict[str, Seen]
-    ) -> None:
+    def _learn_node(self, now: float, node: str, entry: Entry, old: Seen | None) -> None:
+        record = decode_node(entry.value)
         if record is None or record.info.id != node:
             return
-        old = known.get(node)
-        if old is None or old.incarnation != created:
-            self.nodes[node] = Seen(record, created, now, now)
-        else:
-            self.nodes[node] = Seen(record, created, old.at if old.record == record else now, old.since)
+        at = since = now
+        if old is not None and old.incarnation == entry.create:
+            since = old.since
+            at = old.at if old.record == record else now
+        self.nodes[node] = Seen(record, entry.create, at, since, entry.lease)
 
     def _learn_result(self, rest: str, mod: int, value: bytes, deleted: bool) -> None:
         number, _, node = rest.partition("/")
@@ -262,7 +263,7 @@ def decide(now: float, view: LeaderView, options: Options) -> RoundDecision:
 def begin_again(found: Round, mod: int, options: Options, remaining: int) -> Txn:
     """The request of a newcomer that finds no leader, or a closed job, and `remaining` nodes of it.
 
-    With nodes left the reply only tells whether the round is still this one. With none left, the first
+    With nodes left the reply only shows whether the round is still this one. With none left, the first
     newcomer begins anew; the others see its round. A job that was not closed keeps its number: some of its
     nodes may be
     alive, and return when they reach the store again."""
@@ -273,7 +274,7 @@ def begin_again(found: Round, mod: int, options: Options, remaining: int) -> Txn
     ended = f"the previous one with this id ended: {found.outcome} ({found.reason})"
     reason = f"a new job; {ended}" if over else "begun anew: all nodes had gone"
     fresh = Round(found.number + 1, reason=reason, job=found.job + over)
-    ranges = ("result/", "drain/", "close/", "place/", "ctl/meeting/")
+    ranges = ("result/", "drain/", "close/", "ctl/meeting/")
     deletes = tuple(Delete(options.prefix + name, prefix=True) for name in ranges)
     singles = tuple(Delete(options.prefix + name) for name in ("members", "status"))
     return Txn(still, (Put(options.prefix + "ctl/round", encode(fresh)),), deletes + singles)
@@ -311,7 +312,7 @@ def _one_per_rank(
                 f"node rank {seen.rank} is taken by {holder.name}{where}: "
                 "two nodes were given the same --node-rank"
             )
-        puts.append(Put(f"{options.prefix}place/{node}", encode(Place(refused=why))))
+        puts.append(Put(f"{options.prefix}place/{node}", encode(Place(refused=why)), seen.lease))
         reason = f"refused {seen.name}: {why}"
     kept = {node: staying[node] for node in holders.values()}
     if not puts:
@@ -447,12 +448,14 @@ def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> Roun
     assert isinstance(main, Txn)
     found = offsets((m.role, m.slots) for m in members)
     places = [
-        Put(f"{prefix}place/{m.id}", encode(Place(stamp, m.incarnation, rank, *found[rank])))
+        Put(
+            f"{prefix}place/{m.id}",
+            encode(Place(stamp, m.incarnation, rank, *found[rank])),
+            here[m.id].lease,
+        )
         for rank, m in enumerate(members)
     ]
-    ids = {m.id for m in members}
-    stale = [Delete(f"{prefix}place/{i}") for i in before if i not in ids]
-    stale += [Delete(f"{prefix}drain/{i}") for i in sorted(view.drains - set(view.nodes))]
+    stale = [Delete(f"{prefix}drain/{i}") for i in sorted(view.drains - set(view.nodes))]
     # Places first: a watch reports them before the round, and large rounds need several transactions.
     if len(places) <= options.batch:
         together, batches = places, []
@@ -460,7 +463,7 @@ def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> Roun
         together, batches = [], [places[i : i + options.batch] for i in range(0, len(places), options.batch)]
     main = main._replace(
         puts=(*together, Put(prefix + "members", encode(MemberList(stamp, members))), *main.puts),
-        deletes=(Delete(prefix + "result/", prefix=True), *stale[: options.batch]),
+        deletes=(Delete(prefix + "result/", prefix=True), *stale[:_SWEPT]),
     )
     guard = (When(prefix + "ctl/leader", "create", view.term),)
     return decision._replace(commands=(*(Txn(guard, tuple(batch)) for batch in batches), main))

@@ -3,9 +3,9 @@
 The store is a map from text keys to bytes in which every change has a number, the revision. A
 transaction changes everything it names in one revision or nothing at all, and may be conditional on
 the revision at which a key was made (`create`), last changed (`mod`), or on its value. Keys may
-hang on a lease and go when it does. A watch tells every change of a key or prefix once, in order.
+be attached to a lease and are removed with it. A watch reports each change of a key or prefix once, in order.
 
-These are the words of etcd's v3 interface, so that an adapter translates and does not emulate.
+These are the operations of etcd's v3 interface, so that an adapter translates and does not emulate.
 Named tuples rather than dataclasses: they are their own compact wire form, and compare by value.
 """
 
@@ -96,7 +96,7 @@ class Revoke(NamedTuple):
 
 
 class Watch(NamedTuple):
-    """Hear of changes from revision `start`; start 0: the reply shows what is there, then changes follow."""
+    """Report changes from revision `start` on; 0: the reply has the current entries, then changes follow."""
 
     watch: int
     key: str
@@ -105,13 +105,13 @@ class Watch(NamedTuple):
 
 
 class Unwatch(NamedTuple):
-    """No more of this watch."""
+    """End a watch."""
 
     watch: int
 
 
 class Compact(NamedTuple):
-    """Forget the history up to and including a revision; current keys stay."""
+    """Drop the history up to and including a revision; current keys stay."""
 
     revision: int
 
@@ -122,7 +122,7 @@ Command = (
 
 
 class Reply(NamedTuple):
-    """The answer to any command; `error` is "" or one of the words in ERRORS, with what to know about it."""
+    """The answer to any command; `error` is "" or a key of ERRORS."""
 
     ok: bool
     revision: int
@@ -143,9 +143,9 @@ class Notice(NamedTuple):
 ERRORS = {
     "condition": "a condition of the transaction did not hold; the entries show why",
     "compacted": "the history before `number` is gone: read again and watch from there",
-    "lease": "the lease is not there (any more)",
+    "lease": "the lease does not exist",
     "number": "the value is not a decimal number of 64 bits, or would not be one any more",
-    "ttl": "a lease lasts more than 0 s and no more than some months",
+    "ttl": "a lease lasts more than 0 s and at most some months",
     "stale": "a request that the client itself has already counted as answered",
     "size": "the answer is larger than a message may be: read less at a time",
     "future": "the revision lies ahead of the store: it is not the store this client knew",

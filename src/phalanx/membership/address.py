@@ -26,7 +26,7 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
     if colon and not port:
         raise ValueError(f"rendezvous endpoint {endpoint!r}: the port after ':' is missing")
     if any(char.isspace() or not char.isprintable() or char in "/[]" for char in host):
-        raise ValueError(f"rendezvous endpoint {endpoint!r}: {host!r} is no name of a host")
+        raise ValueError(f"rendezvous endpoint {endpoint!r}: {host!r} is not a valid host name")
     if not host:
         raise ValueError(f"rendezvous endpoint {endpoint!r}: the host is missing")
     if not port:
@@ -42,15 +42,15 @@ def is_loopback(address: str) -> bool:
 
 
 def names_loopback(host: str) -> bool:
-    """Whether whoever wrote this meant this machine only."""
+    """Whether the host is this machine, by name or address."""
     return host == "localhost" or is_loopback(host)
 
 
 def listening_address(host: str) -> str:
-    """Where to listen so that others reach us under this name: the name itself, but not a loopback of ours.
+    """The address to listen on for a host name: the name itself, unless it is a loopback address here.
 
-    Many systems give a machine's own name a loopback address (Debian: 127.0.1.1); the others know it by
-    another one, which this machine cannot tell, so it listens on all it has.
+    Many systems give a machine's own name a loopback address (Debian: 127.0.1.1). Other nodes know it by
+    another address, which this machine cannot find out, so it listens on all of its addresses.
     """
     if names_loopback(host):
         return host
@@ -59,7 +59,7 @@ def listening_address(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
-        return host  # whoever binds it has the better message
+        return host  # binding it gives the better message
     return "0.0.0.0" if all(is_loopback(str(where[4][0])) for where in found) else host
 
 
@@ -71,7 +71,7 @@ def own_address() -> str:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago: for torch's interface alone, ours are bound by who uses them."""
+    """A port that was free a moment ago; only for workers that bind it themselves."""
     import socket
 
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

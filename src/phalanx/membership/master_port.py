@@ -1,7 +1,7 @@
 """MASTER_PORT on node 0 of a static job: the agents' store and the workers' torch store on one socket.
 
 torch's clients begin with the opcode VALIDATE, agents with `wire.MAGIC` or a TLS record, so the first byte of
-a connection tells whom it is for. A connection that sends nothing waits in the torch server's selector and
+a connection selects the server. A connection that sends nothing waits in the torch server's selector and
 holds up nothing. Each round begins with an empty torch store; the agents' store lives as long as node 0's
 agent.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx.membership.settings import Settings
     from phalanx.store.embedded.token import Token
 
-JOB = "static/job"  # the key that says which job meets here
+JOB = "static/job"  # the key with the job that meets here
 _FIRST_BYTES = wire.MAGIC[:1] + b"\x16"  # 0x16: a TLS record with a handshake message
 
 

@@ -424,7 +424,7 @@ class Membership:
         """A round is active with this node in it: find or make the place where its workers meet."""
         number = start.round.number
         if NodeFailure.read(start.round.cause[2]).final:  # the job is being closed: no node starts again
-            self._calls.put(lambda: self._step(WorkersStopped(number)))
+            self._calls.put(lambda: self._gone(number))
             return
         self._coming = start
         if start.place.rank:
@@ -439,7 +439,7 @@ class Membership:
         except OSError as error:
             text = f"cannot serve the workers' store on {address}: {error}; name another with --local-addr"
             self._report(number, NodeFailure(text, final="a wrong address stays wrong"), start)
-            self._calls.put(lambda: self._step(WorkersStopped(number)))
+            self._calls.put(lambda: self._gone(number))
             return
         # Two, because the round after the last one that ran may have ended before it was active.
         old = tuple(
@@ -484,7 +484,7 @@ class Membership:
                 self.tell(Over(self._last, self._round, stop.reason, True, False))
         else:  # not reported yet
             self._coming = None
-            self._calls.put(lambda: self._step(WorkersStopped(stop.number)))
+            self._calls.put(lambda: self._gone(stop.number))
 
     def _look_at_round(self) -> None:
         """A node that has finished gets no `StopRound`, but has to know when the other nodes start again."""

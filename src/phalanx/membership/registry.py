@@ -1,4 +1,4 @@
-"""Which rendezvous backend a name stands for: the built-in ones, those registered here, and plug-ins.
+"""Rendezvous backends by name: the built-in ones, registered ones, and plug-ins.
 
 A plug-in is an entry point of the group `phalanx.handlers` or `torchrun.handlers`: a function without
 arguments that returns the creator, which takes `RendezvousParameters` and returns the handler (torchrun's
@@ -34,7 +34,7 @@ class RendezvousHandlerRegistry:
         if not backend:
             raise ValueError("rendezvous backend: the name is empty; give it one")
         if not callable(creator):
-            raise ValueError(f"rendezvous backend {backend!r}: {creator!r} is no function of the parameters")
+            raise ValueError(f"rendezvous backend {backend!r}: {creator!r} is not callable")
         there = self._registry.setdefault(backend, creator)
         if there is not creator:
             raise ValueError(f"rendezvous backend {backend!r} is registered already, as {there!r}")
@@ -112,5 +112,5 @@ for _name, _creator in (
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """The handler for these parameters, from the registry that everybody shares."""
+    """The handler for these parameters, from the shared registry."""
     return rendezvous_handler_registry.create_handler(params)

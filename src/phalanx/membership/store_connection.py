@@ -35,7 +35,7 @@ def connect(
     grace: float | None = None,
 ) -> Client:
     """A client that connects in the background: `on_state` reports when it has."""
-    from phalanx.errors import StoreTimeoutError
+    from phalanx.errors import StoreError
     from phalanx.store.embedded.client import Client
 
     common: dict[str, Any] = {
@@ -56,6 +56,6 @@ def connect(
         client = Client(host, port, token=token, tls=settings.tls, **common)
     try:
         client.connect(0)
-    except StoreTimeoutError:
-        pass  # as expected: `on_state` reports the connection
+    except StoreError:
+        pass  # not connected yet, or refused already: `on_state` reports either
     return client

@@ -1,7 +1,7 @@
-"""Names of torch's rendezvous that are out of reach on purpose: they can be imported, and say why when used.
+"""Names of torch's rendezvous that are not supported: they can be imported, and raise an error when used.
 
-A `RendezvousBackend` offers get and set of one blob. Whoever builds on that has to ask again and again, and
-rewrites a blob that grows with the number of nodes; our handlers are told. A plug-in belongs one level
+A `RendezvousBackend` offers get and set of one blob. A rendezvous on top of it has to poll, and rewrites a
+blob that grows with the number of nodes; Phalanx uses watches. A plug-in belongs one level
 higher: write a `RendezvousHandler` and offer it as an entry point (see `registry`). etcd's v2 API was removed
 from etcd itself. The plain settings are real, so that code which only passes them around works.
 """

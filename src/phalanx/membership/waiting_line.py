@@ -1,4 +1,4 @@
-"""The line that says what the nodes wait for: the leader's words, with the time that is left counted down.
+"""The line that shows what the nodes wait for: the leader's text, with the remaining time counted down.
 
 The leader keeps it in the job's `status` key, where nodes that wait for a while read it; pure.
 """
@@ -11,7 +11,7 @@ _LEFT = " s left"
 
 
 class StatusLine:
-    """The words, since when they hold, and when they were last shown or written."""
+    """The text, its time, and when it was last shown or written."""
 
     def __init__(self, text: str, now: float) -> None:
         self.text, self._at = text, now
@@ -21,12 +21,12 @@ class StatusLine:
         self._written_at = float("-inf")
 
     def learn(self, text: str, now: float) -> None:
-        """New words, as of now."""
+        """Take a new text, as of now."""
         if text != self.text:
             self.text, self._at = text, now
 
     def words(self, now: float) -> str:
-        """The words with the seconds that are left by now."""
+        """The text with the seconds that are left now."""
         if not self.text.endswith(_LEFT):
             return self.text
         before, _, number = self.text.removesuffix(_LEFT).rpartition(" ")
@@ -34,7 +34,7 @@ class StatusLine:
             return self.text
         return f"{before} {max(0, round(int(number) - (now - self._at)))}{_LEFT}"
 
-    # For those who wait
+    # For nodes that wait
 
     def wait(self, now: float) -> None:
         """A wait begins."""
@@ -42,22 +42,22 @@ class StatusLine:
 
     @property
     def shown(self) -> bool:
-        """Whether this wait has been told of."""
+        """Whether this wait has been shown."""
         return self._shown_at is not None
 
     def show_at(self) -> float:
-        """When to tell of it (again)."""
+        """When to show it next."""
         return self._waiting_since + SHOW_AFTER if self._shown_at is None else self._shown_at + SHOW_EVERY
 
     def show(self, now: float) -> str:
-        """Tell of it now."""
+        """Show it now."""
         self._shown_at = now
         return self.words(now)
 
     # For the leader
 
     def write_at(self, forming: bool) -> float | None:
-        """When the words have to be written: soon after they changed, and while others count on them."""
+        """When the text has to be written: soon after a change, and while other nodes count down."""
         if self.text != self._written:
             return self._written_at + WRITE_AFTER
         return self._written_at + WRITE_EVERY if forming else None

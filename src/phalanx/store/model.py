@@ -11,7 +11,7 @@ Invariants:
   in one revision.
 - A watch sees each change of its keys from its start revision once, in order of revision.
 - A mutating request that is repeated with the same session and number has no second effect and
-  gets the first answer again, until the client says it has seen it (`done`).
+  gets the first answer again, until the client confirms it (`done`).
 - No clock: `now` is the caller's, must not run backwards, and is used for leases only.
 """
 
@@ -41,7 +41,7 @@ from phalanx.core.store_commands import (
     When,
 )
 
-Notices = list[tuple[str, Notice]]  # (session, what to tell it)
+Notices = list[tuple[str, Notice]]  # (session, notice for it)
 LARGEST = 2**63 - 1  # a counter
 LONGEST = 10**7  # a lease, in seconds
 _MUTATING = (Put, Delete, Txn, Add, Grant, Revoke, Compact)
@@ -212,7 +212,7 @@ class Model:
                 return Reply(True, self.revision)
             case Compact(revision):
                 return self._compact(revision)
-        raise TypeError(f"{command!r} is no command of the store")
+        raise TypeError(f"{command!r} is not a command of the store")
 
     def _done(self, number: int = 0) -> Reply:
         if self._changes:

@@ -1,10 +1,9 @@
-"""Meeting at a store: everybody's data, and barriers that say who is missing.
+"""Exchanges through a store: the data of all ranks, and barriers that name the missing ones.
 
-The store is anything with torch's `Store` methods: torch's own, ours, or a plug-in's. Keys are used once:
-give every meeting a prefix of its own.
+The store is any object with torch's `Store` methods. Keys are used once: give every exchange its own prefix.
 
-Whoever serves the store is usually rank 0, and a store that goes away under a reader fails it. So rank 0 goes
-on only when the others have what they came for.
+Rank 0 usually serves the store, and a store that closes fails its readers. So rank 0 returns only when the
+other ranks have read their values.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
 def synchronize(
     store: Any, data: bytes, rank: int, world_size: int, key_prefix: str, timeout: float = 300
 ) -> list[bytes]:
-    """Give `data`, and get everybody's, by rank."""
+    """Publish `data`, and return the data of all ranks, by rank."""
     with store_timeout(store, timeout):
         store.set(f"{key_prefix}{rank}", data)
         return get_all(store, rank, key_prefix, world_size)
@@ -75,7 +74,7 @@ def barrier(
     """
     done = f"{key_prefix}/phalanx/all"
     if rank is not None:
-        # Before the count: whoever is counted can be seen.
+        # Before the count: a rank that is counted can be found.
         store.set(f"{key_prefix}/phalanx/rank/{rank}", b"1")
     arrived = int(store.add(f"{key_prefix}/phalanx/count", 1))
     if arrived == world_size:
@@ -114,7 +113,7 @@ def _timed_out(store: Any, done: str, error: Exception) -> bool:
         return True
     try:
         return not store.check([done])
-    except Exception:  # noqa: BLE001 - it cannot even be asked: the first error says more
+    except Exception:  # noqa: BLE001 - the store cannot be queried: the first error explains more
         return False
 
 
@@ -126,7 +125,7 @@ def _who(
     name: Callable[[int], str] | None,
     trace_timeout: float,
 ) -> str:
-    """Who is missing, in words."""
+    """The missing ranks, as text."""
     if rank is None:
         arrived = int(store.add(f"{key_prefix}/phalanx/count", 0))
         return f"only {arrived} of {world_size} came"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from phalanx.store.embedded.tls import Tls
 
 _CHUNK = 256 << 10
-OWN_WATCHES = 1_000_000  # numbers of `Client.watch`; callers who number their own stay below
+OWN_WATCHES = 1_000_000  # numbers of `Client.watch`; callers that number their own watches stay below
 
 
 class State(NamedTuple):
@@ -204,7 +204,7 @@ class Client:
         try:
             self._wake_out.send(b"x")
         except OSError:
-            pass  # full: it is awake already; closed: nobody is there
+            pass  # full: a wake-up is pending; closed: the thread has ended
 
     # The thread
 

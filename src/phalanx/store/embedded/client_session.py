@@ -2,7 +2,7 @@
 
 A session outlives its connections. Requests are numbered; what has no answer yet is asked again,
 under its old number, on the next connection, and the store answers a repeated number without doing
-it twice. Watches are taken up after the last revision they told; where the store has forgotten the
+it twice. Watches resume after the last revision they reported; where the store has dropped the
 history since, the watch starts again with everything that is there (`Notice.reset`).
 
 Invariants: a number is answered to the caller at most once; changes of a watch come in order of
@@ -64,7 +64,7 @@ class Session:
         return [], reply if command is not None else None
 
     def noticed(self, notice: Notice) -> Notice | None:
-        """Take in what a watch told, less what is known already."""
+        """Take in a notice, without the changes that are known already."""
         told = self._told.get(notice.watch)
         if told is None:
             return None
@@ -73,7 +73,7 @@ class Session:
         return notice._replace(changes=fresh) if fresh else None
 
     def drop(self, number: int) -> None:
-        """Nobody waits for this answer any more."""
+        """Drop a request that no caller waits for."""
         self._outstanding.pop(number, None)
 
     def _done(self) -> int:

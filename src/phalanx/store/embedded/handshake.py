@@ -1,4 +1,4 @@
-"""The client's half of opening a connection: reach the address, prove the token, say which session."""
+"""The client's half of opening a connection: connect, prove the token, name the session."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Dialling:
         try:
             sock, binding = tls.dial(self.client.sealing, raw)
             try:
-                # Read before the first write: a server that refuses our certificate would answer bytes
+                # Read before the first write: a server that refuses the certificate would answer bytes
                 # that it has not read with a reset, which takes its own explanation down with it.
                 theirs = self._greeted(sock)
                 nonce = os.urandom(wire.NONCE)
@@ -67,7 +67,7 @@ class Dialling:
             wire.read_greeting(_read(sock, len(wire.MAGIC), self._plain_to_tls))
         except TimeoutError:
             raise wire.WireError(
-                "it takes connections and says nothing: another service, or a store that is stopped"
+                "it accepts connections and sends nothing: another service, or a store that is stopped"
             ) from None
         return _read(sock, wire.NONCE)
 

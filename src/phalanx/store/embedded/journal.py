@@ -1,8 +1,8 @@
 """The store on disk: a snapshot of the model and a log of the calls since, in one sqlite file.
 
 Everything that changed the model in one turn of the server is committed before any of it is
-answered, so an answer that somebody has seen is never lost when the server is killed. Lease clocks
-are not kept: whoever opens the journal starts them again.
+answered, so an answer that a client has received is never lost when the server is killed. Lease clocks
+are not kept: opening the journal starts them again.
 """
 
 from __future__ import annotations

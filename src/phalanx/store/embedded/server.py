@@ -8,7 +8,7 @@ A server without a host does not listen: it serves the connections that another 
 Invariants:
 - Nothing a client sends is parsed before it has proved the token; nothing is allocated for a
   length that is over the cap; a client that is silent in the handshake, garbles a frame or does not
-  read what it is sent loses its own connection and disturbs nobody else.
+  read what it is sent loses its own connection and disturbs no other client.
 - What a turn of the loop changed is in the journal before any of it is answered.
 - A client that hung up has `linger` seconds to come back before its leases end. A connection that
   the server itself gave up shortens nothing: the client may not know of it yet.
@@ -92,7 +92,7 @@ class Server:
         self.token, self.linger = token, linger
         self.on_incident, self.on_failure = on_incident, on_failure
         self._sealing: ssl.SSLContext | None = None
-        self._binding = b""  # ties the proof of the token to our certificate
+        self._binding = b""  # ties the proof of the token to this server's certificate
         if tls is not None:
             from phalanx.store.embedded.tls import own_fingerprint, server_context
 
@@ -116,7 +116,7 @@ class Server:
                 self._journal = Journal(journal)
                 self.store = self._journal.load(self._model, self.store, time.monotonic())
             # Not before the journal is read: clients that are refused know that the store is down, and their
-            # workers run on; a connection that nobody answers would tell them nothing.
+            # workers run on; an unanswered connection would be ambiguous.
             if self._listener is not None and host is not None:
                 _listen(self._listener, host, port)
         except BaseException:
@@ -185,8 +185,8 @@ class Server:
     def _run(self) -> None:
         try:
             self._turn_around()
-        except Exception as error:  # noqa: BLE001 - the thread's last words; clients see the closed connection
-            # What is not in the journal must not be answered; and to be refused tells more than silence.
+        except Exception as error:  # noqa: BLE001 - reported; clients see the closed connection
+            # What is not in the journal must not be answered, and refusing is clearer than silence.
             for peer in list(self._peers.values()):
                 self._forget(peer)
             if self._listener is not None:
@@ -252,7 +252,7 @@ class Server:
                 peer.sock.settimeout(max(0.01, end - time.monotonic()))
                 peer.sock.sendall(peer.out)
             except (OSError, wire.WireError):
-                pass  # it did not read it; it is told by the closed connection
+                pass  # it did not read; it sees the closed connection
             self._forget(peer)
 
     # Connections
@@ -315,7 +315,7 @@ class Server:
         try:
             self._received(peer, data, now)
         except (wire.WireError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            # The last four would be our own faults; they cost whoever finds one a connection, not the store.
+            # The last four would be defects here; they cost the client its connection, not the store.
             self._drop(peer, f"{type(error).__name__}: {error}")
 
     def _received(self, peer: _Peer, data: bytes, now: float) -> None:
@@ -382,7 +382,7 @@ class Server:
         self._notify(notices)
 
     def _notify(self, notices: Notices) -> None:
-        packed: dict[Notice, bytes] = {}  # the same words for thousands are packed once
+        packed: dict[Notice, bytes] = {}  # the same notice for thousands is packed once
         for session, notice in notices:
             peer = self._current.get(session)
             if peer is not None:
@@ -467,5 +467,5 @@ def _bind(host: str, port: int, token: Token | None) -> socket.socket:
 def _listen(sock: socket.socket, host: str, port: int) -> None:
     try:
         sock.listen(4096)
-    except OSError as error:  # somebody else has bound it as well, and was quicker
+    except OSError as error:  # another process has bound it as well, and listens already
         raise StoreError(f"the store cannot listen on {host}:{port}: {error.strerror}") from error

@@ -1,13 +1,13 @@
-"""TLS around a connection to the store: which files, what is checked, and what to say when it fails.
+"""TLS around a connection to the store: the files, what is checked, and the errors.
 
-The token stays the proof of who belongs to the job; TLS keeps others from reading and from writing
+The token proves membership in the job; TLS keeps others from reading and from writing
 into the stream. The two are tied together: both sides put the fingerprint of the server's
-certificate into the proof of the token, so a certificate that somebody slipped in between makes the
+certificate into the proof of the token, so a certificate of a man in the middle makes the
 proof fail. That is why a certificate need not name the host (nodes are reached by whatever address
 the scheduler made up today) and why a self-signed one will do.
 
 With a CA each side must also show a certificate that this CA signed: mutual, and before the first
-byte of our own protocol is read. etcd is checked the usual way instead, host name and all.
+byte of the store's protocol is read. etcd is checked the usual way instead, host name and all.
 
 Imported only when TLS is asked for: `ssl` costs more to load than the rest of the store.
 """
@@ -36,7 +36,7 @@ class Tls(NamedTuple):
 
 
 class TlsError(WireError):
-    """The layer below ours failed; the connection is of no use any more."""
+    """TLS failed; the connection is unusable."""
 
 
 class TlsChannel(ssl.SSLSocket):
@@ -117,7 +117,7 @@ def client_context(tls: Tls) -> ssl.SSLContext:
 
 
 def https_context(ca: str, cert: str = "", key: str = "") -> ssl.SSLContext:
-    """For HTTPS as everybody does it: host names checked, the system's CAs unless one is named."""
+    """For ordinary HTTPS: host names checked, the system's CAs unless one is named."""
     context = ssl.create_default_context()
     if ca:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -186,7 +186,7 @@ def _load_own(context: ssl.SSLContext, tls: Tls) -> None:
 
 
 def _no_passphrase() -> str:
-    raise UsageError("the TLS key has a passphrase, which nobody is there to type; use a key without one")
+    raise UsageError("the TLS key has a passphrase, which an agent cannot type; use a key without one")
 
 
 def _load_ca(context: ssl.SSLContext, path: str, what: str) -> None:

@@ -78,7 +78,7 @@ def _make(path: str) -> None:
         finally:
             os.close(fd)
         try:
-            os.link(draft, path)  # fails if somebody was first; a rename would replace theirs
+            os.link(draft, path)  # fails if the file exists by now; a rename would replace it
         except FileExistsError:
             pass
         finally:

@@ -7,7 +7,7 @@ A connection opens with a handshake of fixed size, both ways at once, nothing of
     the server then     HMAC-SHA256(token, "server" + client's nonce + server's nonce)
 
 The client proves itself first, so a stranger learns nothing it could try passwords against offline
-except by being a server somebody connects to; and each side checks before it reads any frame. The
+except by being a server that a client connects to; and each side checks before it reads any frame. The
 proof binds the opening, not every byte after it: on networks where others can write into a TCP
 stream, TLS goes around the whole conversation.
 
@@ -68,7 +68,7 @@ class Welcome(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What a frame says; `number` and `done` are of requests and replies."""
+    """A decoded frame; `number` and `done` belong to requests and replies."""
 
     number: int
     done: int

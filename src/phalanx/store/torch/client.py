@@ -4,8 +4,8 @@ It has the methods of torch's `Store`, sees the same keys as torch's own client 
 given to whatever expects such a store.
 
 Invariants:
-- One connection, one request at a time: calls from several threads take turns. Whoever wants to wait for long
-  beside other work makes a client of its own.
+- One connection, one request at a time: calls from several threads take turns. For a long wait
+  beside other work, make another client.
 - Every wait is bounded by a time-out, unless `None` was asked for. A wait that runs out is taken back, and
   the client can be used on; any other reply that is late closes the client, because what arrives next could
   not be told apart.
@@ -50,7 +50,7 @@ def connect(
                     f"no TCPStore server at {host}:{port} within {timeout:g} s ({error}): "
                     "is node 0 running, and can its port be reached from here?"
                 ) from error
-        time.sleep(pause)  # nothing tells when a port on another machine opens
+        time.sleep(pause)  # there is no event for a port that opens on another machine
         pause = min(pause * 2, _LONGEST_PAUSE)
 
 
@@ -58,9 +58,9 @@ def _attempt(host: str, port: int, timeout: float) -> socket.socket:
     sock = socket.create_connection((host, port), timeout)
     try:
         if sock.getsockname() == sock.getpeername():
-            # A loopback connection to a port nobody listens on can meet itself, and would then keep the
+            # A loopback connection to a free port can meet itself, and would then keep the
             # port from the server.
-            raise ConnectionRefusedError("nobody listens there yet")
+            raise ConnectionRefusedError("no server listens there yet")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         # A machine that vanished is noticed within half a minute, also while nothing is being sent.
@@ -156,7 +156,7 @@ class TorchStoreClient:
         return self._exchange(bytes([op.CHECK]) + self._keys(keys), self._byte) == 0
 
     def wait(self, keys: Sequence[str], timeout: float | timedelta | None = -1) -> None:
-        """Until all of these keys are there; None: for ever, -1: as long as `set_timeout` says."""
+        """Until all of these keys are there; None: for ever, -1: the time-out of the client."""
         limit = _seconds(timeout)
         if limit is not None and limit < 0:
             limit = self._timeout
@@ -215,7 +215,7 @@ class TorchStoreClient:
         return TorchStoreClient(self.host, self.port, self._timeout, prefix=self._prefix)
 
     def beside(self, give_up: Callable[[], bool]) -> TorchStoreClient:
-        """As `clone`, for a thread that somebody may want to end while it still tries to connect."""
+        """As `clone`, for a thread that can be stopped while it still tries to connect."""
         return TorchStoreClient(self.host, self.port, self._timeout, prefix=self._prefix, give_up=give_up)
 
     # -- the wire ---------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ Invariants:
   has entries were told of them and have not popped yet.
 - A queue wakes one waiter for one push, and the entry is kept for the one that was woken: torch's client
   waits and then pops, in two requests, and takes an empty queue in the second for an error. If it goes away,
-  or asks for something else, before it popped, the wake-up passes to the next, so that nobody sleeps next to
-  a full queue. (torch's server keeps nothing, and a third client may come in between.)
+  or sends another request, before it popped, the wake-up passes to the next, so that no waiter sleeps next
+  to a full queue. (torch's server keeps nothing, and a third client may come in between.)
 - An arrival at a barrier that is cancelled or whose connection is lost is taken back: a client that timed out
   and tries again counts once. (torch's server counts it twice and lets the others pass too early.)
 """
@@ -74,7 +74,7 @@ class TorchStoreModel:
         self._waiters: dict[bytes, dict[int, None]] = {}  # key → connections, first come first
         self._barriers: dict[bytes, dict[int, int]] = {}  # key → connection → arrivals it waits for
         self._arrived: dict[int, bytes] = {}  # connection → key of the barrier it stands at
-        self._entitled = False  # the request at hand is the pop that an entry was kept for
+        self._entitled = False  # the current request is the pop that an entry was kept for
         self._granted: dict[int, bytes] = {}  # connection → queue it was woken for and has not popped yet
         self._actions: dict[int, Callable[[int, list[Any]], Replies]] = {
             SET: self._set,
@@ -226,7 +226,7 @@ class TorchStoreModel:
         return []
 
     def _use_grant(self, conn: int, op: int, args: list[Any]) -> Replies:
-        """The next request after a queue's wake-up: the pop it was for, or else somebody else's turn."""
+        """The next request after a queue's wake-up: the pop it was for, or the turn passes on."""
         key = self._granted.pop(conn)
         if op == QUEUE_POP and args[0] == key:
             self._entitled = True
@@ -234,7 +234,7 @@ class TorchStoreModel:
         return self._wake_one(key)
 
     def _kept(self, key: bytes) -> int:
-        """How many entries of a queue are kept for connections that were told of them."""
+        """How many entries of a queue are kept for connections that were woken for them."""
         return sum(kept == key for kept in self._granted.values())
 
     # -- waits and barriers ----------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class TorchStoreModel:
             if len(self._queues[args[0]]) > self._kept(args[0]):
                 self._granted[conn] = args[0]
             else:
-                missing = set(args)  # all that is there is somebody else's
+                missing = set(args)  # all entries are kept for others
         if not missing:
             return [(conn, READY)]
         self._refuse_second(conn)
@@ -302,7 +302,7 @@ class TorchStoreModel:
         """Let those pass at a barrier who have waited for no more arrivals than there are now."""
         try:
             count = self._number(key)
-        except TorchProtocolError:  # somebody wrote over the count: nobody passes until it is a number again
+        except TorchProtocolError:  # the count was overwritten: closed until it is a number again
             return []
         standing = self._barriers[key]
         passed = [conn for conn, world in standing.items() if world <= count]
@@ -328,7 +328,7 @@ class TorchStoreModel:
             del self._barriers[barrier]
         try:
             count = self._number(barrier) - 1
-        except TorchProtocolError:  # written over by somebody; theirs to keep
+        except TorchProtocolError:  # overwritten by a client; its value stays
             return
         if count > 0:
             self._values[barrier] = b"%d" % count

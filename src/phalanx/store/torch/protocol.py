@@ -2,13 +2,13 @@
 
 A request is one opcode byte followed by its fields, without any framing; a text field is a uint64 length and
 that many bytes; integers are in host order, as torch's client sends them. What a request means is in
-`torch_model`; who sends it is in `torch_server`.
+`model`; the connections are in `server`.
 
 Invariants:
 - However the bytes are cut into chunks, the same requests come out in the same order.
 - A length is compared with its limit before the bytes it announces are kept. What is held back is at most one
   unfinished field, and it grows only with bytes that really arrived: a claim of 8 MiB costs nothing.
-- Every byte is looked at a constant number of times, also when a large request arrives byte by byte.
+- Every byte is looked at a constant number of times, even if a large request arrives byte by byte.
 - Nothing but `TorchProtocolError` comes out of bad input, after the good requests that preceded it.
 """
 
@@ -166,7 +166,7 @@ class RequestParser:
         if not self._validated:
             return TorchProtocolError(
                 f"the first byte is {op}, not {VALIDATE} (VALIDATE): "
-                "this is no client of torch's TCPStore; point it at another port"
+                "this is not a client of torch's TCPStore; point it at another port"
             )
         if op == VALIDATE:
             return TorchProtocolError("a second VALIDATE on one connection: the stream is out of step")
@@ -184,12 +184,12 @@ class RequestParser:
         if magic != MAGIC:
             raise TorchProtocolError(
                 f"magic number 0x{magic:08X}, expected 0x{MAGIC:08X}: "
-                "this is no client of torch's TCPStore, or one of another byte order"
+                "this is not a client of torch's TCPStore, or one with another byte order"
             )
         self._validated = True
 
     def _take_fields(self, data: bytes, pos: int, end: int) -> int:
-        """Read the fields that are complete; the position after them. `_need` says how long the next is."""
+        """Read the fields that are complete; the position after them. `_need` is the length of the next."""
         args, fields, left = self._args, self._fields, self._left
         stride = len(fields)
         while left:

@@ -6,8 +6,8 @@ that a worker of the dead attempt that is still on its way out cannot write into
 
 Invariants:
 - Only the server's thread uses the loop. Other threads hand it a call and wake it.
-- A thread that waits for a call gets an answer, also when the store is reset or closed under it.
-- The protocol knows no secrets, as torch's own: bind it to the address the workers use and to no other.
+- A thread that waits for a call gets an answer, even if the store is reset or closed meanwhile.
+- The protocol has no authentication, like torch's own: bind it only to the address that the workers use.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class TorchStoreServer:
         try:
             self._loop.run()
         finally:
-            # Also when a defect ends the loop: clients then see a closed connection, not silence.
+            # Even if a defect ends the loop: clients then see a closed connection, not silence.
             self._release()
 
     def _run_calls(self) -> None:

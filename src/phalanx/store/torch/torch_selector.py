@@ -4,8 +4,8 @@ Invariants:
 - Nothing blocks but the selector, and it has no timeout (an idle server uses no CPU) except while accepting
   is paused for want of file descriptors.
 - A peer that does not read is not served further until it does: what waits for it is bounded by `_HIGH_WATER`
-  plus one reply, and nobody else notices.
-- A peer that breaks the protocol loses its connection, is named in the log, and nobody else notices.
+  plus one reply, and other peers are not affected.
+- A peer that breaks the protocol loses its connection, is named in the log, and other peers are not affected.
 - A connection that is listened to has no replies and no requests waiting.
 """
 
@@ -29,7 +29,7 @@ _CHUNK = 64 * 1024  # more would make malloc map and unmap pages for every small
 _BIG_CHUNK = 1024 * 1024  # for the middle of a large value
 _HIGH_WATER = 1024 * 1024  # output pending for a peer at which its further requests wait
 _ACCEPTS_IN_A_ROW = 64
-_ACCEPT_PAUSE = 1.0  # descriptors may also be freed elsewhere in the process, of which nothing tells us
+_ACCEPT_PAUSE = 1.0  # descriptors may be freed elsewhere in the process, without an event
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _MOST_COMPLAINTS = 100  # a port scan must not fill the log
 
@@ -54,9 +54,9 @@ class _Connection:
 
 
 class StoreLoop:
-    """Accepts, reads, steps the model and replies, until it is told to stop.
+    """Accepts, reads, steps the model and replies, until it is stopped.
 
-    `on_wake` runs when `wake` is readable: whoever owns the loop calls in from there. Requests may be stepped
+    `on_wake` runs when `wake` is readable: the owner of the loop uses it for its calls. Requests may be made
     under negative numbers on behalf of this process; their replies go to `on_reply`. A connection whose first
     byte is one of `foreign` speaks another protocol and is given to `adopt`, unread.
     """
@@ -129,7 +129,7 @@ class StoreLoop:
     # -- accepting ---------------------------------------------------------------------------------------
 
     def _accept(self) -> int:
-        """Accept some, so that a crowd at the door does not keep those inside waiting; how many it were."""
+        """Accept some, so that many new connections do not hold up existing ones; returns the number."""
         accepted = 0
         for _ in range(_ACCEPTS_IN_A_ROW):
             try:
@@ -174,7 +174,7 @@ class StoreLoop:
     # -- reading -----------------------------------------------------------------------------------------
 
     def _hand_over(self, conn: _Connection) -> bool:
-        """Give a connection away if it speaks another protocol, which its first byte tells."""
+        """Give a connection away if its first byte belongs to another protocol."""
         if self._adopt is None:
             return False
         try:
@@ -246,7 +246,7 @@ class StoreLoop:
         except BlockingIOError:
             sent = 0
         except OSError:
-            return  # the peer is gone: reading will tell, and drop it outside of whatever is going on here
+            return  # the peer is gone: the next read finds out and drops it
         if sent < len(reply):
             conn.out.append(memoryview(reply)[sent:])
             conn.out_size = len(reply) - sent
@@ -283,7 +283,7 @@ class StoreLoop:
         self._drop(conn)
 
     def _drop(self, conn: _Connection) -> None:
-        """Close a connection and tell the model, which may owe others a reply for it."""
+        """Close a connection and remove it from the model, which may owe others a reply for it."""
         self._forget(conn)
         self._deliver(self._model.drop(conn.id))
 
