@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from phalanx.integrations import jax as ours
+from phalanx.integrations import jax as integration
 from phalanx.store.torch.server import TorchStoreServer
 from tests.system.jobs import job, python_with, script
 
@@ -106,8 +106,8 @@ def worker(rank: int, port: int, **more: str) -> dict[str, str]:
 
 def test_the_class_comes_first_and_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clusters = fake_clusters()
-    ours.register(clusters)
-    ours.register(clusters)
+    integration.register(clusters)
+    integration.register(clusters)
     kinds = clusters.ClusterEnv._cluster_types
     assert [kind.name for kind in kinds] == ["phalanx", "slurm"]
     assert not kinds[0].is_env_present()
@@ -122,7 +122,7 @@ def test_the_class_comes_first_and_is_registered_once(monkeypatch: pytest.Monkey
 
 def test_a_changed_jax_gives_a_warning() -> None:
     with pytest.warns(UserWarning, match="coordinator_address, num_processes and process_id"):
-        ours.register(types.ModuleType("clusters"))
+        integration.register(types.ModuleType("clusters"))
 
 
 def test_the_address_goes_through_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_the_address_goes_through_the_store(monkeypatch: pytest.MonkeyPatch) -> 
         for name, value in worker(1, server.port).items():
             monkeypatch.setenv(name, value)
         asked: list[str] = []
-        waiting = threading.Thread(target=lambda: asked.append(ours.coordinator(30)))
+        waiting = threading.Thread(target=lambda: asked.append(integration.coordinator(30)))
         waiting.start()
         # Environments belong to processes: rank 0 is another process.
         code = "import json; from phalanx.integrations import jax; print(json.dumps(jax.coordinator(30)))"
@@ -149,15 +149,15 @@ def test_without_rank_0_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     with TorchStoreServer("127.0.0.1") as server:
         for name, value in worker(1, server.port).items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(RuntimeError, match=f"rank 0 through the store at 127.0.0.1:{server.port}"):
-            ours.coordinator(0.05)
+        with pytest.raises(RuntimeError, match=f"rank 0 in the store at 127.0.0.1:{server.port}"):
+            integration.coordinator(0.05)
 
 
 def test_a_given_port_and_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in worker(0, 4242, TORCHELASTIC_USE_AGENT_STORE="False", MASTER_ADDR="fd00::1").items():
         monkeypatch.setenv(name, value)
-    assert ours.coordinator() == "[fd00::1]:4242"
-    assert ours.coordinator(None, "99") == "[fd00::1]:99"
+    assert integration.coordinator() == "[fd00::1]:4242"
+    assert integration.coordinator(None, "99") == "[fd00::1]:99"
 
 
 def test_the_import_hook_waits_for_jax_and_removes_itself(
@@ -178,8 +178,8 @@ def test_the_import_hook_waits_for_jax_and_removes_itself(
     monkeypatch.syspath_prepend(str(tmp_path))
     before = list(sys.meta_path)
     try:
-        ours.offer()
-        ours.offer()
+        integration.offer()
+        integration.offer()
         assert len(sys.meta_path) == len(before) + 1
         import jax._src.clusters  # type: ignore[import-not-found]
 
