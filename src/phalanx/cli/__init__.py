@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("phalanx.cli.status", "show how the jobs on this machine are"),
     "env": ("phalanx.cli.env", "print what belongs in a bug report"),
     "doctor": ("phalanx.cli.doctor", "check this machine and the way to the others"),
+    "chaos": ("phalanx.cli.chaos", "disturb jobs on this machine at random and check every promise"),
     "completion": ("phalanx.cli.completion", "print a completion script for bash, zsh or fish"),
     "help": ("phalanx.cli.help", "explain a command: phalanx help run"),
 }
