@@ -9,7 +9,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: demo test test-long check format bench clean etcd
+.PHONY: demo test test-long check format bench chaos clean etcd
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -50,6 +50,10 @@ format: $(READY)
 
 bench: $(READY) $(EXTRAS)
 	$(BIN)/python -m bench
+
+# Ten minutes of random faults against real agents; as root, each in a network of its own (docs/chaos.md).
+chaos: $(READY)
+	$(BIN)/phalanx chaos $(CHAOS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/results

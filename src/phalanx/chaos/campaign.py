@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +37,7 @@ class Bounds(NamedTuple):
     """What a user may tighten or loosen."""
 
     idle: float = 0.25  # of a core
-    overlap: float | None = (
-        None  # seconds of a stopped agent's workers beside a new round; None: as documented
-    )
+    overlap: float | None = None  # seconds; see invariants.one_world
 
 
 class EpisodeResult(NamedTuple):
@@ -133,7 +131,7 @@ class Episode:
             return
         start = time.time()
         for action in self.plan.actions:
-            if not self._until(lambda at=start + action.at: time.time() >= at, _FOREVER):  # type: ignore[misc]
+            if not self._watch_until(start + action.at):
                 return
             self._apply(action)
         if not self._until(lambda: not self._undo, _FOREVER):
@@ -142,7 +140,7 @@ class Episode:
         if self._until(self._complete, RECOVER, "a complete world after the last fault"):
             self._end()
         if not self.violations:
-            self._until(lambda at=time.time() + LEFT + 2 * _LOOK: time.time() > at, _FOREVER)  # type: ignore[misc]
+            self._watch_until(time.time() + LEFT + 2 * _LOOK)
         if not self.violations:
             self._check_output()
 
@@ -167,6 +165,9 @@ class Episode:
                 self.violations.append(Violation("liveness", now, f"no {what} within {bound:g} s: {found}"))
             time.sleep(_STEP)
         return not self.violations
+
+    def _watch_until(self, at: float) -> bool:
+        return self._until(lambda: time.time() >= at, _FOREVER)
 
     def _look(self, now: float) -> None:
         signs = self.job.signs()
@@ -254,7 +255,7 @@ class Episode:
     def _note(self, text: str) -> None:
         self.applied.append(f"{time.time() - self.began:.2f} {text}")
 
-    def _after(self, action: ChaosAction, undo: Callable[[], None]) -> None:
+    def _after(self, action: ChaosAction, undo: Callable[[], object]) -> None:
         def noted() -> None:
             undo()
             self._note(f"undone: {action.fault} n{action.node}")
@@ -278,17 +279,16 @@ class Episode:
             (self.folder / f"exit-{pids[0]}").write_text(str(action.value))
             return True
         stops = kind in ("stop", "freeze")
-        done = [signal_process(pid, signal.SIGSTOP if stops else signal.SIGKILL) for pid in pids]
         if stops:
-            self._after(action, lambda: [signal_process(pid, signal.SIGCONT) for pid in pids] and None)
-        return any(done)
+            self._after(action, lambda: _signal_all(pids, signal.SIGCONT))
+        return _signal_all(pids, signal.SIGSTOP if stops else signal.SIGKILL)
 
     def _kill_idle_helpers(self) -> bool:
         for number in range(self.plan.nodes):
             agent = self.job.agent(number)
             if agent and time.time() - agent.started > 1.5 and not self.job.workers(number, 2.0):
                 zygotes, keepers = self.job.helpers(agent)
-                return any([signal_process(pid, signal.SIGKILL) for pid in (*zygotes, *keepers)])
+                return _signal_all((*zygotes, *keepers), signal.SIGKILL)
         return False
 
     def _remove(self, action: ChaosAction, agent: ChaosAgent) -> bool:
@@ -367,7 +367,7 @@ class Episode:
         if self.plan.ending == "success" and self.plan.finish_gap:
             self._note(f"finish {victim.node} first")
             self._finish(victim.node)
-            if not self._until(lambda at=time.time() + self.plan.finish_gap: time.time() > at, _FOREVER):  # type: ignore[misc]
+            if not self._watch_until(time.time() + self.plan.finish_gap):
                 return
         self._note(f"end: {self.plan.ending}")
         now = time.time()
@@ -416,6 +416,10 @@ class Episode:
                 self.violations += invariants.console_complete(
                     agent.owner, _console(agent), written[agent.owner], ended=not agent.killed, at=agent.ended
                 )
+
+
+def _signal_all(pids: Iterable[int], number: int) -> bool:
+    return sum(signal_process(pid, number) for pid in pids) > 0
 
 
 def _text(sign: LifeSigns) -> str:

@@ -1,9 +1,9 @@
 """The worker of a campaign: records that it lives, writes numbered lines, ends when it is asked to.
 
-Run as a script, with the campaign's directory as its argument. Life signs go to `signs/<node>.<incarnation>-<pid>`: a line of
-JSON about the worker, then one line per life sign: the time, and how many numbered lines had been written
-completely before. Requests are files: `finish-<node>` (exit with 0) and `exit-<pid>` (exit with the code
-in it).
+Run as a script, with the episode's directory and the seconds to linger after SIGTERM as its arguments. Life
+signs go to `signs/<node>.<incarnation>-<pid>`: a line of JSON about the worker, then one line per life sign:
+the time, and how many numbered lines had been written completely before. Requests are files: `finish-<node>`
+(exit with 0) and `exit-<pid>` (exit with the code in it).
 """
 
 import json

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 LINE = "chaos-line"
-# How long after SIGCONT the workers of a stopped agent may still run: docs/cluster.md says that the agent kills
-# them on wake-up; until then they run, which is a documented gap.
+# How long after SIGCONT the workers of a stopped agent may still run: according to docs/cluster.md the agent
+# kills them on wake-up. Until then they run, which is a documented gap.
 WAKE_UP = 1.0
 _ON_CONSOLE = re.compile(rf"\[\w+\]:{LINE} (\d+) (\d+) ([0-9a-f]{{8}})")
 

@@ -1,7 +1,7 @@
-"""Namespaces of the campaign's own: it runs as process 1 of a PID namespace, with private mounts and networks.
+"""Namespaces of the campaign's own: it is process 1 of a PID namespace, with private mounts and networks.
 
-When the campaign ends, however it ends, the kernel removes every process, mount, bridge and interface in them.
-A host is a network namespace that only a descriptor keeps alive. Without privileges there are no hosts: agents
+When the campaign ends, however it ends, the kernel removes all processes, mounts and interfaces in them. A
+host is a network namespace that only a descriptor keeps alive. Without privileges there are no hosts: agents
 meet on loopback and link faults are left out.
 """
 
@@ -167,7 +167,7 @@ class PrivateNetwork:
             _tool("ip", "neigh", "del", address, "dev", "eth0", inside=self.hosts[source])
 
     def refuse(self, name: str, target: str, on: bool) -> None:
-        """Connections to a host are reset and refused: its address becomes a local one, without a listener."""
+        """Connections to a host are reset and refused: its address becomes local, without a listener."""
         address = f"{self.hosts[target].address}/32"
         _tool("ip", "addr", "add" if on else "del", address, "dev", "lo", inside=self.hosts[name])
 

@@ -1,6 +1,6 @@
-"""What an episode does: a pure function of its seed, the backend, the number of agents and the faults allowed.
+"""What an episode does: a pure function of its seed, the backend, the number of agents and the faults.
 
-The same arguments give the same plan on every machine. Times are seconds after the first complete world. When
+The same arguments give the same plan on every machine. Times are seconds after the first complete world. If
 an action names a victim that does not exist at that moment (no worker runs, no agent is idle), it is skipped.
 """
 

@@ -68,7 +68,8 @@ def _campaign(options: Namespace, chosen: list[str], isolated: bool) -> int:
     if not usable:
         raise UsageError("none of the faults can be used here")
     folder = campaign_folder(options.keep)
-    begin, results = time.monotonic(), []
+    begin = time.monotonic()
+    results: list[EpisodeResult] = []
     last = options.episodes or _AT_MOST
     try:
         while len(results) < last and (options.episodes or time.monotonic() - begin < options.duration):
