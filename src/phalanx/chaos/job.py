@@ -66,7 +66,8 @@ class ChaosJob:
         self.names = [f"n{number}" for number in range(plan.nodes)]
         self._port = 29400 if network else _free_port()
         self._etcd_peer = 2380 if network else _free_port()
-        self._owners: dict[tuple[int, str], str] = {}
+        # Everything that exists already belongs to others; it is not looked at again.
+        self._owners = {(pid, birth): "" for pid, (_, _, birth, _) in _stats()}
         self._records: dict[str, SignFile] = {}
         self._environ = {n: os.environ[n] for n in ("PATH", "HOME", "LANG") if n in os.environ}
         self._environ |= {
