@@ -1,4 +1,4 @@
-"""`phalanx chaos`: a short campaign passes, a violation is found and reported, and nothing of it outlives it."""
+"""`phalanx chaos`: a short campaign passes, a violation is reported, and no process outlives the campaign."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from phalanx.chaos import invariants
 from phalanx.chaos.invariants import AgentExit, CpuSample, Disturbance, LifeSigns, StatusAnswer, Violation
-from phalanx.chaos.job import TTL, ChaosAgent, ChaosJob, signal_process
+from phalanx.chaos.job import TTL, UNKNOWN, ChaosAgent, ChaosJob, signal_process
 from phalanx.chaos.private_network import PrivateNetwork
 from phalanx.chaos.schedule import FATAL_CODE, FAULTS, STORE, ChaosAction, EpisodePlan
 
@@ -30,7 +30,7 @@ STATUS = 5.0
 STATUS_HUNG = 15.0
 _FOREVER = float("inf")
 _LOOK = 0.5  # between two checks
-_STEP = 0.02
+_STEP = 0.03
 
 
 class Bounds(NamedTuple):
@@ -86,8 +86,7 @@ class Episode:
         self, plan: EpisodePlan, folder: Path, network: PrivateNetwork | None, isolated: bool, bounds: Bounds
     ) -> None:
         self.plan, self.folder, self.network, self.bounds = plan, folder, network, bounds
-        self.isolated = isolated
-        self.job = ChaosJob(plan, folder, network)
+        self.job = ChaosJob(plan, folder, network, isolated)
         self.began = time.time()
         self.disturbances: list[Disturbance] = []
         self.violations: list[Violation] = []
@@ -109,7 +108,7 @@ class Episode:
                 self._asking[0].kill()
                 self._asking[0].communicate()
             signs = self.job.signs()
-            self.job.clear(self.isolated)
+            self.job.clear()
         result = EpisodeResult(
             self.plan,
             time.time() - self.began,
@@ -179,9 +178,13 @@ class Episode:
         starts += [agent.started for agent in self.job.agents] + [a.ended for a in self.job.agents if a.ended]
         found += invariants.idle(self._cpu, self.disturbances, starts, self.bounds.idle)
         ended = {agent.owner: agent.ended for agent in self.job.agents if not agent.alive}
+        if len(ended) == len(self.job.agents):
+            ended[UNKNOWN] = max(ended.values())
         processes = self.job.processes()
         found += invariants.nothing_left(processes, ended, now, LEFT)
         for agent in self.job.agents:
+            if agent.alive and agent.asked and now - agent.asked > END:
+                found += invariants.endings([AgentExit(agent.owner, now, None, (), _tail(agent))])
             if not agent.alive and agent.expected is None:
                 agent.expected = ()
                 text = f"{agent.owner} exited with {agent.code} while the job was running; its last lines: "
@@ -294,6 +297,7 @@ class Episode:
     def _remove(self, action: ChaosAction, agent: ChaosAgent) -> bool:
         leaves = action.fault == "node-leave"
         agent.killed, agent.expected = not leaves, (143,) if leaves else (137,)
+        agent.asked = time.time()
         signal_process(agent.process.pid, signal.SIGTERM if leaves else signal.SIGKILL)
         # It stays stopped otherwise: another action may have stopped it, and SIGTERM has to be handled.
         signal_process(agent.process.pid, signal.SIGCONT)
@@ -330,7 +334,7 @@ class Episode:
                     pass
             except OSError:
                 pass
-        self._after(action, filler.unlink)
+        self._after(action, lambda: filler.unlink(missing_ok=True))
 
     def _link(self, action: ChaosAction) -> bool:
         network, node = self.network, self.job.names[action.node]
@@ -387,7 +391,8 @@ class Episode:
             for agent in agents:
                 signal_process(agent.process.pid, signal.SIGTERM)
         limit = time.time() + END
-        self._until(lambda: time.time() > limit or not any(agent.alive for agent in agents), _FOREVER)
+        if not self._until(lambda: time.time() > limit or not any(a.alive for a in agents), _FOREVER):
+            return
         exits = [
             AgentExit(a.owner, a.ended or limit, a.code, a.expected or (), _console(a), a.cause)
             for a in self.job.agents

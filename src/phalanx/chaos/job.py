@@ -25,6 +25,7 @@ MARKER = (
 )
 TTL = 3  # seconds of a node's lease
 RUN_ID = "chaos"
+UNKNOWN = "unknown"  # owner of a process that must be an agent's, but carries no marker
 _TICK = os.sysconf("SC_CLK_TCK")
 _ROUND = re.compile(r"starting workers of round (\d+)|workers are running \(pids ([\d, ]+)\)")
 
@@ -36,6 +37,7 @@ class ChaosAgent:
         self.node, self.owner, self.process, self.console = node, owner, process, console
         self.started = time.time()
         self.ended = 0.0
+        self.asked = 0.0  # when a fault asked it to end
         self.killed = False
         self.expected: tuple[int, ...] | None = None  # exit codes; None: nothing asked it to end, empty: any
         self.cause = ""
@@ -58,8 +60,10 @@ class ChaosAgent:
 class ChaosJob:
     """The job of one episode."""
 
-    def __init__(self, plan: EpisodePlan, folder: Path, network: PrivateNetwork | None) -> None:
-        self.plan, self.folder, self.network = plan, folder, network
+    def __init__(
+        self, plan: EpisodePlan, folder: Path, network: PrivateNetwork | None, isolated: bool
+    ) -> None:
+        self.plan, self.folder, self.network, self.isolated = plan, folder, network, isolated
         self.agents: list[ChaosAgent] = []
         self.store: subprocess.Popen[bytes] | None = None
         self.mark = f"{folder.name}-{os.getpid()}"
@@ -68,6 +72,7 @@ class ChaosJob:
         self._etcd_peer = 2380 if network else _free_port()
         # Everything that exists already belongs to others; it is not looked at again.
         self._owners = {(pid, birth): "" for pid, (_, _, birth, _) in _stats()}
+        self._own: set[int] = set()  # processes that are not an agent's
         self._records: dict[str, SignFile] = {}
         self._environ = {n: os.environ[n] for n in ("PATH", "HOME", "LANG") if n in os.environ}
         self._environ |= {
@@ -100,6 +105,7 @@ class ChaosJob:
             words = [sys.executable, "-m", "phalanx", "store", "--listen", f"{address}:{self._port}"]
             words += ["--journal", str(self.folder / "journal")]
         self.store = self._popen("store", words, self.folder / "store.log", self._environ)
+        self._own.add(self.store.pid)
 
     def start_agent(self, number: int, clock: int = 0) -> ChaosAgent:
         """Another incarnation of a node."""
@@ -193,6 +199,8 @@ class ChaosJob:
             owner = self._owner(parent, stats[parent][2], stats, signs)
         if owner:
             self._owners[pid, birth] = owner
+        elif self.isolated and pid not in self._own:
+            owner = UNKNOWN
         return owner
 
     def helpers(self, agent: ChaosAgent) -> tuple[list[int], list[int]]:
@@ -239,9 +247,9 @@ class ChaosJob:
 
     # -- the end ---------------------------------------------------------------------------------------
 
-    def clear(self, isolated: bool) -> None:
+    def clear(self) -> None:
         """Kill everything and take the small disks away, their content kept."""
-        if isolated:
+        if self.isolated:
             os.kill(-1, signal.SIGKILL)  # everything in this PID namespace but this process
         else:
             for _ in range(20):
@@ -254,7 +262,7 @@ class ChaosJob:
         for process in (self.store, *(agent.process for agent in self.agents)):
             if process is not None:
                 process.wait()
-        if isolated:
+        if self.isolated:
             _reap()
         for number in self.plan.small_disks:
             folder = self.logs(self.names[number])
