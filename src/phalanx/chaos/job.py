@@ -134,15 +134,15 @@ class ChaosJob:
 
     def ask_status(self, node: str) -> subprocess.Popen[bytes]:
         """`phalanx status` on a node."""
-        words = [sys.executable, "-m", "phalanx", "status", "--json", RUN_ID]
-        host = self.network.hosts[node] if self.network else None
-        return subprocess.Popen(
-            words,
+        process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx", "status", "--json", RUN_ID],
             env=self._environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            preexec_fn=enter(host),
+            preexec_fn=enter(self.network.hosts[node] if self.network else None),
         )
+        self._own.add(process.pid)
+        return process
 
     def _popen(
         self, host: str, words: list[str], output: Path, environ: dict[str, str], clock: int = 0
