@@ -6,7 +6,6 @@ One thread, one clock. Everything is looked at from outside: files, /proc, exit 
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import time
@@ -324,16 +323,12 @@ class Episode:
     def _fill_disk(self, action: ChaosAction) -> None:
         filler = self.job.logs(self.job.names[action.node]) / "filler"
         with open(filler, "wb", buffering=0) as file:
-            try:
-                while file.write(bytes(1 << 16)):
+            for block in (1 << 16, 1):
+                try:
+                    while file.write(bytes(block)):
+                        pass
+                except OSError:
                     pass
-            except OSError:
-                pass
-            try:
-                while file.write(b"x"):
-                    pass
-            except OSError:
-                pass
         self._after(action, lambda: filler.unlink(missing_ok=True))
 
     def _link(self, action: ChaosAction) -> bool:
@@ -441,15 +436,3 @@ def _console(agent: ChaosAgent) -> str:
 def _tail(agent: ChaosAgent) -> str:
     lines = [line for line in _console(agent).splitlines() if line.strip() and invariants.LINE not in line]
     return " | ".join(lines[-4:])
-
-
-def discard(folder: str) -> None:
-    """Forget an episode without violations."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def campaign_folder(parent: str) -> Path:
-    """A new directory for a campaign."""
-    import tempfile
-
-    return Path(tempfile.mkdtemp(prefix="phalanx-chaos-", dir=parent or None))

@@ -11,8 +11,10 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from phalanx.cli.store import Parser
 from phalanx.errors import UsageError
@@ -20,7 +22,6 @@ from phalanx.errors import UsageError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
-    from pathlib import Path
 
     from phalanx.chaos.campaign import EpisodeResult
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _campaign(options: Namespace, chosen: list[str], isolated: bool) -> int:
-    from phalanx.chaos.campaign import Bounds, campaign_folder, discard, run_episode
+    from phalanx.chaos.campaign import Bounds, run_episode
     from phalanx.chaos.schedule import plan_episode
 
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -67,7 +68,7 @@ def _campaign(options: Namespace, chosen: list[str], isolated: bool) -> int:
         say(f"phalanx chaos: {line}\n")
     if not usable:
         raise UsageError("none of the faults can be used here")
-    folder = campaign_folder(options.keep)
+    folder = Path(tempfile.mkdtemp(prefix="phalanx-chaos-", dir=options.keep or None))
     begin = time.monotonic()
     results: list[EpisodeResult] = []
     last = options.episodes or _AT_MOST
@@ -88,7 +89,7 @@ def _campaign(options: Namespace, chosen: list[str], isolated: bool) -> int:
                 if not options.keep_going:
                     break
             elif not options.keep:
-                discard(result.folder)
+                shutil.rmtree(result.folder, ignore_errors=True)
             sys.stdout.flush()
     finally:
         _summary(results, time.monotonic() - begin, folder, options)
