@@ -21,7 +21,8 @@ from phalanx.chaos.schedule import FATAL_CODE, FAULTS, STORE, ChaosAction, Episo
 
 # Bounds in seconds. They allow for a loaded machine; docs/chaos.md lists them beside what is promised.
 FORM = 30.0  # until the first complete world
-RECOVER = 30.0  # from the last undone fault until the world is complete
+SETTLE = 4.5  # after the last undone fault: nodes without workers reconnect, and idle agents are measured
+RECOVER = 30.0  # from then until the world is complete
 END = 30.0  # until all agents have ended
 LEFT = 2.0  # after an agent's end; one second is promised
 WHOLE = TTL + 5.0  # a round without one of its ranks
@@ -135,6 +136,8 @@ class Episode:
         if not self._until(lambda: not self._undo, _FOREVER):
             return
         self._note("recover")
+        if not self._watch_until(time.time() + SETTLE):
+            return
         if self._until(self._complete, RECOVER, "a complete world after the last fault"):
             self._end()
         if not self.violations:
@@ -374,7 +377,9 @@ class Episode:
         self._finished = min(self._finished, now)
         if self.plan.ending == "failure":
             cause = rf"rank {victim.rank}\b[\s\S]*exit code {FATAL_CODE}"
-        agents = [agent for agent in self.job.agents if agent.alive]
+        # A node that never had a place does not learn of the end from a store that ends with the job.
+        placed = {sign.owner for sign in self.job.signs()}
+        agents = [a for a in self.job.agents if a.alive and (a.owner in placed or not self.plan.hosted)]
         for agent in agents:
             agent.expected, agent.cause = (expected,) if agent.expected is None else agent.expected, cause
         if self.plan.ending == "success":
@@ -391,7 +396,7 @@ class Episode:
         exits = [
             AgentExit(a.owner, a.ended or limit, a.code, a.expected or (), _console(a), a.cause)
             for a in self.job.agents
-            if not (a.killed and a.code is not None)
+            if a in agents or (a.asked and not a.killed)
         ]
         self.violations += invariants.endings(exits)
 

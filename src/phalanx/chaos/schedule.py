@@ -145,7 +145,7 @@ def _actions(
     found: list[ChaosAction] = []
     busy: dict[tuple[int, str], float] = {}
     may_go = nodes - max(2, minimum)  # nodes that may be missing at the start or never come back
-    now, end = rng.uniform(0.3, 2.0), rng.uniform(7.0, 13.0)
+    now, end = rng.uniform(0.3, 2.0), rng.uniform(8.0, 16.0)
     while usable and now < end:
         name = rng.choice(usable)
         fault = FAULTS[name]
@@ -169,7 +169,7 @@ def _actions(
             )
             gone = name in REMOVES and lasts == 0.0
             busy[node, fault.area] = 1e9 if gone else now + lasts + 1.5
-            now += rng.choice((0.05, 0.5, 1.0, 1.5, 2.5, 5.0)) * rng.uniform(0.7, 1.3)
+            now += rng.choice((0.05, 0.05, 0.3, 0.6, 1.0, 2.0, 5.5)) * rng.uniform(0.7, 1.3)
         else:
             now += 0.1
     return found
