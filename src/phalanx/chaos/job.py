@@ -250,7 +250,7 @@ class ChaosJob:
     def clear(self) -> None:
         """Kill everything and take the small disks away, their content kept."""
         if self.isolated:
-            os.kill(-1, signal.SIGKILL)  # everything in this PID namespace but this process
+            signal_process(-1, signal.SIGKILL)  # everything in this PID namespace but this process
         else:
             for _ in range(20):
                 left = [p.pid for p in self.processes()] + ([self.store.pid] if self.store else [])
