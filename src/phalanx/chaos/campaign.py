@@ -341,6 +341,7 @@ class Episode:
         switch: dict[str, Callable[[bool], None]] = {
             "cut": lambda on: network.cut(node, on),
             "refuse": lambda on: network.refuse(node, store, on),
+            "reset": lambda on: network.refuse(node, store, on),
             "delay": lambda on: network.delay(node, on),
             "cut-one-way": lambda on: network.cut_one_way(
                 *((node, store) if action.value % 2 else (store, node)), on=on

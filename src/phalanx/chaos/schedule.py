@@ -52,6 +52,7 @@ FAULTS: dict[str, Fault] = {
     "cut": Fault("a node's link is cut, without an error", "link", "network", 8.0, host_too=False),
     "cut-one-way": Fault("packets of one direction are lost", "link", "network", 8.0, host_too=False),
     "refuse": Fault("the store's address refuses connections", "link", "network", 8.0, host_too=False),
+    "reset": Fault("a node's connections to the store are reset", "link", "network", 0.6, host_too=False),
     "delay": Fault("a node's link is slow", "link", "delay", 6.0, host_too=False),
     "store-kill": Fault("SIGKILL to the store, then a restart", "store", longest=4.0, backends=_ELASTIC),
     "clock": Fault(
@@ -149,9 +150,8 @@ def _actions(
     while usable and now < end:
         name = rng.choice(usable)
         fault = FAULTS[name]
-        node = (
-            STORE if fault.area == "store" else rng.randrange(0 if fault.host_too or not hosted else 1, nodes)
-        )
+        lowest = 0 if fault.host_too or not hosted else 1
+        node = STORE if fault.area == "store" else rng.randrange(lowest, nodes)
         lasts = rng.uniform(0.3, fault.longest) if fault.longest else 0.0
         newcomer = name in ("node-join", "bad-newcomer")
         if name in REMOVES and not static and may_go > 0 and rng.random() < 0.3:
@@ -162,11 +162,8 @@ def _actions(
             free = free and not any(node == at for at, _ in busy)
         if free and (not removes or may_go > 0):
             may_go -= removes
-            found.append(
-                ChaosAction(
-                    round(now, 2), name, node, rng.randrange(2), round(lasts, 2), rng.randrange(1, 60)
-                )
-            )
+            worker, value = rng.randrange(2), rng.randrange(1, 60)
+            found.append(ChaosAction(round(now, 2), name, node, worker, round(lasts, 2), value))
             gone = name in REMOVES and lasts == 0.0
             busy[node, fault.area] = 1e9 if gone else now + lasts + 1.5
             now += rng.choice((0.05, 0.05, 0.3, 0.6, 1.0, 2.0, 5.5)) * rng.uniform(0.7, 1.3)
