@@ -9,7 +9,11 @@ JOBS   ?= 2
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
+<<<<<<< HEAD
 .PHONY: demo test coverage test-long check format bench clean etcd
+=======
+.PHONY: demo test test-long check format bench chaos clean etcd
+>>>>>>> h-chaos
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -55,6 +59,10 @@ format: $(READY)
 
 bench: $(READY) $(EXTRAS)
 	$(BIN)/python -m bench
+
+# Ten minutes of random faults against real agents; as root, each in a network of its own (docs/chaos.md).
+chaos: $(READY)
+	$(BIN)/phalanx chaos $(CHAOS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/results

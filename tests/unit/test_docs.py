@@ -20,6 +20,9 @@ OWN = {flag for option in OPTIONS for flag in option.flags}
 OF_OTHER_COMMANDS = {
     # phalanx store, drain, doctor
     "--listen", "--journal", "--linger", "--self", "--timeout", "--with", "--wait", "--json",
+    # phalanx chaos
+    "--duration", "--episodes", "--seed", "--agents", "--backend", "--faults", "--list-faults", "--idle",
+    "--overlap", "--keep", "--keep-going",
     # benchmarks and tests
     "--quick", "--runs", "--settle",
 }  # fmt: skip

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import WorkerSpec
+    from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.config import JobSpec
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler
@@ -42,8 +42,8 @@ def make_agent(
     progress: Progress | None = None,
 ) -> LocalElasticAgent:
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
-    from phalanx.agent.local import LocalElasticAgent
     from phalanx.agent.spec import AgentOptions
+    from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.core.restarts import RestartPolicy
 
     handler = make_handler(job)

@@ -10,7 +10,7 @@ import os
 
 from phalanx.core.round_records import NodeInfo
 from phalanx.core.rounds import Options
-from phalanx.environment import node_index
+from phalanx.environment import ETCD_PORT, STATIC_PORT, STORE_PORT, node_index
 from phalanx.errors import StoreError, UsageError
 
 TYPE_CHECKING = False
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from phalanx.store.embedded.tls import Tls
     from phalanx.store.embedded.token import Token
 
-DEFAULT_PORT, ETCD_PORT, STATIC_PORT = 29400, 2379, 29500
 DEFAULT_TTL, DEFAULT_TIMEOUT = 6.0, 600.0
 
 
@@ -37,7 +36,7 @@ class Settings:
         self.fixed = params.backend == "static"
         self._etcd = params.backend == "etcd"  # may have several endpoints, written as URLs
         first = params.endpoint.partition(",")[0].rpartition("://")[2].rstrip("/")
-        port = ETCD_PORT if self._etcd else STATIC_PORT if self.fixed else DEFAULT_PORT
+        port = ETCD_PORT if self._etcd else STATIC_PORT if self.fixed else STORE_PORT
         self.host, self.port = parse_rendezvous_endpoint(first if self._etcd else params.endpoint, port)
         if self.port == 0 and params.max_nodes > 1:
             raise UsageError(

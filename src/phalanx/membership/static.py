@@ -12,10 +12,10 @@ A static job authenticates its agents exactly when a token is given (PHALANX_TOK
 
 from __future__ import annotations
 
-from phalanx.environment import shares_store
+from phalanx.environment import STATIC_PORT, shares_store
 from phalanx.membership.elastic import ElasticRendezvous
 from phalanx.membership.handler import RendezvousParameters
-from phalanx.membership.settings import DEFAULT_TIMEOUT, STATIC_PORT, Settings
+from phalanx.membership.settings import DEFAULT_TIMEOUT, Settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

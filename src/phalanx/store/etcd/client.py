@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.store_commands import Add, Command, Get, Notice, Put, Reply, Txn, Unwatch, Watch
-from phalanx.environment import variables
+from phalanx.environment import ETCD_PASSWORD, ETCD_PORT, variables
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, UsageError
 from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client, State, _Waiting
@@ -36,7 +36,6 @@ from phalanx.store.etcd.watch import WatchStream
 if TYPE_CHECKING:
     import ssl
 
-DEFAULT_PORT = 2379
 _MAX_REQUEST_TIMEOUT = 10.0  # a request's timeout grows up to this
 _CLOSE_TIMEOUT = 2.0  # for requests made before `close`
 _LINEARIZABLE = ("/v3/kv/range", "/v3/kv/txn", "/v3/kv/deleterange")  # their revision is the majority's
@@ -356,7 +355,7 @@ def _addresses(endpoint: str) -> tuple[list[Address], set[str]]:
             schemes.add(scheme)
         place = (rest if mark else part).rstrip("/")
         try:
-            addresses.append(Address(*parse_rendezvous_endpoint(place, DEFAULT_PORT)))
+            addresses.append(Address(*parse_rendezvous_endpoint(place, ETCD_PORT)))
         except ValueError as error:
             raise UsageError(str(error)) from None
     if not addresses:
@@ -373,7 +372,7 @@ def _password(user: str, path: str, environ: Mapping[str, str]) -> str:
                 return file.read().rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--rdzv-conf password_file={path}: {error}") from None
-    password = environ.get("PHALANX_ETCD_PASSWORD", "")
+    password = environ.get(ETCD_PASSWORD, "")
     if not password:
         raise UsageError(f"etcd user {user!r} has no password: set PHALANX_ETCD_PASSWORD or password_file=")
     return password

@@ -1,5 +1,0 @@
-"""The former home of `LocalElasticAgent`."""
-
-from phalanx.agent.torch_agent import LocalElasticAgent
-
-__all__ = ["LocalElasticAgent"]
