@@ -530,7 +530,7 @@ class Participant:
             self._view.learn(now, made)
             return
         self._view.failed_writes += 1
-        if reply.entries[0].create != self._view.term:
+        if reply.entries and reply.entries[0].create != self._view.term:
             self._learn_leader(now, reply.entries[0])
         else:  # decided upon an old view: read everything again
             self._read_everything(now)
