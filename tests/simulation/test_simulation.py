@@ -29,6 +29,11 @@ def test_no_seed_breaks_a_rule(start: int) -> None:
     play(range(start, start + 100))
 
 
+@pytest.mark.parametrize("seed", [20337])
+def test_seeds_that_broke_a_rule_once(seed: int) -> None:
+    run_seed(seed)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("start", range(0, 10_000, 500))
 def test_no_seed_of_ten_thousand_breaks_a_rule(start: int) -> None:

@@ -528,7 +528,9 @@ class Participant:
         if reply.ok:
             made = tuple(Change(Entry(p.key, p.value, mod=reply.revision)) for p in self._published_txn.puts)
             self._view.learn(now, made)
-        elif reply.entries[0].create != self._view.term:
+            return
+        self._view.failed_writes += 1
+        if reply.entries and reply.entries[0].create != self._view.term:
             self._learn_leader(now, reply.entries[0])
         else:  # decided upon an old view: read everything again
             self._read_everything(now)

@@ -160,6 +160,7 @@ class LeaderView:
     drains: set[str] = field(default_factory=set)
     closes: dict[str, str] = field(default_factory=dict)  # job -> why it is to end
     refused: set[str] = field(default_factory=set)
+    failed_writes: int = 0  # part of the stamp: places of a decision that failed must not match the next one
 
     def learn(self, now: float, changes: tuple[Change, ...], reset: bool = False) -> None:
         """Take in the changes that a watch over the whole prefix reported."""
@@ -431,7 +432,7 @@ def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> Roun
     chosen = sorted(here, key=lambda i: (i not in before, here[i].incarnation))[: options.max_nodes]
     ranked = assign_ranks([here[i].record.info for i in chosen], before)
     members = tuple(Member(n.id, here[n.id].incarnation, n.name, n.addr, n.slots, n.role) for n in ranked)
-    stamp, prefix = f"{view.term}.{view.round_mod}", options.prefix
+    stamp, prefix = f"{view.term}.{view.round_mod}.{view.failed_writes}", options.prefix
     names = tuple(m.name for m in members[:_NAMED])
     fresh = view.round._replace(phase=ACTIVE, nodes=len(members), names=names, stamp=stamp)
     if not view.round_mod:  # the first round of this store; its nodes may have known another one
