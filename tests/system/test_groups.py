@@ -322,7 +322,7 @@ def test_unknown_and_unusable_programs(tmp_path: Path) -> None:
         (str(plain), "not executable"),
         (str(tmp_path), "is a directory"),
         (str(garbage), "not a program"),
-        ("", "no name"),
+        ("", "is empty"),
     ]:
         with pytest.raises(StartError, match=said):
             start_processes("bad", program, none(2), envs(2), DefaultLogsSpecs())
