@@ -188,7 +188,7 @@ class HelperPool:
             name = what.partition(":")[0]
             if name not in self._told:
                 self._told.add(name)
-                self.say(f"not imported ahead: {what} (workers import it themselves)")
+                self.say(f"not preloaded: {what}; workers will import it")
                 if self.learned is not None:
                     self.learned.forget(name)
                     self.learned.save()
