@@ -9,11 +9,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-<<<<<<< HEAD
-.PHONY: demo test coverage test-long check format bench clean etcd
-=======
-.PHONY: demo test test-long check format bench chaos clean etcd
->>>>>>> h-chaos
+.PHONY: demo test coverage test-long check format bench chaos clean etcd
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
