@@ -160,9 +160,25 @@ def test_an_orphan_is_named() -> None:
         ProcessSeen(6, "n0.1", "python"),
         ProcessSeen(7, "n1.0", "x"),
     ]
-    (violation,) = nothing_left(processes, {"n0.0": 10.0, "n1.0": 12.5}, now=13, within=2)
+    (violation,) = nothing_left(processes, {"n0.0": 10.0, "n1.0": 12.5}, [], now=13, within=2)
     assert violation.pids == (5,)
     assert "n0.0: alive 3.0 s after the agent's end: 5 (python)" in violation.text
+
+
+@pytest.mark.parametrize(
+    ("what", "fault", "found"),
+    [
+        pytest.param("phalanx-keeper", "keeper-stop", False, id="a stopped helper"),
+        pytest.param("phalanx-zygote", "keeper-stop", True, id="the other helper"),
+        pytest.param("python", "zygote-stop", True, id="a worker of a stopped helper"),
+        pytest.param("python", "node-freeze", False, id="a frozen node"),
+    ],
+)
+def test_what_is_stopped_cannot_end(what: str, fault: str, found: bool) -> None:
+    stopped = [Disturbance(fault, "n0", 9, 12)]
+    left = nothing_left([ProcessSeen(5, "n0.0", what)], {"n0.0": 10.0}, stopped, now=13, within=2)
+    assert bool(left) == found
+    assert nothing_left([ProcessSeen(5, "n0.0", what)], {"n0.0": 10.0}, stopped, now=15, within=2)
 
 
 @pytest.mark.parametrize(

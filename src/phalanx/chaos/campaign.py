@@ -163,7 +163,7 @@ class Episode:
                 return False
             if now > limit:
                 found = self._state_of_world(now)
-                self.violations.append(Violation("liveness", now, f"no {what} within {bound:g} s: {found}"))
+                self.violations.append(Violation("liveness", now, f"{what} did not appear within {bound:g} s: {found}"))
             time.sleep(_STEP)
         return not self.violations
 
@@ -183,16 +183,23 @@ class Episode:
         if len(ended) == len(self.job.agents):
             ended[UNKNOWN] = max(ended.values())
         processes = self.job.processes()
-        found += invariants.nothing_left(processes, ended, now, LEFT)
+        found += invariants.nothing_left(processes, ended, self.disturbances, now, LEFT)
         for agent in self.job.agents:
             if agent.alive and agent.asked and now - agent.asked > END:
                 found += invariants.endings([AgentExit(agent.owner, now, None, (), _tail(agent))])
             if not agent.alive and agent.expected is None:
                 agent.expected = ()
+                if self._may_give_up(agent):
+                    continue
                 text = f"{agent.owner} exited with {agent.code} while the job was running; its last lines: "
                 found.append(Violation("exit code", agent.ended, text + _tail(agent)))
         found += self._ask(now)
         self.violations += found
+
+    def _may_give_up(self, agent: ChaosAgent) -> bool:
+        """An address that refuses connections for seconds is a lost store where the store has no journal."""
+        refusals = [d for d in self.disturbances if d.fault == "refuse" and d.node == agent.node]
+        return self.plan.hosted and any(d.covers(agent.ended, 1.0) for d in refusals)
 
     def _ask(self, now: float) -> list[Violation]:
         """`phalanx status`, one node after the other."""
@@ -348,7 +355,14 @@ class Episode:
             ),
         }
         switch[action.fault](True)
-        self._after(action, lambda: switch[action.fault](False))
+        agent = self.job.agent(action.node)
+
+        def mend() -> None:
+            switch[action.fault](False)
+            if agent is not None and not agent.alive and self._may_give_up(agent):
+                self._start(action.node, 0)
+
+        self._after(action, mend)
         return True
 
     def _kill_store(self, action: ChaosAction) -> bool:
@@ -380,7 +394,10 @@ class Episode:
             cause = rf"rank {victim.rank}\b[\s\S]*exit code {FATAL_CODE}"
         # A node that never had a place does not learn of the end from a store that ends with the job.
         placed = {sign.owner for sign in self.job.signs()}
-        agents = [a for a in self.job.agents if a.alive and (a.owner in placed or not self.plan.hosted)]
+        for agent in self.job.agents:
+            if agent.alive and agent.owner not in placed and self.plan.hosted:
+                agent.expected = ()
+        agents = [a for a in self.job.agents if a.alive and a.expected != ()]
         for agent in agents:
             agent.expected, agent.cause = (expected,) if agent.expected is None else agent.expected, cause
         if self.plan.ending == "success":

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 LINE = "chaos-line"
+HELPERS = ("phalanx-keeper", "phalanx-zygote")
 # How long after SIGCONT the workers of a stopped agent may still run: according to docs/cluster.md the agent
 # kills them on wake-up. Until then they run, which is a documented gap.
 WAKE_UP = 1.0
@@ -238,11 +239,22 @@ class ProcessSeen(NamedTuple):
 
 
 def nothing_left(
-    processes: Iterable[ProcessSeen], ended: Mapping[str, float], now: float, within: float
+    processes: Iterable[ProcessSeen],
+    ended: Mapping[str, float],
+    disturbances: Sequence[Disturbance],
+    now: float,
+    within: float,
 ) -> list[Violation]:
-    """Nothing that an agent started is alive `within` seconds after its end (`ended`: owner → when)."""
+    """Nothing that an agent started is alive `within` seconds after its end (`ended`: owner → when).
+
+    Excused until it continues: a helper that is itself stopped, and everything on a frozen node.
+    """
     left: dict[str, list[ProcessSeen]] = defaultdict(list)
     for process in processes:
+        stops = ("node-freeze", *((f"{process.what[8:]}-stop",) if process.what in HELPERS else ()))
+        node = process.owner.partition(".")[0]
+        if any(d.node == node and d.fault in stops and d.covers(now, within) for d in disturbances):
+            continue
         if process.owner in ended and now - ended[process.owner] > within:
             left[process.owner].append(process)
     found = []

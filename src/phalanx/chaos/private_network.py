@@ -142,6 +142,8 @@ class PrivateNetwork:
         _tool("ip", "addr", "add", f"{host.address}/24", "dev", "eth0", inside=host)
         for device in ("lo", "eth0"):
             _tool("ip", "link", "set", device, "up", inside=host)
+        # `refuse` gives a host the address of another one; it must not answer for it on the switch.
+        _tool("sh", "-c", "echo 1 > /proc/sys/net/ipv4/conf/all/arp_ignore", inside=host)
 
     def close(self) -> None:
         """Remove everything; idempotent."""

@@ -61,7 +61,12 @@ def _campaign(options: Namespace, chosen: list[str], isolated: bool) -> int:
     signal.signal(signal.SIGINT, _interrupt)
     usable, missing = _usable(chosen, isolated, options.backend)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
-    say = sys.stderr.write if options.json else sys.stdout.write
+    output = sys.stderr if options.json else sys.stdout
+
+    def say(text: str) -> None:
+        output.write(text)
+        output.flush()
+
     where = "namespaces of their own" if isolated else "loopback"
     say(f"phalanx chaos: seed {seed}, backend {options.backend}, agents in {where}\n")
     for line in missing:
@@ -90,7 +95,6 @@ def _campaign(options: Namespace, chosen: list[str], isolated: bool) -> int:
                     break
             elif not options.keep:
                 shutil.rmtree(result.folder, ignore_errors=True)
-            sys.stdout.flush()
     finally:
         _summary(results, time.monotonic() - begin, folder, options)
     return int(any(result.violations for result in results))
