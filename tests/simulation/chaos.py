@@ -187,7 +187,8 @@ class Chaos:
         number = max(sim.rounds, default=1)
         keys = [f"node/{node}", f"place/{node}", f"result/{number}/{node}", f"result/x/{node}", "members"]
         key = sim.options.prefix + chance.choice([*keys, "ctl/round", "ctl/leader", "ctl/x", "status"])
-        if chance.random() < 0.2:
+        # To delete a node's key is to remove the node, without a word to it: nothing can tell the two apart.
+        if chance.random() < 0.2 and "node/" not in key:
             sim.delete(key)
         else:
             sim.put(key, chance.choice(JUNK))

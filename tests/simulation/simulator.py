@@ -544,7 +544,12 @@ class Simulation:
         assert current.phase == ACTIVE
         if len({m.id for m in found.nodes}) != len(found.nodes):
             raise Broken(f"round {current.number} has a member twice: {found}")
-        known = [a for a in self.agents.values() if a.alive and a.ended is None and a.last >= current.number]
+        known = [
+            a
+            for a in self.agents.values()
+            if a.alive and a.last >= current.number and (a.workers is not None or a.history == self.went_back)
+            if a.ended is None
+        ]
         if not known and self.rounds.get(current.number, tuple(found)) != tuple(found):
             # The store forgot this round, and all nodes that had started it are gone.
             del self.rounds[current.number]

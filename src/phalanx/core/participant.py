@@ -241,10 +241,10 @@ class Participant:
             # Read after the round was seen, so it is final: without a place this node is not a member.
             if self.round is not None and reply.revision >= self._round_mod and not self._is_member():
                 self._outside = self.round.stamp
-        elif kind == "remaining" and not self._job and reply.revision >= self._round_mod:
-            assert self.round is not None
-            claim = begin_again(self.round, self._round_mod, self.options, len(reply.entries))
-            self._send(now, "again", claim)
+        elif kind == "remaining":
+            if self.round is not None and not self._job and reply.revision >= self._round_mod:
+                claim = begin_again(self.round, self._round_mod, self.options, len(reply.entries))
+                self._send(now, "again", claim)
         elif kind == "again":
             self._learn_again(reply.entries[0])
         elif kind == "everything" and self._view is not None:
@@ -326,6 +326,8 @@ class Participant:
         if found is None or self._unreadable:
             return
         self.round, self.restarts = found, found.restarts
+        if found.phase == ACTIVE:
+            self.rounds = max(self.rounds, found.number)
         if not self._job and self._control and self.round.phase != CLOSED:  # news: somebody is there
             self._job = self.round.job
         if self._view is None:
@@ -411,7 +413,9 @@ class Participant:
             self._fence(now, f"no word from the store for {now - self._proof:.1f} s, the lease may be over")
 
     def _fence(self, now: float, why: str) -> None:
-        """Out of the group: stop at once, then come back as somebody new."""
+        """Out of the group: stop at once, then come back as somebody new.
+
+        The lease is given back when the workers are gone, not before: to kill them may take a while."""
         if self._view is not None:
             self._step_down(now)
         self._old_lease, self.lease = self.lease, 0
@@ -425,7 +429,8 @@ class Participant:
             # Also when a stop is under way: a grace that outlasts the lease would break the promise.
             self._stopping = True
             self._out.append(StopRound(self.running, why, at_once=True))
-        self._send(now, "revoke", Revoke(self._old_lease))
+        elif not self._asking("revoke"):
+            self._send(now, "revoke", Revoke(self._old_lease))
 
     # Going on
 
@@ -485,7 +490,6 @@ class Participant:
             if self._is_member() and self._started != (current.number, self._incarnation):
                 self._started = (current.number, self._incarnation)
                 self.running, self.rank, self._over = current.number, self.place.rank, None
-                self.rounds = max(self.rounds, current.number)
                 self._out.append(StartRound(current, self.place))
             elif current.nodes >= self.options.max_nodes:
                 self._waiting_since = now  # a spare has no time-out
@@ -510,6 +514,8 @@ class Participant:
     def _idle(self, now: float) -> None:
         self.running, self.rank, self._stopping, self._over = None, -1, False, None
         self._waiting_since = now
+        if self._old_lease and not self._asking("revoke"):
+            self._send(now, "revoke", Revoke(self._old_lease))
 
     def _is_member(self) -> bool:
         """Whether this node, as it is registered now, is known to be in the active round."""

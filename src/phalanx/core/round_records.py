@@ -44,7 +44,7 @@ class NodeInfo(NamedTuple):
 class NodeRecord(NamedTuple):
     """The value of a node's key.
 
-    `rounds` is the last round whose workers it started and `restarts` what it knows of them: a store that
+    `rounds` is the last active round that it has seen and `restarts` what it knows of them: a store that
     lost its data, or a part, learns both from its nodes. `preempted`: why it is leaving. `format`: the newest
     format of records that the node reads."""
 

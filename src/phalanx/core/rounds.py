@@ -34,7 +34,7 @@ Rules, each of which the simulator checks:
   (`Round.preempted`), and becomes active only when the old workers have stopped, as any other.
 - After a store went back in time, no round becomes active for the time of a lease: until then nodes that the
   store has forgotten may run workers.
-- A round's number is larger than that of any round that a present node has started, whatever the store
+- A round's number is larger than that of any active round that a present node has seen, whatever the store
   holds: a store that lost its data, or went back in time, cannot make a number mean two things.
 - A record that cannot be read is skipped and named once. A node's key is on its lease: the leader puts one
   that was overwritten back, and one that it has never read counts as absent. Only the leader writes the round: one of another term is foreign, and the leader writes its own
@@ -363,7 +363,7 @@ def _give_back(view: LeaderView) -> RoundDecision:
 
 
 def _after(view: LeaderView, number: int) -> int:
-    """The number of a round: later than every round that a present node has started."""
+    """The number of a round: later than every active round that a present node has seen."""
     return max(number, 1 + max((seen.record.rounds for seen in view.nodes.values()), default=0))
 
 
