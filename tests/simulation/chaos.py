@@ -124,10 +124,7 @@ class Chaos:
     def _fault(self) -> None:
         sim, chance = self.sim, self.sim.random
         alive = self._alive()
-        kind = chance.choice(
-            ["crash", "host", "sleep", "cut", "cut1", "break", "store", "leave", "drain", "join"]
-            + ["refuse", "preempt", "unfit", "foreign", "back"]
-        )
+        kind = chance.choice(KINDS)
         if kind in ("store", "back"):
             if kind == "back" and chance.random() < 0.7:
                 sim.keep()
@@ -173,7 +170,6 @@ class Chaos:
         elif kind == "drain" and sim.store_up:
             sim.put(f"{sim.options.prefix}drain/{agent.id}", b"")
 
-
     def _go_back(self) -> None:
         if self.sim.store_up:
             self.sim.stop_store(self.sim.random.choice([0.05, 3.0]), back=True)
@@ -194,6 +190,10 @@ class Chaos:
             sim.put(key, chance.choice(JUNK))
 
 
+KINDS = (
+    "crash", "host", "sleep", "cut", "cut1", "break", "store", "leave", "drain", "join",
+    "refuse", "preempt", "unfit", "foreign", "back",
+)  # fmt: skip
 JUNK = (
     b"", b"[", b"\xff\xfe", b"{}", b"null", b"7", b'"text"', b'{"number":"one"}', b'{"phase":"active"}',
     b'{"phase":"closed"}', b'{"ok":"yes"}', b'{"ok":false}', b'{"nodes":7,"stamp":1}', b'{"info":{"id":7}}',

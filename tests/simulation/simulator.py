@@ -136,7 +136,7 @@ class Simulation:
         self.current: dict[str, Connection] = {}
         self.duplicates = self.reorder = 0.0
         self.loss = 0.0  # how often a message breaks its connection
-        self.kill_time = 0.0  # the most that killing workers takes, as a part of the lease
+        self.kill_time = 0.0  # the most that killing workers takes, as a part of lease or linger
         self.went_back = 0
         self._tail: list[tuple[float, Any]] = []  # states that the store would go back to
         self.remarks: list[str] = []
@@ -323,7 +323,9 @@ class Simulation:
             )
         if self.started.setdefault((number, place.rank), agent.id) != agent.id:
             raise Broken(f"rank {place.rank} of round {number} was started twice")
-        if max(self.jobs.get(n, 0) for n in (*self.rounds, 0) if n < number) > start.round.job:
+        # A job whose nodes have gone and whose record another program deleted leaves no number behind.
+        left = {a.last for a in self.agents.values() if a.alive and a.ended is None}
+        if max(self.jobs.get(n, 0) for n in (*left, 0) if n < number) > start.round.job:
             raise Broken(f"round {number} is of job {start.round.job}, an earlier one is not: {self.jobs}")
         if agent.job not in (0, start.round.job):
             raise Broken(f"{agent.id} of job {agent.job} starts a round of job {start.round.job}")
@@ -358,7 +360,8 @@ class Simulation:
         if at_once:
             # A node that has slept is late anyway, which is documented: there it takes no time.
             slow = self.kill_time if agent.woke != self.now else 0.0
-            self.at(self.now + self.random.uniform(0, slow) * self.options.ttl, stopped)
+            within = min(self.options.ttl, self.options.linger)
+            self.at(self.now + self.random.uniform(0, slow) * within, stopped)
             if not slow:
                 agent.workers = None
         else:
@@ -550,12 +553,12 @@ class Simulation:
             if a.alive and a.last >= current.number and (a.workers is not None or a.history == self.went_back)
             if a.ended is None
         ]
-        if not known and self.rounds.get(current.number, tuple(found)) != tuple(found):
+        if not known and self.rounds.get(current.number, found[:2]) != found[:2]:
             # The store forgot this round, and all nodes that had started it are gone.
             del self.rounds[current.number]
             for rank in range(len(self.agents)):
                 self.started.pop((current.number, rank), None)
-        if self.rounds.setdefault(current.number, tuple(found)) != tuple(found):
+        if self.rounds.setdefault(current.number, found[:2]) != found[:2]:
             raise Broken(
                 f"round {current.number} has two sets of members: {self.rounds[current.number]}, {found}"
             )

@@ -329,7 +329,9 @@ class Node:
 
 
 def late(job: int, phase: str, mod: int) -> Entry:
-    value = encode(Round(3, phase, reason="done", outcome="succeeded", restarts=1, job=job, term=5, stamp="5.1"))
+    value = encode(
+        Round(3, phase, reason="done", outcome="succeeded", restarts=1, job=job, term=5, stamp="5.1")
+    )
     return Entry("ctl/round", value, 1, mod)
 
 

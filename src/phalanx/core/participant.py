@@ -463,7 +463,9 @@ class Participant:
             self._quit(End("replaced", "its job ended while it was away, and another has its id", current))
         elif current is not None and current.format > FORMAT:
             newer = f"this version of phalanx reads records up to format {FORMAT}, and the job uses format"
-            self._quit(End("refused", f"{newer} {current.format}: install the same version on all nodes", current))
+            self._quit(
+                End("refused", f"{newer} {current.format}: install the same version on all nodes", current)
+            )
         elif self.place.refused and self.options.fixed:
             self._quit(End("refused", self.place.refused, current))
         elif self._leaving:

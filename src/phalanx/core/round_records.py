@@ -70,10 +70,11 @@ class Member(NamedTuple):
 
 
 class MemberList(NamedTuple):
-    """The value of `members`: the members of the round with this stamp, by rank."""
+    """The value of `members`: the members of the round with this stamp and number, by rank."""
 
     stamp: str
     nodes: tuple[Member, ...]
+    number: int = 0
 
 
 class Result(NamedTuple):
@@ -140,7 +141,8 @@ def encode(value: Any) -> bytes:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, MemberList):
-        return {"stamp": value.stamp, "nodes": value.nodes}  # arrays: there may be thousands
+        # Arrays: there may be thousands.
+        return {"stamp": value.stamp, "number": value.number, "nodes": value.nodes}
     if hasattr(value, "_field_defaults"):
         defaults = value._field_defaults
         return {
@@ -164,8 +166,8 @@ def decode_members(value: bytes) -> MemberList | None:
     try:
         found = json.loads(value)
         nodes = tuple(_member(*item) for item in found["nodes"])
-        return MemberList(_text(found["stamp"]), nodes)
-    except (ValueError, TypeError, KeyError, RecursionError):
+        return MemberList(_text(found["stamp"]), nodes, max(0, _int(found.get("number", 0))))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

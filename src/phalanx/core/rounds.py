@@ -37,8 +37,9 @@ Rules, each of which the simulator checks:
 - A round's number is larger than that of any active round that a present node has seen, whatever the store
   holds: a store that lost its data, or went back in time, cannot make a number mean two things.
 - A record that cannot be read is skipped and named once. A node's key is on its lease: the leader puts one
-  that was overwritten back, and one that it has never read counts as absent. Only the leader writes the round: one of another term is foreign, and the leader writes its own
-  again. A member that has lost its place makes the round form again.
+  that was overwritten back, and one that it has never read counts as absent. Only the leader writes the
+  round: one of another term is foreign, and the leader writes its own again. A member that has lost its place
+  makes the round form again.
 - A run id may be reused: a node that finds the job of this id closed, and none of its nodes left, begins the
   next one (`begin_again`), which continues the count of rounds, starts its restarts at zero and has a number
   of its own. A node that belongs to a job never becomes part of the next one.
@@ -218,7 +219,10 @@ class LeaderView:
             elif kind == "close":
                 self.closes[rest] = printable(entry.value.decode(errors="replace"))
 
-        self.complete = self.complete or reset
+        if reset and not self.complete:
+            self.complete = True
+            # A round ran here, and its record is gone: nodes that count as ready for it may run workers.
+            self.damaged = self.damaged or (not self.round_mod and self.members_mod > 0)
 
     def _skip(self, key: str) -> None:
         if key not in self.skipped and len(self.skipped) < _MOST_SKIPPED:
@@ -347,7 +351,9 @@ def _restore(view: LeaderView) -> RoundDecision:
         return _publish(view, view.round, view.round.reason)
     known = [seen.record for seen in view.nodes.values()]
     base = view.round._replace(
-        job=max((r.job for r in known), default=1), restarts=max((r.restarts for r in known), default=0)
+        number=max([view.members.number, *(max(r.rounds, r.ready) for r in known)]),
+        job=max((r.job for r in known), default=1),
+        restarts=max((r.restarts for r in known), default=0),
     )
     return _reform(view, "the record of the last round was not readable", base)
 
@@ -417,7 +423,9 @@ def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str
     results = {node: r for node, r in view.results.get(current.number, {}).items() if node in ids}
     failed = sorted((mod, node, r) for node, (mod, r) in results.items() if not r.ok)
     unfit = {node for _, node, r in failed if r.unfit}
-    if failed and (len(unfit) < len(failed) or options.fixed or len(staying.keys() - unfit) < options.min_nodes):
+    if failed and (
+        len(unfit) < len(failed) or options.fixed or len(staying.keys() - unfit) < options.min_nodes
+    ):
         first = next(((node, r) for _, node, r in failed if not r.unfit), failed[0][1:])
         return _after_failure(view, options, *first)
     if unfit:
@@ -458,7 +466,9 @@ def _after_failure(view: LeaderView, options: Options, node: str, result: Result
     name = next((view.label(m, rank) for rank, m in found), node)
     failed = view.round._replace(cause=(node, name, result.detail))
     if result.unfit:
-        return _close(view, "failed", f"{name} cannot start workers, and the job cannot run without it", failed)
+        return _close(
+            view, "failed", f"{name} cannot start workers, and the job cannot run without it", failed
+        )
     verdict = decide_for_job(view.round.restarts, options.max_restarts)
     if not verdict.restart:
         return _close(view, "failed", f"workers on {name} failed, {verdict.reason}", failed)
@@ -566,7 +576,11 @@ def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> Roun
     else:
         together, batches = [], [places[i : i + options.batch] for i in range(0, len(places), options.batch)]
     main = main._replace(
-        puts=(*together, Put(prefix + "members", encode(MemberList(stamp, members))), *main.puts),
+        puts=(
+            *together,
+            Put(prefix + "members", encode(MemberList(stamp, members, fresh.number))),
+            *main.puts,
+        ),
         deletes=(Delete(prefix + "result/", prefix=True), *stale[: options.batch]),
     )
     guard = (When(prefix + "ctl/leader", "create", view.term),)
@@ -576,8 +590,9 @@ def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> Roun
 def _reform(
     view: LeaderView, reason: str, base: Round | None = None, preempted: tuple[str, ...] = ()
 ) -> RoundDecision:
-    number = _after(view, view.round.number + 1)
-    forming = (base or view.round)._replace(number=number, phase=FORMING, preempted=preempted)
+    base = base or view.round
+    number = _after(view, base.number + 1)
+    forming = base._replace(number=number, phase=FORMING, preempted=preempted)
     return _publish(view, forming, reason)
 
 

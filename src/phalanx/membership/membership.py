@@ -150,7 +150,7 @@ class Membership:
         self._calls.put(lambda: self._finish(number, timeout))
 
     def leave(self, reason: str, preempted: bool = False) -> None:
-        """Leave, once the workers are gone; the other nodes go on. `preempted`: once all workers have saved."""
+        """Leave, once the workers are gone; the others go on. `preempted`: once all workers have saved."""
         self._calls.put(lambda: self._leave(reason, preempted))
 
     def close(self, reason: str) -> None:

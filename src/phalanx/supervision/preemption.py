@@ -4,8 +4,8 @@ The agent sets a flag on every worker's board and sends the signal to the worker
 It would kill the others, and one killed rank could break the checkpoint of the rest. If no rank watches for a
 preemption, there is nothing to wait for, and all workers are stopped as by SIGTERM.
 
-A preemption is the job's: the round carries it to all nodes (core.rounds), and their agents stop their workers
-in the same way, once, whichever comes first: the announcement of another node or a signal of their own.
+A preemption is the job's: the round carries it to all nodes (core.rounds), and their agents stop their
+workers in the same way, once, whichever comes first: the announcement of another node or their own signal.
 """
 
 from __future__ import annotations
