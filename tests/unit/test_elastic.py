@@ -92,13 +92,17 @@ def test_a_name_that_is_a_loopback_address_here_is_served_at_all_of_them(
     ]  # fmt: skip
 
 
-def test_a_node_is_known_by_its_rank_its_schedulers_index_and_its_name() -> None:
+def test_a_node_is_known_by_its_rank_its_schedulers_index_and_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = settings(name="n7", rank=3)
-    info = made.node(2, "trainer", {"SLURM_NODEID": "5"})
+    monkeypatch.setenv("SLURM_NODEID", "5")
+    info = made.node(2, "trainer")
+    monkeypatch.delenv("SLURM_NODEID")
     assert (info.name, info.rank, info.position, info.slots, info.role) == ("n7", 3, 5, 2, "trainer")
     assert info.addr == "127.0.0.1"
-    assert settings().node(1, "default", {}).rank == -1
-    assert made.node(2, "trainer", {}).id != info.id, "another incarnation is somebody else"
+    assert settings().node(1, "default").rank == -1
+    assert made.node(2, "trainer").id != info.id, "another incarnation is somebody else"
 
 
 def test_a_given_address_is_taken_as_it_is() -> None:
