@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from phalanx.core.participant_events import StartRound
@@ -41,6 +42,9 @@ class Chaos:
             batch=pick.choice([1, 2, 100]),
             prefix="job/",
         )
+        # A store with a journal shortens no lease; its restart has the time of a lease.
+        linger = pick.choice([1.0, float("inf")])
+        options = replace(options, linger=linger)
         worst = pick.choice([0.005, 0.05, 0.4])
         self.sim = Simulation(seed + 1_000_003, options, latency=(0.0005, worst))
         self.sim.tracing = tracing
@@ -52,6 +56,9 @@ class Chaos:
         self.calm_at = 50.0
         self.sim.duplicates = pick.choice([0.0, 0.2])
         self.sim.reorder = pick.choice([0.0, 0.2])
+        self.sim.kill_time = pick.choice([0.0, 0.08])
+        self.loss = self.sim.loss = pick.choice([0.0, 0.0, 0.02, 0.08])
+        self.newer = pick.choice([0.0, 0.0, 0.5])  # how many nodes are of a later version
         self.born = 0
 
     def run(self) -> Outcome:
@@ -90,7 +97,10 @@ class Chaos:
             rank = -1
         elif rank is None:
             rank = self.born - 1 if self.born <= self.nodes else self.sim.random.randrange(self.nodes)
-        self.sim.join(name, node_id=f"{name}.{self.born}", slots=self.sim.random.randint(1, 3), rank=rank)
+        made = self.sim.join(
+            name, node_id=f"{name}.{self.born}", slots=self.sim.random.randint(1, 3), rank=rank
+        )
+        made.version = 2 if self.sim.random.random() < self.newer else 1
 
     def _replace(self, agent: Agent) -> None:
         if self.sim.random.random() < (0.9 if self.sim.options.fixed else 0.6):
@@ -98,7 +108,7 @@ class Chaos:
             self.sim.at(self.sim.now + self.sim.random.choice([0.1, 5.0]), lambda: self._new_node(rank))
 
     def _calm(self) -> None:
-        self.fail_chance = self.sim.duplicates = self.sim.reorder = 0.0
+        self.fail_chance = self.sim.duplicates = self.sim.reorder = self.sim.loss = 0.0
 
     def _workers(self, agent: Agent, start: StartRound) -> None:
         chance, run = self.sim.random, agent.run_number
@@ -114,12 +124,16 @@ class Chaos:
     def _fault(self) -> None:
         sim, chance = self.sim, self.sim.random
         alive = self._alive()
-        kind = chance.choice(
-            ["crash", "host", "sleep", "cut", "cut1", "break", "store", "leave", "drain", "join"]
-        )
-        if kind == "store":
-            if sim.store_up:
+        kind = chance.choice(KINDS)
+        if kind in ("store", "back"):
+            if kind == "back" and chance.random() < 0.7:
+                sim.keep()
+                sim.at(sim.now + chance.choice([0.01, 0.3, 5.0]), lambda: self._go_back())
+            elif sim.store_up:
                 sim.stop_store(chance.choice([0.05, 3.0, 15.0]))
+            return
+        if kind == "foreign":
+            self._foreign()
             return
         if kind == "join":
             self._new_node()
@@ -144,12 +158,48 @@ class Chaos:
             if not agent.asleep:
                 agent.locked_out = sim.now + chance.choice([0.0, 0.8, 3.0])
                 sim.break_connection(agent)
-        elif kind == "leave":
-            sim.leave(agent, "SIGTERM")
+        elif kind == "refuse":
+            sim.refuse(agent, chance.choice([0.5, 4.0, 20.0]), told=chance.random() < 0.5)
+        elif kind == "unfit":
+            sim.unfit(agent, "no such program")
+            self._replace(agent)
+        elif kind in ("leave", "preempt"):
+            sim.leave(agent, "SIGTERM", preempted=kind == "preempt")
             if sim.options.fixed:
                 self._replace(agent)
         elif kind == "drain" and sim.store_up:
             sim.put(f"{sim.options.prefix}drain/{agent.id}", b"")
+
+    def _go_back(self) -> None:
+        if self.sim.store_up:
+            self.sim.stop_store(self.sim.random.choice([0.05, 3.0]), back=True)
+
+    def _foreign(self) -> None:
+        """Another program writes where the job's records are, or deletes one."""
+        sim, chance = self.sim, self.sim.random
+        if not sim.store_up:
+            return
+        node = chance.choice([*sim.agents, "stranger"])
+        number = max(sim.rounds, default=1)
+        keys = [f"node/{node}", f"place/{node}", f"result/{number}/{node}", f"result/x/{node}", "members"]
+        key = sim.options.prefix + chance.choice([*keys, "ctl/round", "ctl/leader", "ctl/x", "status"])
+        # To delete a node's key is to remove the node, without a word to it: nothing can tell the two apart.
+        if chance.random() < 0.2 and "node/" not in key:
+            sim.delete(key)
+        else:
+            sim.put(key, chance.choice(JUNK))
+
+
+KINDS = (
+    "crash", "host", "sleep", "cut", "cut1", "break", "store", "leave", "drain", "join",
+    "refuse", "preempt", "unfit", "foreign", "back",
+)  # fmt: skip
+JUNK = (
+    b"", b"[", b"\xff\xfe", b"{}", b"null", b"7", b'"text"', b'{"number":"one"}', b'{"phase":"active"}',
+    b'{"phase":"closed"}', b'{"ok":"yes"}', b'{"ok":false}', b'{"nodes":7,"stamp":1}', b'{"info":{"id":7}}',
+    b'{"stamp":"1.1","incarnation":1,"rank":-7}', b'{"info":{"id":"x","name":"x"},"ready":-1}',
+    b'{"number":1,"phase":"forming","job":9}', b'{"refused":"go away"}',
+)  # fmt: skip
 
 
 def run_seed(seed: int, *, tracing: bool = False) -> Outcome:

@@ -6,7 +6,12 @@
     > kill | host | fail | succeed | leave | drain NODE…
     > sleep | cut | cut-up | cut-down SECONDS NODE…
     > store SECONDS            kill the store for that long
+    > keep                     what the journal holds for certain; `store SECONDS back` goes back to it
     > break SECONDS NODE…      its connection ends and it gets no new one for that long
+    > refuse SECONDS NODE…     as break, by a firewall: the store does not learn of it
+    > preempt NODE…            it leaves when all workers have saved
+    > unfit NODE…              it cannot start its workers
+    > put KEY VALUE            another program writes a record; `erase KEY`, or deletes one
     > close REASON
 
 The network takes exactly 1 ms each way, stopping workers 100 ms. PHALANX_GOLDEN=write writes the
@@ -45,7 +50,7 @@ class Script:
         if verb == "options":
             for word in words:
                 name, value = word.split("=")
-                number = float(value) if "." in value else int(value)
+                number = float(value) if "." in value or value == "inf" else int(value)
                 self.options = replace(self.options, **{_FIELDS.get(name, name): number})
             return []
         if self.sim is None:
@@ -63,16 +68,24 @@ class Script:
             for word in (w for w in words if "=" not in w):
                 sim.join(word.partition("@")[0], node_id=word, **info)
         elif verb == "store":
-            sim.stop_store(float(words[0]))
+            sim.stop_store(float(words[0]), back=words[1:] == ["back"])
+        elif verb == "keep":
+            sim.keep()
+        elif verb == "put":
+            sim.put(f"job/{words[0]}", " ".join(words[1:]).encode())
+        elif verb == "erase":
+            sim.delete(f"job/{words[0]}")
         elif verb == "close":
             sim.put(
                 f"job/close/{max(a.participant.job for a in sim.agents.values())}", " ".join(words).encode()
             )
-        elif verb in ("sleep", "cut", "cut-up", "cut-down", "break"):
+        elif verb in ("sleep", "cut", "cut-up", "cut-down", "break", "refuse"):
             for agent in (sim.agents[w] for w in words[1:]):
                 seconds = float(words[0])
                 if verb == "sleep":
                     sim.sleep(agent, seconds)
+                elif verb == "refuse":
+                    sim.refuse(agent, seconds, told=False)
                 elif verb == "break":
                     agent.locked_out = sim.now + seconds
                     sim.break_connection(agent)
@@ -91,6 +104,10 @@ class Script:
                         sim.end_workers(agent, True)
                     case "leave":
                         sim.leave(agent, "SIGTERM")
+                    case "preempt":
+                        sim.leave(agent, "SIGUSR1", preempted=True)
+                    case "unfit":
+                        sim.unfit(agent, "no such program")
                     case "drain":
                         sim.put(f"job/drain/{agent.id}", b"")
                     case _:

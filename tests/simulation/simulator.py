@@ -6,10 +6,15 @@ seed is a run. `Simulation` is the mechanism; `chaos` (in chaos.py) decides what
 The network: each agent has one connection at a time. What the store sends on a connection stays in
 order (TCP), what agents send may be delayed past each other and delivered twice, also on
 connections that the agent has long given up. A cut holds messages back until it heals, in one
-direction or both. A connection that an agent closes is closed for the store a little later.
+direction or both. A connection that an agent closes is closed for the store a little later. One may
+break at any message, on both sides at once. An address may refuse connections while the store lives.
+
+The store may be killed and come back with its journal, or with a journal that has lost its tail. Other
+programs, and nodes of other versions, write where the job's records are.
 
 Checked all the time (`Broken` is raised at the first violation):
 - two nodes that are awake never run workers of different rounds at the same moment;
+- the numbers of the rounds that a node starts only grow;
 - all nodes start a round with the same members, each rank once, ranks 0..n-1;
 - the store never gives up the lease of a node that is awake and runs workers;
 - the jobs that use one id follow each other: a later round is never of an earlier job, and no node runs
@@ -18,7 +23,9 @@ Checked all the time (`Broken` is raised at the first violation):
 
 from __future__ import annotations
 
+import copy
 import heapq
+import json
 import random
 from collections import deque
 from collections.abc import Callable
@@ -35,17 +42,26 @@ from phalanx.core.participant_events import (
     Event,
     LeaveRequested,
     Noticed,
-    Refused,
     Send,
     StartRound,
     StopRound,
+    StoreWentBack,
+    Tell,
     WorkersEnded,
     WorkersStopped,
 )
 from phalanx.core.ranks import NodeSlots, assign_to
-from phalanx.core.round_records import ACTIVE, Member, NodeInfo, decode_members, decode_round
+from phalanx.core.round_records import (
+    ACTIVE,
+    Member,
+    NodeInfo,
+    Result,
+    decode_members,
+    decode_round,
+    encode,
+)
 from phalanx.core.rounds import Options
-from phalanx.core.store_commands import Command, Notice, Put, Reply, Txn, Watch
+from phalanx.core.store_commands import Command, Delete, Notice, Put, Reply, Txn, Watch, When
 from phalanx.store.embedded.client_session import Request, Session
 from phalanx.store.model import Model
 
@@ -80,6 +96,11 @@ class Agent:
         self._workers: int | None = None
         self.ended: End | None = None
         self.cut_up = self.cut_down = 0.0  # until when nothing goes to / comes from the store
+        self.version = 1  # of the package; another one writes fields that this one does not know
+        self.history = 0  # how often the store had gone back when this node last spoke to it
+        self.saved = 0  # the round in which its workers saved a checkpoint for a preemption
+        self.woke = -1.0
+        self.last = 0  # the last round it started
         self.locked_out = 0.0  # until when it gets no new connection
         self.timer = 0
         self.run_number = 0
@@ -114,6 +135,12 @@ class Simulation:
         self.store_up, self.epoch, self.store_down_until = True, 1, 0.0
         self.current: dict[str, Connection] = {}
         self.duplicates = self.reorder = 0.0
+        self.loss = 0.0  # how often a message breaks its connection
+        self.kill_time = 0.0  # the most that killing workers takes, as a part of lease or linger
+        self.went_back = 0
+        self._tail: list[tuple[float, Any]] = []  # states that the store would go back to
+        self.remarks: list[str] = []
+        self.preempted: dict[int, set[str]] = {}  # round -> the nodes that had workers when it was preempted
         self.messages = {"requests": 0, "replies": 0, "notices": 0, "bytes": 0}
         self.rounds: dict[int, tuple[str, tuple[Member, ...]]] = {}  # round -> its stamp and members
         self.jobs: dict[int, int] = {}  # round -> the job it is of
@@ -126,6 +153,7 @@ class Simulation:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._expiry = float("inf")
+        self._back_to: Any = None
 
     # Time
 
@@ -184,12 +212,45 @@ class Simulation:
             self.say(agent.id, f"workers {'succeeded' if ok else 'failed: ' + detail}")
             self._tell(agent, WorkersEnded(number, ok, detail))
 
-    def leave(self, agent: Agent, reason: str) -> None:
+    def leave(self, agent: Agent, reason: str, preempted: bool = False) -> None:
         """SIGTERM or a preemption notice."""
-        self._tell(agent, LeaveRequested(reason))
+        self._tell(agent, LeaveRequested(reason, preempted))
+
+    def unfit(self, agent: Agent, why: str) -> None:
+        """The workers of a node could not be started: as the shell does, it reports that and leaves."""
+        number, agent.workers = agent.workers, None
+        if number is None or agent.participant.running != number:
+            return
+        self.say(agent.id, f"cannot start workers: {why}")
+        place = agent.participant.place
+        mine = When(f"{self.options.prefix}node/{agent.id}", "create", place.incarnation)
+        result = Put(
+            f"{self.options.prefix}result/{number}/{agent.id}", encode(Result(False, why, unfit=True))
+        )
+        self._ask(agent, 0, Txn((mine,), (result,)))
+        self.leave(agent, why)
+        self._tell(agent, WorkersStopped(number))
+
+    def refuse(self, agent: Agent, seconds: float, *, told: bool = True) -> None:
+        """A firewall refuses this host's connections to a store that lives; `told`: the store sees it end."""
+        self.say(agent.id, f"refused for {seconds:.1f} s")
+        agent.locked_out = self.now + seconds
+        connection = agent.connection
+        if connection is not None and not told:
+            agent.connection, connection.client_open = None, False
+            self._tell(agent, Disconnected())
+            self._connect(agent)
+        else:
+            self.break_connection(agent)
+
+    def delete(self, key: str) -> None:
+        """Another program deletes a key of the job."""
+        _, notices = self.store.apply("operator", self._count, self._count, Delete(key), self.now)
+        self._count += 1
+        self._notify(notices)
 
     def put(self, key: str, value: bytes) -> None:
-        """A write by somebody outside the job (a drain or close request)."""
+        """A write by somebody outside the job (a drain or close request, or another program)."""
         _, notices = self.store.apply("operator", self._count, self._count, Put(key, value), self.now)
         self._count += 1
         self._notify(notices)
@@ -210,7 +271,7 @@ class Simulation:
 
     def _wake_up(self, agent: Agent) -> None:
         if agent.alive and agent.asleep and agent.asleep_until <= self.now:
-            agent.asleep = False
+            agent.asleep, agent.woke = False, self.now
             self.say(agent.id, "process continued")
             inbox, agent.inbox = agent.inbox, []
             self._tell(agent, ClockTick())
@@ -225,11 +286,16 @@ class Simulation:
                     self._ask(agent, tag, command)
                 case StartRound():
                     self._start(agent, action)
-                case StopRound(number, reason, at_once):
-                    self._stop(agent, number, reason, at_once)
+                case StopRound():
+                    self._stop(agent, action)
+                case Tell(text):
+                    self.say(agent.id, f"tells: {text}")
+                    self.remarks.append(text)
                 case End(outcome, reason):
                     self.say(agent.id, f"ends: {outcome} ({reason})")
-                    agent.ended, agent.workers, self.ended = action, None, self.ended + 1
+                    agent.ended, self.ended = action, self.ended + 1
+                    if agent.workers is not None:
+                        self.at(self.now + self.stop_time(), lambda: self._gone_after_end(agent))
                     # What is still to be said is said before the connection closes.
                     self.at(self.now + self.latency[1], lambda: self._close_from_client(agent))
         agent.timer += 1
@@ -256,20 +322,34 @@ class Simulation:
             )
         if self.started.setdefault((number, place.rank), agent.id) != agent.id:
             raise Broken(f"rank {place.rank} of round {number} was started twice")
-        if max(self.jobs.get(n, 0) for n in (*self.rounds, 0) if n < number) > start.round.job:
+        # A job whose nodes have gone and whose record another program deleted leaves no number behind.
+        left = {a.last for a in self.agents.values() if a.alive and a.ended is None}
+        if max(self.jobs.get(n, 0) for n in (*left, 0) if n < number) > start.round.job:
             raise Broken(f"round {number} is of job {start.round.job}, an earlier one is not: {self.jobs}")
         if agent.job not in (0, start.round.job):
             raise Broken(f"{agent.id} of job {agent.job} starts a round of job {start.round.job}")
         agent.job = self.jobs[number] = start.round.job
+        if number <= agent.last:
+            raise Broken(f"{agent.id} starts round {number} after round {agent.last}")
+        agent.last = number
         if agent.workers is not None:
             raise Broken(f"{agent.id} starts round {number} over round {agent.workers}")
         agent.workers, agent.run_number = number, agent.run_number + 1
         self._check_one_round(agent)
         self.on_start(agent, start)
 
-    def _stop(self, agent: Agent, number: int, reason: str, at_once: bool) -> None:
-        self.say(agent.id, f"stops workers{' at once' if at_once else ''}: {reason}")
+    def _gone_after_end(self, agent: Agent) -> None:
+        agent.workers = None
+        if agent.alive:
+            self._act(agent, agent.participant.step(self.now, WorkersStopped(agent.last)))
+
+    def _stop(self, agent: Agent, stop: StopRound) -> None:
+        number, at_once = stop.number, stop.at_once
+        how = " at once" if at_once else " when they have saved" if stop.preempted else ""
+        self.say(agent.id, f"stops workers{how}: {stop.reason}")
         run = agent.run_number
+        if stop.preempted and not at_once:
+            agent.saved = number
 
         def stopped() -> None:
             if agent.alive and agent.run_number == run:
@@ -277,8 +357,12 @@ class Simulation:
                 self._tell(agent, WorkersStopped(number))
 
         if at_once:
-            agent.workers = None
-            self.at(self.now, stopped)
+            # A node that has slept is late anyway, which is documented: there it takes no time.
+            slow = self.kill_time if agent.woke != self.now else 0.0
+            within = min(self.options.ttl, self.options.linger)
+            self.at(self.now + self.random.uniform(0, slow) * within, stopped)
+            if not slow:
+                agent.workers = None
         else:
             self.at(self.now + self.stop_time(), stopped)
 
@@ -297,8 +381,6 @@ class Simulation:
         return self.random.uniform(*self.latency)
 
     def _connect(self, agent: Agent) -> None:
-        began = self.now
-
         def arrive() -> None:
             if not agent.alive or agent.ended is not None:
                 return
@@ -306,8 +388,7 @@ class Simulation:
                 self.at(agent.asleep_until + 0.001, lambda: self._connect(agent))
             elif max(agent.cut_up, agent.cut_down, agent.locked_out) > self.now:
                 self.at(self.now + 0.5, lambda: self._connect(agent))
-            elif not self.store_up:
-                self._tell(agent, Refused(began))
+            elif not self.store_up or self.random.random() < 1 - (1 - self.loss) ** 4:
                 self.at(self.now + 0.2, lambda: self._connect(agent))
             else:
                 agent.connection = Connection(agent, self.epoch)
@@ -316,6 +397,9 @@ class Simulation:
                     old.server_open = False
                     self.store.hang_up(agent.id)
                 self.current[agent.id] = agent.connection
+                if agent.history != self.went_back:
+                    agent.history = self.went_back
+                    self._tell(agent, StoreWentBack())
                 for request in agent.session.resume():
                     self._transmit(agent, request)
                 self._tell(agent, Connected())
@@ -329,6 +413,18 @@ class Simulation:
             self._close_from_client(agent)
             self._tell(agent, Disconnected())
             self._connect(agent)
+
+    def _both_hang_up(self, connection: Connection) -> None:
+        """The connection breaks, and each side learns of it at once."""
+        agent = connection.agent
+        if connection.server_open and self.store_up and connection.epoch == self.epoch:
+            self._server_hears_close(connection)
+        connection.server_open = False
+        if agent.connection is connection:
+            if agent.asleep:
+                agent.inbox.append(lambda: self.break_connection(agent))
+            else:
+                self.break_connection(agent)
 
     def _close_from_client(self, agent: Agent) -> None:
         connection, agent.connection = agent.connection, None
@@ -361,7 +457,9 @@ class Simulation:
         delay = self._delay() + (self.random.uniform(0, 0.5) if self.random.random() < self.reorder else 0)
 
         def arrive() -> None:
-            if agent.cut_up > self.now:
+            if self.loss and self.random.random() < self.loss:
+                self._both_hang_up(connection)
+            elif agent.cut_up > self.now:
                 self.at(agent.cut_up + self._delay(), arrive)
             elif connection.server_open and connection.epoch == self.epoch and self.store_up:
                 what()
@@ -370,9 +468,15 @@ class Simulation:
 
     # The store's end
 
-    def stop_store(self, seconds: float) -> None:
-        """Kill the store; it comes back with its journal."""
-        self.say("store", f"down for {seconds:.1f} s")
+    def keep(self) -> None:
+        """What the journal holds for certain now: the state that `stop_store(back=True)` goes back to."""
+        self._tail.append((self.now, copy.deepcopy(self.store.dump())))
+
+    def stop_store(self, seconds: float, *, back: bool = False) -> None:
+        """Kill the store; it comes back with its journal, or `back` in the last state that was kept."""
+        self.say("store", f"down for {seconds:.1f} s{', and loses the tail of its journal' if back else ''}")
+        if back and self._tail:
+            self._back_to = self._tail[-1][1]
         self.store_up, self.epoch = False, self.epoch + 1
         self.store_down_until = self.now + seconds
         for connection in list(self.current.values()):
@@ -395,6 +499,14 @@ class Simulation:
         if self.now >= self.store_down_until and not self.store_up:
             self.say("store", "up again")
             self.store_up = True
+            if self._back_to is not None:
+                # A new epoch: no revision and no lease number is given twice, and the history is void.
+                now_used = self.store.dump()
+                epoch = {"revision": now_used["revision"] + 1000, "next_lease": now_used["next_lease"] + 1000}
+                epoch |= {"compacted": epoch["revision"], "history": []}
+                self.store = Model(history=200)
+                self.store.load(self._back_to | epoch, self.now)
+                self._back_to, self.went_back = None, self.went_back + 1
             self.store.renew_all(self.now)
             self._watch_leases()
 
@@ -410,7 +522,8 @@ class Simulation:
         session = connection.agent.id
         if self.current.get(session) is not connection and isinstance(request.command, Watch):
             return
-        reply, notices = self.store.apply(session, *request, self.now)
+        command = of_version(connection.agent.version, request.command)
+        reply, notices = self.store.apply(session, request.number, request.done, command, self.now)
         if reply.ok and isinstance(request.command, Txn):
             self._note_round(request.command)
         self._down(connection, lambda: self._answered(connection, request.number, reply), reply.entries)
@@ -433,7 +546,18 @@ class Simulation:
         assert current.phase == ACTIVE
         if len({m.id for m in found.nodes}) != len(found.nodes):
             raise Broken(f"round {current.number} has a member twice: {found}")
-        if self.rounds.setdefault(current.number, tuple(found)) != tuple(found):
+        known = [
+            a
+            for a in self.agents.values()
+            if a.alive and a.last >= current.number and (a.workers is not None or a.history == self.went_back)
+            if a.ended is None
+        ]
+        if not known and self.rounds.get(current.number, found[:2]) != found[:2]:
+            # The store forgot this round, and all nodes that had started it are gone.
+            del self.rounds[current.number]
+            for rank in range(len(self.agents)):
+                self.started.pop((current.number, rank), None)
+        if self.rounds.setdefault(current.number, found[:2]) != found[:2]:
             raise Broken(
                 f"round {current.number} has two sets of members: {self.rounds[current.number]}, {found}"
             )
@@ -502,3 +626,19 @@ class Simulation:
             raise Broken(
                 f"at {self.now:.3f} the lease of {agent.id} ended while it ran round {agent.workers}"
             )
+
+
+def of_version(version: int, command: Command) -> Command:
+    """What a node of a later version writes: fields that this one does not know, and a newer format."""
+    if version == 1 or not isinstance(command, Txn):
+        return command
+    return command._replace(puts=tuple(put._replace(value=_with_more(put)) for put in command.puts))
+
+
+def _with_more(put: Put) -> bytes:
+    if not put.value.startswith(b"{"):
+        return put.value
+    record = json.loads(put.value)
+    if "info" in record:
+        record["info"]["colour"], record["format"] = "green", 2
+    return json.dumps(record | {"of": ["a", "later", "version"]}).encode()

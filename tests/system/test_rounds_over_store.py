@@ -18,7 +18,6 @@ from phalanx.core.participant_events import (
     Event,
     LeaveRequested,
     Noticed,
-    Refused,
     Send,
     StartRound,
     StopRound,
@@ -54,10 +53,10 @@ class Node(threading.Thread):
         events: dict[str, Callable[[], Event]] = {
             "connected": Connected,
             "disconnected": Disconnected,
-            "refused": lambda: Refused(state.at),
             "lost": lambda: StoreLost(state.why),
         }
-        self.inbox.put(events[state.what]())
+        if state.what in events:
+            self.inbox.put(events[state.what]())
 
     def notice(self, notice: Notice) -> None:
         self.inbox.put(Noticed(notice))

@@ -58,8 +58,8 @@ def parse_policy(words: list[str]) -> GroupPolicy:
     for word in words:
         key, _, value = word.partition("=")
         values[key] = float(value) if "." in value or key == "grace" else int(value)
-    grace = values.pop("grace", 30.0)
-    return GroupPolicy(RestartPolicy(**values), grace=grace)
+    grace, preempt = values.pop("grace", 30.0), int(values.pop("preempt_signal", 0))
+    return GroupPolicy(RestartPolicy(**values), grace=grace, preempt_signal=preempt)
 
 
 def replay(script: str) -> str:

@@ -15,7 +15,6 @@ from phalanx.core.participant_events import (
     End,
     Event,
     Noticed,
-    Refused,
     Send,
     StartRound,
     StopRound,
@@ -70,7 +69,8 @@ class Job:
 
     def put(self, key: str, value: bytes) -> None:
         self.revision += 1
-        entry = Entry(key, value, self.revision, self.revision)
+        lease = 5 if key.startswith("node/") else 0
+        entry = Entry(key, value, self.revision, self.revision, lease)
         self.view.learn(self.now, (Change(entry),))
 
     def node(self, name: str, ready: int = 1, leaving: str = "", **info: int) -> None:
@@ -85,7 +85,7 @@ class Job:
         self.revision += 1
         seen = self.view.nodes[name]
         entry = Entry(
-            f"node/{name}", encode(seen.record._replace(ready=ready)), seen.incarnation, self.revision
+            f"node/{name}", encode(seen.record._replace(ready=ready)), seen.incarnation, self.revision, 5
         )
         self.view.learn(self.now, (Change(entry),))
 
@@ -323,13 +323,15 @@ class Node:
         stamp = f"7.{number}"
         place = Entry("place/me", encode(Place(stamp, incarnation, 0)), 1, self.revision)
         first = self.step(now, Noticed(Notice(PLACE, (Change(place),), self.revision)))
-        value = encode(Round(number, ACTIVE, 1, reason=f"round {number}", stamp=stamp))
+        value = encode(Round(number, ACTIVE, 1, reason=f"round {number}", stamp=stamp, term=5))
         entry = Entry("ctl/round", value, 1, self.revision)
         return first + self.step(now, Noticed(Notice(CONTROL, (Change(entry),), self.revision)))
 
 
 def late(job: int, phase: str, mod: int) -> Entry:
-    value = encode(Round(3, phase, reason="done", outcome="succeeded", restarts=1, job=job))
+    value = encode(
+        Round(3, phase, reason="done", outcome="succeeded", restarts=1, job=job, term=5, stamp="5.1")
+    )
     return Entry("ctl/round", value, 1, mod)
 
 
@@ -442,7 +444,7 @@ def test_a_node_does_not_pass_from_its_job_into_the_next() -> None:
 
 def test_the_leader_has_no_ear_for_nodes_and_requests_of_another_job() -> None:
     job = Job(replace(OPTIONS, min_nodes=1))
-    job.put("ctl/round", encode(Round(4, job=2)))
+    job.put("ctl/round", encode(Round(4, job=2, term=7)))
     stray = NodeRecord(NodeInfo("stray", "stray"), 4, job=1)
     job.put("node/stray", encode(stray))
     job.put("close/1", b"of the job before")
@@ -475,21 +477,30 @@ def test_silence_fences_before_the_lease_can_be_over_and_answers_put_it_off() ->
     assert wake <= last_sent + OPTIONS.ttl
 
 
-def test_a_refused_connection_lets_workers_run_on_and_silence_does_not() -> None:
-    def stops_at(refused: bool) -> float:
-        node = Node()
+def test_only_answers_keep_workers_alive_and_a_store_with_a_journal_gives_them_the_whole_lease() -> None:
+    def stops_at(linger: float) -> float:
+        node = Node(replace(OPTIONS, linger=linger))
         node.active(0.1)
         node.step(1.0, Disconnected())
         for tenth in range(11, 600):
             now = tenth / 10
-            events = [Refused(now), ClockTick()] if refused and now < 20 else [ClockTick()]
-            for event in events:
-                if any(isinstance(a, StopRound) for a in node.step(now, event, answers=False)):
-                    return now
+            if any(isinstance(a, StopRound) for a in node.step(now, ClockTick(), answers=False)):
+                return now
         raise AssertionError("never")
 
-    assert stops_at(refused=False) < 1.0 + OPTIONS.linger
-    assert 20 < stops_at(refused=True) < 20 + OPTIONS.ttl
+    assert stops_at(linger=1.0) < 1.0 + OPTIONS.linger
+    assert OPTIONS.ttl / 2 < stops_at(linger=float("inf")) < OPTIONS.ttl
+
+
+def test_the_end_does_not_let_workers_outlive_the_lease() -> None:
+    node = Node()
+    node.active(0.1)
+    assert [a.at_once for a in node.step(1.0, StoreLost("gone")) if isinstance(a, StopRound)] == [False]
+    due = node.it.wake_at()
+    assert due is not None
+    assert due < OPTIONS.ttl
+    assert [a.at_once for a in node.step(due, ClockTick()) if isinstance(a, StopRound)] == [True]
+    assert node.it.wake_at() is None
 
 
 def test_after_a_sleep_the_fence_comes_before_the_news() -> None:
@@ -508,6 +519,7 @@ def test_a_lost_store_ends_the_node_with_the_reason() -> None:
     assert isinstance(actions[0], StopRound)
     assert actions[-1] == End("store", "its data are gone", node.it.round)
     assert node.step(2.0, ClockTick()) == []
+    node.step(2.1, WorkersStopped(1))
     assert node.it.wake_at() is None
 
 
@@ -559,7 +571,7 @@ def test_places_of_a_large_round_are_written_before_it() -> None:
 
 def test_a_node_is_not_ready_for_the_next_round_before_it_knows_its_place() -> None:
     node = Node()
-    value = encode(Round(1, ACTIVE, 1, stamp="7.1"))
+    value = encode(Round(1, ACTIVE, 1, stamp="7.1", term=5))
     entry = Entry("ctl/round", value, 1, 60)
     (asked,) = node.step(0.1, Noticed(Notice(CONTROL, (Change(entry),), 60)), answers=False)
     assert isinstance(asked, Send)
@@ -571,7 +583,7 @@ def test_a_node_is_not_ready_for_the_next_round_before_it_knows_its_place() -> N
 
 def test_a_node_without_a_place_is_ready_for_the_next_round_and_never_starts_this_one() -> None:
     node = Node()
-    entry = Entry("ctl/round", encode(Round(1, ACTIVE, 1, stamp="7.1")), 1, 60)
+    entry = Entry("ctl/round", encode(Round(1, ACTIVE, 1, stamp="7.1", term=5)), 1, 60)
     (asked,) = node.step(0.1, Noticed(Notice(CONTROL, (Change(entry),), 60)), answers=False)
     assert isinstance(asked, Send)
     (update,) = node.step(0.2, Answer(asked.tag, Reply(True, 61)), answers=False)
@@ -663,7 +675,7 @@ def test_a_fixed_job_waits_for_a_member_that_was_lost_before_it_reported() -> No
 
 
 def test_a_refused_node_ends_with_the_reason() -> None:
-    node = Node()
+    node = Node(FIXED)
     entry = Entry("place/me", encode(Place(refused="node rank 1 is taken by h1")), 1, 60)
     actions = node.step(0.1, Noticed(Notice(PLACE, (Change(entry),), 60)))
     assert actions[-1] == End("refused", "node rank 1 is taken by h1", None)

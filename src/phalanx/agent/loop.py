@@ -273,7 +273,7 @@ class SteppedLoop(OwnerLoop):
         match command:
             case events.StopWorkers():
                 self._announce_ending()
-                self.stop_signal, self.stop_grace = command.sig, command.grace
+                self.stop_signal, self.stop_grace = command.sig or signal.SIGTERM, command.grace
             case events.Join():
                 self.wants_join = True
             case events.StartWorkers() | events.EnterBarrier():

@@ -176,6 +176,7 @@ class SimpleElasticAgent(ElasticAgent):
             # With a preemption signal the agent alone decides: the death of one worker must not stop those
             # that save their state.
             stop_by_helpers=not self.supervision.preemption.signal,
+            preempt_signal=self.supervision.preemption.signal,
         )
         nodes = self._new_nodes()
         workers = self._new_workers(nodes, policy)

@@ -163,7 +163,9 @@ class Episode:
                 return False
             if now > limit:
                 found = self._state_of_world(now)
-                self.violations.append(Violation("liveness", now, f"{what} did not appear within {bound:g} s: {found}"))
+                self.violations.append(
+                    Violation("liveness", now, f"{what} did not appear within {bound:g} s: {found}")
+                )
             time.sleep(_STEP)
         return not self.violations
 

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             port,
             token=token,
             journal=options.journal,
-            linger=options.linger,
+            linger=_linger(options),
             on_incident=_say,
             on_failure=fail,
             tls=tls,
@@ -80,6 +80,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _linger(options: argparse.Namespace) -> float:
+    """Nodes cannot tell the death of a store from a cut: one that may come back shortens no lease."""
+    if options.linger is not None:
+        return float(options.linger)
+    return float("inf") if options.journal else 1.0
+
+
 def _parser() -> Parser:
     parser = Parser(prog="phalanx store", description="Serve the store that the nodes of jobs meet at.")
     parser.add_argument(
@@ -93,8 +100,8 @@ def _parser() -> Parser:
         "--linger",
         metavar="SECONDS",
         type=float,
-        default=1.0,
-        help="how long a node may take to reconnect [%(default)s]",
+        help="how long a node may take to reconnect, and its workers run on while this store is away "
+        "[1; with a journal: as long as the node's lease]",
     )
     add_options(parser, *TRUST)
     return parser

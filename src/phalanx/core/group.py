@@ -23,11 +23,16 @@ The rules:
   closing it. A second one cuts the grace to nothing. A failure that is already ending the job stays
   the outcome, because it explains more than the Ctrl-C that followed it.
 - A rendezvous that is closed while this node waits for a round is a clean end, unless the job has failed.
+  One that is closed while workers run here is a failure: they have not succeeded.
   The node that closes it states which; where the backend cannot carry that, a job that is closed while this
   node recovers from a failure counts as failed.
 - A worker that outlives SIGKILL is never started over: the outcome is FAILED and names it.
 - A start that fails is not tried again (a missing program stays missing) unless the shell reports that
-  the cause may pass.
+  the cause may pass. It is this node's failure, not the job's: the node fails and leaves, and the job goes
+  on without it where it can (`ReportFailure.unfit`; core.rounds decides that).
+- A preemption is the job's. Announced on one node, it stops the workers of all nodes with the preemption
+  signal and the whole grace, so that every rank saves its part of a checkpoint. Only then does the node
+  leave, and the others form the next round.
 
 MOVES lists what an event may lead to, LATE what may be in the queue still although it no longer
 matters. Everything else is a bug in the owner loop: `IllegalMove`, with the recent history.
@@ -108,6 +113,8 @@ class GroupPolicy(Record):
     stop_signal: int = signal.SIGTERM
     grace: float = 30.0
     stop_by_helpers: bool = False
+    preempt_signal: int = 0
+    """Announces a preemption; 0: none does on this node."""
 
     @property
     def at_failure(self) -> SiblingStop:
@@ -121,6 +128,7 @@ class Ending(Record):
     outcome: Outcome
     message: str
     sig: int | None = None
+    preempted: bool = False
 
 
 class GroupState(Record):
@@ -222,6 +230,9 @@ def on_round_failed(state: GroupState, event: RoundFailed, now: float, policy: G
     if event.kind == "graceful":
         return _end(state, now, policy, Ending(Outcome.LEFT, f"left the rendezvous{told}"))
     job_failed = bool(state.cause) if event.job_failed is None else event.job_failed
+    if event.kind == "closed" and not job_failed and state.phase in _ALIVE:
+        message = f"the job was closed while workers of this node were running{told}"
+        return _end(state, now, policy, Ending(Outcome.FAILED, message), Note(message))
     if event.kind == "closed" and not job_failed:
         return _end(state, now, policy, Ending(Outcome.CLOSED, f"the rendezvous is closed{told}"))
     what = {"closed": "the rendezvous was closed", "timeout": "the rendezvous timed out"}
@@ -241,7 +252,7 @@ def on_start_failed(state: GroupState, event: StartFailed, now: float, policy: G
     idle = state.replace(phase=Phase.JOINING)
     if event.retry:
         return _failure(idle, now, policy, event.message, Failure(now, event.message))
-    report = ReportFailure(_number(state), state.attempt, event.message, final=True)
+    report = ReportFailure(_number(state), state.attempt, event.message, final=True, unfit=True)
     message = f"{event.message}; not restarted: a start that fails would fail again"
     return _end(idle, now, policy, Ending(Outcome.FAILED, message), report, Note(message))
 
@@ -343,6 +354,8 @@ def on_round_over(state: GroupState, event: RoundOver, now: float, policy: Group
         return _go(state, state.phase, f"{event.reason}; {what}", *kill)
     if event.round != _number(state):
         return _go(state, state.phase, f"the end of round {event.round} is out of date", *kill)
+    if event.preempted and not event.at_once:
+        policy = policy.replace(stop_signal=policy.preempt_signal)
     return _reform(state, now, policy, f"{event.reason}; re-forming, which uses no restart", *kill)
 
 
@@ -377,7 +390,8 @@ def on_signal(state: GroupState, event: Signal, now: float, policy: GroupPolicy)
             Note(f"{name} again: killing the workers"),
             stop_by=now,
         )
-    ending = Ending(Outcome.SIGNALED, f"stopped by {name}", event.sig)
+    preempted = event.sig == policy.preempt_signal
+    ending = Ending(Outcome.SIGNALED, f"stopped by {name}", event.sig, preempted)
     if state.ending is not None and state.ending.outcome is Outcome.FAILED:
         ending = state.ending
     note = Note(f"{name}: stopping")

@@ -127,11 +127,13 @@ class MembershipChanged(Record):
 class RoundOver(Record):
     """The rendezvous has ended this round and forms the next; nothing failed.
 
-    `at_once`: this node may have been replaced already, so its workers must not live on."""
+    `at_once`: this node may have been replaced already, so its workers must not live on. `preempted`: a node
+    is taken away, and the workers of all nodes save a checkpoint first."""
 
     round: int
     reason: str
     at_once: bool = False
+    preempted: bool = False
 
 
 class PeerFailed(Record):
@@ -232,13 +234,16 @@ class SiblingStop(Record):
 
 
 class ReportFailure(Record):
-    """Tell the other nodes at once (they get `PeerFailed`)."""
+    """Tell the other nodes at once (they get `PeerFailed`).
+
+    `unfit`: the failure is this node's own, and it leaves; where the job can go on without it, it does."""
 
     round: int
     attempt: int
     summary: str
     final: bool
     delay: float = 0.0
+    unfit: bool = False
 
 
 class EnterBarrier(Record):

@@ -9,9 +9,13 @@ Fencing, on which `core.rounds` relies: this node runs workers only while its le
 - An answered keep-alive proves the lease from the moment it was *sent*, for the lease's time.
 - A connection that ended gives the store reason to shorten the lease to `linger`, counted from the
   end of the connection at the earliest; so the node counts from there as well.
-- An address that actively refuses a connection proves that the store was down at that moment. A
-  store that comes back starts every lease again, so workers may run on from there. This is what
-  lets a job outlive a restart of its store, where plain silence (a partition) does not.
+- Nothing else counts. A refused connection was once taken as proof that the store is down, and let
+  workers run on: but a firewall, a proxy or a wrong route refuses as well, while the store lives and
+  gives the lease away. A job outlives a restart of its store because a store with a journal starts
+  every lease again and does not shorten leases (`linger` is infinite): the restart has the lease's
+  time, and a longer absence stops the workers until the store is back.
+- The end of the job for this node does not end the promise: workers that are stopped with a grace are
+  killed when the lease may run out before they are gone.
 - A tenth of the time is kept back for killing workers and for clocks that run at different speeds.
 
 `now` must come from a monotonic clock that also counts time asleep (CLOCK_BOOTTIME on Linux), and
@@ -31,17 +35,20 @@ from phalanx.core.participant_events import (
     Event,
     LeaveRequested,
     Noticed,
-    Refused,
     Send,
     StartRound,
     StopRound,
     StoreLost,
+    StoreWentBack,
+    Tell,
     WorkersEnded,
     WorkersStopped,
 )
 from phalanx.core.round_records import (
     ACTIVE,
     CLOSED,
+    FORMAT,
+    FORMING,
     NodeInfo,
     NodeRecord,
     Place,
@@ -55,6 +62,7 @@ from phalanx.core.rounds import LeaderView, Options, begin_again, decide
 from phalanx.core.store_commands import (
     Change,
     Command,
+    Delete,
     Entry,
     Get,
     Grant,
@@ -78,6 +86,7 @@ class _Pending(NamedTuple):
     kind: str
     generation: int
     sent: float
+    hung_up: float | None = None  # when the first connection that it was asked on ended
 
 
 class Participant:
@@ -94,7 +103,7 @@ class Participant:
         self.ended: End | None = None
         self._round_mod = 0
         self._job = 0  # the number of this node's job among those with this id; 0: not known yet
-        self._place, self._place_mod = Place(), 0
+        self.place, self._place_mod = Place(), 0
         self._outside = ""  # the stamp of a round that this node is known not to be in
         self._leader = Entry("")
         self._control = False  # whether the control keys are known
@@ -102,12 +111,17 @@ class Participant:
         self._stopping = False
         self._started = (0, 0)
         self._leaving = ""
+        self._preempted = False
+        self._unreadable = False  # the store has a round, and this node cannot read it
+        self._skipped: dict[str, None] = {}  # keys that this node has named as not readable
+        self._try_at = 0.0  # when to register again, where another node holds this one's key
         self.lease = self._old_lease = 0
         self._generation = 1
         self._incarnation = self._node_mod = self._ready = 0
         self._told_leaving = False
         self._proof = self._heard = self._waiting_since = 0.0
         self._cap: float | None = None
+        self._quiet_until = 0.0  # until when nodes may run on leases that the store has forgotten
         self._next_beat = 0.0
         self._view: LeaderView | None = None
         self._everything, self._view_complete, self._dirty = PLACE, False, False
@@ -132,8 +146,7 @@ class Participant:
     def start(self, now: float) -> list[Action]:
         """The first actions of a node."""
         self._heard = self._waiting_since = now
-        self._send(now, "control", Watch(CONTROL, self._key("ctl/"), prefix=True))
-        self._send(now, "placed", Watch(PLACE, self._key("place/" + self.info.id)))
+        self._ask_watches(now)
         self._send(now, "grant", Grant(self.options.ttl))
         return self._drain()
 
@@ -144,17 +157,29 @@ class Participant:
             self._check_fence(now)
             self._take_in(now, event)
             self._go_on(now)
+        else:
+            self._after_the_end(now, event)
         return self._drain()
+
+    def _after_the_end(self, now: float, event: Event) -> None:
+        """Workers that are being stopped must still be gone before the lease is."""
+        if isinstance(event, WorkersStopped) and event.round == self.running:
+            self.running = None
+        elif self.running is not None and self.lease and now >= self.fence_at:
+            self._out.append(StopRound(self.running, "the lease may be over", at_once=True))
+            self.running = None
 
     def wake_at(self) -> float | None:
         """When to send a Tick if nothing else happens."""
         if self.ended is not None:
-            return None
+            return self.fence_at if self.running is not None and self.lease else None
         times = [self._heard + self.options.store_grace]
         if self.lease:
-            times.append(self._fence_at())
+            times.append(self.fence_at)
             if not self._asking("beat"):
                 times.append(self._next_beat)
+            if self._try_at:
+                times.append(self._try_at)
         if self._lead_wake is not None and self._incarnation and not self._publishing:
             times.append(self._lead_wake)
         if self.running is None:
@@ -176,20 +201,27 @@ class Participant:
             case Connected():
                 self._heard = now
                 self._next_beat = now
-            case Disconnected() if self.lease:
-                self._cap = now + self.options.linger * FENCE
-            case Refused(at):
-                self._proof = max(self._proof, at)
-                self._cap = None
+            case Disconnected():
+                self._hung_up(now)
             case StoreLost(why):
                 self._quit(End("store", why, self.round))
+            case StoreWentBack():
+                self._begin_anew(now)
             case WorkersStopped(number) if number == self.running:
                 self._idle(now)
             case WorkersEnded(number) if number == self.running and not self._stopping:
                 self._over = event
                 self._report(now, event)
-            case LeaveRequested(reason):
-                self._leaving = self._leaving or reason
+            case LeaveRequested(reason, preempted):
+                self._leaving, self._preempted = self._leaving or reason, self._preempted or preempted
+
+    def _hung_up(self, now: float) -> None:
+        """The store may shorten the lease from now on; a later connection that ends does not prolong that."""
+        if self.lease and self._cap is None:
+            self._cap = now + self.options.linger * FENCE
+        for tag, pending in self._pending.items():
+            if pending.kind == "grant" and pending.hung_up is None:
+                self._pending[tag] = pending._replace(hung_up=now)
 
     def _answered(self, now: float, pending: _Pending, reply: Reply) -> None:
         kind = pending.kind
@@ -197,7 +229,8 @@ class Participant:
             self._noticed(now, Notice(CONTROL, tuple(map(Change, reply.entries)), reply.revision, True))
             self._control = True
             if self.round is None:
-                self._job = 1
+                # A leader writes a round that cannot be read again: with it comes the number of the job.
+                self._job = 0 if self._unreadable and self._leader.lease else self._job or 1
             elif self.round.phase != CLOSED and self._leader.lease:
                 self._job = self.round.job
         elif kind == "placed":
@@ -207,18 +240,22 @@ class Participant:
             # Read after the round was seen, so it is final: without a place this node is not a member.
             if self.round is not None and reply.revision >= self._round_mod and not self._is_member():
                 self._outside = self.round.stamp
-        elif kind == "remaining" and not self._job and reply.revision >= self._round_mod:
-            assert self.round is not None
-            claim = begin_again(self.round, self._round_mod, self.options, len(reply.entries))
-            self._send(now, "again", claim)
+        elif kind == "remaining":
+            if self.round is not None and not self._job and reply.revision >= self._round_mod:
+                claim = begin_again(self.round, self._round_mod, self.options, len(reply.entries))
+                self._send(now, "again", claim)
         elif kind == "again":
             self._learn_again(reply.entries[0])
         elif kind == "everything" and self._view is not None:
             self._view_complete = self._dirty = True
             self._view.learn(now, tuple(map(Change, reply.entries)), reset=True)
+            self._remark()
         elif kind == "grant":
             self.lease, self._proof, self._cap = reply.number, pending.sent, None
             self._next_beat = pending.sent + self.options.ttl / 3
+            if pending.hung_up is not None:
+                # It may have been granted before the connection ended, and shortened then.
+                self._cap, self._next_beat = pending.hung_up + self.options.linger * FENCE, now
         elif kind == "revoke":
             self._old_lease = 0
             if not self._leaving:
@@ -247,6 +284,11 @@ class Participant:
             if mine.lease == self.lease:
                 self._incarnation = mine.create
                 self._node_mod = mine.mod
+            elif mine.mod and not mine.lease:  # not on a lease, so not a node's: another program wrote it
+                foreign = When(mine.key, "mod", mine.mod)
+                self._send(now, "register", Txn((foreign,), deletes=(Delete(mine.key),)))
+            elif mine.mod:
+                self._try_at = now + self.options.ttl / 3
         elif kind == "update":
             self._node_mod = mine.mod
             if not reply.ok:  # the known revision of the key was old: write again
@@ -261,24 +303,30 @@ class Participant:
         if notice.watch != CONTROL:
             if self._view is not None and self._view_complete and notice.watch == self._everything:
                 self._view.learn(now, notice.changes, notice.reset)
+                self._remark()
                 self._dirty = True
             return
         if notice.reset and not any(c.entry.key.endswith("leader") for c in notice.changes):
             self._learn_leader(now, Entry("", mod=notice.revision))
         for entry, deleted in notice.changes:
             if entry.key == self._key("ctl/round") and not deleted and entry.mod > self._round_mod:
-                self._learn_round(entry)
+                self._learn_round(entry, news=not notice.reset)
             elif entry.key == self._key("ctl/leader"):
                 self._learn_leader(now, Entry("", mod=entry.mod) if deleted else entry)
 
-    def _learn_round(self, entry: Entry) -> None:
+    def _learn_round(self, entry: Entry, news: bool = False) -> None:
         if self.round is not None and self.round.phase == CLOSED and self.round.job == self._job:
             return  # this node's job has ended; the round belongs to the next one
         found = decode_round(entry.value)
-        if found is None:
+        self._round_mod = entry.mod
+        # Written since the leader was elected, and not by it: the leader writes its own again.
+        foreign = found is not None and self._leader.lease and found.term != self._leader.create
+        self._unreadable = found is None or bool(news and foreign and entry.mod > self._leader.mod)
+        if found is None or self._unreadable:
             return
-        self._round_mod, self.round = entry.mod, found
-        self.rounds, self.restarts = max(self.rounds, found.number), found.restarts
+        self.round, self.restarts = found, found.restarts
+        if found.phase == ACTIVE:
+            self.rounds = max(self.rounds, found.number)
         if not self._job and self._control and self.round.phase != CLOSED:  # a change: a leader exists
             self._job = self.round.job
         if self._view is None:
@@ -288,7 +336,7 @@ class Participant:
         for entry in entries:
             if entry.mod > self._place_mod:
                 self._place_mod = entry.mod
-                self._place = decode_place(entry.value) or Place()
+                self.place = decode_place(entry.value) or Place()
 
     def _learn_again(self, entry: Entry) -> None:
         """The round after `begin_again`: a new one, or the one that was found, which is then this node's."""
@@ -300,13 +348,42 @@ class Participant:
     def _learn_leader(self, now: float, entry: Entry) -> None:
         if entry.mod and entry.mod < self._leader.mod:
             return
+        another = bool(entry.lease) and entry.create != self._leader.create
         self._leader = entry
+        if another and self._over is not None and self._incarnation:
+            self._report(now, self._over)  # the new leader may not find it
         ours = entry.lease != 0 and entry.lease == self.lease
         if self._view is not None and (not ours or entry.create != self._view.term):
             self._step_down(now)
         if ours and self._view is None:
-            self._view = LeaderView(self.options, entry.create, since=now)
+            self._view = LeaderView(
+                self.options,
+                entry.create,
+                since=now,
+                quiet_until=self._quiet_until,
+                skipped=self._skipped,
+            )
             self._read_everything(now)
+
+    def _remark(self) -> None:
+        assert self._view is not None
+        self._out += [Tell(line) for line in self._view.remarks]
+        self._view.remarks.clear()
+
+    def _begin_anew(self, now: float) -> None:
+        """Nothing that this node knows from the store holds: not its lease, its place, nor the round."""
+        if self.lease:
+            self._fence(now, "the store went back to an earlier state")
+        self._round_mod = self._place_mod = 0
+        self.round, self.place, self._outside, self._leader = None, Place(), "", Entry("")
+        self._control, self._unreadable = False, False
+        # Nodes that the store has forgotten run workers until their own clocks stop them.
+        self._quiet_until = now + self.options.ttl
+        self._ask_watches(now)
+
+    def _ask_watches(self, now: float) -> None:
+        self._send(now, "control", Watch(CONTROL, self._key("ctl/"), prefix=True))
+        self._send(now, "placed", Watch(PLACE, self._key("place/" + self.info.id)))
 
     def _step_down(self, now: float) -> None:
         self._view, self._view_complete, self._lead_wake, self._unsent = None, False, None, None
@@ -324,16 +401,20 @@ class Participant:
 
     # Fencing
 
-    def _fence_at(self) -> float:
+    @property
+    def fence_at(self) -> float:
+        """When the lease may be over: no worker may run on this node from then on."""
         surely = self._proof + self.options.ttl * FENCE
         return surely if self._cap is None else min(surely, self._cap)
 
     def _check_fence(self, now: float) -> None:
-        if self.lease and now >= self._fence_at():
+        if self.lease and now >= self.fence_at:
             self._fence(now, f"no answer from the store for {now - self._proof:.1f} s, the lease may be over")
 
     def _fence(self, now: float, why: str) -> None:
-        """The lease may be lost: stop at once, then rejoin as a new incarnation."""
+        """The lease may be lost: stop at once, then rejoin as a new incarnation.
+
+        The lease is given back when the workers are gone, not before: killing them may take a while."""
         if self._view is not None:
             self._step_down(now)
         self._old_lease, self.lease = self.lease, 0
@@ -347,7 +428,8 @@ class Participant:
             # Even during a stop: a grace period that outlasts the lease would allow two rounds at once.
             self._stopping = True
             self._out.append(StopRound(self.running, why, at_once=True))
-        self._send(now, "revoke", Revoke(self._old_lease))
+        elif not self._asking("revoke"):
+            self._send(now, "revoke", Revoke(self._old_lease))
 
     # Going on
 
@@ -378,8 +460,13 @@ class Participant:
             self._quit(End(current.outcome, current.reason, current))
         elif current is not None and self._job not in (0, current.job):
             self._quit(End("replaced", "its job ended while it was away, and another has its id", current))
-        elif self._place.refused:
-            self._quit(End("refused", self._place.refused, current))
+        elif current is not None and current.format > FORMAT:
+            newer = f"this version of phalanx reads records up to format {FORMAT}, and the job uses format"
+            self._quit(
+                End("refused", f"{newer} {current.format}: install the same version on all nodes", current)
+            )
+        elif self.place.refused and self.options.fixed:
+            self._quit(End("refused", self.place.refused, current))
         elif self._leaving:
             if self.lease:
                 self._send(now, "revoke", Revoke(self.lease))
@@ -395,13 +482,16 @@ class Participant:
         elif current is not None and not self._job:
             if not (self._asking("remaining") or self._asking("again")):
                 self._send(now, "remaining", Get(self._key("node/"), prefix=True))
-        elif self.lease and self._control and not self._incarnation:
+        elif not self._job and self._control and not self._leader.lease:
+            self._job = 1  # the round cannot be read, and no leader will write it again: this node may
+            self._while_idle(now)
+        elif self.lease and self._control and self._job and not self._incarnation:
             self._register(now)
         elif current is not None and current.phase == ACTIVE:
             if self._is_member() and self._started != (current.number, self._incarnation):
                 self._started = (current.number, self._incarnation)
-                self.running, self.rank, self._over = current.number, self._place.rank, None
-                self._out.append(StartRound(current, self._place))
+                self.running, self.rank, self._over = current.number, self.place.rank, None
+                self._out.append(StartRound(current, self.place))
             elif current.nodes >= self.options.max_nodes:
                 self._waiting_since = now  # a spare has no time-out
 
@@ -409,10 +499,10 @@ class Participant:
         if self.running is None or self._stopping:
             return
         current = self.round
-        assert current is not None
+        preempted = current is not None and current.phase == FORMING and bool(current.preempted)
         if self._leaving:
             why = self._leaving
-        elif current.phase == CLOSED or current.number != self.running:
+        elif current is not None and (current.phase == CLOSED or current.number != self.running):
             why = current.reason
         else:
             return
@@ -420,15 +510,17 @@ class Participant:
             self._idle(now)
             return
         self._stopping = True
-        self._out.append(StopRound(self.running, why))
+        self._out.append(StopRound(self.running, why, preempted=preempted))
 
     def _idle(self, now: float) -> None:
         self.running, self.rank, self._stopping, self._over = None, -1, False, None
         self._waiting_since = now
+        if self._old_lease and not self._asking("revoke"):
+            self._send(now, "revoke", Revoke(self._old_lease))
 
     def _is_member(self) -> bool:
         """Whether this node, as it is registered now, is known to be in the active round."""
-        current, place = self.round, self._place
+        current, place = self.round, self.place
         return (
             current is not None
             and current.phase == ACTIVE
@@ -443,8 +535,9 @@ class Participant:
         return self.round.number + (self.round.phase == ACTIVE)
 
     def _register(self, now: float) -> None:
-        if self._asking("register"):
+        if self._asking("register") or now < self._try_at:
             return
+        self._try_at = 0.0
         self._ready = self._wanted_ready()
         key = self._key("node/" + self.info.id)
         record = encode(self._record())
@@ -471,7 +564,16 @@ class Participant:
         self._send(now, "update", Txn((When(key, "mod", self._node_mod),), (Put(key, record, self.lease),)))
 
     def _record(self) -> NodeRecord:
-        return NodeRecord(self.info, self._ready, self._leaving, self._job, self.rounds, self.restarts)
+        return NodeRecord(
+            self.info,
+            self._ready,
+            self._leaving,
+            self._job,
+            self.rounds,
+            self.restarts,
+            self._preempted,
+            FORMAT,
+        )
 
     def _report(self, now: float, end: WorkersEnded) -> None:
         key = self._key("node/" + self.info.id)
@@ -484,8 +586,14 @@ class Participant:
             closed = self.round is not None and self.round.phase == CLOSED
             if not (self._leader.lease or self._leaving or closed or self._asking("campaign")):
                 node, key = self._key("node/" + self.info.id), self._key("ctl/leader")
-                guards = (When(node, "create", self._incarnation), When(key, "mod", 0))
-                self._send(now, "campaign", Txn(guards, (Put(key, self.info.id.encode(), self.lease),)))
+                # A leader's key is on its lease; one that is not is foreign, and goes first: a key that is
+                # written over keeps its `create`, which is the leader's term.
+                foreign = self._leader.mod if self._leader.key else 0
+                guards = (When(node, "create", self._incarnation), When(key, "mod", foreign))
+                mine = (Put(key, self.info.id.encode(), self.lease),)
+                self._send(
+                    now, "campaign", Txn(guards, deletes=(Delete(key),)) if foreign else Txn(guards, mine)
+                )
             return
         due = self._dirty or (self._lead_wake is not None and now >= self._lead_wake)
         if not due or not self._view_complete or self._publishing:
@@ -526,11 +634,16 @@ class Participant:
             return
         self._dirty, self._unsent = True, None
         if reply.ok:
-            made = tuple(Change(Entry(p.key, p.value, mod=reply.revision)) for p in self._published_txn.puts)
-            self._view.learn(now, made)
+            made = [p for p in self._published_txn.puts if not p.lease]
+            changes = [Change(Entry(p.key, p.value, mod=reply.revision)) for p in made]
+            self._view.learn(now, tuple(changes))
             return
         self._view.failed_writes += 1
-        if reply.entries and reply.entries[0].create != self._view.term:
+        if reply.error == "lease":  # of a node whose key was to be put back
+            gone = tuple(Delete(p.key) for p in self._published_txn.puts)
+            self._send(now, "publish", Txn(self._published_txn.when, deletes=gone))
+            self._published_txn = Txn(())
+        elif reply.entries and reply.entries[0].create != self._view.term:
             self._learn_leader(now, reply.entries[0])
         else:  # decided upon an old view: read everything again
             self._read_everything(now)
@@ -546,6 +659,8 @@ class Participant:
     def _quit(self, end: End) -> None:
         if self.running is not None and not self._stopping and self._over is None:
             self._out.append(StopRound(self.running, end.reason))
+        if self._over is not None:
+            self.running = None
         self.ended, self.reason = end, end.reason
         self._out.append(end)
 

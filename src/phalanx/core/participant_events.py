@@ -20,16 +20,14 @@ class Disconnected(NamedTuple):
     """The connection to the store ended."""
 
 
-class Refused(NamedTuple):
-    """The store's address refused a connection attempt that began at `at`: it is not running."""
-
-    at: float
-
-
 class StoreLost(NamedTuple):
     """The store is back without its data, or is not coming back."""
 
     why: str
+
+
+class StoreWentBack(NamedTuple):
+    """The store came back with older data than it had: what it said since then is void."""
 
 
 class Answer(NamedTuple):
@@ -60,13 +58,14 @@ class WorkersEnded(NamedTuple):
 
 
 class LeaveRequested(NamedTuple):
-    """This node is to leave (a signal, a drain); the other nodes go on."""
+    """This node is to go (a signal, a drain); the others go on. `preempted`: when all workers have saved."""
 
     reason: str
+    preempted: bool = False
 
 
 Event = (
-    ClockTick | Connected | Disconnected | Refused | StoreLost | Answer | Noticed
+    ClockTick | Connected | Disconnected | StoreLost | StoreWentBack | Answer | Noticed
     | WorkersStopped | WorkersEnded | LeaveRequested
 )  # fmt: skip
 
@@ -86,11 +85,14 @@ class StartRound(NamedTuple):
 
 
 class StopRound(NamedTuple):
-    """Stop the workers of a round; `at_once`: they must not live on, kill them without a grace."""
+    """Stop the workers of a round; `at_once`: they must not live on, kill them without a grace.
+
+    `preempted`: they save a checkpoint first."""
 
     number: int
     reason: str
     at_once: bool = False
+    preempted: bool = False
 
 
 class End(NamedTuple):
@@ -101,4 +103,10 @@ class End(NamedTuple):
     round: Round | None
 
 
-Action = Send | StartRound | StopRound | End
+class Tell(NamedTuple):
+    """A line for people, shown once."""
+
+    text: str
+
+
+Action = Send | StartRound | StopRound | End | Tell

@@ -16,10 +16,17 @@ from typing import Any, NamedTuple, get_type_hints
 from phalanx.core.ranks import Offsets
 
 FORMING, ACTIVE, CLOSED = "forming", "active", "closed"
+OUTCOMES = ("succeeded", "failed", "timeout", "closed")
+
+# The newest format of records that this version reads and writes. A change that older versions can ignore (a
+# new field) does not change it. The leader uses the newest format that all nodes of a round read, and a node
+# that cannot read a round says so and ends.
+FORMAT = 1
 
 _LONGEST_NAME = 256
 _LONGEST_TEXT = 128 << 10
 _MOST_SLOTS = 1 << 20
+_MOST_WORKERS = 1 << 40
 
 
 class NodeInfo(NamedTuple):
@@ -35,7 +42,11 @@ class NodeInfo(NamedTuple):
 
 
 class NodeRecord(NamedTuple):
-    """The value of a node's key; `rounds` and `restarts` are what the node knows of an earlier store."""
+    """The value of a node's key.
+
+    `rounds` is the last active round that it has seen and `restarts` what it knows of them: a store that
+    lost its data, or a part, learns both from its nodes. `preempted`: why it is leaving. `format`: the newest
+    format of records that the node reads."""
 
     info: NodeInfo
     ready: int
@@ -43,6 +54,8 @@ class NodeRecord(NamedTuple):
     job: int = 1
     rounds: int = 0
     restarts: int = 0
+    preempted: bool = False
+    format: int = 1
 
 
 class Member(NamedTuple):
@@ -57,17 +70,21 @@ class Member(NamedTuple):
 
 
 class MemberList(NamedTuple):
-    """The value of `members`: the members of the round with this stamp, by rank."""
+    """The value of `members`: the members of the round with this stamp and number, by rank."""
 
     stamp: str
     nodes: tuple[Member, ...]
+    number: int = 0
 
 
 class Result(NamedTuple):
-    """How a node's workers ended in a round; `detail` belongs to the shell (a failure report)."""
+    """How a node's workers ended in a round; `detail` belongs to the shell (a failure report).
+
+    `unfit`: the node could not start them, and leaves."""
 
     ok: bool
     detail: str = ""
+    unfit: bool = False
 
 
 class Place(NamedTuple):
@@ -93,6 +110,8 @@ class Round(NamedTuple):
 
     `nodes` counts the members and `names` has the first few of their names; `stamp` names the activation,
     which the places belong to; `restarts` counts failed rounds so far; `out` lists drained nodes.
+    `preempted` names the nodes that are taken away: the workers of the last round save a checkpoint before
+    they stop. `format`: the format of the records in this round.
     """
 
     number: int = 1
@@ -107,6 +126,8 @@ class Round(NamedTuple):
     outcome: str = ""  # of a closed round: succeeded, failed, timeout or closed
     cause: tuple[str, ...] = ("", "", "")  # of a failed round: node id, name, detail
     job: int = 1  # the number of this job among those that used the run id
+    preempted: tuple[str, ...] = ()
+    format: int = 1
 
     def all_names(self) -> tuple[str, ...]:
         """A name for every member, by rank; members beyond the first few are named by their rank."""
@@ -120,7 +141,8 @@ def encode(value: Any) -> bytes:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, MemberList):
-        return {"stamp": value.stamp, "nodes": value.nodes}  # arrays: there may be thousands
+        # Arrays: there may be thousands.
+        return {"stamp": value.stamp, "number": value.number, "nodes": value.nodes}
     if hasattr(value, "_field_defaults"):
         defaults = value._field_defaults
         return {
@@ -134,7 +156,9 @@ def _plain(value: Any) -> Any:
 def decode_node(value: bytes) -> NodeRecord | None:
     """The record of a node."""
     record: NodeRecord | None = _decoded(NodeRecord, value)
-    return record if record is not None and 0 < record.info.slots <= _MOST_SLOTS else None
+    if record is None or not 0 < record.info.slots <= _MOST_SLOTS or record.format < 1:
+        return None
+    return record if min(record.ready, record.job, record.rounds, record.restarts) >= 0 else None
 
 
 def decode_members(value: bytes) -> MemberList | None:
@@ -142,8 +166,8 @@ def decode_members(value: bytes) -> MemberList | None:
     try:
         found = json.loads(value)
         nodes = tuple(_member(*item) for item in found["nodes"])
-        return MemberList(_text(found["stamp"]), nodes)
-    except (ValueError, TypeError, KeyError, RecursionError):
+        return MemberList(_text(found["stamp"]), nodes, max(0, _int(found.get("number", 0))))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
@@ -155,12 +179,24 @@ def _member(id: str, incarnation: int, name: str, addr: str, slots: int, role: s
 def decode_round(value: bytes) -> Round | None:
     """The round."""
     record: Round | None = _decoded(Round, value)
-    return record if record is not None and len(record.cause) == 3 else None
+    if record is None or len(record.cause) != 3 or record.phase not in (FORMING, ACTIVE, CLOSED):
+        return None
+    if (record.phase == CLOSED and record.outcome not in OUTCOMES) or (
+        record.phase == ACTIVE and not record.stamp
+    ):
+        return None
+    counted = record.restarts >= 0 and 0 <= record.nodes <= _MOST_SLOTS and len(record.names) <= _MOST_SLOTS
+    return record if counted and min(record.number, record.job, record.format) > 0 else None
 
 
 def decode_place(value: bytes) -> Place | None:
     """The place of a node."""
-    return _decoded(Place, value)  # type: ignore[no-any-return]
+    place: Place | None = _decoded(Place, value)
+    if place is None or place.refused:
+        return place
+    sizes = ((place.first, place.world_size), (place.role_first, place.role_world_size))
+    fits = all(0 <= first <= size <= _MOST_WORKERS for first, size in sizes)
+    return place if fits and place.rank >= 0 and place.stamp else None
 
 
 def decode_result(value: bytes) -> Result | None:

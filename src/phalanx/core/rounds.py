@@ -28,6 +28,18 @@ Rules, each of which the simulator checks:
   that reads its place after it has seen the round knows whether it is a member.
 - A rank is a position in the list of members: unique and contiguous by construction.
 - One failed round costs one restart, however many nodes report a failure; membership costs none.
+- A node that cannot start its workers is that node's problem: it leaves, and the others form the next round
+  without it. Only where too few nodes are left, or in a fixed job, does its reason end the job.
+- A preempted node leaves after the workers of all nodes have had their grace: the forming round says so
+  (`Round.preempted`), and becomes active only when the old workers have stopped, as any other.
+- After a store went back in time, no round becomes active for the time of a lease: until then nodes that the
+  store has forgotten may run workers.
+- A round's number is larger than that of any active round that a present node has seen, whatever the store
+  holds: a store that lost its data, or went back in time, cannot make a number mean two things.
+- A record that cannot be read is skipped and named once. A node's key is on its lease: the leader puts one
+  that was overwritten back, and one that it has never read counts as absent. Only the leader writes the
+  round: one of another term is foreign, and the leader writes its own again. A member that has lost its place
+  makes the round form again.
 - A run id may be reused: a node that finds the job of this id closed, and none of its nodes left, begins the
   next one (`begin_again`), which continues the count of rounds, starts its restarts at zero and has a number
   of its own. A node that belongs to a job never becomes part of the next one.
@@ -53,6 +65,7 @@ from phalanx.core.restarts import decide_for_job
 from phalanx.core.round_records import (
     ACTIVE,
     CLOSED,
+    FORMAT,
     FORMING,
     Member,
     MemberList,
@@ -74,6 +87,8 @@ from phalanx.core.store_commands import Change, Command, Delete, Entry, Put, Txn
 LOST = "lost before they reported: "  # then names: the end of the reason of a job that succeeded without them
 _NAMED = 8
 _SWEPT = 20  # leftover requests that one round removes; etcd allows 128 operations in a transaction
+_MOST_SKIPPED = 64
+_LONGEST_KEY = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +116,7 @@ class Seen(NamedTuple):
     incarnation: int
     at: float
     since: float
-    lease: int
+    lease: int = 0
 
     @property
     def name(self) -> str:
@@ -161,6 +176,12 @@ class LeaderView:
     closes: dict[str, str] = field(default_factory=dict)  # job -> why it is to end
     refused: set[str] = field(default_factory=set)
     failed_writes: int = 0  # part of the stamp: places of a decision that failed must not match the next one
+    quiet_until: float = 0.0  # no round becomes active before: nodes that the store forgot may run workers
+    stolen: dict[str, int] = field(default_factory=dict)  # node whose key was overwritten -> its `mod`
+    damaged: bool = False  # the store has no round, or not the one that was written last
+    complete: bool = False  # everything has been read once
+    skipped: dict[str, None] = field(default_factory=dict)  # keys of records that are not readable
+    remarks: list[str] = field(default_factory=list)  # lines about them that nobody has seen yet
 
     def learn(self, now: float, changes: tuple[Change, ...], reset: bool = False) -> None:
         """Take in the changes that a watch over the whole prefix reported."""
@@ -168,28 +189,31 @@ class LeaderView:
         if reset:
             self.nodes = {}
             self.results, self.drains, self.closes, self.refused = {}, set(), {}, set()
+            self.stolen = {}
             if not self.round_mod:
                 self.since = now
+            key = self.options.prefix + "ctl/round"
+            if self.round_mod and not any(c.entry.key == key for c in changes):
+                self.damaged, self.round_mod = True, 0
         for entry, deleted in changes:
             kind, _, rest = entry.key.removeprefix(self.options.prefix).partition("/")
             if kind == "node" and deleted:
                 self.nodes.pop(rest, None)
+                self.stolen.pop(rest, None)
                 self.refused.discard(rest)
             elif kind == "node":
                 self._learn_node(now, rest, entry, known.get(rest))
-            elif kind == "ctl" and rest == "round" and not deleted and entry.mod > self.round_mod:
-                current = decode_round(entry.value)
-                if current is not None:
-                    self.round, self.round_mod, self.since = current, entry.mod, now
-            elif kind == "members" and not rest and not deleted and entry.mod > self.members_mod:
-                self.members = decode_members(entry.value) or MemberList("", ())
-                self.members_mod = entry.mod
-            elif kind == "place" and not deleted and b"refused" in entry.value:
-                place = decode_place(entry.value)
-                if place is not None and place.refused:
-                    self.refused.add(rest)
+            elif kind == "ctl" and rest == "round" and entry.mod > self.round_mod:
+                self._learn_round(now, entry, deleted)
+            elif kind == "members" and not rest and entry.mod > self.members_mod:
+                found = None if deleted else decode_members(entry.value)
+                self.members, self.members_mod = found or MemberList("", ()), entry.mod
+                if found is None and not deleted:
+                    self._skip(entry.key)
+            elif kind == "place" and not deleted:
+                self._learn_place(rest, entry)
             elif kind == "result":
-                self._learn_result(rest, entry.mod, entry.value, deleted)
+                self._learn_result(rest, entry, deleted)
             elif kind == "drain":
                 (self.drains.discard if deleted else self.drains.add)(rest)
             elif kind == "close" and deleted:
@@ -197,25 +221,63 @@ class LeaderView:
             elif kind == "close":
                 self.closes[rest] = printable(entry.value.decode(errors="replace"))
 
+        if reset and not self.complete:
+            self.complete = True
+            # A round ran here, and its record is gone: nodes that count as ready for it may run workers.
+            self.damaged = self.damaged or (not self.round_mod and self.members_mod > 0)
+
+    def _skip(self, key: str) -> None:
+        if key not in self.skipped and len(self.skipped) < _MOST_SKIPPED:
+            self.skipped[key] = None
+            shown = printable(key[:_LONGEST_KEY])
+            self.remarks.append(
+                f"the record {shown} is ignored: another version of phalanx, or another program, wrote it"
+            )
+
+    def _learn_round(self, now: float, entry: Entry, deleted: bool) -> None:
+        current = None if deleted else decode_round(entry.value)
+        self.round_mod = 0 if deleted else entry.mod
+        if current is None or (self.complete and current.term != self.term):
+            self.damaged = True
+            if not deleted:
+                self._skip(entry.key)
+        else:
+            self.round, self.since, self.damaged = current, now, False
+
+    def _learn_place(self, node: str, entry: Entry) -> None:
+        if entry.value.startswith(b'{"stamp":') and b"refused" not in entry.value:
+            return  # as this version writes it: there may be thousands
+        place = decode_place(entry.value)
+        if place is None:
+            self._skip(entry.key)
+        elif place.refused:
+            self.refused.add(node)
+
     def _learn_node(self, now: float, node: str, entry: Entry, old: Seen | None) -> None:
-        record = decode_node(entry.value)
+        record = decode_node(entry.value) if entry.lease else None
+        if old is not None and old.incarnation != entry.create:
+            old = None
         if record is None or record.info.id != node:
+            self._skip(entry.key)
+            if old is not None:  # it holds its lease, and may run workers
+                self.nodes[node] = old
+                if not entry.lease:
+                    self.stolen[node] = entry.mod
             return
-        at = since = now
-        if old is not None and old.incarnation == entry.create:
-            since = old.since
-            at = old.at if old.record == record else now
+        self.stolen.pop(node, None)
+        at, since = (now, now) if old is None else (old.at if old.record == record else now, old.since)
         self.nodes[node] = Seen(record, entry.create, at, since, entry.lease)
 
-    def _learn_result(self, rest: str, mod: int, value: bytes, deleted: bool) -> None:
+    def _learn_result(self, rest: str, entry: Entry, deleted: bool) -> None:
         number, _, node = rest.partition("/")
-        if not (number.isascii() and number.isdigit()) or len(number) > 18:
-            return
-        result = decode_result(value)
-        if deleted:
+        valid = number.isascii() and number.isdigit() and len(number) <= 18
+        result = None if deleted else decode_result(entry.value)
+        if deleted and valid:
             self.results.get(int(number), {}).pop(node, None)
-        elif result is not None:
-            self.results.setdefault(int(number), {})[node] = (mod, result)
+        elif result is not None and valid:
+            self.results.setdefault(int(number), {})[node] = (entry.mod, result)
+        elif not deleted:
+            self._skip(entry.key)
 
     def present(self, member: Member) -> bool:
         """Whether a member still holds the key it became a member with."""
@@ -238,6 +300,10 @@ class LeaderView:
 
 def decide(now: float, view: LeaderView, options: Options) -> RoundDecision:
     """The leader's next move; a function of what it sees."""
+    if view.damaged:
+        return _restore(view)
+    if view.stolen:
+        return _give_back(view)
     if view.round.phase == CLOSED:
         return RoundDecision((), view.round.reason)
     asked = view.closes.get(str(view.round.job))
@@ -279,6 +345,34 @@ def begin_again(found: Round, mod: int, options: Options, remaining: int) -> Txn
     deletes = tuple(Delete(options.prefix + name, prefix=True) for name in ranges)
     singles = tuple(Delete(options.prefix + name) for name in ("members", "status"))
     return Txn(still, (Put(options.prefix + "ctl/round", encode(fresh)),), deletes + singles)
+
+
+def _restore(view: LeaderView) -> RoundDecision:
+    """The round was overwritten or deleted: write it again; where it was never read, begin the next one."""
+    if view.round.term:
+        return _publish(view, view.round, view.round.reason)
+    known = [seen.record for seen in view.nodes.values()]
+    base = view.round._replace(
+        number=max([view.members.number, *(max(r.rounds, r.ready) for r in known)]),
+        job=max((r.job for r in known), default=1),
+        restarts=max((r.restarts for r in known), default=0),
+    )
+    return _reform(view, "the record of the last round was not readable", base)
+
+
+def _give_back(view: LeaderView) -> RoundDecision:
+    """The key of a node was overwritten: put it back on the node's lease; if that is over, delete it."""
+    node, mod = next(iter(view.stolen.items()))
+    seen, key = view.nodes[node], f"{view.options.prefix}node/{node}"
+    guards = (When(view.options.prefix + "ctl/leader", "create", view.term), When(key, "mod", mod))
+    put = Put(key, encode(seen.record), seen.lease)
+    reason = f"the record of {seen.name} was overwritten"
+    return RoundDecision((Txn(guards, (put,)),), reason)
+
+
+def _after(view: LeaderView, number: int) -> int:
+    """The number of a round: later than every active round that a present node has seen."""
+    return max(number, 1 + max((seen.record.rounds for seen in view.nodes.values()), default=0))
 
 
 def _undrained(view: LeaderView) -> bool:
@@ -327,10 +421,18 @@ def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str
     current, members = view.round, view.members.nodes
     if view.members.stamp != current.stamp:
         return _reform(view, "the list of members is not readable")
-    results = view.results.get(current.number, {})
+    ids = {m.id for m in members}
+    results = {node: r for node, r in view.results.get(current.number, {}).items() if node in ids}
     failed = sorted((mod, node, r) for node, (mod, r) in results.items() if not r.ok)
-    if failed:
-        return _after_failure(view, options, failed[0][1], failed[0][2])
+    unfit = {node for _, node, r in failed if r.unfit}
+    if failed and (
+        len(unfit) < len(failed) or options.fixed or len(staying.keys() - unfit) < options.min_nodes
+    ):
+        first = next(((node, r) for _, node, r in failed if not r.unfit), failed[0][1:])
+        return _after_failure(view, options, *first)
+    if unfit:
+        names = [view.label(m, rank) for rank, m in enumerate(members) if m.id in unfit]
+        return _reform(view, f"{listing(names)} cannot start workers and leaves")
     pending = [(m, rank) for rank, m in enumerate(members) if m.id not in results]
     lost = [view.label(m, rank) for m, rank in pending if not view.present(m)]
     if len(lost) == len(pending) and results and not (lost and options.fixed):
@@ -339,10 +441,14 @@ def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str
     if lost:
         alone = ", which had not reported success" if len(lost) == len(pending) and results else ""
         return _reform(view, f"lost {listing(lost)}{alone}")
-    leaving = [view.label(m, rank) for m, rank in pending if m.id not in staying]
+    leaving = [(m, view.label(m, rank)) for m, rank in pending if m.id not in staying]
     if leaving:
-        return _reform(view, f"{listing(leaving)} leaving")
-    ids = {m.id for m in members}
+        preempted = tuple(name for m, name in leaving if view.nodes[m.id].record.preempted)
+        what = "preempted" if preempted else "leaving"
+        return _reform(view, f"{listing(name for _, name in leaving)} {what}", preempted=preempted[:_NAMED])
+    astray = [view.label(m, rank) for m, rank in pending if staying[m.id].record.ready > current.number]
+    if astray:
+        return _reform(view, f"{listing(astray)} did not find its place in round {current.number}")
     newcomers = {i: s for i, s in staying.items() if i not in ids and s.record.ready > current.number}
     room = options.max_nodes - len(members)
     if newcomers and room > 0 and not results:
@@ -360,8 +466,12 @@ def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str
 def _after_failure(view: LeaderView, options: Options, node: str, result: Result) -> RoundDecision:
     found = ((rank, m) for rank, m in enumerate(view.members.nodes) if m.id == node)
     name = next((view.label(m, rank) for rank, m in found), node)
-    verdict = decide_for_job(view.round.restarts, options.max_restarts)
     failed = view.round._replace(cause=(node, name, result.detail))
+    if result.unfit:
+        return _close(
+            view, "failed", f"{name} cannot start workers, and the job cannot run without it", failed
+        )
+    verdict = decide_for_job(view.round.restarts, options.max_restarts)
     if not verdict.restart:
         return _close(view, "failed", f"workers on {name} failed, {verdict.reason}", failed)
     failed = failed._replace(restarts=view.round.restarts + 1)
@@ -376,7 +486,7 @@ def _form(now: float, view: LeaderView, options: Options, staying: dict[str, See
     here = {i: s for i, s in staying.items() if s.record.ready >= number}
     deadline = view.since + options.join_timeout
     low, high = options.min_nodes, options.max_nodes
-    if len(here) >= low and not stopping:
+    if len(here) >= low and not stopping and now >= view.quiet_until:
         if len(here) >= high:
             return _activate(view, options, here)
         first = max(view.since, sorted(s.at for s in here.values())[low - 1]) + options.last_call
@@ -392,6 +502,8 @@ def _form(now: float, view: LeaderView, options: Options, staying: dict[str, See
         )
         return RoundDecision((), text, close_at)
     text, missing = _waiting(here, stopping, options)
+    if now < view.quiet_until:
+        return RoundDecision((), f"{text}, waiting for nodes that the store forgot to stop", view.quiet_until)
     if now >= deadline and options.fixed and missing:
         these = ", ".join(map(str, missing))
         text += f"; node {these} of {high} did not come within {options.join_timeout:g} s"
@@ -434,13 +546,18 @@ def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> Roun
     members = tuple(Member(n.id, here[n.id].incarnation, n.name, n.addr, n.slots, n.role) for n in ranked)
     stamp, prefix = f"{view.term}.{view.round_mod}.{view.failed_writes}", options.prefix
     names = tuple(m.name for m in members[:_NAMED])
-    fresh = view.round._replace(phase=ACTIVE, nodes=len(members), names=names, stamp=stamp)
+    known = [here[m.id].record for m in members]
+    fresh = view.round._replace(
+        number=_after(view, view.round.number),
+        phase=ACTIVE,
+        nodes=len(members),
+        names=names,
+        stamp=stamp,
+        preempted=(),
+        format=min(FORMAT, *(r.format for r in known)),
+    )
     if not view.round_mod:  # the first round of this store; its nodes may have known another one
-        known = [here[m.id].record for m in members]
-        fresh = fresh._replace(
-            number=max(fresh.number, 1 + max(r.rounds for r in known)),
-            restarts=max(r.restarts for r in known),
-        )
+        fresh = fresh._replace(restarts=max(r.restarts for r in known))
     spares = len(here) - len(members)
     reason = f"round {fresh.number} with {count(len(members), 'node')}: {listing(m.name for m in members)}"
     reason += f"; {count(spares, 'spare')}" if spares else ""
@@ -463,15 +580,23 @@ def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> Roun
     else:
         together, batches = [], [places[i : i + options.batch] for i in range(0, len(places), options.batch)]
     main = main._replace(
-        puts=(*together, Put(prefix + "members", encode(MemberList(stamp, members))), *main.puts),
+        puts=(
+            *together,
+            Put(prefix + "members", encode(MemberList(stamp, members, fresh.number))),
+            *main.puts,
+        ),
         deletes=(Delete(prefix + "result/", prefix=True), *stale[:_SWEPT]),
     )
     guard = (When(prefix + "ctl/leader", "create", view.term),)
     return decision._replace(commands=(*(Txn(guard, tuple(batch)) for batch in batches), main))
 
 
-def _reform(view: LeaderView, reason: str, base: Round | None = None) -> RoundDecision:
-    forming = (base or view.round)._replace(number=view.round.number + 1, phase=FORMING)
+def _reform(
+    view: LeaderView, reason: str, base: Round | None = None, preempted: tuple[str, ...] = ()
+) -> RoundDecision:
+    base = base or view.round
+    number = _after(view, base.number + 1)
+    forming = base._replace(number=number, phase=FORMING, preempted=preempted)
     return _publish(view, forming, reason)
 
 

@@ -57,6 +57,7 @@ class ElasticNodes:
         self.worker_ranks: list[WorkerRanks] | None = None
         self._formed: Formed | None = None
         self._finished = 0  # the round whose workers have succeeded here
+        self._unfit = False  # this node could not start its workers: it leaves, and the others go on
         self._parted = False  # a farewell has begun
         self._farewells = 0
         self.failure: NodeFailure | None = None  # what ended the job, the same on every node
@@ -99,7 +100,9 @@ class ElasticNodes:
     def failed(self, command: events.ReportFailure, report: Callable[[], tuple[str, int]]) -> None:
         text, code = report()
         final = command.summary if command.final else ""
-        self._membership.failed(command.round, NodeFailure(command.summary, final, text, code))
+        # With the host of the store the job would lose its store: its failure is the job's.
+        self._unfit = command.unfit and not self._membership.hosting
+        self._membership.failed(command.round, NodeFailure(command.summary, final, text, code), self._unfit)
 
     def finished(self, number: int) -> None:
         self._finished = number
@@ -108,7 +111,7 @@ class ElasticNodes:
     def ending(self, ending: Ending) -> None:
         """The others need not wait for the workers' end to know that this node goes."""
         if ending.outcome in (Outcome.SIGNALED, Outcome.LEFT):
-            self._membership.leave(ending.message)
+            self._membership.leave(ending.message, ending.preempted)
 
     def leave(self, number: int, reason: str) -> None:
         self._begin_farewell(lambda: self._part(number, reason))
@@ -119,7 +122,7 @@ class ElasticNodes:
         def go() -> None:
             if command.job_failed:
                 at_failure()
-                if self._is_member:
+                if self._is_member and not self._unfit:
                     self._membership.workers_gone(number)
                     self._membership.ended.wait(_LAST_WORD)
             self._part(number, command.reason)
@@ -194,6 +197,8 @@ class ElasticNodes:
             return events.RoundFailed("graceful", over.reason)
         if over.at_once or now is None:
             return events.RoundOver(number, over.reason, over.at_once)
+        if over.preempted:
+            return events.RoundOver(number, over.reason, preempted=True)
         failed = self._failure_of(number, now, now.outcome)
         if failed is not None:
             return failed
@@ -225,7 +230,10 @@ class ElasticNodes:
         if self._finished == number:  # whatever it was, it cannot fail workers that have succeeded
             if outcome in ("succeeded", "closed"):
                 lost = reason.partition(LOST)[2]
-                return events.BarrierDone(not lost, (f"{lost} ({LOST[:-2]})",) if lost else (), number)
+                missing = [f"{lost} ({LOST[:-2]})"] if lost else []
+                if outcome == "closed":  # before all nodes had reported: what they did is not known
+                    missing.append(f"the other nodes ({reason})")
+                return events.BarrierDone(not missing, tuple(missing), number)
             return events.BarrierDone(False, () if outcome == "left" else (f"the store ({reason})",), number)
         error = error_of(ended, self._membership.settings)
         if outcome in ("succeeded", "closed"):

@@ -28,11 +28,12 @@ from phalanx.core.participant_events import (
     End,
     LeaveRequested,
     Noticed,
-    Refused,
     Send,
     StartRound,
     StopRound,
     StoreLost,
+    StoreWentBack,
+    Tell,
     WorkersEnded,
     WorkersStopped,
 )
@@ -106,6 +107,7 @@ class Membership:
         self._connections = 0  # made so far; what an earlier one reports is out of date
         self._rounds = self._restarts = 0  # what this node knows from a store that was lost
         self._clearing: int | None = None  # the round whose workers must be gone before this node rejoins
+        self._kill_at: float | None = None  # when they are killed, because the lease may run out
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="phalanx-membership", daemon=True)
         self._coming: StartRound | None = None  # a round whose meeting place is not known yet
@@ -116,6 +118,8 @@ class Membership:
         self._refused_since: float | None = None
         self._dialling_until = 0.0
         self._leaving = ""
+        self._preempted = False
+        self._unfit = ""  # why this node cannot be part of any round
         self._closing = False
         self._released = False
         self._status_watched = False
@@ -135,17 +139,19 @@ class Membership:
         """None of this round's workers is alive on this node."""
         self._calls.put(lambda: self._gone(number))
 
-    def failed(self, number: int, failure: NodeFailure) -> None:
-        """Workers of this node failed; published while its other workers are still being stopped."""
-        self._calls.put(lambda: self._report(number, failure))
+    def failed(self, number: int, failure: NodeFailure, unfit: bool = False) -> None:
+        """Workers of this node failed; published while its other workers are still being stopped.
+
+        `unfit`: they could not be started, and this node leaves."""
+        self._calls.put(lambda: self._report(number, failure, unfit=unfit))
 
     def finished(self, number: int, timeout: float) -> None:
         """All workers of this node succeeded; wait for the other nodes at most this long."""
         self._calls.put(lambda: self._finish(number, timeout))
 
-    def leave(self, reason: str) -> None:
-        """Leave, once the workers are gone; the other nodes go on."""
-        self._calls.put(lambda: self._leave(reason))
+    def leave(self, reason: str, preempted: bool = False) -> None:
+        """Leave, once the workers are gone; the others go on. `preempted`: once all workers have saved."""
+        self._calls.put(lambda: self._leave(reason, preempted))
 
     def close(self, reason: str) -> None:
         """Request the end of the job, for all nodes."""
@@ -233,8 +239,7 @@ class Membership:
         participant = self.participant
         if participant is not None and (wake := participant.wake_at()) is not None:
             times.append(wake)
-        if self._finished_by is not None:
-            times.append(self._finished_by)
+        times += [due for due in (self._finished_by, self._kill_at) if due is not None]
         if self._handed is None and not self.ended.is_set():
             times.append(self.line.show_at())
         if (write := self._write_at()) is not None:
@@ -250,6 +255,10 @@ class Membership:
         if self._finished_by is not None and now >= self._finished_by:
             self._finished_by = None
             self._leave("the other nodes did not finish in time")
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            if self._last is not None:
+                self.tell(Over(self._last, None, "the lease may be over", True, False))
         if self._handed is None and not self.ended.is_set() and now >= self.line.show_at():
             self._show(now)
         if (write := self._write_at()) is not None and now >= write:
@@ -259,17 +268,19 @@ class Membership:
 
     def _gone(self, number: int) -> None:
         if self._clearing == number:
-            self._clearing = None
+            self._clearing = self._kill_at = None
             self._dial(self._return_patience)
         else:
             self._step(WorkersStopped(number))
 
     def _step(self, event: Event) -> None:
         participant = self.participant
-        if participant is None or self.ended.is_set():
+        if participant is None:
             return
         for action in participant.step(clock(), event):
             self._act(action)
+        if self.ended.is_set():
+            return
         self._look_at_round()
         if participant.ended is not None:
             self._end(participant.ended)
@@ -282,6 +293,8 @@ class Membership:
                 self._prepare(action)
             case StopRound():
                 self._stop(action)
+            case Tell(text):
+                self.tell(Remark(text))
 
     def _send(self, command: Command, answered: Callable[[Reply], None] = lambda reply: None) -> None:
         if self.client is None:
@@ -312,6 +325,8 @@ class Membership:
             self._step(Connected())
         elif state.what == "disconnected":
             self._step(Disconnected())
+        elif state.what == "went back":
+            self._step(StoreWentBack())
 
     def _begin(self) -> None:
         if self.settings.fixed:
@@ -341,7 +356,7 @@ class Membership:
         for action in self.participant.start(clock()):
             self._act(action)
         if self._leaving:
-            self._step(LeaveRequested(self._leaving))
+            self._step(LeaveRequested(self._leaving, self._preempted))
 
     def _unreached(self, state: State) -> None:
         if self.participant is None:
@@ -353,7 +368,6 @@ class Membership:
             self._refused(state.at)
 
     def _refused(self, at: float) -> None:
-        self._step(Refused(at))
         welcome = self.client.welcome if self.client is not None else None
         closed = self._round is not None and self._round.phase == CLOSED
         if welcome is None or welcome.durable or closed:
@@ -390,6 +404,7 @@ class Membership:
         assert client is not None
         self._rounds, self._restarts = max(1, participant.rounds), participant.restarts
         self._clearing = participant.running if self._coming is None else None
+        self._kill_at = participant.fence_at if self._clearing is not None else None
         self.participant, self._coming, self._status_watched = None, None, False
         self._connections += 1
         self.client = None
@@ -438,7 +453,10 @@ class Membership:
                 served, port = self.open_meeting(listening_address(address))
         except OSError as error:
             text = f"cannot serve the workers' store on {address}: {error}; name another with --local-addr"
-            self._report(number, NodeFailure(text, final="a wrong address stays wrong"), start)
+            self._report(number, NodeFailure(text, final="a wrong address stays wrong"), start, unfit=True)
+            if not self.hosting:
+                self._unfit = text
+                self._step(LeaveRequested(text))
             self._calls.put(lambda: self._gone(number))
             return
         # Two, because the round after the last one that ran may have ended before it was active.
@@ -476,9 +494,12 @@ class Membership:
 
     def _stop(self, stop: StopRound) -> None:
         if self.participant is not None and self.participant.ended is not None:
+            current = self._handed.round if self._handed is not None else self._last
+            if stop.at_once and current is not None:  # the end was reported, and its grace takes too long
+                self.tell(Over(current, self._round, stop.reason, True, False))
             return  # the end of the job is about to be reported
         if self._handed is not None and self._handed.round.number == stop.number:
-            self._tell_over(stop.reason, stop.at_once)
+            self._tell_over(stop.reason, stop.at_once, stop.preempted)
         elif self._last is not None and self._last.number == stop.number:
             if stop.at_once:  # a stop is under way, with a grace that there is no longer time for
                 self.tell(Over(self._last, self._round, stop.reason, True, False))
@@ -497,37 +518,43 @@ class Membership:
             self._closing = True
             self.close(f"workers on {current.cause[1]} failed; not restarted: {final}")
 
-    def _tell_over(self, reason: str, at_once: bool) -> None:
+    def _tell_over(self, reason: str, at_once: bool, preempted: bool = False) -> None:
         assert self._handed is not None
         self._last, self._handed = self._handed.round, None
         self._finished_by = None
         self.line.wait(clock())
         drained = self._round is not None and self.info.id in self._round.out
-        self.tell(Over(self._last, self._round, reason, at_once, drained))
+        self.tell(Over(self._last, self._round, reason, at_once, drained, preempted))
 
-    def _report(self, number: int, failure: NodeFailure, start: StartRound | None = None) -> None:
+    def _report(
+        self, number: int, failure: NodeFailure, start: StartRound | None = None, *, unfit: bool = False
+    ) -> None:
         start = start or self._handed
         if start is None or start.round.number != number:
             # The round is known to be over; a failure that ends the job still does so.
-            if failure.final:
+            if failure.final and not self._goes_alone(unfit):
                 self.close(f"{FAILED}{self.info.name}: {failure.summary}")
             return
         prefix, node = self.options.prefix, self.info.id
         mine = When(f"{prefix}node/{node}", "create", start.place.incarnation)
-        result = Put(f"{prefix}result/{number}/{node}", encode(Result(False, failure.text())))
-        self._send(Txn((mine,), (result,)))
+        outcome = Result(False, failure.text(), self._goes_alone(unfit))
+        self._send(Txn((mine,), (Put(f"{prefix}result/{number}/{node}", encode(outcome)),)))
+
+    def _goes_alone(self, unfit: bool) -> bool:
+        """Whether this node leaves and the others go on: not the host of the store, which goes with it."""
+        return unfit and not self.hosting
 
     def _finish(self, number: int, timeout: float) -> None:
         # The host stays as long as it takes: the other nodes cannot finish without their store.
         self._finished_by = None if self.hosting else clock() + timeout
         self._step(WorkersEnded(number, True))
 
-    def _leave(self, reason: str) -> None:
-        self._leaving = reason
+    def _leave(self, reason: str, preempted: bool = False) -> None:
+        self._leaving, self._preempted = reason, preempted
         if self.participant is None:
             self._end(End("left", reason, None))
         else:
-            self._step(LeaveRequested(reason))
+            self._step(LeaveRequested(reason, preempted))
 
     def _close(self, reason: str) -> None:
         if self.participant is not None:
@@ -565,6 +592,8 @@ class Membership:
 
     def _end(self, end: End) -> None:
         if not self.ended.is_set():
+            if self._unfit and end.outcome == "left":
+                end = End("refused", self._unfit, end.round)
             self.ended.set()
             self.tell(Ended(end, self._handed.round if self._handed else None))
 

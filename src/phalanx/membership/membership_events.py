@@ -22,13 +22,16 @@ class Formed(NamedTuple):
 
 
 class Over(NamedTuple):
-    """The round that was formed is over, `now` follows. `at_once`: its workers must not live on."""
+    """The round that was formed is over, `now` follows. `at_once`: its workers must not live on.
+
+    `preempted`: they save a checkpoint first."""
 
     was: Round
     now: Round | None
     reason: str
     at_once: bool
     drained: bool
+    preempted: bool = False
 
 
 class Ended(NamedTuple):

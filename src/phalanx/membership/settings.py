@@ -47,9 +47,10 @@ class Settings:
         self.local_addr = params.local_addr
         self.rank = params.get_as_int("rank", -1) or 0
         self.is_host = self.rank == 0 if self.fixed else params.get_as_bool("is_host")
-        self.linger = _seconds(params, "linger", 1.0)
-        self.name = str(params.get("name") or os.uname().nodename)
         self.journal: str | None = params.get("journal")
+        # Nodes cannot tell the death of a store from a cut: one that may come back shortens no lease.
+        self.linger = _seconds(params, "linger", float("inf") if self.journal else 1.0)
+        self.name = str(params.get("name") or os.uname().nodename)
         self.token_file: str | None = params.get("token_file")
         self._tls = tuple(str(params.get(f"tls_{what}") or "") for what in ("cert", "key", "ca"))
         beats, tries = params.get("keep_alive_interval"), params.get("keep_alive_max_attempt")
@@ -70,7 +71,7 @@ class Settings:
             fixed=self.fixed,
             prefix=f"job/{self.run_id}/",
         )
-        if self.options.ttl <= self.linger:
+        if self.options.ttl <= self.linger < float("inf"):
             raise UsageError(
                 f"--rdzv-conf ttl={self.options.ttl:g}: a lease must outlast linger={self.linger:g} s"
             )

@@ -3,6 +3,9 @@
 The agent sets a flag on every worker's board and sends the signal to the workers that have a handler for it.
 It would kill the others, and one killed rank could break the checkpoint of the rest. If no rank watches for a
 preemption, there is nothing to wait for, and all workers are stopped as by SIGTERM.
+
+A preemption is the job's: the round carries it to all nodes (core.rounds), and their agents stop their
+workers in the same way, once, whichever comes first: the announcement of another node or their own signal.
 """
 
 from __future__ import annotations
@@ -37,25 +40,33 @@ class Preemption:
         self._announced = before or sig == self.signal
         return before and sig == self.signal
 
-    def begins(self, sig: int) -> bool:
-        """Whether a stop with this signal starts a preemption."""
-        return sig == self.signal and not self.under_way
+    def announced_by(self, sig: int) -> bool:
+        """Whether a stop with this signal is for a preemption."""
+        return sig == self.signal
+
+    def over(self) -> None:
+        """New workers start: nothing of an earlier preemption holds for them."""
+        self.under_way = False
 
     def stop(self, context: PContext, boards: Boards, grace: float, note: Callable[[str], None]) -> None:
         """Let the workers save a checkpoint and exit; stop them after the grace period."""
         from phalanx.supervision.stacks import catches
 
+        if self.under_way:  # they know; another signal could end a worker that saves
+            context.ask_stop(0, grace)
+            return
         # Before anything else: a worker may exit before its parent knows that this is a stop.
         self.under_way, self._since = True, time.time()
         pids, running = context.pids(), context.running
-        handlers = {rank for rank in running if catches(pids[rank], self.signal)}
+        handlers = {rank for rank in running if self.signal and catches(pids[rank], self.signal)}
         if not handlers and not any(boards.read(rank).listens for rank in running):
             note("preemption: no worker handles it (phalanx.worker.should_checkpoint), so all are stopped")
             context.ask_stop(signal.SIGTERM, grace)
             return
         for rank in running:
             boards.set_preempted(rank)
-        context.send_signal(self.signal, handlers, alone=True)
+        if handlers:
+            context.send_signal(self.signal, handlers, alone=True)
         context.ask_stop(0, grace)
 
     def excuse(self, failures: Iterable[ProcessFailure]) -> None:

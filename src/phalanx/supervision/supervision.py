@@ -125,6 +125,7 @@ class Supervision:
         if self._boards is not None:
             self._boards.close()
         self._boards = Boards(count, self.preemption.signal)
+        self.preemption.over()
         return self._boards
 
     def started(self, context: PContext, group: WorkerGroup, now: float, number: int, host: str) -> None:
@@ -182,7 +183,7 @@ class Supervision:
 
     def stop(self, context: PContext, sig: int, grace: float) -> None:
         """Stop the workers; when it is for a preemption, let them checkpoint and leave by themselves."""
-        if self._boards is not None and self.preemption.begins(sig):
+        if self._boards is not None and self.preemption.announced_by(sig):
             self.preemption.stop(context, self._boards, grace, self.incidents.note)
         else:
             context.ask_stop(sig, grace)
