@@ -90,7 +90,7 @@ def test_standbys_are_counted_with_their_memory(tmp_path: Path) -> None:
         agent = psutil.Process(job.agent)
         assert set(parked["pids"]) <= {child.pid for child in agent.children(recursive=True)}
         assert parked["memory"] > 0
-        assert "2 standbys parked" in status(run).stdout
+        assert "2 standbys, " in status(run).stdout
         job.signal(signal.SIGTERM)
         job.end()
 
