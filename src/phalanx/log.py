@@ -12,14 +12,11 @@ def printable(text: str) -> str:
     """The text without characters that a terminal obeys; only line breaks and tabs stay."""
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
-        for char in text
-    )
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def write_stderr(text: str, *, styled: bool = False) -> None:
-    """Write to stderr; a closed or full stderr is not a reason to fail. `styled`: it has escapes of our own."""
+    """Write to stderr; a closed or full stderr is not a reason to fail. `styled`: made safe, with colours."""
     try:
         if sys.stderr is not None:
             sys.stderr.write(text if styled else printable(text))
