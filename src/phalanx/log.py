@@ -1,15 +1,25 @@
-"""Lines of Phalanx's own: on stderr, or through logging where the program has set it up."""
+"""Lines of Phalanx's own: on stderr, or through logging where the program has set it up.
+
+Such a line may quote another process, user or host. Characters that a terminal obeys are shown as escapes.
+"""
 
 from __future__ import annotations
 
 import sys
 
 
-def write_stderr(text: str) -> None:
-    """Write to stderr; a closed or full stderr is not a reason to fail."""
+def printable(text: str) -> str:
+    """The text without characters that a terminal obeys; only line breaks and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def write_stderr(text: str, *, styled: bool = False) -> None:
+    """Write to stderr; a closed or full stderr is not a reason to fail. `styled`: made safe, with colours."""
     try:
         if sys.stderr is not None:
-            sys.stderr.write(text)
+            sys.stderr.write(text if styled else printable(text))
             sys.stderr.flush()
     except (OSError, ValueError):
         pass
@@ -21,6 +31,6 @@ def warn(message: str) -> None:
 
     logger = logging.getLogger("phalanx")
     if logger.hasHandlers():
-        logger.warning("%s", message)
+        logger.warning("%s", printable(message))
     else:
         write_stderr(f"phalanx: {message}\n")

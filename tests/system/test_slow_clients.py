@@ -34,15 +34,15 @@ def test_a_request_that_comes_byte_by_byte_is_answered_and_holds_up_nobody(
     server: Server, client: Client
 ) -> None:
     with shake_hands(server.address) as slow:
-        slow.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        words = wire.encode(0, 0, wire.Hello("slow")) + wire.encode(1, 1, Put("slow", b"but here"))
+        slow.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello, put = wire.encode(0, 0, wire.Hello("slow")), wire.encode(1, 1, Put("slow", b"but here"))
+        words = slow.seal.sealed(hello) + slow.seal.sealed(put)
         for number, byte in enumerate(words):
-            slow.sendall(bytes([byte]))
+            slow.sock.sendall(bytes([byte]))
             assert client.put("k", b"%d" % number).ok  # between any two bytes
         frames: list[wire.Frame] = []
-        cutter = wire.Frames()
         while len(frames) < 2:
-            frames += cutter.feed(slow.recv(65536))
+            frames += slow.frames.feed(slow.sock.recv(65536))
     entry = client.get("slow")
     assert entry is not None
     assert entry.value == b"but here"
@@ -50,7 +50,8 @@ def test_a_request_that_comes_byte_by_byte_is_answered_and_holds_up_nobody(
 
 def test_half_a_message_of_megabytes_costs_what_has_arrived(server: Server, client: Client) -> None:
     with shake_hands(server.address) as slow:
-        slow.sendall(wire.encode(0, 0, wire.Hello("slow")) + (60 << 20).to_bytes(4, "big") + bytes(1000))
+        slow.send(wire.encode(0, 0, wire.Hello("slow")))
+        slow.sock.sendall((60 << 20).to_bytes(4, "big") + bytes(1000))
         assert client.put("k", b"v").ok
     assert client.put("k", b"w").ok
 
@@ -91,7 +92,7 @@ def test_a_watcher_that_does_not_read_does_not_hold_up_the_other_watchers(
     server.on_incident = lambda text: dropped.set() if "did not read" in text else None
     seen: queue.Queue[int] = queue.Queue()
     with shake_hands(server.address) as deaf, Client(*server.address, token=TOKEN) as watcher:
-        deaf.sendall(wire.encode(0, 0, wire.Hello("deaf")) + wire.encode(1, 1, Watch(1, "k")))
+        deaf.send(wire.encode(0, 0, wire.Hello("deaf")), wire.encode(1, 1, Watch(1, "k")))
         watcher.watch("k", lambda notice: [seen.put(len(c.entry.value)) for c in notice.changes])
         for size in range(1, 31):
             client.put("k", bytes((1 << 20) + size))

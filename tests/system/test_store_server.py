@@ -244,15 +244,32 @@ def test_an_address_in_use_says_so(server: Server) -> None:
         Server(*server.address, token=TOKEN)
 
 
-def shake_hands(address: tuple[str, int]) -> socket.socket:
-    sock = socket.create_connection(address)
-    sock.settimeout(HUNG)
-    nonce = os.urandom(wire.NONCE)
-    sock.sendall(wire.greeting(nonce))
-    theirs = wire.read_greeting(sock.recv(wire.GREETING, socket.MSG_WAITALL))
-    sock.sendall(wire.proof(TOKEN.secret, "client", theirs, nonce))
-    sock.recv(wire.PROOF, socket.MSG_WAITALL)
-    return sock
+class Rude:
+    """A client that has the token and speaks the protocol by hand."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.sock = socket.create_connection(address)
+        self.sock.settimeout(HUNG)
+        nonce = os.urandom(wire.NONCE)
+        self.sock.sendall(wire.greeting(nonce))
+        theirs = wire.read_greeting(self.sock.recv(wire.GREETING, socket.MSG_WAITALL))
+        self.sock.sendall(wire.proof(TOKEN.key, "client", theirs, nonce))
+        self.sock.recv(wire.PROOF, socket.MSG_WAITALL)
+        self.seal, incoming = wire.seals(TOKEN.key, nonce, theirs)
+        self.frames = wire.Frames(seal=incoming)
+
+    def __enter__(self) -> Rude:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+    def send(self, *frames: bytes) -> None:
+        self.sock.sendall(b"".join(map(self.seal.sealed, frames)))
+
+
+def shake_hands(address: tuple[str, int]) -> Rude:
+    return Rude(address)
 
 
 def closes(sock: socket.socket) -> bool:
@@ -280,19 +297,19 @@ def test_strangers_are_turned_away_and_disturb_nobody(server: Server, client: Cl
 @pytest.mark.parametrize(
     "after",
     [
-        (1 << 31).to_bytes(4, "big"),
-        wire.encode(1, 1, Put("k", b"before Hello")),
-        wire.encode(0, 0, wire.Hello("s")) + b"\x00\x00\x00\x05wrong",
-        wire.encode(0, 0, wire.Hello("s")) + wire.encode(0, 0, Reply(True, 1)),
+        [(1 << 31).to_bytes(4, "big")],
+        [wire.encode(1, 1, Put("k", b"before Hello"))],
+        [wire.encode(0, 0, wire.Hello("s")), b"\x00\x00\x00\x05wrong"],
+        [wire.encode(0, 0, wire.Hello("s")), wire.encode(0, 0, Reply(True, 1))],
     ],
     ids=["too large", "no hello", "garbage", "not for servers"],
 )
 def test_those_who_know_the_token_and_misbehave_lose_only_themselves(
-    server: Server, client: Client, after: bytes
+    server: Server, client: Client, after: list[bytes]
 ) -> None:
     with shake_hands(server.address) as rude:
-        rude.sendall(after)
-        assert closes(rude)
+        rude.send(*after)
+        assert closes(rude.sock)
     assert client.put("k", b"v").ok
 
 
@@ -303,9 +320,9 @@ def test_a_client_that_does_not_read_is_dropped_and_the_others_are_served(
     dropped = threading.Event()
     server.on_incident = lambda text: dropped.set() if "did not read" in text else None
     with shake_hands(server.address) as slow:
-        slow.sendall(wire.encode(0, 0, wire.Hello("slow")))
+        slow.send(wire.encode(0, 0, wire.Hello("slow")))
         client.put("big", bytes(1 << 20))
-        slow.sendall(b"".join(wire.encode(n, 1, Get("big")) for n in range(1, 65)))
+        slow.send(*(wire.encode(n, 1, Get("big")) for n in range(1, 65)))
         assert dropped.wait(HUNG)
     assert client.put("k", b"v").ok
 

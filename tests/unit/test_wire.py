@@ -33,7 +33,7 @@ bodies = st.one_of(
     st.builds(
         Notice, number, st.lists(st.builds(Change, entry, st.booleans()), max_size=3).map(tuple), number
     ),
-    st.builds(wire.Hello, text),
+    st.builds(wire.Hello, text, text, text, number),
 )
 
 

@@ -8,6 +8,7 @@ import sys
 
 from phalanx.config import JobSpec
 from phalanx.options import usage_error
+from phalanx.trusted_files import make_directory
 
 
 def detach(job: JobSpec) -> bool:
@@ -15,8 +16,8 @@ def detach(job: JobSpec) -> bool:
     directory = job.log_dir or os.getcwd()
     path = os.path.join(os.path.abspath(directory), f"phalanx-{job.run_id}.out")
     try:
-        os.makedirs(directory, exist_ok=True)
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        make_directory(directory)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as error:
         raise usage_error(
             f"--detach: the output cannot go to {path} ({error.strerror}); name a directory with --log-dir"

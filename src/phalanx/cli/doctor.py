@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from phalanx.environment import variables
+from phalanx.log import printable
 from phalanx.options import scan, usage_error
 
 OK, WARN, PROBLEM = "ok", "warn", "problem"
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         rows = [row._asdict() for row in found]
         print(json.dumps({"ok": not _in_the_way(found), "checks": rows}, indent=2))
     else:
-        print(as_table(found, _width()), end="")
+        print(printable(as_table(found, _width())), end="")
     return 1 if _in_the_way(found) else 0
 
 

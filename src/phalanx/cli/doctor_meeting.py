@@ -37,7 +37,9 @@ class _Board:
         """Add new entries."""
         with self._changed:
             for entry in entries:
-                self._seen.setdefault(entry.key, (json.loads(entry.value), at))
+                value = _read(entry)
+                if value is not None:
+                    self._seen.setdefault(entry.key, (value, at))
             self._changed.notify_all()
 
     def noticed(self, notice: Notice) -> None:
@@ -56,6 +58,18 @@ class _Board:
             return self._changed.wait_for(
                 lambda: enough(set(self.of(kind))), max(0.0, until - time.monotonic())
             )
+
+
+def _read(entry: Entry) -> Any:
+    """What a doctor has published; None if no doctor of this version can have written it."""
+    import msgspec
+
+    kinds: dict[str, Any] = {"here": tuple[str, int], "clock": float, "done": bool}
+    kind = entry.key.removeprefix(_PREFIX).partition("/")[0]
+    try:
+        return msgspec.json.decode(entry.value, type=kinds[kind])
+    except (KeyError, msgspec.DecodeError):
+        return None
 
 
 def meet(client: Client, asked: Asked) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ Returns when the node has left, or reports why it cannot know.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +14,7 @@ from phalanx.core.round_records import NodeRecord, decode_node
 from phalanx.core.store_commands import Get, Notice, Put
 from phalanx.environment import STORE_PORT, variables
 from phalanx.errors import PhalanxError, StoreError, UsageError
+from phalanx.log import printable, write_stderr
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     except PhalanxError as error:
         if isinstance(error, ValueError):
             raise
-        sys.stderr.write(f"phalanx drain: {error}\n")
+        write_stderr(f"phalanx drain: {error}\n")
         return 1
 
 
@@ -95,7 +95,7 @@ def drain(client: Client, run_id: str, name: str, timeout: float) -> int:
         if not changed.wait(max(0.0, end - time.monotonic())):
             raise StoreError(f"{name} was asked to leave, but is still there after {timeout:g} s")
         changed.clear()
-    print(f"{name} has left")
+    print(printable(f"{name} has left"))
     return 0
 
 

@@ -245,7 +245,7 @@ def _write_report(text: str, after: str = "") -> None:
         return
     from phalanx.observe.report import for_stream
 
-    write_stderr(for_stream(f"\n{text}\n", sys.stderr.encoding) + after)
+    write_stderr(for_stream(f"\n{text}\n", sys.stderr.encoding) + after, styled=True)
 
 
 def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:

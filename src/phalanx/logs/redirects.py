@@ -60,7 +60,7 @@ def redirect(std: str, to_file: str) -> Iterator[None]:
     try:
         # O_APPEND: after a truncation, writes continue at the new end and leave no hole.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-        target = os.open(to_file, flags, 0o666)
+        target = os.open(to_file, flags, 0o600)
     except OSError:
         if saved is not None:
             os.close(saved)

@@ -227,7 +227,7 @@ def open_sink(dst: TextIO | str | os.PathLike[str]) -> tuple[Hashable, Sink]:
 
 def _open_path(path: str) -> tuple[Hashable, Sink]:
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
         return ("path", path), NoSink(path, f"{path} cannot be opened: {error.strerror}")
     status = os.fstat(fd)

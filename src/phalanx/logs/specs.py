@@ -8,6 +8,8 @@ Invariants
   third `attempt_0.2`. No file is deleted or overwritten.
 - A run ID is untrusted input. It becomes exactly one path component, or is rejected.
 - Without a log_dir, a private directory (0700) is created on first use.
+- Directories and files are private (0700, 0600) whatever the umask. Only a directory that already exists
+  keeps its mode: to let others read logs, change the mode of the directories of a run afterwards.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from enum import IntFlag
 
 from phalanx.core.record import Record
 from phalanx.environment import temporary_directory
+from phalanx.trusted_files import make_directory
 
 __all__ = ["DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"]
 
@@ -137,7 +140,7 @@ class DefaultLogsSpecs(LogsSpecs):
     def root_log_dir(self) -> str:
         """The given directory, or the temporary one (created on first use)."""
         if self._root_log_dir is None:
-            self._root_log_dir = _make_unique(temporary_directory(), "phalanx", 0o700)
+            self._root_log_dir = _make_unique(temporary_directory(), "phalanx")
         return self._root_log_dir
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -153,7 +156,7 @@ class DefaultLogsSpecs(LogsSpecs):
         )
         for rank in envs:
             rank_dir = os.path.join(attempt_dir, str(rank))
-            os.mkdir(rank_dir, 0o777)
+            os.mkdir(rank_dir, 0o700)
             dest.error_files[rank] = os.path.join(rank_dir, "error.json")
             streams = (
                 (Std.OUT, "stdout.log", dest.stdouts, dest.tee_stdouts),
@@ -183,8 +186,8 @@ class DefaultLogsSpecs(LogsSpecs):
         name = _path_component(run_id)
         root = self.root_log_dir
         try:
-            os.makedirs(root, exist_ok=True)  # it may have been deleted since
-            made = _make_unique(root, name, 0o777)
+            make_directory(root)  # it may have been deleted since
+            made = _make_unique(root, name)
         except PermissionError as error:
             raise _not_writable(root, error) from error
         self._run_dirs[run_id] = made
@@ -197,7 +200,7 @@ class DefaultLogsSpecs(LogsSpecs):
             name = f"attempt_{attempt}.{again}" if again else f"attempt_{attempt}"
             path = os.path.join(run_dir, name)
             try:
-                os.mkdir(path)
+                os.mkdir(path, 0o700)
             except FileExistsError:
                 again += 1
                 continue
@@ -249,12 +252,12 @@ def _path_component(run_id: str) -> str:
     return run_id
 
 
-def _make_unique(parent: str, name: str, mode: int) -> str:
+def _make_unique(parent: str, name: str) -> str:
     """A new directory `<name>_<unique>`; importing tempfile takes longer than the rest of the start."""
     while True:
         path = os.path.join(parent, f"{name}_{os.urandom(4).hex()}")
         try:
-            os.mkdir(path, mode)
+            os.mkdir(path, 0o700)
         except FileExistsError:
             continue
         return path
@@ -262,7 +265,9 @@ def _make_unique(parent: str, name: str, mode: int) -> str:
 
 def _make_log_dir(path: str) -> None:
     try:
-        os.makedirs(path, exist_ok=True)
+        make_directory(path)
+        if not os.path.isdir(path):
+            raise NotADirectoryError
     except (FileExistsError, NotADirectoryError) as error:
         raise NotADirectoryError(f"log_dir {path!r} is a file, or is below one; use a directory") from error
     except PermissionError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 from phalanx.environment import rewrites_lines
+from phalanx.log import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Progress:
             return
         waited = now - self._since
         self._drawn = int((waited - PATIENCE) / REDRAW) + 1
-        text = f"{_WHEEL[self._drawn % len(_WHEEL)]} {self._what} ({waited:.0f} s)"
+        text = printable(f"{_WHEEL[self._drawn % len(_WHEEL)]} {self._what} ({waited:.0f} s)")
         self._write(_ERASE + text[: self._columns() - 1])
         self._shown = True
 

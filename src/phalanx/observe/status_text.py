@@ -1,7 +1,11 @@
-"""Formats the state of a job, as an agent reports it, for a person."""
+"""Formats the state of a job, as an agent reports it, for a person.
+
+The agent may be another user's: no character of its answer reaches the terminal that the terminal would obey.
+"""
 
 from __future__ import annotations
 
+from phalanx.log import printable
 from phalanx.observe.duration import duration
 
 TYPE_CHECKING = False
@@ -38,11 +42,14 @@ def format_status(job: dict[str, Any], width: int = 100) -> str:
         lines.append(f"  {duration(max(0.0, job['now'] - one['at']))} ago: {one['what']}")
     if job["logs"]:
         lines.append(f"  logs: {job['logs']}")
+    lines = [printable(line.replace("\n", "\\n")) for line in lines]
     return "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in lines)
 
 
 def _headline(job: dict[str, Any]) -> str:
     words = [f"{job['name']} (run {job['run']}) on {job['host']}, pid {job['pid']}"]
+    if job.get("user") is not None:
+        words.append(f"user {job['user']}")
     phase = PHASES.get(job["phase"], job["phase"])
     waiting = job["waiting_for"] if job["phase"] == "JOINING" else ""
     words.append(f"{waiting or phase} for {duration(max(0.0, job['now'] - job['since']))}")

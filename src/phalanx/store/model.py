@@ -75,6 +75,9 @@ class _Answered:
         self.replies: dict[int, Reply] = {}
 
 
+_SKIPPED = 1 << 20  # more than a store can do between two commits of its journal
+
+
 class Model:
     """The map, its history, leases and watches."""
 
@@ -361,6 +364,17 @@ class Model:
         return [(session, Notice(n, tuple(seen), self.revision)) for (session, n), seen in wanted.items()]
 
     # Keeping
+
+    def begin_incarnation(self) -> None:
+        """Skip the lease numbers that a lost end of the journal may have handed out."""
+        self._next_lease += _SKIPPED
+
+    def begin_epoch(self) -> None:
+        """Changes were lost: skip their revisions and forget the history, so that watches start again."""
+        self.revision += _SKIPPED
+        self._history.clear()
+        self._history_bytes = 0
+        self.compacted = self.revision
 
     def dump(self) -> dict[str, Any]:
         """Everything but the watches and lease clocks, as builtins."""

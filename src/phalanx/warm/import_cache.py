@@ -6,13 +6,17 @@ it too, by what it does before an import: set variables, change sys.path, or sha
 file of the same name. The list is therefore discarded when a line that looks like one of these was edited,
 or when such a file has appeared beside the script. import_recorder.py defines the format of the lines.
 
-Every module is checked again when it is preloaded (preload.py); a stale or broken file is ignored.
+Every module is checked again when it is preloaded (preload.py); a stale or broken file is ignored. The list
+decides what the zygote imports, so a file that another user could have written is ignored too, and nothing is
+written to a directory that others can change (trusted_files.py).
 """
 
 from __future__ import annotations
 
 import os
 import sys
+
+from phalanx.trusted_files import open_trusted, write_trusted
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,13 +60,16 @@ class ImportCache:
         if self.path is None:
             return
         try:
-            with open(self.path, encoding="utf-8", errors="surrogateescape") as file:
+            with open(open_trusted(self.path), encoding="utf-8", errors="surrogateescape") as file:
                 lines = file.read(_LIMIT).split("\n")
         except (OSError, ValueError):
             return
         if lines[:2] != [_MARK, self.key] or lines[-2:] != [".", ""]:
             return  # another version, another key with the same file name, or truncated
-        files = [_File.read(line[1:]) for line in lines[2:-2] if line.startswith("=")]
+        try:
+            files = [_File.read(line[1:]) for line in lines[2:-2] if line.startswith("=")]
+        except ValueError:
+            return
         names = [line for line in lines[2:-2] if not line.startswith(("-", "="))]
         if all(file.is_unchanged() for file in files) and not _shadows(first, names):
             self.names = names
@@ -96,18 +103,11 @@ class ImportCache:
         own = [f"={file.written()}" for file in self._own.values()]
         bad = [f"-{name}" for name in dict.fromkeys(self._unsuitable)]
         text = "\n".join([_MARK, self.key, *bad, *own, *self.names, "."]) + "\n"
-        scratch = f"{self.path}.{os.getpid()}"
         try:
-            os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+            write_trusted(self.path, text.encode("utf-8", "surrogateescape"))
             _make_room(os.path.dirname(self.path))
-            with open(scratch, "w", encoding="utf-8", errors="surrogateescape") as file:
-                file.write(text)
-            os.replace(scratch, self.path)
         except OSError:
-            try:
-                os.unlink(scratch)
-            except OSError:
-                pass
+            pass
 
 
 class _File:
@@ -185,7 +185,7 @@ def _shadows(first: str, names: list[str]) -> bool:
 
 def _make_room(directory: str) -> None:
     """Keep only the newest lists: every installed package changes all keys."""
-    entries = [entry for entry in os.scandir(directory) if entry.is_file()]
+    entries = [entry for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False)]
     if len(entries) > _MOST:
         entries.sort(key=lambda entry: entry.stat().st_mtime)
         for entry in entries[: len(entries) - _MOST]:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
+# Variables that the dynamic linker, Python, libc or OpenSSL obey: each of them can load code from a file of
+# its value. They are never set in the zygote; a script that sets one ends the list.
+_LOADS_CODE = ("LD_", "DYLD_", "PYTHON", "OPENSSL_", "SSL_", "GCONV_", "MALLOC_", "GLIBC_", "BASH_")
+_LOADS_CODE_NAMES = ("PATH", "ENV", "IFS", "LOCPATH", "NLSPATH", "HOSTALIASES", "RES_OPTIONS")
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST, without the module
 
 
@@ -30,6 +34,11 @@ def homes() -> tuple[str, ...]:
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages", ".zip"))]
     library = os.path.dirname(os.__file__)
     return tuple(os.path.join(path, "") for path in [*packages, library, library + "/lib-dynload"])
+
+
+def loads_code(variable: str) -> bool:
+    """Whether the value of this variable can make a program load code."""
+    return variable.startswith(_LOADS_CODE) or variable in _LOADS_CODE_NAMES
 
 
 class ImportRecorder:
@@ -117,7 +126,7 @@ class ImportRecorder:
         if frame is None or (frame is not setter and frame.f_code.co_name != "<module>"):
             return  # set by a package at work, after the imports at the top of the script
         try:
-            word = _constant(frame, name, value) if frame is setter else ""
+            word = _constant(frame, name, value) if frame is setter and not loads_code(name) else ""
         except Exception:  # noqa: BLE001 - some other statement
             word = ""
         self._unsure = not word

@@ -21,6 +21,7 @@ import os
 import sys
 
 from phalanx.warm.import_recorder import homes as installed_in
+from phalanx.warm.import_recorder import loads_code
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def preload(names: Iterable[str], report: Callable[[str], None]) -> None:
     own: dict[bytes, bytes | None] = {}  # variables that the script sets: their values before
     for name in names:
         if name[:1] in ("+", "?"):
+            if loads_code(name[1:].partition("=")[0]):
+                break  # the recorder never writes one; what follows may depend on it
             _set_for_script(name[0], name[1:], own)
             continue
         top = name.partition(".")[0]

@@ -151,7 +151,7 @@ def _catch_crashes(path: str) -> None:
         return
     try:
         # A bare descriptor: a file object would be reported as unclosed at exit.
-        faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644))
+        faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
     except OSError:
         pass
 

@@ -268,7 +268,7 @@ class Zygote:
             std[0] = os.open(spec["stdin"], os.O_RDONLY | os.O_CLOEXEC)
         for number, key in ((1, "stdout"), (2, "stderr")):
             if spec[key]:
-                std[number] = os.open(spec[key], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+                std[number] = os.open(spec[key], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         spec["places"] = place(std, [(name, fds[i], target) for name, i, target in spec["fds"]])
         os.chdir(request["cwd"])
         if spec["cpus"]:

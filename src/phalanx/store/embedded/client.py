@@ -6,8 +6,13 @@
 
 The thread owns the socket. Callers number their requests (store.session) and wait; when the
 connection breaks, what is unanswered is asked again on the next one, and watches go on where they
-were. Only after `grace` seconds without a connection, a refused token, or a store that has lost its
-data do requests fail. Callbacks run in the client's thread and must not block or wait for replies.
+were. Only after `grace` seconds without a connection, a token that is refused at the first one, or a
+store that has lost all its data do requests fail. Callbacks run in the client's thread and must not block or
+wait for replies.
+
+Once connected, a refusal is a failure like others: while the store restarts, another user of its machine may
+have taken the port. A store that has lost some of its data (welcome.epoch has grown) is announced with the
+state `reset`, before `connected`, and every watch starts again.
 """
 
 from __future__ import annotations
@@ -25,11 +30,12 @@ from phalanx.core.store_commands import Command, Entry, Get, Notice, Put, Reply,
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError
 from phalanx.store.embedded import wire
 from phalanx.store.embedded.client_session import Request, Session
-from phalanx.store.embedded.token import Token
+from phalanx.store.embedded.token import Token, key_of
 
 if TYPE_CHECKING:
     import ssl
 
+    from phalanx.store.embedded.handshake import Connection
     from phalanx.store.embedded.tls import Tls
 
 _CHUNK = 256 << 10
@@ -37,7 +43,7 @@ OWN_WATCHES = 1_000_000  # numbers of `Client.watch`; callers that number their 
 
 
 class State(NamedTuple):
-    """Of the connection: connected, disconnected, lost; or of a try that began at `at`: refused, failed."""
+    """Of the connection: reset, connected, disconnected, lost; of a try begun at `at`: refused, failed."""
 
     what: str
     at: float
@@ -210,6 +216,7 @@ class Client:
 
     def _run(self) -> None:
         try:
+            key_of(self.token)  # before the first attempt: it may take longer than a server waits
             self._stay_connected()
         except Exception as error:  # noqa: BLE001 - a failing callback must not leave callers waiting for ever
             self._give_up(StoreError(f"the store's client failed: {type(error).__name__}: {error}"))
@@ -221,34 +228,36 @@ class Client:
         while not self._closing and self.lost is None:
             began = self.clock()
             try:
-                sock, welcome = Dialling(self).connect()
-            except StoreAuthError as error:
-                self._give_up(error)
-                break
-            except (OSError, wire.WireError) as error:
+                connection = Dialling(self).connect()
+            except (OSError, wire.WireError, StoreAuthError) as error:
+                rejection = error if isinstance(error, StoreAuthError) else None
+                if rejection is not None and self.welcome is None:
+                    self._give_up(rejection)
+                    break
                 refused = isinstance(error, ConnectionRefusedError)
                 self.on_state(State("refused" if refused else "failed", began, _words(error)))
                 if self.clock() - away_since >= self.grace:
-                    self._give_up(self._unreachable(error))
+                    self._give_up(rejection or self._unreachable(error))
                     break
                 self._rest(min(pause, max(0.0, away_since + self.grace - self.clock())))
                 pause = min(pause * 2, 1.0)
                 continue
-            if self.welcome is not None and welcome.store != self.welcome.store:
-                sock.close()
+            before, welcome = self.welcome, connection.welcome
+            if before is not None and welcome.store != before.store:
+                connection.sock.close()
                 self._give_up(StoreConnectionError(
                     f"the store at {self.where} was restarted and has lost its data: start it with a journal "
                     "(phalanx store --journal FILE) to let jobs outlive it"
                 ))  # fmt: skip
                 break
             self.welcome = welcome
-            self._come_online()
+            self._come_online(before is not None and welcome.epoch != before.epoch)
             try:
-                self._converse(sock)
+                self._converse(connection)
             except (OSError, wire.WireError):
                 pass  # whatever it was, the answer is a new connection
             finally:
-                sock.close()
+                connection.sock.close()
                 self._online = False
             away_since, pause = self.clock(), 0.05
             if not self._closing:
@@ -276,30 +285,42 @@ class Client:
         except BlockingIOError:
             pass
 
-    def _come_online(self) -> None:
+    def hello(self) -> wire.Hello:
+        """The first frame of a connection."""
+        if self.welcome is None:
+            return wire.Hello(self.session)
+        return wire.Hello(self.session, self.welcome.store, self.welcome.incarnation, self._talk.revision)
+
+    def _come_online(self, is_reset: bool) -> None:
+        assert self.welcome is not None
         with self._lock:
             self._out.clear()
             self._sent.clear()
             now = self.clock()
-            for request in self._talk.resume():
+            self._talk.revision = self.welcome.revision
+            for request in self._talk.resume(anew=is_reset):
                 self._queue(request, now)
             self._online = True
         self._connected.set()
+        if is_reset:
+            why = f"the store at {self.where} has lost changes that it had confirmed (an old journal?)"
+            self.on_state(State("reset", now, why))
         self.on_state(State("connected", now))
 
     def _queue(self, request: Request, now: float) -> None:
         self._out.append(wire.encode(*request))
         self._sent[request.number] = now
 
-    def _converse(self, sock: socket.socket) -> None:
-        frames, unsent = wire.Frames(), bytearray()
+    def _converse(self, connection: Connection) -> None:
+        sock, _, frames, seal = connection
+        unsent = bytearray()
         sock.setblocking(False)
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_in, selectors.EVENT_READ)
             selector.register(sock, selectors.EVENT_READ)
             while True:
                 while self._out:
-                    unsent += self._out.popleft()
+                    unsent += seal.sealed(self._out.popleft())
                 if unsent:
                     try:
                         del unsent[: sock.send(unsent[:_CHUNK])]

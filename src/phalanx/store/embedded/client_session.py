@@ -3,7 +3,8 @@
 A session outlives its connections. Requests are numbered; what has no answer yet is asked again,
 under its old number, on the next connection, and the store answers a repeated number without doing
 it twice. Watches resume after the last revision they reported; where the store has dropped the
-history since, the watch starts again with everything that is there (`Notice.reset`).
+history since, or has lost changes that it had answered, the watch starts again with everything that is
+there (`Notice.reset`).
 
 Invariants: a number is answered to the caller at most once; changes of a watch come in order of
 revision, none twice; between two resets none is missing. The connection must keep order (TCP does).
@@ -28,6 +29,7 @@ class Session:
     """What is asked and not yet answered, and how far each watch has come."""
 
     def __init__(self) -> None:
+        self.revision = 0  # the highest that the store has told on this connection
         self._number = 0
         self._outstanding: dict[int, Command] = {}
         self._resuming: dict[int, tuple[int, int]] = {}  # number of a resumed Watch -> (watch, start)
@@ -46,16 +48,17 @@ class Session:
             self._told.pop(command.watch, None)
         return Request(self._number, self._done(), command)
 
-    def resume(self) -> list[Request]:
-        """Everything to send on a new connection, oldest first."""
+    def resume(self, *, anew: bool = False) -> list[Request]:
+        """Everything to send on a new connection, oldest first; `anew`: with watches from the beginning."""
         self._resuming.clear()
         requests = [Request(n, self._done(), c) for n, c in sorted(self._outstanding.items())]
         for watch, told in self._told.items():
-            requests.append(self._take_up(watch, told + 1))
+            requests.append(self._take_up(watch, 0 if anew else told + 1))
         return requests
 
     def answered(self, number: int, reply: Reply) -> tuple[list[Request], Reply | Notice | None]:
         """Take in a reply: what to send because of it, and what the caller gets."""
+        self.revision = max(self.revision, reply.revision)
         if (resuming := self._resuming.pop(number, None)) is not None:
             return self._resumed(*resuming, reply)
         command = self._outstanding.pop(number, None)
@@ -65,6 +68,7 @@ class Session:
 
     def noticed(self, notice: Notice) -> Notice | None:
         """Take in a notice, without the changes that are known already."""
+        self.revision = max(self.revision, notice.revision)
         told = self._told.get(notice.watch)
         if told is None:
             return None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.errors import StoreAuthError
 from phalanx.store.embedded import wire
+from phalanx.store.embedded.token import key_of
 
 if TYPE_CHECKING:
     from phalanx.store.embedded.client import Client
@@ -17,14 +18,23 @@ CONNECT_TIME = 5.0
 _TLS_ALERT = b"\x15\x03"  # how a store with TLS turns down what is not TLS
 
 
+class Connection(NamedTuple):
+    """An open connection: what came first, how to read from it, and how to write to it."""
+
+    sock: socket.socket
+    welcome: wire.Welcome
+    frames: wire.Frames
+    seal: wire.Seal
+
+
 class Dialling:
     """One attempt to open a connection for a client."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
 
-    def connect(self) -> tuple[socket.socket, wire.Welcome]:
-        """A socket that has passed the handshake; OSError, WireError or StoreAuthError."""
+    def connect(self) -> Connection:
+        """A connection that has passed the handshake; OSError, WireError or StoreAuthError."""
         sock = socket.create_connection((self.client.host, self.client.port), timeout=CONNECT_TIME)
         try:
             if sock.getsockname() == sock.getpeername():
@@ -36,13 +46,13 @@ class Dialling:
             if self.client.sealing is None:
                 nonce = os.urandom(wire.NONCE)
                 sock.sendall(wire.greeting(nonce))
-                return sock, self._shake_hands(sock, nonce, self._greeted(sock), b"")
+                return self._shake_hands(sock, nonce, self._greeted(sock), None)
             return self._connect_sealed(sock)
         except BaseException:
             sock.close()
             raise
 
-    def _connect_sealed(self, raw: socket.socket) -> tuple[socket.socket, wire.Welcome]:
+    def _connect_sealed(self, raw: socket.socket) -> Connection:
         from phalanx.store.embedded import tls
 
         assert self.client.sealing is not None
@@ -55,7 +65,7 @@ class Dialling:
                 theirs = self._greeted(sock)
                 nonce = os.urandom(wire.NONCE)
                 sock.sendall(wire.greeting(nonce))
-                return sock, self._shake_hands(sock, nonce, theirs, binding)
+                return self._shake_hands(sock, nonce, theirs, binding)
             except BaseException:
                 sock.close()
                 raise
@@ -78,21 +88,30 @@ class Dialling:
                 "as on the other nodes"
             )
 
-    def _shake_hands(self, sock: socket.socket, nonce: bytes, theirs: bytes, binding: bytes) -> wire.Welcome:
-        token = self.client.token
-        secret = token.secret if token else b""
-        sock.sendall(wire.proof(secret, "client", theirs + binding, nonce))
+    def _shake_hands(
+        self, sock: socket.socket, nonce: bytes, theirs: bytes, certificate: bytes | None
+    ) -> Connection:
+        """`certificate`: what identifies the server under TLS."""
+        key = key_of(self.client.token)
+        binding = certificate or b""
+        sock.sendall(wire.proof(key, "client", theirs + binding, nonce))
         given = _read(sock, wire.PROOF)
-        if not wire.proves(given, secret, "server", nonce + binding, theirs):
+        if not wire.proves(given, key, "server", nonce + binding, theirs):
             raise self._refusal(given)
-        sock.sendall(wire.encode(0, 0, wire.Hello(self.client.session)))
-        size = int.from_bytes(_read(sock, wire.HEADER), "big")
+        outgoing, incoming = wire.seals(key, nonce, theirs)
+        if certificate is not None:
+            outgoing = wire.NoSeal()
+        sock.sendall(outgoing.sealed(wire.encode(0, 0, self.client.hello())))
+        frames = wire.Frames(wire.HELLO_CAP, incoming if certificate is None else None)
+        size = int.from_bytes(head := _read(sock, wire.HEADER), "big")
         if size > wire.HELLO_CAP:
             raise wire.WireError(f"a welcome of {size} bytes")
-        body = wire.decode(_read(sock, size)).body
-        if not isinstance(body, wire.Welcome):
-            raise wire.WireError(f"{type(body).__name__} instead of a welcome")
-        return body
+        rest = _read(sock, size + (wire.TAG if frames.seal is not None else 0))
+        (frame,) = frames.feed(head + rest)
+        if not isinstance(frame.body, wire.Welcome):
+            raise wire.WireError(f"{type(frame.body).__name__} instead of a welcome")
+        frames.cap = wire.CAP
+        return Connection(sock, frame.body, frames, outgoing)
 
     def _refusal(self, given: bytes) -> StoreAuthError:
         token, where = self.client.token, self.client.where

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.core.store_commands import Command, Notice, Put, Reply, Watch
 from phalanx.errors import StoreError, UsageError
 from phalanx.store.embedded import wire
-from phalanx.store.embedded.token import Token
+from phalanx.store.embedded.token import Token, key_of
 from phalanx.store.model import Model, Notices, mutates
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class _Peer:
         "nonce",
         "out",
         "raw",
+        "seal",
         "session",
         "sock",
         "stage",
@@ -68,6 +69,7 @@ class _Peer:
         self.stage, self.raw, self.out = "greeting", b"", bytearray()
         self.nonce, self.theirs = os.urandom(wire.NONCE), b""
         self.frames = wire.Frames(wire.HELLO_CAP)
+        self.seal: wire.Seal = wire.NoSeal()
         self.session = ""
         self.closing = False
 
@@ -92,6 +94,7 @@ class Server:
         self.token, self.linger = token, linger
         self.on_incident, self.on_failure = on_incident, on_failure
         self._sealing: ssl.SSLContext | None = None
+        self._key = key_of(token)  # now: it may take a while
         self._binding = b""  # ties the proof of the token to this server's certificate
         if tls is not None:
             from phalanx.store.embedded.tls import own_fingerprint, server_context
@@ -332,14 +335,16 @@ class Server:
             if len(peer.raw) < wire.PROOF:
                 return
             given, data, peer.raw = peer.raw[: wire.PROOF], peer.raw[wire.PROOF :], b""
-            secret = self.token.secret if self.token else b""
-            if not wire.proves(given, secret, "client", peer.nonce + self._binding, peer.theirs):
+            key = self._key
+            if not wire.proves(given, key, "client", peer.nonce + self._binding, peer.theirs):
                 peer.closing = True
                 self._write(peer, wire.REFUSED if self.token else wire.OPEN)
                 source = f" (ours is from {self.token.source})" if self.token else ""
                 self.on_incident(f"{peer.where} showed a wrong token{source}")
                 return
-            self._write(peer, wire.proof(secret, "server", peer.theirs + self._binding, peer.nonce))
+            self._write(peer, wire.proof(key, "server", peer.theirs + self._binding, peer.nonce))
+            if self._sealing is None:
+                peer.frames.seal, peer.seal = wire.seals(key, peer.theirs, peer.nonce)
             peer.stage = "hello"
         if peer.closing:
             return
@@ -358,12 +363,33 @@ class Server:
                 self._drop(old, "")
             self._current[body.session] = peer
             self._gone.pop(body.session, None)
-            welcome = wire.Welcome(self.store, self._journal is not None, self.linger)
-            self._write(peer, wire.encode(0, 0, welcome))
+            self._look_for_losses(peer, body)
+            self._send(peer, wire.encode(0, 0, self._welcome()))
         elif isinstance(body, (wire.Hello, wire.Welcome, Reply, Notice)):
             raise wire.WireError(f"{type(body).__name__} is not for a server")
         else:
             self._carry_out(peer, frame.number, frame.done, body, now)
+
+    def _welcome(self) -> wire.Welcome:
+        revision = self._model.revision
+        if self._journal is None:
+            return wire.Welcome(self.store, False, self.linger, 1, revision, self.store)
+        journal = self._journal
+        return wire.Welcome(self.store, True, self.linger, journal.epoch, revision, journal.incarnation)
+
+    def _look_for_losses(self, peer: _Peer, hello: wire.Hello) -> None:
+        """Begin a new epoch if this client has seen changes that the journal does not have."""
+        if self._journal is None or hello.store != self.store:
+            return
+        if not self._journal.has_lost(hello.incarnation, hello.revision):
+            return
+        self._journal.begin_epoch(self._model, self.store, hello.incarnation)
+        self.on_incident(
+            f"the journal has lost changes that {peer.where} has seen (an old copy, or a damaged disk): "
+            f"epoch {self._journal.epoch} begins, and all jobs re-form"
+        )
+        for other in [one for one in self._current.values() if one is not peer]:
+            self._drop(other, "")  # they learn of the epoch when they connect again
 
     def _carry_out(self, peer: _Peer, number: int, done: int, command: Command, now: float) -> None:
         reply, notices = self._model.apply(peer.session, number, done, command, now)
@@ -374,7 +400,7 @@ class Server:
             packed = wire.encode(number, done, reply)
         except StoreError:
             packed = wire.encode(number, done, Reply(False, reply.revision, error="size"))
-        self._write(peer, packed)
+        self._send(peer, packed)
         if isinstance(command, Watch):
             missed = self._model.replay(peer.session, command)
             if missed is not None:
@@ -388,7 +414,10 @@ class Server:
             if peer is not None:
                 if notice not in packed:
                     packed[notice] = wire.encode(0, 0, notice)
-                self._write(peer, packed[notice])
+                self._send(peer, packed[notice])
+
+    def _send(self, peer: _Peer, frame: bytes) -> None:
+        self._write(peer, peer.seal.sealed(frame))
 
     def _write(self, peer: _Peer, data: bytes) -> None:
         if len(peer.out) + len(data) > UNREAD_CAP:

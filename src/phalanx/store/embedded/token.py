@@ -3,18 +3,26 @@
 Order: the variable PHALANX_TOKEN, the file named by PHALANX_TOKEN_FILE, the private file
 `~/.phalanx/token`, which is made on first use, so that a shared home needs no set-up. The secret
 itself is never shown: messages name the file or variable it came from.
+
+A file that another user could have written is refused: whoever writes the token can join the job. What the
+two sides prove to each other is a key made from the token. For a token that a person may have chosen, making
+it takes a slow function, so that an impostor who has received a proof cannot try many words against it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 from phalanx.environment import TOKEN, TOKEN_FILE, variables
 from phalanx.errors import StoreAuthError
+from phalanx.trusted_files import check_directory, make_directory, open_trusted
 
 _LONGEST = 4096
+_RANDOM = 32  # bytes; a token of this length was generated, or is a long passphrase
+_SALT = b"phalanx store token"  # fixed: both sides make the key before they have exchanged anything
 
 
 class Token(NamedTuple):
@@ -23,8 +31,28 @@ class Token(NamedTuple):
     secret: bytes
     source: str
 
+    @property
+    def key(self) -> bytes:
+        """What proofs and tags are made with; computed once in a process."""
+        return _key(self.secret)
+
     def __repr__(self) -> str:
         return f"Token(<hidden>, {self.source!r})"
+
+
+@cache
+def _key(secret: bytes) -> bytes:
+    import hashlib
+
+    if len(secret) >= _RANDOM:
+        return hashlib.sha256(_SALT + secret).digest()
+    # About 0.1 s and 32 MiB for each guess.
+    return hashlib.scrypt(secret, salt=_SALT, n=1 << 15, r=8, p=1, maxmem=64 << 20, dklen=32)
+
+
+def key_of(token: Token | None) -> bytes:
+    """The key of a token; without a token a constant, which proves and protects nothing."""
+    return token.key if token is not None else b""
 
 
 def given_token(environ: Mapping[str, str]) -> Token | None:
@@ -50,9 +78,15 @@ def find_token(environ: Mapping[str, str] | None = None, *, make: bool = True) -
 
 def _read(path: str, source: str, *, private: bool) -> Token:
     try:
-        with open(path, "rb") as file:
+        # A given file may be a link: that is how Kubernetes mounts a secret.
+        with open(open_trusted(path, follow=not private), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
             secret = file.read(_LONGEST + 1).strip()
+    except PermissionError as error:
+        raise StoreAuthError(
+            f"{source} is not used: {error.filename} {error.strerror}; it and its directories must belong to "
+            "this user or root, and others must not be able to write to them"
+        ) from error
     except OSError as error:
         raise StoreAuthError(
             f"no token: {source}: {error.strerror}; set {TOKEN} or make that file"
@@ -71,7 +105,8 @@ def _make(path: str) -> None:
     directory = os.path.dirname(path)
     draft = f"{path}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
-        os.makedirs(directory, mode=0o700, exist_ok=True)
+        make_directory(directory)
+        check_directory(directory)
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.write(fd, secrets.token_hex(32).encode() + b"\n")

@@ -1,13 +1,13 @@
 """Timers over a named pipe: the pipe, the client, and the server, which is the agent's watchdog.
 
 Invariants
-- The pipe is readable and writable by its owner only. A path that holds anything but a pipe of this user is
-  refused, never replaced: it may be a symbolic link planted by another user.
+- The pipe is readable and writable by its owner only, and other users cannot replace it. A path that holds
+  anything but a pipe of this user is refused, never replaced: it may be a symbolic link of another user.
 - A writer waits for room in the pipe, but not forever. It reconnects to a restarted server. Its descriptor
   keeps its number when the pipe is opened again, so that another thread never writes into an unrelated file.
 - A release without a server is complete: a server that is gone keeps no timers.
-- A signal goes only to a process that sent a request, is admitted (watched_processes.py), and is still the
-  same process.
+- A signal goes only to a process that sent a request itself, is admitted (watched_processes.py), and is still
+  the same process.
 - Scopes expire independently: if the worker survives the signal it chose, its other scopes stay armed.
 - Facts about the worker are read before the signal and logged after it, because a killed process has none and
   a slow log must not delay the signal. `log_event` is called before the signal.
@@ -26,6 +26,7 @@ from phalanx.supervision.timers import pipe_codec
 from phalanx.supervision.timers.api import FileTimerRequest, TimerClient
 from phalanx.supervision.timers.watchdog import Watchdog, log
 from phalanx.supervision.timers.watched_processes import identity
+from phalanx.trusted_files import check_directory, make_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,8 @@ def private_path() -> str:
 def _make_pipe(path: str) -> None:
     """Make the pipe, or reuse one that an earlier server of this user left."""
     parent = os.path.dirname(os.path.abspath(path))
-    os.makedirs(parent, mode=0o700, exist_ok=True)
+    make_directory(parent)
+    check_directory(parent)
     try:
         os.mkfifo(path, 0o600)
         return
@@ -134,11 +136,13 @@ class FileTimerClient(TimerClient):
         self._file_path = file_path
         self.signal = signal
         self._names: tuple[int, dict[str, bytes]] = (0, {})
+        self._held: set[str] = set()
         identity()
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
         """See `TimerClient.acquire`; BrokenPipeError if there is no server."""
         line = pipe_codec.acquire(self._name(scope_id), expiration_time, int(self.signal))
+        self._held.add(scope_id)
         self._send(line, scope_id, SERVER_TIMEOUT)
 
     def release(self, scope_id: str) -> None:
@@ -147,13 +151,14 @@ class FileTimerClient(TimerClient):
             self._send(pipe_codec.release(self._name(scope_id)), scope_id, 0.0)
         except BrokenPipeError:
             pass
+        self._held.discard(scope_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_file_path": self._file_path, "signal": self.signal, "_names": (0, {})}
+        return {"_file_path": self._file_path, "signal": self.signal, "_names": (0, {}), "_held": set()}
 
     def __del__(self) -> None:
         fd = self.__dict__.get("_fd")
-        if fd is not None:
+        if fd is not None and not self._held:  # the open pipe shows the server that this process asked
             os.close(fd)
 
     def _name(self, scope: str) -> bytes:
@@ -297,6 +302,8 @@ class FileTimerServer:
     def _open(self) -> TimerPipe:
         if self._pipe is None:
             self._pipe = TimerPipe(self._file_path)
+            found = os.fstat(self._pipe.fileno())
+            self._watchdog.workers.pipe = (found.st_dev, found.st_ino)
         return self._pipe
 
     def _overdue(self, pid: int, requests: list[FileTimerRequest]) -> None:

@@ -7,6 +7,9 @@ the same process.
 Invariants
 - Only descendants of this process are admitted, and this process itself if it made a client. Permission to
   signal is not enough: root may signal every process.
+- Every process of this user can write any pid into a named pipe. There, a process is admitted only if it
+  holds the pipe open itself, as our client does. torch's client closes it after each line: its lines are
+  accepted for processes that have loaded torch, but never for the helpers of an agent (keeper and zygote).
 - On kernels without pidfds, the start time is compared right before a signal.
 - Admission opens the pidfd, inspects the process, then checks that it is still alive: so what was inspected
   is the process behind the pidfd.
@@ -19,7 +22,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from phalanx.kernel import stat_fields
+from phalanx.kernel import list_dir, read_text, stat_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,6 +117,7 @@ class WatchedProcesses:
 
     def __init__(self, joined: Callable[[TimedWorker], None], left: Callable[[TimedWorker], None]) -> None:
         self.known: dict[int, TimedWorker] = {}
+        self.pipe: tuple[int, int] | None = None  # device and inode of the named pipe that requests come from
         self._joined = joined
         self._left = left
 
@@ -138,7 +142,7 @@ class WatchedProcesses:
                 return "no descriptor left"
             fd = None
         worker = TimedWorker(pid, fd, start_time(pid))
-        reason = self._refusal(worker, started)
+        reason = self._refusal(worker, started) or self._unasked(worker, started)
         if reason:
             worker.close()
             return reason
@@ -158,6 +162,14 @@ class WatchedProcesses:
         for pid in list(self.known):
             self.remove(pid)
 
+    def _unasked(self, worker: TimedWorker, started: int) -> str:
+        """Why the process cannot have sent the request itself, or ''. Lines of torch have no start time."""
+        if self.pipe is None or worker.pid == os.getpid() or _holds(worker.pid, self.pipe):
+            return ""
+        if started or not _has_loaded_torch(worker.pid) or _is_helper(worker.pid):
+            return "a process that did not ask" if worker.alive() else "dead worker"
+        return ""
+
     @staticmethod
     def _refusal(worker: TimedWorker, started: int) -> str:
         me = os.getpid()
@@ -166,3 +178,27 @@ class WatchedProcesses:
         if started and worker.started and started != worker.started:
             return "pid of an earlier process"
         return worker.signal(0) and "dead worker"
+
+
+def _holds(pid: int, pipe: tuple[int, int]) -> bool:
+    """Whether a process has the pipe open."""
+    for fd in list_dir(f"/proc/{pid}/fd"):
+        try:
+            found = os.stat(f"/proc/{pid}/fd/{fd}")
+        except OSError:
+            continue
+        if (found.st_dev, found.st_ino) == pipe:
+            return True
+    return False
+
+
+def _has_loaded_torch(pid: int) -> bool:
+    return "/libtorch" in read_text(f"/proc/{pid}/maps")
+
+
+def _is_helper(pid: int) -> bool:
+    """Whether a process is in a session that a child of this process leads: a keeper, or its zygote."""
+    fields = stat_fields(pid)
+    session = int(fields[3]) if fields else 0
+    leader = stat_fields(session) if session != os.getsid(0) else None
+    return leader is not None and int(leader[1]) == os.getpid()
