@@ -311,7 +311,8 @@ class LocalWorkers:
         try:
             return Started(tuple(self.take_start().values()))
         except START_ERRORS as error:
-            return StartFailed(_in_words(error))
+            lost = self.context is not None and self.context.start_lost
+            return StartFailed(_in_words(error), retry=lost)
 
     def _stop_event(self) -> Event | None:
         if not self.idle:

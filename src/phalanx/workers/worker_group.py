@@ -10,6 +10,7 @@ worker_kinds.py has the kinds of worker (programs, functions) and `start_process
 * Everything is an event of the spawner's socket: an exit wakes a wait at once. An owner with a loop calls
   `begin`, `advance` and `ask_stop`, which never wait; `start`, `wait` and `close` are for the others.
 * A helper that does not answer a stop is killed, and the workers with it.
+* Helpers that end before they have answered a start are replaced: nothing of the group is left of it.
 * What the workers wrote before they ended is on the console before the result is given.
 * Whatever ends a group, all of it is given back: processes, descriptors, threads, signal handlers.
 """
@@ -60,6 +61,7 @@ _ANSWER = 7.0  # over the grace: the zygote answers before that, or it is not go
 _SIGN_OF_LIFE = 1.0  # for a zygote to answer a start, or to report the first exit of workers that it kills
 _MOMENT = 0.05  # what a poll may take once nothing is left: mostly the last lines are out by then
 _CLEARED = 2.0  # for the keeper to kill the zygote
+_START_TRIES = 3  # helpers that may end while they start a group; after that, something else is wrong
 
 
 class GroupOptions(Record):
@@ -120,6 +122,9 @@ class PContext(abc.ABC):
         self._listening = RLock()  # an RLock, because a signal's exception may strike before its release
         self._state = "new"
         self.start_error: StartError | None = None  # why nothing of the group was started
+        self.start_lost = False  # it is that the helpers ended, which says nothing about the next start
+        self._jobs: list[WorkerLaunch] = []  # until the start is answered
+        self._tries = 0
         self._answered = False  # the helpers have started the group, or refused to
         self._answer_by: float | None = None  # a stop is under way: when the helpers are killed instead
         self._alive_by: float | None = None  # workers are being killed: when the helpers must report one
@@ -196,16 +201,43 @@ class PContext(abc.ABC):
             require_files(self.nprocs, files_needed(jobs, self._console.files if self._console else 0))
             if self._console is not None:
                 self._console.start()
-            self.spawner = self.options.take_helpers(self.spawner_kind)
-            if self.spawner is None:
-                self.spawner = self._new_spawner()
-                self._owns_spawner = True
-            self.started_at = time.time()
-            policy = self.options.at_failure
-            self.spawner.request(jobs, os.environ, (policy.sig, policy.grace) if policy.by_helpers else None)
+            self._jobs = jobs
+            self._launch()
         except BaseException:
             self.abandon()
             raise
+
+    def _launch(self) -> None:
+        """Have helpers start the group."""
+        self._tries += 1
+        self.spawner = self.options.take_helpers(self.spawner_kind)
+        if self.spawner is None:
+            self.spawner = self._new_spawner()
+            self._owns_spawner = True
+        self.started_at = time.time()
+        policy = self.options.at_failure
+        at_failure = (policy.sig, policy.grace) if policy.by_helpers else None
+        self.spawner.request(self._jobs, os.environ, at_failure)
+
+    def _launch_again(self) -> None:
+        """The helpers ended before they answered, and what they had forked with them: take others."""
+        assert self.spawner is not None
+        lost = self.spawner
+        lost.in_use = False
+        try:
+            if self._owns_spawner:
+                self.options.retire(lost)
+            self._launch()
+        except (StartError, OSError) as error:
+            self.start_error = error if isinstance(error, StartError) else StartError(str(error.strerror))
+            self._finish()
+
+    def _finish(self) -> None:
+        """Nothing of the group is left: the helpers are free for the next one."""
+        self._state = "done"
+        self._jobs = []
+        if self.spawner is not None:
+            self.spawner.in_use = False
 
     def _prepare(self) -> None:  # noqa: B027 - most kinds need nothing
         """What a kind of worker does before anything is started; raises what makes a start impossible."""
@@ -250,7 +282,7 @@ class PContext(abc.ABC):
         with self._lock:
             if self.spawner is not None and not self._owns_spawner and self._state != "done":
                 self.spawner.stop(signal.SIGKILL, 0)
-            self._state = "done"
+            self._finish()
         self._release()
 
     # -- wait -------------------------------------------------------------------------------------
@@ -395,6 +427,7 @@ class PContext(abc.ABC):
                 elif isinstance(event, WorkersStarted):
                     self._answered = True
                     self._pids = dict(event.pids)
+                    self._jobs = []
                     if self._state == "starting":
                         self._state = "running"
                     else:  # a stop was asked for meanwhile: from here on its grace counts
@@ -402,9 +435,9 @@ class PContext(abc.ABC):
                 elif isinstance(event, StartRefused):
                     self._answered = True
                     self.start_error = event.error
-                    self._state = "done"
+                    self._finish()
                 elif isinstance(event, GroupStopped):
-                    self._state = "done"
+                    self._finish()
                     self.unkillable = event.unkillable
                 elif isinstance(event, HelpersLost) and self._state != "done":
                     self._lose_helpers()
@@ -412,14 +445,18 @@ class PContext(abc.ABC):
     def _lose_helpers(self) -> None:
         """Keeper and zygote were killed; the kernel kills the workers with them."""
         assert self.spawner is not None
+        unanswered = not self._answered and self._answer_by is None
+        if unanswered and self._tries < _START_TRIES:
+            self._launch_again()
+            return
         for rank, pid in self._pids.items():
             self._exits.setdefault(rank, Exit(rank, pid, -signal.SIGKILL, time.time(), self._stopped_at))
-        if not self._answered and self._answer_by is None:
-            self.start_error = self.spawner.lost_at_start()
+        if unanswered:
+            self.start_error, self.start_lost = self.spawner.lost_at_start(), True
         if self._answered and not self._clearing:
             warn("the helper process of the group was killed; its workers ended with it")
         self._answered = True
-        self._state = "done"
+        self._finish()
 
     def _decide(self) -> None:
         with self._lock:

@@ -131,6 +131,7 @@ class Spawner:
         self._early: list[Event] = []
         self._group = 0
         self.lost = False  # the helpers are gone; make another Spawner
+        self.in_use = False  # by a group, which reads `events`; else the owner calls `catch_up`
         self._closed = False
         self.preload = preload or []
         self.importing = preload is not None
@@ -181,6 +182,7 @@ class Spawner:
             fds.append(number)
         ignored = [int(s) for s in (signal.SIGHUP,) if signal.getsignal(s) is signal.SIG_IGN]
         self._group += 1
+        self.in_use = True
         self._early = [event for event in self._early if isinstance(event, HelpersLost)]  # not of this group
         self._files = (len(jobs), files_needed(jobs))
         request = {
