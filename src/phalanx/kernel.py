@@ -54,6 +54,11 @@ def die_with_parent() -> bool:
     return _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def wake_at_parent_death() -> bool:
+    """Make the kernel continue this process, should it be stopped, when its parent exits."""
+    return _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def become_subreaper() -> bool:
     """Adopt descendants whose parents die, instead of init."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)

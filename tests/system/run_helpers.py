@@ -208,7 +208,9 @@ def _take_terminal() -> None:
 def helpers_of(agent: int) -> list[int]:
     """Keeper and zygote."""
     return [
-        child.pid for child in psutil.Process(agent).children(recursive=True) if "phalanx-" in child.name()
+        child.pid
+        for child in psutil.Process(agent).children(recursive=True)
+        if child.name() in ("worker-keeper", "worker-zygote")
     ]
 
 

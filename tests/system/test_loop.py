@@ -60,7 +60,7 @@ def stopped_zygote() -> Iterator[HelperPool]:
     pool = HelperPool("exec")
     assert pool.current is not None
     keeper = psutil.Process(pool.current.pid)
-    wait_until(lambda: [c for c in keeper.children() if c.name() == "phalanx-zygote"], "the zygote")
+    wait_until(lambda: [c for c in keeper.children() if c.name() == "worker-zygote"], "the zygote")
     (zygote,) = keeper.children()
     zygote.suspend()
     try:

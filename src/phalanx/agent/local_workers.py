@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
     from phalanx.membership.network_interface import NetworkInterface
+    from phalanx.supervision.heartbeat import LeaseBoard
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
     from phalanx.workers.failure import ProcessFailure
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 _LOOK_AT_STATES = 1.0  # uninterruptible sleep is not an event; it is looked for this often, when asked for
 _QUIET_AFTER = 2.0  # seconds after a start: time for what a failure will need
+_FENCED = 5.0  # seconds for the membership to find that its lease has expired
 START_ERRORS = (StartError, OSError, ValueError, TypeError, RendezvousError)
 
 
@@ -102,6 +104,21 @@ class LocalWorkers:
         self._quiet_at: float | None = None
         self._interface: NetworkInterface | None = None
         self._stuck_since: dict[int, float] = {}
+        self._lease: LeaseBoard | None = None
+        self._fenced_by: float | None = None
+
+    # -- the lease ----------------------------------------------------------------------------------
+
+    def lease_until(self, when: float) -> None:
+        """Workers may run until then (monotonic clock); the helpers kill them if this is not renewed.
+
+        From any thread. The first call must come before the start of the workers that it is for.
+        """
+        if self._lease is None:
+            from phalanx.supervision.heartbeat import LeaseBoard
+
+            self._lease = LeaseBoard()
+        self._lease.write(when)
 
     # -- starting -----------------------------------------------------------------------------------
 
@@ -128,7 +145,7 @@ class LocalWorkers:
         self._number, self._attempt, self._placed_in = number, attempt, placed_in
         self._starting, self._stopping, self._swept = True, False, False
         self._begin_at = time.monotonic()
-        self.error = None
+        self.error = self._fenced_by = None
         group, interface = self._group, self._interface
         if (group.group_world_size or 1) > 1 and interface is not None:
             interface.find(os.environ, group.master_addr, group.spec.local_addr)
@@ -196,6 +213,7 @@ class LocalWorkers:
             "duplicate_stderr_filters": spec.duplicate_stderr_filters,
             "options": GroupOptions(
                 at_failure=self._at_failure,
+                lease=-1 if self._lease is None else self._lease.fileno(),
                 warm=self._helpers.warm,
                 boards=self._supervision.boards(len(args)),
                 attach=self._attach,
@@ -273,14 +291,14 @@ class LocalWorkers:
 
     def fds(self, phase: Phase) -> list[tuple[int, int]]:
         context = self.context
-        return [] if context is None or context.done else [(context.fileno(), context.mask)]
+        return [] if context is None or context.done else context.fds()
 
     def deadline(self, phase: Phase) -> float | None:
         times = [self._interface.deadline()] if self._waits and self._interface is not None else []
         if self.context is not None:
             times.append(self.context.deadline())
         if phase == "RUNNING":
-            times.append(self._quiet_at)
+            times += [self._quiet_at, self._fenced_by]
             if self._uninterruptible_timeout > 0:
                 times.append(time.monotonic() + _LOOK_AT_STATES)
         return min((when for when in times if when is not None), default=None)
@@ -311,7 +329,8 @@ class LocalWorkers:
         try:
             return Started(tuple(self.take_start().values()))
         except START_ERRORS as error:
-            return StartFailed(_in_words(error))
+            lost = self.context is not None and self.context.start_lost
+            return StartFailed(_in_words(error), retry=lost)
 
     def _stop_event(self) -> Event | None:
         if not self.idle:
@@ -320,6 +339,8 @@ class LocalWorkers:
         return Stopped(self.take_stop())
 
     def _running_event(self) -> Event | None:
+        if self.context is not None and self.context.fenced:
+            return self._fenced_event(time.monotonic())
         stuck = self._stuck()
         if stuck:
             return Uninterruptible(stuck)
@@ -330,6 +351,16 @@ class LocalWorkers:
         if result.state is WorkerState.SUCCEEDED:
             self._supervision.finished(time.monotonic())
         return worker_event(result, self._supervision.was_ready)
+
+    def _fenced_event(self, now: float) -> Event | None:
+        """The membership is about to report the end of the round, unless the lease was just about renewed."""
+        if self._fenced_by is None:
+            self._fenced_by = now + _FENCED
+        return (
+            Hang("the workers were stopped: the agent did not renew its lease")
+            if now >= self._fenced_by
+            else None
+        )
 
     def observe(self) -> RunResult:
         """How the workers are; begins to stop the siblings of one that failed."""
@@ -425,6 +456,9 @@ class LocalWorkers:
             self.context.abandon()
             self._helpers.learn()
         self._helpers.begin_close()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.close()
         if self.store is not None:
             self.store.close()
             self.store = None

@@ -7,6 +7,9 @@ restart takes them. The list is kept (warm/import_cache.py), so that the next la
     off      every worker is executed from scratch
     auto     as above
     standby  also keeps one parked process per local rank, ready for the next start
+
+Helpers that serve no workers (before the first round, in a spare node, between two starts) are watched here:
+when they end, others take their place before a start needs them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import os
 import select
 import time
 
-from phalanx.errors import UnkillableError
+from phalanx.errors import StartError, UnkillableError
 from phalanx.log import warn
 from phalanx.zygote.spawner import ClosingHelpers, Spawner
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 # for the ones that come with the first step.
 _LOOKS = (2.0, 10.0, 60.0)
 _WORTH_IT = 25  # fewer new modules than this are not worth another set of helpers
+_REPLACE_AFTER = 1.0  # seconds between two replacements of idle helpers; the next start makes them anyway
+_NO_START = ("BARRIER", "ENDING", "DONE")  # phases after which a start is unlikely
 
 
 class HelperPool:
@@ -57,6 +62,7 @@ class HelperPool:
         self._parked = 0
         self._told: set[str] = set()
         self._closing: list[ClosingHelpers] = []
+        self._replaced_at = 0.0
         self._now: Spawner | None = self._make(background=False) if kind else None
 
     def _make(self, background: bool) -> Spawner:
@@ -79,11 +85,12 @@ class HelperPool:
         """The helpers for a start; None when this kind of worker needs its own."""
         if kind is None:
             return None
+        self._drop_lost()
         now = self._now
         if self._next is not None and self._next.how == kind:
             self._retire_current()
             now, self._next = self._next, None
-        if now is None or now.lost or now.how != kind:
+        if now is None or now.how != kind:
             if now is not None:
                 self.retire(now)
             self.kind = kind
@@ -122,18 +129,16 @@ class HelperPool:
     @property
     def parked(self) -> list[int]:
         """The pids of processes that wait for the next start."""
-        found = []
-        for helpers in (self._now, self._next):
-            if helpers is not None:
-                helpers.catch_up()  # helpers without workers are read by nothing else
-                found += helpers.parked
-        return found
+        for helpers in self._idle():
+            helpers.catch_up()  # not those that serve workers: an exit would be read, and wake no one
+        return [pid for helpers in (self._now, self._next) if helpers is not None for pid in helpers.parked]
 
     # -- the loop's view ----------------------------------------------------------------------------
 
     def fds(self, phase: Phase) -> list[tuple[int, int]]:
-        """Helpers that are about to end."""
-        return [(fd, select.POLLIN) for closing in self._closing for fd in closing.fds()]
+        """Helpers that are about to end, and idle ones, which may end at any time."""
+        found = [(fd, select.POLLIN) for closing in self._closing for fd in closing.fds()]
+        return found + [(helpers.fileno(), helpers.mask) for helpers in self._idle()]
 
     def deadline(self, phase: Phase) -> float | None:
         """The next look at the imports counts only while workers run: else it would be due for ever."""
@@ -143,8 +148,10 @@ class HelperPool:
         return min(times, default=None)
 
     def look(self, phase: Phase, now: float) -> None:
-        """Reap helpers; learn from the workers when it is time for that."""
+        """Reap helpers, replace lost ones; learn from the workers when it is time for that."""
         self._reap()
+        if self._drop_lost() and self._now is None and phase not in _NO_START:
+            self._replace(now)
         if phase == "RUNNING" and self._due and self._due[0] <= now and self._context is not None:
             self._improve(self._context, now)
 
@@ -157,6 +164,35 @@ class HelperPool:
                 done = True
             if done:
                 self._closing.remove(closing)
+
+    def _idle(self) -> list[Spawner]:
+        """Helpers that serve no workers: nothing else reads what they send."""
+        return [helpers for helpers in (self._now, self._next) if helpers is not None and not helpers.in_use]
+
+    def _drop_lost(self) -> bool:
+        """Read what idle helpers sent, and forget those that have ended; whether there were any."""
+        lost = []
+        for helpers in self._idle():
+            helpers.catch_up()
+            if helpers.lost:
+                lost.append(helpers)
+                self.retire(helpers)
+        if self._now in lost:
+            self._now = None
+        if self._next in lost:
+            self._next = None
+        if lost:
+            self._parked = 0  # the standbys ended with them
+        return bool(lost)
+
+    def _replace(self, now: float) -> None:
+        """Make new helpers ahead of the start, unless the last ones ended a moment ago, too."""
+        if now >= self._replaced_at + _REPLACE_AFTER:
+            self._replaced_at = now
+            try:
+                self._now = self._make(background=False)
+            except StartError:
+                pass  # the start tries again, and reports it
 
     def _improve(self, context: PContext, now: float) -> None:
         """Learn; start better helpers in the background, or park processes, where that pays."""

@@ -28,8 +28,11 @@ class StandbyPool:
         self.failures = 0  # in a row: a warm-up that always fails is not retried for ever
         self.warm_up = ""
 
-    def fork(self, zygote: int) -> Handover | None:
-        """Fork a standby. None in the zygote; in the fork, the hand-over, when its turn has come."""
+    def fork(self, zygote: int, not_its: list[int]) -> Handover | None:
+        """Fork a standby. None in the zygote; in the fork, the hand-over, when its turn has come.
+
+        `not_its`: descriptors that it closes.
+        """
         ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:
             pid = os.fork()
@@ -44,6 +47,8 @@ class StandbyPool:
         try:
             leave_zygote(zygote)
             ours.close()
+            for fd in not_its:
+                os.close(fd)
             for channel in self.channels.values():
                 os.close(channel.fileno())
             self.channels.clear()

@@ -9,7 +9,10 @@ worker_kinds.py has the kinds of worker (programs, functions) and `start_process
   stopped. A poll (`wait(0)`) only asks for that stop; it never sits out a grace period.
 * Everything is an event of the spawner's socket: an exit wakes a wait at once. An owner with a loop calls
   `begin`, `advance` and `ask_stop`, which never wait; `start`, `wait` and `close` are for the others.
-* A helper that does not answer a stop is killed, and the workers with it.
+* Exits that the zygote does not report are seen through the workers' pidfds (zygote/witness.py).
+* A helper that does not answer a stop is bypassed, then killed, and the workers with it: the zygote by the
+  keeper, then both and the workers directly. Each step has a deadline.
+* Helpers that end before they have answered a start are replaced: nothing of the group is left of it.
 * What the workers wrote before they ended is on the console before the result is given.
 * Whatever ends a group, all of it is given back: processes, descriptors, threads, signal handlers.
 """
@@ -38,6 +41,7 @@ from phalanx.zygote.spawner import (
     Spawner,
     StartRefused,
     WorkerLaunch,
+    WorkersFenced,
     WorkersStarted,
     files_needed,
     require_files,
@@ -57,9 +61,13 @@ if TYPE_CHECKING:
 
 STRAY_GRACE = 2.0  # for what successful workers left running behind them
 _ANSWER = 7.0  # over the grace: the zygote answers before that, or it is not going to
-_SIGN_OF_LIFE = 1.0  # for a zygote to answer a start, or to report the first exit of workers that it kills
+_SIGN_OF_LIFE = 1.0  # for a zygote to answer a start, or to confirm a stop
+_REPORT = 0.5  # for a zygote to report an exit, after the worker's pidfd has shown it
+_LOST = 5.0  # for the workers of lost helpers to end; a process that lives on is in uninterruptible sleep
+_LOST_TICK = 0.02
 _MOMENT = 0.05  # what a poll may take once nothing is left: mostly the last lines are out by then
-_CLEARED = 2.0  # for the keeper to kill the zygote
+_CLEARED = 2.0  # for the keeper to kill the zygote, and for SIGKILL to end both
+_START_TRIES = 3  # helpers that may end while they start a group; after that, something else is wrong
 
 
 class GroupOptions(Record):
@@ -67,6 +75,7 @@ class GroupOptions(Record):
 
     at_failure: SiblingStop = SiblingStop()
     warm: bool = False  # Python workers may be forks of a prepared interpreter
+    lease: int = -1  # a file with the time until which the workers may run (supervision/heartbeat.py)
     boards: Boards | None = None  # memory shared with the workers (supervision/heartbeat.py)
     attach: int | None = None  # only this rank gets the standard input, the others none
     explains: bool = True  # False: the owner calls `explain` for the failures that it shows
@@ -120,10 +129,18 @@ class PContext(abc.ABC):
         self._listening = RLock()  # an RLock, because a signal's exception may strike before its release
         self._state = "new"
         self.start_error: StartError | None = None  # why nothing of the group was started
+        self.start_lost = False  # it is that the helpers ended, which says nothing about the next start
+        self._jobs: list[WorkerLaunch] = []  # until the start is answered
+        self._tries = 0
         self._answered = False  # the helpers have started the group, or refused to
         self._answer_by: float | None = None  # a stop is under way: when the helpers are killed instead
         self._alive_by: float | None = None  # workers are being killed: when the helpers must report one
-        self._clearing = False
+        self._escalation = 0  # steps taken against helpers that do not answer
+        self._bypassed = False  # the zygote does not respond: the workers are signalled directly
+        self._lost_by: float | None = None  # the helpers are gone: when their workers must have ended
+        self._unreported: dict[int, tuple[float, float]] = {}  # rank → report due by, time of the exit
+        self._stop_signal = 0
+        self.fenced = False  # the zygote killed the workers, because their lease was not renewed
         self._stop_by = 0.0
         self._stopped_at = 0.0  # by the wall clock, as exits are
         self._pids: dict[int, int] = {}
@@ -196,16 +213,44 @@ class PContext(abc.ABC):
             require_files(self.nprocs, files_needed(jobs, self._console.files if self._console else 0))
             if self._console is not None:
                 self._console.start()
-            self.spawner = self.options.take_helpers(self.spawner_kind)
-            if self.spawner is None:
-                self.spawner = self._new_spawner()
-                self._owns_spawner = True
-            self.started_at = time.time()
-            policy = self.options.at_failure
-            self.spawner.request(jobs, os.environ, (policy.sig, policy.grace) if policy.by_helpers else None)
+            self._jobs = jobs
+            self._launch()
         except BaseException:
             self.abandon()
             raise
+
+    def _launch(self) -> None:
+        """Have helpers start the group."""
+        self._tries += 1
+        self.spawner = self.options.take_helpers(self.spawner_kind)
+        if self.spawner is None:
+            self.spawner = self._new_spawner()
+            self._owns_spawner = True
+        self.started_at = time.time()
+        policy = self.options.at_failure
+        at_failure = (policy.sig, policy.grace) if policy.by_helpers else None
+        self.spawner.request(self._jobs, os.environ, at_failure, self.options.lease)
+
+    def _launch_again(self) -> None:
+        """The helpers ended before they answered, and what they had forked with them: take others."""
+        assert self.spawner is not None
+        lost = self.spawner
+        lost.in_use = False
+        try:
+            if self._owns_spawner:
+                self.options.retire(lost)
+            self._launch()
+        except (StartError, OSError) as error:
+            self.start_error = error if isinstance(error, StartError) else StartError(str(error.strerror))
+            self._finish()
+
+    def _finish(self) -> None:
+        """Nothing of the group is left: the helpers are free for the next one."""
+        self._state = "done"
+        self._jobs = []
+        self._unreported = {}
+        if self.spawner is not None:
+            self.spawner.in_use = False
 
     def _prepare(self) -> None:  # noqa: B027 - most kinds need nothing
         """What a kind of worker does before anything is started; raises what makes a start impossible."""
@@ -250,7 +295,7 @@ class PContext(abc.ABC):
         with self._lock:
             if self.spawner is not None and not self._owns_spawner and self._state != "done":
                 self.spawner.stop(signal.SIGKILL, 0)
-            self._state = "done"
+            self._finish()
         self._release()
 
     # -- wait -------------------------------------------------------------------------------------
@@ -286,23 +331,25 @@ class PContext(abc.ABC):
 
     # For an owner that decides by itself (the agent): the same in single steps.
 
-    def fileno(self) -> int:
-        """Ready when `advance` has something to take in."""
-        assert self.spawner is not None
-        if self._state == "done" and self._console is not None and not self._console.over:
-            return self._console.fileno()
-        return self.spawner.fileno()
-
-    @property
-    def mask(self) -> int:
-        """What to poll `fileno` for."""
-        return select.POLLIN if self.spawner is None or self._state == "done" else self.spawner.mask
+    def fds(self) -> list[tuple[int, int]]:
+        """Descriptors that are ready when `advance` has something to take in, and what to poll them for."""
+        spawner = self.spawner
+        if spawner is None or self._state == "done":
+            shown = self._console is None or self._console.over
+            return [] if shown or self._console is None else [(self._console.fileno(), select.POLLIN)]
+        found = [] if spawner.lost else [(spawner.fileno(), spawner.mask)]
+        if spawner.witness is not None:
+            found.append((spawner.witness.fileno(), select.POLLIN))
+        return found
 
     def deadline(self) -> float | None:
         """When `advance` must be called at the latest: the helpers may have to be killed."""
-        if self._state == "done" or self._answer_by is None:
+        if self._state == "done":
             return None
-        return self._answer_by if self._alive_by is None else min(self._answer_by, self._alive_by)
+        if self._lost_by is not None:
+            return time.monotonic() + _LOST_TICK
+        times = [self._answer_by, self._alive_by, *(by for by, _ in self._unreported.values())]
+        return min((when for when in times if when is not None), default=None)
 
     def advance(self, patience: float = 0.0) -> None:
         """Take in what happened; a helper that has not answered a stop in time is killed."""
@@ -314,23 +361,64 @@ class PContext(abc.ABC):
             self._console.finish(patience)
 
     def _check_helpers(self, now: float) -> None:
-        if self._state == "done" or self._answer_by is None or self.spawner is None:
+        if self._state == "done" or self.spawner is None:
+            return
+        if self._lost_by is not None:
+            self._lose_helpers()
+            return
+        self._look_at_workers(now)
+        if self._answer_by is None:
             return
         if self._alive_by is not None and not self.spawner.silent:
             self._alive_by = None
-        if now >= self._answer_by or (self._alive_by is not None and now >= self._alive_by):
+        unanswered = self._alive_by is not None and now >= self._alive_by
+        if now >= self._answer_by or (self._bypassed and not self._escalation and not self.running):
             self._alive_by = None
             self._give_up_helpers()
+        elif unanswered:
+            self._alive_by = None
+            if self._answered and self.spawner.witness is not None and now < self._stop_by:
+                self._bypass_helpers(now)
+            elif now >= self._stop_by or not self._answered:
+                self._give_up_helpers()
+
+    def _look_at_workers(self, now: float) -> None:
+        """Take in exits that the zygote should have reported by now: it may be stopped."""
+        spawner = self.spawner
+        if spawner is None or spawner.witness is None:
+            return
+        with self._lock:
+            for rank in spawner.witness.ended():
+                self._unreported[rank] = now + _REPORT, time.time()
+            for rank, (by, when) in list(self._unreported.items()):
+                if rank in self._exits:
+                    del self._unreported[rank]
+                elif now >= by:
+                    del self._unreported[rank]
+                    code = spawner.witness.exit_code(rank)
+                    self._exits[rank] = Exit(rank, self._pids[rank], code, when, self._stopped_at)
+
+    def _bypass_helpers(self, now: float) -> None:
+        """The zygote does not respond: the workers get the signal from here, and their grace."""
+        assert self.spawner is not None
+        assert self.spawner.witness is not None
+        self._bypassed = True
+        self._answer_by = self._stop_by
+        if self._stop_signal:
+            self.spawner.witness.signal(self._stop_signal)
 
     def _give_up_helpers(self) -> None:
+        """The next step against helpers that do not answer; HelpersLost follows, unless even that fails."""
         assert self.spawner is not None
         with self._lock:
-            if not self._clearing:
-                self._clearing = True
+            self._escalation += 1
+            self._answer_by = time.monotonic() + _CLEARED
+            if self._escalation == 1:
                 if self._answered:
                     warn(f"group {self.name!r}: the helper process does not answer; it is killed")
-                self._answer_by = time.monotonic() + _CLEARED
-                self.spawner.clear_now()  # HelpersLost follows
+                self.spawner.clear_now()
+            elif self._escalation == 2:
+                self.spawner.kill_now()
             else:
                 self._lose_helpers()
 
@@ -391,10 +479,13 @@ class PContext(abc.ABC):
         with self._lock:
             for event in events:
                 if isinstance(event, Exit):
-                    self._exits[event.rank] = event
+                    self._exits.setdefault(event.rank, event)
+                elif isinstance(event, WorkersFenced):
+                    self.fenced = True
                 elif isinstance(event, WorkersStarted):
                     self._answered = True
                     self._pids = dict(event.pids)
+                    self._jobs = []
                     if self._state == "starting":
                         self._state = "running"
                     else:  # a stop was asked for meanwhile: from here on its grace counts
@@ -402,24 +493,52 @@ class PContext(abc.ABC):
                 elif isinstance(event, StartRefused):
                     self._answered = True
                     self.start_error = event.error
-                    self._state = "done"
+                    self._finish()
                 elif isinstance(event, GroupStopped):
-                    self._state = "done"
+                    self._finish()
                     self.unkillable = event.unkillable
-                elif isinstance(event, HelpersLost) and self._state != "done":
+                elif isinstance(event, HelpersLost) and self._state != "done" and self._lost_by is None:
                     self._lose_helpers()
 
     def _lose_helpers(self) -> None:
         """Keeper and zygote were killed; the kernel kills the workers with them."""
         assert self.spawner is not None
+        unanswered = not self._answered and self._answer_by is None
+        if unanswered and self._tries < _START_TRIES:
+            self._launch_again()
+            return
+        if not self._workers_ended():
+            return
         for rank, pid in self._pids.items():
             self._exits.setdefault(rank, Exit(rank, pid, -signal.SIGKILL, time.time(), self._stopped_at))
-        if not self._answered and self._answer_by is None:
-            self.start_error = self.spawner.lost_at_start()
-        if self._answered and not self._clearing:
+        if unanswered:
+            self.start_error, self.start_lost = self.spawner.lost_at_start(), True
+        if self._answered and not self._escalation:
             warn("the helper process of the group was killed; its workers ended with it")
         self._answered = True
-        self._state = "done"
+        self._finish()
+
+    def _workers_ended(self) -> bool:
+        """Whether the workers of lost helpers are gone: nothing is started beside them."""
+        assert self.spawner is not None
+        witness, now = self.spawner.witness, time.monotonic()
+        from phalanx.zygote.job_cgroup import sweep
+
+        clear = sweep() or not self._answered
+        if witness is None:
+            return True
+        for rank in witness.ended():
+            self._unreported.setdefault(rank, (now, time.time()))
+        left = witness.alive()
+        if left or not clear:
+            self._lost_by = self._lost_by or now + _LOST
+            if now < self._lost_by:
+                witness.signal(signal.SIGKILL)
+                return False
+            from phalanx.kernel import describe
+
+            self.unkillable = tuple(describe(pid) for pid in left.values())
+        return True
 
     def _decide(self) -> None:
         with self._lock:
@@ -437,8 +556,12 @@ class PContext(abc.ABC):
         self._stop_by = now + grace if self._state != "stopping" else min(self._stop_by, now + grace)
         self._stopped_at = self._stopped_at or time.time()
         self._state = "stopping"
+        self._stop_signal = sig
         self.spawner.stop(sig, grace)
-        if self._clearing:
+        if self._escalation:
+            return
+        if self._bypassed:
+            self._bypass_helpers(now)
             return
         # Without an answer to the start no user code runs that could need a grace.
         if not self._answered:
@@ -446,7 +569,7 @@ class PContext(abc.ABC):
             self._answer_by = now if self.spawner.importing else now + _SIGN_OF_LIFE
         else:
             self._answer_by = self._stop_by + _ANSWER
-            self._alive_by = now + _SIGN_OF_LIFE if grace <= 0 and self.running else None
+            self._alive_by = now + _SIGN_OF_LIFE if self.running else None
 
     def _shown(self, patience: float) -> bool:
         """Whether all output is on the console, or that was given up."""

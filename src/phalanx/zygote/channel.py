@@ -65,6 +65,8 @@ class Channel:
     def __init__(self, sock: _socket.socket) -> None:
         self.sock = sock
         self._inbox = bytearray()
+        self._inbox_fds: list[int] = []
+        self._expected = 0  # descriptors of the message that is being read
         self._outbox: list[Unsent] = []
         self._flushing = False
 
@@ -130,14 +132,7 @@ class Channel:
         while True:
             space = _socket.CMSG_LEN(_FDS_PER_FRAME * array.array("i").itemsize)
             header, ancillary, _flags, _addr = self.sock.recvmsg(_HEADER.size, space, _CLOEXEC)
-            for level, kind, data in ancillary:
-                if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
-                    got = array.array("i")
-                    got.frombytes(data[: len(data) - len(data) % got.itemsize])
-                    fds.extend(got)
-                    if not _CLOEXEC:
-                        for fd in got:
-                            os.set_inheritable(fd, False)
+            fds += _rights(ancillary)
             if len(header) < _HEADER.size:
                 header += self._exactly(_HEADER.size - len(header), eof_is_end=not header)
             length, count = _HEADER.unpack(header)
@@ -160,12 +155,17 @@ class Channel:
             count -= len(chunk)
         return b"".join(chunks)
 
-    def pending(self) -> tuple[list[Message], bool]:
-        """Messages that have arrived (never blocks), and whether the other end is gone."""
+    def pending(self) -> tuple[list[tuple[Message, list[int]]], bool]:
+        """Messages that have arrived, with their descriptors (never blocks); whether the other end is gone.
+
+        A message has fewer descriptors than it was sent with where this process has no room for more.
+        """
         gone = False
+        space = _socket.CMSG_LEN(_FDS_PER_FRAME * array.array("i").itemsize)
+        flags = _socket.MSG_DONTWAIT | _CLOEXEC
         while True:
             try:
-                chunk = self.sock.recv(1 << 16, _socket.MSG_DONTWAIT)
+                chunk, ancillary, _flags, _addr = self.sock.recvmsg(1 << 16, space, flags)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
@@ -175,19 +175,27 @@ class Channel:
                 gone = True
                 break
             self._inbox += chunk
-        messages: list[Message] = []
+            self._inbox_fds += _rights(ancillary)
+        messages: list[tuple[Message, list[int]]] = []
         while len(self._inbox) >= _HEADER.size:
-            length, _count = _HEADER.unpack_from(self._inbox)
+            length, count = _HEADER.unpack_from(self._inbox)
             end = _HEADER.size + length
             if len(self._inbox) < end:
                 break
-            messages.append(marshal.loads(bytes(self._inbox[_HEADER.size : end])))
+            self._expected += count
+            if length:
+                fds, self._inbox_fds = self._inbox_fds[: self._expected], self._inbox_fds[self._expected :]
+                self._expected = 0
+                messages.append((marshal.loads(bytes(self._inbox[_HEADER.size : end])), fds))
             del self._inbox[:end]
         return messages, gone
 
     def close(self) -> None:
         self._drop_unsent()
         self.sock.close()
+        for fd in self._inbox_fds:
+            os.close(fd)
+        self._inbox_fds = []
 
     def detach(self) -> int:
         """The descriptor alone, for the caller to close; -1 where it is closed already.
@@ -206,6 +214,20 @@ def _frames(message: Message, fds: list[int]) -> list[tuple[bytes, list[int]]]:
     body = marshal.dumps(message)
     header = _HEADER.pack(len(body), len(fds))
     return [*frames, (header, fds), (body, [])] if fds else [*frames, (header + body, [])]
+
+
+def _rights(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that came with a piece of a message."""
+    fds: list[int] = []
+    for level, kind, data in ancillary:
+        if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
+            got = array.array("i")
+            got.frombytes(data[: len(data) - len(data) % got.itemsize])
+            fds.extend(got)
+            if not _CLOEXEC:
+                for fd in got:
+                    os.set_inheritable(fd, False)
+    return fds
 
 
 def _ancillary(fds: list[int]) -> list[tuple[int, int, Any]]:

@@ -127,7 +127,7 @@ def restore_interpreter(
         title = " ".join([sys.executable, *words, *args])
         title = f"{title} [rank {rank}]" if rank is not None else title
         set_title(title.encode(errors="replace").decode())  # file names may not be valid text
-    # The short name that `pgrep` and `top` show: as after an exec, and not "phalanx-zygote".
+    # The short name that `pgrep` and `top` show: as after an exec, and not the zygote's.
     kernel.set_name(os.path.basename(sys.executable))
 
 

@@ -1,9 +1,10 @@
 """The keeper: the parent of the zygote, which kills what a dead agent or zygote leaves behind.
 
-It is idle during normal operation. When the agent is gone, the zygote gets a moment to kill all processes.
-When the zygote is gone (or takes too long), the keeper kills every process that has become its own child: it
-is a subreaper, so it adopts descendants of dead workers, however often they forked or called setsid. It is
-forked from the same small interpreter as the zygote and shares its pages.
+It is idle during normal operation, except for one wake-up after a second (job_cgroup.py). When the agent is
+gone, the zygote gets a moment to kill all processes. When the zygote is gone (or takes too long), the keeper
+kills every process that has become its own child: it is a subreaper, so it adopts descendants of dead
+workers, however often they forked or called setsid. It is forked from the same small interpreter as the
+zygote and shares its pages.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
+    from phalanx.zygote.job_cgroup import JobCgroup
     from phalanx.zygote.zygote import Runner
 
 CLEAR_NOW = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # as in spawner.py, which is too large to import here
@@ -33,6 +35,14 @@ _ZYGOTE_GRACE = 0.3  # for the zygote's clean-up after the agent's death; the to
 # Stopping a whole control group (systemd, a scheduler) signals keeper and zygote as well. They must survive
 # it: the agent receives the same signal and gives the workers their grace.
 _IGNORED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGALRM", "SIGTSTP")
+
+
+# Not `phalanx`: `pkill phalanx` must not end the agent and both of these at the same moment.
+KEEPER = "worker-keeper"
+ZYGOTE = "worker-zygote"
+
+_OOM_SCORE = -900  # the keeper is small, and cleans up after all others
+_NET_AFTER = 1.0  # seconds after the start of a zygote: short jobs do without a control group
 
 
 def main(
@@ -56,6 +66,7 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     kernel.become_subreaper()
+    kernel.wake_at_parent_death()  # a stopped keeper could not kill what a dead agent leaves behind
     agent_fd = kernel.pidfd(agent)
     if os.getppid() != agent:  # it died before the descriptor was open
         os._exit(0)
@@ -76,9 +87,12 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
                     os.close(fd)
             _be_zygote(sock_fd, ours, runner, wishes, verdict_write)
         os.close(verdict_write)
-        kernel.set_name("phalanx-keeper")
-        again = _watch(zygote, agent_fd, wake_read, verdict_read, wishes)
+        kernel.set_name(KEEPER)
+        adjust_oom_score(_OOM_SCORE)
+        net = LastNet(zygote)
+        again = _watch(zygote, agent_fd, wake_read, verdict_read, wishes, net)
         os.close(verdict_read)
+        net.close()
         if not again:
             break
     kill_everything([])
@@ -88,8 +102,11 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
 def _be_zygote(
     sock_fd: int, keeper_fd: int, runner: Runner | None, wishes: PreloadList, verdict: int
 ) -> NoReturn:
-    kernel.become_subreaper()  # not inherited over fork
-    kernel.set_name("phalanx-zygote")
+    kernel.become_subreaper()  # not inherited over fork, like the next one
+    kernel.wake_at_parent_death()
+    kernel.set_name(ZYGOTE)
+    if wishes.tries:
+        adjust_oom_score(0)  # forked by a keeper that has lowered its own
     channel = Channel(_socket.socket(fileno=sock_fd))
     if wishes.names:
         from phalanx.warm.preload import preload
@@ -104,6 +121,44 @@ def _be_zygote(
     os.close(verdict)
     Zygote(channel, keeper_fd, runner).run()
     os._exit(0)
+
+
+class LastNet:
+    """The control group of the zygote and its workers, made when it is known that the job is not short."""
+
+    def __init__(self, zygote: int) -> None:
+        self._zygote = zygote
+        self._group: JobCgroup | None = None
+        self.due: float | None = time.monotonic() + _NET_AFTER
+
+    def make(self) -> None:
+        """Make it, and clear what dead keepers left in theirs."""
+        from phalanx.zygote.job_cgroup import JobCgroup, sweep
+
+        self.due = None
+        sweep()
+        self._group = JobCgroup.make(self._zygote)
+
+    def close(self) -> None:
+        """The zygote is gone: kill what is left."""
+        if self._group is not None:
+            self._group.kill()
+            kill_everything([])  # reap what was adopted: the group cannot be removed before
+            self._group.kill()
+
+
+def adjust_oom_score(score: int) -> None:
+    """Change this process's rank for the OOM killer, where that is permitted."""
+    try:
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        os.write(fd, str(score).encode())
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
 
 
 class PreloadList:
@@ -165,7 +220,9 @@ def close_others(last: int) -> None:
                 pass  # the descriptor of this listing
 
 
-def _watch(zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int, wishes: PreloadList) -> bool:
+def _watch(
+    zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int, wishes: PreloadList, net: LastNet
+) -> bool:
     """Wait for the zygote's end; True if another one should be forked, with fewer modules."""
     poll = select.poll()
     poll.register(wake_read, select.POLLIN)
@@ -177,7 +234,8 @@ def _watch(zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int,
     kill_at = time.monotonic() + _IMPORT_LIMIT if importing else None
     how = "ended the process"
     while True:
-        patience = None if kill_at is None else max(0.0, kill_at - time.monotonic()) * 1000
+        times = [when for when in (kill_at, net.due) if when is not None]
+        patience = max(0.0, min(times) - time.monotonic()) * 1000 + 0.999 if times else None
         ready = {fd for fd, _ in poll.poll(patience)}
         if verdict_read in ready:
             text = os.read(verdict_read, 1 << 16)
@@ -200,6 +258,8 @@ def _watch(zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int,
         if wake_read in ready and CLEAR_NOW in os.read(wake_read, 4096):
             agent_gone = True
             kill_at = time.monotonic()
+        if net.due is not None and time.monotonic() >= net.due and not agent_gone:
+            net.make()
         status = _ended(zygote)
         if status is not None:
             if agent_gone or not _died_importing(status, importing, verdict_read, wishes):

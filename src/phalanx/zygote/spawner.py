@@ -23,6 +23,7 @@ from phalanx.errors import StartError, UnkillableError
 from phalanx.workers.program import BOOTSTRAP
 from phalanx.zygote.channel import Channel
 from phalanx.zygote.rawsignal import signal
+from phalanx.zygote.witness import Witness
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ _WISHES_FD = 4  # and the list of modules to import
 _SOCKET_FD = 3  # where a freshly started helper finds its end of the socket
 CLEAR_NOW = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # to the keeper: the zygote hangs, end it
 _OWN_FILES = 20  # pipes, sockets and such, whatever the number of workers
+_KILL_PATIENCE = 2.0  # for the keeper to kill the zygote, and for SIGKILL to end both
 _CLOSE_PATIENCE = 6.0  # longer than the zygote's own patience with processes that outlive SIGKILL
 
 
@@ -99,11 +101,15 @@ class GroupStopped(Record):
     unkillable: tuple[str, ...] = ()
 
 
+class WorkersFenced(Record):
+    """The zygote kills the workers, because their lease was not renewed in time."""
+
+
 class HelpersLost(Record):
     """Keeper and zygote are gone: so are all workers, by the parent-death signal."""
 
 
-Event = WorkersStarted | StartRefused | Exit | GroupStopped | HelpersLost
+Event = WorkersStarted | StartRefused | Exit | GroupStopped | WorkersFenced | HelpersLost
 
 
 class Spawner:
@@ -131,10 +137,12 @@ class Spawner:
         self._early: list[Event] = []
         self._group = 0
         self.lost = False  # the helpers are gone; make another Spawner
+        self.in_use = False  # by a group, which reads `events`; else the owner calls `catch_up`
         self._closed = False
         self.preload = preload or []
         self.importing = preload is not None
         self.parked: list[int] = []  # the pids of forks that wait, when they were last told
+        self.witness: Witness | None = None  # of the workers of the last start
         self.dropped: list[str] = []  # modules that do not suit a fork, and why
         self.silent = False  # nothing was heard since the last `stop`
         self._files = (0, 0)
@@ -159,12 +167,17 @@ class Spawner:
         return select.POLLIN | (select.POLLOUT if self.channel.unsent else 0)
 
     def request(
-        self, jobs: list[WorkerLaunch], env: Mapping[str, str], at_failure: tuple[int, float] | None = None
+        self,
+        jobs: list[WorkerLaunch],
+        env: Mapping[str, str],
+        at_failure: tuple[int, float] | None = None,
+        lease: int = -1,
     ) -> None:
         """Ask for a group, all of it or nothing; answered by WorkersStarted, StartRefused or HelpersLost.
 
         `at_failure`: the signal and the grace with which the helpers themselves stop the others when one
-        fails. `stop` may be called before the answer, and is answered after it.
+        fails. `lease`: a file with the time until which the workers may run. `stop` may be called before the
+        answer, and is answered after it.
         """
         places: dict[int, int] = {}  # descriptor → its place in the message; each travels once
         specs = [_wire(job, places) for job in jobs]
@@ -181,7 +194,13 @@ class Spawner:
             fds.append(number)
         ignored = [int(s) for s in (signal.SIGHUP,) if signal.getsignal(s) is signal.SIG_IGN]
         self._group += 1
+        self.in_use = True
         self._early = [event for event in self._early if isinstance(event, HelpersLost)]  # not of this group
+        self._end_watch()
+        leased = -1
+        if lease >= 0:
+            leased = len(fds)
+            fds.append(lease)
         self._files = (len(jobs), files_needed(jobs))
         request = {
             "group": self._group,
@@ -190,6 +209,7 @@ class Spawner:
             "cwd": os.getcwd(),
             "std": std,
             "ignored": ignored,
+            "lease": leased,
             "at_failure": None if at_failure is None else (int(at_failure[0]), float(at_failure[1])),
         }
         try:
@@ -227,9 +247,12 @@ class Spawner:
             early, self._early = self._early, []
             if early:
                 return early
-        if timeout != 0 and not self.lost:
+        if timeout != 0 and not (self.lost and self.witness is None):
             poll = select.poll()
-            poll.register(self.channel.fileno(), self.mask)
+            if not self.lost:
+                poll.register(self.channel.fileno(), self.mask)
+            if self.witness is not None:
+                poll.register(self.witness.fileno(), select.POLLIN)
             poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
         self.catch_up()
         with self._lock:
@@ -243,17 +266,20 @@ class Spawner:
                 self._flush()
             messages, gone = self.channel.pending() if not self.lost else ([], False)
             self.silent = self.silent and not messages
-            for message in messages:
-                self._note(message)
+            for message, fds in messages:
+                self._note(message, fds)
             if gone:
                 self.lost = True
                 self._early.append(HelpersLost())
 
-    def _note(self, message: tuple[Any, ...]) -> None:
+    def _note(self, message: tuple[Any, ...], fds: list[int]) -> None:
         if message[0] == "exit":
             self._early.append(Exit(*message[1:]))
         elif message[0] == "started":
+            self._watch(message[1], fds)
             self._early.append(WorkersStarted(message[1]))
+        elif message[0] == "fenced" and message[1] == self._group:
+            self._early.append(WorkersFenced())
         elif message[0] == "refused":
             error = StartError(f"rank {message[1]} could not be started: {message[2]}")
             if message[2].endswith(os.strerror(errno.EMFILE)):
@@ -266,6 +292,22 @@ class Spawner:
             self.parked = list(message[1])
         elif message[0] == "stopped" and message[1] == self._group:
             self._early.append(GroupStopped(tuple(message[2])))
+
+    def _watch(self, pids: Mapping[int, int], fds: list[int]) -> None:
+        self._end_watch()
+        if len(fds) == len(pids) + 1:
+            try:
+                self.witness = Witness(pids, fds)
+                return
+            except OSError:
+                pass  # out of descriptors: the zygote alone reports exits
+        for fd in fds:
+            os.close(fd)
+
+    def _end_watch(self) -> None:
+        if self.witness is not None:
+            self.witness.close()
+            self.witness = None
 
     def stop(self, sig: int, grace: float) -> None:
         """Ask for the group's end: `sig` now, SIGKILL after `grace`; answered by a Stopped event.
@@ -290,6 +332,23 @@ class Spawner:
             os.kill(self.pid, CLEAR_NOW)  # not reaped yet, so the number is still the keeper's
         except ProcessLookupError:
             pass  # unless something in this process waits for all children
+        self._wake_keeper()
+
+    def _wake_keeper(self) -> None:
+        try:
+            os.kill(self.pid, signal.SIGCONT)  # it may be stopped
+        except ProcessLookupError:
+            pass
+
+    def kill_now(self) -> None:
+        """The keeper does not respond either: kill it, the zygote and the workers directly."""
+        if self.witness is not None:
+            self.witness.kill_zygote()
+            self.witness.signal(signal.SIGKILL)
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
     def _send(self, message: tuple[Any, ...], fds: list[int] | None = None) -> None:
         try:
@@ -323,16 +382,23 @@ class Spawner:
         self.channel.close()  # the zygote kills everything when its socket closes,
         if self.importing:
             self.clear_now()  # unless it is deep in an import
-        return ClosingHelpers(self.pid)
+        else:
+            self._wake_keeper()
+        witness, self.witness = self.witness, None
+        return ClosingHelpers(self.pid, witness)
 
 
 class ClosingHelpers:
-    """Helpers that are being ended: reaped when they exit, killed when they do not."""
+    """Helpers that are being ended: reaped when they exit, killed when they do not.
 
-    def __init__(self, pid: int) -> None:
+    First by the keeper (CLEAR_NOW), then by SIGKILL to keeper and zygote; each step has a deadline.
+    """
+
+    def __init__(self, pid: int, witness: Witness | None = None) -> None:
         self._pid = pid
+        self._witness = witness
         self._pidfd = kernel.pidfd(pid)
-        self._patience = [_CLOSE_PATIENCE, _CLOSE_PATIENCE]  # before CLEAR_NOW, and before SIGKILL
+        self._patience = [_KILL_PATIENCE, _KILL_PATIENCE, _CLOSE_PATIENCE]
         self._until = time.monotonic() + self._patience.pop()
 
     def fds(self) -> list[int]:
@@ -352,7 +418,6 @@ class ClosingHelpers:
         if not done and time.monotonic() >= self._until:
             if not self._patience:
                 what = kernel.describe(self._pid)
-                os.kill(self._pid, signal.SIGKILL)
                 self._close()
                 raise UnkillableError(f"the helper process did not end: {what}")
             self.hurry()
@@ -361,12 +426,25 @@ class ClosingHelpers:
         return done
 
     def hurry(self) -> None:
-        """Have the keeper kill the zygote now."""
-        if self._patience:
-            self._until = time.monotonic() + self._patience.pop()
-            os.kill(self._pid, CLEAR_NOW)
+        """Take the next step now: have the keeper kill the zygote, or kill both."""
+        if not self._patience:
+            return
+        self._until = time.monotonic() + self._patience.pop()
+        try:
+            if self._patience:
+                os.kill(self._pid, CLEAR_NOW)
+                os.kill(self._pid, signal.SIGCONT)
+                return
+            if self._witness is not None:
+                self._witness.kill_zygote()
+            os.kill(self._pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # something in this process waits for all children
 
     def _close(self) -> None:
+        if self._witness is not None:
+            self._witness.close()
+            self._witness = None
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None

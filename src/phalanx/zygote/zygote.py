@@ -4,6 +4,8 @@
 
 * The zygote signals only its workers' process groups, before it reaps them (so that the number cannot have
   been reused), and its own children, adopted ones included. It never searches for other processes.
+* The agent gets a pidfd of every worker, and sees an exit although the zygote is stopped (witness.py).
+* If the zygote dies, the kernel kills its workers' process groups (guard.py), whoever else is left.
 * If any of the three dies, the others kill all remaining processes. Agent: the zygote's socket closes, and
   it kills everything. Zygote: the workers die by the parent-death signal, and the keeper (keeper.py) adopts
   and kills their children. Keeper: the zygote kills everything and exits.
@@ -15,9 +17,9 @@
 
 Messages from the agent:  ("spawn", request) ("stop", group, signal, grace) ("park", count, warm-up)
                           ("signal", number, ranks, alone)
-Messages to the agent:    ("started", {rank: pid}) ("refused", rank or None, text)
-                          ("stopped", group, [text, …]) ("exit", rank, pid, code, when, signalled_at)
-                          ("parked", pids)
+Messages to the agent:    ("started", {rank: pid}) with pidfds, ("refused", rank or None, text)
+                          ("stopping", group) ("stopped", group, [text, …]) ("fenced", group)
+                          ("exit", rank, pid, code, when, signalled_at) ("parked", pids)
 
 A *standby* is a fork made in advance: it waits before the first line of the program, without rank or
 environment, until a spawn supplies both (warm/standby.py).
@@ -34,7 +36,9 @@ from phalanx import kernel
 from phalanx.warm.standby import StandbyPool
 from phalanx.zygote.channel import TooManyFilesError
 from phalanx.zygote.fork_setup import default_signals, describe_failure, leave_zygote, move_above, place
+from phalanx.zygote.guard import GroupGuard, guards_for
 from phalanx.zygote.rawsignal import signal
+from phalanx.zygote.witness import pidfds
 
 TYPE_CHECKING = False  # importing typing would cost more than everything else here together
 if TYPE_CHECKING:
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
 _KILL_TICK = 0.02  # how often SIGKILL is repeated while descendants are being adopted
 _FIRST_LOOK = 0.05  # adoption raises no event, so a stop checks for adopted children, first after this time,
 _LOOK_AGAIN = 0.25  # and then at this interval, because a check may scan /proc
+_OWN_GROUP_AFTER = 0.25  # a zygote whose children do not end kills its control group, where it has one
+_LONG = 1e6  # seconds; `poll` takes not much more
 _GIVE_UP = 5.0  # a process that survives SIGKILL for this long is in uninterruptible sleep
 
 
@@ -102,6 +108,8 @@ class Zygote:
         self.at_failure: tuple[int, float] | None = None  # signal and grace for the others if one fails
         self.group = 0  # the agent's number for the group: a late answer must not count for the next one
         self._statuses: set[int] = set()  # pipes from workers that are being started
+        self._guards: dict[int, GroupGuard] = {}  # by pid, until nothing of the group is left
+        self._lease = -1  # a file with the time until which the workers may run; -1: without a limit
         self.standbys = StandbyPool()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -123,14 +131,20 @@ class Zygote:
                 break
             if self.channel.fileno() in ready and not self._serve():
                 break
+            if self._lease >= 0 and self.workers and not self.stop:
+                self._check_lease()
             if self.stop:
                 self._advance(self.stop)
+        for guard in self._guards.values():
+            guard.fire()
         kill_everything([*self.workers, *self.standbys.channels])
 
     def _patience(self) -> float | None:
-        if not self.stop:
-            return None
         now = time.monotonic()
+        if not self.stop:
+            if self._lease < 0 or not self.workers:
+                return None
+            return min(_LONG, max(0.0, self._lease_until() - now)) * 1000 + 1
         if now < self.stop.kill_at:
             return (min(self.stop.kill_at, self.stop.look_at) - now) * 1000 + 1
         return _KILL_TICK * 1000
@@ -167,6 +181,10 @@ class Zygote:
         self.stop = None
         self.group = request["group"]
         self.at_failure = request["at_failure"]
+        self._release_guards()
+        if self._lease >= 0:
+            os.close(self._lease)
+        self._lease = os.dup(fds[request["lease"]]) if request["lease"] >= 0 else -1
         made: list[tuple[ForkedWorker, int]] = []
         refusal: tuple[int, str] | None = None
         specs = request["workers"]
@@ -189,29 +207,47 @@ class Zygote:
             refusal = (rank, what if error.errno == errno.EMFILE else f"cannot fork: {what}")
         refusal = refusal or _first_refusal(made, b"ready")
         if refusal is None:
+            self._guards = guards_for(worker.pid for worker, _ in made)
             os.write(gate_write, b"g" * len(made))
             refusal = _first_refusal(made, b"")
         for fd in (*gate, *self._statuses):
             os.close(fd)
         self._statuses.clear()
         if refusal is None:
-            self.channel.send(("started", {worker.rank: worker.pid for worker, _ in made}))
+            watched = pidfds([os.getpid(), *(worker.pid for worker, _ in made)])
+            try:
+                self.channel.send(("started", {worker.rank: worker.pid for worker, _ in made}), watched)
+            finally:
+                for fd in watched:
+                    os.close(fd)
             return
+        self._release_guards()
         self._kill_all([worker.pid for worker, _ in made])
         self.channel.send(("refused", *refusal))
+
+    def _release_guards(self) -> None:
+        for guard in self._guards.values():
+            guard.release()
+        self._guards = {}
 
     def _fork_standbys(self, count: int, warm_up: str) -> None:
         """Fork standbys until there are `count`."""
         self.standbys.warm_up = warm_up
         while len(self.standbys.channels) < count and self.standbys.failures < 3:
             try:
-                handover = self.standbys.fork(os.getpid())
+                handover = self.standbys.fork(os.getpid(), self._of_this_group())
             except OSError:
                 break  # out of resources: restarts are slower
             if handover is None:
                 continue
+            self._guards, self._lease = {}, -1
             self._in_fork(*handover)  # in the fork, when its turn has come
         self._report(("parked", list(self.standbys.channels)))
+
+    def _of_this_group(self) -> list[int]:
+        """Descriptors that a standby, which belongs to the next group, must not keep open."""
+        fds = [fd for guard in self._guards.values() for fd in guard.fds()]
+        return fds if self._lease < 0 else [*fds, self._lease]
 
     def _fork(
         self,
@@ -279,7 +315,7 @@ class Zygote:
         if spec["argv"]:
             os.execve(spec["path"], spec["argv"], {**request["env"], **spec["env"]})
         # Close what an exec would close. With the start method "fork", the caller's descriptors stay open.
-        ours = {self.keeper_fd, self._wake_read, self._wake_write, gate_read, status}
+        ours = {self.keeper_fd, self._wake_read, self._wake_write, self._lease, gate_read, status}
         ours |= {channel.detach() for channel in (self.channel, *self.standbys.channels.values())}
         for fd in (ours | set(fds) | self._statuses) - set(spec["places"].values()) - {0, 1, 2, -1}:
             os.close(fd)
@@ -319,6 +355,17 @@ class Zygote:
             return False  # the agent is gone; its closed socket ends the loop
         return True
 
+    def _lease_until(self) -> float:
+        return int.from_bytes(os.pread(self._lease, 8, 0), "little") / 1e9 or float("inf")
+
+    def _check_lease(self) -> None:
+        """The agent has not renewed the lease in time: it is stopped, and another node may take its place."""
+        now = time.monotonic()
+        if now >= self._lease_until():
+            self.at_failure = None
+            self._report(("fenced", self.group))
+            self.stop = StopRequest(signal.SIGKILL, now, 0.0)
+
     # -- stopping ---------------------------------------------------------------------------------
 
     def _signal(self, sig: int, ranks: set[int], alone: bool) -> None:
@@ -333,6 +380,8 @@ class Zygote:
         self.at_failure = None  # the agent is in charge now
         self._reap()  # workers that have exited by now must not count as stopped
         now = time.monotonic()
+        if self.workers:
+            self._report(("stopping", group))
         if self.stop:
             self.stop.hurry(now, grace)
         else:
@@ -369,6 +418,11 @@ class Zygote:
         # processor, and delay the signals to the others.
         for worker in pending if not kill else ():
             _signal_group(worker.pid, signal.SIGCONT)
+        if kill:
+            # What is left of the groups whose leaders are reaped, all of it at once: single processes could
+            # fork faster than they are killed.
+            for pid in self._guards.keys() - self.workers.keys():
+                self._guards.pop(pid).fire()
 
     def _is_anything_left(self) -> bool:
         """Whether a process of the group is left; standbys do not belong to it."""
@@ -383,6 +437,7 @@ class Zygote:
 
     def _report_stopped(self, unkillable: list[str]) -> None:
         self.stop = None
+        self._release_guards()
         self._report(("stopped", self.group, unkillable))
 
     def _kill_all(self, pids: list[int]) -> None:
@@ -401,6 +456,7 @@ class Zygote:
 def kill_everything(sessions: list[int]) -> None:
     """Send SIGKILL to every child, including those adopted meanwhile, until none is left."""
     give_up_at = time.monotonic() + _GIVE_UP
+    own_group_at: float | None = time.monotonic() + _OWN_GROUP_AFTER
     for pid in sessions:
         _signal_group(pid, signal.SIGKILL)
     poll = select.poll()
@@ -411,6 +467,11 @@ def kill_everything(sessions: list[int]) -> None:
             pass
         if not has_children():
             return
+        if own_group_at is not None and time.monotonic() >= own_group_at:
+            from phalanx.zygote.job_cgroup import kill_own
+
+            own_group_at = None
+            kill_own()  # they fork faster than they can be killed
         poll.poll(2)  # a pause: adoption raises no event to wait for
 
 

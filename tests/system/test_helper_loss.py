@@ -1,0 +1,413 @@
+"""Helpers that are killed while they serve no workers, or are stopped while they do: the job goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx.agent.spec import RunResult
+from phalanx.agent.torch_agent import LocalElasticAgent
+from phalanx.core.group_events import RoundOver, Signal, WorkerState
+from phalanx.core.restarts import RestartPolicy
+from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from phalanx.errors import SignalException
+from phalanx.warm.helper_pool import HelperPool
+from phalanx.zygote import job_cgroup
+from tests.conftest import HUNG, gone, wait_until
+from tests.system.fault_agent import KINDS, family
+from tests.system.run_helpers import FOREVER, Running, all_gone, helpers_of, script
+from tests.system.test_faults import PROMISE, Agent, agent, all_gone_in_time, few_or_many, zygote_of
+from tests.system.test_loop import PAUSE, Waiting, agent_of, is_in
+
+__all__ = ["agent"]  # a fixture
+
+VICTIMS = ["zygote", "keeper", "both"]
+
+
+def helpers_in(pool: HelperPool) -> tuple[int, int]:
+    """Keeper and zygote of a pool's current helpers, once they are up."""
+    wait_until(lambda: pool.current is not None and not pool.current.lost, "helpers")
+    assert pool.current is not None
+    keeper = psutil.Process(pool.current.pid)
+    wait_until(lambda: [c for c in keeper.children() if c.name().endswith("zygote")], "the zygote")
+    return keeper.pid, keeper.children()[0].pid
+
+
+def kill(pool: HelperPool, victims: str) -> None:
+    keeper, zygote = helpers_in(pool)
+    for name, pid in (("keeper", keeper), ("zygote", zygote)):
+        if victims in (name, "both"):
+            os.kill(pid, signal.SIGKILL)
+
+
+def stop_helpers(agent: int, victims: str) -> list[int]:
+    """SIGSTOP to some of the helpers of a job; all of them."""
+    found = helpers_of(agent)
+    for pid in found:
+        if victims == "both" or psutil.Process(pid).name().endswith(victims):
+            os.kill(pid, signal.SIGSTOP)
+    return found
+
+
+def run_beside(agent: LocalElasticAgent, then: Callable[[], None]) -> RunResult:
+    """Run the agent in this thread and the disturbance in another."""
+    failed: list[BaseException] = []
+
+    def disturb() -> None:
+        try:
+            then()
+        except BaseException as error:  # noqa: BLE001 - raised again by the test
+            failed.append(error)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    result = agent.run()
+    thread.join(HUNG)
+    if failed:
+        raise failed[0]
+    return result
+
+
+def workers_again(job: Running, count: int) -> dict[int, int]:
+    """The workers after one restart."""
+    job.read_until("ready ", 2 * count)
+    return job.workers(count)
+
+
+# ---- killed while idle ---------------------------------------------------------------------------------
+
+
+@few_or_many
+@pytest.mark.parametrize("kind", ["exec", "python"])
+@pytest.mark.parametrize("victims", VICTIMS)
+def test_killed_while_joining(victims: str, kind: str, times: int, tmp_path: Path) -> None:
+    """A spare, or a first node: helpers wait for a round that comes later."""
+    for turn in range(max(1, times // 3)):
+        handler, pool = Waiting(), HelperPool(kind)
+        agent = agent_of("", tmp_path / str(turn), handler, helpers=pool)
+        first = pool.current
+
+        def disturb(pool: HelperPool = pool, handler: Waiting = handler) -> None:
+            wait_until(is_in(agent, "JOINING"), "the rendezvous")  # noqa: B023 - called in this turn
+            kill(pool, victims)
+            wait_until(lambda: pool.current is not first, "the next helpers")  # noqa: B023
+            handler.go.set()
+
+        result = run_beside(agent, disturb)
+        assert (result.state, agent.attempt) == (WorkerState.SUCCEEDED, 0)
+
+
+@few_or_many
+@pytest.mark.parametrize("victims", VICTIMS)
+def test_killed_between_a_failure_and_its_restart(victims: str, times: int, tmp_path: Path) -> None:
+    policy = RestartPolicy(max_restarts=1, free=0, backoff_first=0.5)
+    code = "import os, sys; sys.exit(1 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)"
+    for turn in range(max(1, times // 3)):
+        pool = HelperPool("exec")
+        agent = agent_of(code, tmp_path / str(turn), helpers=pool, restart_policy=policy)
+
+        def disturb(agent: LocalElasticAgent = agent, pool: HelperPool = pool) -> None:
+            wait_until(is_in(agent, "WAITING"), "the back-off")
+            kill(pool, victims)
+
+        result = run_beside(agent, disturb)
+        assert (result.state, agent.attempt) == (WorkerState.SUCCEEDED, 1)
+
+
+@few_or_many
+@pytest.mark.parametrize("victims", VICTIMS)
+def test_killed_just_before_the_start(victims: str, times: int, tmp_path: Path) -> None:
+    """The loop has not seen it yet, or the request is on its way: at any moment of the start."""
+    for turn in range(times):
+        handler, pool = Waiting(), HelperPool("exec")
+        agent = agent_of("import time; time.sleep(0.3)", tmp_path / str(turn), handler, helpers=pool)
+
+        def disturb(
+            agent: LocalElasticAgent = agent, pool: HelperPool = pool, let: Waiting = handler
+        ) -> None:
+            wait_until(is_in(agent, "JOINING"), "the rendezvous")
+            keeper, zygote = helpers_in(pool)
+            let.go.set()
+            time.sleep(random.choice([0, 0.0005, 0.001, 0.002]))  # any moment will do
+            for name, pid in (("keeper", keeper), ("zygote", zygote)):
+                if victims in (name, "both"):
+                    os.kill(pid, signal.SIGKILL)
+
+        result = run_beside(agent, disturb)
+        assert result.state is WorkerState.SUCCEEDED
+        assert agent.attempt <= 1, "one restart, if the workers ran already"
+
+
+@pytest.mark.parametrize("victims", VICTIMS)
+def test_killed_before_a_group_without_a_loop(victims: str, tmp_path: Path) -> None:
+    """`start_processes` has its own helpers; they are replaced as well."""
+    from phalanx.workers.worker_group import GroupOptions
+    from phalanx.workers.worker_kinds import SubprocessContext
+
+    pool = HelperPool("exec")
+    kill(pool, victims)
+    options = GroupOptions(take_helpers=pool.take, retire=pool.retire)
+    logs = DefaultLogsSpecs(str(tmp_path))
+    with SubprocessContext("g", "/bin/true", {0: ()}, {0: {}}, logs, options=options) as group:
+        group.start()
+        result = group.wait(HUNG)
+    pool.close()
+    assert result is not None
+    assert not result.failures
+    assert gone(group.pids()[0])
+
+
+# ---- stopped while workers run -------------------------------------------------------------------------
+
+
+PROMPTLY = 10.0  # far below the grace of these jobs (30 s) and above every step of the escalation
+
+
+@few_or_many
+@pytest.mark.parametrize("victims", VICTIMS)
+def test_a_failure_is_noticed_although_helpers_are_stopped(victims: str, times: int, tmp_path: Path) -> None:
+    main = script(tmp_path, FOREVER)
+    for _ in range(max(1, times // 3)):
+        with Running(["--nproc-per-node", "2", "--max-restarts", "1", main]) as job:
+            workers = job.workers(2)
+            stop_helpers(job.agent, victims)
+            begin = time.monotonic()
+            os.kill(workers[1], signal.SIGKILL)
+            again = workers_again(job, 2)
+            assert time.monotonic() - begin < PROMPTLY
+            assert all_gone(workers), "nothing is started beside old workers"
+            assert "rank 1: SIGKILL" in job.text
+            job.signal(signal.SIGTERM)
+            assert job.end().code == 143
+            assert all_gone(again)
+
+
+@few_or_many
+@pytest.mark.parametrize("victims", VICTIMS)
+def test_sigterm_ends_the_agent_although_helpers_are_stopped(
+    victims: str, times: int, tmp_path: Path
+) -> None:
+    """The workers still get their grace: the one that saves its state does so."""
+    saved = tmp_path / "saved"
+    main = script(
+        tmp_path,
+        "import signal, sys\n"
+        f"def save(*_):\n    open({str(saved)!r}, 'w').close()\n    sys.exit(0)\n"
+        f"signal.signal(signal.SIGTERM, save)\n{FOREVER}",
+    )
+    for _ in range(max(1, times // 3)):
+        saved.unlink(missing_ok=True)
+        with Running(["--grace", "30", main]) as job:
+            workers = job.workers(1)
+            helpers = stop_helpers(job.agent, victims)
+            begin = time.monotonic()
+            job.signal(signal.SIGTERM)
+            before = psutil.Process(job.agent).cpu_times()
+            assert job.end().code == 143
+            assert time.monotonic() - begin < PROMPTLY
+            assert before.user + before.system < 5
+            assert saved.exists()
+            assert all_gone(workers)
+            wait_until(lambda: all_gone(helpers), "the end of the helpers")  # noqa: B023
+
+
+@few_or_many
+def test_stopped_helpers_end_with_a_killed_agent(times: int, agent: Callable[..., Agent]) -> None:
+    for _ in range(times):
+        one = agent("family")
+        pids = one.pids(KINDS)
+        zygote = zygote_of(pids["helpers"])
+        os.kill(zygote, signal.SIGSTOP)
+        os.kill(pids["helpers"], signal.SIGSTOP)
+        one.process.kill()
+        since = time.monotonic()
+        one.process.wait()
+        all_gone_in_time({**pids, "zygote": zygote}, since)
+
+
+# ---- all of them killed at once ------------------------------------------------------------------------
+
+
+@few_or_many
+def test_a_workers_children_end_although_no_process_of_ours_is_left(
+    times: int, agent: Callable[..., Agent]
+) -> None:
+    """As an OOM killer may do: the kernel itself kills the workers' process groups."""
+    for _ in range(times):
+        one = agent("family")
+        pids = one.pids(KINDS)
+        zygote = zygote_of(pids["helpers"])
+        mine = {name: pid for name, pid in pids.items() if name.startswith(("worker", "child"))}
+        strays = [pid for name, pid in pids.items() if name.startswith(("session", "stray"))]
+        for pid in (pids["helpers"], zygote, one.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        since = time.monotonic()
+        all_gone_in_time(mine, since)
+        one.process.wait()
+        for pid in strays:
+            if not gone(pid):  # outside of the process group, and too early for a control group
+                os.kill(pid, signal.SIGKILL)
+
+
+@few_or_many
+def test_pkill_by_name_leaves_a_process_that_cleans_up(times: int, tmp_path: Path) -> None:
+    """`pkill -9 phalanx` ends the agent; keeper and zygote have other names."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    for _ in range(times):
+        with Running(["--no-python", "sh", "-c", family(folder)]) as job:
+            files = {kind: folder / f"{kind}.0" for kind in KINDS}
+            wait_until(lambda: all(f.exists() and f.read_text().strip() for f in files.values()), "all pids")  # noqa: B023
+            pids = {kind: int(file.read_text()) for kind, file in files.items()}
+            names = [psutil.Process(pid).name() for pid in (job.agent, *helpers_of(job.agent))]
+            assert [name for name in names if "phalanx" in name] == names[:1]
+            os.kill(job.agent, signal.SIGKILL)
+            all_gone_in_time(pids, time.monotonic())
+            for file in files.values():
+                file.unlink()
+
+
+def cgroup_of(pid: int) -> str:
+    lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    return next((line[3:] for line in lines if line.startswith("0::")), "")
+
+
+def is_populated() -> bool:
+    """Whether a process is in a control group of a job."""
+    return any(found.read_text() for found in Path(job_cgroup.base()).glob("phalanx-*/cgroup.procs"))
+
+
+needs_cgroups = pytest.mark.skipif(not job_cgroup.base(), reason="control groups cannot be written here")
+
+
+@needs_cgroups
+@few_or_many
+@pytest.mark.parametrize("victims", ["helpers", "all"])
+def test_the_control_group_catches_strays(victims: str, times: int, tmp_path: Path) -> None:
+    """Zygote and keeper killed: the agent ends the strays before it restarts. All killed: the next job."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    for _ in range(max(1, times // 3)):
+        with Running(["--no-python", "--max-restarts", "1", "sh", "-c", family(folder)]) as job:
+            files = {kind: folder / f"{kind}.0" for kind in KINDS}
+            wait_until(lambda: all(f.exists() and f.read_text().strip() for f in files.values()), "all pids")  # noqa: B023
+            pids = {kind: int(file.read_text()) for kind, file in files.items()}
+            for pid in pids.values():
+                wait_until(lambda: "/phalanx-" in cgroup_of(pid), "the control group")  # noqa: B023
+            for file in files.values():
+                file.unlink()
+            for pid in [*([job.agent] if victims == "all" else []), *helpers_of(job.agent)]:
+                os.kill(pid, signal.SIGKILL)
+            if victims == "helpers":
+                wait_until(lambda: files["worker"].exists(), "the restart")  # noqa: B023
+                assert all(gone(pid) for pid in pids.values()), "nothing is started over leftovers"
+        if victims == "all":
+            with Running([script(tmp_path, FOREVER)]) as job:
+                job.workers(1)
+                wait_until(lambda: all(gone(pid) for pid in pids.values()), "the end of the strays")  # noqa: B023
+
+
+BOMB = """
+import os, time
+print('ready 0', os.getpid(), flush=True)
+if os.fork() == 0:
+    while True:  # always another process, in another session, whose parent is gone
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+time.sleep(1000)
+"""
+
+
+@needs_cgroups
+@few_or_many
+@pytest.mark.parametrize("victim", ["agent", "agent+keeper", "agent+zygote"])
+def test_what_forks_faster_than_it_can_be_killed_ends_with_the_agent(
+    victim: str, times: int, tmp_path: Path
+) -> None:
+    mark = f"bomb{os.getpid()}"
+    main = script(tmp_path, BOMB)
+    for _ in range(max(1, times // 3)):
+        with Running(["--warm", "off", main, mark]) as job:
+            (worker,) = job.workers(1).values()
+            wait_until(lambda: "/phalanx-" in cgroup_of(worker), "the control group")  # noqa: B023
+            keeper, zygote = helpers_of(job.agent)
+            who = {"agent": job.agent, "keeper": keeper, "zygote": zygote}
+            for name in victim.split("+"):
+                os.kill(who[name], signal.SIGKILL)
+            since = time.monotonic()
+            wait_until(lambda: gone(worker), "the end of the worker")  # noqa: B023
+            while is_populated() and time.monotonic() < since + 3 * PROMISE:
+                pass
+            assert not is_populated()
+
+
+def test_a_plain_fork_bomb_ends_with_the_worker(tmp_path: Path) -> None:
+    """In the worker's process group: killed at once, although its leader is gone; no control group needed."""
+    mark = tmp_path / "mark"
+    bomb = (
+        f"import os, time\nif os.fork(): open({str(mark)!r}, 'w').close(); os._exit(3)\n"
+        "while True:\n    if os.fork(): os._exit(0)\n"
+    )
+    begin = time.monotonic()
+    args: dict[int, tuple[str, ...]] = {0: ("-c", bomb)}
+    group = start_processes("b", sys.executable, args, {0: {}}, DefaultLogsSpecs(str(tmp_path)))
+    wait_until(mark.exists, "the bomb")
+    group.close(signal.SIGTERM, 0.5)
+    assert not group.unkillable
+    assert time.monotonic() - begin < PROMPTLY
+
+
+# ---- a stopped agent -----------------------------------------------------------------------------------
+
+
+@few_or_many
+def test_workers_end_when_the_lease_is_not_renewed(times: int, tmp_path: Path) -> None:
+    """The agent is stopped; the zygote kills the workers at the end of the lease, and not before."""
+    for turn in range(times):
+        agent = agent_of(PAUSE, tmp_path / str(turn), helpers=HelperPool("exec"))
+        workers = agent._workers
+        first = time.monotonic() + 0.6
+        workers.lease_until(first)
+        found: list[float] = []
+
+        def disturb(agent: LocalElasticAgent = agent) -> None:
+            wait_until(is_in(agent, "RUNNING"), "the worker")
+            (pid,) = (worker.id for worker in agent.get_worker_group().workers)
+            workers.lease_until(time.monotonic() + 1.0)  # noqa: B023 - called in this turn
+            wait_until(lambda: gone(pid), "the end of the worker")
+            found.append(time.monotonic())  # noqa: B023
+            agent._post(RoundOver(1, "the lease has expired", at_once=True))
+            wait_until(lambda: agent.state.round is not None and agent.state.round.number == 2, "a new round")
+            workers.lease_until(float("inf"))  # noqa: B023
+            wait_until(is_in(agent, "RUNNING"), "the workers again")
+            agent._post(Signal(signal.SIGTERM))
+
+        with pytest.raises(SignalException):
+            run_beside(agent, disturb)
+        assert found
+        assert found[0] > first + 0.3, "it was renewed"
+
+
+def test_without_another_round_a_lease_that_ran_out_is_a_failure(tmp_path: Path) -> None:
+    code = "import os, signal\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': signal.pause()"
+    agent = agent_of(code, tmp_path, helpers=HelperPool("exec"))
+    agent._workers.lease_until(time.monotonic() + 0.5)
+    assert agent._loop.parts[0] is agent._workers
+
+    def renew() -> None:
+        wait_until(is_in(agent, "RUNNING"), "the worker")
+        wait_until(lambda: agent._pcontext is not None and agent._pcontext.fenced, "the end of the lease")
+        agent._workers.lease_until(float("inf"))
+
+    result = run_beside(agent, renew)
+    assert (result.state, agent.attempt) == (WorkerState.SUCCEEDED, 1)
