@@ -31,6 +31,7 @@ from phalanx.membership.membership import NOT_AUTHENTICATED, Membership
 from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over, Remark
 from phalanx.membership.static import StaticRendezvous
 from phalanx.store.embedded.client import Client
+from phalanx.store.embedded.wire import MAGIC
 from phalanx.store.torch.client import TorchStoreClient
 from tests.conftest import HUNG, wait_until
 
@@ -182,7 +183,7 @@ def test_connections_that_send_nothing_or_nonsense_hold_up_nothing(node: Make, p
         worker.set("a", b"1")
         assert worker.check(["a"])
     assert [info.rank for info in (*form(node(1)), zero.info())] == [1, 0]
-    assert broken.recv(200)[:8] == b"PHALANX1"
+    assert broken.recv(200)[:8] == MAGIC
     for sock in (*silent, broken, half):
         sock.close()
 
