@@ -163,9 +163,8 @@ class Episode:
                 return False
             if now > limit:
                 found = self._state_of_world(now)
-                self.violations.append(
-                    Violation("liveness", now, f"{what} did not appear within {bound:g} s: {found}")
-                )
+                text = f"{what} did not appear within {bound:g} s: {found}"
+                self.violations.append(Violation("liveness", now, text))
             time.sleep(_STEP)
         return not self.violations
 
@@ -314,14 +313,14 @@ class Episode:
         signal_process(agent.process.pid, signal.SIGCONT)
         if action.seconds:
             clock = action.value * 3600 if action.fault == "clock" else 0
-            self._after(action, lambda: self._start(action.node, clock))
+            self._after(action, lambda: self._replace(agent, action.node, clock))
         return True
 
-    def _start(self, node: int, clock: int) -> None:
-        if self.job.agent(node) is None:
+    def _replace(self, old: ChaosAgent, node: int, clock: int = 0) -> None:
+        if old.alive:  # it still leaves
+            self._undo.append((time.time() + 0.2, lambda: self._replace(old, node, clock)))
+        elif self.job.agent(node) is None:
             self.job.start_agent(node, clock)
-        else:  # it still leaves
-            self._undo.append((time.time() + 0.2, lambda: self._start(node, clock)))
 
     def _join(self, action: ChaosAction) -> bool:
         if action.fault == "bad-newcomer":
@@ -361,8 +360,8 @@ class Episode:
 
         def mend() -> None:
             switch[action.fault](False)
-            if agent is not None and not agent.alive and self._may_give_up(agent):
-                self._start(action.node, 0)
+            if agent is not None and not agent.alive and not agent.asked and self._may_give_up(agent):
+                self._replace(agent, action.node)
 
         self._after(action, mend)
         return True

@@ -253,9 +253,13 @@ class ChaosJob:
         if self.isolated:
             signal_process(-1, signal.SIGKILL)  # everything in this PID namespace but this process
         else:
-            for _ in range(20):
-                left = [p.pid for p in self.processes()] + ([self.store.pid] if self.store else [])
-                for pid in left:
+            # The agents first: their helpers then end what workers left behind, which nothing else can find
+            # once its parent is gone. What the helpers do not end in time is killed here.
+            for process in self.processes():
+                signal_process(process.pid, signal.SIGCONT)
+            first = [agent.process.pid for agent in self.agents] + ([self.store.pid] if self.store else [])
+            for turn in range(120):
+                for pid in first if turn < 100 else [p.pid for p in self.processes()]:
                     signal_process(pid, signal.SIGKILL)
                 if not self.processes():
                     break
