@@ -154,7 +154,9 @@ def test_killed_before_a_group_without_a_loop(victims: str, tmp_path: Path) -> N
     from phalanx.workers.worker_kinds import SubprocessContext
 
     pool = HelperPool("exec")
+    helpers = helpers_in(pool)
     kill(pool, victims)
+    wait_until(lambda: all_gone(helpers), "the end of the helpers")
     options = GroupOptions(take_helpers=pool.take, retire=pool.retire)
     logs = DefaultLogsSpecs(str(tmp_path))
     with SubprocessContext("g", "/bin/true", {0: ()}, {0: {}}, logs, options=options) as group:
@@ -169,7 +171,7 @@ def test_killed_before_a_group_without_a_loop(victims: str, tmp_path: Path) -> N
 # ---- stopped while workers run -------------------------------------------------------------------------
 
 
-PROMPTLY = 10.0  # far below the grace of these jobs (30 s) and above every step of the escalation
+PROMPTLY = 15.0  # far below the grace of these jobs (30 s) and above every step of the escalation
 
 
 @few_or_many
@@ -281,9 +283,12 @@ def cgroup_of(pid: int) -> str:
     return next((line[3:] for line in lines if line.startswith("0::")), "")
 
 
-def is_populated() -> bool:
-    """Whether a process is in a control group of a job."""
-    return any(found.read_text() for found in Path(job_cgroup.base()).glob("phalanx-*/cgroup.procs"))
+def is_populated(group: str) -> bool:
+    """Whether a process is in a control group."""
+    try:
+        return bool(Path(job_cgroup.base(), group, "cgroup.procs").read_text())
+    except OSError:
+        return False
 
 
 needs_cgroups = pytest.mark.skipif(not job_cgroup.base(), reason="control groups cannot be written here")
@@ -340,15 +345,16 @@ def test_what_forks_faster_than_it_can_be_killed_ends_with_the_agent(
         with Running(["--warm", "off", main, mark]) as job:
             (worker,) = job.workers(1).values()
             wait_until(lambda: "/phalanx-" in cgroup_of(worker), "the control group")  # noqa: B023
+            group = Path(cgroup_of(worker)).name
             keeper, zygote = helpers_of(job.agent)
             who = {"agent": job.agent, "keeper": keeper, "zygote": zygote}
             for name in victim.split("+"):
                 os.kill(who[name], signal.SIGKILL)
             since = time.monotonic()
             wait_until(lambda: gone(worker), "the end of the worker")  # noqa: B023
-            while is_populated() and time.monotonic() < since + 3 * PROMISE:
+            while is_populated(group) and time.monotonic() < since + 3 * PROMISE:
                 pass
-            assert not is_populated()
+            assert not is_populated(group)
 
 
 def test_a_plain_fork_bomb_ends_with_the_worker(tmp_path: Path) -> None:
