@@ -26,7 +26,7 @@ from tests.conftest import HUNG, gone, wait_until
 from tests.system.fault_agent import KINDS, family
 from tests.system.run_helpers import FOREVER, Running, all_gone, helpers_of, script
 from tests.system.test_faults import PROMISE, Agent, agent, all_gone_in_time, few_or_many, zygote_of
-from tests.system.test_loop import PAUSE, Waiting, agent_of, is_in
+from tests.system.test_loop import PAUSE, Waiting, agent_of, idle_in, is_in
 
 __all__ = ["agent"]  # a fixture
 
@@ -154,7 +154,9 @@ def test_killed_before_a_group_without_a_loop(victims: str, tmp_path: Path) -> N
     from phalanx.workers.worker_kinds import SubprocessContext
 
     pool = HelperPool("exec")
+    helpers = helpers_in(pool)
     kill(pool, victims)
+    wait_until(lambda: all_gone(helpers), "the end of the helpers")
     options = GroupOptions(take_helpers=pool.take, retire=pool.retire)
     logs = DefaultLogsSpecs(str(tmp_path))
     with SubprocessContext("g", "/bin/true", {0: ()}, {0: {}}, logs, options=options) as group:
@@ -169,7 +171,7 @@ def test_killed_before_a_group_without_a_loop(victims: str, tmp_path: Path) -> N
 # ---- stopped while workers run -------------------------------------------------------------------------
 
 
-PROMPTLY = 10.0  # far below the grace of these jobs (30 s) and above every step of the escalation
+PROMPTLY = 15.0  # far below the grace of these jobs (30 s) and above every step of the escalation
 
 
 @few_or_many
@@ -211,10 +213,8 @@ def test_sigterm_ends_the_agent_although_helpers_are_stopped(
             helpers = stop_helpers(job.agent, victims)
             begin = time.monotonic()
             job.signal(signal.SIGTERM)
-            before = psutil.Process(job.agent).cpu_times()
             assert job.end().code == 143
             assert time.monotonic() - begin < PROMPTLY
-            assert before.user + before.system < 5
             assert saved.exists()
             assert all_gone(workers)
             wait_until(lambda: all_gone(helpers), "the end of the helpers")  # noqa: B023
@@ -281,9 +281,12 @@ def cgroup_of(pid: int) -> str:
     return next((line[3:] for line in lines if line.startswith("0::")), "")
 
 
-def is_populated() -> bool:
-    """Whether a process is in a control group of a job."""
-    return any(found.read_text() for found in Path(job_cgroup.base()).glob("phalanx-*/cgroup.procs"))
+def is_populated(group: str) -> bool:
+    """Whether a process is in a control group."""
+    try:
+        return bool(Path(job_cgroup.base(), group, "cgroup.procs").read_text())
+    except OSError:
+        return False
 
 
 needs_cgroups = pytest.mark.skipif(not job_cgroup.base(), reason="control groups cannot be written here")
@@ -340,15 +343,16 @@ def test_what_forks_faster_than_it_can_be_killed_ends_with_the_agent(
         with Running(["--warm", "off", main, mark]) as job:
             (worker,) = job.workers(1).values()
             wait_until(lambda: "/phalanx-" in cgroup_of(worker), "the control group")  # noqa: B023
+            group = Path(cgroup_of(worker)).name
             keeper, zygote = helpers_of(job.agent)
             who = {"agent": job.agent, "keeper": keeper, "zygote": zygote}
             for name in victim.split("+"):
                 os.kill(who[name], signal.SIGKILL)
             since = time.monotonic()
             wait_until(lambda: gone(worker), "the end of the worker")  # noqa: B023
-            while is_populated() and time.monotonic() < since + 3 * PROMISE:
+            while is_populated(group) and time.monotonic() < since + 3 * PROMISE:
                 pass
-            assert not is_populated()
+            assert not is_populated(group)
 
 
 def test_a_plain_fork_bomb_ends_with_the_worker(tmp_path: Path) -> None:
@@ -411,3 +415,67 @@ def test_without_another_round_a_lease_that_ran_out_is_a_failure(tmp_path: Path)
 
     result = run_beside(agent, renew)
     assert (result.state, agent.attempt) == (WorkerState.SUCCEEDED, 1)
+
+
+# ---- no CPU meanwhile ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victims", VICTIMS)
+def test_a_stop_is_idle_although_helpers_are_stopped(victims: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    ignore = (
+        f"import signal; signal.signal(15, signal.SIG_IGN); open({str(mark)!r}, 'w').close(); signal.pause()"
+    )
+    pool = HelperPool("exec")
+    agent = agent_of(ignore, tmp_path, helpers=pool, shutdown_timeout=4)
+    found = helpers_in(pool)
+
+    def stop() -> None:
+        wait_until(lambda: mark.exists() and is_in(agent, "RUNNING")(), "the worker")
+        for name, pid in zip(("keeper", "zygote"), found, strict=True):
+            if victims in (name, "both"):
+                os.kill(pid, signal.SIGSTOP)
+        agent._post(Signal(signal.SIGTERM))
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    idle_in(agent, "ENDING", lambda: agent._post(Signal(signal.SIGTERM)))
+    thread.join(HUNG)
+    wait_until(lambda: all_gone(found), "the end of the helpers")
+
+
+def test_running_is_idle_although_helpers_are_stopped(tmp_path: Path) -> None:
+    pool = HelperPool("exec")
+    agent = agent_of(PAUSE, tmp_path, helpers=pool)
+    found = helpers_in(pool)
+
+    def stop() -> None:
+        wait_until(is_in(agent, "RUNNING"), "the worker")
+        for pid in found:
+            os.kill(pid, signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    idle_in(agent, "RUNNING", lambda: agent._post(Signal(signal.SIGTERM)))
+    thread.join(HUNG)
+
+
+@pytest.mark.parametrize("victims", VICTIMS)
+def test_joining_is_idle_after_helpers_have_died_again_and_again(victims: str, tmp_path: Path) -> None:
+    handler, pool = Waiting(), HelperPool("exec")
+    agent = agent_of("", tmp_path, handler, helpers=pool)
+
+    def disturb() -> None:
+        wait_until(is_in(agent, "JOINING"), "the rendezvous")
+        first = pool.current
+        kill(pool, victims)
+        wait_until(lambda: pool.current is not first, "the next helpers")
+        kill(pool, victims)
+        wait_until(lambda: pool.current is None, "no helpers, for a while")
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    result = idle_in(agent, "JOINING", handler.go.set)
+    thread.join(HUNG)
+    assert result is not None
+    assert result.state is WorkerState.SUCCEEDED

@@ -257,7 +257,7 @@ def used():
     ours = [psutil.Process()]
     if agent.helpers.current is not None:
         keeper = psutil.Process(agent.helpers.current.pid)
-        ours += [keeper, *(one for one in keeper.children() if one.name().startswith("phalanx"))]
+        ours += [keeper, *(one for one in keeper.children() if one.name() == "worker-zygote")]
     return [(one.num_fds(), one.num_threads(), one.memory_info().rss) for one in ours]
 
 class Marking(SoloRendezvous):

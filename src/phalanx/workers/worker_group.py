@@ -63,6 +63,7 @@ STRAY_GRACE = 2.0  # for what successful workers left running behind them
 _ANSWER = 7.0  # over the grace: the zygote answers before that, or it is not going to
 _SIGN_OF_LIFE = 1.0  # for a zygote to answer a start, or to confirm a stop
 _REPORT = 0.5  # for a zygote to report an exit, after the worker's pidfd has shown it
+_REPORT_OF_START = 5.0  # the same while it waits until all workers have executed their program
 _LOST = 5.0  # for the workers of lost helpers to end; a process that lives on is in uninterruptible sleep
 _LOST_TICK = 0.02
 _MOMENT = 0.05  # what a poll may take once nothing is left: mostly the last lines are out by then
@@ -236,6 +237,8 @@ class PContext(abc.ABC):
         assert self.spawner is not None
         lost = self.spawner
         lost.in_use = False
+        self._escalation, self._unreported = 0, {}
+        self._answer_by = self._alive_by = self._lost_by = None
         try:
             if self._owns_spawner:
                 self.options.retire(lost)
@@ -389,10 +392,15 @@ class PContext(abc.ABC):
             return
         with self._lock:
             for rank in spawner.witness.ended():
-                self._unreported[rank] = now + _REPORT, time.time()
+                patience = _REPORT if self._answered else _REPORT_OF_START
+                self._unreported[rank] = now + patience, time.time()
             for rank, (by, when) in list(self._unreported.items()):
                 if rank in self._exits:
                     del self._unreported[rank]
+                elif now >= by and not self._answered:
+                    self._unreported = {}
+                    self._give_up_helpers()  # and start again: the zygote was stopped in between
+                    return
                 elif now >= by:
                     del self._unreported[rank]
                     code = spawner.witness.exit_code(rank)
@@ -406,6 +414,7 @@ class PContext(abc.ABC):
         self._answer_by = self._stop_by
         if self._stop_signal:
             self.spawner.witness.signal(self._stop_signal)
+            self._look_at_workers(now)  # it may have seen an exit
 
     def _give_up_helpers(self) -> None:
         """The next step against helpers that do not answer; HelpersLost follows, unless even that fails."""
@@ -503,11 +512,11 @@ class PContext(abc.ABC):
     def _lose_helpers(self) -> None:
         """Keeper and zygote were killed; the kernel kills the workers with them."""
         assert self.spawner is not None
-        unanswered = not self._answered and self._answer_by is None
+        if not self._workers_ended():
+            return
+        unanswered = not self._answered and self._state == "starting"
         if unanswered and self._tries < _START_TRIES:
             self._launch_again()
-            return
-        if not self._workers_ended():
             return
         for rank, pid in self._pids.items():
             self._exits.setdefault(rank, Exit(rank, pid, -signal.SIGKILL, time.time(), self._stopped_at))
@@ -527,8 +536,6 @@ class PContext(abc.ABC):
         clear = sweep() or not self._answered
         if witness is None:
             return True
-        for rank in witness.ended():
-            self._unreported.setdefault(rank, (now, time.time()))
         left = witness.alive()
         if left or not clear:
             self._lost_by = self._lost_by or now + _LOST

@@ -275,8 +275,9 @@ class Spawner:
     def _note(self, message: tuple[Any, ...], fds: list[int]) -> None:
         if message[0] == "exit":
             self._early.append(Exit(*message[1:]))
-        elif message[0] == "started":
+        elif message[0] == "forked":
             self._watch(message[1], fds)
+        elif message[0] == "started":
             self._early.append(WorkersStarted(message[1]))
         elif message[0] == "fenced" and message[1] == self._group:
             self._early.append(WorkersFenced())

@@ -1,7 +1,7 @@
 """The agent's own view of its workers: a pidfd for each, whatever the zygote does.
 
 The zygote opens the pidfds before it can reap the workers, so none of them can belong to another process,
-and sends them along with the answer to a start. All are in one epoll descriptor, the only one that the owner
+and sends them before any worker runs. All are in one epoll descriptor, the only one that the owner
 loop waits for.
 """
 
@@ -27,26 +27,31 @@ class Witness:
         self._zygote, *workers = fds
         self._fds = dict(zip(self._pids, workers, strict=True))
         self._ended: set[int] = set()
+        self._fresh: list[int] = []  # for the next `ended`
         self._epoll = select.epoll()
         for fd in workers:
             self._epoll.register(fd, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Readable when a worker has exited that `ended` has not returned yet."""
+        """Readable when a worker has exited; `ended` must be called before the next wait."""
         return self._epoll.fileno()
 
     def ended(self) -> list[int]:
         """The ranks that have exited since the last call."""
+        self._look()
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def _look(self) -> None:
         ready = {fd for fd, _ in self._epoll.poll(0)}
-        found = [rank for rank, fd in self._fds.items() if fd in ready]
-        for rank in found:
+        for rank in [rank for rank, fd in self._fds.items() if fd in ready]:
             self._epoll.unregister(self._fds[rank])  # it stays readable: the loop would not sleep again
             self._ended.add(rank)
-        return found
+            self._fresh.append(rank)
 
     def alive(self) -> dict[int, int]:
         """Rank → pid of the workers that have not exited."""
-        self.ended()
+        self._look()
         return {rank: pid for rank, pid in self._pids.items() if rank not in self._ended}
 
     def exit_code(self, rank: int) -> int:

@@ -17,7 +17,8 @@
 
 Messages from the agent:  ("spawn", request) ("stop", group, signal, grace) ("park", count, warm-up)
                           ("signal", number, ranks, alone)
-Messages to the agent:    ("started", {rank: pid}) with pidfds, ("refused", rank or None, text)
+Messages to the agent:    ("forked", {rank: pid}), with pidfds, then ("started", {rank: pid}),
+                          or ("refused", rank or None, text)
                           ("stopping", group) ("stopped", group, [text, …]) ("fenced", group)
                           ("exit", rank, pid, code, when, signalled_at) ("parked", pids)
 
@@ -208,22 +209,28 @@ class Zygote:
         refusal = refusal or _first_refusal(made, b"ready")
         if refusal is None:
             self._guards = guards_for(worker.pid for worker, _ in made)
+            self._show_workers(made)
             os.write(gate_write, b"g" * len(made))
             refusal = _first_refusal(made, b"")
         for fd in (*gate, *self._statuses):
             os.close(fd)
         self._statuses.clear()
         if refusal is None:
-            watched = pidfds([os.getpid(), *(worker.pid for worker, _ in made)])
-            try:
-                self.channel.send(("started", {worker.rank: worker.pid for worker, _ in made}), watched)
-            finally:
-                for fd in watched:
-                    os.close(fd)
+            self.channel.send(("started", {worker.rank: worker.pid for worker, _ in made}))
             return
         self._release_guards()
         self._kill_all([worker.pid for worker, _ in made])
         self.channel.send(("refused", *refusal))
+
+    def _show_workers(self, made: list[tuple[ForkedWorker, int]]) -> None:
+        """Give the agent its own view of them, before they run: this process may be stopped at any time."""
+        watched = pidfds([os.getpid(), *(worker.pid for worker, _ in made)])
+        try:
+            if watched:
+                self.channel.send(("forked", {worker.rank: worker.pid for worker, _ in made}), watched)
+        finally:
+            for fd in watched:
+                os.close(fd)
 
     def _release_guards(self) -> None:
         for guard in self._guards.values():
