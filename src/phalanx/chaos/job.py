@@ -255,8 +255,8 @@ class ChaosJob:
         else:
             # The agents first: their helpers then end what workers left behind, which nothing else can find
             # once its parent is gone. What the helpers do not end in time is killed here.
-            for process in self.processes():
-                signal_process(process.pid, signal.SIGCONT)
+            for seen in self.processes():
+                signal_process(seen.pid, signal.SIGCONT)
             first = [agent.process.pid for agent in self.agents] + ([self.store.pid] if self.store else [])
             for turn in range(120):
                 for pid in first if turn < 100 else [p.pid for p in self.processes()]:
