@@ -549,8 +549,8 @@ class Simulation:
         known = [
             a
             for a in self.agents.values()
-            if a.alive and a.last >= current.number and (a.workers is not None or a.history == self.went_back)
-            if a.ended is None
+            if a.alive and a.ended is None and a.last >= current.number
+            if a.workers is not None or (not a.asleep and a.history == self.went_back)
         ]
         if not known and self.rounds.get(current.number, found[:2]) != found[:2]:
             # The store forgot this round, and all nodes that had started it are gone.

@@ -321,7 +321,8 @@ class Participant:
         self._round_mod = entry.mod
         # Written since the leader was elected, and not by it: the leader writes its own again.
         foreign = found is not None and self._leader.lease and found.term != self._leader.create
-        self._unreadable = found is None or bool(news and foreign and entry.mod > self._leader.mod)
+        back = found is not None and self.round is not None and found.older_than(self.round)
+        self._unreadable = found is None or back or bool(news and foreign and entry.mod > self._leader.mod)
         if found is None or self._unreadable:
             return
         self.round, self.restarts = found, found.restarts
@@ -359,6 +360,7 @@ class Participant:
             self._view = LeaderView(
                 self.options,
                 entry.create,
+                round=self.round or Round(),
                 since=now,
                 quiet_until=self._quiet_until,
                 skipped=self._skipped,

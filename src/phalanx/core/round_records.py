@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, get_type_hints
 from phalanx.core.ranks import Offsets
 
 FORMING, ACTIVE, CLOSED = "forming", "active", "closed"
+_PHASES = (FORMING, ACTIVE, CLOSED)
 OUTCOMES = ("succeeded", "failed", "timeout", "closed")
 
 # The newest format of records that this version reads and writes. A change that older versions can ignore (a
@@ -129,6 +130,11 @@ class Round(NamedTuple):
     preempted: tuple[str, ...] = ()
     format: int = 1
 
+    def older_than(self, other: Round) -> bool:
+        """Whether this one comes before another: rounds of a store only go forward."""
+        mine, theirs = ((r.job, r.number, _PHASES.index(r.phase)) for r in (self, other))
+        return mine < theirs
+
     def all_names(self) -> tuple[str, ...]:
         """A name for every member, by rank; members beyond the first few are named by their rank."""
         return self.names + tuple(f"node {rank}" for rank in range(len(self.names), self.nodes))
@@ -179,7 +185,7 @@ def _member(id: str, incarnation: int, name: str, addr: str, slots: int, role: s
 def decode_round(value: bytes) -> Round | None:
     """The round."""
     record: Round | None = _decoded(Round, value)
-    if record is None or len(record.cause) != 3 or record.phase not in (FORMING, ACTIVE, CLOSED):
+    if record is None or len(record.cause) != 3 or record.phase not in _PHASES:
         return None
     if (record.phase == CLOSED and record.outcome not in OUTCOMES) or (
         record.phase == ACTIVE and not record.stamp

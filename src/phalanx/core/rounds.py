@@ -38,8 +38,8 @@ Rules, each of which the simulator checks:
   holds: a store that lost its data, or went back in time, cannot make a number mean two things.
 - A record that cannot be read is skipped and named once. A node's key is on its lease: the leader puts one
   that was overwritten back, and one that it has never read counts as absent. Only the leader writes the
-  round: one of another term is foreign, and the leader writes its own again. A member that has lost its place
-  makes the round form again.
+  round: one of another term, or before the last one, is foreign, and the leader writes its own again. A
+  member that has lost its place makes the round form again.
 - A run id may be reused: a node that finds the job of this id closed, and none of its nodes left, begins the
   next one (`begin_again`), which continues the count of rounds, starts its restarts at zero and has a number
   of its own. A node that belongs to a job never becomes part of the next one.
@@ -180,6 +180,7 @@ class LeaderView:
     stolen: dict[str, int] = field(default_factory=dict)  # node whose key was overwritten -> its `mod`
     damaged: bool = False  # the store has no round, or not the one that was written last
     complete: bool = False  # everything has been read once
+    read: bool = False  # `round` is from the store; else it is what the node knew before it led
     skipped: dict[str, None] = field(default_factory=dict)  # keys of records that are not readable
     remarks: list[str] = field(default_factory=list)  # lines about them that nobody has seen yet
 
@@ -224,7 +225,8 @@ class LeaderView:
         if reset and not self.complete:
             self.complete = True
             # A round ran here, and its record is gone: nodes that count as ready for it may run workers.
-            self.damaged = self.damaged or (not self.round_mod and self.members_mod > 0)
+            ran = self.members_mod > 0 or self.round.term > 0
+            self.damaged = self.damaged or (ran and not self.round_mod)
 
     def _skip(self, key: str) -> None:
         if key not in self.skipped and len(self.skipped) < _MOST_SKIPPED:
@@ -237,12 +239,15 @@ class LeaderView:
     def _learn_round(self, now: float, entry: Entry, deleted: bool) -> None:
         current = None if deleted else decode_round(entry.value)
         self.round_mod = 0 if deleted else entry.mod
-        if current is None or (self.complete and current.term != self.term):
+        foreign = current is not None and (
+            current.term != self.term if self.complete else current.older_than(self.round)
+        )
+        if current is None or foreign:
             self.damaged = True
             if not deleted:
                 self._skip(entry.key)
         else:
-            self.round, self.since, self.damaged = current, now, False
+            self.round, self.since, self.damaged, self.read = current, now, False, True
 
     def _learn_place(self, node: str, entry: Entry) -> None:
         if entry.value.startswith(b'{"stamp":') and b"refused" not in entry.value:
@@ -349,11 +354,11 @@ def begin_again(found: Round, mod: int, options: Options, remaining: int) -> Txn
 
 def _restore(view: LeaderView) -> RoundDecision:
     """The round was overwritten or deleted: write it again; where it was never read, begin the next one."""
-    if view.round.term:
+    if view.read:
         return _publish(view, view.round, view.round.reason)
     known = [seen.record for seen in view.nodes.values()]
     base = view.round._replace(
-        number=max([view.members.number, *(max(r.rounds, r.ready) for r in known)]),
+        number=max([view.round.number, view.members.number, *(max(r.rounds, r.ready) for r in known)]),
         job=max((r.job for r in known), default=1),
         restarts=max((r.restarts for r in known), default=0),
     )
