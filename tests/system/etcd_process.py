@@ -87,6 +87,14 @@ class Member:
             return False
         return bool(status.get("leader"))
 
+    def alarm(self, action: str) -> None:
+        """Raise (ACTIVATE) or clear (DEACTIVATE) the alarm that the quota raises."""
+        status = self.ask("/v3/maintenance/status")
+        header = status["header"]
+        assert isinstance(header, dict)
+        body = {"action": action, "memberID": header["member_id"], "alarm": "NOSPACE"}
+        self.ask("/v3/maintenance/alarm", body)
+
     def leads(self) -> bool:
         status = self.ask("/v3/maintenance/status")
         header = status["header"]

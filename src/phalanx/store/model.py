@@ -365,9 +365,14 @@ class Model:
 
     # Keeping
 
-    def begin_incarnation(self) -> None:
-        """Skip the lease numbers that a lost end of the journal may have handed out."""
-        self._next_lease += _SKIPPED
+    @property
+    def next_lease(self) -> int:
+        """The number of the next lease."""
+        return self._next_lease
+
+    def begin_incarnation(self, first_lease: int) -> None:
+        """Continue with other lease numbers than those that a lost end of the journal handed out."""
+        self._next_lease = first_lease
 
     def begin_epoch(self) -> None:
         """Changes were lost: skip their revisions and forget the history, so that watches start again."""

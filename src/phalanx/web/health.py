@@ -5,7 +5,8 @@ reasons go to the log only.
 
 Invariants
 - No wake-ups without requests: the server sleeps in `accept`, and probes the agent's loop only on request.
-- A client that sends nothing occupies one of 32 threads for two seconds and delays no other client.
+- A client that sends nothing, or little at a time, occupies one of 32 threads and delays no other client:
+  when all are occupied, the oldest connection is closed.
 - The server listens on loopback unless an address is given.
 """
 
@@ -102,6 +103,8 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.answers = answers
         self._free_threads = threading.BoundedSemaphore(_MAX_CLIENTS)
+        self._lock = threading.Lock()
+        self._clients: dict[Any, None] = {}  # their sockets, the oldest first
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -111,15 +114,34 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free_threads.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+            self._close_oldest()
+            if not self._free_threads.acquire(timeout=_CLIENT_TIMEOUT):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._clients[request] = None
         super().process_request(request, client_address)
+
+    def _close_oldest(self) -> None:
+        with self._lock:
+            oldest = next(iter(self._clients), None)
+            if oldest is not None:
+                del self._clients[oldest]
+                try:
+                    oldest.shutdown(2)  # its thread ends, and closes it
+                except OSError:
+                    pass  # it has gone
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free_threads.release()
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:  # before its descriptor can be another connection's
+            self._clients.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore the errors of a client."""

@@ -70,6 +70,7 @@ class Journal:
         """Bring a fresh model to where the journal ends; returns the store's name (new: `store`)."""
         import sqlite3
 
+        first_lease = model.next_lease
         try:
             store = self._replay(model, store, now)
             row = self._db.execute("SELECT epoch FROM epoch").fetchone()
@@ -80,7 +81,7 @@ class Journal:
                 f"journal {self.path}: damaged ({error}); move it away: the store then starts empty, and "
                 "jobs that were using it end"
             ) from error
-        model.begin_incarnation()
+        model.begin_incarnation(first_lease)
         self._began[self.incarnation] = model.revision
         self._snapshot(model, store)
         return store

@@ -9,6 +9,8 @@ Invariants:
 - Nothing a client sends is parsed before it has proved the token; nothing is allocated for a
   length that is over the cap; a client that is silent in the handshake, garbles a frame or does not
   read what it is sent loses its own connection and disturbs no other client.
+- A crowd of strangers keeps no node out: the oldest of the address with the most of them makes room for the
+  next connection, and a node needs milliseconds to prove the token. They cannot fill the log either.
 - What a turn of the loop changed is in the journal before any of it is answered.
 - A client that hung up has `linger` seconds to come back before its leases end. A connection that
   the server itself gave up shortens nothing: the client may not know of it yet.
@@ -40,7 +42,10 @@ if TYPE_CHECKING:
 
 HANDSHAKE_TIME = 5.0
 UNREAD_CAP = 128 << 20  # what may wait for one client to read it
-STRANGERS = 512  # connections that have not proved the token yet
+STRANGERS = 512  # connections that have not proved the token yet; fewer where descriptors are few
+_COMPLAINTS = 5  # lines about strangers in each
+_COMPLAINT_TIME = 10.0  # seconds
+_ACCEPTS_IN_A_ROW = 64
 STALLED = 1.0
 FORGET_AFTER = 900.0
 _CHUNK = 256 << 10
@@ -53,6 +58,7 @@ class _Peer:
         "closing",
         "deadline",
         "frames",
+        "host",
         "nonce",
         "out",
         "raw",
@@ -64,8 +70,8 @@ class _Peer:
         "where",
     )
 
-    def __init__(self, sock: socket.socket, where: str, deadline: float) -> None:
-        self.sock, self.where, self.deadline = sock, where, deadline
+    def __init__(self, sock: socket.socket, host: str, port: int, deadline: float) -> None:
+        self.sock, self.host, self.where, self.deadline = sock, host, f"{host}:{port}", deadline
         self.stage, self.raw, self.out = "greeting", b"", bytearray()
         self.nonce, self.theirs = os.urandom(wire.NONCE), b""
         self.frames = wire.Frames(wire.HELLO_CAP)
@@ -130,7 +136,9 @@ class Server:
             raise
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, _Peer] = {}
-        self._strangers: dict[_Peer, None] = {}  # those that have not said Hello yet
+        self._strangers: dict[_Peer, None] = {}  # those that have not said Hello yet, the oldest first
+        self._crowd: dict[str, int] = {}  # how many of them an address has
+        self._complaints_until, self._complaints = 0.0, 0
         self._current: dict[str, _Peer] = {}
         self._gone: dict[str, float] = {}
         self._dirty: dict[_Peer, None] = {}
@@ -267,23 +275,41 @@ class Server:
 
     def _accept(self, now: float) -> None:
         assert self._listener is not None
-        try:
-            sock, where = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            # Out of descriptors: the listener stays readable, so look away for a moment instead of spinning.
-            self.on_incident(f"the store cannot accept connections: {error}")
-            self._selector.unregister(self._listener)
-            self._accept_at = now + 0.2
-            return
-        self._admit(sock, where, now)
+        for _ in range(_ACCEPTS_IN_A_ROW):
+            try:
+                sock, where = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if self._strangers:  # out of descriptors
+                    self._evict()
+                    continue
+                # The listener stays readable, so look away for a moment instead of spinning.
+                self._complain(f"the store cannot accept connections: {error}", now)
+                self._selector.unregister(self._listener)
+                self._accept_at = now + 0.2
+                return
+            self._admit(sock, where, now)
+
+    def _evict(self) -> None:
+        """Close the oldest stranger of the address that has the most of them."""
+        host, _ = max(self._crowd.items(), key=lambda item: item[1])
+        self._drop(next(peer for peer in self._strangers if peer.host == host), "")
+
+    def _complain(self, text: str, now: float) -> None:
+        """Report something that strangers can cause as often as they like."""
+        if now >= self._complaints_until:
+            if self._complaints > _COMPLAINTS:
+                text = f"{text} ({self._complaints - _COMPLAINTS} similar incidents were not reported)"
+            self._complaints_until, self._complaints = now + _COMPLAINT_TIME, 0
+        self._complaints += 1
+        if self._complaints <= _COMPLAINTS:
+            self.on_incident(text)
 
     def _admit(self, sock: socket.socket, where: tuple[Any, ...], now: float) -> None:
         sock.setblocking(False)
-        if len(self._strangers) >= STRANGERS:
-            sock.close()
-            return
+        while len(self._strangers) >= min(STRANGERS, max(16, _descriptors() // 8)):
+            self._evict()
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -292,9 +318,10 @@ class Server:
         except OSError:  # it has gone again already
             sock.close()
             return
-        peer = _Peer(sock, f"{where[0]}:{where[1]}", now + HANDSHAKE_TIME)
+        peer = _Peer(sock, str(where[0]), int(where[1]), now + HANDSHAKE_TIME)
         self._peers[sock] = peer
         self._strangers[peer] = None
+        self._crowd[peer.host] = self._crowd.get(peer.host, 0) + 1
         self._selector.register(sock, selectors.EVENT_READ)
         self._write(peer, wire.greeting(peer.nonce))
 
@@ -340,7 +367,7 @@ class Server:
                 peer.closing = True
                 self._write(peer, wire.REFUSED if self.token else wire.OPEN)
                 source = f" (ours is from {self.token.source})" if self.token else ""
-                self.on_incident(f"{peer.where} showed a wrong token{source}")
+                self._complain(f"{peer.where} showed a wrong token{source}", now)
                 return
             self._write(peer, wire.proof(key, "server", peer.theirs + self._binding, peer.nonce))
             if self._sealing is None:
@@ -357,7 +384,7 @@ class Server:
             if not isinstance(body, wire.Hello):
                 raise wire.WireError(f"{type(body).__name__} before Hello")
             peer.session, peer.stage, peer.frames.cap = body.session, "open", wire.CAP
-            self._strangers.pop(peer, None)
+            self._is_known(peer)
             old = self._current.get(body.session)
             if old is not None:
                 self._drop(old, "")
@@ -455,13 +482,25 @@ class Server:
 
     def _drop(self, peer: _Peer, why: str) -> None:
         if why and peer.sock in self._peers:
-            self.on_incident(f"connection from {peer.where} closed: {why}")
+            text = f"connection from {peer.where} closed: {why}"
+            if peer in self._strangers:
+                self._complain(text, time.monotonic())
+            else:
+                self.on_incident(text)
         self._forget(peer)
+
+    def _is_known(self, peer: _Peer) -> None:
+        """It is not a stranger, or not any longer."""
+        if peer in self._strangers:
+            del self._strangers[peer]
+            self._crowd[peer.host] -= 1
+            if not self._crowd[peer.host]:
+                del self._crowd[peer.host]
 
     def _forget(self, peer: _Peer) -> None:
         if self._peers.pop(peer.sock, None) is None:
             return
-        self._strangers.pop(peer, None)
+        self._is_known(peer)
         self._selector.unregister(peer.sock)
         peer.sock.close()
         if self._current.get(peer.session) is peer:
@@ -498,3 +537,10 @@ def _listen(sock: socket.socket, host: str, port: int) -> None:
         sock.listen(4096)
     except OSError as error:  # another process has bound it as well, and listens already
         raise StoreError(f"the store cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _descriptors() -> int:
+    import resource
+
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20

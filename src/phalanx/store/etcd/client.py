@@ -6,7 +6,8 @@
 One thread sends the requests in order over HTTP to etcd's JSON gateway; each watch has its own thread. When
 a member fails, is too slow or has no leader, requests and watches move to the next one; a request whose
 answer was lost is not carried out twice (requests.py). Requests fail only after `grace` seconds without an
-answer from any member.
+answer from any member, or of an etcd that is out of space: writes then wait in order, and only the requests
+that keep leases alive overtake them.
 
 Differences from the embedded store: etcd knows leases, not connections. A dead process is noticed when its
 lease expires, not when its socket closes, so `welcome.linger` is infinite, and a broken connection shortens
@@ -21,12 +22,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core.store_commands import Add, Command, Get, Notice, Put, Reply, Txn, Unwatch, Watch
+from phalanx.core.store_commands import Add, Command, Get, KeepAlive, Notice, Put, Reply, Txn, Unwatch, Watch
 from phalanx.environment import ETCD_PASSWORD, ETCD_PORT, variables
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, UsageError
+from phalanx.log import warn
 from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client, State, _Waiting
 from phalanx.store.etcd import requests
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 
 _MAX_REQUEST_TIMEOUT = 10.0  # a request's timeout grows up to this
 _CLOSE_TIMEOUT = 2.0  # for requests made before `close`
+_FULL_PAUSE = 0.2  # between two tries of a write, while etcd is out of space
+_WRITES = ("/v3/kv/txn", "/v3/kv/put", "/v3/lease/grant")
 _LINEARIZABLE = ("/v3/kv/range", "/v3/kv/txn", "/v3/kv/deleterange")  # their revision is the majority's
 
 
@@ -75,6 +80,8 @@ class EtcdClient(Client):
         self._delivering = threading.RLock()
         self._closed = threading.Event()
         self._away_since: float | None = clock()
+        self._full_since: float | None = None  # etcd has refused writes since then
+        self._overtaken: deque[tuple[int, Command] | None] = deque()  # commands that wait behind a write
         self._requests = requests.EtcdRequests(self.session, self._call)
 
     @property
@@ -110,7 +117,7 @@ class EtcdClient(Client):
     def _stay_connected(self) -> None:
         try:
             self._requests.range(requests.key_range(self._requests.session_entry.key, False))  # first contact
-            while (item := self._commands.get()) is not None:
+            while (item := self._next_command()) is not None:
                 self._answer(*item)
         except _Abandoned:
             pass
@@ -122,6 +129,9 @@ class EtcdClient(Client):
             self._stop_streams()
             self._delete_session_key()
             self._connection.close()
+
+    def _next_command(self) -> tuple[int, Command] | None:
+        return self._overtaken.popleft() if self._overtaken else self._commands.get()
 
     def _answer(self, number: int, command: Command) -> None:
         if number not in self._waiting:
@@ -206,6 +216,7 @@ class EtcdClient(Client):
     def _call(self, path: str, body: requests.Json) -> requests.Json:
         """Try one member after the other until one answers or the grace period is over."""
         session, members = self._requests, len(self._members.addresses)
+        writes = path in _WRITES
         session.tries, pause = 0, 0.05
         while True:
             abandoned = self._current and self._current not in self._waiting
@@ -217,6 +228,9 @@ class EtcdClient(Client):
             try:
                 answer = self._connection.call(path, body, timeout)
             except EtcdError as error:
+                if error.out_of_space:
+                    self._wait_for_space(error)
+                    continue
                 if not error.temporary:
                     raise
                 problem: Exception = error
@@ -224,6 +238,8 @@ class EtcdClient(Client):
                 problem = _explain(error, self.where)
             else:
                 self._answered(path, answer)
+                if writes:
+                    self._full_since = None
                 return answer
             if self._members.move_on(self._connection.member):
                 with self._lock:
@@ -235,6 +251,29 @@ class EtcdClient(Client):
             if session.tries % members == 0:
                 self._closed.wait(pause)
                 pause = min(1.0, pause * 2)
+
+    def _wait_for_space(self, error: EtcdError) -> None:
+        """Before the next try of a write; raises if the grace period is over. Leases stay alive meanwhile."""
+        now = self.clock()
+        if self._full_since is None:
+            self._full_since = now
+            warn(f"{self._members.explain(error)}; writes wait for it, at most {self.grace:g} s")
+        if now - self._full_since >= self.grace:
+            raise error
+        until = now + _FULL_PAUSE
+        writing, tries = self._current, self._requests.tries
+        while not self._closed.is_set() and (left := until - self.clock()) > 0:
+            try:
+                item = self._commands.get(timeout=left)
+            except queue.Empty:
+                break
+            if item is not None and isinstance(item[1], KeepAlive):
+                self._answer(*item)
+            else:
+                self._overtaken.append(item)
+                if item is None:
+                    break
+        self._current, self._requests.tries = writing, tries
 
     def _answered(self, path: str, answer: requests.Json) -> None:
         cluster = str(answer.get("header", {}).get("cluster_id", ""))

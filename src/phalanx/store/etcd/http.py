@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 UNAUTHENTICATED, DENIED, NOT_FOUND, PRECONDITION, OUT_OF_RANGE = 16, 7, 5, 9, 11
 _TEMPORARY = (1, 4, 10, 13, 14)  # cancelled, deadline exceeded, aborted, internal, unavailable
-_EXHAUSTED = 8
+_EXHAUSTED, _UNAVAILABLE = 8, 14
+_GATEWAY_STATUS = (429, 502, 503, 504)  # of a proxy in front of etcd
 CONNECTION_ERRORS = (OSError, http.client.HTTPException)
 
 
@@ -35,6 +36,11 @@ class EtcdError(StoreError):
     def temporary(self) -> bool:
         """Whether another member, or the same one later, may succeed."""
         return self.code in _TEMPORARY or (self.code == _EXHAUSTED and "too many requests" in str(self))
+
+    @property
+    def out_of_space(self) -> bool:
+        """Whether etcd refuses writes until an operator has freed space; it still renews leases."""
+        return self.code == _EXHAUSTED and "space exceeded" in str(self)
 
     @property
     def expired_login(self) -> bool:
@@ -106,7 +112,7 @@ class Members:
             )
         if error.code == DENIED:
             return StoreAuthError(f"{error}: user {self._user!r} needs read and write permission in etcd")
-        if "space exceeded" in str(error):
+        if error.out_of_space:
             return StoreError(f"{error} at {self}: compact and defragment it, then `etcdctl alarm disarm`")
         return error
 
@@ -227,7 +233,10 @@ def _decode(raw: bytes, status: int) -> dict[str, Any]:
         # A stream that ended after one message ends in a newline.
         found = msgspec.json.decode(raw.strip() or b"{}")
     except msgspec.DecodeError:
-        raise EtcdError(0, f"HTTP {status} without JSON: {raw[:80]!r}; is this etcd's client port?") from None
+        code = _UNAVAILABLE if status in _GATEWAY_STATUS else 0
+        raise EtcdError(
+            code, f"HTTP {status} without JSON: {raw[:80]!r}; is this etcd's client port?"
+        ) from None
     return found if isinstance(found, dict) else {}
 
 

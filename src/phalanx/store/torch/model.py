@@ -56,6 +56,9 @@ CANCELLED = b"\x01"
 
 # One request can name the same large value many times; its reply must not become all of the memory.
 MAX_REPLY = 1 << 30
+# Everyone who reaches the port may write. Groups keep kilobytes here; a thousand times that is not theirs.
+MAX_STORED = 128 << 20
+_PER_ENTRY = 200  # bytes that an entry takes besides key and value
 
 Replies: TypeAlias = list[tuple[int, bytes]]
 
@@ -70,6 +73,7 @@ class TorchStoreModel:
         # Values grown by APPEND are bytearrays, so that many small appends do not copy the value each time.
         self._values: dict[bytes, bytes | bytearray] = {}
         self._queues: dict[bytes, deque[bytes]] = {}  # never an empty queue
+        self._stored = 0  # bytes, of both
         self._waits: dict[int, set[bytes]] = {}  # connection → keys it still waits for
         self._waiters: dict[bytes, dict[int, None]] = {}  # key → connections, first come first
         self._barriers: dict[bytes, dict[int, int]] = {}  # key → connection → arrivals it waits for
@@ -118,7 +122,7 @@ class TorchStoreModel:
 
     def _set(self, conn: int, args: list[Any]) -> Replies:
         key, value = args
-        self._values[key] = value
+        self._keep(key, value)
         return self._written(key)
 
     def _get(self, conn: int, args: list[Any]) -> Replies:
@@ -128,7 +132,7 @@ class TorchStoreModel:
     def _add(self, conn: int, args: list[Any]) -> Replies:
         key, delta = args
         total = _wrap(self._number(key) + delta)
-        self._values[key] = b"%d" % total
+        self._keep(key, b"%d" % total)
         reply = (conn, _pack_int(total))
         woken = self._written(key)
         return [reply, *woken] if woken else [reply]
@@ -137,9 +141,10 @@ class TorchStoreModel:
         key, value = args
         old = self._values.get(key)
         if isinstance(old, bytearray):
+            self._take_room(len(value))
             old += value
         else:
-            self._values[key] = value if old is None else bytearray(old) + value
+            self._keep(key, value if old is None else bytearray(old) + value)
         return self._written(key)
 
     def _compare_set(self, conn: int, args: list[Any]) -> Replies:
@@ -148,7 +153,7 @@ class TorchStoreModel:
         if current is None and expected:
             return [(conn, _pack_size(len(expected)) + expected)]
         if current is None or current == expected:
-            self._values[key] = desired
+            self._keep(key, desired)
             return [(conn, _pack_size(len(desired)) + desired), *self._written(key)]
         return [(conn, _pack_size(len(current)) + current)]
 
@@ -165,12 +170,32 @@ class TorchStoreModel:
     def _multi_set(self, conn: int, args: list[Any]) -> Replies:
         replies: Replies = []
         for i in range(0, len(args), 2):
-            self._values[args[i]] = args[i + 1]
+            self._keep(args[i], args[i + 1])
             replies += self._written(args[i])
         return replies
 
     def _delete(self, conn: int, args: list[Any]) -> Replies:
-        return [(conn, _pack_int(0 if self._values.pop(args[0], None) is None else 1))]
+        return [(conn, _pack_int(self._discard(args[0])))]
+
+    def _keep(self, key: bytes, value: bytes | bytearray) -> None:
+        old = self._values.get(key)
+        grows = len(value) - len(old) if old is not None else len(value) + len(key) + _PER_ENTRY
+        self._take_room(grows)
+        self._values[key] = value
+
+    def _discard(self, key: bytes) -> bool:
+        old = self._values.pop(key, None)
+        if old is None:
+            return False
+        self._stored -= len(old) + len(key) + _PER_ENTRY
+        return True
+
+    def _take_room(self, size: int) -> None:
+        if size > 0 and self._stored + size > MAX_STORED:
+            raise TorchProtocolError(
+                f"the store is full: {self._stored} bytes, at most {MAX_STORED}; keep large data in files"
+            )
+        self._stored += size
 
     def _num_keys(self, conn: int, args: list[Any]) -> Replies:
         return [(conn, _pack_int(len(self._values)))]
@@ -188,6 +213,7 @@ class TorchStoreModel:
 
     def _queue_push(self, conn: int, args: list[Any]) -> Replies:
         key, value = args
+        self._take_room(len(key) + len(value) + _PER_ENTRY)
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = deque()
@@ -201,6 +227,7 @@ class TorchStoreModel:
             return [(conn, _pack_int(0))]
         length = len(queue)
         value = queue.popleft()
+        self._stored -= len(key) + len(value) + _PER_ENTRY
         if not queue:
             del self._queues[key]
         return [(conn, _pack_int(length) + _pack_size(len(value)) + value)]
@@ -265,7 +292,7 @@ class TorchStoreModel:
         key, world = args
         self._refuse_second(conn)
         count = _wrap(self._number(key) + 1)
-        self._values[key] = b"%d" % count
+        self._keep(key, b"%d" % count)
         woken = self._written(key)
         if count >= world:
             return [(conn, READY), *woken]
@@ -331,9 +358,9 @@ class TorchStoreModel:
         except TorchProtocolError:  # overwritten by a client; its value stays
             return
         if count > 0:
-            self._values[barrier] = b"%d" % count
+            self._keep(barrier, b"%d" % count)
         else:
-            self._values.pop(barrier, None)
+            self._discard(barrier)
 
     def _number(self, key: bytes) -> int:
         """The number stored under `key`, 0 when it is not there; read as C does: blanks, a sign, digits."""

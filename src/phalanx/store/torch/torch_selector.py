@@ -6,6 +6,8 @@ Invariants:
 - A peer that does not read is not served further until it does: what waits for it is bounded by `_HIGH_WATER`
   plus one reply, and other peers are not affected.
 - A peer that breaks the protocol loses its connection, is named in the log, and other peers are not affected.
+- Torch's clients send something at once. Connections that have sent nothing are closed, the oldest first,
+  when they take more than a quarter of the process's descriptors; a quarter is never used here at all.
 - A connection that is listened to has no replies and no requests waiting.
 """
 
@@ -29,6 +31,7 @@ _CHUNK = 64 * 1024  # more would make malloc map and unmap pages for every small
 _BIG_CHUNK = 1024 * 1024  # for the middle of a large value
 _HIGH_WATER = 1024 * 1024  # output pending for a peer at which its further requests wait
 _ACCEPTS_IN_A_ROW = 64
+_SILENT_SHARE = 4  # of the descriptors, for connections that have sent nothing: one part in so many
 _ACCEPT_PAUSE = 1.0  # descriptors may be freed elsewhere in the process, without an event
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _MOST_COMPLAINTS = 100  # a port scan must not fill the log
@@ -80,6 +83,7 @@ class StoreLoop:
         self._complaints: set[str] = set()
         self._model = TorchStoreModel()
         self._connections: dict[int, _Connection] = {}
+        self._silent: dict[int, _Connection] = {}  # those that have sent nothing yet, the oldest first
         self._numbers = itertools.count(1)
         self._accept_again = 0.0  # the moment at which paused accepting is resumed; 0: not paused
         # Accepted sockets inherit these; set on each one they would be half of the system calls of accepting.
@@ -97,6 +101,8 @@ class StoreLoop:
                 conn = key.data
                 if type(conn) is not _Connection:
                     conn()
+                elif conn.id not in self._connections:
+                    pass  # closed to make room, in this same batch
                 elif events & _WRITE:
                     self._flush(conn)
                 else:
@@ -144,9 +150,41 @@ class StoreLoop:
             sock.setblocking(False)
             conn = _Connection(next(self._numbers), sock, peer)
             self._connections[conn.id] = conn
+            self._silent[conn.id] = conn
             self._selector.register(sock, _READ, conn)
             accepted += 1
+        if accepted:
+            self._make_room()
         return accepted
+
+    def _make_room(self) -> None:
+        """Close connections that nobody needs before the process has no descriptors left for its own use."""
+        limit = _descriptors()
+        while len(self._silent) > limit // _SILENT_SHARE:
+            self._close_silent(next(iter(self._silent.values())))
+        while len(self._connections) > limit - limit // 4:
+            if self._silent:
+                self._close_silent(next(iter(self._silent.values())))
+            else:  # the newest: what is in use stays
+                newest = next(reversed(self._connections.values()))
+                self._complain(
+                    "torch store: too many connections: raise the limit of open files (ulimit -n); those "
+                    "that are connected are served on"
+                )
+                self._drop(newest)
+
+    def _close_silent(self, conn: _Connection) -> None:
+        if self._hand_over(conn):
+            return
+        try:
+            waiting = conn.sock.recv(1, socket.MSG_PEEK)
+        except OSError:
+            waiting = b""
+        if waiting:  # it has sent something, which the loop has not come to read yet
+            self._silent.pop(conn.id, None)
+            return
+        self._complain("torch store: closed idle connections, to keep descriptors for the job")
+        self._drop(conn)
 
     def _pause_accepting(self, error: OSError) -> None:
         # The listener would stay readable, and the loop would spin on it.
@@ -184,6 +222,7 @@ class StoreLoop:
         if not first or first not in self._foreign:
             return False
         del self._connections[conn.id]
+        self._silent.pop(conn.id, None)
         self._selector.unregister(conn.sock)
         self._adopt(conn.sock, conn.address)
         return True
@@ -200,7 +239,9 @@ class StoreLoop:
         if not data:
             self._drop(conn)
             return
-        conn.new = False
+        if conn.new:
+            conn.new = False
+            self._silent.pop(conn.id, None)
         requests = conn.parser.feed(data)
         if len(requests) == 1 and conn.parser.error is None:
             # Nearly always: a client sends its next request when it has the reply to this one.
@@ -290,6 +331,7 @@ class StoreLoop:
     def _forget(self, conn: _Connection) -> None:
         if self._connections.pop(conn.id, None) is None:
             return  # an event for it came in the same batch as whatever closed it
+        self._silent.pop(conn.id, None)
         self._selector.unregister(conn.sock)
         conn.sock.close()
         conn.todo.clear()
@@ -302,3 +344,11 @@ class StoreLoop:
         if text not in self._complaints and len(self._complaints) < _MOST_COMPLAINTS:
             self._complaints.add(text)
             self._log(text)
+
+
+def _descriptors() -> int:
+    """How many files this process may have open."""
+    import resource
+
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20
