@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -50,7 +51,7 @@ def let_go(at: Path) -> None:
 
 def heard(made: SubprocessContext) -> None:
     """Wait until the helpers have something to tell; what, is not looked at."""
-    assert select.select([made], [], [], HUNG)[0], "no exit was told"
+    assert select.select([fd for fd, _ in made.fds()], [], [], HUNG)[0], "no exit was told"
 
 
 def test_the_others_are_told_without_the_owners_word(tmp_path: Path) -> None:
@@ -152,9 +153,10 @@ def pair(at: Path) -> list[WorkerLaunch]:
 
 def ends(spawner: Spawner, codes: dict[int, int], until: type[Exit] | type[GroupStopped]) -> None:
     """Take in what happens up to the first event of a kind."""
+    by = time.monotonic() + HUNG
     while True:
         events = spawner.events(HUNG)
-        assert events, f"nothing more after {codes}"
+        assert events or time.monotonic() < by, f"nothing more after {codes}"
         codes.update({event.rank: event.code for event in events if isinstance(event, Exit)})
         if any(isinstance(event, until) for event in events):
             return
