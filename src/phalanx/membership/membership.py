@@ -325,7 +325,7 @@ class Membership:
             self._step(Connected())
         elif state.what == "disconnected":
             self._step(Disconnected())
-        elif state.what == "went back":
+        elif state.what == "reset":  # it has lost changes that it had answered
             self._step(StoreWentBack())
 
     def _begin(self) -> None:

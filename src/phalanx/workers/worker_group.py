@@ -387,11 +387,12 @@ class PContext(abc.ABC):
 
     def _look_at_workers(self, now: float) -> None:
         """Take in exits that the zygote should have reported by now: it may be stopped."""
-        spawner = self.spawner
-        if spawner is None or spawner.witness is None:
+        # Taken once: another thread may end the group meanwhile.
+        witness = None if self.spawner is None else self.spawner.witness
+        if witness is None:
             return
         with self._lock:
-            for rank in spawner.witness.ended():
+            for rank in witness.ended():
                 patience = _REPORT if self._answered else _REPORT_OF_START
                 self._unreported[rank] = now + patience, time.time()
             for rank, (by, when) in list(self._unreported.items()):
@@ -403,7 +404,7 @@ class PContext(abc.ABC):
                     return
                 elif now >= by:
                     del self._unreported[rank]
-                    code = spawner.witness.exit_code(rank)
+                    code = witness.exit_code(rank)
                     self._exits[rank] = Exit(rank, self._pids[rank], code, when, self._stopped_at)
 
     def _bypass_helpers(self, now: float) -> None:

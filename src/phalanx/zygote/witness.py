@@ -43,7 +43,10 @@ class Witness:
         return fresh
 
     def _look(self) -> None:
-        ready = {fd for fd, _ in self._epoll.poll(0)}
+        try:
+            ready = {fd for fd, _ in self._epoll.poll(0)}
+        except ValueError:
+            return  # closed, by a thread that ended the group meanwhile
         for rank in [rank for rank, fd in self._fds.items() if fd in ready]:
             self._epoll.unregister(self._fds[rank])  # it stays readable: the loop would not sleep again
             self._ended.add(rank)
