@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.netns import possible
-from tests.system.run_helpers import PHALANX, plain_environment
+from tests.support.netns import possible
+from tests.support.run_helpers import PHALANX, plain_environment
 
 LONGEST = 90.0
 namespaces = pytest.mark.skipif(not possible(), reason="namespaces need root")

@@ -24,8 +24,8 @@ from phalanx.membership.handler import RendezvousHandler, RendezvousParameters
 from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over
 from phalanx.membership.registry import get_rendezvous_handler
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.netns import TOKEN, Job, Node, Worker, free_port, tell
-from tests.system.run_helpers import PHALANX, all_gone, plain_environment, run
+from tests.support.netns import TOKEN, Job, Node, Worker, free_port, tell
+from tests.support.run_helpers import PHALANX, all_gone, plain_environment, run
 
 
 def everybody(nodes: list[Node], world: int) -> list[Worker]:

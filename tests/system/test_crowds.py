@@ -24,7 +24,7 @@ from phalanx.store.torch import model, protocol
 from phalanx.store.torch.server import TorchStoreServer
 from phalanx.web.health import HealthServer
 from tests.conftest import HUNG, wait_until
-from tests.system.run_helpers import Running, plain_environment, script
+from tests.support.run_helpers import Running, plain_environment, script
 from tests.system.test_store_server import TOKEN
 from tests.unit.test_torch_tcp import HELLO, encode
 

@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.membership.address import free_port
 from tests.conftest import HUNG
-from tests.system.run_helpers import PHALANX, plain_environment, run, script
+from tests.support.run_helpers import PHALANX, plain_environment, run, script
 
 needs_torch = pytest.mark.skipif(
     find_spec("torch") is None and not os.environ.get("CI"),

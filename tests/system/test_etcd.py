@@ -39,11 +39,11 @@ from phalanx.store.etcd.client import EtcdClient, etcd_client_from
 from phalanx.store.etcd.http import Address
 from phalanx.store.torch.torch_store_adapter import StoreFacade
 from tests.conftest import HUNG
-from tests.system.etcd_process import Cluster, etcd_program
+from tests.support.etcd_process import Cluster, etcd_program
+from tests.support.store_contract import StoreContract
 from tests.system.test_rounds_over_store import Node, starts
 from tests.system.test_store_server import Proxy
 from tests.system.test_tls import Authority
-from tests.unit.store_contract import StoreContract
 
 pytestmark = pytest.mark.timeout(180)
 

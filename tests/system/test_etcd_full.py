@@ -13,8 +13,8 @@ from phalanx.errors import StoreError
 from phalanx.store.etcd.client import EtcdClient
 from phalanx.store.etcd.http import EtcdError, _decode
 from tests.conftest import HUNG
-from tests.system.etcd_process import Cluster
-from tests.system.run_helpers import READY, Running, plain_environment, script
+from tests.support.etcd_process import Cluster
+from tests.support.run_helpers import READY, Running, plain_environment, script
 
 
 @pytest.fixture

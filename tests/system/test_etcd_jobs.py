@@ -12,9 +12,9 @@ import pytest
 from phalanx.core.store_commands import Get
 from phalanx.store.etcd.client import etcd_client_from
 from tests.conftest import HUNG
-from tests.system.etcd_process import Cluster, etcd_program
-from tests.system.netns import Job, tell
-from tests.system.run_helpers import PHALANX, Ended, plain_environment
+from tests.support.etcd_process import Cluster, etcd_program
+from tests.support.netns import Job, tell
+from tests.support.run_helpers import PHALANX, Ended, plain_environment
 from tests.system.test_cluster import everybody, succeed
 
 pytestmark = pytest.mark.timeout(180)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.jobs import EXAMPLES, Job, job, python_with
+from tests.support.jobs import EXAMPLES, Job, job, python_with
 
 
 def test_the_demo(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ import pytest
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from phalanx.errors import StartError
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.fault_agent import KINDS, family
+from tests.support.fault_agent import KINDS, family
 
-AGENT = str(Path(__file__).with_name("fault_agent.py"))
+AGENT = str(Path(__file__).parents[1] / "support" / "fault_agent.py")
 PROMISE = 1.0  # seconds after the agent's death: the contract, not a measurement
 
 few_or_many = pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_output_before_an_abrupt_exit_is_complete(
 @few_or_many
 def test_pid_reuse_a_stranger_with_a_workers_pid_is_never_signalled(times: int, tmp_path: Path) -> None:
     """In a pid namespace whose next pid can be chosen, a stranger takes the dead worker's number."""
-    script = Path(__file__).with_name("pid_reuse.py")
+    script = Path(__file__).parents[1] / "support" / "pid_reuse.py"
     root = str(Path(__file__).parents[2])
     for _ in range(times):
         done = subprocess.run(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.jobs import Job, job, python_with, script
+from tests.support.jobs import Job, job, python_with, script
 
 NAMES = [
     "RANK",

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.netns import Job, Node, free_port
-from tests.system.run_helpers import Ended, plain_environment, script
+from tests.support.netns import Job, Node, free_port
+from tests.support.run_helpers import Ended, plain_environment, script
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.run_helpers import Ended, Running, all_gone, plain_environment, run, script
+from tests.support.run_helpers import Ended, Running, all_gone, plain_environment, run, script
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 

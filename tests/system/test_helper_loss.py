@@ -23,8 +23,8 @@ from phalanx.errors import SignalException
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.zygote import job_cgroup
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.fault_agent import KINDS, family
-from tests.system.run_helpers import FOREVER, Running, all_gone, helpers_of, script
+from tests.support.fault_agent import KINDS, family
+from tests.support.run_helpers import FOREVER, Running, all_gone, helpers_of, script
 from tests.system.test_faults import PROMISE, Agent, agent, all_gone_in_time, few_or_many, zygote_of
 from tests.system.test_loop import PAUSE, Waiting, agent_of, idle_in, is_in
 

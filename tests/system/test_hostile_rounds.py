@@ -19,8 +19,8 @@ from phalanx.core.store_commands import Get, Put
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.token import Token
 from tests.conftest import gone, wait_until
-from tests.system.netns import TOKEN, Job, Node
-from tests.system.run_helpers import all_gone
+from tests.support.netns import TOKEN, Job, Node
+from tests.support.run_helpers import all_gone
 from tests.system.test_cluster import everybody, separate_store, succeed
 
 few_or_many = pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.integrations import jax as integration
 from phalanx.store.torch.server import TorchStoreServer
-from tests.system.jobs import job, python_with, script
+from tests.support.jobs import job, python_with, script
 
 COLLECTIVES = """
 import os, socket, sys

@@ -19,7 +19,7 @@ from phalanx.environment import SIGNALS
 from phalanx.errors import ChildFailedError, SignalException, StartError
 from phalanx.logs.specs import DefaultLogsSpecs
 from tests.conftest import HUNG
-from tests.system.run_helpers import plain_environment, script
+from tests.support.run_helpers import plain_environment, script
 
 METHODS = ["spawn", "fork", "forkserver"]
 

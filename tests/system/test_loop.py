@@ -29,8 +29,8 @@ from phalanx.store.torch.client import TorchStoreClient
 from phalanx.store.torch.server import TorchStoreServer
 from phalanx.warm.helper_pool import HelperPool
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.netns import free_port
-from tests.system.run_helpers import Running, plain_environment, script
+from tests.support.netns import free_port
+from tests.support.run_helpers import Running, plain_environment, script
 
 PROMPT = 10.0  # far below what the helper of these tests would take, and below every grace
 PAUSE = "import signal; signal.pause()"

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.netns import Host, Job, Network, free_port, possible
-from tests.system.run_helpers import all_gone
+from tests.support.netns import Host, Job, Network, free_port, possible
+from tests.support.run_helpers import all_gone
 from tests.system.test_cluster import everybody, succeed
 
 hosts_possible = pytest.mark.skipif(not possible(), reason="network namespaces need root")

@@ -21,7 +21,7 @@ from phalanx.observe import events
 from phalanx.supervision.heartbeat import Boards
 from phalanx.supervision.supervision import Supervision
 from tests.conftest import gone, wait_until
-from tests.system.run_helpers import Ended, Running, all_gone, run, script
+from tests.support.run_helpers import Ended, Running, all_gone, run, script
 
 READY = "print('ready', os.environ['RANK'], os.getpid(), flush=True)\n"
 BY_POLLING = """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.run_helpers import plain_environment, run, script
 from tests.system.hostile_user import NOBODY, as_root
-from tests.system.run_helpers import plain_environment, run, script
 
 FORGER = """
 import json, os, sys, time

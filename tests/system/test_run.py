@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.run_helpers import (
+from tests.support.run_helpers import (
     FOREVER,
     PHALANX,
     READY,

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.conftest import gone, wait_until
-from tests.system.run_helpers import FATAL, FOREVER, READY, Running, all_gone, helpers_of, script, unshare
+from tests.support.run_helpers import FATAL, FOREVER, READY, Running, all_gone, helpers_of, script, unshare
 
 # Says which signal came, and takes a moment over it, which is what a grace is for.
 POLITE = (

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.run_helpers import PHALANX, READY, Ended, Running, ended, plain_environment, run, script
+from tests.support.run_helpers import PHALANX, READY, Ended, Running, ended, plain_environment, run, script
 
 
 def in_shell(text: str, *words: str, cwd: Path) -> Ended:

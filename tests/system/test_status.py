@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.conftest import HUNG, wait_until
-from tests.system.run_helpers import PHALANX, Running, plain_environment, script
+from tests.support.run_helpers import PHALANX, Running, plain_environment, script
 
 BEATS = """
 import os, signal, time

@@ -16,8 +16,8 @@ import pytest
 from phalanx.cli.status import jobs
 from phalanx.observe.status_text import format_status
 from tests.conftest import HUNG
+from tests.support.run_helpers import run
 from tests.system.hostile_user import NOBODY, as_root, doing
-from tests.system.run_helpers import run
 from tests.system.test_status import BEATS, Running, job_status, script, status
 from tests.unit.test_status import job as a_job
 from tests.unit.test_status import worker

@@ -25,7 +25,7 @@ from phalanx.store.embedded.server import Server
 from phalanx.store.embedded.token import Token
 from phalanx.store.torch.torch_store_adapter import StoreFacade
 from tests.conftest import HUNG
-from tests.unit.store_contract import StoreContract
+from tests.support.store_contract import StoreContract
 
 TOKEN = Token(b"test secret", "the test")
 

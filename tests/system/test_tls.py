@@ -21,8 +21,8 @@ from phalanx.store.embedded.server import Server
 from phalanx.store.embedded.tls import Tls, client_context, own_fingerprint
 from phalanx.store.embedded.token import Token
 from tests.conftest import HUNG
+from tests.support.store_contract import StoreContract
 from tests.system.test_store_server import Proxy
-from tests.unit.store_contract import StoreContract
 
 TOKEN = Token(b"test secret", "the test")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import gone
-from tests.system import netns
-from tests.system.jobs import Job, python_with, script
+from tests.support import netns
+from tests.support.jobs import Job, python_with, script
 from tests.system.test_torch_jobs import TRAINING
 
 KILLS = pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from phalanx.agent.spec import Worker, WorkerGroup, WorkerSpec
 from phalanx.membership.solo import SoloRendezvous
 from phalanx.options import OPTIONS
 from tests.conftest import gone
-from tests.system.jobs import Job, job, python_with, script
+from tests.support.jobs import Job, job, python_with, script
 
 
 @pytest.fixture

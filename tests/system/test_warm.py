@@ -20,7 +20,7 @@ from phalanx.warm.helper_pool import HelperPool
 from phalanx.warm.import_cache import ImportCache
 from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from tests.conftest import HUNG, gone, wait_until
-from tests.system.netns import free_port
+from tests.support.netns import free_port
 
 # Modules of the standard library that no helper needs for itself.
 HEAVY = ["sqlite3", "xml.dom.minidom", "decimal"]

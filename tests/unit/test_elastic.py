@@ -15,7 +15,7 @@ from phalanx.membership.settings import Settings, open_server
 from phalanx.membership.waiting_line import StatusLine
 from phalanx.store.embedded.token import Token
 from phalanx.store.etcd.client import etcd_client_from
-from tests.system.netns import free_port
+from tests.support.netns import free_port
 
 TOKEN = Token(b"x", "the test")
 

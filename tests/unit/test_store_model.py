@@ -22,7 +22,7 @@ from phalanx.core.store_commands import (
     When,
 )
 from phalanx.store.model import Model, Notices
-from tests.unit.store_contract import StoreContract
+from tests.support.store_contract import StoreContract
 
 
 class InMemory:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from tests.conftest import HUNG
-from tests.system.run_helpers import Ended, Running, plain_environment
+from tests.support.run_helpers import Ended, Running, plain_environment
 
 TOKEN = "a token for tests"
 # Says who it is, then stays until SIGUSR1 (success) or SIGUSR2 (failure); waited for, so that none gets lost.
