@@ -207,11 +207,14 @@ def _take_terminal() -> None:
 
 def helpers_of(agent: int) -> list[int]:
     """Keeper and zygote."""
-    return [
-        child.pid
-        for child in psutil.Process(agent).children(recursive=True)
-        if child.name() in ("worker-keeper", "worker-zygote")
-    ]
+    found = []
+    for child in psutil.Process(agent).children(recursive=True):
+        try:
+            if child.name() in ("worker-keeper", "worker-zygote"):
+                found.append(child.pid)
+        except psutil.NoSuchProcess:
+            pass  # a process of the worker's that has exited since
+    return found
 
 
 def all_gone(pids: Sequence[int] | Mapping[int, int]) -> bool:
