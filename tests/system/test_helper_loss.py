@@ -187,7 +187,7 @@ def test_a_failure_is_noticed_although_helpers_are_stopped(victims: str, times: 
             again = workers_again(job, 2)
             assert time.monotonic() - begin < PROMPTLY
             assert all_gone(workers), "nothing is started beside old workers"
-            assert "rank 1: SIGKILL" in job.text
+            job.read_until("rank 1: SIGKILL")  # the launcher writes it beside the start, not before it
             job.signal(signal.SIGTERM)
             assert job.end().code == 143
             assert all_gone(again)
