@@ -33,6 +33,7 @@ from phalanx.core.participant_events import (
     Disconnected,
     End,
     Event,
+    LeaseMissed,
     LeaveRequested,
     Noticed,
     Send,
@@ -209,6 +210,8 @@ class Participant:
                 self._begin_anew(now)
             case WorkersStopped(number) if number == self.running:
                 self._idle(now)
+            case LeaseMissed(number) if number == self.running and self.lease:
+                self._fence(now, "the lease was not renewed in time")
             case WorkersEnded(number) if number == self.running and not self._stopping:
                 self._over = event
                 self._report(now, event)
