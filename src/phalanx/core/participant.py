@@ -328,7 +328,9 @@ class Participant:
         self._unreadable = found is None or back or bool(news and foreign and entry.mod > self._leader.mod)
         if found is None or self._unreadable:
             return
-        self.round, self.restarts = found, found.restarts
+        # A store that went back has an older count; that of a job only grows.
+        known = self.restarts if found.job == self._job else 0
+        self.round, self.restarts = found, max(known, found.restarts)
         if found.phase == ACTIVE:
             self.rounds = max(self.rounds, found.number)
         if not self._job and self._control and self.round.phase != CLOSED:  # a change: a leader exists
