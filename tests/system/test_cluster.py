@@ -264,9 +264,9 @@ def test_on_a_terminal_one_line_tells_who_is_awaited(tmp_path: Path) -> None:
 
 
 def static_node(
-    job: Job, rank: int, nodes: int, conf: str = "join_timeout=25", terminal: bool = False
+    job: Job, rank: int, nodes: int, conf: str = "join_timeout=25", terminal: bool = False, warm: str = "auto"
 ) -> Node:
-    words = ["--nnodes", str(nodes), "--node-rank", str(rank), "--rdzv-conf", conf]
+    words = ["--warm", warm, "--nnodes", str(nodes), "--node-rank", str(rank), "--rdzv-conf", conf]
     host, _, port = job.endpoint.rpartition(":")
     words += ["--master-addr", host, "--master-port", port, "--nproc-per-node", "1", str(job.script)]
     node = Node(f"node {rank}", words, terminal=terminal, env=job.environment)

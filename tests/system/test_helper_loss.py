@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,11 +21,12 @@ from phalanx.core.group_events import RoundOver, Signal, WorkerState
 from phalanx.core.restarts import RestartPolicy
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from phalanx.errors import SignalException
+from phalanx.membership.membership import clock
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.zygote import job_cgroup
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.fault_agent import KINDS, family
-from tests.support.run_helpers import FOREVER, Running, all_gone, helpers_of, script
+from tests.support.run_helpers import FOREVER, READY, Running, all_gone, helpers_of, script
 from tests.system.test_faults import PROMISE, Agent, agent, all_gone_in_time, few_or_many, zygote_of
 from tests.system.test_loop import PAUSE, Waiting, agent_of, idle_in, is_in
 
@@ -316,7 +318,24 @@ def test_the_control_group_catches_strays(victims: str, times: int, tmp_path: Pa
         if victims == "all":
             with Running([script(tmp_path, FOREVER)]) as job:
                 job.workers(1)
-                wait_until(lambda: all(gone(pid) for pid in pids.values()), "the end of the strays")  # noqa: B023
+                assert all(gone(pid) for pid in pids.values()), "nothing is started over leftovers"
+
+
+@needs_cgroups
+def test_a_launch_in_another_time_namespace_leaves_living_jobs_alone(tmp_path: Path) -> None:
+    """There, the start of a process has another time: its keeper must not be taken for dead."""
+    elsewhere = ["unshare", "--time", "--fork", "--boottime", "7200", "--monotonic", "7200"]
+    try:
+        subprocess.run([*elsewhere, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no time namespaces here")
+    with Running([script(tmp_path, FOREVER)]) as job:
+        (worker,) = job.workers(1).values()
+        wait_until(lambda: "/phalanx-" in cgroup_of(worker), "the control group")
+        with Running([script(tmp_path, READY, "short.py")], before=elsewhere) as other:
+            assert other.end().code == 0
+        assert not gone(worker)
+        assert len(helpers_of(job.agent)) == 2
 
 
 BOMB = """
@@ -380,16 +399,16 @@ def test_workers_end_when_the_lease_is_not_renewed(times: int, tmp_path: Path) -
     for turn in range(times):
         agent = agent_of(PAUSE, tmp_path / str(turn), helpers=HelperPool("exec"))
         workers = agent._workers
-        first = time.monotonic() + 0.6
+        first = clock() + 0.6
         workers.lease_until(first)
         found: list[float] = []
 
         def disturb(agent: LocalElasticAgent = agent) -> None:
             wait_until(is_in(agent, "RUNNING"), "the worker")
             (pid,) = (worker.id for worker in agent.get_worker_group().workers)
-            workers.lease_until(time.monotonic() + 1.0)  # noqa: B023 - called in this turn
+            workers.lease_until(clock() + 1.0)  # noqa: B023 - called in this turn
             wait_until(lambda: gone(pid), "the end of the worker")
-            found.append(time.monotonic())  # noqa: B023
+            found.append(clock())  # noqa: B023
             agent._post(RoundOver(1, "the lease has expired", at_once=True))
             wait_until(lambda: agent.state.round is not None and agent.state.round.number == 2, "a new round")
             workers.lease_until(float("inf"))  # noqa: B023
@@ -405,7 +424,7 @@ def test_workers_end_when_the_lease_is_not_renewed(times: int, tmp_path: Path) -
 def test_without_another_round_a_lease_that_ran_out_is_a_failure(tmp_path: Path) -> None:
     code = "import os, signal\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': signal.pause()"
     agent = agent_of(code, tmp_path, helpers=HelperPool("exec"))
-    agent._workers.lease_until(time.monotonic() + 0.5)
+    agent._workers.lease_until(clock() + 0.5)
     assert agent._loop.parts[0] is agent._workers
 
     def renew() -> None:

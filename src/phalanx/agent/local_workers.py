@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
     from phalanx.membership.network_interface import NetworkInterface
-    from phalanx.supervision.heartbeat import LeaseBoard
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
     from phalanx.workers.failure import ProcessFailure
     from phalanx.workers.worker_group import PContext
+    from phalanx.zygote.lease_timer import LeaseTimer
 
 _LOOK_AT_STATES = 1.0  # uninterruptible sleep is not an event; it is looked for this often, when asked for
 _QUIET_AFTER = 2.0  # seconds after a start: time for what a failure will need
-_FENCED = 5.0  # seconds for the membership to find that its lease has expired
+_FENCED = 5.0  # seconds for the membership to end a round whose lease has run out; then it is a failure
 START_ERRORS = (StartError, OSError, ValueError, TypeError, RendezvousError)
 
 
@@ -104,21 +104,17 @@ class LocalWorkers:
         self._quiet_at: float | None = None
         self._interface: NetworkInterface | None = None
         self._stuck_since: dict[int, float] = {}
-        self._lease: LeaseBoard | None = None
+        self._lease: LeaseTimer | None = None
         self._fenced_by: float | None = None
 
     # -- the lease ----------------------------------------------------------------------------------
 
     def lease_until(self, when: float) -> None:
-        """Workers may run until then (monotonic clock); the helpers kill them if this is not renewed.
-
-        From any thread. The first call must come before the start of the workers that it is for.
-        """
         if self._lease is None:
-            from phalanx.supervision.heartbeat import LeaseBoard
+            from phalanx.zygote.lease_timer import LeaseTimer
 
-            self._lease = LeaseBoard()
-        self._lease.write(when)
+            self._lease = LeaseTimer()
+        self._lease.set(when)
 
     # -- starting -----------------------------------------------------------------------------------
 
@@ -340,7 +336,8 @@ class LocalWorkers:
 
     def _running_event(self) -> Event | None:
         if self.context is not None and self.context.fenced:
-            return self._fenced_event(time.monotonic())
+            why = "the workers were stopped: the agent did not renew its lease"
+            return None if self._is_fenced() else Hang(why)
         stuck = self._stuck()
         if stuck:
             return Uninterruptible(stuck)
@@ -352,15 +349,14 @@ class LocalWorkers:
             self._supervision.finished(time.monotonic())
         return worker_event(result, self._supervision.was_ready)
 
-    def _fenced_event(self, now: float) -> Event | None:
-        """The membership is about to report the end of the round, unless the lease was just about renewed."""
+    def _is_fenced(self) -> bool:
+        """Whether the helpers have killed the workers, and the membership is about to end the round."""
+        if self.context is None or not self.context.fenced:
+            return False
         if self._fenced_by is None:
-            self._fenced_by = now + _FENCED
-        return (
-            Hang("the workers were stopped: the agent did not renew its lease")
-            if now >= self._fenced_by
-            else None
-        )
+            self._fenced_by = time.monotonic() + _FENCED
+            self._nodes.fenced(self._number)
+        return time.monotonic() < self._fenced_by
 
     def observe(self) -> RunResult:
         """How the workers are; begins to stop the siblings of one that failed."""
@@ -369,6 +365,8 @@ class LocalWorkers:
             return RunResult(WorkerState.INIT)
         if not context.done:
             context.advance()
+        if self._is_fenced():
+            return RunResult(WorkerState.HEALTHY)
         if context.any_failed:
             # They are signalled before anything is read or written.
             context.ask_stop(self._at_failure.sig, self._at_failure.grace)

@@ -196,6 +196,7 @@ class SimpleElasticAgent(ElasticAgent):
                 self._post,
                 self._record.show_waiting,
                 self._record.note,
+                lambda when: self._loop.workers.lease_until(when),
                 self._exit_barrier_timeout,
                 self.open_meeting,
             )

@@ -82,34 +82,6 @@ class BoardSnapshot:
         self.section: str = section[1 : 1 + section[0]].decode("utf-8", "replace")
 
 
-class LeaseBoard:
-    """The time until which the workers of this node may run; the zygote reads it when that time has come.
-
-    The agent renews it with every lease. If the agent is stopped, it does not, and the zygote kills the
-    workers: another node may run the same ranks by then.
-    """
-
-    def __init__(self) -> None:
-        from phalanx.kernel import anonymous_file
-
-        self._fd = anonymous_file("phalanx-lease")
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def write(self, when: float) -> None:
-        """Set the time, by the monotonic clock; infinity: no limit."""
-        if self._fd >= 0:
-            nanoseconds = 0 if when == float("inf") else max(1, int(when * 1e9))
-            os.pwrite(self._fd, nanoseconds.to_bytes(8, "little"), 0)  # one aligned write
-
-    def close(self) -> None:
-        """Close it; idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
 class Boards:
     """The boards of one group of workers, by local rank."""
 

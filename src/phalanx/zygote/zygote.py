@@ -55,7 +55,6 @@ _KILL_TICK = 0.02  # how often SIGKILL is repeated while descendants are being a
 _FIRST_LOOK = 0.05  # adoption raises no event, so a stop checks for adopted children, first after this time,
 _LOOK_AGAIN = 0.25  # and then at this interval, because a check may scan /proc
 _OWN_GROUP_AFTER = 0.25  # a zygote whose children do not end kills its control group, where it has one
-_LONG = 1e6  # seconds; `poll` takes not much more
 _GIVE_UP = 5.0  # a process that survives SIGKILL for this long is in uninterruptible sleep
 
 
@@ -110,8 +109,9 @@ class Zygote:
         self.group = 0  # the agent's number for the group: a late answer must not count for the next one
         self._statuses: set[int] = set()  # pipes from workers that are being started
         self._guards: dict[int, GroupGuard] = {}  # by pid, until nothing of the group is left
-        self._lease = -1  # a file with the time until which the workers may run; -1: without a limit
+        self._lease = -1  # a timer: the workers may run until then; -1: without a limit
         self.standbys = StandbyPool()
+        self._poll = select.poll()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -120,20 +120,19 @@ class Zygote:
 
     def run(self) -> None:
         """Serve until the agent or the keeper is gone; then kill all remaining processes."""
-        poll = select.poll()
         for fd in (self.channel.fileno(), self.keeper_fd, self._wake_read):
-            poll.register(fd, select.POLLIN)
+            self._poll.register(fd, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poll.poll(self._patience())}
+            ready = {fd for fd, _ in self._poll.poll(self._patience())}
             if self._wake_read in ready:
                 _drain(self._wake_read)
             self._reap()
             if self.keeper_fd in ready:
                 break
+            if self._lease in ready:
+                self._fence()
             if self.channel.fileno() in ready and not self._serve():
                 break
-            if self._lease >= 0 and self.workers and not self.stop:
-                self._check_lease()
             if self.stop:
                 self._advance(self.stop)
         for guard in self._guards.values():
@@ -141,11 +140,9 @@ class Zygote:
         kill_everything([*self.workers, *self.standbys.channels])
 
     def _patience(self) -> float | None:
-        now = time.monotonic()
         if not self.stop:
-            if self._lease < 0 or not self.workers:
-                return None
-            return min(_LONG, max(0.0, self._lease_until() - now)) * 1000 + 1
+            return None
+        now = time.monotonic()
         if now < self.stop.kill_at:
             return (min(self.stop.kill_at, self.stop.look_at) - now) * 1000 + 1
         return _KILL_TICK * 1000
@@ -183,9 +180,7 @@ class Zygote:
         self.group = request["group"]
         self.at_failure = request["at_failure"]
         self._release_guards()
-        if self._lease >= 0:
-            os.close(self._lease)
-        self._lease = os.dup(fds[request["lease"]]) if request["lease"] >= 0 else -1
+        self._take_lease(os.dup(fds[request["lease"]]) if request["lease"] >= 0 else -1)
         made: list[tuple[ForkedWorker, int]] = []
         refusal: tuple[int, str] | None = None
         specs = request["workers"]
@@ -362,13 +357,21 @@ class Zygote:
             return False  # the agent is gone; its closed socket ends the loop
         return True
 
-    def _lease_until(self) -> float:
-        return int.from_bytes(os.pread(self._lease, 8, 0), "little") / 1e9 or float("inf")
+    def _take_lease(self, lease: int) -> None:
+        if self._lease >= 0:
+            self._poll.unregister(self._lease)
+            os.close(self._lease)
+        self._lease = lease
+        if lease >= 0:
+            self._poll.register(lease, select.POLLIN)
 
-    def _check_lease(self) -> None:
+    def _fence(self) -> None:
         """The agent has not renewed the lease in time: it is stopped, and another node may take its place."""
+        self._take_lease(-1)  # until the next start: the timer may stay as it is
         now = time.monotonic()
-        if now >= self._lease_until():
+        if self.stop:
+            self.stop.hurry(now, 0.0)  # a grace must not outlast the lease
+        elif self.workers:
             self.at_failure = None
             self._report(("fenced", self.group))
             self.stop = StopRequest(signal.SIGKILL, now, 0.0)
