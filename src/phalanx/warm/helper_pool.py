@@ -1,8 +1,9 @@
 """Which helpers the next start gets: cold ones, preloaded ones, or standby processes.
 
 At the first start of a script nothing is known: the helpers are bare, and one worker writes down what it
-imports. Once it has been quiet for a while, other helpers are started in the background with that list; a
-restart takes them. The list is kept (warm/import_cache.py), so that the next launch starts with it.
+imports. Once it has been quiet for a while, other helpers are started in the background with that list. A
+restart takes them if they are ready; if not, it takes the helpers of the last start, and never waits. The
+list is kept (warm/import_cache.py), so that the next launch starts with it.
 
     off      every worker is executed from scratch
     auto     as above
@@ -87,14 +88,14 @@ class HelperPool:
             return None
         self._drop_lost()
         now = self._now
-        if self._next is not None and self._next.how == kind:
+        if self._next is not None and self._next.how == kind and not self._next.importing:
             self._retire_current()
             now, self._next = self._next, None
         if now is None or now.how != kind:
             if now is not None:
                 self.retire(now)
             self.kind = kind
-            now = self._make(background=False)
+            now = Spawner(kind)
         self._now = now
         return now
 
@@ -190,7 +191,7 @@ class HelperPool:
         if now >= self._replaced_at + _REPLACE_AFTER:
             self._replaced_at = now
             try:
-                self._now = self._make(background=False)
+                self._now = Spawner(self.kind)
             except StartError:
                 pass  # the start tries again, and reports it
 
