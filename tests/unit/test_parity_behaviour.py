@@ -199,7 +199,7 @@ BEHAVIOUR = [
         "failures",
         "`ProcessFailure.message` of an error file",
         messages,
-        "always text, because people print it; in torch an object if the file has one (`error_file_data` too)",
+        "always text, because people print it; in torch an object if the file has one",
     ),
     Behaviour("failures", "`ChildFailedError.get_first_failure`", first_failure),
     Behaviour("failures", "the report of a signal names it", report_of_a_signal),

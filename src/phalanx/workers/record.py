@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import ParamSpec, TypeVar
 
+    from phalanx.workers.failure import ProcessFailure
+
     P = ParamSpec("P")
     R = TypeVar("R")
 
@@ -128,3 +130,20 @@ def _pass_on(failed: ChildFailedError, handler: ErrorHandler) -> None:
         handler.dump_error_file(failure.error_file, failure.exitcode)
         # A later handler of this exception (an excepthook) must not overwrite the child's record.
         files.mark_recorded(failed, _own_error_file())
+
+
+def record_root_cause(cause: ProcessFailure | str, code: int) -> None:
+    """Write why the workers failed to the error file of this process, the launcher."""
+    path = _own_error_file()
+    if isinstance(cause, str):
+        data = files.message_data(cause, "", code=code)
+    elif cause.error is not None and cause.error.data:
+        data = dict(cause.error.data)
+        content = data["message"]
+        if isinstance(content, dict):  # the worker's own code, if it has named one
+            data["message"] = {"errorCode": cause.exitcode, **content}
+    else:
+        at = int(cause.failed_at * 1e9)
+        data = files.message_data(cause.message, cause.traceback, at, cause.exitcode)
+    if path:
+        files.write_data(path, data)
