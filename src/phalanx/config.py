@@ -229,7 +229,7 @@ class Fields(Sources):
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> JobSpec:
     """The job that a command line asks for.
 
-    Raises `UsageError` when it asks for none, and `InformationRequested` for --help and --print-completion.
+    Raises `UsageError` when it asks for none, and `InformationRequested` for --help and the like.
     """
     found = scan(argv)
     if found.script is None:
@@ -322,7 +322,7 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
     parser = argparse.ArgumentParser(prog="phalanx run", description="Run a script as a group of workers.")
     groups: dict[str, Any] = {}
     for option in OPTIONS:
-        if option.dest in ("help", "print_completion"):
+        if option.dest in ("help", "print_completion", "version"):
             continue  # argparse brings its own help, and a namespace has no use for a completion script
         group = groups.get(option.group) or groups.setdefault(
             option.group, parser.add_argument_group(option.group)

@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 
     from phalanx.config import Sources
 
+# What the built-in backends know of --rdzv-conf; the last line is torch's and has no effect here.
+_CONF = frozenset(
+    (
+        "is_host", "join_timeout", "journal", "keep_alive_interval", "keep_alive_max_attempt",
+        "last_call_timeout", "linger", "name", "rank", "settle", "store_grace", "timeout", "token_file",
+        "tls_ca", "tls_cert", "tls_key", "ttl",
+        "cacert", "cert", "key", "password", "password_file", "protocol", "user",
+        "close_timeout", "read_timeout", "use_libuv",
+    )
+)  # fmt: skip
 _BACKENDS = ("static", "phalanx", "c10d", "etcd")
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -155,8 +165,9 @@ def workers(v: Sources) -> dict[str, Any]:
     if count < 1:
         raise v.bad("nproc_per_node", "at least one worker is needed")
     role = v.text("role")
-    if not role.strip() or not role.isprintable() or "/" in role or len(role) > 128:
-        raise v.bad("role", "a role is a printable name of 1 to 128 characters without '/'")
+    # An empty one is allowed: TorchX passes it for a role without a name.
+    if role.isspace() or not role.isprintable() or "/" in role or len(role) > 128:
+        raise v.bad("role", "a role is a printable name of at most 128 characters without '/'")
     return {
         "local_world_size": count,
         "virtual_local_rank": virtual,
@@ -241,6 +252,8 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
         _check_endpoint(v, endpoint)
     conf = v.settings()
     if backend in _BACKENDS:
+        for key in conf.keys() - _CONF:
+            v.warnings.append(f"--rdzv-conf {key}={conf[key]}: not known to the backend {backend}, ignored")
         conf = {**trust, **conf}
     if backend == "static" or v.given("node_rank"):
         conf["rank"] = rank
@@ -401,10 +414,13 @@ def output(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
 def _event_handler(v: Sources) -> str:
     name = v.text("event_log_handler")
     if name != "null":
-        from phalanx.observe.events import destinations
+        from phalanx.observe.events import PLUG_INS, choose, destinations
 
-        if name not in destinations():
-            raise v.bad("event_log_handler", f"no such handler; use {', '.join(destinations())}")
+        try:
+            choose(name)
+        except ValueError:
+            there = ", ".join((*destinations(), f"or a plug-in (entry point in {PLUG_INS})"))
+            raise v.bad("event_log_handler", f"no such handler; use {there}") from None
     return name
 
 

@@ -426,7 +426,7 @@ REFUSED = [
     (["--event-log-handler", "nope"], "--event-log-handler nope: no such handler; use null, console"),
     (["--node-rank", "3", "--master-port", "29500"], "--node-rank 3: there is one node"),
     (["--role", "a/b"], "--role a/b:"),
-    (["--role="], "--role: a role is"),
+    (["--role= "], "--role: a role is"),
     (["--start-method", "thread"], "--start-method thread: choose one of spawn"),
     (["--numa-binding", "near"], "--numa-binding near: choose one of node"),
     (["-r", "4"], "--redirects 4: use 0, 1, 2 or 3"),

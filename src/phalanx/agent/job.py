@@ -6,7 +6,7 @@ the agent while they come up.
 
 from __future__ import annotations
 
-from phalanx.environment import OMP_THREADS, SIGNALS, export
+from phalanx.environment import OMP_THREADS, SIGNALS, export, temporary_directory
 from phalanx.options import usage_error
 
 TYPE_CHECKING = False
@@ -166,6 +166,11 @@ def make_logs(job: JobSpec) -> LogsSpecs:
     if job.logs_specs is not None and not isinstance(job.logs_specs, str):
         return job.logs_specs
     kind: Any = DefaultLogsSpecs
+    if job.log_dir is None:
+        try:
+            temporary_directory()
+        except OSError as error:
+            raise usage_error(str(error)) from None
     if job.logs_specs:
         from phalanx.plugins import load
 

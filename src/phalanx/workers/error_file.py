@@ -179,6 +179,25 @@ def read_with_reason(path: str) -> tuple[ErrorRecord | None, str]:
     return _to_record(data), ""
 
 
+def check_shape(path: str) -> None:
+    """Raise, with the type that torch raises, for a file that is JSON but not an error record."""
+    body, reason = _read_bytes(path, READ_LIMIT)
+    if reason:
+        return
+    import json
+
+    try:
+        data = json.loads(body.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return  # broken: the failure is described by its exit status
+    try:
+        message = data["message"]
+        if not isinstance(message, str):
+            int(message["extraInfo"]["timestamp"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise type(error)(f"error file {path} is not an error record: {error}") from None
+
+
 def _read_bytes(path: str, limit: int) -> tuple[bytes, str]:
     import stat
 
@@ -222,7 +241,8 @@ def _to_record(data: dict[str, Any]) -> ErrorRecord:
     extra = content.get("extraInfo")
     extra = extra if isinstance(extra, dict) else {}
     exact = _number(extra.get("timestampNs"))
-    at = exact / 1e9 if exact is not None else _number(extra.get("timestamp"))
+    # Beside a message that is plain text, the time stands at the top.
+    at = exact / 1e9 if exact is not None else _number(extra.get("timestamp", content.get("timestamp")))
     code = _number(content.get("errorCode"))
     stack = extra.get("py_callstack")
     return ErrorRecord(

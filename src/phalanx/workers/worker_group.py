@@ -618,6 +618,7 @@ class PContext(abc.ABC):
             stdout_path=self.stdouts.get(rank, ""),
             stderr_path=self.stderrs.get(rank, ""),
             alone=str(self.envs[rank].get("WORLD_SIZE", self.nprocs)) == "1",
+            tolerant=True,  # whatever a worker writes, its failure is reported
         )
 
     def explain(self, failures: dict[int, ProcessFailure]) -> None:
