@@ -350,7 +350,7 @@ class LocalWorkers:
         self.result = result
         if result.state is WorkerState.SUCCEEDED:
             self._supervision.finished(time.monotonic())
-        return worker_event(result, self._supervision.was_ready)
+        return worker_event(result, self._supervision.progress_of)
 
     def _fenced_event(self, now: float) -> Event | None:
         """The membership is about to report the end of the round, unless the lease was just about renewed."""
@@ -484,7 +484,9 @@ class LocalWorkers:
         return found
 
 
-def worker_event(result: RunResult, was_ready: Callable[[int], bool | None]) -> Event | None:
+def worker_event(
+    result: RunResult, progress_of: Callable[[int], tuple[bool | None, int | None]]
+) -> Event | None:
     """What a look at the workers means to the core; None while all is well."""
     match result.state:
         case WorkerState.SUCCEEDED:
@@ -494,11 +496,18 @@ def worker_event(result: RunResult, was_ready: Callable[[int], bool | None]) -> 
         case WorkerState.FAILED if not result.failures:
             return WorkerFailed("a worker failed")
         case WorkerState.FAILED:
-            from phalanx.observe.report import root_cause, summary
+            from phalanx.observe.report import exception_names, root_cause, summary
 
             rank, failure = root_cause(result.failures)
-            ready = was_ready(failure.local_rank)
-            return WorkerFailed(summary(rank, failure), failure.shell_status, failure.message, ready)
+            ready, step = progress_of(failure.local_rank)
+            return WorkerFailed(
+                summary(rank, failure),
+                failure.shell_status,
+                failure.message,
+                ready,
+                exception_names(failure),
+                step,
+            )
         case _:
             return None
 

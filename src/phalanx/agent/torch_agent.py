@@ -395,7 +395,7 @@ class SimpleElasticAgent(ElasticAgent):
                 loop.step(MembershipChanged(waiting=waiting))
             return
         loop.workers.result = result
-        event = worker_event(result, self.supervision.was_ready)
+        event = worker_event(result, self.supervision.progress_of)
         if event is None:
             states = "HEALTHY, SUCCEEDED, FAILED or UNHEALTHY"
             raise RuntimeError(
