@@ -432,7 +432,12 @@ class LocalWorkers:
         result = context.outcome()
         if result is None:
             return ()
-        self._supervision.preemption.excuse(result.failures.values())
+        preemption = self._supervision.preemption
+        preemption.excuse(result.failures.values())
+        ended = self._by_global_rank({**result.failures, **result.stopped})
+        unsaved = preemption.unsaved(ended, self._at_failure.grace)
+        if unsaved:
+            self._record.note(unsaved)
         # Where none failed by itself, the agent ended them (a signal, a new round): that is not a failure.
         if any(not failure.is_victim for failure in result.failures.values()):
             self.result = RunResult(
