@@ -74,7 +74,10 @@ class JobSpec(Record):
     # Restarts and stopping.
     max_restarts: int
     restart_window: float | None
-    no_restart_on: frozenset[int]  # as a shell shows them: 128+n stands for signal n
+    no_restart_on: frozenset[int | str]  # codes as a shell shows them (128+n: signal n), exceptions by name
+    hopeless: frozenset[int | str]  # the same, only for workers that fail early; what a job has by default
+    restart_delay: float
+    backoff: tuple[float, float]  # the first delay and the longest; 0: none
     shutdown_timeout: float
     signals_to_handle: str  # the preemption signal is one of them
     monitor_interval: float
@@ -287,6 +290,7 @@ def from_launch_config(
         log_line_prefix_template=config.log_line_prefix_template,
         numa_options=config.numa_options,
         omp_num_threads=None,  # as with torch, a caller in Python sets the variable itself
+        hopeless=frozenset(),  # and gets every restart that it asked for
     )
 
 

@@ -59,6 +59,7 @@ _pack_beat = BEAT.pack_into
 _sections: list[str] = []
 _callbacks: list[Callable[[], object]] = []
 _deadlines: dict[object, float] = {}
+_shielded = 0  # a signal that this module ignores; 0: none
 _agent_deadline = 0.0  # the earliest time at which the agent is known to check the deadline
 
 
@@ -89,7 +90,9 @@ def should_checkpoint() -> bool:
     board = _board
     if board is None:
         return False
-    board[LISTENS_AT] = 1
+    if not board[LISTENS_AT]:
+        board[LISTENS_AT] = 1
+        _shield(board[SIGNAL_AT])
     if not board[PREEMPTED_AT]:
         return False
     if _callbacks:
@@ -201,8 +204,29 @@ def _listen(number: int) -> None:
     if not number or threading.current_thread() is not threading.main_thread():
         return
     # Python's default handler for SIGINT does not count as the program's.
-    if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+    if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler, _ignore):
         signal.signal(number, _on_signal)
+
+
+def _shield(number: int) -> None:
+    """Outlive the announcement itself: schedulers send it to every process, and this one learns of it here.
+
+    Only for signals that stop programs; the bootstrap has done it for the others.
+    """
+    import signal
+    import threading
+
+    global _shielded
+    stops = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+    if number not in stops or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+        signal.signal(number, _ignore)
+        _shielded = number
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """The agent has the signal too, and tells this worker through its board."""
 
 
 def _on_signal(_number: int, _frame: FrameType | None) -> None:
@@ -254,6 +278,11 @@ def _disconnect() -> None:
     _board = None
     _callbacks.clear()
     _deadlines.clear()
+    if _shielded:
+        import signal
+
+        if signal.getsignal(_shielded) is _ignore:
+            signal.signal(_shielded, signal.SIG_DFL)  # a pool ends its processes by SIGTERM
 
 
 _connect()

@@ -611,7 +611,7 @@ def test_a_new_job_of_an_old_id_forms_where_the_last_one_was_closed(monkeypatch:
 def test_whatever_is_killed_the_world_comes_back(tmp_path: Path, seed: int) -> None:
     """Agents and workers of ten nodes are killed at random; nodes come back; the job always does."""
     chance = random.Random(seed)
-    with Job(tmp_path, "3:10", "", "--max-restarts", "1000") as job:
+    with Job(tmp_path, "3:10", "", "--max-restarts", "1000", "--backoff", "0") as job:
         nodes = {name: job.node(name) for name in "abcdefghij"}
         workers = everybody(list(nodes.values()), 10)
         for _ in range(15):

@@ -111,7 +111,7 @@ def test_killed_while_joining(victims: str, kind: str, times: int, tmp_path: Pat
 @few_or_many
 @pytest.mark.parametrize("victims", VICTIMS)
 def test_killed_between_a_failure_and_its_restart(victims: str, times: int, tmp_path: Path) -> None:
-    policy = RestartPolicy(max_restarts=1, free=0, backoff_first=0.5)
+    policy = RestartPolicy(max_restarts=1, free=0, backoff_first=0.5, patience=0.0)
     code = "import os, sys; sys.exit(1 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)"
     for turn in range(max(1, times // 3)):
         pool = HelperPool("exec")

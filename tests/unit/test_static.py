@@ -214,7 +214,7 @@ def test_a_failure_is_told_and_all_form_again_with_the_same_attempt(node: Make) 
 
 def test_the_failure_that_ends_the_job_is_the_same_on_all_nodes(node: Make) -> None:
     nodes, _ = attached(*(node(rank, 3) for rank in range(3)), restarts=0)
-    failure = NodeFailure("rank 0: exit code 1", "", "the report", 9)
+    failure = NodeFailure("rank 0: exit code 1", "", "the report", 9, 0.5)
     nodes[2].member.failed(1, failure)
     for one in nodes:
         over = one.over()

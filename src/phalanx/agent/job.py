@@ -52,6 +52,10 @@ def make_agent(
             max_restarts=job.max_restarts,
             window=job.restart_window,
             no_restart_on=job.no_restart_on,
+            hopeless=job.hopeless,
+            restart_delay=job.restart_delay,
+            backoff_first=job.backoff[0],
+            backoff_max=job.backoff[1],
             readiness=job.startup_timeout is not None,  # then workers report when they are set up
         )
         logs = logs or make_logs(job)

@@ -347,7 +347,7 @@ class LocalWorkers:
         self.result = result
         if result.state is WorkerState.SUCCEEDED:
             self._supervision.finished(time.monotonic())
-        return worker_event(result, self._supervision.was_ready)
+        return worker_event(result, self._supervision.progress_of)
 
     def _is_fenced(self) -> bool:
         """Whether the helpers have killed the workers, and the membership is about to end the round."""
@@ -430,7 +430,12 @@ class LocalWorkers:
         result = context.outcome()
         if result is None:
             return ()
-        self._supervision.preemption.excuse(result.failures.values())
+        preemption = self._supervision.preemption
+        preemption.excuse(result.failures.values())
+        ended = self._by_global_rank({**result.failures, **result.stopped})
+        unsaved = preemption.unsaved(ended, self._at_failure.grace)
+        if unsaved:
+            self._record.note(unsaved)
         # Where none failed by itself, the agent ended them (a signal, a new round): that is not a failure.
         if any(not failure.is_victim for failure in result.failures.values()):
             self.result = RunResult(
@@ -482,7 +487,9 @@ class LocalWorkers:
         return found
 
 
-def worker_event(result: RunResult, was_ready: Callable[[int], bool | None]) -> Event | None:
+def worker_event(
+    result: RunResult, progress_of: Callable[[int], tuple[bool | None, int | None]]
+) -> Event | None:
     """What a look at the workers means to the core; None while all is well."""
     match result.state:
         case WorkerState.SUCCEEDED:
@@ -492,11 +499,18 @@ def worker_event(result: RunResult, was_ready: Callable[[int], bool | None]) -> 
         case WorkerState.FAILED if not result.failures:
             return WorkerFailed("a worker failed")
         case WorkerState.FAILED:
-            from phalanx.observe.report import root_cause, summary
+            from phalanx.observe.report import exception_names, root_cause, summary
 
             rank, failure = root_cause(result.failures)
-            ready = was_ready(failure.local_rank)
-            return WorkerFailed(summary(rank, failure), failure.shell_status, failure.message, ready)
+            ready, step = progress_of(failure.local_rank)
+            return WorkerFailed(
+                summary(rank, failure),
+                failure.shell_status,
+                failure.message,
+                ready,
+                exception_names(failure),
+                step,
+            )
         case _:
             return None
 

@@ -115,7 +115,8 @@ class ChaosJob:
         owner = f"{node}.{sum(agent.node == node for agent in self.agents)}"
         words = [sys.executable, "-m", "phalanx", "run", "--verbose", "--tee", "3", "--grace", "5"]
         words += ["--nproc-per-node", str(plan.workers), "--log-dir", str(self.logs(node))]
-        words += ["--max-restarts", "1000", "--no-restart-on", str(FATAL_CODE), "--rdzv-id", RUN_ID]
+        words += ["--max-restarts", "1000", "--backoff", "0", "--rdzv-id", RUN_ID]
+        words += ["--no-restart-on", str(FATAL_CODE)]
         words += ["--rdzv-backend", plan.backend]
         if plan.backend == "static":
             words += ["--nnodes", str(plan.nodes), "--node-rank", str(number)]

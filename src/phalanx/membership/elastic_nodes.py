@@ -116,7 +116,8 @@ class ElasticNodes:
         final = command.summary if command.final else ""
         # With the host of the store the job would lose its store: its failure is the job's.
         self._unfit = command.unfit and not self._membership.hosting
-        self._membership.failed(command.round, NodeFailure(command.summary, final, text, code), self._unfit)
+        failure = NodeFailure(command.summary, final, text, code, command.delay)
+        self._membership.failed(command.round, failure, self._unfit)
 
     def fenced(self, number: int) -> None:
         self._membership.fenced(number)
@@ -224,8 +225,9 @@ class ElasticNodes:
         if now.phase == CLOSED:
             return events.RoundFailed("closed", over.reason, job_failed=False)
         if now.restarts > over.was.restarts:
-            summary = NodeFailure.read(now.cause[2]).summary
-            return events.PeerFailed(now.cause[1], number, now.restarts, summary)
+            failure = NodeFailure.read(now.cause[2])
+            name = now.cause[1]
+            return events.PeerFailed(name, number, now.restarts, failure.summary, delay=failure.delay)
         return events.RoundOver(number, over.reason)
 
     def _failure_of(self, number: int, now: Round, outcome: str) -> events.Event | None:

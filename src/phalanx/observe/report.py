@@ -49,6 +49,19 @@ def summary(rank: int, failure: ProcessFailure) -> str:
     return f"rank {rank}: {_error_line(failure) or _short_status(failure.reported_exitcode)}"
 
 
+def exception_names(failure: ProcessFailure) -> tuple[str, ...]:
+    """The class of the exception that ended a worker, and its base classes as far as they are known."""
+    if failure.error is not None and failure.error.kinds:
+        return failure.error.kinds
+    name = _error_line(failure).partition(":")[0].rpartition(".")[2]
+    if not name.isidentifier():
+        return ()
+    import builtins
+
+    kind = getattr(builtins, name, None)
+    return tuple(one.__name__ for one in kind.__mro__[:-1]) if isinstance(kind, type) else (name,)
+
+
 # ---------------------------------------------------------------- the text
 
 

@@ -169,8 +169,22 @@ def _attach_board(places: dict[str, int]) -> None:
         os.pwrite(board, _borrowed("time").monotonic_ns().to_bytes(8, sys.byteorder), 192)  # start time
         os.lseek(board, 4096, os.SEEK_SET)
         _borrowed("faulthandler").register(sig, file=board, all_threads=True, chain=False)
+        _shield(os.pread(board, 1, 58)[0])
     except (ValueError, OSError):
         pass  # no board
+
+
+def _shield(preempt_signal: int) -> None:
+    """Outlive an announcement that a scheduler sends to every process (supervision/preemption.py).
+
+    Through libc, so that a program that asks finds the default, and installs its handler as it would without
+    this. Children inherit it. Signals that stop programs are left alone: `Pool.terminate` relies on SIGTERM.
+    """
+    if preempt_signal in (0, 1, 2, 3, 15) or _borrowed("_signal").getsignal(preempt_signal) != 0:
+        return
+    import ctypes
+
+    ctypes.CDLL(None).signal(preempt_signal, ctypes.c_void_p(1))  # SIG_IGN
 
 
 def _borrowed(name: str) -> "Any":
