@@ -242,11 +242,6 @@ class Network:
         """Undo `cut`."""
         _ip("-n", self._switch, "link", "set", self.hosts[name].port, "master", "sw0")
 
-    def pretend(self, name: str, other: str, on: bool = True) -> None:
-        """The address of another host is one of this host's own, where nothing listens."""
-        address = f"{self.hosts[other].address}/32"
-        _ip("-n", self.hosts[name].namespace, "addr", "add" if on else "del", address, "dev", "lo")
-
     def silence(self, name: str, towards: str) -> None:
         """What one host sends to another is lost; the other direction still works."""
         nobody = ("lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")

@@ -182,24 +182,6 @@ def test_an_agent_killed_on_its_host_is_noticed_without_waiting_for_its_lease(tm
         succeed(nodes[:2], again)
 
 
-@hosts_possible
-def test_a_node_takes_the_address_from_which_it_reaches_the_store(tmp_path: Path) -> None:
-    """Not the one that its routes would have given before it reached it."""
-    with (
-        Network("a", "b") as network,
-        Job(tmp_path, "2", f"{network.hosts['a'].address}:29400", conf="is_host=0") as job,
-    ):
-        there = network.hosts["b"]
-        network.pretend("b", "a")
-        b = job.node("b", "--node-rank", "0", host=there)  # its workers' store is the one of the round
-        b.read_until("connecting to")
-        a = job.node("a", conf="is_host=1", host=network.hosts["a"])
-        network.pretend("b", "a", False)
-        workers = everybody([a, b], 2)
-        assert {w.address for w in workers} == {there.address}
-        succeed([a, b], workers)
-
-
 class SlowLine(threading.Thread):
     """A line to an address on which every byte takes its time, in both directions."""
 

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 
-from phalanx.agent.environment import line_prefix, substitute, worker_environment
+from phalanx.agent.environment import line_prefix, standby_environment, substitute, worker_environment
 from phalanx.agent.spec import RunResult, WorkerSpec
 from phalanx.core.group_events import (
     AllSucceeded,
@@ -124,7 +124,26 @@ class LocalWorkers:
             from phalanx.membership.network_interface import NetworkInterface
 
             self._interface = NetworkInterface(self._post)
+        self._describe_standbys()
         self._helpers.prepare(self._group.spec.local_world_size)
+
+    def _describe_standbys(self) -> None:
+        """Tell the helpers what is known of the workers of every round."""
+        spec, helpers = self._group.spec, self._helpers
+        if helpers.mode != "standby" or helpers.standby_ranks or not isinstance(spec.entrypoint, str):
+            return
+        from phalanx.warm.standby import StandbyRank
+        from phalanx.workers.program import split_python
+
+        ranks = []
+        for rank in range(spec.local_world_size):
+            split = split_python([str(arg) for arg in substitute(spec.args, rank)])
+            if split is None:
+                return
+            _, mode, target, rest = split
+            env = standby_environment(spec, rank, os.environ)
+            ranks.append(StandbyRank((mode, target, rest), env))
+        helpers.standby_ranks = ranks
 
     def start(self, info: RendezvousInfo, command: StartWorkers) -> None:
         before = time.monotonic()
@@ -139,6 +158,7 @@ class LocalWorkers:
     def begin(self, number: int, attempt: int, placed_in: float) -> None:
         """Start the workers of a group that has its ranks."""
         self._number, self._attempt, self._placed_in = number, attempt, placed_in
+        self._describe_standbys()
         self._starting, self._stopping, self._swept = True, False, False
         self._begin_at = time.monotonic()
         self.error = self._fenced_by = None
@@ -157,6 +177,7 @@ class LocalWorkers:
             self._fail(error)
             return
         self.context = context
+        context.describe(self._helpers.standby_ranks)
 
     def _fail(self, error: Exception) -> None:
         known = isinstance(error, StartError | RendezvousError)

@@ -238,6 +238,7 @@ class Membership:
         def post(call: Callable[[], None]) -> None:
             self._calls.put(lambda: call() if number == self._connections else None)
 
+        self.info = self.settings.node(self._slots, self._role)
         self._dialling_until, self._refused_since = clock() + grace, None
         self.client = connect(
             self.settings,
@@ -368,8 +369,6 @@ class Membership:
         if self.client is None or self.participant is not None:
             return
         welcome = self.client.welcome
-        # Now that the store is reached: until then, the way to it may have led through another interface.
-        self.info = self.settings.node(self._slots, self._role)
         self.client.grace = self.options.store_grace
         options = self.options if welcome is None else _with_linger(self.options, welcome.linger)
         self.participant = Participant(self.info, options, self._rounds, self._restarts)

@@ -48,6 +48,7 @@ SIGNAL_AT = 58
 SECTION_AT = 64
 SECTION_BYTES = 128  # the first byte is the length
 BEGUN_AT = 192  # nanoseconds; written by bootstrap.py just before the program's first line
+WAITS_AT = 200  # the program calls wait_for_rank()
 SIZE = 4096
 STACKS_AT = 4096  # repeated in bootstrap.py, which imports nothing of the package
 
@@ -135,6 +136,10 @@ class Boards:
         """When the last worker reached its program's first line; None until all have."""
         times = [int.from_bytes(os.pread(fd, 8, BEGUN_AT), sys.byteorder) for fd in self._fds]
         return max(times) / 1e9 if times and all(times) else None
+
+    def calls_wait_for_rank(self, rank: int) -> bool:
+        """Whether the worker has called it: its next incarnation can be prepared up to there."""
+        return os.pread(self._fds[rank], 1, WAITS_AT) == b"\1"
 
     def set_preempted(self, rank: int) -> None:
         """Make the worker save a checkpoint and exit."""

@@ -9,19 +9,16 @@ the work: first the zygote, whose later forks are then inside, and then what it 
 never pay for it.
 
 The name carries the keeper's identity, so that whichever process is left (the keeper, the zygote, the agent,
-or the keeper of a later launch, before it starts anything) recognizes groups whose keeper is dead, and kills
-what is in them.
+or the keeper of a later launch) recognizes groups whose keeper is dead, and kills what is in them.
 """
 
 from __future__ import annotations
 
 import os
-import time
 
 from phalanx import kernel
 
 _PREFIX = "phalanx"
-_GIVE_UP = 5.0  # seconds; what survives SIGKILL for longer is in uninterruptible sleep
 _ROUNDS = 8  # looks for processes that were forked while others were moved
 
 
@@ -44,18 +41,15 @@ def base() -> str:
 
 
 def _name(keeper: int, started: str) -> str:
-    return f"{_PREFIX}-{_namespaces()}-{keeper}-{started}"
+    return f"{_PREFIX}-{_namespace()}-{keeper}-{started}"
 
 
-def _namespaces() -> str:
-    """Of pids and of time: in another one, the same number is another process, or the same start another."""
-    found = []
-    for kind in ("pid", "time"):
-        try:
-            found.append(os.readlink(f"/proc/self/ns/{kind}").partition("[")[2][:-1])
-        except OSError:
-            found.append("0")
-    return ".".join(found)
+def _namespace() -> str:
+    """The pid namespace: in another one, the same number is another process."""
+    try:
+        return os.readlink("/proc/self/ns/pid")[5:-1]
+    except OSError:
+        return "0"
 
 
 def _started(pid: int) -> str:
@@ -157,18 +151,11 @@ def remove(path: str) -> bool:
     return True
 
 
-def clear() -> None:
-    """Before the first start: kill what dead keepers left, and wait until it is gone."""
-    give_up_at = time.monotonic() + _GIVE_UP
-    while not sweep() and time.monotonic() < give_up_at:
-        time.sleep(0.002)  # the end of processes that are not children raises no event
-
-
 def sweep() -> bool:
     """Kill what is in groups whose keeper is dead; whether none of them is left."""
     parent = base()
-    ours = f"{_PREFIX}-{_namespaces()}-"
-    none_left = True
+    ours = f"{_PREFIX}-{_namespace()}-"
+    clear = True
     for name in kernel.list_dir(parent) if parent else ():
         if not name.startswith(ours):
             continue
@@ -176,5 +163,5 @@ def sweep() -> bool:
         if keeper.isdigit() and _started(int(keeper)) != started:
             path = os.path.join(parent, name)
             kill(path)
-            none_left = remove(path) and none_left
-    return none_left
+            clear = remove(path) and clear
+    return clear

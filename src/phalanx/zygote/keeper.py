@@ -1,7 +1,6 @@
 """The keeper: the parent of the zygote, which kills what a dead agent or zygote leaves behind.
 
-It is idle during normal operation, except for one wake-up after a second (job_cgroup.py). Before it starts
-anything, it kills what keepers that were killed left behind, where control groups show it. When the agent is
+It is idle during normal operation, except for one wake-up after a second (job_cgroup.py). When the agent is
 gone, the zygote gets a moment to kill all processes. When the zygote is gone (or takes too long), the keeper
 kills every process that has become its own child: it is a subreaper, so it adopts descendants of dead
 workers, however often they forked or called setsid. It is forked from the same small interpreter as the
@@ -17,7 +16,6 @@ import time
 
 from phalanx import kernel
 from phalanx.zygote.channel import Channel
-from phalanx.zygote.job_cgroup import clear
 from phalanx.zygote.rawsignal import signal
 from phalanx.zygote.zygote import Become, Zygote, has_children, kill_everything, reap
 
@@ -79,7 +77,6 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
         signal.signal(number, _ignore)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     wishes = PreloadList(wishes_fd)
-    clear()  # what dead keepers left behind may hold devices and ports
     while True:
         verdict_read, verdict_write = os.pipe()
         zygote = os.fork()
@@ -135,10 +132,11 @@ class LastNet:
         self.due: float | None = time.monotonic() + _NET_AFTER
 
     def make(self) -> None:
-        """Make it."""
-        from phalanx.zygote.job_cgroup import JobCgroup
+        """Make it, and clear what dead keepers left in theirs."""
+        from phalanx.zygote.job_cgroup import JobCgroup, sweep
 
         self.due = None
+        sweep()
         self._group = JobCgroup.make(self._zygote)
 
     def close(self) -> None:
