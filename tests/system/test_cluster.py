@@ -242,14 +242,16 @@ def test_drain_lets_a_node_leave_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_node_waits_aloud_and_gives_up_with_what_to_check(tmp_path: Path) -> None:
-    with Job(tmp_path, "3", conf="join_timeout=2.5") as job:
+    with Job(tmp_path, "3", conf="join_timeout=5") as job:
         nodes = [job.node(name) for name in "ab"]
         for node in nodes:
             ended = node.end()
             assert ended.code == 1, ended
-            assert re.search(r"phalanx: 2 of 3 nodes here \(a b\), waiting for 1 more, \d s left", ended.err)
+            # On a busy machine the other node may come after the first line.
+            aloud = r"(2 of 3 nodes here \(a b\)|1 of 3 nodes here \(a\)), waiting for [12] more, \d s left"
+            assert re.search(f"phalanx: {aloud}", ended.err), ended
             last = ended.said[-1]
-            assert "2 of 3 nodes here (a b), waiting for 1 more; gave up after 2 s" in last
+            assert "2 of 3 nodes here (a b), waiting for 1 more; gave up after 5 s" in last
             assert job.endpoint in last
             assert "--rdzv-id (job)" in last
 

@@ -18,7 +18,6 @@ from phalanx.membership.membership_events import (
     FAILED,
     Ended,
     Formed,
-    Leased,
     NodeFailure,
     Over,
     Remark,
@@ -56,17 +55,12 @@ class ElasticNodes:
         post: Callable[[Any], None],
         show: Callable[[str], None],
         note: Callable[[str], None],
-        lease_until: Callable[[float], None],
         timeout: float,
     ) -> None:
-        """`show` gets the wait in words, `note` a line to show once. `timeout`: of the exit barrier.
-
-        `lease_until` gets the time until which workers may run, from the membership's thread: a lease is
-        renewed although the owner is busy, and no renewal wakes it."""
+        """`show` gets the wait in words, `note` a line to show once. `timeout`: of the exit barrier."""
         self._handler: ElasticRendezvous = handler
         self._membership = membership
         self._post, self._show, self._note, self._timeout = post, show, note, timeout
-        self._lease_until = lease_until
         self.name = membership.settings.name
         self.worker_ranks: list[WorkerRanks] | None = None
         self._formed: Formed | None = None
@@ -201,8 +195,6 @@ class ElasticNodes:
                 self._post(events.RoundReady(ready))
             case Over():
                 self._post(self._end_of_round(happening))
-            case Leased(until):
-                self._lease_until(until)
             case Ended():
                 self._post(self._end_of_job(happening))
             case Waiting(text):
@@ -283,10 +275,12 @@ def elastic_nodes(
         slots=spec.local_world_size,
         role=spec.role,
         max_restarts=limit,
+        # From the membership's thread: leases are renewed although the owner is busy, and none wakes it.
+        lease_until=lease_until,
     )
     if membership is None:
         return None
-    nodes = ElasticNodes(handler, membership, post, show, note, lease_until, timeout)
+    nodes = ElasticNodes(handler, membership, post, show, note, timeout)
     return nodes
 
 
