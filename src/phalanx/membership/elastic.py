@@ -216,6 +216,8 @@ def error_of(ended: Ended, settings: Settings) -> RendezvousError:
         return RendezvousStateError(f"{settings.name} is no longer part of run {settings.run_id}: {reason}")
     if outcome in ("refused", "mismatch"):
         return RendezvousStateError(reason)
+    if outcome == "store" and settings.where not in reason:
+        reason += f"; it is {settings.host_name}"
     if settings.fixed:
         return _static_error(outcome, reason, settings)
     etcd = settings.backend == "etcd"

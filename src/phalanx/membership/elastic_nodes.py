@@ -10,7 +10,6 @@ from __future__ import annotations
 from phalanx.core import group_events as events
 from phalanx.core.group_events import Outcome
 from phalanx.core.round_records import CLOSED
-from phalanx.core.rounds import LOST
 from phalanx.membership.elastic import error_of
 from phalanx.membership.handler import adapted
 from phalanx.membership.membership import clock
@@ -238,14 +237,10 @@ class ElasticNodes:
             failed = self._failure_of(max(number, 0), current, outcome)
             if failed is not None:
                 return failed
-        if self._finished == number:  # whatever it was, it cannot fail workers that have succeeded
-            if outcome in ("succeeded", "closed"):
-                lost = reason.partition(LOST)[2]
-                missing = [f"{lost} ({LOST[:-2]})"] if lost else []
-                if outcome == "closed":  # before all nodes had reported: what they did is not known
-                    missing.append(f"the other nodes ({reason})")
-                return events.BarrierDone(not missing, tuple(missing), number)
-            return events.BarrierDone(False, () if outcome == "left" else (f"the store ({reason})",), number)
+        if self._finished == number and outcome in ("succeeded", "left"):
+            # `left`: the other nodes took longer than the barrier, and will tell how it ended there.
+            missing = () if outcome == "succeeded" else (f"the other nodes ({reason})",)
+            return events.BarrierDone(not missing, missing, number)
         error = error_of(ended, self._membership.settings)
         if outcome in ("succeeded", "closed"):
             return events.RoundFailed("closed", str(error), job_failed=False)

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 STATUS = 800_000  # the number of a watch, between the participant's and the client's
 REFUSED_PATIENCE = 3.0
 RETURN_PATIENCE = 60.0  # for node 0 of a static job to return, once a round has run
-FAREWELL = 2.0
+FAREWELL = 2.0  # seconds, or a lease, for the other nodes to see how the job ended
 NOT_AUTHENTICATED = (
     "control traffic of this job is not authenticated (no PHALANX_TOKEN); "
     "to authenticate it, set PHALANX_TOKEN to the same secret on every node"
@@ -633,7 +633,7 @@ class Membership:
             self._send(Revoke(participant.lease))
 
     def _wait_for_the_others(self, client: Client, participant: Participant) -> None:
-        end = clock() + FAREWELL
+        end = clock() + max(FAREWELL, self.options.ttl)  # a node that is gone loses its key by then
         nodes = self.options.prefix + "node/"
         changed = threading.Event()
         try:
