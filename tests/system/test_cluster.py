@@ -213,16 +213,49 @@ def test_a_node_that_finished_comes_back_when_the_others_need_it(tmp_path: Path)
         succeed(nodes[:2], again)
 
 
-def test_a_node_lost_before_it_reported_its_end_is_named_and_fails_nobody(tmp_path: Path) -> None:
-    with Job(tmp_path, "2", "", "--verbose") as job:
+IN_BARRIER = "all workers succeeded; waiting for the other nodes"
+
+
+def test_a_node_lost_before_it_reported_success_makes_the_others_run_again(tmp_path: Path) -> None:
+    with Job(tmp_path, "1:2", "", "--verbose") as job:
         nodes = [job.node(name) for name in "ab"]
         workers = everybody(nodes, 2)
         tell(workers[:1])
-        nodes[0].read_until("all workers succeeded; waiting for the other nodes")
+        nodes[0].read_until(IN_BARRIER)
         nodes[1].signal(signal.SIGKILL)  # noticed a second later, for it might come back
+        again = everybody(nodes[:1], 1)
+        assert {w.attempt for w in again} == {0}, "no restart was used"
+        assert "lost b, which had not reported success" in nodes[0].text
+        succeed(nodes[:1], again)
+
+
+def test_a_job_that_cannot_go_on_without_a_node_that_did_not_report_fails(tmp_path: Path) -> None:
+    with Job(tmp_path, "2", "", "--verbose", conf="join_timeout=3") as job:
+        nodes = [job.node(name) for name in "ab"]
+        workers = everybody(nodes, 2)
+        tell(workers[:1])
+        nodes[0].read_until(IN_BARRIER)
+        nodes[1].signal(signal.SIGKILL)
         ended = nodes[0].end()
-        assert ended.code == 0, ended
-        assert "all workers succeeded; the exit barrier ended without word from b (lost before" in ended.err
+        assert ended.code == 1, ended
+        assert "lost b, which had not reported success" in ended.said[-1], ended
+
+
+@pytest.mark.parametrize("where", ["hosted", "separate"])
+def test_a_store_lost_in_the_exit_barrier_is_not_a_success(tmp_path: Path, where: str) -> None:
+    """With the store the job ends on all nodes; those that still run workers have not succeeded."""
+    conf = "is_host=0,store_grace=2" if where == "separate" else ""
+    with Job(tmp_path, "2", "", "--verbose", conf=conf) as job:
+        store = separate_store(job) if where == "separate" else None
+        nodes = [job.node(name) for name in "ab"]
+        workers = everybody(nodes, 2)
+        tell(workers[1:])
+        nodes[1].read_until(IN_BARRIER)
+        (store or nodes[0]).signal(signal.SIGKILL)
+        for node in nodes[1:] if store is None else nodes:
+            ended = node.end()
+            assert ended.code == 1, ended
+            assert f"the store at {job.endpoint}" in ended.said[-1], ended
 
 
 def test_drain_lets_a_node_leave_for_nothing(tmp_path: Path) -> None:
@@ -247,7 +280,9 @@ def test_a_node_waits_aloud_and_gives_up_with_what_to_check(tmp_path: Path) -> N
         for node in nodes:
             ended = node.end()
             assert ended.code == 1, ended
-            assert re.search(r"phalanx: 2 of 3 nodes here \(a b\), waiting for 1 more, \d s left", ended.err)
+            # On a busy machine the other node may come after the first line.
+            aloud = r"(2 of 3 nodes here \(a b\)|1 of 3 nodes here \(a\)), waiting for [12] more, \d s left"
+            assert re.search(f"phalanx: {aloud}", ended.err), ended
             last = ended.said[-1]
             assert "2 of 3 nodes here (a b), waiting for 1 more; gave up after 8 s" in last
             assert job.endpoint in last
@@ -332,16 +367,36 @@ def test_a_static_node_that_is_killed_is_noticed_and_replaced(tmp_path: Path) ->
         succeed(nodes, again)
 
 
-def test_a_static_node_lost_before_it_reported_is_not_a_success(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["in mid-run", "in the exit barrier"])
+def test_a_static_node_lost_before_it_reported_is_not_a_success(tmp_path: Path, when: str) -> None:
+    with Job(tmp_path, "3") as job:
+        conf = "join_timeout=3,ttl=2"
+        nodes = [static_node(job, rank, 3, conf) for rank in (0, 1, 2)]
+        workers = everybody(nodes, 3)
+        if when == "in the exit barrier":
+            tell(workers[:2])
+            wait_until(lambda: all_gone([w.pid for w in workers[:2]]), "the end of the other workers")
+        nodes[2].signal(signal.SIGKILL)
+        lost = f"lost node 2 ({os.uname().nodename})"
+        for node in nodes[:2]:
+            ended = node.end()
+            assert ended.code == 1, ended
+            assert "node 2 of 3 did not come within 3 s" in ended.said[-1], ended
+            assert lost in ended.said[-1], ended
+
+
+@pytest.mark.parametrize("when", ["in mid-run", "in the exit barrier"])
+def test_node_0_of_a_static_job_lost_before_it_reported_is_not_a_success(tmp_path: Path, when: str) -> None:
     with Job(tmp_path, "2") as job:
         zero, one = nodes = [static_node(job, rank, 2, "join_timeout=3,ttl=2") for rank in (0, 1)]
         workers = everybody(nodes, 2)
-        tell([w for w in workers if w.node == 0])
-        wait_until(lambda: gone(workers[0].pid), "the end of the first worker")
-        one.signal(signal.SIGKILL)
-        ended = zero.end()
+        if when == "in the exit barrier":
+            tell(workers[1:])
+            wait_until(lambda: gone(workers[1].pid), "the end of the other worker")
+        zero.signal(signal.SIGKILL)
+        ended = one.end()
         assert ended.code == 1, ended
-        assert "node 1 of 2 did not come within 3 s" in ended.said[-1], ended
+        assert f"node 0 at {job.endpoint} is gone and did not return" in ended.said[-1], ended
 
 
 def test_node_0_of_a_static_job_is_killed_and_comes_back(tmp_path: Path) -> None:
@@ -388,7 +443,8 @@ def test_a_wrong_token_is_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("journal", [True, False], ids=["with a journal", "without"])
 def test_the_store_is_killed_under_a_running_job(tmp_path: Path, journal: bool) -> None:
     more = ["--journal", str(tmp_path / "journal")] if journal else []
-    with Job(tmp_path, "2", conf="is_host=0") as job:
+    # With a journal the restart has nine tenths of a lease; on a busy machine it takes a while.
+    with Job(tmp_path, "2", conf="is_host=0,ttl=30" if journal else "is_host=0") as job:
         first = separate_store(job, *more)
         nodes = [job.node(name) for name in "ab"]
         workers = everybody(nodes, 2)

@@ -158,6 +158,31 @@ def test_loss_in_one_direction_fences_the_node(tmp_path: Path, direction: str) -
 
 
 @hosts_possible
+@pytest.mark.parametrize("when", ["in mid-run", "in the exit barrier"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_static_job_without_one_of_its_hosts_is_not_a_success(tmp_path: Path, rank: int, when: str) -> None:
+    """Nothing tells the others but the lease; both sides of the cut end, and each names what it misses."""
+    with three_hosts(tmp_path, "2") as (network, job):
+        words = ["--rdzv-backend", "static", "--rdzv-conf", "join_timeout=3,ttl=2,store_grace=4"]
+        nodes = [
+            job.node(name, *words, "--node-rank", str(n), host=network.hosts[name])
+            for n, name in enumerate("ab")
+        ]
+        workers = everybody(nodes, 2)
+        other = 1 - rank
+        if when == "in the exit barrier":
+            os.kill(workers[other].pid, signal.SIGUSR1)
+            wait_until(lambda: gone(workers[other].pid), "the end of the other worker")
+        network.cut("ab"[rank])
+        for number, node in enumerate(nodes):
+            ended = node.end()
+            assert ended.code == 1, ended
+            missing = "lost node 1 (" if number == 0 else "node 0 at"
+            assert missing in ended.said[-1], ended
+        assert all_gone([w.pid for w in workers])
+
+
+@hosts_possible
 def test_an_agent_that_slept_past_its_lease_is_fenced_and_comes_back(tmp_path: Path) -> None:
     with three_hosts(tmp_path, "2:3") as (network, job):
         nodes = [job.node(name, host=network.hosts[name]) for name in "abc"]

@@ -17,8 +17,9 @@ The rules:
 - Membership changes use no restart. They matter only for the current round; older ones are stale. A
   rendezvous that decides for all nodes reports it with `RoundOver`, which also brings back a node that has
   finished: the others need it. `at_once` kills, even where a stop with a grace is under way.
-- All workers succeeded: exit barrier, then the end. Nothing that happens in the barrier can fail the
-  job except another node's failure, which re-forms this node too: the others need it.
+- All workers succeeded: exit barrier, then the end. A barrier that takes too long fails no job. Another
+  node's failure or loss re-forms this node too: the others need it. An end of the rendezvous before all
+  nodes have reported success is a failure: it stops the workers of the others, or what they did is not known.
 - A signal stops the workers with that very signal, then the node leaves the rendezvous without
   closing it. A second one cuts the grace to nothing. A failure that is already ending the job stays
   the outcome, because it explains more than the Ctrl-C that followed it.
@@ -230,8 +231,13 @@ def on_round_failed(state: GroupState, event: RoundFailed, now: float, policy: G
     if event.kind == "graceful":
         return _end(state, now, policy, Ending(Outcome.LEFT, f"left the rendezvous{told}"))
     job_failed = bool(state.cause) if event.job_failed is None else event.job_failed
-    if event.kind == "closed" and not job_failed and state.phase in _ALIVE:
-        message = f"the job was closed while workers of this node were running{told}"
+    if event.kind == "closed" and not job_failed and (state.phase in _ALIVE or state.phase is Phase.BARRIER):
+        when = (
+            "before all nodes had succeeded"
+            if state.phase is Phase.BARRIER
+            else "while workers of this node were running"
+        )
+        message = f"the job was closed {when}{told}"
         return _end(state, now, policy, Ending(Outcome.FAILED, message), Note(message))
     if event.kind == "closed" and not job_failed:
         return _end(state, now, policy, Ending(Outcome.CLOSED, f"the rendezvous is closed{told}"))

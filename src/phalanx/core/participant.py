@@ -646,8 +646,9 @@ class Participant:
             self._view.learn(now, tuple(changes))
             return
         self._view.failed_writes += 1
-        if reply.error == "lease":  # of a node whose key was to be put back
-            gone = tuple(Delete(p.key) for p in self._published_txn.puts)
+        given_back = [p.key for p in self._published_txn.puts if p.key.startswith(self._key("node/"))]
+        if reply.error == "lease" and given_back and kind == "publish":  # the node is gone: so is its key
+            gone = tuple(map(Delete, given_back))
             self._send(now, "publish", Txn(self._published_txn.when, deletes=gone))
             self._published_txn = Txn(())
         elif reply.entries and reply.entries[0].create != self._view.term:

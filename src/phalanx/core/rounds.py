@@ -28,6 +28,10 @@ Rules, each of which the simulator checks:
   that reads its place after it has seen the round knows whether it is a member.
 - A rank is a position in the list of members: unique and contiguous by construction.
 - One failed round costs one restart, however many nodes report a failure; membership costs none.
+- A job has succeeded when every member of a round has reported success. A member that is lost before that is
+  lost as at any other time, even if all others have reported: its workers may have failed, so the others form
+  the next round, with a node in its place or without it, and run their workers again. Ending the job as a
+  success was rejected: its exit code would hide the loss.
 - A node that cannot start its workers is that node's problem: it leaves, and the others form the next round
   without it. Only where too few nodes are left, or in a fixed job, does its reason end the job.
 - A preempted node leaves after the workers of all nodes have had their grace: the forming round says so
@@ -45,11 +49,9 @@ Rules, each of which the simulator checks:
   next one (`begin_again`), which continues the count of rounds, starts its restarts at zero and has a number
   of its own. A node that belongs to a job never becomes part of the next one.
 
-A *fixed* job (`Options.fixed`, the static rendezvous) differs in four ways: every node brings its rank and
-gets exactly that one; a round needs all ranks; a second node of a rank is refused once the first has outlived
-a lease; and a member that is lost before it reported is waited for, even if all others have succeeded. The
-workers of that member may have failed, so the job re-forms and runs again, and fails with a time-out when the
-node does not return. Ending such a job as a success was rejected: its exit code would hide a lost node.
+A *fixed* job (`Options.fixed`, the static rendezvous) differs in three ways: every node brings its rank and
+gets exactly that one; a round needs all ranks, so that a lost member is waited for and the job ends with a
+time-out when it does not return; and a second node of a rank is refused once the first has outlived a lease.
 
 A round of n nodes costs each node one write and two notices, and the leader one notice per node; the bytes of
 a round grow linearly. All times are on the leader's own monotonic clock; a new leader starts its waits again.
@@ -85,7 +87,6 @@ from phalanx.core.round_records import (
 )
 from phalanx.core.store_commands import Change, Command, Delete, Entry, Put, Txn, When
 
-LOST = "lost before they reported: "  # then names: the end of the reason of a job that succeeded without them
 _NAMED = 8
 _SWEPT = 20  # leftover requests that one round removes; etcd allows 128 operations in a transaction
 _MOST_SKIPPED = 64
@@ -441,9 +442,8 @@ def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str
         return _reform(view, f"{listing(names)} cannot start workers and leaves")
     pending = [(m, rank) for rank, m in enumerate(members) if m.id not in results]
     lost = [view.label(m, rank) for m, rank in pending if not view.present(m)]
-    if len(lost) == len(pending) and results and not (lost and options.fixed):
-        late = f"; {LOST}{listing(lost)}" if lost else ""
-        return _close(view, "succeeded", f"workers of {count(len(results), 'node')} succeeded{late}")
+    if results and not pending:
+        return _close(view, "succeeded", f"workers of {count(len(results), 'node')} succeeded")
     if lost:
         alone = ", which had not reported success" if len(lost) == len(pending) and results else ""
         return _reform(view, f"lost {listing(lost)}{alone}")
@@ -510,12 +510,13 @@ def _form(now: float, view: LeaderView, options: Options, staying: dict[str, See
     text, missing = _waiting(here, stopping, options)
     if now < view.quiet_until:
         return RoundDecision((), f"{text}, waiting for nodes that the store forgot to stop", view.quiet_until)
+    after = f"; before that: {view.round.reason}" if view.members.nodes else ""
     if now >= deadline and options.fixed and missing:
         these = ", ".join(map(str, missing))
-        text += f"; node {these} of {high} did not come within {options.join_timeout:g} s"
+        text += f"; node {these} of {high} did not come within {options.join_timeout:g} s{after}"
         return _close(view, "timeout", text)
     if now >= deadline:
-        return _close(view, "timeout", f"{text}; gave up after {options.join_timeout:.0f} s")
+        return _close(view, "timeout", f"{text}; gave up after {options.join_timeout:.0f} s{after}")
     return RoundDecision((), f"{text}, {deadline - now:.0f} s left", deadline)
 
 

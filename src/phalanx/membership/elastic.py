@@ -151,14 +151,15 @@ class ElasticRendezvous(RendezvousHandler):
         slots: int,
         role: str,
         max_restarts: int | None,
+        lease_until: Callable[[float], None] = lambda when: None,
     ) -> Membership:
         """Report everything to `tell` as it happens; `start` of the result joins.
 
-        `max_restarts` None: the caller counts restarts."""
+        `max_restarts` None: the caller counts restarts. `lease_until`: see `Membership`."""
         options = replace(self.settings.options, max_restarts=max_restarts)
         self._attached = True
         self.membership = Membership(
-            self.settings, options, tell, open_meeting, slots, role, self.use_agent_store
+            self.settings, options, tell, open_meeting, slots, role, self.use_agent_store, lease_until
         )
         return self.membership
 
@@ -215,6 +216,8 @@ def error_of(ended: Ended, settings: Settings) -> RendezvousError:
         return RendezvousStateError(f"{settings.name} is no longer part of run {settings.run_id}: {reason}")
     if outcome in ("refused", "mismatch"):
         return RendezvousStateError(reason)
+    if outcome == "store" and settings.where not in reason:
+        reason += f"; it is {settings.host_name}"
     if settings.fixed:
         return _static_error(outcome, reason, settings)
     etcd = settings.backend == "etcd"

@@ -10,7 +10,6 @@ from __future__ import annotations
 from phalanx.core import group_events as events
 from phalanx.core.group_events import Outcome
 from phalanx.core.round_records import CLOSED
-from phalanx.core.rounds import LOST
 from phalanx.membership.elastic import error_of
 from phalanx.membership.handler import adapted
 from phalanx.membership.membership import clock
@@ -18,7 +17,6 @@ from phalanx.membership.membership_events import (
     FAILED,
     Ended,
     Formed,
-    Leased,
     NodeFailure,
     Over,
     Remark,
@@ -56,17 +54,12 @@ class ElasticNodes:
         post: Callable[[Any], None],
         show: Callable[[str], None],
         note: Callable[[str], None],
-        lease_until: Callable[[float], None],
         timeout: float,
     ) -> None:
-        """`show` gets the wait in words, `note` a line to show once. `timeout`: of the exit barrier.
-
-        `lease_until` gets the time until which workers may run, from the membership's thread: a lease is
-        renewed although the owner is busy, and no renewal wakes it."""
+        """`show` gets the wait in words, `note` a line to show once. `timeout`: of the exit barrier."""
         self._handler: ElasticRendezvous = handler
         self._membership = membership
         self._post, self._show, self._note, self._timeout = post, show, note, timeout
-        self._lease_until = lease_until
         self.name = membership.settings.name
         self.worker_ranks: list[WorkerRanks] | None = None
         self._formed: Formed | None = None
@@ -202,8 +195,6 @@ class ElasticNodes:
                 self._post(events.RoundReady(ready))
             case Over():
                 self._post(self._end_of_round(happening))
-            case Leased(until):
-                self._lease_until(until)
             case Ended():
                 self._post(self._end_of_job(happening))
             case Waiting(text):
@@ -248,14 +239,10 @@ class ElasticNodes:
             failed = self._failure_of(max(number, 0), current, outcome)
             if failed is not None:
                 return failed
-        if self._finished == number:  # whatever it was, it cannot fail workers that have succeeded
-            if outcome in ("succeeded", "closed"):
-                lost = reason.partition(LOST)[2]
-                missing = [f"{lost} ({LOST[:-2]})"] if lost else []
-                if outcome == "closed":  # before all nodes had reported: what they did is not known
-                    missing.append(f"the other nodes ({reason})")
-                return events.BarrierDone(not missing, tuple(missing), number)
-            return events.BarrierDone(False, () if outcome == "left" else (f"the store ({reason})",), number)
+        if self._finished == number and outcome in ("succeeded", "left"):
+            # `left`: the other nodes took longer than the barrier, and will tell how it ended there.
+            missing = () if outcome == "succeeded" else (f"the other nodes ({reason})",)
+            return events.BarrierDone(not missing, missing, number)
         error = error_of(ended, self._membership.settings)
         if outcome in ("succeeded", "closed"):
             return events.RoundFailed("closed", str(error), job_failed=False)
@@ -285,10 +272,12 @@ def elastic_nodes(
         slots=spec.local_world_size,
         role=spec.role,
         max_restarts=limit,
+        # From the membership's thread: leases are renewed although the owner is busy, and none wakes it.
+        lease_until=lease_until,
     )
     if membership is None:
         return None
-    nodes = ElasticNodes(handler, membership, post, show, note, lease_until, timeout)
+    nodes = ElasticNodes(handler, membership, post, show, note, timeout)
     return nodes
 
 

@@ -145,6 +145,7 @@ class RendezvousHandler(ABC):
         slots: int,
         role: str,
         max_restarts: int | None,
+        lease_until: Callable[[float], None] = lambda when: None,
     ) -> Membership | None:
         """A membership that reports everything as it happens; None: this handler is asked."""
         return None

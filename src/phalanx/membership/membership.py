@@ -1,9 +1,9 @@
 """One node's membership in a job: a thread that owns participant, connection and, on the host, the store.
 
 Everything that happens is a call in one queue, carried out by one thread, so nothing here needs a lock. The
-membership reports `Formed` (run workers in this round), `Leased` (until when they may run), `Over` (stop
-them), `Ended` (the job is over for this node), and lines for people (`Waiting`, `Remark`), in order and from
-its thread; the callback must not block.
+membership reports `Formed` (run workers in this round), `Over` (stop them), `Ended` (the job is over for this
+node), and lines for people (`Waiting`, `Remark`), in order and from its thread; the callback must not block.
+`lease_until` gets the time until which workers may run, by `clock`, before `Formed` and whenever it changes.
 
 Beyond what `core.participant` decides, this shell
 - gives every round a fresh place for its workers to meet: rank 0 opens it and publishes it under the round's
@@ -47,7 +47,6 @@ from phalanx.membership.membership_events import (
     FAILED,
     Ended,
     Formed,
-    Leased,
     NodeFailure,
     Over,
     Remark,
@@ -75,7 +74,7 @@ if TYPE_CHECKING:
 STATUS = 800_000  # the number of a watch, between the participant's and the client's
 REFUSED_PATIENCE = 3.0
 RETURN_PATIENCE = 60.0  # for node 0 of a static job to return, once a round has run
-FAREWELL = 2.0
+FAREWELL = 2.0  # seconds, or a lease, for the other nodes to see how the job ended
 NOT_AUTHENTICATED = (
     "control traffic of this job is not authenticated (no PHALANX_TOKEN); "
     "to authenticate it, set PHALANX_TOKEN to the same secret on every node"
@@ -101,9 +100,11 @@ class Membership:
         slots: int = 1,
         role: str = "default",
         shares_port: bool = True,
+        lease_until: Callable[[float], None] = lambda when: None,
     ) -> None:
         self.settings, self.options = settings, options
         self._shares_port = shares_port
+        self._lease_until = lease_until
         self.tell, self.open_meeting = tell, open_meeting
         self._slots, self._role = slots, role
         self.info = NodeInfo("", settings.name)  # complete once the thread has looked up the address
@@ -158,7 +159,7 @@ class Membership:
         self._calls.put(lambda: self._report(number, failure, unfit=unfit))
 
     def fenced(self, number: int) -> None:
-        """The workers of this round were killed at the time that `Leased` named."""
+        """The workers of this round were killed when the time of `lease_until` had come."""
         self._calls.put(lambda: self._step(LeaseMissed(number)))
 
     def finished(self, number: int, timeout: float) -> None:
@@ -296,7 +297,7 @@ class Membership:
         actions = participant.step(clock(), event)
         if participant.lease and participant.fence_at != self._leased:
             self._leased = participant.fence_at
-            self.tell(Leased(self._leased))
+            self._lease_until(self._leased)
         for action in actions:
             self._act(action)
         if self.ended.is_set():
@@ -373,6 +374,7 @@ class Membership:
         options = self.options if welcome is None else _with_linger(self.options, welcome.linger)
         self.participant = Participant(self.info, options, self._rounds, self._restarts)
         self.line.learn("joining", clock())
+        self.line.wait(clock())  # for the other nodes: what was shown of the way to the store is over
         for action in self.participant.start(clock()):
             self._act(action)
         if self._leaving:
@@ -630,7 +632,7 @@ class Membership:
             self._send(Revoke(participant.lease))
 
     def _wait_for_the_others(self, client: Client, participant: Participant) -> None:
-        end = clock() + FAREWELL
+        end = clock() + max(FAREWELL, self.options.ttl)  # a node that is gone loses its key by then
         nodes = self.options.prefix + "node/"
         changed = threading.Event()
         try:

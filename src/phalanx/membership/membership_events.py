@@ -34,12 +34,6 @@ class Over(NamedTuple):
     preempted: bool = False
 
 
-class Leased(NamedTuple):
-    """Workers may run on this node until then, by the clock of the membership; told before `Formed`."""
-
-    until: float
-
-
 class Ended(NamedTuple):
     """The job is over for this node, perhaps while a round was running."""
 
@@ -59,7 +53,7 @@ class Remark(NamedTuple):
     text: str
 
 
-Happening = Formed | Over | Leased | Ended | Waiting | Remark
+Happening = Formed | Over | Ended | Waiting | Remark
 
 
 class NodeFailure(NamedTuple):
