@@ -6,6 +6,10 @@ it too, by what it does before an import: set variables, change sys.path, or sha
 file of the same name. The list is therefore discarded when a line that looks like one of these was edited,
 or when such a file has appeared beside the script. import_recorder.py defines the format of the lines.
 
+A module that does not suit a fork is marked as unsuitable, one that was preloaded once without trouble as
+vetted. Only vetted modules are preloaded while a start waits for them; the others are tried in the background
+(helper_pool.py).
+
 Every module is checked again when it is preloaded (preload.py); a stale or broken file is ignored. The list
 decides what the zygote imports, so a file that another user could have written is ignored too, and nothing is
 written to a directory that others can change (trusted_files.py).
@@ -17,14 +21,17 @@ import os
 import sys
 
 from phalanx.trusted_files import open_trusted, write_trusted
+from phalanx.warm.verdict_log import covers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from phalanx.warm.verdict_log import VerdictLog
+
 _LIMIT = 1 << 20  # bytes; torch and transformers together need about 100 KB
 _MOST = 100  # lists
-_MARK = "phalanx modules 2"
+_MARK = "phalanx modules 3"
 _MOST_OWN = 1000  # user files that are checked for edits
 # A user's line that contains one of these may affect later imports.
 _RELEVANT = (b"environ", b"putenv", b"dotenv", b"sys.path", b"sys.modules", b"addsitedir", b"meta_path")
@@ -49,7 +56,8 @@ class ImportCache:
         directory = cache_dir(environ)
         self.path = os.path.join(directory, _name_of(self.key)) if directory else None
         self.names: list[str] = []  # and other lines of import_recorder.py
-        self._unsuitable: list[str] = []
+        self._vetted: set[str] = set()
+        self._unsuitable: dict[str, None] = {}
         self._own: dict[str, _File] = {}
         first = _first_path(program)
         if program[0] == "script":
@@ -70,10 +78,12 @@ class ImportCache:
             files = [_File.read(line[1:]) for line in lines[2:-2] if line.startswith("=")]
         except ValueError:
             return
-        names = [line for line in lines[2:-2] if not line.startswith(("-", "="))]
+        found = [line for line in lines[2:-2] if not line.startswith(("-", "="))]
+        names = [line.removeprefix(",") for line in found]
         if all(file.is_unchanged() for file in files) and not _shadows(first, names):
             self.names = names
-            self._unsuitable = [line[1:] for line in lines[2:-2] if line.startswith("-")]
+            self._vetted = {line for line in found if _is_module(line)}
+            self._unsuitable = {line[1:]: None for line in lines[2:-2] if line.startswith("-")}
             self._own = {file.path: file for file in files}
 
     def add(self, lines: Iterable[str]) -> int:
@@ -88,21 +98,40 @@ class ImportCache:
         ]
         return len(new)
 
-    def forget(self, name: str) -> None:
-        """Remove a module that cannot be preloaded, and its submodules, for good."""
-        self._unsuitable.append(name)
+    def judge(self, names: Iterable[str], log: VerdictLog) -> None:
+        """Take in what a preload of these lines found, even if it was cut short."""
+        self._unsuitable.update(dict.fromkeys([*log.unsuitable, *log.importers]))
         self.names = [known for known in self.names if not self._is_unsuitable(known)]
+        if log.seconds is not None:
+            self._vetted.update(name for name in names if _is_module(name) and not self._is_unsuitable(name))
+
+    def distrust(self) -> None:
+        """Vetted modules have proved unsuitable, or took too long: vet all again."""
+        self._vetted.clear()
 
     def _is_unsuitable(self, name: str) -> bool:
-        return any(name == bad or name.startswith(bad + ".") for bad in self._unsuitable)
+        return covers(self._unsuitable, name)
+
+    def first_lines(self) -> list[str]:
+        """What a start may wait for: vetted modules, and what matters to them."""
+        lines = [name for name in self.names if not _is_module(name) or name in self._vetted]
+        return self._with_unsuitable(lines) if any(map(_is_module, lines)) else []
+
+    def all_lines(self) -> list[str]:
+        """What helpers in the background try."""
+        return self._with_unsuitable(self.names)
+
+    def _with_unsuitable(self, lines: list[str]) -> list[str]:
+        return [*(f"-{name}" for name in self._unsuitable), *lines]
 
     def save(self) -> None:
         """Write the list atomically; errors are ignored."""
         if self.path is None:
             return
         own = [f"={file.written()}" for file in self._own.values()]
-        bad = [f"-{name}" for name in dict.fromkeys(self._unsuitable)]
-        text = "\n".join([_MARK, self.key, *bad, *own, *self.names, "."]) + "\n"
+        bad = [f"-{name}" for name in self._unsuitable]
+        names = [f",{name}" if _is_module(name) and name not in self._vetted else name for name in self.names]
+        text = "\n".join([_MARK, self.key, *bad, *own, *names, "."]) + "\n"
         try:
             write_trusted(self.path, text.encode("utf-8", "surrogateescape"))
             _make_room(os.path.dirname(self.path))
@@ -190,6 +219,11 @@ def _make_room(directory: str) -> None:
         entries.sort(key=lambda entry: entry.stat().st_mtime)
         for entry in entries[: len(entries) - _MOST]:
             os.unlink(entry.path)
+
+
+def _is_module(line: str) -> bool:
+    """Whether it names a module: not one of the recorder's other lines, and not marked as unvetted."""
+    return line[:1] not in ("+", "?", "!", ",")
 
 
 def _is_plain(line: str) -> bool:
