@@ -1,9 +1,9 @@
 """Watches imports from the inside, and finds the modules that do not suit a fork.
 
-Every check is made when the body of a module has been executed. The bodies of the modules that it imported
-have been judged by then, so what a check finds belongs to this module: the innermost one is to blame, and not
-the package that happens to import it first. All modules whose bodies are being executed at that moment import
-it, and are unsuitable with it: to hide it from them would make it look as if it were not installed.
+Every check is made when the body of a module has been executed, and before the bodies of modules that it
+imports. So what a check finds belongs to the module that is being executed: the innermost one is to blame,
+and not the package that happens to import it first. The modules whose bodies are being executed around it
+import it, and are unsuitable with it: to hide it from them would make it look as if it were not installed.
 
 Which modules import one that is loaded already is noted only after the first unsuitable module was found:
 until then no one can, and this process may still become the zygote, in which `__import__` stays Python's own.
@@ -56,6 +56,7 @@ class ImportJudge:
         self._spoiled = spoiled
         self._progress = progress
         self._stack: list[str] = []
+        self.each_module = True  # False: only those that are forbidden are noticed
         self.logs = True  # what is being executed
         self._machinery: Any = sys.modules["_frozen_importlib"]
         self._originals: list[tuple[Any, str, Any]] = []
@@ -73,7 +74,8 @@ class ImportJudge:
             finally:
                 end(spec.name)
 
-        self._patch(self._machinery, "_load_unlocked", _load_unlocked)
+        if self.each_module:
+            self._patch(self._machinery, "_load_unlocked", _load_unlocked)
         sys.meta_path.insert(0, self)  # it finds nothing
 
     def __exit__(self, *error: object) -> None:
@@ -114,6 +116,10 @@ class ImportJudge:
             self._blame(name, why)
 
     def _begin(self, name: str) -> None:
+        if self._stack:
+            why = self.look(self._stack[-1])
+            if why:
+                self._blame(self._stack[-1], why)
         self._stack.append(name)
         if self.logs:
             self._log.write(f"( {name}")

@@ -30,7 +30,7 @@ from phalanx.warm.vetting import Checkpoint, Scout, fork_checkpoint, kill_childr
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Any
+    from typing import Any, NoReturn
 
     from phalanx.warm.verdict_log import VerdictLog
 
@@ -65,7 +65,8 @@ def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None]
 
     `lines` may contain the recorder's other lines: variables that the script sets before the following
     imports, and modules that the script shadows. `-NAME`: known to be unsuitable. `once`: all were tried
-    before; the process exits if one of them turns out to be unsuitable.
+    before, so that they are checked once more after their import, but not each part of it; the process exits
+    if one of them is unsuitable now.
     """
     import gc
 
@@ -95,6 +96,7 @@ class Preload:
         self._judge = ImportJudge(
             log, self._homes, checks(self._take_asked), self._forbidden, self._spoiled, self._progress
         )
+        self._judge.each_module = not once
         self._began = self._saved = self._reported = time.monotonic()
         self._checkpoint: Checkpoint | None = None
         self._ahead: Scout | None = None
@@ -150,7 +152,14 @@ class Preload:
     def _try(self, name: str) -> None:
         with self._console:
             self._judge.look()  # what was done here is no module's effect
+            if self._once:
+                self._log.write(f"( {name}")
             imported, error = self._import(name)
+            why = self._judge.look() if self._once else ""
+        if why:
+            self._give_up(f"{name}: {why}")
+        if self._once:
+            self._log.write(")")
         if not imported:
             self._console.forget()
         # An ImportError is not reported: optional imports are recorded as well.
@@ -170,11 +179,15 @@ class Preload:
         if self._is_scout:
             return
         if self._checkpoint is None:
-            os._exit(SPOILED)
+            self._give_up("a module: imports one that is unsuitable")
         self._is_scout = True
         self._judge.note_importers()
         os.nice(19)  # the zygote comes first, and the workers before both
         self._checkpoint.tell()
+
+    def _give_up(self, why: str) -> NoReturn:
+        self._log.write(f"spoiled {why}")
+        os._exit(SPOILED)
 
     def _save(self) -> None:
         """Make a checkpoint if it is time for that. Returns again in the checkpoint when it is needed."""

@@ -8,6 +8,7 @@ killed, or the job ended early. One line each:
     )                and has ended: that of the last one opened
     bad NAME: WHY    does not suit a fork
     with NAME ROOT   neither does this one: it imports ROOT
+    spoiled NAME: WHY   the preload is given up: this entry of the list was vetted, and is unsuitable now
     passed NAME      this entry of the list is done
     over             the end of the list
     gone             the process that executed these modules has ended; another one goes on
@@ -36,6 +37,7 @@ class VerdictLog:
         self.passed: set[str] = set()
         self.executing: list[str] = []  # outermost first
         self.over = False
+        self.spoiled = ""
         self._late = False
         self.seconds: float | None = None  # that the imports took; None before they are done
 
@@ -64,6 +66,8 @@ class VerdictLog:
             self.importers.setdefault(name, root)
         elif word == "passed":
             self.passed.add(rest)
+        elif word == "spoiled":
+            self.spoiled = rest
         elif word == "over":
             self.over = True
         elif word == "gone":
