@@ -1,9 +1,13 @@
 """Which helpers the next start gets: cold ones, preloaded ones, or standby processes.
 
 At the first start of a script nothing is known: the helpers are bare, and one worker writes down what it
-imports. Once it has been quiet for a while, other helpers are started in the background with that list. A
-restart takes them if they are ready; if not, it takes the helpers of the last start, and never waits. The
-list is kept (warm/import_cache.py), so that the next launch starts with it.
+imports. Once it has been quiet for a while, other helpers are started in the background with that list, and
+find out which of these modules suit a fork. A restart takes them if they are ready; if not, it takes the
+helpers of the last start, and never waits.
+
+The list is kept (warm/import_cache.py). The first start of the next launch waits until what was found
+suitable is imported, as far as the script itself imports it before it does anything else. What comes later in
+the script, or may take long, is imported in the background for the next start.
 
     off      every worker is executed from scratch
     auto     as above
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 _LOOKS = (2.0, 10.0, 60.0)
 _WORTH_IT = 25  # fewer new modules than this are not worth another set of helpers
 _REPLACE_AFTER = 1.0  # seconds between two replacements of idle helpers; the next start makes them anyway
+_SAY_AFTER = 1.0  # seconds that a start waits for imports before that is said
+_GIVE_UP_AFTER = 20.0  # and before vetted modules are not waited for any longer
 _NO_START = ("BARRIER", "ENDING", "DONE")  # phases after which a start is unlikely
 
 
@@ -62,19 +68,29 @@ class HelperPool:
         self._own = list(preload)
         self._next: Spawner | None = None
         self._context: PContext | None = None  # of the last start
+        self._was_bare = False  # and nothing was preloaded for it
         self._due: list[float] = []
         self._parked = 0
         self._told: set[str] = set()
         self._waiting_now: set[int] = set()  # of the current incarnation
         self._closing: list[ClosingHelpers] = []
         self._replaced_at = 0.0
-        self._now: Spawner | None = self._make(background=False) if kind else None
+        self._judged: set[Spawner] = set()  # those whose verdict was taken in
+        self._asked_at: float | None = None  # a start waits for helpers that import
+        self._has_said = False
+        self._now: Spawner | None = self._make_first() if kind else None
 
-    def _make(self, background: bool) -> Spawner:
-        names = [*self._own, *(self.learned.names if self.learned else ())]
-        if self.kind.startswith("python") and (names or background):
-            return Spawner(self.kind, preload=names, background=background)
+    def _make_first(self) -> Spawner:
+        """For the first start, which waits for them: what was vetted, and what the user asked for."""
+        names = self.learned.first_lines() if self.learned is not None else []
+        if self.kind.startswith("python") and (names or self._own):
+            return Spawner(self.kind, preload=[*self._own, *names], once=not self._own)
         return Spawner(self.kind)
+
+    def _make_better(self) -> Spawner:
+        """For a later start: in the background, with everything that is known."""
+        names = self.learned.all_lines() if self.learned is not None else []
+        return Spawner(self.kind, preload=[*self._own, *names], background=True)
 
     @property
     def warm(self) -> bool:
@@ -101,10 +117,13 @@ class HelperPool:
             self.kind = kind
             now = Spawner(kind)
         self._now = now
+        self._asked_at = time.monotonic() if now.importing else None
+        self._has_said = False
         return now
 
     def retire(self, helpers: Spawner) -> None:
         """End these helpers; they are reaped by `look`."""
+        self._judge(helpers, over=True)
         closing = helpers.begin_close()
         if closing is not None:
             self._closing.append(closing)
@@ -116,6 +135,7 @@ class HelperPool:
     def started(self, context: PContext, now: float) -> None:
         """These workers run; look at what they import, now and then."""
         self._context = context
+        self._was_bare = self._now is not None and not self._now.preload
         self._due = [now + after for after in _LOOKS] if self.kind.startswith("python") else []
         self._parked = 0
         self._waiting_now = set()
@@ -169,11 +189,17 @@ class HelperPool:
         times = [closing.deadline() for closing in self._closing]
         if self._due and phase == "RUNNING":
             times.append(self._due[0])
+        if self._asked_at is not None and phase == "STARTING":
+            times.append(self._asked_at + (_GIVE_UP_AFTER if self._has_said else _SAY_AFTER))
         return min(times, default=None)
 
     def look(self, phase: Phase, now: float) -> None:
         """Reap helpers, replace lost ones; learn from the workers when it is time for that."""
         self._reap()
+        for helpers in (self._now, self._next):
+            if helpers is not None:
+                self._judge(helpers)
+        self._watch_preload(phase, now)
         if self._drop_lost() and self._now is None and phase not in _NO_START:
             self._replace(now)
         self._tell_of_standbys()
@@ -181,6 +207,24 @@ class HelperPool:
             self._see_who_waits(self._context)
         if phase == "RUNNING" and self._due and self._due[0] <= now and self._context is not None:
             self._improve(self._context, now)
+
+    def _watch_preload(self, phase: Phase, now: float) -> None:
+        """A start waits for imports: say so, and do not wait for ever."""
+        helpers = self._now
+        if helpers is None or not helpers.importing:
+            self._asked_at = None
+        if helpers is None or self._asked_at is None or phase != "STARTING":
+            return
+        if not self._has_said and now >= self._asked_at + _SAY_AFTER:
+            self._has_said = True
+            log = helpers.log
+            name = log.executing[0] if log is not None and log.executing else "a module"
+            self.say(f"the workers start when {name} is imported (--warm off: start without a preload)")
+        if now >= self._asked_at + _GIVE_UP_AFTER:
+            self._asked_at = None
+            if not self._own:  # what the user asked for is waited for
+                self._distrust(f"it takes longer than {_GIVE_UP_AFTER:g} s")
+                helpers.clear_now()  # the start takes others
 
     def _reap(self) -> None:
         for closing in list(self._closing):
@@ -229,33 +273,47 @@ class HelperPool:
         ready = self._next or self._now
         # Standbys that wait for their rank have imported everything.
         if self.learned is not None and self.mode != "off" and not self._waits_for_rank:
-            better = len(set(self.learned.names) - set(ready.preload if ready is not None else ()))
-            if better >= _WORTH_IT:
+            known = set(ready.preload if ready is not None else ())
+            if len(set(self.learned.names) - known) >= _WORTH_IT or set(self._own) - known:
                 if self._next is not None:
                     self.retire(self._next)
-                ready = self._next = self._make(background=True)
+                ready = self._next = self._make_better()
         if ready is None:
             return
-        self.tell_dropped(ready)
         if self.mode == "standby" and self.kind.startswith("python"):
             self._park(ready, context.nprocs)
 
     def learn(self) -> None:
         """Take in and keep what the first worker imported so far."""
         learned, context = self.learned, self._context
-        if learned is not None and context is not None and learned.add(context.imported()):
+        if learned is None or context is None:
+            return
+        if learned.add(context.imported(), self._was_bare):
             learned.save()
 
-    def tell_dropped(self, spawner: Spawner) -> None:
-        """One line for each module that does not suit a fork; it is not tried again."""
-        for what in spawner.dropped:
+    def _judge(self, helpers: Spawner, over: bool = False) -> None:
+        """Keep what a preload found, when it is done or cut short; one line for each unsuitable module."""
+        log = helpers.log
+        if log is None or helpers in self._judged or (helpers.importing and not over):
+            return
+        self._judged.add(helpers)
+        if not helpers.importing and log.seconds is None:  # a bare zygote took its place
+            self._distrust(log.spoiled or "a module: ended the process")
+        for what in log.in_words():
             name = what.partition(":")[0]
             if name not in self._told:
                 self._told.add(name)
                 self.say(f"not preloaded: {what}; workers will import it")
-                if self.learned is not None:
-                    self.learned.forget(name)
-                    self.learned.save()
+        if self.learned is not None:
+            self.learned.judge(helpers.preload, log)
+            self.learned.save()
+
+    def _distrust(self, why: str) -> None:
+        """What was vetted is not suitable now; helpers in the background find out more."""
+        self.say(f"workers start without a preload: {why}")
+        if self.learned is not None:
+            self.learned.distrust()
+            self.learned.save()
 
     def _tell_of_standbys(self) -> None:
         """One line for each reason why there are none."""
@@ -271,9 +329,6 @@ class HelperPool:
 
     def begin_close(self) -> None:
         """End all helpers, without waiting for it."""
-        for helpers in (self._next, self._now):
-            if helpers is not None:
-                self.tell_dropped(helpers)
         self._tell_of_standbys()
         for helpers in (self._next, self._now):
             if helpers is not None:

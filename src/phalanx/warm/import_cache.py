@@ -6,6 +6,17 @@ it too, by what it does before an import: set variables, change sys.path, or sha
 file of the same name. The list is therefore discarded when a line that looks like one of these was edited,
 or when such a file has appeared beside the script. import_recorder.py defines the format of the lines.
 
+A module that does not suit a fork is marked as unsuitable, one that was preloaded once without trouble as
+vetted. Only vetted modules are preloaded while a start waits for them, and only those that the script imports
+before it does anything that can be seen (leading_imports.py). The others are tried in the background
+(helper_pool.py). The file contains:
+
+    -NAME                      an unsuitable module
+    =TIME SIZE CHECKSUM PATH   a user's file
+    >TIME SIZE PATH            the file of `__main__`, and what its leading block imports: ^NAME …
+    LINE                       a module or another line of the recorder; "," in front of it: not vetted
+    ;                          the end of the leading ones
+
 Every module is checked again when it is preloaded (preload.py); a stale or broken file is ignored. The list
 decides what the zygote imports, so a file that another user could have written is ignored too, and nothing is
 written to a directory that others can change (trusted_files.py).
@@ -17,14 +28,17 @@ import os
 import sys
 
 from phalanx.trusted_files import open_trusted, write_trusted
+from phalanx.warm.verdict_log import covers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from phalanx.warm.verdict_log import VerdictLog
+
 _LIMIT = 1 << 20  # bytes; torch and transformers together need about 100 KB
 _MOST = 100  # lists
-_MARK = "phalanx modules 2"
+_MARK = "phalanx modules 3"
 _MOST_OWN = 1000  # user files that are checked for edits
 # A user's line that contains one of these may affect later imports.
 _RELEVANT = (b"environ", b"putenv", b"dotenv", b"sys.path", b"sys.modules", b"addsitedir", b"meta_path")
@@ -49,7 +63,10 @@ class ImportCache:
         directory = cache_dir(environ)
         self.path = os.path.join(directory, _name_of(self.key)) if directory else None
         self.names: list[str] = []  # and other lines of import_recorder.py
-        self._unsuitable: list[str] = []
+        self._vetted: set[str] = set()
+        self._unsuitable: dict[str, None] = {}
+        self._leading: set[str] = set()
+        self._block: _Block | None = None
         self._own: dict[str, _File] = {}
         first = _first_path(program)
         if program[0] == "script":
@@ -68,46 +85,139 @@ class ImportCache:
             return  # another version, another key with the same file name, or truncated
         try:
             files = [_File.read(line[1:]) for line in lines[2:-2] if line.startswith("=")]
+            block = _Block.read([line for line in lines[2:-2] if line.startswith((">", "^"))])
         except ValueError:
             return
-        names = [line for line in lines[2:-2] if not line.startswith(("-", "="))]
+        found = [line for line in lines[2:-2] if not line.startswith(("-", "=", ">", "^", ";"))]
+        names = [line.removeprefix(",") for line in found]
         if all(file.is_unchanged() for file in files) and not _shadows(first, names):
             self.names = names
-            self._unsuitable = [line[1:] for line in lines[2:-2] if line.startswith("-")]
+            self._vetted = {line for line in found if _is_module(line)}
+            self._unsuitable = {line[1:]: None for line in lines[2:-2] if line.startswith("-")}
             self._own = {file.path: file for file in files}
+            self._block = block
+            if block is None or block.is_unchanged():
+                count = lines.index(";") if ";" in lines else 0
+                self._leading = {line.removeprefix(",") for line in lines[2:count]}
 
-    def add(self, lines: Iterable[str]) -> int:
-        """Add the lines of a worker's recorder, in order; returns how many were new."""
+    def add(self, lines: Iterable[str], complete: bool = False) -> bool:
+        """Add the lines of a worker's recorder, in order; whether something is new.
+
+        `complete`: nothing was preloaded in this worker, so that these are all its imports.
+        """
         known = {*self.names, *(f"={path}" for path in self._own)}
-        new = [line for line in dict.fromkeys(lines) if line not in known and _is_plain(line)]
+        given = [line for line in dict.fromkeys(lines) if _is_plain(line)]
+        new = [line for line in given if line not in known and line[0] not in ">@"]
         for line in new:
             if line.startswith("=") and len(self._own) < _MOST_OWN:
                 self._own[line[1:]] = _File(line[1:])
-        self.names += [
-            line for line in new if not line.startswith(("=", "~")) and not self._is_unsuitable(line)
-        ]
-        return len(new)
+        before = self._leading
+        if complete:
+            self._find_leading(given)
+        names = [line for line in given if line[0] not in "=~>@" and not self._is_unsuitable(line)]
+        if complete:
+            self.names = list(dict.fromkeys([*names, *self.names]))
+        else:
+            self.names += [line for line in names if line not in known]
+        return bool(new) or before != self._leading
 
-    def forget(self, name: str) -> None:
-        """Remove a module that cannot be preloaded, and its submodules, for good."""
-        self._unsuitable.append(name)
+    def _find_leading(self, lines: list[str]) -> None:
+        main = next((line[1:] for line in lines if line.startswith(">")), None)
+        if main is None:  # a function: all that is imported until it is called, and it may import more
+            self._block = None
+            self._leading = {line for line in lines if line[0] not in "=~"}
+            return
+        if self._block is None or not self._block.is_same(main):
+            self._block = _Block(main)
+        self._leading = set()
+        for line in lines:
+            if line.startswith("@"):
+                if int(line[1:]) > self._block.end:
+                    break
+            elif line[0] not in "=~>":
+                self._leading.add(line)
+
+    def judge(self, names: Iterable[str], log: VerdictLog) -> None:
+        """Take in what a preload of these lines found, even if it was cut short."""
+        self._unsuitable.update(dict.fromkeys([*log.unsuitable, *log.importers]))
         self.names = [known for known in self.names if not self._is_unsuitable(known)]
+        if log.seconds is not None:
+            self._vetted.update(name for name in names if _is_module(name) and not self._is_unsuitable(name))
+
+    def distrust(self) -> None:
+        """Vetted modules have proved unsuitable, or took too long: vet all again."""
+        self._vetted.clear()
 
     def _is_unsuitable(self, name: str) -> bool:
-        return any(name == bad or name.startswith(bad + ".") for bad in self._unsuitable)
+        return covers(self._unsuitable, name)
+
+    def first_lines(self) -> list[str]:
+        """What a start may wait for: vetted modules that the script imports first, and what affects them."""
+        leading = [name for name in self.names if name in self._leading or name.startswith("!")]
+        lines = [name for name in leading if not _is_module(name) or name in self._vetted]
+        return self._with_unsuitable(lines) if any(map(_is_module, lines)) else []
+
+    def all_lines(self) -> list[str]:
+        """What helpers in the background try."""
+        return self._with_unsuitable(self.names)
+
+    def _with_unsuitable(self, lines: list[str]) -> list[str]:
+        return [*(f"-{name}" for name in self._unsuitable), *lines]
 
     def save(self) -> None:
         """Write the list atomically; errors are ignored."""
         if self.path is None:
             return
         own = [f"={file.written()}" for file in self._own.values()]
-        bad = [f"-{name}" for name in dict.fromkeys(self._unsuitable)]
-        text = "\n".join([_MARK, self.key, *bad, *own, *self.names, "."]) + "\n"
+        bad = [f"-{name}" for name in self._unsuitable]
+        names = [f",{name}" if _is_module(name) and name not in self._vetted else name for name in self.names]
+        first = [line for line in names if line.removeprefix(",") in self._leading]
+        rest = [line for line in names if line.removeprefix(",") not in self._leading]
+        block = self._block.written() if self._block is not None else []
+        text = "\n".join([_MARK, self.key, *bad, *own, *block, *first, ";", *rest, "."]) + "\n"
         try:
             write_trusted(self.path, text.encode("utf-8", "surrogateescape"))
             _make_room(os.path.dirname(self.path))
         except OSError:
             pass
+
+
+class _Block:
+    """The leading block of a script, and whether it still is one."""
+
+    def __init__(
+        self, path: str, seen: tuple[int, int] | None = None, names: list[str] | None = None
+    ) -> None:
+        self.path = path
+        self.seen = seen or _stat(path)
+        self.end = 0
+        if names is None:
+            from phalanx.warm.leading_imports import leading_imports
+
+            self.end, names = leading_imports(path)
+        self.names = names
+
+    @classmethod
+    def read(cls, lines: list[str]) -> _Block | None:
+        """From lines of the cache file."""
+        if not lines:
+            return None
+        time, size, path = lines[0][1:].split(" ", 2)
+        return cls(path, (int(time), int(size)), [line[1:] for line in lines[1:]])
+
+    def written(self) -> list[str]:
+        return [f">{self.seen[0]} {self.seen[1]} {self.path}", *(f"^{name}" for name in self.names)]
+
+    def is_same(self, path: str) -> bool:
+        """Whether it is of this file, and was read since the file was changed."""
+        return self.end > 0 and (self.path, self.seen) == (path, _stat(path))
+
+    def is_unchanged(self) -> bool:
+        """Whether the script still imports all of this before anything else."""
+        if _stat(self.path) == self.seen:
+            return True
+        now = _Block(self.path)
+        return now.end > 0 and set(self.names) <= set(now.names)
 
 
 class _File:
@@ -192,8 +302,13 @@ def _make_room(directory: str) -> None:
             os.unlink(entry.path)
 
 
+def _is_module(line: str) -> bool:
+    """Whether it names a module: not one of the recorder's other lines, and not marked as unvetted."""
+    return line[:1] not in ("+", "?", "!", ",")
+
+
 def _is_plain(line: str) -> bool:
-    if line.startswith(("=", "+", "?")):
+    if line.startswith(("=", "+", "?", ">")):
         return len(line) < 5000
     return bool(line) and line.isprintable() and " " not in line and len(line) < 500
 
