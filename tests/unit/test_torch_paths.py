@@ -72,6 +72,7 @@ DIFFERENT = {
     ("launcher.api", "LaunchConfig"): "the default backend is our own; the rest is compared below",
     ("agent.server.api", "RunResult"): "one more field, at the end: what was stopped because of the failures",
     ("rendezvous.static_tcp_rendezvous", "StaticTCPRendezvous"): "timeout has a default",
+    ("rendezvous.dynamic_rendezvous", "DynamicRendezvousHandler"): "is made by from_backend",
 }
 
 
@@ -237,17 +238,11 @@ def test_no_torch_is_imported_without_need() -> None:
 
 
 def test_what_is_left_out_says_so_when_used() -> None:
-    from phalanx.elastic.rendezvous import (
-        c10d_rendezvous_backend,
-        dynamic_rendezvous,
-        etcd_rendezvous,
-        etcd_store,
-    )
+    from phalanx.elastic.rendezvous import etcd_rendezvous, etcd_rendezvous_backend, etcd_store
 
     for use in (
-        lambda: c10d_rendezvous_backend.create_backend(None),
-        lambda: dynamic_rendezvous.create_handler(None, None, None),  # type: ignore[arg-type]
-        lambda: etcd_rendezvous.create_rdzv_handler(None),
+        lambda: etcd_rendezvous_backend.create_backend(None),
+        lambda: etcd_rendezvous.EtcdRendezvousHandler(None, None),
         lambda: etcd_store.EtcdStore(None, "p"),
     ):
         with pytest.raises(RendezvousError, match=r"is not supported: .*use rdzv_backend"):
