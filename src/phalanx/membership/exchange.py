@@ -25,7 +25,7 @@ def exchange_ranks(
     values = store.multi_get(keys) if hasattr(store, "multi_get") else [store.get(key) for key in keys]
     nodes = []
     for node, value in enumerate(values):
-        role, size = json.loads(bytes(value))
+        role, size = json.loads(value if isinstance(value, str) else bytes(value))
         nodes.append(NodeSlots(node, str(role), int(size)))
     return assign_to(nodes, rank)
 

@@ -134,6 +134,7 @@ class Membership:
         self._preempted = False
         self._unfit = ""  # why this node cannot be part of any round
         self._closing = False
+        self._wants_close = ""  # requested before this node knew which job is its own
         self._released = False
         self._status_watched = False
 
@@ -206,11 +207,12 @@ class Membership:
         from phalanx.membership.store_connection import find_secret
 
         self._token = find_secret(self.settings)
-        if self.settings.backend != "etcd":
+        if self.settings.store == "embedded":
             self._server = self._host()
             if self._server is not None:
                 self._server.start()
                 self.hosting = True
+                self.settings.port = self._server.address[1]  # where 0 was asked for
         self._dial(self.options.join_timeout)
 
     def _host(self) -> Server | MasterPort | None:
@@ -303,6 +305,8 @@ class Membership:
         if self.ended.is_set():
             return
         self._look_at_round()
+        if self._wants_close and participant.knows_job:
+            self._close(self._wants_close)
         if participant.ended is not None:
             self._end(participant.ended)
 
@@ -579,7 +583,10 @@ class Membership:
             self._step(LeaveRequested(reason, preempted))
 
     def _close(self, reason: str) -> None:
-        if self.participant is not None:
+        if self.participant is None or not self.participant.knows_job:
+            self._wants_close = reason
+        else:
+            self._wants_close = ""
             # Numbered: a late request must not close the next job of this id.
             key = f"{self.options.prefix}close/{self.participant.job}"
             self._send(Put(key, reason.encode()))
