@@ -56,7 +56,11 @@ _TORCHS = {
 class PhalanxError(Exception):
     """The root of the tree."""
 
-    _plain: type[PhalanxError] | None = None  # of a class made of ours and torch's: ours
+
+class AlsoTorchs(Exception):
+    """Of an exception that torch has too: its instances are torch's as well, where torch's is loaded."""
+
+    _plain: type[AlsoTorchs] | None = None  # of a class made of ours and torch's: ours
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         made: Self = super().__new__(_with_torchs(cls), *args)
@@ -110,7 +114,7 @@ class UnkillableError(PhalanxError, RuntimeError):
     """Processes survived SIGKILL; the message names pid and state."""
 
 
-class SignalException(PhalanxError):  # torch's name
+class SignalException(AlsoTorchs, PhalanxError):  # torch's name
     """Raised in the main thread when a handled signal arrives."""
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
@@ -118,7 +122,7 @@ class SignalException(PhalanxError):  # torch's name
         self.sigval = sigval
 
 
-class ChildFailedError(PhalanxError):
+class ChildFailedError(AlsoTorchs, PhalanxError):
     """A group of workers failed; `str()` is the failure report, written on demand."""
 
     def __init__(
@@ -172,7 +176,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
     """A key or a barrier was not there in time."""
 
 
-class RendezvousError(PhalanxError):
+class RendezvousError(AlsoTorchs, PhalanxError):
     """Something about forming the group of nodes."""
 
 
