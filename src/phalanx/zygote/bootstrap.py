@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WORKER = "PHALANX_WORKER"
+DEBUGGER = "PHALANX_DEBUGGER"  # as in workers/debugger.py
 
 ENTRY_FD = 10  # a function worker: the pickled function
 BOX_FD = 11  # a function worker: its arguments, later replaced by its result
@@ -108,6 +109,9 @@ def prepare(options: str, places: dict[str, int]) -> None:
         tally = f"{places['tally']},{tally}"
     sys.stdout = sys.__stdout__ = _stream(sys.stdout, 1, "o" in streams, tally)  # type: ignore[misc]  # intended
     sys.stderr = sys.__stderr__ = _stream(sys.stderr, 2, "e" in streams, tally)  # type: ignore[misc]  # intended
+    attach = os.environ.pop(DEBUGGER, "")
+    if attach:  # the agent runs under a debugger that follows child processes
+        exec(attach, {})
 
 
 def _stream(old: "Any", fd: int, is_log: bool, tally: str) -> "Any":
