@@ -15,7 +15,7 @@ def main() -> None:
     from phalanx.cli import main as run
 
     code = run()
-    if sys.gettrace() or sys.getprofile():  # a debugger or profiler needs the normal exit
+    if sys.gettrace() or sys.getprofile() or "pydevd" in sys.modules:  # they need the normal exit
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         try:

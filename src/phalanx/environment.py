@@ -60,6 +60,23 @@ def export(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def prepend_python_path(directory: str) -> None:
+    """Make child processes look for modules in a directory first; idempotent."""
+    before = os.environ.get("PYTHONPATH", "")
+    if directory not in before.split(os.pathsep):
+        os.environ["PYTHONPATH"] = directory + (os.pathsep + before if before else "")
+
+
+def drop_python_path(directory: str) -> None:
+    """Undo `prepend_python_path`."""
+    left = [
+        path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", directory)
+    ]
+    os.environ["PYTHONPATH"] = os.pathsep.join(left)
+    if not left:
+        del os.environ["PYTHONPATH"]
+
+
 def pet_variable(dest: str) -> str | None:
     """The variable that torchrun reads for an argument."""
     return os.environ.get(f"PET_{dest.upper()}")

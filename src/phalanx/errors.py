@@ -20,19 +20,72 @@
         └── RendezvousGracefulExitError     the node was asked to leave; not a failure
 
 A message says what happened, the value, and what to do about it.
+
+Where torch's exception of the same name is loaded, an instance is also one of that: `except` clauses written
+for torch catch it. A clause looks at the classes of an exception alone, so such an instance has a class that
+is made of both.
 """
 
 from __future__ import annotations
 
+import sys
+
 TYPE_CHECKING = False  # importing typing and signal would cost every start some milliseconds
 if TYPE_CHECKING:
     import signal
+    from typing import Any, Self
 
     from phalanx.workers.failure import ProcessFailure
 
 
+# Exceptions that torch has too: name → its module there.
+_ERRORS = "torch.distributed.elastic.multiprocessing.errors"
+_RENDEZVOUS = "torch.distributed.elastic.rendezvous.api"
+_TORCHS = {
+    "ChildFailedError": _ERRORS,
+    "SignalException": "torch.distributed.elastic.multiprocessing.api",
+    "RendezvousError": _RENDEZVOUS,
+    "RendezvousClosedError": _RENDEZVOUS,
+    "RendezvousTimeoutError": _RENDEZVOUS,
+    "RendezvousConnectionError": _RENDEZVOUS,
+    "RendezvousStateError": _RENDEZVOUS,
+    "RendezvousGracefulExitError": _RENDEZVOUS,
+}
+
+
 class PhalanxError(Exception):
     """The root of the tree."""
+
+
+class AlsoTorchs(Exception):
+    """Of an exception that torch has too: its instances are torch's as well, where torch's is loaded."""
+
+    _plain: type[AlsoTorchs] | None = None  # of a class made of ours and torch's: ours
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        made: Self = super().__new__(_with_torchs(cls), *args)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as the plain class: the process that reads it may have no torch."""
+        found: Any = super().__reduce__()
+        return (type(self)._plain or found[0], *found[1:])
+
+
+def _with_torchs(cls: Any) -> Any:
+    """The class itself, or one that is also torch's of the same name."""
+    module = sys.modules.get(_TORCHS.get(cls.__name__, ""))
+    theirs = getattr(module, cls.__name__, None)
+    if cls.__module__ != __name__ or not isinstance(theirs, type) or issubclass(cls, theirs):
+        return cls
+    made = _made.get(theirs)
+    if made is None:
+        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        made = _made[theirs] = type(cls.__name__, (cls, theirs), {**body, "_plain": cls})
+    return made
+
+
+_made: dict[type, type] = {}
 
 
 class UsageError(PhalanxError, ValueError):
@@ -61,15 +114,15 @@ class UnkillableError(PhalanxError, RuntimeError):
     """Processes survived SIGKILL; the message names pid and state."""
 
 
-class SignalException(PhalanxError):  # torch's name
+class SignalException(AlsoTorchs, PhalanxError):  # torch's name
     """Raised in the main thread when a handled signal arrives."""
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
-        super().__init__(msg)
+        Exception.__init__(self, msg)  # not the next class's, which may be torch's
         self.sigval = sigval
 
 
-class ChildFailedError(PhalanxError):
+class ChildFailedError(AlsoTorchs, PhalanxError):
     """A group of workers failed; `str()` is the failure report, written on demand."""
 
     def __init__(
@@ -85,7 +138,7 @@ class ChildFailedError(PhalanxError):
         self.failures = failures
         self.stopped = stopped or {}
         # As arguments of the exception, they make it picklable.
-        super().__init__(name, failures, self.stopped)
+        Exception.__init__(self, name, failures, self.stopped)
 
     def __str__(self) -> str:
         return "\n" + self.format_msg()
@@ -123,7 +176,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
     """A key or a barrier was not there in time."""
 
 
-class RendezvousError(PhalanxError):
+class RendezvousError(AlsoTorchs, PhalanxError):
     """Something about forming the group of nodes."""
 
 

@@ -9,10 +9,12 @@ differ on purpose carry the reason; the table of docs/parity.md is written from 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -187,6 +189,65 @@ def fault_handler(lib: Library) -> str:
     )
 
 
+# -- names with an underscore that packages import ----------------------------------------------------------
+
+
+def roles(lib: Library) -> Any:
+    kind = lib("elastic.agent.server.api")._RoleInstanceInfo
+    nodes = [kind("trainer", 3, 8), kind("trainer", 1, 8), kind("reader", 9, 1)]
+    again = kind.deserialize(nodes[0].serialize())
+    ordered = sorted(nodes, key=functools.cmp_to_key(kind.compare))
+    return (
+        nodes[0].serialize(),
+        (again.role, again.rank, again.local_world_size),
+        [(node.role, node.rank) for node in ordered],
+        [kind.compare(one, other) > 0 for one in nodes for other in nodes],
+        [kind.find_role_boundaries(ordered, role) for role in ("trainer", "reader", "none")],
+    )
+
+
+def entrypoint_names(lib: Library) -> Any:
+    name = lib("launcher.api")._get_entrypoint_name
+    programs = [("python", ["s.py"]), ("/bin/true", []), (None, ["a"]), (roles, [])]
+    own = [["-u", "s.py", "x"], ["s.py"], [], ["-m", "package.train", "-x"]]
+    return [name(*words) for words in programs] + [name(sys.executable, words) for words in own]
+
+
+def static_addresses(lib: Library) -> Any:
+    of, params = lib("launcher.api")._get_addr_and_port, lib("elastic.rendezvous").RendezvousParameters
+    asked = [("static", "h:5"), ("c10d", "h:5"), ("static", "[::1]:5"), ("static", "h"), ("static", "h:x")]
+    return [outcome(lambda a=a: of(params(*a, "job", 1, 1))) for a in asked]  # type: ignore[misc]
+
+
+def configurations(lib: Library) -> Any:
+    parse = lib("elastic.rendezvous.utils")._parse_rendezvous_config
+    texts = ["a=1,b=2", " a = 1 , b=c=d ", "", "a", "a=", "=b", "a=1,b"]
+    return [outcome(lambda text=text: parse(text)) for text in texts]  # type: ignore[misc]
+
+
+def own_hosts(lib: Library) -> Any:
+    matches = lib("elastic.rendezvous.utils")._matches_machine_hostname
+    names = ["localhost", "127.0.0.1", "::1", socket.gethostname(), "192.0.2.1", "0.0.0.0"]
+    return [matches(name) for name in names]
+
+
+def host_name(lib: Library) -> Any:
+    return lib("elastic.agent.server.api")._get_fq_hostname()
+
+
+def tcp_store(lib: Library) -> Any:
+    """The one agent serves, the other is a client; both use the same values."""
+    made = lib("elastic.rendezvous.c10d_rendezvous_backend")._create_tcp_store
+    params = lib("elastic.rendezvous").RendezvousParameters
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    endpoint = f"localhost:{port}"
+    stores = [made(params("c10d", endpoint, "job", 1, 2, is_host=serves)) for serves in ("true", "false")]
+    stores[0].set("key", "value")
+    return stores[1].get("key"), stores[1].add("count", 2), type(stores[1]).__name__
+
+
 # -- the list ---------------------------------------------------------------------------------------------
 
 
@@ -205,6 +266,13 @@ BEHAVIOUR = [
     Behaviour("failures", "the report of a signal names it", report_of_a_signal),
     Behaviour("failures", "`record`: exceptions and failed children", recorded),
     Behaviour("failures", "`ErrorHandler.initialize` enables faulthandler", fault_handler),
+    Behaviour("agents", "`agent.server.api._RoleInstanceInfo`", roles),
+    Behaviour("agents", "`agent.server.api._get_fq_hostname`", host_name),
+    Behaviour("launching", "`launcher.api._get_entrypoint_name`", entrypoint_names),
+    Behaviour("launching", "`launcher.api._get_addr_and_port`", static_addresses),
+    Behaviour("rendezvous", "`rendezvous.utils._parse_rendezvous_config`", configurations),
+    Behaviour("rendezvous", "`rendezvous.utils._matches_machine_hostname`", own_hosts),
+    Behaviour("rendezvous", "`c10d_rendezvous_backend._create_tcp_store`", tcp_store),
 ]
 
 
@@ -212,6 +280,9 @@ BEHAVIOUR = [
 def libraries() -> tuple[Library, Library]:
     if importlib.util.find_spec("torch") is None and not os.environ.get("CI"):
         pytest.skip("torch is not installed")
+    from torch.distributed import TCPStore
+
+    TCPStore("localhost", 0, is_master=True)  # what its first use leaves open belongs to no test
     return Library("torch.distributed"), Library("phalanx")
 
 

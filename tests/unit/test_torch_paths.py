@@ -164,17 +164,7 @@ def test_methods_are_called_in_the_same_way(torch: ModuleType, theirs: str) -> N
                 different[f"{name}.{method}"] = "missing"
             elif inspect.isfunction(function) and call(there) != call(function):
                 different[f"{name}.{method}"] = f"{call(there)} != {call(function)}"
-    for known in KNOWN_METHODS:
-        different.pop(known, None)
     assert not different
-
-
-# Methods of torch's that are not kept, and why.
-KNOWN_METHODS = {
-    "SimpleElasticAgent.get_event_failed": "events are made by observe.run_log",
-    "SimpleElasticAgent.get_event_succeeded": "events are made by observe.run_log",
-    "SimpleElasticAgent.record_duration": "events are made by observe.run_log",
-}
 
 
 def test_the_list_of_exceptions_is_not_longer_than_it_needs_to_be(torch: ModuleType) -> None:

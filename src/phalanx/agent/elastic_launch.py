@@ -127,7 +127,7 @@ def of_both_types(plain: ChildFailedError, original: BaseException) -> ChildFail
         again = (of_both_types, (plain, original))
         body = {"__module__": kind.__module__, "__reduce__": lambda _self: again}
         try:
-            error = _blank(type(kind.__name__, (ChildFailedError, kind), body), original)
+            error = _blank(type(kind.__name__, (type(plain), kind), body), original)
             # Not through __init__: the next one in the line of both types is the worker's type's own.
             error.name, error.failures, error.stopped = plain.name, plain.failures, plain.stopped
             error.args = plain.args

@@ -34,6 +34,7 @@ class RunRecord:
         self._supervision = supervision
         self._began = time.time()
         self._log: RunLog | None = None  # None where nothing records events or metrics
+        self.workers_recorded = False  # their last states and the totals, by torch's methods of a subclass
 
     def open(self) -> None:
         """Begin the run's events and metrics.
@@ -76,7 +77,7 @@ class RunRecord:
     def end(self, finish: Finish | None, result: RunResult, attempt: int) -> None:
         """The run is over."""
         if self._log is not None:
-            self._log.end(self._group, finish, result, attempt)
+            self._log.end(self._group, finish, result, attempt, self.workers_recorded)
             self._log = None
 
     def note(self, line: str) -> None:

@@ -31,6 +31,8 @@ from phalanx.agent.local_workers import START_ERRORS, LocalWorkers, worker_event
 from phalanx.agent.loop import ProgressPart, SteppedLoop, StepWorkers, signal_exception
 from phalanx.agent.run_record import RunRecord
 from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec, complete
+from phalanx.agent.torch_events import METHODS as EVENT_METHODS
+from phalanx.agent.torch_events import TorchEvents
 from phalanx.core import group as core
 from phalanx.core import restarts
 from phalanx.core.group import Phase
@@ -93,23 +95,7 @@ STEPS = (
 _OF_NODES = frozenset({"_invoke_run", "_rendezvous", "_exit_barrier"})
 """Steps that may call the handler themselves: such a class has torch's interface only, on every node."""
 
-_NOT_CALLED = {
-    **dict.fromkeys(
-        (
-            "_construct_event",
-            "_get_worker_state",
-            "_record_flakiness_metric",
-            "_record_metric_with_condition",
-            "_record_metrics",
-            "_record_worker_events",
-            "get_event_failed",
-            "get_event_succeeded",
-            "record_duration",
-        ),
-        "events and metrics are made by phalanx.observe: register a handler there",
-    ),
-    "_log_watchdog_event": "what the watchdog does is logged by phalanx.supervision.timers",
-}
+_NOT_CALLED = {"_log_watchdog_event": "what the watchdog does is logged by phalanx.supervision.timers"}
 """torch's methods that have no counterpart here: an override would never be called."""
 
 
@@ -130,7 +116,7 @@ class ElasticAgent(ABC):
         """The group as it is now; not to be changed by the caller."""
 
 
-class SimpleElasticAgent(ElasticAgent):
+class SimpleElasticAgent(TorchEvents, ElasticAgent):
     """One group; subclasses start, watch and stop its workers."""
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -266,7 +252,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._record.open()
             with SignalScope(post=self._signalled):
                 try:
-                    return self._invoke_run(role)
+                    return self._told(self._invoke_run(role))
                 except RendezvousError as error:
                     return self._without_round(error)
                 except SignalException as error:
@@ -281,6 +267,14 @@ class SimpleElasticAgent(ElasticAgent):
             self._running = False
             self.outcome = self._loop.finish
             self._total_execution_time = int(time.monotonic() - began)
+
+    def _told(self, result: RunResult) -> RunResult:
+        """The result, after torch's methods for events and metrics, where the class has its own."""
+        if any(getattr(type(self), name) is not getattr(TorchEvents, name) for name in EVENT_METHODS):
+            self._record_metrics(result)
+            self._record_worker_events(result)
+            self._record.workers_recorded = True
+        return result
 
     def _post(self, event: Any) -> None:
         self._loop.post(event)

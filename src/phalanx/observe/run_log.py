@@ -161,15 +161,20 @@ class RunLog:
     # -- the end ------------------------------------------------------------------------------------
 
     def end(
-        self, group: WorkerGroup, finish: group_events.Finish | None, result: RunResult, restarts: int
+        self,
+        group: WorkerGroup,
+        finish: group_events.Finish | None,
+        result: RunResult,
+        restarts: int,
+        done: bool = False,
     ) -> None:
-        """The states of all workers, the agent's own, and the totals of the run."""
+        """The states of all workers, the agent's own, and the totals; `done`: only the agent's own is new."""
         self._close_incident()
         took = 1000 * (time.monotonic() - self._begin)
         outcome = finish.outcome if finish is not None else Outcome.FAILED
         clean = outcome in (Outcome.SUCCEEDED, Outcome.CLOSED, Outcome.LEFT)
         for worker in group.workers:
-            if worker.id is None:
+            if worker.id is None or done:
                 continue  # it was never started
             failure = {**result.failures, **result.stopped}.get(worker.global_rank)
             state = "FAILED" if failure is not None and not failure.is_victim else "TERMINATED"
@@ -180,7 +185,8 @@ class RunLog:
         error = finish.message if finish is not None and not clean else None
         self._record(agent_state, restarts=restarts, duration_ms=took, error=error)
         self._duration("SimpleElasticAgent.run", took, ok=finish is not None)
-        self._totals(clean, restarts)
+        if not done:
+            self._totals(clean, restarts)
 
     def _record(
         self,
@@ -196,7 +202,8 @@ class RunLog:
 
         def build() -> events.Event:
             source = events.EventSource.AGENT if worker is None else events.EventSource.WORKER
-            metadata = self._metadata(self._group, state, worker, failure)
+            ran = int(time.monotonic() - self._begin)
+            metadata = metadata_of(self._group, state, worker, failure, ran)
             if error is not None:
                 metadata["raw_error"] = error
             metadata["agent_restarts"] = restarts
@@ -205,41 +212,6 @@ class RunLog:
             return events.Event(name, source, int(time.time()), metadata)
 
         events.record(build, self._destination)
-
-    def _metadata(
-        self, group: WorkerGroup, state: str, worker: Worker | None, failure: ProcessFailure | None
-    ) -> dict[str, EventMetadataValue]:
-        import json
-
-        spec = group.spec
-        own: dict[str, EventMetadataValue] = {}
-        packed: dict[str, object] = {
-            "group_world_size": group.group_world_size,
-            "entry_point": spec.get_entrypoint_name(),
-        }
-        if worker is not None:
-            own = {
-                "local_rank": worker.local_rank,
-                "role_rank": worker.role_rank,
-                "role_world_size": worker.role_world_size,
-                "exit_code": failure.exitcode if failure is not None else None,
-                "worker_pid": worker.id if isinstance(worker.id, int) else None,
-            }
-            packed.update({name: [value] for name, value in own.items()})
-        return {
-            "run_id": spec.rdzv_handler.get_run_id(),
-            "global_rank": None if worker is None else worker.global_rank,
-            "group_rank": group.group_rank,
-            "worker_id": None if worker is None else str(worker.id),
-            "role": spec.role,
-            "hostname": os.uname().nodename,
-            "state": state,
-            "total_run_time": int(time.monotonic() - self._begin),
-            "rdzv_backend": spec.rdzv_handler.get_backend(),
-            "raw_error": None if failure is None else json.dumps(failure.error_file_data, default=str),
-            "metadata": json.dumps(packed),
-            **own,
-        }
 
     # -- metrics ------------------------------------------------------------------------------------
 
@@ -263,6 +235,43 @@ class RunLog:
         for name, it_did in (("success", succeeded), ("failed", not succeeded)):
             self._of_role(f"run_{name}_with_retries", int(it_did and restarts > 0))
             self._of_role(f"run_{name}_no_retries", int(it_did and restarts == 0))
+
+
+def metadata_of(
+    group: WorkerGroup, state: str, worker: Worker | None, failure: ProcessFailure | None, run_time: int
+) -> dict[str, EventMetadataValue]:
+    """What a status event tells of an agent or, with one, of a worker."""
+    import json
+
+    spec = group.spec
+    own: dict[str, EventMetadataValue] = {}
+    packed: dict[str, object] = {
+        "group_world_size": group.group_world_size,
+        "entry_point": spec.get_entrypoint_name(),
+    }
+    if worker is not None:
+        own = {
+            "local_rank": worker.local_rank,
+            "role_rank": worker.role_rank,
+            "role_world_size": worker.role_world_size,
+            "exit_code": failure.exitcode if failure is not None else None,
+            "worker_pid": worker.id if isinstance(worker.id, int) else None,
+        }
+        packed.update({name: [value] for name, value in own.items()})
+    return {
+        "run_id": spec.rdzv_handler.get_run_id(),
+        "global_rank": None if worker is None else worker.global_rank,
+        "group_rank": group.group_rank,
+        "worker_id": None if worker is None else str(worker.id),
+        "role": spec.role,
+        "hostname": os.uname().nodename,
+        "state": state,
+        "total_run_time": run_time,
+        "rdzv_backend": spec.rdzv_handler.get_backend(),
+        "raw_error": None if failure is None else json.dumps(failure.error_file_data, default=str),
+        "metadata": json.dumps(packed),
+        **own,
+    }
 
 
 def _root(result: RunResult) -> ProcessFailure:

@@ -23,6 +23,7 @@ import abc
 import os
 import select
 import signal
+import sys
 import time
 from _thread import RLock
 
@@ -262,6 +263,10 @@ class PContext(abc.ABC):
     def _complete(self, rank: int) -> WorkerLaunch:
         """A kind's job plus what all kinds have: environment, logs, processors."""
         env = {key: str(value) for key, value in self.envs[rank].items()}
+        if "pydevd" in sys.modules:
+            from phalanx.workers.debugger import attaching
+
+            env |= attaching()
         if self.error_files.get(rank):
             env[ERROR_FILE] = self.error_files[rank]
         job = self._job(rank, env)

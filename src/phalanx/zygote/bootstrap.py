@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WORKER = "PHALANX_WORKER"
+DEBUGGER = "PHALANX_DEBUGGER"  # as in workers/debugger.py
 
 ENTRY_FD = 10  # a function worker: the pickled function
 BOX_FD = 11  # a function worker: its arguments, later replaced by its result
@@ -103,11 +104,13 @@ def prepare(options: str, places: dict[str, int]) -> None:
     streams = options.partition(":")[0]
     sys.stdout = sys.__stdout__ = _stream(sys.stdout, 1, "o" in streams)  # type: ignore[misc]  # intended
     sys.stderr = sys.__stderr__ = _stream(sys.stderr, 2, "e" in streams)  # type: ignore[misc]  # intended
+    _attach_debugger()
 
 
 def _become_worker(options: str, places: dict[str, int]) -> None:
     """A standby that runs the program has its rank now."""
     connect(options, places)
+    _attach_debugger()
     _hook_imports(places)
 
 
@@ -122,6 +125,12 @@ def connect(options: str, places: dict[str, int]) -> None:
     tally = options.partition(":")[2]
     if tally:
         Guard.tally = f"{places['tally']},{tally}"
+
+
+def _attach_debugger() -> None:
+    attach = os.environ.pop(DEBUGGER, "")
+    if attach:  # the agent runs under a debugger that follows child processes
+        exec(attach, {})
 
 
 def _hook_imports(places: dict[str, int]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import _socket
 import errno
 import os
+import posix
 import select
 import sys
 import time
@@ -569,7 +570,8 @@ def _exec_helpers(theirs: _socket.socket, how: str, wishes: int) -> int:
         words = [*flags, BOOTSTRAP, "zygote", options, _PACKAGE_ROOT]
     everything = [s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP)]
     try:
-        return os.posix_spawn(
+        # Not os.posix_spawn, which a debugger replaces in order to follow what it starts.
+        return posix.posix_spawn(
             sys.executable,
             [sys.executable, *words],
             os.environ,
