@@ -480,6 +480,82 @@ def test_attach_gives_the_terminal_to_one_rank(tmp_path: Path) -> None:
     assert "rank 1 read 'hello\\n'" in ended.out
 
 
+DEBUGGED = """
+import os, sys, time
+rank = os.environ["RANK"]
+told = False
+while True:
+    try:
+        if not told:
+            told = True
+            print("ready", rank, os.getpid(), flush=True)
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        print("interrupted", rank, flush=True)
+        if rank != sys.argv[1]:
+            raise
+"""
+
+
+def test_a_ctrl_c_goes_to_the_attached_rank_and_two_of_them_to_the_job(tmp_path: Path) -> None:
+    words = ["--attach", "1", "--nproc-per-node", "2", "--verbose", script(tmp_path, DEBUGGED), "1"]
+    with Running(words, terminal=True) as job:
+        workers = job.workers(2)
+        job.read_until("workers are running")
+        job.type(b"\x03")
+        job.read_until("interrupted 1")
+        assert "interrupted 0" not in job.text
+        assert not all_gone([workers[0]])
+        while "SIGINT: stopping" not in job.text:
+            job.type(b"\x03")
+            before = job.text.count("interrupted 1") + job.text.count("SIGINT: stopping")
+            while job.text.count("interrupted 1") + job.text.count("SIGINT: stopping") == before:
+                job.read_on()
+        while job.process.poll() is None:
+            job.type(b"\x03")  # rank 1 takes no SIGINT for its end
+            job.read_on()
+        ended = job.end()
+    assert ended.code == 128 + signal.SIGINT, ended
+    assert all_gone(workers)
+
+
+def test_an_attached_rank_that_takes_ctrl_c_for_its_end_ends_the_job(tmp_path: Path) -> None:
+    words = ["--attach", "1", "--nproc-per-node", "2", "--max-restarts", "3", "--grace", "1", "--verbose"]
+    with Running([*words, script(tmp_path, DEBUGGED), "none"], terminal=True) as job:
+        job.workers(2)
+        job.read_until("workers are running")
+        job.type(b"\x03")
+        ended = job.end()
+    assert ended.code == 128 + signal.SIGINT, ended
+    assert "stopped by SIGINT" in ended.out
+    assert "restart 1" not in ended.out
+    assert "Root cause" not in ended.out
+
+
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", os.environ["RANK"], os.getpid(), flush=True)
+print("prompt> ", end="", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+def test_one_line_says_who_a_stop_waits_for(terminal: bool, tmp_path: Path) -> None:
+    words = ["--grace", "4", *(["--attach", "0"] * terminal), script(tmp_path, STUBBORN)]
+    with Running(words, terminal=terminal) as job:
+        workers = job.workers(1)
+        job.read_until("prompt> ")
+        job.signal(signal.SIGTERM)
+        ended = job.end()
+    assert ended.code == 128 + signal.SIGTERM, ended
+    waiting = f"phalanx: waiting for rank 0 (pid {workers[0]}) to end, "
+    assert ended.out.count(waiting) == 1, ended
+    assert re.search(r" s after SIGTERM; SIGKILL in \d s\r?\n", ended.out), ended
+    assert "\x1b[K" not in ended.out, "no spinner over the prompt"
+
+
 def test_standard_input_reaches_the_workers(tmp_path: Path) -> None:
     ended = run(script(tmp_path, "import sys; print(sys.stdin.read())"), stdin="from a pipe")
     assert (ended.code, ended.out) == (0, "from a pipe\n")

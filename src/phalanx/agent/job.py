@@ -12,6 +12,7 @@ from phalanx.options import usage_error
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from signal import Signals
     from typing import Any
 
     from phalanx.agent.spec import WorkerSpec
@@ -40,6 +41,7 @@ def make_agent(
     note: Callable[[str], None] | None = None,
     reason: Callable[[str], None] | None = None,
     progress: Progress | None = None,
+    stray_signals: tuple[Signals, ...] = (),
 ) -> LocalElasticAgent:
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
     from phalanx.agent.spec import AgentOptions
@@ -72,6 +74,7 @@ def make_agent(
                 supervision=make_supervision(job),
                 helpers=helpers,
                 attach=job.attach,
+                stray_signals=stray_signals,
                 job_name=job.name,
                 note=note,
                 reason=reason,

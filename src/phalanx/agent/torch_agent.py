@@ -61,7 +61,7 @@ from phalanx.membership.handler import adapted
 from phalanx.membership.handler_nodes import HandlerNodes
 from phalanx.supervision.supervision import Supervision
 from phalanx.warm.helper_pool import HelperPool
-from phalanx.workers.signals import SignalScope
+from phalanx.workers.signals import SignalScope, signals_to_handle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -163,6 +163,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._rdzv_handler = adapted(spec.rdzv_handler)
         self._store: Any = None
         self._total_execution_time = 0
+        self._stray_signals = options.stray_signals
         self._in_exit_barrier = False
         self.restart_policy = options.restart_policy or RestartPolicy(max_restarts=spec.max_restarts)
         self.supervision = options.supervision or Supervision()
@@ -264,7 +265,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._running = True
         try:
             self._record.open()
-            with SignalScope(post=self._signalled):
+            with SignalScope([*signals_to_handle(), *self._stray_signals], post=self._signalled):
                 try:
                     return self._invoke_run(role)
                 except RendezvousError as error:
@@ -292,7 +293,7 @@ class SimpleElasticAgent(ElasticAgent):
         loop = self._loop
         if loop.stepped and not (loop.guarded or self._ending):
             raise signal_exception(sig)  # into a step of the subclass, which does not look at the queue
-        loop.post(Signal(int(sig)))
+        loop.post(Signal(int(sig), sig in self._stray_signals))
 
     def _without_round(self, error: RendezvousError) -> RunResult:
         """No round, and none to come: a clean end, unless the job or the rendezvous failed."""
@@ -638,6 +639,10 @@ class LocalElasticAgent(SimpleElasticAgent):
             return super().run(role)
         finally:
             self.supervision.close()
+
+    def _signalled(self, sig: signal.Signals) -> None:
+        if sig != signal.SIGINT or not self._workers.passes_interrupt():
+            super()._signalled(sig)
 
     # -- what the outside reads ---------------------------------------------------------------------
 

@@ -110,17 +110,25 @@ def launch(job: JobSpec) -> int:
     begin = time.time()
     from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
-    from phalanx.workers.signals import SignalScope, signals_to_handle
+    from phalanx.workers.signals import SignalScope, signals_to_handle, stray_signals
 
     agent: LocalElasticAgent | None = None
     note, reason = _voices(job)
     try:
         # From here on, not only within `agent.run`: process 1 of a container has no default action for
         # signals, so an early one would be lost.
-        with KeptModes(), SignalScope(signals_to_handle(job.signals_to_handle)):
+        handled = signals_to_handle(job.signals_to_handle)
+        strays = stray_signals(handled)
+        with KeptModes(), SignalScope([*handled, *strays]):
             logs = make_logs(job)
             agent = make_agent(
-                job, helpers=helpers, logs=logs, note=note, reason=reason, progress=_progress(job)
+                job,
+                helpers=helpers,
+                logs=logs,
+                note=note,
+                reason=reason,
+                progress=_progress(job),
+                stray_signals=tuple(strays),
             )
             _say_unless_quiet(job, _first_line(job, logs))
             result = agent.run()
@@ -145,8 +153,8 @@ def launch(job: JobSpec) -> int:
 
 
 def _progress(job: JobSpec) -> Progress | None:
-    """The progress line, on a terminal."""
-    if job.quiet or sys.stderr is None or not sys.stderr.isatty():
+    """The progress line, on a terminal that no worker reads."""
+    if job.quiet or job.attach is not None or sys.stderr is None or not sys.stderr.isatty():
         return None
     from phalanx.observe.progress_line import on_terminal
 
