@@ -223,6 +223,88 @@ def test_restart_policies(words: list[str], attempts: int, code: int, tmp_path: 
     assert (ended.code, ended.out.count("attempt")) == (code, attempts), ended
 
 
+TOLD = {
+    "text": (
+        "import sys; sys.exit('no data in /data')",
+        1,
+        "SystemExit: no data in /data",
+        "line 1, in <mod",
+    ),
+    "handled": (
+        "import logging, sys\ntry:\n    open('/no/such')\nexcept OSError:\n    logging.exception('oh')\n"
+        "    sys.exit(7)\n",
+        7,
+        "FileNotFoundError: [Errno 2] No such file or directory: '/no/such' (then sys.exit(7))",
+        "line 3, in <module>",
+    ),
+    "arguments": (
+        "import argparse; argparse.ArgumentParser().parse_args(['--x'])",
+        2,
+        "usage error: unrecognized arguments: --x",
+        "Next step  check the arguments after the script's name",
+    ),
+    "group": (
+        "raise ExceptionGroup('both', [ValueError('a'), KeyError('b')])",
+        1,
+        "ExceptionGroup: both (2 sub-exceptions); ValueError: a; KeyError: 'b'",
+        "  | ExceptionGroup: both (2 sub-exceptions)",
+    ),
+    "code": ("import sys; sys.exit(4)", 4, "exit code 4, no traceback", "Next step"),
+    "from none": (
+        "try: 1 / 0\nexcept ArithmeticError: raise SystemExit(5) from None",
+        5,
+        "exit code 5, no traceback",
+        "Next step",
+    ),
+}
+
+
+@pytest.mark.parametrize("warm", ["auto", "off"])
+@pytest.mark.parametrize("how", TOLD)
+def test_the_report_tells_what_the_program_told(how: str, warm: str, tmp_path: Path) -> None:
+    code, status, error, more = TOLD[how]
+    ended = run("--warm", warm, script(tmp_path, code))
+    assert ended.code == status, ended
+    _, _, report = ended.err.partition("Root cause")
+    assert f"  error     {error}" in report.replace("\n            ", " "), ended
+    assert more in report, ended
+
+
+def test_a_module_that_m_does_not_find_is_named_and_not_restarted(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    ended = run("--max-restarts", "3", "-m", "package.missing", cwd=tmp_path)
+    assert ended.code == 1, ended
+    assert any("No module named package.missing; not restarted" in line for line in ended.said), ended
+    assert "  error     ModuleNotFoundError: No module named package.missing" in ended.err
+
+
+ALL_AT_ONCE = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # each of them is to print its traceback
+def f(x): return 1 / x
+open(os.path.join(sys.argv[1], os.environ["RANK"]), "w").close()
+while len(os.listdir(sys.argv[1])) < int(os.environ["WORLD_SIZE"]): time.sleep(0.005)
+f(0)
+"""
+
+
+@pytest.mark.parametrize("tee", [False, True], ids=["own stream", "teed"])
+def test_tracebacks_of_several_ranks_do_not_mix(tee: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "up"
+    folder.mkdir()
+    words = ["--nproc-per-node", "6", *(["-t", "3"] * tee), script(tmp_path, ALL_AT_ONCE), str(folder)]
+    ended = run(*words)
+    assert ended.code == 1, ended
+    printed, _, _ = ended.err.partition("\n====")
+    printed = re.sub(r"\[default\d\]:", "", printed)
+    lines = [line for line in printed.splitlines() if not line.startswith("phalanx: ")]
+    one = lines[: next(number for number, line in enumerate(lines) if line.startswith("ZeroDiv")) + 1]
+    assert (one[0], len(one)) == ("Traceback (most recent call last):", 7), ended
+    same = ["(the same traceback as above) ZeroDivisionError: division by zero"] * 5
+    assert lines == (one + same if tee else one * 6), ended
+
+
 BROKEN = {
     "module": ("import no_such_module_of_anyone", 1, "ImportError"),
     "syntax": ("def f(:\n", 1, "SyntaxError"),

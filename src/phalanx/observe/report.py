@@ -261,7 +261,11 @@ def hint(found: Diagnosis, failure: ProcessFailure) -> str:
     if re.search(r"(CUDA|HIP|XPU).{0,20}out of memory|OutOfMemoryError", failure.message):
         return f"check GPU memory (`nvidia-smi`: other processes?), then {place or 'the batch size'}"
     if "ModuleNotFoundError" in failure.message:
+        if not failure.traceback:  # of -m
+            return "check the name of the module, and the worker's Python environment"
         return "check the worker's Python environment" + (f", then {place}" if place else "")
+    if failure.message.startswith("usage error: "):
+        return "check the arguments after the script's name on the command line"
     if failure.message.startswith("BrokenPipeError"):
         return f"check the pipe's reader (`... | head`?): it exited before {place or 'the worker did'}"
     step = next_step(failure.exitcode)
