@@ -329,7 +329,7 @@ def _headline(message: str) -> str:
 def _error_line(failure: ProcessFailure) -> str:
     """The exception in one line: as recorded, else as the interpreter printed it."""
     if failure.error:
-        return _headline(failure.message)
+        return "; ".join([_headline(failure.message), *map(_headline, failure.error.members)])
     if failure.exitcode <= 0:
         return ""
     found = ""

@@ -146,12 +146,13 @@ def exception_data(exc: BaseException, now_ns: int) -> dict[str, Any]:
         text = str(exc)
     except Exception:  # noqa: BLE001 - user code may raise anything
         text = f"<str() of this {kind} failed>"
-    if isinstance(exc, BaseExceptionGroup):
-        text += "".join(f"; {type(one).__name__}: {one}" for one in _leaves(exc)[:3])
     data = message_data(f"{kind}: {text}", _traceback_text(exc), now_ns)
     # By name, with its base classes: the restart policy knows some of them.
     kinds = [one.__name__ for one in type(exc).__mro__ if one not in (Exception, BaseException, object)]
-    data["message"]["extraInfo"]["exceptionTypes"] = kinds[:16]
+    extra = data["message"]["extraInfo"]
+    extra["exceptionTypes"] = kinds[:16]
+    if isinstance(exc, BaseExceptionGroup):
+        extra["exceptionMembers"] = [f"{type(one).__name__}: {one}"[:200] for one in _leaves(exc)[:3]]
     return data
 
 
@@ -285,16 +286,21 @@ def _to_record(data: dict[str, Any]) -> ErrorRecord:
     exact = _number(extra.get("timestampNs"))
     at = exact / 1e9 if exact is not None else _number(extra.get("timestamp"))
     code = _number(content.get("errorCode"))
-    stack, kinds = extra.get("py_callstack"), extra.get("exceptionTypes")
+    stack = extra.get("py_callstack")
     return ErrorRecord(
         message=_clean(str(content.get("message") or "")),
         traceback=_clean(stack) if isinstance(stack, str) else "",
         at=at,
         precise=exact is not None or (at is not None and at != int(at)),
         code=int(code) if code is not None and abs(code) < 2**31 else None,
-        kinds=tuple(str(kind)[:200] for kind in kinds[:16]) if isinstance(kinds, list) else (),
+        kinds=_words(extra.get("exceptionTypes")),
+        members=_words(extra.get("exceptionMembers")),
         data=data,
     )
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    return tuple(_clean(str(word)[:200]) for word in value[:16]) if isinstance(value, list) else ()
 
 
 def _number(value: Any) -> float | None:
