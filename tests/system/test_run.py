@@ -450,8 +450,31 @@ def test_tee_with_prefix_and_filter(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*/attempt_0/0/stdout.log"))) == 1
 
 
-def test_one_worker_needs_no_prefix(tmp_path: Path) -> None:
-    assert run("-t", "1", script(tmp_path, "print('alone')")).out == "alone\n"
+def test_one_worker_has_a_prefix_too_if_a_tee_is_asked_for(tmp_path: Path) -> None:
+    path = script(tmp_path, "print('alone')")
+    assert run("-t", "1", path).out == "[default0]:alone\n"
+    assert run("--silence-timeout", "1000", path).out == "alone\n", "not asked for"
+
+
+def test_the_filter_by_global_rank(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os; print('rank', os.environ['RANK'])")
+    for tee in ([], ["-t", "3"]):
+        ended = run("--nproc-per-node", "4", "--ranks-filter", "2", *tee, path)
+        assert ended.out == "[default2]:rank 2\n" if tee else "rank 2\n", ended
+    ended = run("--nproc-per-node", "2", "--ranks-filter", "7", path)
+    assert "--ranks-filter 7: none of these ranks exists (of 2): nothing will show" in ended.err
+
+
+def test_a_run_that_recovers_leaves_no_temporary_directory(tmp_path: Path) -> None:
+    temp = tmp_path / "temp"
+    temp.mkdir()
+    path = script(tmp_path, COUNT + "assert n > 0")
+    ended = run("--max-restarts", "1", path, env=plain_environment(TMPDIR=str(temp)))
+    assert ended.code == 0, ended
+    assert not list(temp.iterdir())
+    ended = run(path, env=plain_environment(TMPDIR=str(temp)))
+    (log,) = temp.glob("phalanx_*/*/attempt_0/0/error.json")
+    assert str(log) in ended.err, "the report names it"
 
 
 def test_prefix_template(tmp_path: Path) -> None:

@@ -183,10 +183,15 @@ def make_logs(job: JobSpec) -> LogsSpecs:
             redirects=Std.from_str(job.redirects),
             tee=Std.from_str(job.tee),
             local_ranks_filter=set(job.local_ranks_filter) if job.local_ranks_filter else None,
+            **({"ranks_filter": set(job.ranks_filter)} if job.ranks_filter else {}),
         )
+        if job.log_dir is None and not job.redirects == job.tee == "0":
+            _ = made.root_log_dir  # made now, because the first line names it
     except OSError as error:
         import os
 
+        if job.log_dir is None:
+            raise usage_error(str(error.strerror or error)) from None
         why = str(error.strerror or error).removeprefix(f"log_dir {os.path.abspath(job.log_dir or '')!r} ")
         raise usage_error(f"--log-dir {job.log_dir}: {why}") from None
     return made

@@ -676,6 +676,13 @@ class LocalElasticAgent(SimpleElasticAgent):
         if isinstance(self._logs_specs, DefaultLogsSpecs):
             self._logs_specs.remove_empty()
 
+    def clean_up_logs(self, succeeded: bool) -> None:
+        """The same, and what is of no use after a success; old directories of this user, too."""
+        from phalanx.logs.specs import DefaultLogsSpecs
+
+        if isinstance(self._logs_specs, DefaultLogsSpecs):
+            self._logs_specs.clean_up(succeeded)
+
     def exception_of(self, global_rank: int) -> BaseException | None:
         """The exception that ended a function worker, where it could be pickled."""
         from phalanx.workers.worker_kinds import MultiprocessContext

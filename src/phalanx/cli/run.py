@@ -44,7 +44,7 @@ def execute(job: JobSpec) -> int:
 
         if not detach(job):
             return 0
-    code = launch(job.replace(log_line_prefix_template=_prefix(job)))
+    code = launch(job)
     _give_up_lost_streams()
     return code
 
@@ -113,6 +113,7 @@ def launch(job: JobSpec) -> int:
     from phalanx.workers.signals import SignalScope, signals_to_handle, stray_signals
 
     agent: LocalElasticAgent | None = None
+    result: RunResult | None = None
     note, reason = _voices(job)
     try:
         # From here on, not only within `agent.run`: process 1 of a container has no default action for
@@ -145,7 +146,7 @@ def launch(job: JobSpec) -> int:
     finally:
         helpers.close()
         if agent is not None:
-            agent.remove_empty_logs()
+            agent.clean_up_logs(result is not None and not result.is_failed())
     if result.is_failed():
         return _report_failure(job, agent, result, begin)
     _say_unless_quiet(job, _last_line(agent, begin))
@@ -189,14 +190,6 @@ def _voices(job: JobSpec) -> tuple[Callable[[str], None], Callable[[str], None] 
 def _say_unless_quiet(job: JobSpec, line: str) -> None:
     if not job.quiet:
         say(line)
-
-
-def _prefix(job: JobSpec) -> str | None:
-    """A line needs no rank in front of it where only one rank writes to the console."""
-    if job.log_line_prefix_template is not None:
-        return job.log_line_prefix_template
-    shown = job.local_ranks_filter or range(job.local_world_size)
-    return "" if job.max_nodes == 1 and len(shown) == 1 else None
 
 
 def _first_line(job: JobSpec, logs: LogsSpecs) -> str:

@@ -184,7 +184,7 @@ def _other_lines(found: Diagnosis, failures: Failures, columns: int, started_at:
 def _one_line(
     group: Group, failure: ProcessFailure, zero: float, columns: int, started_at: float | None
 ) -> str:
-    gap = moment(group.first, started_at) - zero
+    gap = round(moment(group.first, started_at) - zero, 3) + 0.0  # never -0.000
     where = f" on {failure.host}" if failure.host and len(group.ranks) == 1 else ""
     error = _error_line(failure) or failure.evidence or last_line(failure.tail)
     if group.echo:
@@ -322,8 +322,14 @@ def plain_lines(text: str) -> list[str]:
 
 def _headline(message: str) -> str:
     lines = [line.strip() for line in plain_lines(str(message)) if line.strip()]
+    if not lines:
+        return ""
     more = " ..." if len(lines) > 1 else ""
-    return (lines[0][:300] + more) if lines else ""
+    if more and re.fullmatch(r"[\w.]+:", lines[0]):  # a report as the text of an exception: its essence
+        inner = [line for line in lines[1:] if line.strip("=-")]
+        error = next((line.partition(" ")[2].strip() for line in inner if line.startswith("error ")), "")
+        lines[0] = " ".join([lines[0], *inner[:1], *([f"({error})"] if error else [])])
+    return lines[0][:300] + more
 
 
 def _error_line(failure: ProcessFailure) -> str:
