@@ -95,6 +95,7 @@ class JobSpec(Record):
     redirects: str
     tee: str
     local_ranks_filter: frozenset[int] | None
+    ranks_filter: frozenset[int] | None  # by global rank
     log_line_prefix_template: str | None
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]

@@ -325,6 +325,14 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--local-ranks-filter", "str", "", "only these local ranks on the console", metavar="RANKS"
             ),
             Option(
+                "--ranks-filter",
+                "str",
+                "",
+                "only these global ranks on the console",
+                env="PHALANX_",
+                metavar="RANKS",
+            ),
+            Option(
                 "--log-line-prefix-template",
                 "str",
                 None,

@@ -110,6 +110,7 @@ def _check_file(script: str, environ: Mapping[str, str]) -> None:
         if not os.path.isfile(os.path.join(script, "__main__.py")):
             raise usage_error(f"{script}: a directory without __main__.py; name the script to run")
     elif not os.path.exists(script):
+        _check_reachable(script)
         hint, where = "give the path from here, or an absolute one", f"script in {os.getcwd()}"
         if os.path.isfile(script + ".py"):
             hint = f"did you mean {script}.py?"
@@ -120,6 +121,21 @@ def _check_file(script: str, environ: Mapping[str, str]) -> None:
         raise usage_error(f"{script or repr(script)}: no such {where}; {hint}")
     elif not os.access(script, os.R_OK):
         raise usage_error(f"{script}: cannot be read by this user; check its permissions")
+
+
+def _check_reachable(script: str) -> None:
+    """A directory on the way that this user may not enter hides whether the script exists."""
+    try:
+        os.stat(script)
+    except PermissionError:
+        folder = os.path.dirname(os.path.abspath(script))
+        while folder != "/" and not os.access(os.path.dirname(folder), os.X_OK):
+            folder = os.path.dirname(folder)
+        raise usage_error(
+            f"{script}: this user may not enter the directory {folder}; check its permissions"
+        ) from None
+    except (OSError, ValueError):
+        pass  # it does not exist
 
 
 def _check_module(v: Sources, name: str, python: str) -> None:
@@ -434,7 +450,8 @@ def output(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
         "log_dir": log_dir,
         "redirects": v.text("redirects"),
         "tee": v.text("tee"),
-        "local_ranks_filter": _ranks(v, count),
+        "local_ranks_filter": _ranks(v, "local_ranks_filter", count),
+        "ranks_filter": _ranks(v, "ranks_filter", count * known["max_nodes"], specs),
         "log_line_prefix_template": v.text("log_line_prefix_template") or None,
         "duplicate_stdout_filters": v.words("duplicate_stdout_filters"),
         "duplicate_stderr_filters": v.words("duplicate_stderr_filters"),
@@ -468,20 +485,21 @@ def _check_std(v: Sources, dest: str, count: int) -> None:
             v.warnings.append(f"{v.label(dest)}: there is no local rank {rank} (of {count})")
 
 
-def _ranks(v: Sources, count: int) -> frozenset[int] | None:
-    raw = v.text("local_ranks_filter")
+def _ranks(v: Sources, dest: str, count: int, plugin: object = None) -> frozenset[int] | None:
+    raw = v.text(dest)
     if not raw:
         return None
+    if plugin is not None:
+        raise v.bad(dest, f"a plug-in of {v.name('logs_specs')} decides what is shown; drop one of the two")
     try:
         ranks = frozenset(int(part) for part in raw.split(","))
     except ValueError:
         ranks = frozenset((-1,))
     if min(ranks) < 0:
-        raise v.bad("local_ranks_filter", "write local ranks between commas, as in 0,1,2")
+        kind = "local ranks" if dest.startswith("local") else "ranks"
+        raise v.bad(dest, f"write {kind} between commas, as in 0,1,2")
     if not ranks & frozenset(range(count)):
-        v.warnings.append(
-            f"{v.label('local_ranks_filter')}: none of these ranks exists (of {count}): nothing will show"
-        )
+        v.warnings.append(f"{v.label(dest)}: none of these ranks exists (of {count}): nothing will show")
     return ranks
 
 
@@ -493,6 +511,8 @@ def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
         v.warnings.append(f"{v.label('on_hang')}: only matters for worker.expires(), as no timeout is given")
     if values["silence_timeout"] is not None and known["redirects"] == known["tee"] == "0":
         values["tee"] = "3"  # output that goes straight to the terminal cannot be observed
+        if known["local_world_size"] == known["max_nodes"] == 1 and not known["log_line_prefix_template"]:
+            values["log_line_prefix_template"] = ""  # nothing else is to change for it
     port = v.text("health_port")
     host, _, number = port.rpartition(":")
     if port and not (

@@ -154,6 +154,10 @@ class Running:
                 raise AssertionError(f"{what!r} did not come {times} times; there was:\n{self.text}")
         return self.text
 
+    def read_on(self) -> None:
+        """Read what comes next; returns at the end of its output too."""
+        self._read(time.monotonic() + HUNG)
+
     def workers(self, count: int) -> dict[int, int]:
         """Rank → pid, once that many have said that they are ready."""
         self.read_until("ready ", count)

@@ -223,6 +223,88 @@ def test_restart_policies(words: list[str], attempts: int, code: int, tmp_path: 
     assert (ended.code, ended.out.count("attempt")) == (code, attempts), ended
 
 
+TOLD = {
+    "text": (
+        "import sys; sys.exit('no data in /data')",
+        1,
+        "SystemExit: no data in /data",
+        "line 1, in <mod",
+    ),
+    "handled": (
+        "import logging, sys\ntry:\n    open('/no/such')\nexcept OSError:\n    logging.exception('oh')\n"
+        "    sys.exit(7)\n",
+        7,
+        "FileNotFoundError: [Errno 2] No such file or directory: '/no/such' (then sys.exit(7))",
+        "line 3, in <module>",
+    ),
+    "arguments": (
+        "import argparse; argparse.ArgumentParser().parse_args(['--x'])",
+        2,
+        "usage error: unrecognized arguments: --x",
+        "Next step  check the arguments after the script's name",
+    ),
+    "group": (
+        "raise ExceptionGroup('both', [ValueError('a'), KeyError('b')])",
+        1,
+        "ExceptionGroup: both (2 sub-exceptions); ValueError: a; KeyError: 'b'",
+        "  | ExceptionGroup: both (2 sub-exceptions)",
+    ),
+    "code": ("import sys; sys.exit(4)", 4, "exit code 4, no traceback", "Next step"),
+    "from none": (
+        "try: 1 / 0\nexcept ArithmeticError: raise SystemExit(5) from None",
+        5,
+        "exit code 5, no traceback",
+        "Next step",
+    ),
+}
+
+
+@pytest.mark.parametrize("warm", ["auto", "off"])
+@pytest.mark.parametrize("how", TOLD)
+def test_the_report_tells_what_the_program_told(how: str, warm: str, tmp_path: Path) -> None:
+    code, status, error, more = TOLD[how]
+    ended = run("--warm", warm, script(tmp_path, code))
+    assert ended.code == status, ended
+    _, _, report = ended.err.partition("Root cause")
+    assert f"  error     {error}" in report.replace("\n            ", " "), ended
+    assert more in report, ended
+
+
+def test_a_module_that_m_does_not_find_is_named_and_not_restarted(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    ended = run("--max-restarts", "3", "-m", "package.missing", cwd=tmp_path)
+    assert ended.code == 1, ended
+    assert any("No module named package.missing; not restarted" in line for line in ended.said), ended
+    assert "  error     ModuleNotFoundError: No module named package.missing" in ended.err
+
+
+ALL_AT_ONCE = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # each of them is to print its traceback
+def f(x): return 1 / x
+open(os.path.join(sys.argv[1], os.environ["RANK"]), "w").close()
+while len(os.listdir(sys.argv[1])) < int(os.environ["WORLD_SIZE"]): time.sleep(0.005)
+f(0)
+"""
+
+
+@pytest.mark.parametrize("tee", [False, True], ids=["own stream", "teed"])
+def test_tracebacks_of_several_ranks_do_not_mix(tee: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "up"
+    folder.mkdir()
+    words = ["--nproc-per-node", "6", *(["-t", "3"] * tee), script(tmp_path, ALL_AT_ONCE), str(folder)]
+    ended = run(*words)
+    assert ended.code == 1, ended
+    printed, _, _ = ended.err.partition("\n====")
+    printed = re.sub(r"\[default\d\]:", "", printed)
+    lines = [line for line in printed.splitlines() if not line.startswith("phalanx: ")]
+    one = lines[: next(number for number, line in enumerate(lines) if line.startswith("ZeroDiv")) + 1]
+    assert (one[0], len(one)) == ("Traceback (most recent call last):", 7), ended
+    same = ["(the same traceback as above) ZeroDivisionError: division by zero"] * 5
+    assert lines == (one + same if tee else one * 6), ended
+
+
 BROKEN = {
     "module": ("import no_such_module_of_anyone", 1, "ImportError"),
     "syntax": ("def f(:\n", 1, "SyntaxError"),
@@ -368,8 +450,31 @@ def test_tee_with_prefix_and_filter(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*/attempt_0/0/stdout.log"))) == 1
 
 
-def test_one_worker_needs_no_prefix(tmp_path: Path) -> None:
-    assert run("-t", "1", script(tmp_path, "print('alone')")).out == "alone\n"
+def test_one_worker_has_a_prefix_too_if_a_tee_is_asked_for(tmp_path: Path) -> None:
+    path = script(tmp_path, "print('alone')")
+    assert run("-t", "1", path).out == "[default0]:alone\n"
+    assert run("--silence-timeout", "1000", path).out == "alone\n", "not asked for"
+
+
+def test_the_filter_by_global_rank(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os; print('rank', os.environ['RANK'])")
+    for tee in ([], ["-t", "3"]):
+        ended = run("--nproc-per-node", "4", "--ranks-filter", "2", *tee, path)
+        assert ended.out == "[default2]:rank 2\n" if tee else "rank 2\n", ended
+    ended = run("--nproc-per-node", "2", "--ranks-filter", "7", path)
+    assert "--ranks-filter 7: none of these ranks exists (of 2): nothing will show" in ended.err
+
+
+def test_a_run_that_recovers_leaves_no_temporary_directory(tmp_path: Path) -> None:
+    temp = tmp_path / "temp"
+    temp.mkdir()
+    path = script(tmp_path, COUNT + "assert n > 0")
+    ended = run("--max-restarts", "1", path, env=plain_environment(TMPDIR=str(temp)))
+    assert ended.code == 0, ended
+    assert not list(temp.iterdir())
+    ended = run(path, env=plain_environment(TMPDIR=str(temp)))
+    (log,) = temp.glob("phalanx_*/*/attempt_0/0/error.json")
+    assert str(log) in ended.err, "the report names it"
 
 
 def test_prefix_template(tmp_path: Path) -> None:
@@ -478,6 +583,82 @@ def test_attach_gives_the_terminal_to_one_rank(tmp_path: Path) -> None:
         ended = job.end()
     assert ended.code == 0, ended
     assert "rank 1 read 'hello\\n'" in ended.out
+
+
+DEBUGGED = """
+import os, sys, time
+rank = os.environ["RANK"]
+told = False
+while True:
+    try:
+        if not told:
+            told = True
+            print("ready", rank, os.getpid(), flush=True)
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        print("interrupted", rank, flush=True)
+        if rank != sys.argv[1]:
+            raise
+"""
+
+
+def test_a_ctrl_c_goes_to_the_attached_rank_and_two_of_them_to_the_job(tmp_path: Path) -> None:
+    words = ["--attach", "1", "--nproc-per-node", "2", "--verbose", script(tmp_path, DEBUGGED), "1"]
+    with Running(words, terminal=True) as job:
+        workers = job.workers(2)
+        job.read_until("workers are running")
+        job.type(b"\x03")
+        job.read_until("interrupted 1")
+        assert "interrupted 0" not in job.text
+        assert not all_gone([workers[0]])
+        while "SIGINT: stopping" not in job.text:
+            job.type(b"\x03")
+            before = job.text.count("interrupted 1") + job.text.count("SIGINT: stopping")
+            while job.text.count("interrupted 1") + job.text.count("SIGINT: stopping") == before:
+                job.read_on()
+        while job.process.poll() is None:
+            job.type(b"\x03")  # rank 1 takes no SIGINT for its end
+            job.read_on()
+        ended = job.end()
+    assert ended.code == 128 + signal.SIGINT, ended
+    assert all_gone(workers)
+
+
+def test_an_attached_rank_that_takes_ctrl_c_for_its_end_ends_the_job(tmp_path: Path) -> None:
+    words = ["--attach", "1", "--nproc-per-node", "2", "--max-restarts", "3", "--grace", "1", "--verbose"]
+    with Running([*words, script(tmp_path, DEBUGGED), "none"], terminal=True) as job:
+        job.workers(2)
+        job.read_until("workers are running")
+        job.type(b"\x03")
+        ended = job.end()
+    assert ended.code == 128 + signal.SIGINT, ended
+    assert "stopped by SIGINT" in ended.out
+    assert "restart 1" not in ended.out
+    assert "Root cause" not in ended.out
+
+
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", os.environ["RANK"], os.getpid(), flush=True)
+print("prompt> ", end="", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+def test_one_line_says_who_a_stop_waits_for(terminal: bool, tmp_path: Path) -> None:
+    words = ["--grace", "4", *(["--attach", "0"] * terminal), script(tmp_path, STUBBORN)]
+    with Running(words, terminal=terminal) as job:
+        workers = job.workers(1)
+        job.read_until("prompt> ")
+        job.signal(signal.SIGTERM)
+        ended = job.end()
+    assert ended.code == 128 + signal.SIGTERM, ended
+    waiting = f"phalanx: waiting for rank 0 (pid {workers[0]}) to end, "
+    assert ended.out.count(waiting) == 1, ended
+    assert re.search(r" s after SIGTERM; SIGKILL in \d s\r?\n", ended.out), ended
+    assert "\x1b[K" not in ended.out, "no spinner over the prompt"
 
 
 def test_standard_input_reaches_the_workers(tmp_path: Path) -> None:

@@ -52,6 +52,32 @@ def test_workers_get_the_signal_itself(sig: signal.Signals, tmp_path: Path) -> N
     assert all_gone(workers)
 
 
+@pytest.mark.parametrize("sig", [signal.SIGUSR1, signal.SIGALRM, signal.SIGXCPU], ids=lambda sig: sig.name)
+def test_any_other_signal_that_ends_a_process_gets_a_line_and_an_orderly_stop(
+    sig: signal.Signals, tmp_path: Path
+) -> None:
+    with Running(["--nproc-per-node", "2", "--max-restarts", "3", script(tmp_path, POLITE)]) as job:
+        workers = job.workers(2)
+        job.signal(sig)
+        ended = job.end()
+    assert ended.code == 128 + sig, ended
+    assert ended.out.count("got SIGTERM") == 2, ended
+    assert f"{sig.name}: stopping (it is not one of --signals-to-handle)" in ended.said
+    assert f"stopped by {sig.name}" in ended.said[-1]
+    assert all_gone(workers)
+
+
+def test_a_signal_that_is_ignored_on_purpose_stays_ignored(tmp_path: Path) -> None:
+    shell = ["sh", "-c", 'trap "" USR1; exec "$@"', "sh"]
+    with Running([script(tmp_path, POLITE)], before=shell) as job:
+        job.workers(1)
+        job.signal(signal.SIGUSR1)
+        job.signal(signal.SIGTERM)
+        ended = job.end()
+    assert ended.code == 128 + signal.SIGTERM, ended
+    assert "SIGUSR1" not in ended.out
+
+
 def test_nothing_of_the_workers_families_survives(tmp_path: Path) -> None:
     with Running(["--nproc-per-node", "2", script(tmp_path, FAMILY)]) as job:
         workers = job.workers(2)

@@ -36,6 +36,16 @@ def test_files_that_nobody_named_are_named_at_the_start(option: str, tmp_path: P
     assert log.read_text() == "text\n"
 
 
+@pytest.mark.parametrize(("words", "code"), [([], 1), (["-t", "3"], 2)])
+def test_a_temporary_directory_that_cannot_be_used_is_named_with_what_to_do(
+    words: list[str], code: int, tmp_path: Path
+) -> None:
+    ended = run(*words, script(tmp_path, ""), env=plain_environment(TMPDIR="/proc"))
+    assert ended.code == code, ended
+    assert "can be made in /proc (No such file or directory); set TMPDIR to a directory" in ended.err
+    assert "Traceback" not in ended.err
+
+
 def test_no_place_is_named_that_holds_nothing_or_is_known(tmp_path: Path) -> None:
     path = script(tmp_path, "")
     for words in ([], ["-t3", "--log-dir", str(tmp_path / "logs")]):

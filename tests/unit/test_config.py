@@ -525,6 +525,13 @@ def test_scripts_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "no script given" in refusal()
     assert "no script given (3 is the value of --tee)" in refusal("--tee", "3")
     assert f"absent.py: no such script in {tmp_path};" in refusal("absent.py")
+    with as_nobody() as folder:
+        (folder / "locked" / "below").mkdir(parents=True)
+        (folder / "locked").chmod(0o600)
+        drop_privileges()
+        for path in (folder / "locked" / "x.py", folder / "locked" / "below" / "x.py"):
+            advice = f"this user may not enter the directory {folder}/locked; check its permissions"
+            assert refusal(str(path)) == f"{path}: {advice}"
     assert refusal("/nowhere/absent.py") == "/nowhere/absent.py: no such script; check the path"
     assert refusal("").startswith("'': no such script")
     assert "did you mean here.py?" in refusal("here")

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from phalanx.logs import followed_file, inotify
 from phalanx.logs.followed_file import BLOCK
 from phalanx.logs.log_follower import Containing, LogFollower
+from phalanx.logs.repeated_tracebacks import RepeatedTracebacks
 from phalanx.logs.tail_log import TailLog, tail_logfile
 
 HUNG = 20.0
@@ -249,6 +250,41 @@ def test_the_start_of_a_line_is_shown_in_a_pipe_after_a_while(
         assert console.wait_for(b"whole\n").endswith(b"a:next ...\nb:whole\n")
         log.write(b" done\n")
         assert console.wait_for(b" done\na:next ...\nb:whole\na: done\n")
+
+
+TRACEBACK = b"""Traceback (most recent call last):
+  File "train.py", line 4, in <module>
+    g(0)
+  File "train.py", line 2, in f
+    def f(x): return 1/x
+                     ~^~
+ZeroDivisionError: division by zero on rank %d
+"""
+
+
+@pytest.mark.parametrize("prefixed", [False, True], ids=["plain", "as torch prints it"])
+def test_a_traceback_that_all_ranks_print_is_shown_once(
+    tmp_path: Path, console: Console, prefixed: bool
+) -> None:
+    logs = LogFollower("test", repeated_tracebacks=RepeatedTracebacks())
+    paths = [tmp_path / str(rank) for rank in range(3)]
+    for rank, path in enumerate(paths):
+        text = TRACEBACK % rank
+        if prefixed:
+            text = b"".join(b"[rank%d]: %b" % (rank, line) for line in text.splitlines(keepends=True))
+        path.write_bytes(b"before\n" + text + b"after\n")
+        logs.follow(path, console.stream, f"{rank}:")
+    (tmp_path / "other").write_bytes(TRACEBACK.replace(b"Zero", b"Other") % 0)
+    logs.follow(tmp_path / "other", console.stream, "other:")
+    logs.follow(paths[1], tmp_path / "combined")
+    logs.start()
+    assert logs.drain() == 0
+    logs.stop()
+    shown = console.rest()
+    assert shown.count(b"Traceback (most recent call last)") == 2
+    assert shown.count(b"(the same traceback as above) ZeroDivisionError: division by zero on rank ") == 2
+    assert shown.count(b"before\n") == shown.count(b"after\n") == 3
+    assert (tmp_path / "combined").read_bytes() == paths[1].read_bytes()
 
 
 def test_a_line_that_a_programs_buffer_cut_stays_whole(

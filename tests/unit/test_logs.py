@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.logs import temporary_logs
 from phalanx.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
 from tests.conftest import as_nobody, drop_privileges
 
@@ -169,6 +172,58 @@ def test_without_log_dir_a_private_directory_is_made_when_needed(log_dir: str | 
     assert root.parent == tmp_path / "tmp"
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
     assert dest.error_files[0].startswith(f"{root}/")
+
+
+def test_after_a_success_a_temporary_directory_without_output_is_removed(tmp_path: Path) -> None:
+    for tee, succeeded, left in ((Std.NONE, True, 0), (Std.NONE, False, 1), (Std.ALL, True, 1)):
+        specs = DefaultLogsSpecs(None, tee=tee)
+        Path(specs.reify(envs()).error_files[0]).write_text("{}")  # of an attempt that was restarted
+        specs.clean_up(succeeded)
+        found = list((tmp_path / "tmp").iterdir())
+        assert len(found) == left
+        for directory in found:
+            temporary_logs.remove(str(directory))
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_old_temporary_directories_are_removed(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    week = 8 * 86400
+    made: dict[str, tuple[int, int, bool]] = {  # pid, age, removed
+        "old": (gone.pid, week, True),
+        "new": (gone.pid, 60, False),
+        "alive": (os.getpid(), week, False),
+    }
+    for name, (pid, age, _) in made.items():
+        inside = tmp_path / f"phalanx_{pid}_{name}" / "run" / "attempt_0"
+        inside.mkdir(parents=True)
+        (inside / "error.json").write_text("{}")
+        (inside / "link").symlink_to("/etc")
+        when = time.time() - age
+        for path in (inside / "error.json", inside, inside.parent, inside.parent.parent):
+            os.utime(path, (when, when))
+        os.utime(inside / "link", (when, when), follow_symlinks=False)
+    others = [tmp_path / "phalanx_notes", tmp_path / "phalanx_x_y", tmp_path / "mine"]
+    for path in others:
+        path.mkdir()
+        os.utime(path, (0, 0))
+    (tmp_path / f"phalanx_{gone.pid}_link").symlink_to("/etc")
+    temporary_logs.remove_old(str(tmp_path))
+    for name, (pid, _, removed) in made.items():
+        assert (tmp_path / f"phalanx_{pid}_{name}").exists() is not removed, name
+    assert all(path.exists() for path in others)
+    assert (tmp_path / f"phalanx_{gone.pid}_link").is_symlink()
+    temporary_logs.remove_old(str(tmp_path / "nowhere"))
+
+
+def test_the_global_ranks_filter_limits_the_console(tmp_path: Path) -> None:
+    specs = DefaultLogsSpecs(str(tmp_path), tee=Std.OUT, ranks_filter={5, 7})
+    mine = {rank: {**env, "RANK": str(4 + rank)} for rank, env in envs(4).items()}
+    dest = specs.reify(mine)
+    assert sorted(dest.tee_stdouts) == [1, 3]
+    assert sorted(dest.stdouts) == [0, 1, 2, 3]
+    assert [dest.stderrs[rank] for rank in range(4)] == [os.devnull, "", os.devnull, ""]
 
 
 def test_log_dir_is_made_with_its_parents(tmp_path: Path) -> None:

@@ -369,6 +369,19 @@ def test_many_kinds_of_failures_stay_short(make: Make) -> None:
     assert len(text.splitlines()) < 40
 
 
+def test_failures_in_the_same_millisecond_are_not_before_each_other(make: Make) -> None:
+    failures = {rank: make(rank, 1, 1.0 - rank * 1e-4, f"ValueError: {rank}") for rank in range(2)}
+    text = format_report("train.py", failures)
+    assert "Root cause: rank 0" in text
+    assert "rank 1  +0.000 s" in text
+
+
+def test_an_exception_whose_text_is_a_report_has_its_essence_in_one_line(make: Make) -> None:
+    inner = format_report("inner.py", {3: make(3, 1, 1.0, "ValueError: no data", STACK)})
+    text = format_report("outer.py", {0: make(0, 1, 1.0, f"ChildFailedError: \n{inner}", inner)})
+    assert "\n  error     ChildFailedError: inner.py FAILED (ValueError: no data) ...\n" in text
+
+
 def test_json(make: Make) -> None:
     data = report_json("train.py", echoes(make), started_at=START)
     assert json.loads(json.dumps(data)) == data
@@ -393,7 +406,14 @@ def test_json(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0134, "0.013 s"), (3.25, "3.25 s"), (12.34, "12.3 s"), (247, "4 min 07 s"), (11100, "3 h 05 min")],
+    [
+        (-0.0001, "0.000 s"),
+        (0.0134, "0.013 s"),
+        (3.25, "3.25 s"),
+        (12.34, "12.3 s"),
+        (247, "4 min 07 s"),
+        (11100, "3 h 05 min"),
+    ],
 )
 def test_duration(seconds: float, text: str) -> None:
     assert report.duration(seconds) == text

@@ -83,10 +83,10 @@ def test_everything_there_is_to_tell() -> None:
 
 def test_a_node_that_waits_says_what_for() -> None:
     waiting = job(
-        phase="JOINING", waiting_for="1 of 2 nodes here (node-a)", workers=[], nodes=[], world_size=-1
+        phase="JOINING", waiting_for="1 of 2 nodes here, 36 s left", workers=[], nodes=[], world_size=-1
     )
     assert format_status(waiting) == (
-        "train.py (run job7) on node-a, pid 42, 1 of 2 nodes here (node-a) for 90.0 s"
+        "train.py (run job7) on node-a, pid 42, 1 of 2 nodes here, 36 s left (90.0 s so far)"
     )
 
 

@@ -12,6 +12,7 @@ from phalanx.options import usage_error
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from signal import Signals
     from typing import Any
 
     from phalanx.agent.spec import WorkerSpec
@@ -40,6 +41,7 @@ def make_agent(
     note: Callable[[str], None] | None = None,
     reason: Callable[[str], None] | None = None,
     progress: Progress | None = None,
+    stray_signals: tuple[Signals, ...] = (),
 ) -> LocalElasticAgent:
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
     from phalanx.agent.spec import AgentOptions
@@ -72,6 +74,7 @@ def make_agent(
                 supervision=make_supervision(job),
                 helpers=helpers,
                 attach=job.attach,
+                stray_signals=stray_signals,
                 job_name=job.name,
                 note=note,
                 reason=reason,
@@ -185,10 +188,15 @@ def make_logs(job: JobSpec) -> LogsSpecs:
             redirects=Std.from_str(job.redirects),
             tee=Std.from_str(job.tee),
             local_ranks_filter=set(job.local_ranks_filter) if job.local_ranks_filter else None,
+            **({"ranks_filter": set(job.ranks_filter)} if job.ranks_filter else {}),
         )
+        if job.log_dir is None and not job.redirects == job.tee == "0":
+            _ = made.root_log_dir  # made now, because the first line names it
     except OSError as error:
         import os
 
+        if job.log_dir is None:
+            raise usage_error(str(error.strerror or error)) from None
         why = str(error.strerror or error).removeprefix(f"log_dir {os.path.abspath(job.log_dir or '')!r} ")
         raise usage_error(f"--log-dir {job.log_dir}: {why}") from None
     return made

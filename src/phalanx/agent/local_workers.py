@@ -15,6 +15,7 @@ from phalanx.agent.spec import RunResult, WorkerSpec
 from phalanx.core.group_events import (
     AllSucceeded,
     Hang,
+    Signal,
     Started,
     StartFailed,
     Stopped,
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 _LOOK_AT_STATES = 1.0  # uninterruptible sleep is not an event; it is looked for this often, when asked for
 _QUIET_AFTER = 2.0  # seconds after a start: time for what a failure will need
 _FENCED = 5.0  # seconds for the membership to end a round whose lease has run out; then it is a failure
+_SLOW_STOP = 2.0  # seconds after which a stop says what it waits for
+_TWICE = 2.0  # seconds within which two Ctrl-C are meant for the job, and not for the attached rank
 START_ERRORS = (StartError, OSError, ValueError, TypeError, RendezvousError)
 
 
@@ -109,6 +112,10 @@ class LocalWorkers:
         self._stuck_since: dict[int, float] = {}
         self._lease: LeaseTimer | None = None
         self._fenced_by: float | None = None
+        self._stop_sig = 0
+        self._stop_began = self._stop_by = 0.0
+        self._told_of_stop = False
+        self._interrupted_at: float | None = None  # when the attached rank last got a Ctrl-C
 
     # -- the lease ----------------------------------------------------------------------------------
 
@@ -164,7 +171,7 @@ class LocalWorkers:
         self._describe_standbys()
         self._starting, self._stopping, self._swept = True, False, False
         self._begin_at = time.monotonic()
-        self.error = self._fenced_by = None
+        self.error = self._fenced_by = self._interrupted_at = None
         group, interface = self._group, self._interface
         if (group.group_world_size or 1) > 1 and interface is not None:
             interface.find(os.environ, group.master_addr, group.spec.local_addr)
@@ -322,6 +329,8 @@ class LocalWorkers:
         times = [self._interface.deadline()] if self._waits and self._interface is not None else []
         if self.context is not None:
             times.append(self.context.deadline())
+        if self._stopping and not self._told_of_stop:
+            times.append(self._stop_began + _SLOW_STOP)
         if phase == "RUNNING":
             times += [self._quiet_at, self._fenced_by]
             if self._uninterruptible_timeout > 0:
@@ -343,6 +352,8 @@ class LocalWorkers:
         if self._stepped():
             return None
         if self._stopping:
+            if now >= self._stop_began + _SLOW_STOP and not self._told_of_stop:
+                self._tell_of_stop(now)
             return self._stop_event()
         if self._starting:
             return self._start_event()
@@ -376,6 +387,8 @@ class LocalWorkers:
         self.result = result
         if result.state is WorkerState.SUCCEEDED:
             self._supervision.finished(time.monotonic())
+        elif self._ended_by_interrupt(result):
+            return Signal(signal.SIGINT)
         return worker_event(result, self._supervision.progress_of)
 
     def _is_fenced(self) -> bool:
@@ -441,9 +454,69 @@ class LocalWorkers:
     # -- stopping -----------------------------------------------------------------------------------
 
     def stop(self, sig: int, grace: float) -> None:
+        now = time.monotonic()
+        if not self._stopping:
+            self._stop_sig, self._stop_began, self._stop_by = sig, now, now + grace
+            self._told_of_stop = False
+        self._stop_by = min(self._stop_by, now + grace)
         self._stopping, self._starting = True, False
         if self.context is not None and not self._waits:
             self._supervision.stop(self.context, sig, grace)
+
+    def _tell_of_stop(self, now: float) -> None:
+        """Which workers a stop waits for: without this line, the launcher would seem to hang."""
+        self._told_of_stop = True
+        if self.idle or now >= self._stop_by:
+            return
+        from phalanx.core.failures import ranks_text
+        from phalanx.core.group import signal_name
+
+        assert self.context is not None
+        pids = self.context.pids()
+        left = {self._group.workers[rank].global_rank: pids[rank] for rank in sorted(self.context.running)}
+        who = "processes that the workers started"
+        if left:
+            shown = ", ".join(map(str, list(left.values())[:4])) + ", ..." * (len(left) > 4)
+            who = f"{ranks_text(left)} (pid {shown})"
+        if self._supervision.preemption.announced_by(self._stop_sig):
+            what = "to save and exit"
+        else:
+            what = f"to end, {now - self._stop_began:.0f} s after {signal_name(self._stop_sig)}"
+        again = ", or at once with another Ctrl-C" if self._stop_sig == signal.SIGINT else ""
+        self._record.note(f"waiting for {who} {what}; SIGKILL in {self._stop_by - now:.0f} s{again}")
+
+    # -- the attached rank --------------------------------------------------------------------------
+
+    def passes_interrupt(self) -> bool:
+        """Pass a Ctrl-C on to the attached rank alone; False: it is for the whole job. In a signal handler.
+
+        A debugger there makes something of it. Two in quick succession are for the job.
+        """
+        now, context = time.monotonic(), self.context
+        if self._attach is None or context is None or self._stopping or self._attach not in context.running:
+            return False
+        before, self._interrupted_at = self._interrupted_at, now
+        if before is not None and now - before < _TWICE:
+            return False
+
+        def send() -> None:
+            assert self._attach is not None
+            context.send_signal(signal.SIGINT, {self._attach}, alone=True)
+            if before is None:
+                rank = self._group.workers[self._attach].global_rank
+                self._record.note(
+                    f"SIGINT: passed on to rank {rank}; twice within {_TWICE:g} s stops the job"
+                )
+
+        self._post(send)
+        return True
+
+    def _ended_by_interrupt(self, result: RunResult) -> bool:
+        """Whether the attached rank took the Ctrl-C as its end, and nothing else has failed."""
+        failures = [failure for failure in result.failures.values() if not failure.is_victim]
+        return self._interrupted_at is not None and all(
+            failure.local_rank == self._attach and failure.exitcode == -signal.SIGINT for failure in failures
+        )
 
     @property
     def idle(self) -> bool:

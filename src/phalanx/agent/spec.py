@@ -8,6 +8,7 @@ from phalanx.core.record import Record
 TYPE_CHECKING = False  # on the path of every start: plain classes, no typing, no dataclasses
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from signal import Signals
     from typing import Any
 
     from phalanx.core.restarts import RestartPolicy
@@ -200,6 +201,7 @@ class AgentOptions(Record):
     supervision: Supervision | None = None  # None: one that watches nothing
     helpers: HelperPool | None = None  # prepares helper processes ahead; the agent closes it
     attach: int | None = None  # the local rank that reads the terminal's input
+    stray_signals: tuple[Signals, ...] = ()  # stop the job as well, but are not sent to workers
     job_name: str = ""  # as the failure report calls the job; empty: the entrypoint's name
     note: Callable[[str], None] | None = None  # one line per incident
     reason: Callable[[str], None] | None = None  # every decision

@@ -63,7 +63,7 @@ from phalanx.membership.handler import adapted
 from phalanx.membership.handler_nodes import HandlerNodes
 from phalanx.supervision.supervision import Supervision
 from phalanx.warm.helper_pool import HelperPool
-from phalanx.workers.signals import SignalScope
+from phalanx.workers.signals import SignalScope, signals_to_handle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         self._rdzv_handler = adapted(spec.rdzv_handler)
         self._store: Any = None
         self._total_execution_time = 0
+        self._stray_signals = options.stray_signals
         self._in_exit_barrier = False
         self.restart_policy = options.restart_policy or RestartPolicy(max_restarts=spec.max_restarts)
         self.supervision = options.supervision or Supervision()
@@ -250,7 +251,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         self._running = True
         try:
             self._record.open()
-            with SignalScope(post=self._signalled):
+            with SignalScope([*signals_to_handle(), *self._stray_signals], post=self._signalled):
                 try:
                     return self._told(self._invoke_run(role))
                 except RendezvousError as error:
@@ -286,7 +287,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         loop = self._loop
         if loop.stepped and not (loop.guarded or self._ending):
             raise signal_exception(sig)  # into a step of the subclass, which does not look at the queue
-        loop.post(Signal(int(sig)))
+        loop.post(Signal(int(sig), sig in self._stray_signals))
 
     def _without_round(self, error: RendezvousError) -> RunResult:
         """No round, and none to come: a clean end, unless the job or the rendezvous failed."""
@@ -636,6 +637,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         finally:
             self.supervision.close()
 
+    def _signalled(self, sig: signal.Signals) -> None:
+        if sig != signal.SIGINT or not self._workers.passes_interrupt():
+            super()._signalled(sig)
+
     # -- services that a subclass may set up in its own way -------------------------------------------
 
     @property
@@ -692,6 +697,13 @@ class LocalElasticAgent(SimpleElasticAgent):
 
         if isinstance(self._logs_specs, DefaultLogsSpecs):
             self._logs_specs.remove_empty()
+
+    def clean_up_logs(self, succeeded: bool) -> None:
+        """The same, and what is of no use after a success; old directories of this user, too."""
+        from phalanx.logs.specs import DefaultLogsSpecs
+
+        if isinstance(self._logs_specs, DefaultLogsSpecs):
+            self._logs_specs.clean_up(succeeded)
 
     def exception_of(self, global_rank: int) -> BaseException | None:
         """The exception that ended a function worker, where it could be pickled."""

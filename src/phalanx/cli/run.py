@@ -49,7 +49,7 @@ def execute(job: JobSpec, raises: bool = False) -> int:
 
         if not detach(job):
             return 0
-    code = launch(job.replace(log_line_prefix_template=_prefix(job)), raises)
+    code = launch(job, raises)
     _give_up_lost_streams()
     return code
 
@@ -117,17 +117,26 @@ def launch(job: JobSpec, raises: bool = False) -> int:
     begin = time.time()
     from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
-    from phalanx.workers.signals import SignalScope, signals_to_handle
+    from phalanx.workers.signals import SignalScope, signals_to_handle, stray_signals
 
     agent: LocalElasticAgent | None = None
+    result: RunResult | None = None
     note, reason = _voices(job)
     try:
         # From here on, not only within `agent.run`: process 1 of a container has no default action for
         # signals, so an early one would be lost.
-        with KeptModes(), SignalScope(signals_to_handle(job.signals_to_handle)):
+        handled = signals_to_handle(job.signals_to_handle)
+        strays = stray_signals(handled)
+        with KeptModes(), SignalScope([*handled, *strays]):
             logs = make_logs(job)
             agent = make_agent(
-                job, helpers=helpers, logs=logs, note=note, reason=reason, progress=_progress(job)
+                job,
+                helpers=helpers,
+                logs=logs,
+                note=note,
+                reason=reason,
+                progress=_progress(job),
+                stray_signals=tuple(strays),
             )
             _say_unless_quiet(job, _first_line(job, logs))
             result = agent.run()
@@ -149,7 +158,7 @@ def launch(job: JobSpec, raises: bool = False) -> int:
     finally:
         helpers.close()
         if agent is not None:
-            agent.remove_empty_logs()
+            agent.clean_up_logs(result is not None and not result.is_failed())
     if result.is_failed():
         report, code, path = _failure_report(job, agent, result, begin)
         _tell_parent(report, code, result)
@@ -164,8 +173,8 @@ def launch(job: JobSpec, raises: bool = False) -> int:
 
 
 def _progress(job: JobSpec) -> Progress | None:
-    """The progress line, on a terminal."""
-    if job.quiet or sys.stderr is None or not sys.stderr.isatty():
+    """The progress line, on a terminal that no worker reads."""
+    if job.quiet or job.attach is not None or sys.stderr is None or not sys.stderr.isatty():
         return None
     from phalanx.observe.progress_line import on_terminal
 
@@ -200,14 +209,6 @@ def _voices(job: JobSpec) -> tuple[Callable[[str], None], Callable[[str], None] 
 def _say_unless_quiet(job: JobSpec, line: str) -> None:
     if not job.quiet:
         say(line)
-
-
-def _prefix(job: JobSpec) -> str | None:
-    """A line needs no rank in front of it where only one rank writes to the console."""
-    if job.log_line_prefix_template is not None:
-        return job.log_line_prefix_template
-    shown = job.local_ranks_filter or range(job.local_world_size)
-    return "" if job.max_nodes == 1 and len(shown) == 1 else None
 
 
 def _first_line(job: JobSpec, logs: LogsSpecs) -> str:

@@ -384,7 +384,7 @@ def on_barrier_done(state: GroupState, event: BarrierDone, now: float, policy: G
 
 
 def on_signal(state: GroupState, event: Signal, now: float, policy: GroupPolicy) -> Step:
-    name = _signal_name(event.sig)
+    name = signal_name(event.sig)
     state = state.replace(signals=state.signals + 1)
     if state.signals > 2:
         return _stay(state, f"{name}: the workers are being killed already")
@@ -398,14 +398,15 @@ def on_signal(state: GroupState, event: Signal, now: float, policy: GroupPolicy)
             stop_by=now,
         )
     preempted = event.sig == policy.preempt_signal
+    sent = policy.stop_signal if event.stray else event.sig
     ending = Ending(Outcome.SIGNALED, f"stopped by {name}", event.sig, preempted)
     if state.ending is not None and state.ending.outcome is Outcome.FAILED:
         ending = state.ending
-    note = Note(f"{name}: stopping")
+    note = Note(f"{name}: stopping" + " (it is not one of --signals-to-handle)" * event.stray)
     if state.phase in _DYING:
-        again = StopWorkers(event.sig, max(0.0, state.stop_by - now))
+        again = StopWorkers(sent, max(0.0, state.stop_by - now))
         return _go(state, Phase.ENDING, f"{name} while stopping", again, note, ending=ending)
-    return _end(state, now, policy, ending, note)
+    return _end(state, now, policy, ending, note, sent=sent)
 
 
 def on_stopped(state: GroupState, event: Stopped, now: float, policy: GroupPolicy) -> Step:
@@ -446,11 +447,12 @@ def _reform(state: GroupState, now: float, policy: GroupPolicy, reason: str, *te
     return _go(state, Phase.JOINING, reason, *tell, join, note, worker_state=WorkerState.STOPPED)
 
 
-def _end(state: GroupState, now: float, policy: GroupPolicy, ending: Ending, *tell: Command) -> Step:
+def _end(
+    state: GroupState, now: float, policy: GroupPolicy, ending: Ending, *tell: Command, sent: int = 0
+) -> Step:
     """End the group as `ending`, once nothing of it is alive."""
     if state.phase in _ALIVE:
-        sig = ending.sig or policy.stop_signal
-        stop = StopWorkers(sig, policy.grace)
+        stop = StopWorkers(sent or ending.sig or policy.stop_signal, policy.grace)
         changes = {"ending": ending, "stop_by": now + policy.grace}
         return _go(state, Phase.ENDING, ending.message, stop, *tell, **changes)
     if state.phase in _DYING:
@@ -479,7 +481,7 @@ def _number(state: GroupState) -> int:
     return -1 if state.round is None else state.round.number
 
 
-def _signal_name(sig: int) -> str:
+def signal_name(sig: int) -> str:
     """SIGTERM for 15; unnamed ones (real-time) by number."""
     try:
         return signal.Signals(sig).name

@@ -152,9 +152,10 @@ class PeerFailed(Record):
 
 
 class Signal(Record):
-    """A person or a scheduler asked the agent to stop."""
+    """A person or a scheduler asked the agent to stop; `stray`: by a signal that workers are not sent."""
 
     sig: int
+    stray: bool = False
 
 
 class BarrierDone(Record):

@@ -55,8 +55,9 @@ class Console:
         if not self._follow:
             return
         from phalanx.logs.log_follower import Containing, LogFollower
+        from phalanx.logs.repeated_tracebacks import RepeatedTracebacks
 
-        self._follower = LogFollower(self._name)
+        self._follower = LogFollower(self._name, repeated_tracebacks=RepeatedTracebacks())
         for path, destination, prefix, wanted in self._follow:
             line_filter = Containing(wanted) if wanted else None
             self._follower.follow(path, destination, prefix, line_filter=line_filter)

@@ -150,12 +150,21 @@ class FollowedFile:
             body, judged = data, used
         else:
             judged, body = self._sift(data, used)
+        repeated = self.sink.repeated_tracebacks
+        shorter = None
+        if repeated is not None and used and not self.open_line:
+            whole = body if self.line_filter is not None else data[:used]
+            shorter = repeated.without(whole, self.path)
+            shorter = None if shorter is whole else shorter
         # Bytes that the filter has not judged count as new, so that they are read again.
         self.scanned = len(data) - used if judged == used else 0
         self.redrawn = b"\r" in data[used:]
         if used:
             self.held_since = 0.0
-        block = self._block(body, used if self.line_filter is None else len(body))
+        if shorter is not None:
+            block = self._block(shorter, len(shorter))
+        else:
+            block = self._block(body, used if self.line_filter is None else len(body))
         used = judged
         if last and self.offset + used >= (self.limit or 0) and self.open_line:
             block.append(memoryview(b"\n"))

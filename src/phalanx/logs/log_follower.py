@@ -40,6 +40,8 @@ from phalanx.logs.sinks import Sink, open_sink
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
+    from phalanx.logs.repeated_tracebacks import RepeatedTracebacks
+
 __all__ = ["Containing", "LogFollower"]
 
 _LINGER = 0.002  # after output, wait this long before arming watches again: fewer, larger blocks
@@ -74,9 +76,14 @@ class Drain:
 class LogFollower:
     """Follows the log files of a group of workers to its destinations."""
 
-    def __init__(self, name: str, poll_interval: float = 0.1) -> None:
-        """`poll_interval`: how often to check files that cannot be watched."""
+    def __init__(
+        self, name: str, poll_interval: float = 0.1, *, repeated_tracebacks: RepeatedTracebacks | None = None
+    ) -> None:
+        """`poll_interval`: how often to check files that cannot be watched.
+
+        `repeated_tracebacks` shortens what is shown on streams; files get every line."""
         self.name = name
+        self._repeated_tracebacks = repeated_tracebacks
         self.lost = 0  # bytes not shown
         self.losses: dict[str, int] = {}  # ... by reason
         self.thread: threading.Thread | None = None
@@ -118,6 +125,7 @@ class LogFollower:
                 self._sinks[key] = sink
                 if not isinstance(dst, str | os.PathLike):
                     self._streams.append(dst)
+                    sink.repeated_tracebacks = self._repeated_tracebacks
             else:
                 sink.close()
                 sink = known

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from phalanx.logs.followed_file import FollowedFile
+    from phalanx.logs.repeated_tracebacks import RepeatedTracebacks
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PIPE = 512 * 1024  # bytes that a console's pipe should hold
@@ -50,6 +51,7 @@ class Sink:
         self.owner: FollowedFile | None = None  # the file whose line is open
         self.overwrites: FollowedFile | None = None  # on a terminal: whose progress bar has the cursor
         self.ready: list[FollowedFile] = []
+        self.repeated_tracebacks: RepeatedTracebacks | None = None  # a console shows each only once
         self.lose: Callable[[Sink, FollowedFile | None, int, str], None] = lambda *_: None
 
     def put(self, source: FollowedFile, block: list[memoryview], raw: int) -> None:

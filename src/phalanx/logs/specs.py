@@ -116,13 +116,17 @@ class DefaultLogsSpecs(LogsSpecs):
         redirects: Std | dict[int, Std] = Std.NONE,
         tee: Std | dict[int, Std] = Std.NONE,
         local_ranks_filter: set[int] | None = None,
+        *,
+        ranks_filter: set[int] | None = None,
     ) -> None:
+        """`ranks_filter` is that of torchrun by global rank; both must accept a rank."""
         # An empty name (for example of an unset variable) must not mean the current directory.
         log_dir = os.path.abspath(log_dir) if log_dir else None
         if log_dir is not None:
             _make_log_dir(log_dir)
         super().__init__(log_dir, redirects, tee, local_ranks_filter)
         self._given = log_dir
+        self._ranks_filter = ranks_filter
         self._run_dirs: dict[str, str] = {}
 
     @property
@@ -135,6 +139,21 @@ class DefaultLogsSpecs(LogsSpecs):
         if self.is_temporary and self._root_log_dir is not None:
             for directory, _, _ in os.walk(self._root_log_dir, topdown=False):
                 _remove_if_empty(directory)
+
+    def clean_up(self, succeeded: bool) -> None:
+        """Leave no temporary directory behind that holds nothing of use, and none of old runs."""
+        if not self.is_temporary or self._root_log_dir is None:
+            return
+        from phalanx.logs import temporary_logs
+
+        holds_output = any(
+            std if isinstance(std, Std) else any(std.values()) for std in (self._redirects, self._tee)
+        )
+        if succeeded and not holds_output:
+            temporary_logs.remove(self._root_log_dir)
+        else:
+            self.remove_empty()
+        temporary_logs.remove_old(os.path.dirname(self._root_log_dir))
 
     @property
     def root_log_dir(self) -> str:
@@ -163,12 +182,26 @@ class DefaultLogsSpecs(LogsSpecs):
                 (Std.ERR, "stderr.log", dest.stderrs, dest.tee_stderrs),
             )
             for which, name, paths, shown in streams:
-                self._place(which, rank, os.path.join(rank_dir, name), paths, shown)
+                path = os.path.join(rank_dir, name)
+                self._place(which, rank, path, self._on_console(rank, envs[rank]), paths, shown)
         return dest
 
-    def _place(self, which: Std, rank: int, path: str, paths: dict[int, str], shown: dict[int, str]) -> None:
+    def _on_console(self, rank: int, env: dict[str, str]) -> bool:
+        everywhere = int(env.get("RANK") or rank)
+        return (not self._local_ranks_filter or rank in self._local_ranks_filter) and (
+            not self._ranks_filter or everywhere in self._ranks_filter
+        )
+
+    def _place(
+        self,
+        which: Std,
+        rank: int,
+        path: str,
+        on_console: bool,
+        paths: dict[int, str],
+        shown: dict[int, str],
+    ) -> None:
         """Decide for one stream of one rank whether it has a file and whether it is shown."""
-        on_console = not self._local_ranks_filter or rank in self._local_ranks_filter
         if which & _of(self._tee, rank):
             paths[rank] = path
             if on_console:
@@ -215,7 +248,7 @@ class DefaultLogsSpecs(LogsSpecs):
         )
 
     def _asked(self) -> tuple[object, ...]:
-        return self._given, self._redirects, self._tee, self._local_ranks_filter
+        return self._given, self._redirects, self._tee, self._local_ranks_filter, self._ranks_filter
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DefaultLogsSpecs):
@@ -268,10 +301,11 @@ def _make_temporary() -> str:
 
     parent = temporary_directory()
     try:
-        return _make_unique(parent, "phalanx")
+        return _make_unique(parent, f"phalanx_{os.getpid()}")
     except OSError as error:
+        remedy = "set TMPDIR to a directory that this user can write to, or give --log-dir"
         raise StartError(
-            f"no temporary directory in {parent} ({error.strerror}); set TMPDIR, or use a log directory"
+            f"no directory for logs can be made in {parent} ({error.strerror}); {remedy}"
         ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 def duration(seconds: float) -> str:
     """`0.013 s`, `12.3 s`, `4 min 07 s`, `3 h 05 min`."""
+    seconds = max(0.0, seconds)  # two clocks, or one that was set back
     if seconds < 1:
         return f"{seconds:.3f} s"
     if seconds < 100:

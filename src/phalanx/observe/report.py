@@ -199,7 +199,7 @@ def _other_lines(found: Diagnosis, failures: Failures, columns: int, started_at:
 def _one_line(
     group: Group, failure: ProcessFailure, zero: float, columns: int, started_at: float | None
 ) -> str:
-    gap = moment(group.first, started_at) - zero
+    gap = round(moment(group.first, started_at) - zero, 3) + 0.0  # never -0.000
     where = f" on {failure.host}" if failure.host and len(group.ranks) == 1 else ""
     error = _error_line(failure) or failure.evidence or last_line(failure.tail)
     if group.echo:
@@ -276,7 +276,11 @@ def hint(found: Diagnosis, failure: ProcessFailure) -> str:
     if re.search(r"(CUDA|HIP|XPU).{0,20}out of memory|OutOfMemoryError", failure.message):
         return f"check GPU memory (`nvidia-smi`: other processes?), then {place or 'the batch size'}"
     if "ModuleNotFoundError" in failure.message:
+        if not failure.traceback:  # of -m
+            return "check the name of the module, and the worker's Python environment"
         return "check the worker's Python environment" + (f", then {place}" if place else "")
+    if failure.message.startswith("usage error: "):
+        return "check the arguments after the script's name on the command line"
     if failure.message.startswith("BrokenPipeError"):
         return f"check the pipe's reader (`... | head`?): it exited before {place or 'the worker did'}"
     step = next_step(failure.exitcode)
@@ -333,14 +337,21 @@ def plain_lines(text: str) -> list[str]:
 
 def _headline(message: str) -> str:
     lines = [line.strip() for line in plain_lines(str(message)) if line.strip()]
+    if not lines:
+        return ""
     more = " ..." if len(lines) > 1 else ""
-    return (lines[0][:300] + more) if lines else ""
+    if more and re.fullmatch(r"[\w.]+:", lines[0]):  # a report as the text of an exception: its essence
+        inner = [line for line in lines[1:] if line.strip("=-")]
+        error = next((line.partition(" ")[2].strip() for line in inner if line.startswith("error ")), "")
+        lines[0] = " ".join([lines[0], *inner[:1], *([f"({error})"] if error else [])])
+    return lines[0][:300] + more
 
 
 def _error_line(failure: ProcessFailure) -> str:
     """The exception in one line: as recorded, else as the interpreter printed it."""
     if failure.error:
-        return _headline(failure.error.message or failure.message)
+        said = failure.error.message or failure.message
+        return "; ".join([_headline(said), *map(_headline, failure.error.members)])
     if failure.exitcode <= 0:
         return ""
     found = ""

@@ -52,7 +52,8 @@ def _headline(job: dict[str, Any]) -> str:
         words.append(f"user {job['user']}")
     phase = PHASES.get(job["phase"], job["phase"])
     waiting = job["waiting_for"] if job["phase"] == "JOINING" else ""
-    words.append(f"{waiting or phase} for {duration(max(0.0, job['now'] - job['since']))}")
+    took = duration(max(0.0, job["now"] - job["since"]))
+    words.append(f"{waiting} ({took} so far)" if waiting else f"{phase} for {took}")
     if job["restarts"]:
         words.append(f"restart {job['restarts']} of {job['max_restarts']}")
     if len(job["nodes"]) > 1:

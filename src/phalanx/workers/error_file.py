@@ -55,6 +55,53 @@ def write_exception(path: str, exc: BaseException, *, now_ns: int | None = None)
     return done
 
 
+def write_exit(path: str, exc: SystemExit) -> bool:
+    """Record what a program that called sys.exit tells: a text, or the exception that it was handling.
+
+    A bare exit code tells nothing more than the exit status, and is not recorded.
+    """
+    if getattr(exc, _MARK, None) == path:
+        return True
+    try:
+        data = _exit_data(exc)
+    except Exception:  # noqa: BLE001 - as in write_exception
+        return False
+    return data is not None and write_data(path, data)
+
+
+def _exit_data(exc: SystemExit) -> dict[str, Any] | None:
+    now, code = time.time_ns(), exc.code
+    if code is None or isinstance(code, int):
+        handled = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)
+        complaint = _usage_error(exc.__traceback__) if code else ""
+        if complaint:
+            return message_data(f"usage error: {complaint}", "", now)
+        if not code or not isinstance(handled, Exception):
+            return None
+        data = exception_data(handled, now)
+        data["message"]["message"] += f" (then sys.exit({int(code)}))"
+        return data
+    tb = exc.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    if tb is None or tb.tb_frame.f_code.co_name != "_run_module_as_main":
+        return exception_data(exc, now)
+    # `python: No module named x.y`: what runpy makes of a module that -m does not find.
+    data = message_data(f"ModuleNotFoundError: {str(code).partition(': ')[2] or code}", "", now)
+    data["message"]["extraInfo"]["exceptionTypes"] = ["ModuleNotFoundError", "ImportError"]
+    return data
+
+
+def _usage_error(tb: TracebackType | None) -> str:
+    """What argparse complained about; empty if it did not end the program."""
+    while tb is not None:
+        code = tb.tb_frame.f_code
+        if code.co_name == "error" and code.co_filename.endswith("argparse.py"):
+            return str(tb.tb_frame.f_locals.get("message", ""))
+        tb = tb.tb_next
+    return ""
+
+
 def mark_recorded(exc: BaseException, path: str) -> None:
     """Mark `exc` as recorded in `path`, for outer layers."""
     try:
@@ -102,8 +149,19 @@ def exception_data(exc: BaseException, now_ns: int) -> dict[str, Any]:
     data = message_data(f"{kind}: {text}", _traceback_text(exc), now_ns)
     # By name, with its base classes: the restart policy knows some of them.
     kinds = [one.__name__ for one in type(exc).__mro__ if one not in (Exception, BaseException, object)]
-    data["message"]["extraInfo"]["exceptionTypes"] = kinds[:16]
+    extra = data["message"]["extraInfo"]
+    extra["exceptionTypes"] = kinds[:16]
+    if isinstance(exc, BaseExceptionGroup):
+        extra["exceptionMembers"] = [f"{type(one).__name__}: {one}"[:200] for one in _leaves(exc)[:3]]
     return data
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    """The exceptions of a group that are not groups themselves."""
+    found: list[BaseException] = []
+    for one in group.exceptions:
+        found += _leaves(one) if isinstance(one, BaseExceptionGroup) else [one]
+    return found
 
 
 def message_data(
@@ -248,16 +306,21 @@ def _to_record(data: dict[str, Any]) -> ErrorRecord:
     # Beside a message that is plain text, the time stands at the top.
     at = exact / 1e9 if exact is not None else _number(extra.get("timestamp", content.get("timestamp")))
     code = _number(content.get("errorCode"))
-    stack, kinds = extra.get("py_callstack"), extra.get("exceptionTypes")
+    stack = extra.get("py_callstack")
     return ErrorRecord(
         message=_clean(str(content.get("message") or "")),
         traceback=_clean(stack) if isinstance(stack, str) else "",
         at=at,
         precise=exact is not None or (at is not None and at != int(at)),
         code=int(code) if code is not None and abs(code) < 2**31 else None,
-        kinds=tuple(str(kind)[:200] for kind in kinds[:16]) if isinstance(kinds, list) else (),
+        kinds=_words(extra.get("exceptionTypes")),
+        members=_words(extra.get("exceptionMembers")),
         data=data,
     )
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    return tuple(_clean(str(word)[:200]) for word in value[:16]) if isinstance(value, list) else ()
 
 
 def _number(value: Any) -> float | None:

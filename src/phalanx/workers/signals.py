@@ -36,6 +36,17 @@ def signals_to_handle(text: str | None = None) -> list[signal.Signals]:
     return found
 
 
+def stray_signals(handled: list[signal.Signals]) -> list[signal.Signals]:
+    """Other signals that would end this process without a word, in alphabetical order of their names.
+
+    Not those of crashes, which a handler in Python would turn into an endless loop, and not those that are
+    handled or ignored already.
+    """
+    names = ("SIGALRM", "SIGIO", "SIGPROF", "SIGPWR", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGXCPU")
+    known = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    return [sig for sig in known if sig not in handled and signal.getsignal(sig) is signal.SIG_DFL]
+
+
 class SignalScope:
     """Handlers that raise SignalException, from `__enter__` to `__exit__`."""
 

@@ -369,11 +369,16 @@ class Guard:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, SystemExit):
+        if error is None:
+            return
+        # A child that the program forked may arrive here too; its error is not the worker's.
+        own = os.getpid() == self.pid
+        if isinstance(error, SystemExit):
+            if own and error.code:
+                record(error, "write_exit")
             return
         error.__traceback__ = _without_launcher(error.__traceback__)
-        # A child that the program forked may arrive here too; its error is not the worker's.
-        if not isinstance(error, KeyboardInterrupt) and os.getpid() == self.pid:
+        if own and not isinstance(error, KeyboardInterrupt):
             record(error)
         # The interpreter calls this hook with the bootstrap's frame added to the traceback.
         sys.excepthook = _hook_without_launcher(getattr(sys, "excepthook", sys.__excepthook__))
@@ -384,7 +389,8 @@ def _hook_without_launcher(theirs: "Callable[..., object]") -> "Callable[..., No
         sys.excepthook = theirs
         trace = error.__traceback__ = sys.last_traceback = _without_launcher(trace)
         try:
-            theirs(kind, error, trace)
+            with _InOnePiece():
+                theirs(kind, error, trace)
         except SystemExit:
             raise
         except BaseException as another:  # noqa: BLE001 - printed as the interpreter does
@@ -397,13 +403,27 @@ def _hook_without_launcher(theirs: "Callable[..., object]") -> "Callable[..., No
     return excepthook
 
 
+class _InOnePiece:
+    """stderr writes what it gets meanwhile at once: tracebacks of several workers must not mix."""
+
+    def __enter__(self) -> None:
+        self._stream = stream = sys.stderr
+        self._lines = getattr(stream, "line_buffering", False) and hasattr(stream, "reconfigure")
+        if self._lines:
+            stream.reconfigure(line_buffering=False)  # type: ignore[union-attr]
+
+    def __exit__(self, *_: object) -> None:
+        if self._lines:
+            self._stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # which also flushes
+
+
 def _without_launcher(trace: "TracebackType | None") -> "TracebackType | None":
     while trace is not None and trace.tb_frame.f_code.co_filename in _LAUNCHER_FILES:
         trace = trace.tb_next
     return trace
 
 
-def record(error: BaseException) -> None:
+def record(error: BaseException, how: str = "write_exception") -> None:
     """Write the error file, if the worker has one; never raises."""
     path = os.environ.get(ERROR_FILE)
     if not path:
@@ -412,7 +432,7 @@ def record(error: BaseException) -> None:
     # A json.py beside the user's script must not run here.
     sys.path = [os.path.dirname(os.__file__), *theirs]
     try:
-        _load("workers.error_file")["write_exception"](path, error)
+        _load("workers.error_file")[how](path, error)
     except Exception:  # noqa: BLE001 - the user's own error must stay visible
         pass
     finally:
