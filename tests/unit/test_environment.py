@@ -26,6 +26,7 @@ ALLOWED = {
     "chaos/chaos_worker.py": "the worker's own",
     "integrations/jax.py": "the worker's own",
     "integrations/torch_functions.py": "a function of torch's that reads any variable",
+    "state/agreement.py": "the worker's own",
     "warm/preload.py": "preloaded modules see the worker's environment",
     "worker.py": "the worker's own",
     "workers/record.py": "the worker's own",

@@ -23,6 +23,7 @@ from phalanx.core.group_events import (
     WorkerState,
 )
 from phalanx.errors import RendezvousError, StartError
+from phalanx.state.holder import StateHolder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class LocalWorkers:
         self._stuck_since: dict[int, float] = {}
         self._lease: LeaseBoard | None = None
         self._fenced_by: float | None = None
+        self._state = StateHolder()
 
     # -- the lease ----------------------------------------------------------------------------------
 
@@ -216,6 +218,11 @@ class LocalWorkers:
                 lease=-1 if self._lease is None else self._lease.fileno(),
                 warm=self._helpers.warm,
                 boards=self._supervision.boards(len(args)),
+                state=self._state.assign(
+                    [worker.global_rank for worker in self._group.workers],
+                    self._group.workers[0].world_size,
+                    self._number,
+                ),
                 attach=self._attach,
                 explains=False,
                 handles_signals=False,
@@ -459,6 +466,7 @@ class LocalWorkers:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()
+        self._state.close()
         if self.store is not None:
             self.store.close()
             self.store = None
