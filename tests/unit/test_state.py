@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ def file() -> Iterator[MemoryFile]:
     made = MemoryFile.create()
     yield made
     made.close()
+    gc.collect()  # trees in reference cycles, such as those of an optimizer, are still mapped
 
 
 def state_of(file: MemoryFile, rank: int = 0, world_size: int = 1, round_: int = 1) -> RankState:
