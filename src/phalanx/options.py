@@ -228,6 +228,16 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 metavar="S",
             ),
         ),
+        "Kept state": (
+            Option(
+                "--keep-spill",
+                "str",
+                "",
+                "write kept state here if the job fails or is preempted; its next launch finds it",
+                env="PHALANX_",
+                metavar="DIR",
+            ),
+        ),
         "Hangs, health and preemption": (
             Option(
                 "--heartbeat-timeout",

@@ -487,6 +487,14 @@ def preparation(v: Sources) -> dict[str, Any]:
     return {"warm": mode, "preload": preload, "warmup": warm_up}
 
 
+def kept_state(v: Sources) -> dict[str, Any]:
+    """What becomes of the state that workers keep."""
+    spill = v.text("keep_spill")
+    if spill and not v.given("rdzv_id"):
+        raise v.bad("keep_spill", "name the job with --rdzv-id, so that its next launch finds the state")
+    return {"keep_spill": spill}
+
+
 def screen(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
     """What the launcher itself does with the terminal."""
     attach, detach = v.integer("attach", 0), v.flag("detach")

@@ -189,6 +189,81 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
     assert rest == "small small None"
 
 
+SPILLS = """
+import os, sys
+from phalanx import worker
+rank = os.environ["RANK"]
+step = worker.agree("model")
+found = worker.kept("model")
+print(f"found {rank} {step} {found and found.tree}", flush=True)
+worker.keep("model", {"rank": rank}, step=5 if step is None else step + 1)
+worker.keep("other", bytes(3_000_000), step=1)
+worker.agree("other")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_state_is_written_if_the_job_fails_and_found_by_its_next_launch(tmp_path: Path) -> None:
+    path = script(tmp_path, SPILLS)
+    words = ["--nproc-per-node", "2", "--keep-spill", str(tmp_path / "spill"), "--rdzv-id", "a b"]
+    for expected in ("None None", "5 {'rank': '%'}", "6 {'rank': '%'}"):
+        done = run(*words, path, "3")
+        assert done.code == 3, done
+        for rank in "01":
+            assert f"found {rank} {expected.replace('%', rank)}" in done.out, done
+        assert any("kept state of rank 0, 1 written to" in line for line in done.said), done
+    directory = tmp_path / "spill" / "run-a%20.b"
+    assert sorted(os.listdir(directory)) == ["rank-0", "rank-1"]
+    assert {(directory / name).stat().st_mode & 0o777 for name in ("rank-0", "rank-1")} == {0o600}
+    assert directory.stat().st_mode & 0o777 == 0o700
+    # Of another job: not found.
+    assert "found 0 None None" in run(*words[:-1], "a", path, "0").out
+    # Damaged, or writable by others: not used, and the line says why.
+    good = (directory / "rank-0").read_bytes()
+    (directory / "rank-0").write_bytes(good[:280])
+    (directory / "rank-1").chmod(0o666)
+    done = run(*words, path, "3")
+    assert "found 0 None None" in done.out, done
+    assert "found 1 None None" in done.out, done
+    text = "\n".join(done.said)
+    assert "rank 0" in text
+    assert "the file is cut short" in text
+    assert "can be written by others" in text
+    # After success there is nothing to go back to.
+    done = run(*words, path, "0")
+    assert "found 0 5" in done.out, done
+    assert not directory.exists()
+
+
+def test_state_is_written_when_the_job_is_told_to_end(tmp_path: Path) -> None:
+    path = script(tmp_path, KEEPS)
+    with Running(["--keep-spill", str(tmp_path), "--rdzv-id", "one", path]) as job:
+        job.read_until("kept")
+        os.kill(job.agent, signal.SIGTERM)
+        job.read_until("written to")
+        assert job.end().code == 143
+    assert (tmp_path / "run-one" / "rank-0").stat().st_size > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--keep-spill", "{}/ok"], "name the job with --rdzv-id"),
+        (["--keep-spill", "{}/open", "--rdzv-id", "x"], "can be written by others"),
+        (["--keep-spill", "{}/file", "--rdzv-id", "x"], "not a directory"),
+    ],
+)
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path, words: list[str], why: str) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").write_text("")
+    done = run(*(word.format(tmp_path) for word in words), script(tmp_path, "print('ran')"))
+    assert done.code == 2, done
+    assert why in done.err.lower()
+    assert "ran" not in done.out
+    assert done.err.count("\n") == 1
+
+
 OUTSIDE = """
 from phalanx import worker
 worker.keep("model", {"a": 1}, step=1, wait=False).wait()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler
     from phalanx.observe.progress_line import Progress
+    from phalanx.state.holder import StateHolder
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
 
@@ -67,6 +68,7 @@ def make_agent(
                 restart_policy=policy,
                 supervision=make_supervision(job),
                 helpers=helpers,
+                state=make_state(job),
                 attach=job.attach,
                 job_name=job.name,
                 note=note,
@@ -157,6 +159,19 @@ def make_supervision(job: JobSpec) -> Supervision:
         health=job.health_port,
         health_check=job.health_check,
     )
+
+
+def make_state(job: JobSpec) -> StateHolder:
+    """What holds the state that workers keep."""
+    from phalanx.state.holder import StateHolder, StateOptions
+
+    holder = StateHolder(job.run_id, StateOptions(job.keep_spill))
+    try:
+        holder.prepare()
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise usage_error(f"--keep-spill {job.keep_spill}: {why}") from None
+    return holder
 
 
 def make_logs(job: JobSpec) -> LogsSpecs:

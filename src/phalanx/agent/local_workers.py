@@ -23,7 +23,6 @@ from phalanx.core.group_events import (
     WorkerState,
 )
 from phalanx.errors import RendezvousError, StartError
-from phalanx.state.holder import StateHolder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
     from phalanx.membership.network_interface import NetworkInterface
+    from phalanx.state.holder import StateHolder
     from phalanx.supervision.heartbeat import LeaseBoard
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
@@ -72,6 +72,7 @@ class LocalWorkers:
         place: Callable[[RendezvousInfo], None],
         post: Callable[[Callable[[], None]], None],
         stepped: Callable[[], bool],
+        state: StateHolder,
     ) -> None:
         """`place` gives the group its ranks; `stepped`: torch's steps ask, and `look` reports nothing."""
         self._group = group
@@ -107,7 +108,7 @@ class LocalWorkers:
         self._stuck_since: dict[int, float] = {}
         self._lease: LeaseBoard | None = None
         self._fenced_by: float | None = None
-        self._state = StateHolder()
+        self._state = state
 
     # -- the lease ----------------------------------------------------------------------------------
 
@@ -466,14 +467,14 @@ class LocalWorkers:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()
-        self._state.close()
+        self._state.begin_close()
         if self.store is not None:
             self.store.close()
             self.store = None
 
     @property
     def closed(self) -> bool:
-        return self._helpers.closed
+        return self._helpers.closed and self._state.closed
 
     # -- naming -------------------------------------------------------------------------------------
 

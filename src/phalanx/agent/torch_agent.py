@@ -59,6 +59,7 @@ from phalanx.errors import (
 )
 from phalanx.membership.handler import adapted
 from phalanx.membership.handler_nodes import HandlerNodes
+from phalanx.state.holder import StateHolder
 from phalanx.supervision.supervision import Supervision
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.workers.signals import SignalScope
@@ -597,10 +598,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._uninterruptible_timeout = uninterruptible_state_timeout
         self._attach = options.attach
         self.helpers = options.helpers or HelperPool()
+        self.kept_state = options.state or StateHolder()
         self._since = time.time()
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout, options=options)
         from phalanx.agent.status import StatusSocket, snapshot
 
+        self.kept_state.note, self.kept_state.post = self._record.note, self._post
         self.status = StatusSocket(lambda: snapshot(self, self._since))
         self._loop.parts += [self.helpers, self.status]
 
@@ -621,6 +624,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             place=self._place_workers,
             post=self._post,
             stepped=lambda: self._loop.stepped,
+            state=self.kept_state,
         )
         return self._workers
 
@@ -706,10 +710,13 @@ class LocalElasticAgent(SimpleElasticAgent):
         def kill() -> None:
             workers.stop(signal.SIGKILL, 0.0)
             self.helpers.hurry()
+            self.kept_state.hurry()
 
         if not workers.idle:
             workers.stop(death_sig, min(timeout, self._shutdown_timeout))
             self._loop.drain(lambda: workers.idle, kill)
+        finish = self._loop.finish
+        self.kept_state.job_succeeded = finish is not None and finish.outcome is Outcome.SUCCEEDED
         try:
             workers.close()
             self._loop.drain(lambda: workers.closed, kill)

@@ -201,6 +201,10 @@ class MemoryFile:
         """What describes the data of a save."""
         return os.pread(self.fd, header.index_size, region_at(number, header.region) + header.index_at)
 
+    def is_empty(self) -> bool:
+        """Whether nothing is kept in it."""
+        return not any(self.slots(number) for number in self.names().values())
+
     def close(self) -> None:
         """Close it; the memory is free when nothing else has it open or mapped."""
         fd, self.fd = self.fd, -1

@@ -125,7 +125,11 @@ def decode(mapping: mmap.mmap, index_at: int, index_size: int) -> object:
     start = _COUNT.size + count * _PLACE.size
     places = _PLACE.iter_unpack(index[_COUNT.size : start])
     buffers = [view[at : at + size] for at, size in places]
-    return _TreeUnpickler(io.BytesIO(index[start:]), buffers, mapping).load()
+    tree: object = _TreeUnpickler(io.BytesIO(index[start:]), buffers, mapping).load()
+    torch: Any = sys.modules.get("torch._utils")
+    if hasattr(torch, "_validate_loaded_sparse_tensors"):
+        torch._validate_loaded_sparse_tensors()  # torch holds on to sparse tensors until they are checked
+    return tree
 
 
 class _TreePickler(pickle.Pickler):
