@@ -80,6 +80,7 @@ class JobSpec(Record):
     monitor_interval: float
     # Kept state.
     keep_spill: str  # a directory, or empty
+    keep_replicas: int  # nodes that have a copy of each node's state
     # Supervision.
     heartbeat_timeout: float | None
     silence_timeout: float | None

@@ -230,6 +230,14 @@ OPTIONS: tuple[Option, ...] = _grouped(
         ),
         "Kept state": (
             Option(
+                "--keep-replicas",
+                "int",
+                0,
+                "copy the kept state of each node to the next one: 0 or 1",
+                env="PHALANX_",
+                metavar="N",
+            ),
+            Option(
                 "--keep-spill",
                 "str",
                 "",

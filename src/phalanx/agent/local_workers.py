@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
     from phalanx.membership.network_interface import NetworkInterface
-    from phalanx.state.holder import StateHolder
+    from phalanx.state.holder import RoundNodes, StateHolder
     from phalanx.supervision.heartbeat import LeaseBoard
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
@@ -223,6 +223,7 @@ class LocalWorkers:
                     [worker.global_rank for worker in self._group.workers],
                     self._group.workers[0].world_size,
                     self._number,
+                    self._round_nodes(),
                 ),
                 attach=self._attach,
                 explains=False,
@@ -235,6 +236,14 @@ class LocalWorkers:
             return SubprocessContext(entrypoint=spec.entrypoint, **common)
         assert spec.entrypoint is not None
         return MultiprocessContext(entrypoint=spec.entrypoint, start_method=self._start_method, **common)
+
+    def _round_nodes(self) -> RoundNodes | None:
+        from phalanx.state.holder import RoundNodes
+
+        group = self._group
+        if group.store is None or group.group_rank is None or group.group_world_size is None:
+            return None
+        return RoundNodes(group.store, group.group_rank, group.group_world_size)
 
     def _uses_agent_store(self) -> bool:
         """Whether an agent, this one or node 0's, serves the store that the workers connect to."""

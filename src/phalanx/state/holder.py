@@ -18,13 +18,15 @@ import os
 
 from phalanx.core.record import Record
 from phalanx.log import warn
-from phalanx.state.memory_file import MemoryFile
+from phalanx.state.memory_file import FileLock, MemoryFile
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
+    from typing import Any
 
+    from phalanx.state.replicas import Replicas
     from phalanx.state.spill import SpillDirectory
     from phalanx.zygote.spawner import Place
 
@@ -32,16 +34,19 @@ FILE_FD = 15  # in an executed worker; a forked one has them at any number
 BELL_FD = 16
 
 
-class StateOptions(Record):
-    """What becomes of kept state beyond this node and this launch."""
+class RoundNodes(Record):
+    """The nodes of a round, as far as copies of state need them."""
 
-    spill: str = ""  # a directory; empty: nothing is written
+    store: Any
+    node: int  # this one, of
+    nodes: int
 
 
 class StateHolder:
     """The memory files of one agent."""
 
-    def __init__(self, run_id: str = "", options: StateOptions = StateOptions()) -> None:  # noqa: B008 - immutable
+    def __init__(self, spill: SpillDirectory | None = None, replicas: Replicas | None = None) -> None:
+        """`spill`: where state goes at the end; `replicas`: its copies on other nodes."""
         self.files: dict[int, MemoryFile] = {}  # by global rank
         self.note: Callable[[str], None] = lambda _line: None
         self.post: Callable[[Callable[[], None]], None] = lambda _call: None
@@ -50,45 +55,53 @@ class StateHolder:
         self._closing = False  # nothing is brought in any more,
         self._stopped = False  # or written
         self._threads: list[threading.Thread] = []
-        self._spill: SpillDirectory | None = None
-        if options.spill:
-            from phalanx.state.spill import SpillDirectory
-
-            self._spill = SpillDirectory(options.spill, run_id)
-
-    def prepare(self) -> None:
-        """Check what the options name, before anything starts; OSError."""
-        if self._spill is not None:
-            self._spill.prepare()
+        self._spill = spill
+        self._replicas = replicas
+        self._number = 0  # of the last round
+        if replicas is not None:
+            replicas.note = self._say
 
     # -- a start ------------------------------------------------------------------------------------
 
-    def assign(self, ranks: Sequence[int], world_size: int, number: int) -> StateFiles | None:
+    def assign(
+        self, ranks: Sequence[int], world_size: int, number: int, others: RoundNodes | None = None
+    ) -> StateFiles | None:
         """The files for a start: global ranks by local rank, in this round; None where there are none."""
         if self._unavailable:
             return None
-        spare = [file for rank, file in self.files.items() if rank not in ranks]
-        files = {}
+        before = self.files
+        spare = [file for rank, file in before.items() if rank not in ranks]
+        files: dict[int, MemoryFile] = {}
         new = []
         try:
             for rank in ranks:
-                known = self.files.get(rank) or (spare.pop(0) if spare else None)
+                known = before.get(rank) or (self._replicas.take(rank) if self._replicas else None)
+                if known is None and spare:
+                    known = spare.pop(0)
                 files[rank] = known or MemoryFile.create()
                 if known is None:
                     new.append(rank)
         except OSError as error:
             self._unavailable = True
             warn(f"worker.keep has no effect: no memory files here ({error.strerror})")
-            for file in {*files.values(), *self.files.values()}:
+            for file in {*files.values(), *before.values()}:
                 file.close()
             self.files = {}
             return None
+        self.files = files
+        read = [rank for rank in new if self._spill is not None and self._spill.exists(rank)]
+        self._bring_in(read)
+        bell = -1
+        if self._replicas is not None and others is not None and others.nodes > 1:
+            bell = self._replicas.bell
+            # A node that was part of every round has the newest state of the ranks that it has had.
+            known_here = before.keys() if number == self._number + 1 else set()
+            wanted = [rank for rank in ranks if rank not in known_here and rank not in read]
+            self._replicas.begin_round(others, number, files, wanted)
         for file in spare:
             file.close()
-        self.files = files
-        if self._spill is not None:
-            self._bring_in([rank for rank in new if self._spill.exists(rank)])
-        return StateFiles([files[rank] for rank in ranks], ranks, world_size, number)
+        self._number = number
+        return StateFiles([files[rank] for rank in ranks], ranks, world_size, number, bell)
 
     def _bring_in(self, ranks: list[int]) -> None:
         """Read what an earlier launch wrote, in a thread; the workers may start meanwhile."""
@@ -122,6 +135,9 @@ class StateHolder:
         """The job is over: write what is kept if it may be needed again, and give the memory back."""
         files, self.files = self.files, {}
         self._closing = True
+        replicas, self._replicas = self._replicas, None
+        if replicas is not None:
+            replicas.close()
 
         def end() -> None:
             try:
@@ -181,24 +197,6 @@ class StateHolder:
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads = [known for known in self._threads if known.is_alive()] + [thread]
         thread.start()
-
-
-class FileLock:
-    """Keeps the worker from using its file.
-
-    It belongs to another opening of the same file: the worker has a copy of the agent's own descriptor, which
-    would share the lock. The lock ends with this process.
-    """
-
-    def __init__(self, file: MemoryFile) -> None:
-        import fcntl
-
-        self.file = MemoryFile(os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC))
-        fcntl.flock(self.file.fd, fcntl.LOCK_EX)
-
-    def release(self) -> None:
-        """Let the worker go on."""
-        self.file.close()
 
 
 class StateFiles:

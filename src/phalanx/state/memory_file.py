@@ -216,6 +216,29 @@ class MemoryFile:
         return _ENTRIES_AT + number * _ENTRY
 
 
+class FileLock:
+    """Keeps the worker from using its file.
+
+    It belongs to another opening of the same file: the worker has a copy of the agent's own descriptor, which
+    would share the lock. The lock ends with this process.
+    """
+
+    def __init__(self, file: MemoryFile, wait: bool = True) -> None:
+        """BlockingIOError if it is held by another, and `wait` is false."""
+        import fcntl
+
+        self.file = MemoryFile(os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC))
+        try:
+            fcntl.flock(self.file.fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BaseException:
+            self.file.close()
+            raise
+
+    def release(self) -> None:
+        """Let the worker go on."""
+        self.file.close()
+
+
 def region_at(number: int, region: int) -> int:
     """Where a region starts in the file."""
     return _DATA_AT + (number * 8 + region) * _REGION
