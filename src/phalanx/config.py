@@ -81,6 +81,9 @@ class JobSpec(Record):
     shutdown_timeout: float
     signals_to_handle: str  # the preemption signal is one of them
     monitor_interval: float
+    # Kept state.
+    keep_spill: str  # a directory, or empty
+    keep_replicas: int  # nodes that have a copy of each node's state
     # Supervision.
     heartbeat_timeout: float | None
     silence_timeout: float | None
@@ -363,5 +366,6 @@ def _resolve(v: Sources, program: dict[str, Any]) -> JobSpec:
     values.update(validation.output(v, values))
     values.update(validation.supervision(v, values))
     values.update(validation.preparation(v))
+    values.update(validation.kept_state(v))
     values.update(validation.screen(v, values))
     return JobSpec(**values, warnings=tuple(v.warnings))

@@ -12,6 +12,7 @@
     │   ├── StoreConnectionError (ConnectionError)
     │   ├── StoreAuthError                  the token was refused
     │   └── StoreTimeoutError (TimeoutError)
+    ├── StateError (RuntimeError)           state could not be kept, or agreed on
     └── RendezvousError
         ├── RendezvousClosedError
         ├── RendezvousTimeoutError
@@ -112,6 +113,10 @@ class ProgramNotExecutableError(StartError, PermissionError):
 
 class UnkillableError(PhalanxError, RuntimeError):
     """Processes survived SIGKILL; the message names pid and state."""
+
+
+class StateError(PhalanxError, RuntimeError):
+    """State could not be kept, because it does not fit, or ranks could not agree on what they have kept."""
 
 
 class SignalException(AlsoTorchs, PhalanxError):  # torch's name

@@ -244,6 +244,24 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 metavar="S",
             ),
         ),
+        "Kept state": (
+            Option(
+                "--keep-replicas",
+                "int",
+                0,
+                "copy the kept state of each node to the next one: 0 or 1",
+                env="PHALANX_",
+                metavar="N",
+            ),
+            Option(
+                "--keep-spill",
+                "str",
+                "",
+                "write kept state here if the job fails or is preempted; its next launch finds it",
+                env="PHALANX_",
+                metavar="DIR",
+            ),
+        ),
         "Hangs, health and preemption": (
             Option(
                 "--heartbeat-timeout",

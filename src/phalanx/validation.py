@@ -555,6 +555,17 @@ def preparation(v: Sources) -> dict[str, Any]:
     return {"warm": mode, "preload": preload, "warmup": warm_up}
 
 
+def kept_state(v: Sources) -> dict[str, Any]:
+    """What becomes of the state that workers keep."""
+    spill = v.text("keep_spill")
+    if spill and not v.given("rdzv_id"):
+        raise v.bad("keep_spill", "name the job with --rdzv-id, so that its next launch finds the state")
+    replicas = v.integer("keep_replicas", 0)
+    if replicas not in (0, 1):
+        raise v.bad("keep_replicas", "write 0 or 1")
+    return {"keep_spill": spill, "keep_replicas": replicas}
+
+
 def screen(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
     """What the launcher itself does with the terminal."""
     attach, detach = v.integer("attach", 0), v.flag("detach")

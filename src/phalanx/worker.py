@@ -13,6 +13,11 @@
             save()
             break
 
+State that outlives the worker, in memory that belongs to its agent (docs/state.md):
+
+    worker.keep("model", {"model": model.state_dict(), "step": step}, step=step)
+    found = worker.kept("model")         # in the next start of this rank: found.tree, found.step; or None
+
 Invariants
 - A heartbeat is a copy into memory shared with the agent (supervision/heartbeat.py): no system call, no lock.
 - The calls have no effect in processes that the worker forks or starts, so that a data loader can neither
@@ -52,11 +57,17 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import TypeVar
 
+    from phalanx.state.pending_save import PendingSave
+    from phalanx.state.rank_state import Kept, RankState
+
     Callback = TypeVar("Callback", bound=Callable[[], object])
 
 __all__ = [
+    "agree",
     "expires",
     "heartbeat",
+    "keep",
+    "kept",
     "on_preempt",
     "ready",
     "section",
@@ -72,6 +83,7 @@ _bell = -1
 _count = 0
 _pack_beat = BEAT.pack_into
 _sections: list[str] = []
+_state: tuple[str, RankState] | None = None  # what it was made from, and it
 _callbacks: list[Callable[[], object]] = []
 _deadlines: dict[object, float] = {}
 _shielded = 0  # a signal that this module ignores; 0: none
@@ -219,6 +231,44 @@ class expires:
             _write_deadline(_board)
 
 
+def keep(name: str, tree: object, step: int, *, wait: bool = True) -> PendingSave:
+    """Save a tree of tensors, arrays and anything that pickle takes, in memory that outlives this process.
+
+    Two saves are held for each name: the new one replaces the older when it is whole. With `wait=False`, CUDA
+    tensors are copied while the program goes on; `wait()` of what is returned waits for that.
+    """
+    state = _rank_state()
+    if state is not None:
+        return state.keep(name, tree, step, wait)
+    from phalanx.state.pending_save import PendingSave
+
+    return PendingSave()
+
+
+def kept(name: str, step: int | None = None, *, anywhere: bool = False) -> Kept | None:
+    """What this rank kept: the newest whole save, or that of `step`; None if there is none.
+
+    Only what was kept by the same rank in a world of the same size; with `anywhere`, whatever was kept by the
+    worker whose memory this one has. Arrays are views of that memory, on the CPU; what is written to them
+    stays in this process.
+    """
+    state = _rank_state()
+    return None if state is None else state.kept(name, step, anywhere)
+
+
+def agree(name: str, timeout: float = 300.0) -> int | None:
+    """The newest step that every rank has kept; None if there is none. To be called by every rank.
+
+    Each rank forgets its other saves of this name, so that `kept` returns this one.
+    """
+    state = _rank_state()
+    if state is None:
+        return None
+    from phalanx.state.agreement import agree
+
+    return agree(state, name, timeout)
+
+
 def supervised() -> bool:
     """Whether this process is a Phalanx worker, so that the calls here have an effect."""
     return _board is not None
@@ -231,6 +281,26 @@ def __getattr__(name: str) -> object:
 
         return record
     raise AttributeError(f"module 'phalanx.worker' has no attribute {name!r}")
+
+
+def _rank_state() -> RankState | None:
+    """The memory that the agent holds for this rank, if this process is a worker."""
+    global _state
+    if _board is None:
+        return None
+    text = os.environ.get("PHALANX_STATE", "")
+    if _state is None or _state[0] != text:
+        from phalanx.state.rank_state import RankState, read_place
+
+        place = read_place(text)
+        if place is None:
+            return None
+        if _state is not None and _state[1].place.inode == place.inode:
+            _state[1].move(place)
+            _state = text, _state[1]
+        else:
+            _state = text, RankState(place)
+    return _state[1]
 
 
 def _write_section(board: mmap.mmap) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler
     from phalanx.observe.progress_line import Progress
+    from phalanx.state.holder import StateHolder
+    from phalanx.state.replicas import Replicas
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
 
@@ -73,6 +75,7 @@ def make_agent(
                 restart_policy=policy,
                 supervision=make_supervision(job),
                 helpers=helpers,
+                state=make_state(job, handler),
                 attach=job.attach,
                 stray_signals=stray_signals,
                 job_name=job.name,
@@ -164,6 +167,42 @@ def make_supervision(job: JobSpec) -> Supervision:
         health=job.health_port,
         health_check=job.health_check,
     )
+
+
+def make_state(job: JobSpec, handler: RendezvousHandler) -> StateHolder:
+    """What holds the state that workers keep."""
+    from phalanx.state.holder import StateHolder
+
+    spill = None
+    if job.keep_spill:
+        from phalanx.state.spill import SpillDirectory
+
+        spill = SpillDirectory(job.keep_spill, job.run_id)
+        try:
+            spill.prepare()
+        except OSError as error:
+            why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise usage_error(f"--keep-spill {job.keep_spill}: {why}") from None
+    replicas = make_replicas(job, handler) if job.keep_replicas and job.max_nodes > 1 else None
+    return StateHolder(spill, replicas)
+
+
+def make_replicas(job: JobSpec, handler: RendezvousHandler) -> Replicas:
+    """What copies kept state between nodes."""
+    from phalanx.environment import TOKEN_FILE, variables
+    from phalanx.errors import StoreAuthError
+    from phalanx.state.replicas import Replicas, ReplicaSettings
+    from phalanx.store.embedded.token import find_token
+
+    what = f"--keep-replicas {job.keep_replicas}"
+    settings = getattr(handler, "settings", None)
+    if settings is None:
+        raise usage_error(f"{what}: not with the rendezvous backend {job.rdzv_backend}")
+    try:
+        token = find_token({TOKEN_FILE: settings.token_file} if settings.token_file else variables())
+        return Replicas(ReplicaSettings(job.run_id, settings.address(), token, settings.tls))
+    except (StoreAuthError, OSError) as error:
+        raise usage_error(f"{what}: {error}") from None
 
 
 def make_logs(job: JobSpec) -> LogsSpecs:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
     from phalanx.membership.network_interface import NetworkInterface
+    from phalanx.state.holder import RoundNodes, StateHolder
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
     from phalanx.workers.failure import ProcessFailure
@@ -75,6 +76,7 @@ class LocalWorkers:
         setup: Callable[[dict[int, dict[str, str]]], None],
         post: Callable[[Callable[[], None]], None],
         stepped: Callable[[], bool],
+        state: StateHolder,
     ) -> None:
         """`place` gives the group its ranks, `setup` completes the variables of its workers.
 
@@ -116,6 +118,7 @@ class LocalWorkers:
         self._stop_began = self._stop_by = 0.0
         self._told_of_stop = False
         self._interrupted_at: float | None = None  # when the attached rank last got a Ctrl-C
+        self._state = state
 
     # -- the lease ----------------------------------------------------------------------------------
 
@@ -243,6 +246,12 @@ class LocalWorkers:
                 lease=-1 if self._lease is None else self._lease.fileno(),
                 warm=self._helpers.warm,
                 boards=self._supervision.boards(len(args)),
+                state=self._state.assign(
+                    [worker.global_rank for worker in self._group.workers],
+                    self._group.workers[0].world_size,
+                    self._number,
+                    self._round_nodes(),
+                ),
                 attach=self._attach,
                 explains=False,
                 handles_signals=False,
@@ -254,6 +263,14 @@ class LocalWorkers:
             return SubprocessContext(entrypoint=spec.entrypoint, **common)
         assert spec.entrypoint is not None
         return MultiprocessContext(entrypoint=spec.entrypoint, start_method=self._start_method, **common)
+
+    def _round_nodes(self) -> RoundNodes | None:
+        from phalanx.state.holder import RoundNodes
+
+        group = self._group
+        if group.store is None or group.group_rank is None or group.group_world_size is None:
+            return None
+        return RoundNodes(group.store, group.group_rank, group.group_world_size)
 
     def _uses_agent_store(self) -> bool:
         """Whether an agent, this one or node 0's, serves the store that the workers connect to."""
@@ -564,13 +581,14 @@ class LocalWorkers:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()
+        self._state.begin_close()
         if self.store is not None:
             self.store.close()
             self.store = None
 
     @property
     def closed(self) -> bool:
-        return self._helpers.closed
+        return self._helpers.closed and self._state.closed
 
     # -- naming -------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from phalanx.core.restarts import RestartPolicy
     from phalanx.membership.handler import RendezvousHandler
     from phalanx.observe.progress_line import Progress
+    from phalanx.state.holder import StateHolder
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
     from phalanx.workers.failure import ProcessFailure
@@ -200,6 +201,7 @@ class AgentOptions(Record):
     restart_policy: RestartPolicy | None = None  # None: only `max_restarts` of the spec
     supervision: Supervision | None = None  # None: one that watches nothing
     helpers: HelperPool | None = None  # prepares helper processes ahead; the agent closes it
+    state: StateHolder | None = None  # what the workers keep; None: in memory only
     attach: int | None = None  # the local rank that reads the terminal's input
     stray_signals: tuple[Signals, ...] = ()  # stop the job as well, but are not sent to workers
     job_name: str = ""  # as the failure report calls the job; empty: the entrypoint's name

@@ -61,6 +61,7 @@ from phalanx.errors import (
 )
 from phalanx.membership.handler import adapted
 from phalanx.membership.handler_nodes import HandlerNodes
+from phalanx.state.holder import StateHolder
 from phalanx.supervision.supervision import Supervision
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.workers.signals import SignalScope, signals_to_handle
@@ -594,10 +595,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._attach = options.attach
         self._meeting: WorkerStore | None = None  # what this node opened last for a round's workers
         self.helpers = options.helpers or HelperPool()
+        self.kept_state = options.state or StateHolder()
         self._since = time.time()
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout, options=options)
         from phalanx.agent.status import StatusSocket, snapshot
 
+        self.kept_state.note, self.kept_state.post = self._record.note, self._post
         self.status = StatusSocket(lambda: snapshot(self, self._since))
         self._loop.parts += [self.helpers, self.status]
 
@@ -619,6 +622,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             setup=self._set_up,
             post=self._post,
             stepped=lambda: self._loop.stepped,
+            state=self.kept_state,
         )
         return self._workers
 
@@ -741,10 +745,13 @@ class LocalElasticAgent(SimpleElasticAgent):
         def kill() -> None:
             workers.stop(signal.SIGKILL, 0.0)
             self.helpers.hurry()
+            self.kept_state.hurry()
 
         if not workers.idle:
             workers.stop(death_sig, min(timeout, self._shutdown_timeout))
             self._loop.drain(lambda: workers.idle, kill)
+        finish = self._loop.finish
+        self.kept_state.job_succeeded = finish is not None and finish.outcome is Outcome.SUCCEEDED
         try:
             workers.close()
             self._loop.drain(lambda: workers.closed, kill)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
     from phalanx.logs.console import Console
     from phalanx.logs.specs import LogsDest, LogsSpecs
+    from phalanx.state.holder import StateFiles
     from phalanx.supervision.heartbeat import Boards
     from phalanx.warm.standby import StandbyRank
     from phalanx.workers.exit_evidence import Snapshot
@@ -80,6 +81,7 @@ class GroupOptions(Record):
     warm: bool = False  # Python workers may be forks of a prepared interpreter
     lease: int = -1  # a file with the time until which the workers may run (supervision/heartbeat.py)
     boards: Boards | None = None  # memory shared with the workers (supervision/heartbeat.py)
+    state: StateFiles | None = None  # what the workers keep (state/holder.py)
     attach: int | None = None  # only this rank gets the standard input, the others none
     explains: bool = True  # False: the owner calls `explain` for the failures that it shows
     handles_signals: bool = True  # False: the owner has its own handlers
@@ -274,6 +276,10 @@ class PContext(abc.ABC):
         if boards is not None:
             job.fds = [*job.fds, *boards.places(rank, executed=bool(job.argv))]
             env["PHALANX_WORKER"] = boards.variable(rank)
+        state = self.options.state
+        if state is not None:
+            job.fds = [*job.fds, *state.places(rank, executed=bool(job.argv))]
+            env["PHALANX_STATE"] = state.variable(rank)
         job.env = env
         job.stdout = self.stdouts.get(rank) or ""
         job.stderr = self.stderrs.get(rank) or ""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WORKER = "PHALANX_WORKER"
 DEBUGGER = "PHALANX_DEBUGGER"  # as in workers/debugger.py
+STATE = "PHALANX_STATE"
 
 ENTRY_FD = 10  # a function worker: the pickled function
 BOX_FD = 11  # a function worker: its arguments, later replaced by its result
@@ -120,6 +121,7 @@ def connect(options: str, places: dict[str, int]) -> None:
     if error_file:
         _catch_crashes(error_file + ".stack")
     _attach_board(places)
+    _attach_state(places)
     for fd in places.values():
         os.set_inheritable(fd, fd < 3)
     tally = options.partition(":")[2]
@@ -216,6 +218,19 @@ def _shield(preempt_signal: int) -> None:
     import ctypes
 
     ctypes.CDLL(None).signal(preempt_signal, ctypes.c_void_p(1))  # SIG_IGN
+
+
+def _attach_state(places: dict[str, int]) -> None:
+    """Find the file of kept state (state/holder.py), which a fork has under another number."""
+    try:
+        file, bell, *rest = (int(word) for word in os.environ.get(STATE, "").split(","))
+        file, bell = places.get("state", file), places.get("state-bell", bell)
+        if [os.fstat(file).st_dev, os.fstat(file).st_ino] != rest[:2]:
+            return  # inherited from a worker that started this process
+        os.environ[STATE] = ",".join(map(str, (file, bell, *rest)))
+        places |= {"state": file} | ({"state-bell": bell} if bell >= 0 else {})
+    except (ValueError, OSError):
+        pass  # no state is kept
 
 
 def _borrowed(name: str) -> "Any":

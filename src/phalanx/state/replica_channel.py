@@ -1,0 +1,150 @@
+"""A connection between two agents that carries kept state: both prove the token, every frame has a tag.
+
+The handshake and the tags are those of the store (store/embedded/wire.py), with TLS where it is set: a frame
+that was injected or changed ends the connection, so that what a worker unpickles later is what a worker of
+this job had pickled. A frame is a length, a kind of one byte, the data, and the tag. Its length is checked
+before anything is allocated.
+
+Used by one thread: calls block, with a time limit on silence. `stop` may come from any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from phalanx.errors import StoreAuthError
+from phalanx.store.embedded import wire
+from phalanx.store.embedded.token import Token
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.store.embedded.tls import Tls
+
+PART = 1 << 20  # bytes of data in one frame
+_CAP = PART + 4096
+_SILENCE = 30.0
+_HANDSHAKE = 10.0
+_PACE = 1 << 30  # bytes per second of one connection, kept by the kernel: the job's own traffic goes first
+_SO_MAX_PACING_RATE = 47
+
+ERRORS = (OSError, wire.WireError, StoreAuthError, ValueError)
+
+
+class ReplicaChannel:
+    """One end of a connection that has passed the handshake."""
+
+    def __init__(self, sock: socket.socket, outgoing: wire.Seal, incoming: wire.Seal | None) -> None:
+        self._sock = sock
+        self._outgoing = outgoing
+        self._incoming = incoming  # None: TLS protects the frames
+        sock.settimeout(_SILENCE)
+
+    def send(self, kind: bytes, data: bytes = b"") -> None:
+        """Send one frame."""
+        framed = (len(data) + 1).to_bytes(wire.HEADER, "big") + kind + data
+        self._sock.sendall(self._outgoing.sealed(framed))
+
+    def receive(self, patient: bool = False) -> tuple[bytes, bytes]:
+        """The next frame: its kind and its data. `patient`: it may take any time to come."""
+        self._sock.settimeout(None if patient else _SILENCE)
+        head = _read(self._sock, wire.HEADER)
+        self._sock.settimeout(_SILENCE)
+        size = int.from_bytes(head, "big")
+        if not 0 < size <= _CAP:
+            raise wire.WireError(f"a frame of {size} bytes, over the limit of {_CAP}")
+        body = _read(self._sock, size)
+        if self._incoming is not None:
+            self._incoming.check(head + body, _read(self._sock, wire.TAG))
+        return body[:1], body[1:]
+
+    def stop(self) -> None:
+        """End the calls of the thread that uses it, from another one.
+
+        It does not close the descriptor: OpenSSL might be about to use its number, for a file that has it by
+        then. For the same reason it is the plain socket that is shut down.
+        """
+        try:
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Close it; only in the thread that uses it."""
+        self.stop()
+        self._sock.close()
+
+
+def dial(address: tuple[str, int], token: Token, tls: Tls | None) -> ReplicaChannel:
+    """Connect to another agent; OSError, WireError or StoreAuthError."""
+    sock = socket.create_connection(address, timeout=_HANDSHAKE)
+    try:
+        _prepare(sock)
+        binding = b""
+        if tls is not None:
+            from phalanx.store.embedded import tls as sealing
+
+            sock, binding = sealing.dial(sealing.client_context(tls), sock)
+        nonce, theirs = _greet(sock)
+        sock.sendall(wire.proof(token.key, "client", theirs + binding, nonce))
+        if not wire.proves(_read(sock, wire.PROOF), token.key, "server", nonce + binding, theirs):
+            raise StoreAuthError(f"{address[0]} has another token than {token.source}")
+        outgoing, incoming = wire.seals(token.key, nonce, theirs)
+        return ReplicaChannel(sock, *((outgoing, incoming) if tls is None else (wire.NoSeal(), None)))
+    except BaseException:
+        sock.close()
+        raise
+
+
+def accept(sock: socket.socket, token: Token, tls: Tls | None) -> ReplicaChannel:
+    """The other side of `dial`, for a connection that was accepted."""
+    try:
+        _prepare(sock)
+        binding = b""
+        if tls is not None:
+            from phalanx.store.embedded import tls as sealing
+
+            context = sealing.server_context(tls)
+            sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            sock.do_handshake()
+            binding = sealing.own_fingerprint(tls)
+        nonce, theirs = _greet(sock)
+        if not wire.proves(_read(sock, wire.PROOF), token.key, "client", nonce + binding, theirs):
+            sock.sendall(wire.REFUSED)
+            raise StoreAuthError("a connection with another token")
+        sock.sendall(wire.proof(token.key, "server", theirs + binding, nonce))
+        incoming, outgoing = wire.seals(token.key, theirs, nonce)
+        return ReplicaChannel(sock, *((outgoing, incoming) if tls is None else (wire.NoSeal(), None)))
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _prepare(sock: socket.socket) -> None:
+    sock.settimeout(_HANDSHAKE)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACE)
+    except OSError:
+        pass
+
+
+def _greet(sock: socket.socket) -> tuple[bytes, bytes]:
+    """Exchange nonces: this side's, and the other's."""
+    nonce = os.urandom(wire.NONCE)
+    sock.sendall(wire.greeting(nonce))
+    return nonce, wire.read_greeting(_read(sock, wire.GREETING))
+
+
+def _read(sock: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    view, have = memoryview(data), 0
+    while have < size:
+        count = sock.recv_into(view[have:])
+        if not count:
+            raise ConnectionResetError("the other agent closed the connection")
+        have += count
+    return bytes(data)

@@ -1,0 +1,496 @@
+"""Copies of kept state on the next node: sent by its agent, taken by that node's, fetched by a replacement.
+
+    node k ──saves of its ranks──► node k+1 (the last one: node 0)
+    a new node ◄──saves of its ranks── the node that has the newest copy
+
+The agents publish where they can be reached, and what they have, in the store of the round. A node whose rank
+has no state here asks the node that has the newest. All of it happens in threads beside the workers:
+
+- A save is complete before it is copied; the worker is not involved and never waits. If it saves again while
+  its older save is being copied, that copy is abandoned and the newest is sent instead.
+- At most one frame is in memory on each side; a copy takes as much memory as the original, and is refused
+  where that is not available.
+- A copy is valid when all of it has arrived, as every save.
+- Bytes are passed on as they are; only a worker unpickles them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import threading
+
+from phalanx.errors import PhalanxError
+from phalanx.state import memory_limit, save_record
+from phalanx.state.memory_file import FileLock, MemoryFile, SlotHeader, region_at
+from phalanx.state.replica_channel import ERRORS, PART, ReplicaChannel, accept, dial
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from phalanx.state.holder import RoundNodes
+    from phalanx.store.embedded.tls import Tls
+    from phalanx.store.embedded.token import Token
+
+_STORE_ERRORS = (PhalanxError, OSError, RuntimeError, ValueError)
+_AGAIN = 2.0  # seconds before another attempt to reach the next node
+_CONNECTIONS = 8
+_EVERYONE = 30.0  # seconds for the other nodes to publish what they have
+
+Age = tuple[int, int]  # the round of a save, and its sequence number: the newest is the highest
+
+# Kinds of frames.
+HELLO, HAVE, SAVE, DATA, END, ABANDON, FETCH, DONE = (bytes([letter]) for letter in b"HISDEAFZ")
+
+
+class ReplicaSettings:
+    """How the agents of a job reach and trust each other."""
+
+    def __init__(self, run_id: str, address: str, token: Token, tls: Tls | None) -> None:
+        self.run_id = run_id
+        self.address = address
+        self.token = token
+        self.tls = tls
+
+
+class Replicas:
+    """This node's copies of another node's state, and its own copies elsewhere."""
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        """Listens from now on; OSError if that is not possible."""
+        self._settings = settings
+        self.note: Callable[[str], None] = lambda _line: None
+        self._said: set[str] = set()
+        self.copies: dict[int, MemoryFile] = {}  # by global rank
+        self._own: list[MemoryFile] = []  # of this node's workers, in this round
+        self._lock = threading.Lock()  # of what is above and below
+        self._channels: list[ReplicaChannel] = []
+        self._number = 0  # the round; a thread of another one ends
+        self._closed = False
+        self._bell_read, self.bell = os.pipe()
+        os.set_blocking(self._bell_read, False)
+        os.set_blocking(self.bell, False)
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._server = socket.create_server((settings.address, 0), family=_family(settings.address))
+        self._threads: list[threading.Thread] = []
+        self._start("phalanx-state-server", self._serve)
+
+    def take(self, rank: int) -> MemoryFile | None:
+        """The copy of a rank that is now on this node."""
+        with self._lock:
+            return self.copies.pop(rank, None)
+
+    def begin_round(
+        self, others: RoundNodes, number: int, files: dict[int, MemoryFile], wanted: Sequence[int]
+    ) -> None:
+        """Workers start in a round: fetch what they lack, then copy what they keep. Does not wait.
+
+        `wanted`: the ranks whose state may be newer on another node; their files are locked meanwhile.
+        """
+        self.end_round()
+        own = [MemoryFile(os.dup(file.fd)) for file in files.values()]
+        locks = {}
+        for rank in wanted:
+            try:
+                locks[rank] = FileLock(files[rank], wait=False)
+            except BlockingIOError:
+                pass  # the end of a copy is still being written to it, which is the newest there is
+        with self._lock:
+            self._number, self._own = number, own
+        self._start("phalanx-state-round", lambda: self._round(others, number, own, locks))
+
+    def end_round(self) -> None:
+        """Stop copying; connections of the round are closed."""
+        with self._lock:
+            self._number = 0
+            channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.stop()
+        _ring(self._wake_write)
+
+    def close(self) -> None:
+        """End it; copies are given back when the threads have ended."""
+        self._closed = True
+        self.end_round()
+        try:
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        except OSError:
+            pass
+
+        def end() -> None:
+            for thread in threads:
+                thread.join()  # one may still wait for a store that does not answer: until that is closed
+            self._server.close()
+            for file in self.copies.values():
+                file.close()
+            for fd in (self._bell_read, self.bell, self._wake_read, self._wake_write):
+                os.close(fd)
+
+        with self._lock:
+            threads = list(self._threads)
+        threading.Thread(target=end, name="phalanx-state-end", daemon=True).start()
+
+    # -- one round ----------------------------------------------------------------------------------
+
+    def _round(
+        self,
+        others: RoundNodes,
+        number: int,
+        own: list[MemoryFile],
+        locks: dict[int, FileLock],
+    ) -> None:
+        store, node = others.store, others.node
+        prefix = f"state/{number}/"
+        try:
+            store.set(f"{prefix}{node}", json.dumps(self._record(own)))
+            if locks:
+                elsewhere = [other for other in range(others.nodes) if other != node]
+                self._fetch_all(_records(store, prefix, elsewhere), locks)
+        except _STORE_ERRORS as error:
+            self._say(f"kept state is not fetched from other nodes: {error}")
+        finally:
+            for lock in locks.values():
+                lock.release()
+        try:
+            self._copy_on(store, f"{prefix}{(node + 1) % others.nodes}", number, own)
+        except _STORE_ERRORS as error:
+            if self._current(number):
+                self._say(f"kept state is not copied to the next node: {error}")
+        finally:
+            with self._lock:
+                self._own = [file for file in self._own if file not in own]
+            for file in own:
+                file.close()
+
+    def _record(self, own: list[MemoryFile]) -> dict[str, Any]:
+        """Where this node can be reached, and the newest that it has of each rank."""
+        have: dict[int, Age] = {}
+        with self._lock:
+            for file in (*own, *self.copies.values()):
+                for (rank, _), age in _ages(file).items():
+                    have[rank] = max(have.get(rank, (0, 0)), age)
+        return {"at": [self._settings.address, self._server.getsockname()[1]], "has": have}
+
+    def _fetch_all(self, records: list[dict[str, Any]], locks: dict[int, FileLock]) -> None:
+        for rank, lock in locks.items():
+            offers = [
+                (tuple(one["has"][str(rank)]), tuple(one["at"])) for one in records if str(rank) in one["has"]
+            ]
+            age, where = max(offers, default=((0, 0), ("", 0)))
+            here = (known for (of, _), known in _ages(lock.file).items() if of == rank)
+            if age > max(here, default=(0, 0)):
+                try:
+                    self._fetch(rank, where, lock.file)
+                except ERRORS as error:
+                    self._say(f"the kept state of rank {rank} is not fetched from {where[0]}: {error}")
+
+    def _fetch(self, rank: int, where: tuple[str, int], file: MemoryFile) -> None:
+        channel = dial(where, self._settings.token, self._settings.tls)
+        try:
+            channel.send(FETCH, f"{rank} {self._settings.run_id}".encode())
+            while True:
+                kind, data = channel.receive()
+                if kind == DONE:
+                    return
+                if kind == SAVE:
+                    self._take_save(channel, data, file)
+        finally:
+            channel.close()
+
+    # -- sending ------------------------------------------------------------------------------------
+
+    def _copy_on(self, store: Any, key: str, number: int, own: list[MemoryFile]) -> None:
+        """Send every save of this round's workers to the next node, until the round is over."""
+        where: tuple[str, int] | None = None
+        while self._current(number):
+            try:
+                if where is None:
+                    where = _where(_wait_for(store, key))
+                channel = dial(where, self._settings.token, self._settings.tls)
+            except ERRORS as error:
+                self._say(f"kept state is not copied to the next node yet: {error}")
+                self._pause(number)
+                continue
+            if not self._admit(channel, number):
+                return
+            try:
+                channel.send(HELLO, f"{number} {self._settings.run_id}".encode())
+                sent = _unpack_have(channel.receive()[1])
+                while self._current(number):
+                    if not self._send_one(channel, own, sent):
+                        self._sleep(number)
+            except ERRORS as error:
+                if self._current(number):
+                    self._say(f"kept state is not copied to the next node: {error}")
+                    self._pause(number)
+            finally:
+                self._dismiss(channel)
+
+    def _send_one(
+        self, channel: ReplicaChannel, own: list[MemoryFile], sent: dict[tuple[int, str], Age]
+    ) -> bool:
+        """Send the newest save of one rank and name that the other side does not have; False: none."""
+        for file in own:
+            for name, number in file.names().items():
+                newest = next(iter(file.slots(number)), None)
+                if newest is None or _age_of(newest) <= sent.get((newest.rank, name), (0, 0)):
+                    continue
+                if self._send_save(channel, file, name, number, newest):
+                    sent[newest.rank, name] = _age_of(newest)
+                return True
+        return False
+
+    def _send_save(
+        self, channel: ReplicaChannel, file: MemoryFile, name: str, number: int, header: SlotHeader
+    ) -> bool:
+        channel.send(SAVE, save_record.pack(name, header))
+        for part in file.copy(number, header, PART):
+            if header not in file.slots(number):
+                break  # the worker needs the slot: it has saved again, which is the one to copy
+            channel.send(DATA, part)
+        whole = header in file.slots(number)
+        channel.send(END if whole else ABANDON)
+        return whole
+
+    def _sleep(self, number: int) -> None:
+        """Until a worker has saved, or the round is over."""
+        poll = select.poll()
+        poll.register(self._bell_read, select.POLLIN)
+        poll.register(self._wake_read, select.POLLIN)
+        poll.poll()
+        _drain(self._bell_read)
+        if self._current(number):
+            _drain(self._wake_read)
+
+    def _pause(self, number: int) -> None:
+        poll = select.poll()
+        poll.register(self._wake_read, select.POLLIN)
+        poll.poll(_AGAIN * 1000)
+        if self._current(number):
+            _drain(self._wake_read)
+
+    # -- receiving ----------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._server.accept()
+            except OSError:
+                return
+            with self._lock:
+                busy = sum(thread.is_alive() for thread in self._threads) > _CONNECTIONS
+            if busy or self._closed:
+                sock.close()
+                continue
+            self._start("phalanx-state-peer", lambda sock=sock: self._answer(sock))  # type: ignore[misc]
+
+    def _answer(self, sock: socket.socket) -> None:
+        try:
+            channel = accept(sock, self._settings.token, self._settings.tls)
+        except ERRORS as error:
+            self._say(f"a connection for kept state was refused: {error}")
+            return
+        try:
+            kind, data = channel.receive()
+            word, _, run_id = data.decode("utf-8", "replace").partition(" ")
+            if run_id != self._settings.run_id or not word.isdigit():
+                return
+            if kind == FETCH:
+                self._give(channel, int(word))
+            elif kind == HELLO:
+                self._take_copies(channel, int(word))
+        except ERRORS as error:
+            if not self._closed and not isinstance(error, OSError):
+                self._say(f"copies of another node's kept state: {error}")
+        finally:
+            self._dismiss(channel)
+
+    def _give(self, channel: ReplicaChannel, rank: int) -> None:
+        """Send all that this node has of a rank."""
+        with self._lock:
+            files = [MemoryFile(os.dup(file.fd)) for file in (*self._own, *self.copies.values())]
+        try:
+            for file in files:
+                for name, number in file.names().items():
+                    for header in reversed(file.slots(number)):
+                        if header.rank == rank:
+                            self._send_save(channel, file, name, number, header)
+            channel.send(DONE)
+        finally:
+            for file in files:
+                file.close()
+
+    def _take_copies(self, channel: ReplicaChannel, number: int) -> None:
+        """Keep copies of what another node sends, until it closes the connection."""
+        if not self._admit(channel, None):
+            return
+        with self._lock:
+            have = [_ages(file) for file in self.copies.values()]
+        channel.send(HAVE, _pack_have({key: age for ages in have for key, age in ages.items()}))
+        current: set[int] = set()
+        while True:
+            kind, data = channel.receive(patient=True)
+            if kind != SAVE:
+                continue
+            header = save_record.unpack(data)[1]
+            if header.round == number:
+                current.add(header.rank)
+                self._forget_others(current, header.world_size)
+            lock = FileLock(self._copy_of(header.rank))
+            try:
+                self._take_save(channel, data, lock.file)
+            finally:
+                lock.release()
+
+    def _copy_of(self, rank: int) -> MemoryFile:
+        with self._lock:
+            if rank not in self.copies:
+                self.copies[rank] = MemoryFile.create()
+            return self.copies[rank]
+
+    def _forget_others(self, current: set[int], world_size: int) -> None:
+        """The workers of this round save: copies that are of another world are not needed any more."""
+        with self._lock:
+            for rank, file in list(self.copies.items()):
+                worlds = {
+                    header.world_size for number in file.names().values() for header in file.slots(number)
+                }
+                if rank not in current and worlds and world_size not in worlds:
+                    del self.copies[rank]
+                    file.close()
+
+    def _take_save(self, channel: ReplicaChannel, data: bytes, file: MemoryFile) -> None:
+        """Take in one save; it is valid when its last byte is here. The caller has locked the file."""
+        name, header = save_record.unpack(data)
+        number, done = file.number_of(name), 0
+        have = file.sizes(number)[header.region]
+        fits = header.used - have <= memory_limit.available()
+        if fits:
+            file.invalidate(number, header.slot)
+            if have < header.used:
+                file.grow(number, header.region, 0, header.used)
+        else:
+            size = f"{header.used / 1e9:.3f} GB"
+            self._say(f"no memory for a copy of {size} of the kept state of rank {header.rank}")
+        while True:
+            kind, part = channel.receive()
+            if kind != DATA:
+                break
+            if done + len(part) > header.used:
+                raise ValueError("more bytes than announced")
+            if fits:
+                os.pwrite(file.fd, part, region_at(number, header.region) + done)
+            done += len(part)
+        if fits and kind == END and done == header.used:
+            file.publish(number, header)
+
+    # -- threads ------------------------------------------------------------------------------------
+
+    def _current(self, number: int) -> bool:
+        return not self._closed and self._number == number
+
+    def _admit(self, channel: ReplicaChannel, number: int | None) -> bool:
+        """Remember a connection, so that the end of the round closes it."""
+        with self._lock:
+            if not self._closed and number in (None, self._number):
+                self._channels.append(channel)
+                return True
+        channel.close()
+        return False
+
+    def _dismiss(self, channel: ReplicaChannel) -> None:
+        with self._lock:
+            if channel in self._channels:
+                self._channels.remove(channel)
+        channel.close()
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        with self._lock:
+            self._threads = [known for known in self._threads if known.is_alive()] + [thread]
+            thread.start()
+
+    def _say(self, line: str) -> None:
+        if line not in self._said and not self._closed:
+            self._said.add(line)
+            self.note(line)
+
+
+def _age_of(header: SlotHeader) -> Age:
+    return header.round, header.sequence
+
+
+def _ages(file: MemoryFile) -> dict[tuple[int, str], Age]:
+    """Rank and name → the age of the newest save of it."""
+    found: dict[tuple[int, str], Age] = {}
+    for name, number in file.names().items():
+        for header in file.slots(number):
+            key = (header.rank, name)
+            found[key] = max(found.get(key, (0, 0)), _age_of(header))
+    return found
+
+
+def _pack_have(have: dict[tuple[int, str], Age]) -> bytes:
+    return json.dumps([[*key, *age] for key, age in have.items()]).encode()
+
+
+def _unpack_have(data: bytes) -> dict[tuple[int, str], Age]:
+    return {
+        (int(rank), str(name)): (int(round_), int(sequence))
+        for rank, name, round_, sequence in json.loads(data)
+    }
+
+
+def _wait_for(store: Any, key: str) -> dict[str, Any]:
+    from datetime import timedelta
+
+    store.wait([key], timedelta(seconds=_EVERYONE))
+    return _checked(store.get(key))
+
+
+def _records(store: Any, prefix: str, nodes: list[int]) -> list[dict[str, Any]]:
+    """What the other nodes have; of those that have not written it in time, nothing."""
+    found = []
+    for node in nodes:
+        try:
+            found.append(_wait_for(store, f"{prefix}{node}"))
+        except TimeoutError:
+            pass
+    return found
+
+
+def _checked(text: bytes) -> dict[str, Any]:
+    record = json.loads(text)
+    _where(record)
+    record["has"] = {str(rank): (int(age[0]), int(age[1])) for rank, age in record["has"].items()}
+    return dict(record)
+
+
+def _where(record: dict[str, Any]) -> tuple[str, int]:
+    host, port = record["at"]
+    return str(host), int(port)
+
+
+def _family(address: str) -> int:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _ring(fd: int) -> None:
+    try:
+        os.write(fd, b"!")
+    except OSError:
+        pass  # full
+
+
+def _drain(fd: int) -> None:
+    try:
+        while os.read(fd, 4096):
+            pass
+    except BlockingIOError:
+        pass

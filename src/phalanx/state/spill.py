@@ -1,0 +1,133 @@
+"""Kept state on disk: written when a job ends without success, found by its next launch.
+
+    DIR/run-ID/rank-N      the saves of a rank, each a record and its bytes (save_record.py)
+
+A file is complete or not there: it is written under another name, flushed, and renamed. Files and directories
+must belong to this user or root and be writable by no one else (trusted_files.py), because workers unpickle
+what is in them.
+"""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.state import save_record
+from phalanx.state.memory_file import MemoryFile, region_at
+from phalanx.trusted_files import check_directory, make_directory, open_trusted
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_CHUNK = 4 << 20
+
+
+class SpillStopped(Exception):
+    """The rest is not written, because the agent must end."""
+
+
+class SpillDirectory:
+    """Where the state of one run is on disk."""
+
+    def __init__(self, root: str, run_id: str) -> None:
+        self.root = root
+        self.path = os.path.join(os.path.abspath(root), f"run-{_as_name(run_id)}")
+
+    def prepare(self) -> None:
+        """Make the directory; OSError if it cannot be made or trusted."""
+        make_directory(self.path)
+        check_directory(self.path)
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise PermissionError(13, "cannot be written to", self.path)
+
+    def write(self, rank: int, file: MemoryFile, stopped: Callable[[], bool] = lambda: False) -> int:
+        """Write what a rank has kept; the number of bytes, 0 if it has kept nothing."""
+        saves = [
+            (name, number, header) for name, number in file.names().items() for header in file.slots(number)
+        ]
+        if not saves:
+            return 0
+        path = self._file(rank)
+        scratch = f"{path}.{os.urandom(8).hex()}"
+        buffer = memoryview(bytearray(_CHUNK))
+        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            total = 0
+            for name, number, header in saves:
+                total += os.write(fd, save_record.pack(name, header))
+                start = region_at(number, header.region)
+                done = 0
+                while done < header.used:
+                    if stopped():
+                        raise SpillStopped
+                    part = buffer[: min(_CHUNK, header.used - done)]
+                    # Not sendfile: offsets of the memory file are larger than those a disk's may have.
+                    have = os.preadv(file.fd, [part], start + done)
+                    done += os.write(fd, part[:have])
+                total += done
+            os.fsync(fd)
+            os.replace(scratch, path)
+            return total
+        except BaseException:
+            os.unlink(scratch)
+            raise
+        finally:
+            os.close(fd)
+
+    def exists(self, rank: int) -> bool:
+        """Whether there is a file for this rank."""
+        return os.path.lexists(self._file(rank))
+
+    def read(self, rank: int, file: MemoryFile, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Bring what a rank had kept into an empty file; OSError or ValueError if that is not possible."""
+        from phalanx.state import memory_limit
+
+        fd = open_trusted(self._file(rank))
+        try:
+            left = os.fstat(fd).st_size
+            if left > memory_limit.available():
+                raise ValueError(f"{left / 1e9:.3f} GB do not fit into memory")
+            while left:
+                record = os.read(fd, save_record.SIZE)
+                name, header = save_record.unpack(record)
+                left -= save_record.SIZE + header.used
+                if left < 0:
+                    raise ValueError("the file is cut short")
+                number = file.number_of(name)
+                file.grow(number, header.region, 0, header.used)
+                done = 0
+                while done < header.used:
+                    if stopped():
+                        raise SpillStopped
+                    data = os.read(fd, min(_CHUNK, header.used - done))
+                    if not data:
+                        raise ValueError("the file is cut short")
+                    os.pwrite(file.fd, data, region_at(number, header.region) + done)
+                    done += len(data)
+                file.publish(number, header)
+        finally:
+            os.close(fd)
+
+    def clear(self) -> None:
+        """Remove all of it: the job has succeeded."""
+        try:
+            for name in os.listdir(self.path):
+                if name.startswith("rank-"):
+                    os.unlink(os.path.join(self.path, name))
+            os.rmdir(self.path)
+        except OSError:
+            pass  # of another node, or something else is in it
+
+    def _file(self, rank: int) -> str:
+        return os.path.join(self.path, f"rank-{rank}")
+
+
+def _as_name(run_id: str) -> str:
+    """A run ID as the name of a directory, whatever is in it; different ones stay different."""
+    safe = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+    text = "".join(letter if letter in safe else f"%{ord(letter):x}." for letter in run_id)
+    if len(text) <= 150:
+        return text
+    from hashlib import sha256
+
+    return f"{text[:80]}%{sha256(run_id.encode()).hexdigest()}"

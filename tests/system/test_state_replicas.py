@@ -1,0 +1,184 @@
+"""Copies of kept state on other nodes: a replacement node finds the state of its rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import StoreAuthError
+from phalanx.state import replicas as frames
+from phalanx.state.memory_file import MemoryFile, SlotHeader
+from phalanx.state.replica_channel import dial
+from phalanx.state.replicas import Replicas, ReplicaSettings
+from phalanx.state.save_record import pack
+from phalanx.store.embedded.tls import Tls
+from phalanx.store.embedded.token import Token
+from tests.conftest import HUNG, wait_until
+from tests.support.netns import Job, Node
+from tests.support.run_helpers import run, script
+from tests.system.test_tls import Authority
+
+WORKER = """
+import os, signal
+from phalanx import worker
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+rank = int(os.environ["RANK"])
+step = worker.agree("model")
+found = worker.kept("model")
+print(f"found {rank} {step} {found and (found.tree['rank'], len(found.tree['data']))}", flush=True)
+if step is None:
+    for step in range(3):
+        worker.keep("model", {"rank": rank, "data": os.urandom(2_000_000)}, step=step)
+        worker.agree("model")
+print("kept", rank, os.getpid(), flush=True)
+signal.sigwait([signal.SIGUSR1])
+"""
+
+
+def newest_steps(agent: int) -> dict[int, int]:
+    """Rank → the newest step that this agent has of it, as its own or as a copy."""
+    found: dict[int, int] = {}
+    for fd in os.listdir(f"/proc/{agent}/fd"):
+        path = f"/proc/{agent}/fd/{fd}"
+        try:
+            if "phalanx-state" not in os.readlink(path):
+                continue
+            with closing(MemoryFile(os.open(path, os.O_RDONLY))) as file:
+                for number in file.names().values():
+                    for header in file.slots(number):
+                        found[header.rank] = max(found.get(header.rank, 0), header.step)
+        except FileNotFoundError:
+            pass  # closed meanwhile
+    return found
+
+
+def lose_and_replace(job: Job, *words: str) -> list[Node]:
+    job.script.write_text(WORKER)
+    nodes = [job.node(name, "--keep-replicas", "1", *words) for name in "abc"]
+    for node in nodes:
+        node.read_until("kept")
+        assert "None None" in node.text
+    for node in nodes:
+        wait_until(
+            lambda node=node: list(newest_steps(node.agent).values()) == [2, 2],  # type: ignore[misc]
+            "its own state, and the copy of another node's",
+        )
+    os.kill(nodes[1].agent, signal.SIGKILL)
+    nodes[1] = job.node("d", "--keep-replicas", "1", *words)
+    for node in nodes:
+        node.read_until("kept", 1 if node is nodes[1] else 2)
+    for node in nodes:
+        line = next(one for one in reversed(node.text.splitlines()) if "found " in one)
+        rank, step, found = line.partition("found ")[2].split(" ", 2)
+        assert step == "2", line
+        assert found == f"({rank}, 2000000)", line
+    for node in nodes:
+        pid = int(node.text.splitlines()[-1].split()[-1])
+        os.kill(pid, signal.SIGUSR1)
+    return nodes
+
+
+def test_a_replacement_node_finds_the_state_of_its_rank(tmp_path: Path) -> None:
+    with Job(tmp_path, "3") as job:
+        for node in lose_and_replace(job):
+            assert node.end().code == 0
+
+
+def test_copies_travel_inside_tls(tmp_path: Path) -> None:
+    tls = Authority(tmp_path).sign("node")
+    words = ("--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca)
+    with Job(tmp_path, "3") as job:
+        for node in lose_and_replace(job, *words):
+            assert node.end().code == 0
+
+
+TOKEN = Token(b"one token of thirty-two bytes or more", "the test")
+OTHER = Token(b"another token of thirty-two bytes too", "the test")
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_strangers_learn_and_change_nothing(tmp_path: Path, tls: bool) -> None:
+    sealing: Tls | None = Authority(tmp_path).sign("node") if tls else None
+    said: list[str] = []
+    server = Replicas(ReplicaSettings("job", "127.0.0.1", TOKEN, sealing))
+    server.note = said.append
+    server.copies[3] = MemoryFile.create()
+    where = ("127.0.0.1", server._server.getsockname()[1])
+    try:
+        with pytest.raises(StoreAuthError):
+            dial(where, OTHER, sealing)
+        wait_until(lambda: any("another token" in line for line in said), "the refusal")
+        with closing(socket.create_connection(where)) as plain:
+            plain.settimeout(HUNG)
+            plain.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(100))
+            with suppress(ConnectionResetError):
+                while plain.recv(4096):
+                    pass  # until it is closed
+        # The right token, and nonsense after it.
+        header = SlotHeader(1, 5, 1, 3, 4, 0, 0, 0, 10, 10)
+        record = pack("model", header)
+        for kind, data in (
+            (frames.HELLO, b"1 another job"),
+            (frames.FETCH, b"x job"),
+            (frames.SAVE, record),
+            (b"?", b""),
+        ):
+            with closing(dial(where, TOKEN, sealing)) as channel:
+                channel.send(kind, data)
+                with pytest.raises(ConnectionError):
+                    channel.receive()
+        for bad in (record[:-1], record[:-5] + bytes([record[-5] ^ 1]) + record[-4:], b""):
+            with closing(dial(where, TOKEN, sealing)) as channel:
+                channel.send(frames.HELLO, b"1 job")
+                channel.receive()
+                channel.send(frames.SAVE, bad)
+                with pytest.raises(ConnectionError):
+                    channel.receive()
+        # More bytes than announced, fewer, or a save that is abandoned.
+        for parts, end in (
+            ([b"x" * 11], frames.END),
+            ([b"x" * 9], frames.END),
+            ([b"x" * 10], frames.ABANDON),
+        ):
+            with closing(dial(where, TOKEN, sealing)) as channel:
+                channel.send(frames.HELLO, b"1 job")
+                channel.receive()
+                channel.send(frames.SAVE, record)
+                for part in parts:
+                    channel.send(frames.DATA, part)
+                channel.send(end)
+        assert server.copies[3].is_empty()
+        with closing(dial(where, TOKEN, sealing)) as channel:
+            channel.send(frames.HELLO, b"1 job")
+            channel.receive()
+            channel.send(frames.SAVE, record)
+            channel.send(frames.DATA, b"x" * 10)
+            channel.send(frames.END)
+            wait_until(lambda: not server.copies[3].is_empty(), "the save")
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--keep-replicas", "2"], "write 0 or 1"),
+        (["--keep-replicas", "x"], "number"),
+    ],
+)
+def test_a_wrong_number_is_refused(tmp_path: Path, words: list[str], why: str) -> None:
+    done = run(*words, script(tmp_path, "print('ran')"))
+    assert done.code == 2, done
+    assert why in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_one_node_has_nowhere_to_copy_to(tmp_path: Path) -> None:
+    done = run("--keep-replicas", "1", script(tmp_path, "print('ran')"))
+    assert done.code == 0, done
+    assert "ran" in done.out
