@@ -145,6 +145,7 @@ class Simulation:
         self.loss = 0.0  # how often a message breaks its connection
         self.kill_time = 0.0  # the most that killing workers takes, as a part of lease or linger
         self.went_back = 0
+        self.forgot = False  # the store has lost rounds: it went back, or another program wrote there
         self._tail: list[tuple[float, Any]] = []  # states that the store would go back to
         self.remarks: list[str] = []
         self.preempted: dict[int, set[str]] = {}  # round -> the nodes that had workers when it was preempted
@@ -271,12 +272,14 @@ class Simulation:
 
     def delete(self, key: str) -> None:
         """Another program deletes a key of the job."""
+        self.forgot |= key.endswith(("ctl/round", "members"))
         _, notices = self.store.apply("operator", self._count, self._count, Delete(key), self.now)
         self._count += 1
         self._notify(notices)
 
     def put(self, key: str, value: bytes) -> None:
         """A write by somebody outside the job (a drain or close request, or another program)."""
+        self.forgot |= key.endswith(("ctl/round", "members"))
         _, notices = self.store.apply("operator", self._count, self._count, Put(key, value), self.now)
         self._count += 1
         self._notify(notices)
@@ -348,9 +351,10 @@ class Simulation:
             )
         if self.started.setdefault((number, place.rank), agent.id) != agent.id:
             raise Broken(f"rank {place.rank} of round {number} was started twice")
-        # A job whose nodes have gone and whose record another program deleted leaves no number behind.
+        # Where the store has forgotten rounds, only nodes that are left know their numbers and jobs.
         left = {a.last for a in self.agents.values() if a.alive and a.ended is None}
-        if max(self.jobs.get(n, 0) for n in (*left, 0) if n < number) > start.round.job:
+        before = left if self.forgot else self.jobs.keys()
+        if max(self.jobs.get(n, 0) for n in (*before, 0) if n < number) > start.round.job:
             raise Broken(f"round {number} is of job {start.round.job}, an earlier one is not: {self.jobs}")
         if agent.job not in (0, start.round.job):
             raise Broken(f"{agent.id} of job {agent.job} starts a round of job {start.round.job}")
@@ -531,7 +535,7 @@ class Simulation:
                 epoch |= {"compacted": epoch["revision"], "history": []}
                 self.store = Model(history=200)
                 self.store.load(self._back_to | epoch, self.now)
-                self._back_to, self.went_back = None, self.went_back + 1
+                self._back_to, self.went_back, self.forgot = None, self.went_back + 1, True
             self.store.renew_all(self.now)
             self._watch_leases()
 
@@ -572,14 +576,16 @@ class Simulation:
         assert current.phase == ACTIVE
         if len({m.id for m in found.nodes}) != len(found.nodes):
             raise Broken(f"round {current.number} has a member twice: {found}")
+        # A number may be used twice only if the store has forgotten the first use, and so have the nodes that
+        # it can ask: those that started it are gone, stopped, or have not come back to it. They bring the
+        # number along when they do, and until then none of them may have workers.
         known = [
             a
             for a in self.agents.values()
             if a.alive and a.ended is None and a.last >= current.number
             if a.workers is not None or (not a.asleep and a.history == self.went_back)
         ]
-        if not known and self.rounds.get(current.number, found[:2]) != found[:2]:
-            # The store forgot this round, and all nodes that had started it are gone.
+        if self.forgot and not known and self.rounds.get(current.number, found[:2]) != found[:2]:
             del self.rounds[current.number]
             for rank in range(len(self.agents)):
                 self.started.pop((current.number, rank), None)
