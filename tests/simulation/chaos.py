@@ -183,7 +183,9 @@ class Chaos:
         number = max(sim.rounds, default=1)
         keys = [f"node/{node}", f"place/{node}", f"result/{number}/{node}", f"result/x/{node}", "members"]
         key = sim.options.prefix + chance.choice([*keys, "ctl/round", "ctl/leader", "ctl/x", "status"])
-        # To delete a node's key is to remove the node, without a word to it: nothing can tell the two apart.
+        # Not a node's key: to delete it is to remove the node without a word to it. Its lease goes on, so it
+        # runs its workers until it sees the next round, and the leader takes it for gone. No record can
+        # prevent that: only a holder of the token can write there, and nothing is promised against those.
         if chance.random() < 0.2 and "node/" not in key:
             sim.delete(key)
         else:

@@ -13,10 +13,13 @@ The store may be killed and come back with its journal, or with a journal that h
 programs, and nodes of other versions, write where the job's records are.
 
 Checked all the time (`Broken` is raised at the first violation):
-- two nodes that are awake never run workers of different rounds at the same moment;
+- two nodes never run workers of different rounds at the same moment, whether their agents are stopped or not;
 - the numbers of the rounds that a node starts only grow, and so does their count of restarts;
 - all nodes start a round with the same members, each rank once, ranks 0..n-1;
-- the store never gives up the lease of a node that is awake and runs workers;
+- the store never gives up the lease of a node that runs workers;
+  In both, one case is excused: an agent is stopped, *and* its connection breaks meanwhile. The store cannot
+  tell that from the end of the agent and shortens the lease, the agent does not learn of it, and its helpers
+  only know the time until which the lease was proved.
 - the jobs that use one id follow each other: a later round is never of an earlier job, and no node runs
   workers of two of them.
 """
@@ -40,6 +43,7 @@ from phalanx.core.participant_events import (
     Disconnected,
     End,
     Event,
+    LeaseMissed,
     LeaveRequested,
     Noticed,
     Send,
@@ -99,7 +103,9 @@ class Agent:
         self.version = 1  # of the package; another one writes fields that this one does not know
         self.history = 0  # how often the store had gone back when this node last spoke to it
         self.saved = 0  # the round in which its workers saved a checkpoint for a preemption
-        self.woke = -1.0
+        self.unaware = (
+            False  # its connection broke while it was stopped, so that its lease is shorter than it knows
+        )
         self.last = 0  # the last round it started
         self.restarts = 0  # as counted in that round
         self.locked_out = 0.0  # until when it gets no new connection
@@ -139,6 +145,7 @@ class Simulation:
         self.loss = 0.0  # how often a message breaks its connection
         self.kill_time = 0.0  # the most that killing workers takes, as a part of lease or linger
         self.went_back = 0
+        self.forgot = False  # the store has lost rounds: it went back, or another program wrote there
         self._tail: list[tuple[float, Any]] = []  # states that the store would go back to
         self.remarks: list[str] = []
         self.preempted: dict[int, set[str]] = {}  # round -> the nodes that had workers when it was preempted
@@ -195,10 +202,29 @@ class Simulation:
             self._close_from_client(agent)
 
     def sleep(self, agent: Agent, seconds: float) -> None:
-        """SIGSTOP now, SIGCONT later: the workers run on meanwhile."""
+        """SIGSTOP now, SIGCONT later: the workers run on meanwhile, until the helpers find the lease over."""
         self.say(agent.id, f"process stopped for {seconds:.1f} s")
         agent.asleep, agent.asleep_until = True, max(agent.asleep_until, self.now + seconds)
         self.at(self.now + seconds, lambda: self._wake_up(agent))
+        if agent.participant.lease:
+            self.at(agent.participant.fence_at, lambda: self._fence(agent))
+
+    def _fence(self, agent: Agent) -> None:
+        """The helpers of a stopped agent kill its workers when the time that it set last has come."""
+        if agent.alive and agent.asleep and agent.workers is not None and agent.participant.lease:
+            self.say(agent.id, "workers killed: the lease was not renewed in time")
+            run, number = agent.run_number, agent.workers
+
+            def gone() -> None:
+                if agent.run_number == run and agent.workers is not None:
+                    agent.workers = None
+                    self._tell(agent, LeaseMissed(number))
+
+            self.at(self.now + self._kill_time(), gone)
+
+    def _kill_time(self) -> float:
+        """How long killing workers takes now: within the tenth of a lease that is kept back for it."""
+        return self.random.uniform(0, self.kill_time) * min(self.options.ttl, self.options.linger)
 
     def cut(self, agent: Agent, seconds: float, *, up: bool = True, down: bool = True) -> None:
         """Partition one host from the store."""
@@ -246,12 +272,14 @@ class Simulation:
 
     def delete(self, key: str) -> None:
         """Another program deletes a key of the job."""
+        self.forgot |= key.endswith(("ctl/round", "members"))
         _, notices = self.store.apply("operator", self._count, self._count, Delete(key), self.now)
         self._count += 1
         self._notify(notices)
 
     def put(self, key: str, value: bytes) -> None:
         """A write by somebody outside the job (a drain or close request, or another program)."""
+        self.forgot |= key.endswith(("ctl/round", "members"))
         _, notices = self.store.apply("operator", self._count, self._count, Put(key, value), self.now)
         self._count += 1
         self._notify(notices)
@@ -272,7 +300,7 @@ class Simulation:
 
     def _wake_up(self, agent: Agent) -> None:
         if agent.alive and agent.asleep and agent.asleep_until <= self.now:
-            agent.asleep, agent.woke = False, self.now
+            agent.asleep = False
             self.say(agent.id, "process continued")
             inbox, agent.inbox = agent.inbox, []
             self._tell(agent, ClockTick())
@@ -323,9 +351,10 @@ class Simulation:
             )
         if self.started.setdefault((number, place.rank), agent.id) != agent.id:
             raise Broken(f"rank {place.rank} of round {number} was started twice")
-        # A job whose nodes have gone and whose record another program deleted leaves no number behind.
+        # Where the store has forgotten rounds, only nodes that are left know their numbers and jobs.
         left = {a.last for a in self.agents.values() if a.alive and a.ended is None}
-        if max(self.jobs.get(n, 0) for n in (*left, 0) if n < number) > start.round.job:
+        before = left if self.forgot else self.jobs.keys()
+        if max(self.jobs.get(n, 0) for n in (*before, 0) if n < number) > start.round.job:
             raise Broken(f"round {number} is of job {start.round.job}, an earlier one is not: {self.jobs}")
         if agent.job not in (0, start.round.job):
             raise Broken(f"{agent.id} of job {agent.job} starts a round of job {start.round.job}")
@@ -337,7 +366,7 @@ class Simulation:
         agent.last, agent.restarts = number, start.round.restarts
         if agent.workers is not None:
             raise Broken(f"{agent.id} starts round {number} over round {agent.workers}")
-        agent.workers, agent.run_number = number, agent.run_number + 1
+        agent.workers, agent.run_number, agent.unaware = number, agent.run_number + 1, False
         self._check_one_round(agent)
         self.on_start(agent, start)
 
@@ -360,11 +389,8 @@ class Simulation:
                 self._tell(agent, WorkersStopped(number))
 
         if at_once:
-            # A node that has slept is late anyway, which is documented: there it takes no time.
-            slow = self.kill_time if agent.woke != self.now else 0.0
-            within = min(self.options.ttl, self.options.linger)
-            self.at(self.now + self.random.uniform(0, slow) * within, stopped)
-            if not slow:
+            self.at(self.now + self._kill_time(), stopped)
+            if not self.kill_time:
                 agent.workers = None
         else:
             self.at(self.now + self.stop_time(), stopped)
@@ -373,10 +399,10 @@ class Simulation:
         if agent.workers is None:
             return
         for number in self.running.keys() - {agent.workers}:
-            awake = sorted(other.id for other in self.running[number] if not other.asleep)
-            if awake:
+            others = sorted(other.id for other in self.running[number] if not other.unaware)
+            if others and not agent.unaware:
                 mine = f"at {self.now:.3f} {agent.id} runs round {agent.workers}"
-                raise Broken(f"{mine}, {' '.join(awake)} round {number}")
+                raise Broken(f"{mine}, {' '.join(others)} round {number}")
 
     # The agent's end of the network
 
@@ -509,7 +535,7 @@ class Simulation:
                 epoch |= {"compacted": epoch["revision"], "history": []}
                 self.store = Model(history=200)
                 self.store.load(self._back_to | epoch, self.now)
-                self._back_to, self.went_back = None, self.went_back + 1
+                self._back_to, self.went_back, self.forgot = None, self.went_back + 1, True
             self.store.renew_all(self.now)
             self._watch_leases()
 
@@ -519,6 +545,7 @@ class Simulation:
             del self.current[connection.agent.id]
             self.store.hang_up(connection.agent.id)
             self.store.shorten(connection.agent.id, self.now + self.options.linger)
+            connection.agent.unaware |= connection.agent.asleep
             self._watch_leases()
 
     def _serve(self, connection: Connection, request: Request) -> None:
@@ -549,14 +576,16 @@ class Simulation:
         assert current.phase == ACTIVE
         if len({m.id for m in found.nodes}) != len(found.nodes):
             raise Broken(f"round {current.number} has a member twice: {found}")
+        # A number may be used twice only if the store has forgotten the first use, and so have the nodes that
+        # it can ask: those that started it are gone, stopped, or have not come back to it. They bring the
+        # number along when they do, and until then none of them may have workers.
         known = [
             a
             for a in self.agents.values()
             if a.alive and a.ended is None and a.last >= current.number
             if a.workers is not None or (not a.asleep and a.history == self.went_back)
         ]
-        if not known and self.rounds.get(current.number, found[:2]) != found[:2]:
-            # The store forgot this round, and all nodes that had started it are gone.
+        if self.forgot and not known and self.rounds.get(current.number, found[:2]) != found[:2]:
             del self.rounds[current.number]
             for rank in range(len(self.agents)):
                 self.started.pop((current.number, rank), None)
@@ -624,7 +653,7 @@ class Simulation:
 
     def _check_lease(self, number: int) -> None:
         for agent in self.agents.values():
-            if agent.workers is None or agent.asleep or agent.participant.lease != number:
+            if agent.workers is None or agent.unaware or agent.participant.lease != number:
                 continue
             raise Broken(
                 f"at {self.now:.3f} the lease of {agent.id} ended while it ran round {agent.workers}"

@@ -20,8 +20,9 @@ from phalanx.errors import StoreAuthError
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.embedded.token import Token
-from phalanx.store.torch import model, protocol
+from phalanx.store.torch import model, protocol, torch_selector
 from phalanx.store.torch.server import TorchStoreServer
+from phalanx.web import health
 from phalanx.web.health import HealthServer
 from tests.conftest import HUNG, wait_until
 from tests.support.run_helpers import Running, plain_environment, script
@@ -127,6 +128,28 @@ def test_dripping_clients_do_not_starve_the_health_port() -> None:
         server.stop()
 
 
+def test_a_dripping_client_is_served_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_CLIENT_TOTAL", 0.5)
+    server = HealthServer("127.0.0.1", 0, lambda: True)
+    server.start()
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=HUNG) as slow:
+            slow.settimeout(0.05)
+            end = time.monotonic() + HUNG
+            while time.monotonic() < end:
+                try:
+                    slow.sendall(b"G")
+                    if not slow.recv(1):
+                        break
+                except TimeoutError:
+                    continue
+                except OSError:
+                    break
+            assert time.monotonic() < end
+    finally:
+        server.stop()
+
+
 # torch's store
 
 SERVE = """
@@ -207,6 +230,25 @@ def test_a_job_survives_a_crowd_at_its_master_port(tmp_path: Path, many_files: N
 def free_static_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def test_requests_that_never_become_complete_take_no_memory_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_selector, "MAX_HALF_SENT", 1 << 20)
+    said: list[str] = []
+    whole = encode((protocol.SET, [b"/k", bytes(400_000)]))
+    with TorchStoreServer("127.0.0.1", 0, log=said.append) as server:
+        with ExitStack() as crowd_of:
+            for _ in range(8):
+                half = crowd_of.enter_context(socket.create_connection(server.address, timeout=HUNG))
+                half.sendall(HELLO + whole[:-1])
+            wait_until(lambda: len(server._loop._connections) < 4, "the end of the largest")
+            assert "too many large requests" in said[0]
+            ping(server.address)
+            server.set("mine", bytes(600_000))
+        wait_until(lambda: not server._loop._connections, "the end of all connections")
+        assert server._loop._half_sent == 0
 
 
 def test_strangers_cannot_store_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

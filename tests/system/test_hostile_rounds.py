@@ -186,10 +186,18 @@ def test_a_newcomer_that_cannot_start_workers_leaves_and_the_others_go_on(
         assert all_gone([w.pid for w in (*workers, *last)])
 
 
-def test_a_node_that_is_needed_and_cannot_start_ends_the_job_with_its_reason(tmp_path: Path) -> None:
-    with Job(tmp_path, "2", "", "--max-restarts", "10") as job:
-        good, bad = job.node("a"), job.node("b", "--no-python", bad_program(tmp_path))
-        for node in (good, bad):
+@pytest.mark.parametrize("who", ["one that is needed", "the host of the store"])
+def test_a_node_that_is_needed_and_cannot_start_ends_the_job_with_its_reason(
+    tmp_path: Path, who: str
+) -> None:
+    """The host of the store is needed, whatever the minimum is: the others cannot go on without it."""
+    hosts = who == "the host of the store"
+    with Job(
+        tmp_path, "1:2" if hosts else "2", "", "--max-restarts", "10", conf="last_call_timeout=20"
+    ) as job:
+        words = ["--no-python", bad_program(tmp_path)]
+        nodes = [job.node("a", *(words if hosts else [])), job.node("b", *([] if hosts else words))]
+        for node in nodes:
             ended = node.end()
             assert ended.code == 1, ended
             assert "bad: No such file" in ended.err
@@ -314,7 +322,7 @@ def test_a_record_of_another_program_ends_and_hangs_nothing(tmp_path: Path, key:
 # -- lost messages ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 13))])
 def test_connections_that_break_at_random_messages_only_take_time(tmp_path: Path, seed: int) -> None:
     with Job(tmp_path, "2:3", conf="is_host=0,ttl=6") as job:
         separate_store(job)

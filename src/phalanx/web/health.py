@@ -22,7 +22,8 @@ from typing import Any
 from phalanx.errors import PhalanxError
 
 LOOPBACK = "127.0.0.1"
-_CLIENT_TIMEOUT = 2.0
+_CLIENT_TIMEOUT = 2.0  # for each piece of a request
+_CLIENT_TOTAL = 10.0  # for everything
 _MAX_CLIENTS = 32
 _STALLED = 10.0
 """The loop counts as stalled if it has not responded for this many seconds; a loaded machine needs one."""
@@ -43,7 +44,7 @@ class HealthServer:
     ) -> None:
         self._address = (host or LOOPBACK, port)
         self._answers = {"/healthz": live, "/": live, "/readyz": ready or live}
-        self._server: ThreadingHTTPServer | None = None
+        self._server: _Server | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
 
@@ -69,9 +70,12 @@ class HealthServer:
 
     def _serve(self) -> None:
         # Not serve_forever, which polls for its stop flag.
-        assert self._server is not None
+        server = self._server
+        assert server is not None
         while not self._closing:
-            self._server.handle_request()
+            server.timeout = server.patience()
+            server.handle_request()
+            server.close_overdue()
 
     def stop(self) -> None:
         """Stop serving; idempotent."""
@@ -104,7 +108,9 @@ class _Server(ThreadingHTTPServer):
         self.answers = answers
         self._free_threads = threading.BoundedSemaphore(_MAX_CLIENTS)
         self._lock = threading.Lock()
-        self._clients: dict[Any, None] = {}  # their sockets, the oldest first
+        self._clients: dict[
+            Any, float
+        ] = {}  # their sockets, the oldest first, and until when they are served
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -119,8 +125,19 @@ class _Server(ThreadingHTTPServer):
                 self.shutdown_request(request)
                 return
         with self._lock:
-            self._clients[request] = None
+            self._clients[request] = time.monotonic() + _CLIENT_TOTAL
         super().process_request(request, client_address)
+
+    def patience(self) -> float | None:
+        """How long the oldest client may take; None without clients."""
+        with self._lock:
+            until = next(iter(self._clients.values()), None)
+        return None if until is None else max(0.0, until - time.monotonic())
+
+    def close_overdue(self) -> None:
+        """Close the clients that have taken too long."""
+        while self.patience() == 0.0:
+            self._close_oldest()
 
     def _close_oldest(self) -> None:
         with self._lock:

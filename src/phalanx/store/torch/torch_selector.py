@@ -8,6 +8,8 @@ Invariants:
 - A peer that breaks the protocol loses its connection, is named in the log, and other peers are not affected.
 - Torch's clients send something at once. Connections that have sent nothing are closed, the oldest first,
   when they take more than a quarter of the process's descriptors; a quarter is never used here at all.
+- Requests that have arrived in part take at most `MAX_HALF_SENT` bytes in all: then the connection with the
+  largest one is closed.
 - A connection that is listened to has no replies and no requests waiting.
 """
 
@@ -30,6 +32,7 @@ _WRITE = selectors.EVENT_WRITE
 _CHUNK = 64 * 1024  # more would make malloc map and unmap pages for every small request
 _BIG_CHUNK = 1024 * 1024  # for the middle of a large value
 _HIGH_WATER = 1024 * 1024  # output pending for a peer at which its further requests wait
+MAX_HALF_SENT = 64 << 20
 _ACCEPTS_IN_A_ROW = 64
 _SILENT_SHARE = 4  # of the descriptors, for connections that have sent nothing: one part in so many
 _ACCEPT_PAUSE = 1.0  # descriptors may be freed elsewhere in the process, without an event
@@ -42,13 +45,14 @@ Adopt = Callable[[socket.socket, tuple[Any, ...]], None]
 class _Connection:
     """One client: its socket, its half-read request, and what waits until it reads its replies."""
 
-    __slots__ = ("address", "id", "mask", "new", "out", "out_size", "parser", "sock", "todo")
+    __slots__ = ("address", "held", "id", "mask", "new", "out", "out_size", "parser", "sock", "todo")
 
     def __init__(self, number: int, sock: socket.socket, address: tuple[Any, ...]) -> None:
         self.id = number
         self.sock = sock
         self.address = address
         self.new = True  # nothing has been read from it yet
+        self.held = 0  # bytes of a request that is not complete
         self.parser = RequestParser()
         self.out: deque[bytes | memoryview] = deque()
         self.out_size = 0
@@ -84,6 +88,7 @@ class StoreLoop:
         self._model = TorchStoreModel()
         self._connections: dict[int, _Connection] = {}
         self._silent: dict[int, _Connection] = {}  # those that have sent nothing yet, the oldest first
+        self._half_sent = 0  # bytes of all requests that are not complete
         self._numbers = itertools.count(1)
         self._accept_again = 0.0  # the moment at which paused accepting is resumed; 0: not paused
         # Accepted sockets inherit these; set on each one they would be half of the system calls of accepting.
@@ -243,6 +248,8 @@ class StoreLoop:
             conn.new = False
             self._silent.pop(conn.id, None)
         requests = conn.parser.feed(data)
+        if not requests or conn.held:
+            self._count_half_sent(conn, 0 if requests else conn.held + len(data))
         if len(requests) == 1 and conn.parser.error is None:
             # Nearly always: a client sends its next request when it has the reply to this one.
             try:
@@ -255,6 +262,13 @@ class StoreLoop:
         else:
             conn.todo.extend(requests)
             self._work(conn)
+
+    def _count_half_sent(self, conn: _Connection, held: int) -> None:
+        self._half_sent += held - conn.held
+        conn.held = held
+        while self._half_sent > MAX_HALF_SENT:
+            largest = max(self._connections.values(), key=lambda one: one.held)
+            self._refuse(largest, TorchProtocolError("too many large requests arrive at the same time"))
 
     def _work(self, conn: _Connection) -> None:
         """Carry out what the connection has sent, as far as it reads its replies."""
@@ -332,6 +346,7 @@ class StoreLoop:
         if self._connections.pop(conn.id, None) is None:
             return  # an event for it came in the same batch as whatever closed it
         self._silent.pop(conn.id, None)
+        self._half_sent -= conn.held
         self._selector.unregister(conn.sock)
         conn.sock.close()
         conn.todo.clear()
