@@ -114,6 +114,25 @@ def test_the_innermost_module_is_blamed_and_its_importers_are_skipped(
     assert not missing.exists(), "an unsuitable module must not look as if it were not installed"
 
 
+def test_a_module_that_needs_an_unsuitable_one_without_importing_it_is_found(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    """It is an attribute of its package if it is loaded, and else the package imports it on demand."""
+    log = tmp_path / "log"
+    (packages / "lazy").mkdir()
+    lazy = "import importlib\ndef __getattr__(name):\n    return importlib.import_module('lazy.' + name)\n"
+    (packages / "lazy" / "__init__.py").write_text(lazy)
+    (packages / "lazy" / "threads.py").write_text(THREAD)
+    write(
+        packages, log, eager="import lazy.threads\n", hidden="import lazy\nlazy.threads\n", fine="", last=""
+    )
+    names = ["fine", "eager", "lazy", "lazy.threads", "hidden", "last"]
+    spawner = preloaded(*names)
+    assert set(spawner.log.unsuitable) == {"lazy.threads"}
+    assert set(spawner.log.importers) == {"eager", "hidden"}
+    assert loaded(spawner, tmp_path, *names) == ["fine", "lazy", "last"]
+
+
 def test_a_module_that_starts_a_thread_before_it_imports_is_blamed_itself(
     preloaded: Any, packages: Path, tmp_path: Path
 ) -> None:

@@ -167,7 +167,7 @@ class HelperPool:
         if self._due and phase == "RUNNING":
             times.append(self._due[0])
         if self._asked_at is not None and phase == "STARTING":
-            times.append(self._asked_at + (_GIVE_UP_AFTER if self._has_said else _SAY_AFTER))
+            times.append(self._asked_at + (self._patience if self._has_said else _SAY_AFTER))
         return min(times, default=None)
 
     def look(self, phase: Phase, now: float) -> None:
@@ -182,6 +182,11 @@ class HelperPool:
         if phase == "RUNNING" and self._due and self._due[0] <= now and self._context is not None:
             self._improve(self._context, now)
 
+    @property
+    def _patience(self) -> float:
+        """How long vetted modules are waited for; the machine may be busier than it was."""
+        return _GIVE_UP_AFTER + 10 * (self.learned.seconds if self.learned is not None else 0.0)
+
     def _watch_preload(self, phase: Phase, now: float) -> None:
         """A start waits for imports: say so, and do not wait for ever."""
         helpers = self._now
@@ -194,10 +199,10 @@ class HelperPool:
             log = helpers.log
             name = log.executing[0] if log is not None and log.executing else "a module"
             self.say(f"the workers start when {name} is imported (--warm off: start without a preload)")
-        if now >= self._asked_at + _GIVE_UP_AFTER:
+        if now >= self._asked_at + self._patience:
             self._asked_at = None
             if not self._own:  # what the user asked for is waited for
-                self._distrust(f"it takes longer than {_GIVE_UP_AFTER:g} s")
+                self._distrust(f"it takes longer than {self._patience:.0f} s")
                 helpers.clear_now()  # the start takes others
 
     def _reap(self) -> None:

@@ -16,6 +16,7 @@ before it does anything that can be seen (leading_imports.py). The others are tr
     >TIME SIZE PATH            the file of `__main__`, and what its leading block imports: ^NAME …
     LINE                       a module or another line of the recorder; "," in front of it: not vetted
     ;                          the end of the leading ones
+    #SECONDS                   that the preload took when the list was vetted
 
 Every module is checked again when it is preloaded (preload.py); a stale or broken file is ignored. The list
 decides what the zygote imports, so a file that another user could have written is ignored too, and nothing is
@@ -64,6 +65,7 @@ class ImportCache:
         self.path = os.path.join(directory, _name_of(self.key)) if directory else None
         self.names: list[str] = []  # and other lines of import_recorder.py
         self._vetted: set[str] = set()
+        self.seconds = 0.0  # that their preload took
         self._unsuitable: dict[str, None] = {}
         self._leading: set[str] = set()
         self._block: _Block | None = None
@@ -85,13 +87,15 @@ class ImportCache:
             return  # another version, another key with the same file name, or truncated
         try:
             files = [_File.read(line[1:]) for line in lines[2:-2] if line.startswith("=")]
+            seconds = max((float(line[1:]) for line in lines[2:-2] if line.startswith("#")), default=0.0)
             block = _Block.read([line for line in lines[2:-2] if line.startswith((">", "^"))])
         except ValueError:
             return
-        found = [line for line in lines[2:-2] if not line.startswith(("-", "=", ">", "^", ";"))]
+        found = [line for line in lines[2:-2] if not line.startswith(("-", "=", ">", "^", ";", "#"))]
         names = [line.removeprefix(",") for line in found]
         if all(file.is_unchanged() for file in files) and not _shadows(first, names):
             self.names = names
+            self.seconds = seconds
             self._vetted = {line for line in found if _is_module(line)}
             self._unsuitable = {line[1:]: None for line in lines[2:-2] if line.startswith("-")}
             self._own = {file.path: file for file in files}
@@ -142,6 +146,7 @@ class ImportCache:
         self._unsuitable.update(dict.fromkeys([*log.unsuitable, *log.importers]))
         self.names = [known for known in self.names if not self._is_unsuitable(known)]
         if log.seconds is not None:
+            self.seconds = log.seconds
             self._vetted.update(name for name in names if _is_module(name) and not self._is_unsuitable(name))
 
     def distrust(self) -> None:
@@ -174,7 +179,10 @@ class ImportCache:
         first = [line for line in names if line.removeprefix(",") in self._leading]
         rest = [line for line in names if line.removeprefix(",") not in self._leading]
         block = self._block.written() if self._block is not None else []
-        text = "\n".join([_MARK, self.key, *bad, *own, *block, *first, ";", *rest, "."]) + "\n"
+        text = (
+            "\n".join([_MARK, self.key, *bad, *own, *block, *first, ";", *rest, f"#{self.seconds:.3f}", "."])
+            + "\n"
+        )
         try:
             write_trusted(self.path, text.encode("utf-8", "surrogateescape"))
             _make_room(os.path.dirname(self.path))

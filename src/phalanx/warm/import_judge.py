@@ -44,11 +44,11 @@ class ImportJudge:
         log: VerdictLog,
         homes: tuple[str, ...],
         checks: Sequence[Check],
-        forbidden: Callable[[str], str],
+        forbidden: Callable[[str], str | None],
         spoiled: Callable[[], None],
         progress: Callable[[], None],
     ) -> None:
-        """`forbidden`: why a module must not be imported here. `spoiled`: called when one was blamed."""
+        """`forbidden`: why a module must not be imported here; None: it may. `spoiled`: one was blamed."""
         self._log = log
         self._homes = homes
         self._checks = checks
@@ -112,7 +112,7 @@ class ImportJudge:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """A module is about to be loaded."""
         why = self._forbidden(name)
-        if why:
+        if why is not None:
             self._blame(name, why)
 
     def _begin(self, name: str) -> None:

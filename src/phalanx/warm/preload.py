@@ -21,6 +21,7 @@ import os
 import sys
 import time
 
+from phalanx import kernel
 from phalanx.warm.import_judge import ImportJudge, checks
 from phalanx.warm.import_recorder import homes as installed_in
 from phalanx.warm.import_recorder import loads_code
@@ -168,11 +169,11 @@ class Preload:
 
     # -- unsuitable modules -------------------------------------------------------------------------
 
-    def _forbidden(self, name: str) -> str:
-        """Why this module must not be imported."""
+    def _forbidden(self, name: str) -> str | None:
+        """Why this module must not be imported; empty: it is known to be unsuitable. None: it may be."""
         if name.partition(".")[0] in self._hidden:
             return "is shadowed by a module of the script"
-        return "is known to be unsuitable" if not self._is_scout and self._is_refused(name) else ""
+        return "" if not self._is_scout and self._is_refused(name) else None
 
     def _spoiled(self) -> None:
         """This process must not become the zygote; its checkpoint may."""
@@ -180,7 +181,11 @@ class Preload:
             return
         if self._checkpoint is None:
             self._give_up("a module: imports one that is unsuitable")
+        if self._ahead is not None:  # a scout is under way; the checkpoint knows now who imports what
+            self._checkpoint.tell()
+            os._exit(0)
         self._is_scout = True
+        kernel.end_subreaper()  # a later checkpoint is the keeper's
         self._judge.note_importers()
         os.nice(19)  # the zygote comes first, and the workers before both
         self._checkpoint.tell()
@@ -192,7 +197,7 @@ class Preload:
     def _save(self) -> None:
         """Make a checkpoint if it is time for that. Returns again in the checkpoint when it is needed."""
         now = time.monotonic()
-        if self._once or self._is_scout or self._ahead is not None:
+        if self._once or self._is_scout:
             return
         if self._checkpoint is not None:
             if now - self._saved < max(_CHECKPOINT_AFTER, (now - self._began) / 4):
@@ -202,14 +207,24 @@ class Preload:
         made = fork_checkpoint(self._keeper, self._log)
         if isinstance(made, Checkpoint):
             self._checkpoint = made
-        else:
-            self._checkpoint, self._ahead = None, made
+            return
+        self._checkpoint = None
+        if self._ahead is not None and made.gone:  # killed by a module that did not kill the scout
+            self._give_up("a module: ended the process")
+        if self._ahead is None and made.gone:
+            self._log.blame_executing()
+        elif self._ahead is None:
+            self._ahead = made
             self._judge.logs = False
-            self._console.copy()
-            self._report(f"zygote {os.getpid()}")
+        self._console.copy()
+        self._report(f"zygote {os.getpid()}")
+        self._save()
 
     def _lead(self) -> None:
-        """The process ahead has ended early: blame what it executed, and go on without it."""
+        """The scout has ended early: blame what it executed, and go on without it."""
+        if self._checkpoint is not None:  # it would follow
+            self._checkpoint.end()
+            self._checkpoint = None
         self._ahead = None
         self._judge.logs = True
         self._log.blame_executing()
