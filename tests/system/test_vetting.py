@@ -347,6 +347,65 @@ def test_a_start_waits_only_for_what_the_script_imports_before_anything_else(
             assert not began.exists()
 
 
+@pytest.fixture
+def crowded(packages: Path, tmp_path: Path) -> Iterator[Any]:
+    """The first helpers of a launch with more workers than processors, for a list that was never tried."""
+    made: list[HelperPool] = []
+
+    def make(*lines: str) -> Spawner:
+        learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
+        learned.add(lines, complete=True)
+        made.append(HelperPool("python", "auto", learned, crowded=True))
+        spawner = made[-1].take("python")
+        assert spawner is not None
+        while spawner.importing:
+            spawner.events(HUNG)
+        return spawner
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def test_more_workers_than_processors_try_a_new_list_at_once(
+    crowded: Any, packages: Path, tmp_path: Path
+) -> None:
+    write(packages, tmp_path / "log", first="", second="")
+    spawner = crowded("first", "second")
+    assert loaded(spawner, tmp_path, "first", "second") == ["first", "second"]
+
+
+def test_a_new_list_is_given_up_at_once_if_a_module_leaves_the_threads_that_a_worker_saw(
+    crowded: Any, packages: Path, tmp_path: Path
+) -> None:
+    """That module is imported alone, in a fork, before the others, which take long."""
+    log = tmp_path / "log"
+    write(packages, log, large="import threads\n", threads=THREAD)
+    spawner = crowded("large", "threads", "%threads 1")
+    assert log.read_text().split() == ["threads"]
+    assert loaded(spawner, tmp_path, "large", "threads") == []
+    assert spawner.log.spoiled == "threads: may leave a thread running"
+
+
+def test_threads_of_numerical_libraries_do_not_spoil_a_new_list(
+    crowded: Any, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numpy")
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    main = script(tmp_path, "import numpy\n")
+    env = {**environment(packages), "OPENBLAS_NUM_THREADS": "3"}
+    assert run(main, env=env).code == 0
+    code = "import os, sys\nfrom phalanx.warm.import_cache import ImportCache\n"
+    code += "print(*ImportCache(['script', sys.argv[1]], os.environ).untried_lines(), sep='\\n')\n"
+    known = subprocess.run(
+        [sys.executable, "-c", code, main], env=env, capture_output=True, text=True, check=True
+    )
+    lines = known.stdout.splitlines()
+    assert [line for line in lines if line.startswith("%")], "no thread was seen"
+    spawner = crowded(*lines)
+    assert (spawner.log.spoiled, loaded(spawner, tmp_path, "numpy")) == ("", ["numpy"])
+
+
 def test_an_edit_below_the_first_imports_keeps_the_preload(packages: Path, tmp_path: Path) -> None:
     (packages / "large.py").write_text("")
     head = "import sys\nearly = 'large' in sys.modules\n"

@@ -26,7 +26,7 @@ from phalanx.warm.import_judge import ImportJudge, checks
 from phalanx.warm.import_recorder import homes as installed_in
 from phalanx.warm.import_recorder import loads_code
 from phalanx.warm.verdict_log import covers
-from phalanx.warm.vetting import Checkpoint, Scout, fork_checkpoint, kill_children
+from phalanx.warm.vetting import Checkpoint, Scout, fork_checkpoint, kill_children, starts_no_thread
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,17 +61,22 @@ class ImportResidue:
 left = ImportResidue()
 
 
-def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None], once: bool) -> None:
+def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None], how: str) -> None:
     """Import the modules, in this order; this process, or a fork of it, returns, and is the zygote.
 
     `lines` may contain the recorder's other lines: variables that the script sets before the following
-    imports, and modules that the script shadows. `-NAME`: known to be unsuitable. `once`: all were tried
-    before, so that they are checked once more after their import, but not each part of it; the process exits
-    if one of them is unsuitable now.
+    imports, and modules that the script shadows. `-NAME`: known to be unsuitable. `how`:
+
+    empty    find all unsuitable modules, and import the others
+    vetted   all were tried before: they are checked once more after their import, but not each part of it.
+             The process exits if one of them is unsuitable now
+    untried  nothing is known, and a start waits: the process exits if one of them is unsuitable. Before that,
+             those that may have started threads in a worker are tried by themselves: most often they are the
+             only ones in doubt, and take little time
     """
     import gc
 
-    Preload(list(lines), log, report, once).run()
+    Preload(list(lines), log, report, how).run()
     gc.collect()
     gc.freeze()  # or a collection in a worker would write into every shared page
     report("done")
@@ -80,13 +85,14 @@ def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None]
 class Preload:
     """One pass over a list."""
 
-    def __init__(self, lines: list[str], log: VerdictLog, report: Callable[[str], None], once: bool) -> None:
+    def __init__(self, lines: list[str], log: VerdictLog, report: Callable[[str], None], how: str) -> None:
         self._lines = lines
         self._hidden = {line[1:] for line in lines if line.startswith("!")}
         self._refused = {line[1:] for line in lines if line.startswith("-")}
         self._log = log
         self._report = report
-        self._once = once
+        self._vetted = how == "vetted"
+        self._once = how != ""
         self._keeper = os.getppid()
         self._homes = installed_in()
         self._installed: dict[str, bool] = {}  # by top-level name
@@ -97,7 +103,7 @@ class Preload:
         self._judge = ImportJudge(
             log, self._homes, checks(self._take_asked), self._forbidden, self._spoiled, self._progress
         )
-        self._judge.each_module = not once
+        self._judge.each_module = not self._vetted
         self._began = self._saved = self._reported = time.monotonic()
         self._checkpoint: Checkpoint | None = None
         self._ahead: Scout | None = None
@@ -105,13 +111,16 @@ class Preload:
 
     def run(self) -> None:
         """Import what can be."""
+        hints = dict(line[1:].split(" ") for line in self._lines if line.startswith("%"))
+        if not starts_no_thread(hints):
+            self._give_up(f"{next(iter(hints))}: may leave a thread running")
         with self._judge:
             for line in self._lines:
                 if line[:1] in ("+", "?"):
                     if loads_code(line[1:].partition("=")[0]):
                         break  # the recorder never writes one; what follows may depend on it
                     _set_for_script(line[0], line[1:], self._own)
-                elif line[:1] not in ("!", "-"):
+                elif line[:1] not in ("!", "-", "%"):
                     self._entry(line)
             self._log.write("over")
             if self._is_scout:
@@ -153,13 +162,13 @@ class Preload:
     def _try(self, name: str) -> None:
         with self._console:
             self._judge.look()  # what was done here is no module's effect
-            if self._once:
+            if self._vetted:
                 self._log.write(f"( {name}")
             imported, error = self._import(name)
-            why = self._judge.look() if self._once else ""
+            why = self._judge.look() if self._vetted else ""
         if why:
             self._give_up(f"{name}: {why}")
-        if self._once:
+        if self._vetted:
             self._log.write(")")
         if not imported:
             self._console.forget()
@@ -180,7 +189,7 @@ class Preload:
         if self._is_scout:
             return
         if self._checkpoint is None:
-            self._give_up("a module: imports one that is unsuitable")
+            self._give_up(next(iter(self._log.in_words()), "a module: imports one that is unsuitable"))
         if self._ahead is not None:  # a scout is under way; the checkpoint knows now who imports what
             self._checkpoint.tell()
             os._exit(0)
