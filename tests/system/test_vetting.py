@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -430,6 +431,22 @@ def test_what_a_start_waits_for_is_said(packages: Path, tmp_path: Path) -> None:
         go_on.touch()
         job.read_until("here")
         assert job.end().code == 0
+
+
+def test_the_garbage_collector_of_a_worker_is_as_python_sets_it(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    """During a preload it rests; what a module sets stays."""
+    write(packages, tmp_path / "log", plain="", sets="import gc\ngc.set_threshold(500, 5, 5)\n")
+    for names, expected in ((["plain"], gc.get_threshold()), (["plain", "sets"], (500, 5, 5))):
+        spawner = preloaded(*names)
+        out = tmp_path / "threshold"
+        text = f"import gc; open({str(out)!r}, 'w').write(str((gc.isenabled(), gc.get_threshold())))"
+        job = WorkerLaunch(0, program=("script", script(tmp_path, text, "look.py"), []))
+        spawner.spawn([job], os.environ)
+        while not any(isinstance(event, Exit) for event in spawner.events(HUNG)):
+            pass
+        assert out.read_text() == str((True, expected))
 
 
 def test_torch_is_executed_once_beside_modules_that_leave_threads(

@@ -76,7 +76,12 @@ def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None]
     """
     import gc
 
+    before = gc.get_threshold()
+    rare = (1 << 30, *before[1:])
+    gc.set_threshold(*rare)  # one collection at the end is cheaper than those during the imports
     Preload(list(lines), log, report, how).run()
+    if gc.get_threshold() == rare:  # a module may have set its own
+        gc.set_threshold(*before)
     gc.collect()
     gc.freeze()  # or a collection in a worker would write into every shared page
     report("done")
