@@ -7,7 +7,8 @@ helpers of the last start, and never waits.
 
 The list is kept (warm/import_cache.py). The first start of the next launch waits until what was found
 suitable is imported, as far as the script itself imports it before it does anything else. What comes later in
-the script, or may take long, is imported in the background for the next start.
+the script, or may take long, is imported in the background for the next start. If there are more workers than
+processors, a list that was never tried is tried at once, because the workers would take longer.
 
     off      every worker is executed from scratch
     auto     as above
@@ -56,14 +57,19 @@ class HelperPool:
         learned: ImportCache | None = None,
         preload: tuple[str, ...] = (),
         warm_up: str = "",
+        crowded: bool = False,
     ) -> None:
-        """`kind`: the helpers to start now, while the rest of the agent is imported; empty: none yet."""
+        """`kind`: the helpers to start now, while the rest of the agent is imported; empty: none yet.
+
+        `crowded`: there are more workers than processors, so that imports of their own would take long.
+        """
         self.kind = kind
         self.mode = mode
         self.learned = learned
         self.warm_up = warm_up
         self.standby_ranks: list[StandbyRank] = []  # of the workers, as far as it is known beforehand
         self._waits_for_rank: set[int] = set()  # local ranks whose program calls wait_for_rank()
+        self._crowded = crowded
         self.say: Callable[[str], None] = lambda _line: None
         self._own = list(preload)
         self._next: Spawner | None = None
@@ -83,8 +89,11 @@ class HelperPool:
     def _make_first(self) -> Spawner:
         """For the first start, which waits for them: what was vetted, and what the user asked for."""
         names = self.learned.first_lines() if self.learned is not None else []
+        vetting = "vetted"
+        if self.learned is not None and not names and self._crowded:
+            names, vetting = self.learned.untried_lines(), "untried"
         if self.kind.startswith("python") and (names or self._own):
-            return Spawner(self.kind, preload=[*self._own, *names], once=not self._own)
+            return Spawner(self.kind, preload=[*self._own, *names], vetting="" if self._own else vetting)
         return Spawner(self.kind)
 
     def _make_better(self) -> Spawner:
@@ -189,7 +198,7 @@ class HelperPool:
         if self._due and phase == "RUNNING":
             times.append(self._due[0])
         if self._asked_at is not None and phase == "STARTING":
-            times.append(self._asked_at + (_GIVE_UP_AFTER if self._has_said else _SAY_AFTER))
+            times.append(self._asked_at + (self._patience if self._has_said else _SAY_AFTER))
         return min(times, default=None)
 
     def look(self, phase: Phase, now: float) -> None:
@@ -207,6 +216,11 @@ class HelperPool:
         if phase == "RUNNING" and self._due and self._due[0] <= now and self._context is not None:
             self._improve(self._context, now)
 
+    @property
+    def _patience(self) -> float:
+        """How long vetted modules are waited for; the machine may be busier than it was."""
+        return _GIVE_UP_AFTER + 10 * (self.learned.seconds if self.learned is not None else 0.0)
+
     def _watch_preload(self, phase: Phase, now: float) -> None:
         """A start waits for imports: say so, and do not wait for ever."""
         helpers = self._now
@@ -219,10 +233,10 @@ class HelperPool:
             log = helpers.log
             name = log.executing[0] if log is not None and log.executing else "a module"
             self.say(f"the workers start when {name} is imported (--warm off: start without a preload)")
-        if now >= self._asked_at + _GIVE_UP_AFTER:
+        if now >= self._asked_at + self._patience:
             self._asked_at = None
             if not self._own:  # what the user asked for is waited for
-                self._distrust(f"it takes longer than {_GIVE_UP_AFTER:g} s")
+                self._distrust(f"it takes longer than {self._patience:.0f} s")
                 helpers.clear_now()  # the start takes others
 
     def _reap(self) -> None:
@@ -376,7 +390,12 @@ def helper_pool_for_function(
 
 
 def helper_pool_for(
-    program: str, args: tuple[str, ...], mode: str, preload: tuple[str, ...] = (), warm_up: str = ""
+    program: str,
+    args: tuple[str, ...],
+    mode: str,
+    preload: tuple[str, ...] = (),
+    warm_up: str = "",
+    nproc: int = 1,
 ) -> HelperPool:
     """For programs: forks of one Python where that is possible and wanted, else a fresh start for each."""
     from phalanx.workers.program import python_flags, split_python
@@ -389,4 +408,5 @@ def helper_pool_for(
     split = split_python(args)
     assert split is not None
     learned = ImportCache([split[1], split[2], *flags], os.environ)
-    return HelperPool(" ".join(["python", *flags]), mode, learned, preload, warm_up)
+    crowded = nproc > len(os.sched_getaffinity(0))
+    return HelperPool(" ".join(["python", *flags]), mode, learned, preload, warm_up, crowded)

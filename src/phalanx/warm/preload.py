@@ -21,11 +21,12 @@ import os
 import sys
 import time
 
+from phalanx import kernel
 from phalanx.warm.import_judge import ImportJudge, checks
 from phalanx.warm.import_recorder import homes as installed_in
 from phalanx.warm.import_recorder import loads_code
 from phalanx.warm.verdict_log import covers
-from phalanx.warm.vetting import Checkpoint, Scout, fork_checkpoint, kill_children
+from phalanx.warm.vetting import Checkpoint, Scout, fork_checkpoint, kill_children, starts_no_thread
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -60,17 +61,27 @@ class ImportResidue:
 left = ImportResidue()
 
 
-def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None], once: bool) -> None:
+def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None], how: str) -> None:
     """Import the modules, in this order; this process, or a fork of it, returns, and is the zygote.
 
     `lines` may contain the recorder's other lines: variables that the script sets before the following
-    imports, and modules that the script shadows. `-NAME`: known to be unsuitable. `once`: all were tried
-    before, so that they are checked once more after their import, but not each part of it; the process exits
-    if one of them is unsuitable now.
+    imports, and modules that the script shadows. `-NAME`: known to be unsuitable. `how`:
+
+    empty    find all unsuitable modules, and import the others
+    vetted   all were tried before: they are checked once more after their import, but not each part of it.
+             The process exits if one of them is unsuitable now
+    untried  nothing is known, and a start waits: the process exits if one of them is unsuitable. Before that,
+             those that may have started threads in a worker are tried by themselves: most often they are the
+             only ones in doubt, and take little time
     """
     import gc
 
-    Preload(list(lines), log, report, once).run()
+    before = gc.get_threshold()
+    rare = (1 << 30, *before[1:])
+    gc.set_threshold(*rare)  # one collection at the end is cheaper than those during the imports
+    Preload(list(lines), log, report, how).run()
+    if gc.get_threshold() == rare:  # a module may have set its own
+        gc.set_threshold(*before)
     gc.collect()
     gc.freeze()  # or a collection in a worker would write into every shared page
     report("done")
@@ -79,13 +90,14 @@ def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None]
 class Preload:
     """One pass over a list."""
 
-    def __init__(self, lines: list[str], log: VerdictLog, report: Callable[[str], None], once: bool) -> None:
+    def __init__(self, lines: list[str], log: VerdictLog, report: Callable[[str], None], how: str) -> None:
         self._lines = lines
         self._hidden = {line[1:] for line in lines if line.startswith("!")}
         self._refused = {line[1:] for line in lines if line.startswith("-")}
         self._log = log
         self._report = report
-        self._once = once
+        self._vetted = how == "vetted"
+        self._once = how != ""
         self._keeper = os.getppid()
         self._homes = installed_in()
         self._installed: dict[str, bool] = {}  # by top-level name
@@ -96,7 +108,7 @@ class Preload:
         self._judge = ImportJudge(
             log, self._homes, checks(self._take_asked), self._forbidden, self._spoiled, self._progress
         )
-        self._judge.each_module = not once
+        self._judge.each_module = not self._vetted
         self._began = self._saved = self._reported = time.monotonic()
         self._checkpoint: Checkpoint | None = None
         self._ahead: Scout | None = None
@@ -104,13 +116,16 @@ class Preload:
 
     def run(self) -> None:
         """Import what can be."""
+        hints = dict(line[1:].split(" ") for line in self._lines if line.startswith("%"))
+        if not starts_no_thread(hints):
+            self._give_up(f"{next(iter(hints))}: may leave a thread running")
         with self._judge:
             for line in self._lines:
                 if line[:1] in ("+", "?"):
                     if loads_code(line[1:].partition("=")[0]):
                         break  # the recorder never writes one; what follows may depend on it
                     _set_for_script(line[0], line[1:], self._own)
-                elif line[:1] not in ("!", "-"):
+                elif line[:1] not in ("!", "-", "%"):
                     self._entry(line)
             self._log.write("over")
             if self._is_scout:
@@ -152,13 +167,13 @@ class Preload:
     def _try(self, name: str) -> None:
         with self._console:
             self._judge.look()  # what was done here is no module's effect
-            if self._once:
+            if self._vetted:
                 self._log.write(f"( {name}")
             imported, error = self._import(name)
-            why = self._judge.look() if self._once else ""
+            why = self._judge.look() if self._vetted else ""
         if why:
             self._give_up(f"{name}: {why}")
-        if self._once:
+        if self._vetted:
             self._log.write(")")
         if not imported:
             self._console.forget()
@@ -168,19 +183,23 @@ class Preload:
 
     # -- unsuitable modules -------------------------------------------------------------------------
 
-    def _forbidden(self, name: str) -> str:
-        """Why this module must not be imported."""
+    def _forbidden(self, name: str) -> str | None:
+        """Why this module must not be imported; empty: it is known to be unsuitable. None: it may be."""
         if name.partition(".")[0] in self._hidden:
             return "is shadowed by a module of the script"
-        return "is known to be unsuitable" if not self._is_scout and self._is_refused(name) else ""
+        return "" if not self._is_scout and self._is_refused(name) else None
 
     def _spoiled(self) -> None:
         """This process must not become the zygote; its checkpoint may."""
         if self._is_scout:
             return
         if self._checkpoint is None:
-            self._give_up("a module: imports one that is unsuitable")
+            self._give_up(next(iter(self._log.in_words()), "a module: imports one that is unsuitable"))
+        if self._ahead is not None:  # a scout is under way; the checkpoint knows now who imports what
+            self._checkpoint.tell()
+            os._exit(0)
         self._is_scout = True
+        kernel.end_subreaper()  # a later checkpoint is the keeper's
         self._judge.note_importers()
         os.nice(19)  # the zygote comes first, and the workers before both
         self._checkpoint.tell()
@@ -192,7 +211,7 @@ class Preload:
     def _save(self) -> None:
         """Make a checkpoint if it is time for that. Returns again in the checkpoint when it is needed."""
         now = time.monotonic()
-        if self._once or self._is_scout or self._ahead is not None:
+        if self._once or self._is_scout:
             return
         if self._checkpoint is not None:
             if now - self._saved < max(_CHECKPOINT_AFTER, (now - self._began) / 4):
@@ -202,14 +221,24 @@ class Preload:
         made = fork_checkpoint(self._keeper, self._log)
         if isinstance(made, Checkpoint):
             self._checkpoint = made
-        else:
-            self._checkpoint, self._ahead = None, made
+            return
+        self._checkpoint = None
+        if self._ahead is not None and made.gone:  # killed by a module that did not kill the scout
+            self._give_up("a module: ended the process")
+        if self._ahead is None and made.gone:
+            self._log.blame_executing()
+        elif self._ahead is None:
+            self._ahead = made
             self._judge.logs = False
-            self._console.copy()
-            self._report(f"zygote {os.getpid()}")
+        self._console.copy()
+        self._report(f"zygote {os.getpid()}")
+        self._save()
 
     def _lead(self) -> None:
-        """The process ahead has ended early: blame what it executed, and go on without it."""
+        """The scout has ended early: blame what it executed, and go on without it."""
+        if self._checkpoint is not None:  # it would follow
+            self._checkpoint.end()
+            self._checkpoint = None
         self._ahead = None
         self._judge.logs = True
         self._log.blame_executing()

@@ -82,8 +82,8 @@ class VerdictLog:
         return covers(self.unsuitable, name) or covers(self.importers, name)
 
     def blame(self, name: str, why: str, importers: Iterable[str]) -> None:
-        """Write that a module is unsuitable, and with it those that import it."""
-        if name not in self.unsuitable and name not in self.importers:
+        """Write that a module is unsuitable, and with it those that import it. No `why`: it is known."""
+        if why and name not in self.unsuitable and name not in self.importers:
             self.unsuitable[name] = why
             self.write(f"bad {name}: {why}".replace("\n", " "))
         for importer in importers:

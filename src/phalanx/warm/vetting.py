@@ -4,7 +4,8 @@ The process that imports the list is to become the zygote. From time to time it 
 sleeps. If no module is unsuitable, the checkpoint is killed, and nothing else has happened. At the first
 unsuitable module the process is spoiled. It goes on through the rest of the list as a *scout*, to find all
 others. The checkpoint wakes up and imports: it follows behind the scout, knows what it has found, and leaves
-that out. What was imported before the checkpoint is not imported again.
+that out. What was imported before the checkpoint is not imported again. It has a checkpoint, too: a module
+may need one that is left out in a way that cannot be seen where both are loaded.
 
 If a module kills the process, or hangs and the keeper kills it, the checkpoint goes on without that module.
 
@@ -19,6 +20,7 @@ import os
 import time
 
 from phalanx import kernel
+from phalanx.warm.import_judge import count_threads, fork_silently
 from phalanx.zygote.rawsignal import signal
 
 TYPE_CHECKING = False
@@ -94,3 +96,32 @@ def kill_children(but: int) -> None:
     for pid in kernel.children():
         if pid != but:
             os.kill(pid, signal.SIGKILL)
+
+
+def starts_no_thread(hints: dict[str, str]) -> bool:
+    """Whether these modules, by themselves, start as many threads as in a worker, and all end at a fork.
+
+    Tried in a fork: thread pools of numerical libraries are no obstacle, and are common.
+    """
+    if not hints:
+        return True
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1] == 0
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        base = before = count_threads()
+        for name, count in hints.items():
+            __import__(name)
+            if count_threads() - before < int(count):
+                os._exit(1)  # another module starts them
+            before = count_threads()
+        trial = fork_silently()
+        if trial == 0:
+            os._exit(0)
+        os.waitpid(trial, 0)
+        os._exit(0 if count_threads() <= base else 1)
+    except BaseException:  # noqa: BLE001 - a module may do anything
+        os._exit(1)
