@@ -51,7 +51,8 @@ def create_handler(params: RendezvousParameters) -> ElasticRendezvous:
 class ElasticInfo(RendezvousInfo):
     """A round as this node sees it, with its number and what serves the workers' store here."""
 
-    def __init__(self, formed: Formed, store: Any, slots: int) -> None:
+    def __init__(self, formed: Formed, store: Any, slots: int | None) -> None:
+        """`slots`: the workers of this node; None: the leader does not know, and the nodes exchange them."""
         where = RendezvousStoreInfo(formed.address, formed.port)
         super().__init__(store, formed.place.rank, formed.round.nodes, where)
         self.round = formed.round.number
@@ -60,9 +61,9 @@ class ElasticInfo(RendezvousInfo):
         self._place, self._slots = formed.place, slots
 
     @property
-    def worker_ranks(self) -> list[WorkerRanks]:
+    def worker_ranks(self) -> list[WorkerRanks] | None:
         """The ranks of this node's workers, as the leader has placed them."""
-        return self._place.offsets.workers(self._slots)
+        return None if self._slots is None else self._place.offsets.workers(self._slots)
 
 
 class ElasticRendezvous(RendezvousHandler):
@@ -184,8 +185,12 @@ class ElasticRendezvous(RendezvousHandler):
         assert self.membership is not None
         assert self.membership.client is not None
         prefix = shared_prefix(self._settings.run_id, formed.round.number) + "store/"
-        store = StoreFacade(self.membership.client, prefix)
-        return ElasticInfo(formed, store, self.membership.info.slots)
+        return ElasticInfo(formed, StoreFacade(self.membership.client, prefix), self._slots)
+
+    @property
+    def _slots(self) -> int | None:
+        """The number of this node's workers, where an agent has given it to the leader."""
+        return self.membership.info.slots if self._attached and self.membership is not None else None
 
     def _joined(self) -> Membership:
         if self.membership is None:

@@ -175,7 +175,10 @@ def _is_any(host: str) -> bool:
 
 
 def open_server(
-    settings: Settings, token: Token | None, on_failure: Callable[[str], None] = lambda text: None
+    settings: Settings,
+    token: Token | None,
+    on_failure: Callable[[str], None] = lambda text: None,
+    on_refused: Callable[[str, str], None] = lambda host, why: None,
 ) -> Server | None:
     """The embedded store, if this node hosts it."""
     import errno
@@ -194,6 +197,7 @@ def open_server(
             journal=settings.journal,
             tls=settings.tls,
             on_failure=on_failure,
+            on_refused=on_refused,
         )
     except StoreError as error:
         cause = error.__cause__

@@ -83,6 +83,15 @@ def _attempt(host: str, port: int, timeout: float) -> socket.socket:
     return sock
 
 
+def answers(host: str, port: int, timeout: float) -> bool:
+    """Whether a server there speaks the protocol."""
+    try:
+        _attempt(host, port, timeout).close()
+    except OSError:
+        return False
+    return True
+
+
 class TorchStoreClient:
     """torch's `Store` methods over one connection."""
 
