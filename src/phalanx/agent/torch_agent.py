@@ -495,7 +495,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         if places is None and group_world_size > 1 and not environment.workers_are_identical():
             from phalanx.membership.exchange import exchange_ranks
 
-            places = exchange_ranks(store, group_rank, group_world_size, spec, self._loop.number)
+            places = exchange_ranks(store, group_rank, group_world_size, spec)
         if places is None:
             places = assign_identical(group_rank, group_world_size, spec.local_world_size)
         return [
@@ -635,6 +635,12 @@ class LocalElasticAgent(SimpleElasticAgent):
             self.supervision.close()
 
     # -- what the outside reads ---------------------------------------------------------------------
+
+    _worker_watchdog: Any = None  # torch's name; the watchdog is a service of the agent here
+
+    @property
+    def _log_line_prefix_template(self) -> str | None:
+        return self._prefix_template
 
     @property
     def _pcontext(self) -> PContext | None:
