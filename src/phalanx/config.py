@@ -186,9 +186,12 @@ class Sources:
         return tuple(word for word in split_list(raw) if word)
 
     def settings(self) -> dict[str, Any]:
-        """--rdzv-conf as a dictionary."""
+        """--rdzv-conf as a dictionary; quotes that came through a YAML file or a variable are taken off."""
         conf: dict[str, Any] = {}
-        for pair in filter(None, (part.strip() for part in self.text("rdzv_conf").split(","))):
+        text = self.text("rdzv_conf").strip()
+        if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+            text = text[1:-1]
+        for pair in filter(None, (part.strip() for part in text.split(","))):
             key, _, value = (part.strip() for part in pair.partition("="))
             if not key or not value:
                 raise self.bad("rdzv_conf", f"{pair!r} is not key=value; write key=value,key=value")

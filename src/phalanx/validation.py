@@ -247,6 +247,11 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
             v.warnings.append(f"no {where}: using localhost, so only nodes on this machine can meet")
         endpoint = endpoint or (f"localhost:{STORE_PORT}" if most > 1 else "localhost:0")
     else:
+        if backend == "etcd-v2":
+            from phalanx.membership.registry import ETCD_V2
+
+            v.warnings.append(ETCD_V2)
+            backend = "etcd"
         _check_backend(v, backend, endpoint)
     if backend in _BACKENDS:
         _check_endpoint(v, endpoint)
@@ -283,8 +288,6 @@ def _run_id(v: Sources, alone: bool) -> str:
 
 
 def _check_backend(v: Sources, backend: str, endpoint: str) -> None:
-    if backend == "etcd-v2":
-        raise v.bad("rdzv_backend", "etcd's v2 API is not supported; use etcd, which speaks v3")
     if backend == "etcd":
         if not endpoint:
             raise v.bad("rdzv_backend", f"needs {v.name('rdzv_endpoint')} HOST:PORT of the etcd server")

@@ -416,8 +416,8 @@ def test_a_start_that_fails_comes_out_of_the_step(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_honoured_is_refused_at_the_definition() -> None:
-    with pytest.raises(TypeError, match="_setup_healthcheck would never be called: health"):
-        type("Other", (LocalElasticAgent,), {"_setup_healthcheck": lambda self: None})
+    with pytest.raises(TypeError, match="_log_watchdog_event would never be called: what the watchdog"):
+        type("Other", (LocalElasticAgent,), {"_log_watchdog_event": lambda self: None})
 
     async def step(self: Any) -> None: ...
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
+import queue as queue_module
 import signal
 import subprocess
 import sys
@@ -407,3 +409,100 @@ def torch_queue_worker(bed: Bed) -> None:
 def test_torchs_client_over_a_queue_is_served(bed: Bed) -> None:
     pytest.importorskip("torch.distributed.elastic.timer")
     assert bed.run(torch_queue_worker) == -signal.SIGKILL
+
+
+@both
+def test_a_server_may_be_started_twice_and_again_after_a_stop(bed: Bed) -> None:
+    threads = threading.active_count()
+    bed.server.start()
+    assert threading.active_count() == threads
+    assert bed.run(overstay) == -signal.SIGKILL
+    bed.server.stop()
+    bed.server.start()
+    bed.server.start()
+    assert bed.run(overstay) == -signal.SIGKILL
+
+
+class Counting(LocalTimerServer):
+    """A server with its own way to register: it sees every look, as under torch."""
+
+    def __init__(self, queue: Any, max_interval: float) -> None:
+        super().__init__(queue, max_interval)
+        self.looks: queue_module.Queue[int] = queue_module.Queue()
+
+    def register_timers(self, timer_requests: list[Any]) -> None:
+        self.looks.put(len(timer_requests))
+        super().register_timers(timer_requests)
+
+
+class CountingFile(FileTimerServer):
+    def __init__(self, path: str, max_interval: float) -> None:
+        super().__init__(path, "run", max_interval)
+        self.looks: queue_module.Queue[int] = queue_module.Queue()
+
+    def register_timers(self, timer_requests: list[Any]) -> None:
+        self.looks.put(len(timer_requests))
+        super().register_timers(timer_requests)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_of_ones_own_looks_once_per_interval(kind: str, tmp_path: Path) -> None:
+    queue = FORK.Queue()
+    path = str(tmp_path / "pipe")
+    server: Any = Counting(queue, 0.1) if kind == "queue" else CountingFile(path, 0.1)
+    began = time.monotonic()
+    server.start()
+    try:
+        for _ in range(5):
+            server.looks.get(timeout=HUNG)
+        assert time.monotonic() - began > 0.35  # never more often without a request
+        client = LocalTimerClient(queue) if kind == "queue" else FileTimerClient(path)
+        worker = FORK.Process(target=overstay_with, args=(client,))
+        worker.start()
+        worker.join(HUNG)
+        assert worker.exitcode == -signal.SIGKILL
+        worker.close()
+        seen = []
+        while not server.looks.empty():
+            seen.append(server.looks.get())
+        assert 1 in seen
+    finally:
+        server.stop()
+        queue.close()
+        queue.join_thread()
+        queue._reader.close()
+        queue._writer.close()
+
+
+def overstay_with(client: Any) -> None:
+    with expires(0.05, "scope", client):
+        signal.pause()
+
+
+@pytest.mark.parametrize("module", ["debug_info_logging", "file_based_local_timer"])
+def test_a_hook_is_called_while_the_worker_can_be_looked_at(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def hook(run_id: str, expired: dict[int, list[str]]) -> None:
+        seen.append((run_id, expired, [psutil.Process(pid).status() for pid in expired]))
+        raise RuntimeError("of the hook")
+
+    where = importlib.import_module(f"phalanx.elastic.timer.{module}")
+    monkeypatch.setattr(where, "log_debug_info_for_expired_timers", hook)
+    path = str(tmp_path / "pipe")
+    server = FileTimerServer(path, "run")
+    server.start()
+    try:
+        worker = FORK.Process(target=overstay_with, args=(FileTimerClient(path),))
+        worker.start()
+        pid = worker.pid
+        worker.join(HUNG)
+        assert worker.exitcode == -signal.SIGKILL
+        worker.close()
+    finally:
+        server.stop()
+    assert len(seen) == 1
+    assert seen[0][:2] == ("run", {pid: ["scope"]})
+    assert seen[0][2][0] not in ("zombie", "dead")

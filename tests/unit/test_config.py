@@ -266,6 +266,11 @@ def test_lists_and_settings(script: str) -> None:
         "--rdzv-conf", "a=1, b = x=y ,", "--local-ranks-filter", "0, 1", "--nproc-per-node", "2", script
     )
     assert run.rdzv_conf == {"a": "1", "b": "x=y"}
+    for quoted in ("\"a=1,b='2'\"", "'a=1,b='2''"):
+        assert ask("--rdzv-conf", quoted, script).rdzv_conf == {"a": "1", "b": "'2'"}
+    old = ask("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "h:2379", script)
+    assert old.rdzv_backend == "etcd"
+    assert "speaks v3" in old.warnings[0]
     assert run.local_ranks_filter == {0, 1}
     assert ask("--duplicate-stdout-filters", "a,,b,c", script).duplicate_stdout_filters == ("a,b", "c")
     assert ask("--no-restart-on", "2,137,SIGABRT,-11", script).no_restart_on == {2, 137, 134, 139}
@@ -416,7 +421,7 @@ REFUSED = [
     (["--rdzv-endpoint", "host:port"], "--rdzv-endpoint host:port: write HOST:PORT"),
     (["--rdzv-endpoint", "host:"], "--rdzv-endpoint host:: write HOST:PORT"),
     (["--rdzv-conf", "a"], "'a' is not key=value"),
-    (["--rdzv-backend", "etcd-v2"], "v3"),
+    (["--rdzv-backend", "etcd-v2"], "needs --rdzv-endpoint"),
     (["--rdzv-backend", "etcd"], "needs --rdzv-endpoint"),
     (["--rdzv-backend", "zoo"], "--rdzv-backend zoo: no such backend"),
     (["--rdzv-id", "../x"], "--rdzv-id ../x:"),

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.errors import RendezvousError
 from phalanx.membership.address import parse_rendezvous_endpoint
 from phalanx.membership.handler import RendezvousHandler, RendezvousParameters, RendezvousStoreInfo
 from phalanx.membership.registry import RendezvousHandlerRegistry, get_rendezvous_handler
@@ -55,9 +54,18 @@ def test_static_needs_a_rank_and_a_fixed_number() -> None:
         get_rendezvous_handler(parameters("static", rank=2))
 
 
-def test_etcd_v2_is_answered_with_what_to_use() -> None:
-    with pytest.raises(RendezvousError, match="v2 API is not supported; use etcd"):
-        get_rendezvous_handler(parameters("etcd-v2"))
+def test_etcd_v2_is_our_etcd_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    assert get_rendezvous_handler(parameters("etcd-v2")).get_backend() == "etcd"
+    assert caplog.text.count("etcd has removed its v2 API; using etcd") == 1
+
+
+def test_one_node_may_choose_its_port() -> None:
+    handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "job", 1, 1))
+    info = handler.next_rendezvous()
+    assert (info.rank, info.world_size) == (0, 1)
+    info.store.set("key", "value")
+    assert info.store.get("key") == b"value"
+    assert handler.shutdown()
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -72,6 +72,7 @@ DIFFERENT = {
     ("launcher.api", "LaunchConfig"): "the default backend is our own; the rest is compared below",
     ("agent.server.api", "RunResult"): "one more field, at the end: what was stopped because of the failures",
     ("rendezvous.static_tcp_rendezvous", "StaticTCPRendezvous"): "timeout has a default",
+    ("rendezvous.dynamic_rendezvous", "DynamicRendezvousHandler"): "is made by from_backend",
 }
 
 
@@ -227,17 +228,11 @@ def test_no_torch_is_imported_without_need() -> None:
 
 
 def test_what_is_left_out_says_so_when_used() -> None:
-    from phalanx.elastic.rendezvous import (
-        c10d_rendezvous_backend,
-        dynamic_rendezvous,
-        etcd_rendezvous,
-        etcd_store,
-    )
+    from phalanx.elastic.rendezvous import etcd_rendezvous, etcd_rendezvous_backend, etcd_store
 
     for use in (
-        lambda: c10d_rendezvous_backend.create_backend(None),
-        lambda: dynamic_rendezvous.create_handler(None, None, None),  # type: ignore[arg-type]
-        lambda: etcd_rendezvous.create_rdzv_handler(None),
+        lambda: etcd_rendezvous_backend.create_backend(None),
+        lambda: etcd_rendezvous.EtcdRendezvousHandler(None, None),
         lambda: etcd_store.EtcdStore(None, "p"),
     ):
         with pytest.raises(RendezvousError, match=r"is not supported: .*use rdzv_backend"):
@@ -496,3 +491,55 @@ def test_a_flag_variable_that_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PET_BAR", "maybe")
     with pytest.raises(ValueError, match="PET_BAR=maybe"):
         argparse.ArgumentParser().add_argument("--bar", action=check_env)
+
+
+STATES = ("D", "DN", "D+", "S", "d", "", None)
+
+
+def test_states_of_processes_are_taken_and_returned_as_torchs_are(torch: ModuleType) -> None:
+    from torch.distributed.elastic.utils import process_state as theirs
+
+    from phalanx.elastic.utils import process_state as ours
+
+    for state in STATES:
+        assert ours.is_uninterruptible_state(state) == theirs.is_uninterruptible_state(state), state
+    for pid in (os.getppid(), str(os.getppid()), 0, -1, 1 << 30, "x", None, True):
+        assert (ours.read_proc_state(pid) is None) == (theirs.read_proc_state(pid) is None), pid  # type: ignore[arg-type]
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert ours.read_proc_state(child.pid) == theirs.read_proc_state(child.pid) == "Z"
+    child.wait()
+
+
+def test_destinations_of_logs_are_made_and_printed_as_torchs_are(torch: ModuleType) -> None:
+    import dataclasses
+
+    from torch.distributed.elastic.multiprocessing import LogsDest as Theirs
+
+    from phalanx.elastic.multiprocessing import LogsDest
+
+    for made in ((), ({0: "a"}, {}, {0: "b"}, {}, {0: "c"}, "d", "e")):
+        ours, theirs = LogsDest(*made), Theirs(*made)
+        assert repr(ours) == repr(theirs)
+        assert dataclasses.asdict(ours) == dataclasses.asdict(theirs)
+        ours.stdouts[7] = "f"
+        assert dataclasses.replace(ours, stderrs={1: "g"}).stdouts[7] == "f"
+    assert LogsDest().stdouts == {}
+
+
+def test_prefix_and_signals_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.run import config_from_args, parse_args
+
+    def made(*argv: str) -> Any:
+        return config_from_args(parse_args([*argv, "--no-python", "/bin/true"]))[0]
+
+    monkeypatch.delenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", raising=False)
+    plain = made()
+    assert plain.log_line_prefix_template is None
+    assert plain.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}]:")
+    assert made().log_line_prefix_template == "[${rank}]:"
+    chosen = made("--log-line-prefix-template", "<${rank}>", "--signals-to-handle", "SIGTERM,SIGUSR1")
+    assert (chosen.log_line_prefix_template, chosen.signals_to_handle) == ("<${rank}>", "SIGTERM,SIGUSR1")
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGUSR2")
+    assert made().signals_to_handle == "SIGUSR2"

@@ -47,6 +47,7 @@ class Services:
         self.environment: dict[str, str] = {}
         self._given: Any = None  # a server that the caller brought
         self._own_folder = ""
+        self._probe: tuple[Callable[[threading.Event], None], Callable[[], bool]] | None = None
 
     def open(
         self,
@@ -54,14 +55,15 @@ class Services:
         knock: Callable[[threading.Event], None],
         ready: Callable[[], bool],
         given: Any = None,
+        leave: frozenset[str] = frozenset(),
     ) -> None:
-        """Start what is asked for; on an error nothing is left running."""
+        """Start what is asked for, except what to `leave` for later; on an error nothing is left running."""
+        self._probe = knock, ready
         try:
-            timer_file = environment.timer_file()
-            if timer_file is not None:
-                self._start_timers(run_id, timer_file)
-            if self.health_address:
-                self._start_health(knock, ready)
+            if "timers" not in leave:
+                self.start_timers(run_id)
+            if "health" not in leave:
+                self.start_health()
             if given is not None:
                 given.start()
                 self._given = given
@@ -69,7 +71,11 @@ class Services:
             self.close()
             raise
 
-    def _start_timers(self, run_id: str, path: str) -> None:
+    def start_timers(self, run_id: str) -> None:
+        """Start the watchdog of the timers, if it is asked for and does not run."""
+        path = environment.timer_file()
+        if path is None or self.timers is not None:
+            return
         from phalanx.supervision.timers.file_timer import FileTimerServer, private_path
 
         if not path:
@@ -80,17 +86,34 @@ class Services:
         self.timers = server
         self.environment[environment.TIMER_FILE] = path
 
-    def _start_health(self, knock: Callable[[threading.Event], None], ready: Callable[[], bool]) -> None:
+    def start_health(self) -> None:
+        """Start the health endpoint, if it is asked for and does not run.
+
+        A port of the environment that is in use is left alone, with a warning: several agents of one machine
+        have the same environment."""
+        if not self.health_address or self.health is not None or self._probe is None:
+            return
         from phalanx.web.health import HealthServer, LoopProbe
 
+        knock, ready = self._probe
         try:
             host, port = split_address(self.health_address)
         except ValueError as error:
             raise ValueError(f"{environment.HEALTH_PORT}={error}") from None
         watchdog_progress = self.timers.get_last_progress_time if self.timers is not None else None
         probe = LoopProbe(knock, watchdog_progress)
-        self.health = HealthServer(host, port, probe.live, ready)
-        self.health.start()
+        server = HealthServer(host, port, probe.live, ready)
+        try:
+            server.start()
+        except PhalanxError as error:
+            if self.health_address != environment.health_port():
+                raise
+            from phalanx.log import warn
+
+            warn(f"{error}; this agent runs without health endpoints")
+            self.health_address = ""
+        else:
+            self.health = server
 
     def close(self) -> None:
         """Stop everything; idempotent."""

@@ -69,10 +69,13 @@ class LocalWorkers:
         supervision: Supervision,
         record: RunRecord,
         place: Callable[[RendezvousInfo], None],
+        setup: Callable[[dict[int, dict[str, str]]], None],
         post: Callable[[Callable[[], None]], None],
         stepped: Callable[[], bool],
     ) -> None:
-        """`place` gives the group its ranks; `stepped`: torch's steps ask, and `look` reports nothing."""
+        """`place` gives the group its ranks, `setup` completes the variables of its workers.
+
+        `stepped`: torch's steps ask, and `look` reports nothing."""
         self._group = group
         self._handler = handler
         self._nodes = nodes
@@ -85,7 +88,7 @@ class LocalWorkers:
         self._helpers = helpers
         self._supervision = supervision
         self._record = record
-        self._place = place
+        self._place, self._setup = place, setup
         self._post = post
         self._stepped = stepped
         self.context: PContext | None = None
@@ -184,12 +187,12 @@ class LocalWorkers:
             )
             if several and interface is not None:
                 envs[rank].update(interface.environment)
-            envs[rank].update(self._supervision.services.environment)
             args[rank] = substitute(spec.args, rank)
             if self._prefix_template is not None:
                 prefixes[rank] = line_prefix(
                     self._prefix_template, self._group, worker, host=host, attempt=self._attempt
                 )
+        self._setup(envs)
         return self._of_kind(spec, args, envs, prefixes if self._prefix_template is not None else None)
 
     def _of_kind(
@@ -242,11 +245,16 @@ class LocalWorkers:
         where = info.bootstrap_store_info
         self._has_address = where is not None
         if self._nodes.has_meeting:  # a fresh one for every round, and the last one's is gone
-            if self.store is not None:
+            if self.store is not None and self.store is not info.served:
                 self.store.close()
             self.store = info.served
         if where is not None:
-            return where.master_addr, where.master_port
+            wanted = spec.master_addr or where.master_addr, spec.master_port or where.master_port
+            elsewhere = (
+                spec.master_addr and spec.master_port and wanted != (where.master_addr, where.master_port)
+            )
+            if not elsewhere or info.served is not None:
+                return wanted
         if info.rank != 0:
             return spec.master_addr, spec.master_port
         if self.store is None:

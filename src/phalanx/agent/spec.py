@@ -79,6 +79,47 @@ class WorkerSpec(Record, frozen=False):
         return str(getattr(entrypoint, "__qualname__", type(entrypoint).__qualname__))
 
 
+_DEFAULTS = {
+    "role": "default",
+    "fn": None,
+    "entrypoint": None,
+    "args": (),
+    "max_restarts": 3,
+    "monitor_interval": 0.1,
+    "master_port": None,
+    "master_addr": None,
+    "local_addr": None,
+    "event_log_handler": "null",
+    "numa_options": None,
+    "duplicate_stdout_filters": None,
+    "duplicate_stderr_filters": None,
+    "virtual_local_rank": False,
+}
+
+
+class SpecLike:
+    """An object of the caller's in place of a WorkerSpec: what it does not have is as by default."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(self._given, name) or name not in _DEFAULTS:
+            return getattr(self._given, name)
+        return _DEFAULTS[name]
+
+    def get_entrypoint_name(self) -> str:
+        """The program's or function's name."""
+        return WorkerSpec.get_entrypoint_name(self)  # type: ignore[arg-type]  # it has what that reads
+
+
+def complete(spec: Any) -> WorkerSpec:
+    """The spec itself, if it has all that the agent reads."""
+    if isinstance(spec, WorkerSpec) or all(hasattr(spec, n) for n in (*_DEFAULTS, "get_entrypoint_name")):
+        return spec  # type: ignore[no-any-return]
+    return SpecLike(spec)  # type: ignore[return-value]
+
+
 class Worker:
     """One worker's place; -1 until a round has given it one."""
 

@@ -30,7 +30,7 @@ from phalanx import environment
 from phalanx.agent.local_workers import START_ERRORS, LocalWorkers, worker_event
 from phalanx.agent.loop import ProgressPart, SteppedLoop, StepWorkers, signal_exception
 from phalanx.agent.run_record import RunRecord
-from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec, complete
 from phalanx.agent.torch_events import METHODS as EVENT_METHODS
 from phalanx.agent.torch_events import TorchEvents
 from phalanx.core import group as core
@@ -70,9 +70,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.protocols import Nodes, NodeWorkers
+    from phalanx.agent.worker_store import WorkerStore
     from phalanx.core.group_events import Finish
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousInfo
+    from phalanx.supervision.timers.file_timer import FileTimerServer
     from phalanx.workers.worker_group import PContext
 
 DEFAULT_ROLE = "default"
@@ -94,12 +96,7 @@ STEPS = (
 _OF_NODES = frozenset({"_invoke_run", "_rendezvous", "_exit_barrier"})
 """Steps that may call the handler themselves: such a class has torch's interface only, on every node."""
 
-_NOT_CALLED = {
-    **dict.fromkeys(
-        ("_setup_healthcheck", "_setup_local_watchdog", "_log_watchdog_event"),
-        "health port and watchdog are services of phalanx.agent.agent_services",
-    ),
-}
+_NOT_CALLED = {"_log_watchdog_event": "what the watchdog does is logged by phalanx.supervision.timers"}
 """torch's methods that have no counterpart here: an override would never be called."""
 
 
@@ -145,6 +142,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         *,
         options: AgentOptions = AgentOptions(),  # noqa: B008 - immutable
     ) -> None:
+        spec = complete(spec)
         self._worker_group = WorkerGroup(spec)
         self._exit_barrier_timeout = exit_barrier_timeout
         self._shutdown_timeout = shutdown_timeout
@@ -505,9 +503,9 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
     def _master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:
         """Where the workers' own store is."""
         spec, where = self._worker_group.spec, info.bootstrap_store_info
-        if where is not None:
-            return where.master_addr, where.master_port
-        return spec.master_addr, spec.master_port
+        if where is None:
+            return spec.master_addr, spec.master_port
+        return spec.master_addr or where.master_addr, spec.master_port or where.master_port
 
     def open_meeting(self, address: str) -> tuple[Any, int]:
         """Where the workers of a round meet, should this node be its first: (what serves there, port)."""
@@ -592,6 +590,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             uninterruptible_state_timeout = environment.uninterruptible_timeout()
         self._uninterruptible_timeout = uninterruptible_state_timeout
         self._attach = options.attach
+        self._meeting: WorkerStore | None = None  # what this node opened last for a round's workers
         self.helpers = options.helpers or HelperPool()
         self._since = time.time()
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout, options=options)
@@ -615,6 +614,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             supervision=self.supervision,
             record=self._record,
             place=self._place_workers,
+            setup=self._set_up,
             post=self._post,
             stepped=lambda: self._loop.stepped,
         )
@@ -629,14 +629,43 @@ class LocalElasticAgent(SimpleElasticAgent):
                 note=self._record.note,
                 phase=lambda: self.state.phase.value,
                 health_check_server=self._health_check_server,
+                leave=self._of_subclass,
             )
             return super().run(role)
         finally:
             self.supervision.close()
 
+    # -- services that a subclass may set up in its own way -------------------------------------------
+
+    @property
+    def _of_subclass(self) -> frozenset[str]:
+        """The services that wait for the steps below: a subclass has its own, which may call ours."""
+        steps = {"timers": "_setup_local_watchdog", "health": "_setup_healthcheck"}
+        own = {name: getattr(LocalElasticAgent, step) for name, step in steps.items()}
+        return frozenset(name for name, step in steps.items() if getattr(type(self), step) is not own[name])
+
+    def _set_up(self, envs: dict[int, dict[str, str]]) -> None:
+        """Before each start, with the environment of every worker."""
+        self._setup_local_watchdog(envs)
+        self._setup_healthcheck()
+
+    def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
+        """Start the watchdog of the timers, if it is asked for and does not run, and tell the workers."""
+        services = self.supervision.services
+        services.start_timers(self._rdzv_handler.get_run_id())
+        for environ in envs.values():
+            environ.update(services.environment)
+
+    def _setup_healthcheck(self) -> None:
+        """Start the health endpoint, if it is asked for and does not run."""
+        self.supervision.services.start_health()
+
     # -- what the outside reads ---------------------------------------------------------------------
 
-    _worker_watchdog: Any = None  # torch's name; the watchdog is a service of the agent here
+    @property
+    def _worker_watchdog(self) -> FileTimerServer | None:
+        """The watchdog of the timers, while it runs."""
+        return self.supervision.services.timers
 
     @property
     def _log_line_prefix_template(self) -> str | None:
@@ -734,7 +763,16 @@ class LocalElasticAgent(SimpleElasticAgent):
     def open_meeting(self, address: str) -> tuple[Any, int]:
         from phalanx.agent.worker_store import WorkerStore
 
-        store = WorkerStore(address, None, self._rdzv_handler.use_agent_store)
+        spec, last = self._worker_group.spec, self._meeting
+        if last is not None and spec.master_port and not last.closed:
+            last.new_round()  # the port is given: it is kept, and emptied
+            return last, last.port
+        if spec.master_addr:
+            from phalanx.membership.address import listening_address
+
+            address = listening_address(spec.master_addr)
+        store = WorkerStore(address, spec.master_port, self._rdzv_handler.use_agent_store)
+        self._meeting = store
         return store, store.port
 
     def _master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:

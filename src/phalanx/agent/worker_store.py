@@ -20,6 +20,7 @@ class WorkerStore:
 
         self.host = host or "localhost"
         self.serving = served
+        self.closed = False
         self._server: Any = None
         self._socket: socket.socket | None = None
         if not served:
@@ -63,6 +64,7 @@ class WorkerStore:
             self._server.start()
 
     def close(self) -> None:
+        self.closed = True
         if self._server is not None:
             self._server.close()
         if self._socket is not None:

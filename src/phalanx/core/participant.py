@@ -139,6 +139,11 @@ class Participant:
         return self._job or 1
 
     @property
+    def knows_job(self) -> bool:
+        """Whether it is known which of the jobs with this id this node is part of."""
+        return bool(self._job)
+
+    @property
     def leading(self) -> bool:
         """Whether this node decides for the job."""
         return self._view is not None

@@ -9,7 +9,9 @@ import os
 import socket
 
 from phalanx import environment
+from phalanx.errors import StoreConnectionError, StoreError
 from phalanx.store.torch.client import TorchStoreClient
+from phalanx.store.torch.torch_errors import as_torchs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -102,23 +104,42 @@ def create_c10d_store(
 ) -> TorchStoreClient:
     """A store with torch's methods and protocol, with its server or as a client; `close` it at the end.
 
-    It is not an instance of a torch class, so no process group can be built on it; torch's TCPStore can be a
-    client of the same server. `retries` and `use_libuv` have no effect: the server chooses its port when it
-    binds it, so no retry is needed.
+    It is not an instance of a torch class, so no process group can be built on it; the other side may be
+    torch's. Without a port, or with 0, a server takes a free one (`store.port`); a given port that is in use
+    is tried `retries` times. `timeout` bounds the connection, and the wait for `world_size` sides.
+    `use_libuv` has no effect: the server speaks the protocol of both.
     """
-    if server_port == -1 and not is_server:
-        raise ValueError("create_c10d_store: server_port is missing; a client needs the server's port")
-    store: TorchStoreClient
-    if is_server:
-        store = ServedStore(server_addr, max(server_port, 0), timeout)
-    else:
-        store = TorchStoreClient(server_addr, server_port, timeout)
-    if wait_for_workers:
-        from phalanx.store.store_barrier import barrier
+    if server_port == -1 and (not is_server or world_size > 1):
+        raise ValueError(
+            f"create_c10d_store: server_port is missing, and {world_size} sides have to know it; give a port"
+        )
+    try:
+        store = _served(server_addr, max(server_port, 0), timeout, retries) if is_server else None
+        store = store or TorchStoreClient(server_addr, server_port, timeout)
+        if wait_for_workers:
+            from phalanx.store.store_barrier import barrier
 
-        try:
-            barrier(store, world_size, "phalanx/create", timeout)
-        except BaseException:
-            store.close()
-            raise
+            try:
+                store.join_members()
+                barrier(store, world_size, "_tcp_store/num_members", timeout)
+            except BaseException:
+                store.close()
+                raise
+    except StoreError as error:
+        raise as_torchs(error) from error.__cause__
     return store
+
+
+def _served(host: str, port: int, timeout: float, retries: int) -> TorchStoreClient:
+    import errno
+    import time
+
+    for attempt in range(1, retries + 1):
+        try:
+            return ServedStore(host, port, timeout)
+        except StoreConnectionError as error:
+            cause = error.__cause__
+            if not port or attempt == retries or getattr(cause, "errno", None) != errno.EADDRINUSE:
+                raise
+        time.sleep(0.1 * attempt)  # there is no event for a port that becomes free
+    return ServedStore(host, port, timeout)

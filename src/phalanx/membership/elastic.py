@@ -6,7 +6,7 @@ Two ways to use it:
   a request, whether that round is over, and then `next_rendezvous` is called again. Calling it while the
   round still runs requests a new one from all nodes, as a torch agent does after a failure.
 
-No call but `next_rendezvous`, `shutdown` and `leave` waits.
+No call but `next_rendezvous`, `shutdown`, `leave`, and `set_closed` before the first round, waits.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from phalanx.membership.handler import RendezvousParameters
     from phalanx.membership.membership_events import Happening
 
+_CLOSE = 30.0  # for a node that has not joined to close the job
 _LAST_WORD = 5.0  # for this node and the leader to exchange how the job ended
 
 
@@ -70,7 +71,7 @@ class ElasticRendezvous(RendezvousHandler):
     watches = True
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        self._settings = settings
         self.membership: Membership | None = None
         self._attached = False
         self._news = threading.Condition()
@@ -79,13 +80,18 @@ class ElasticRendezvous(RendezvousHandler):
         self._over = self._closed = False
         self._ended: Ended | None = None
 
+    @property
+    def settings(self) -> Any:
+        """What this node's part in the rendezvous was made from."""
+        return self._settings
+
     # torch's interface
 
     def get_backend(self) -> str:
-        return self.settings.backend
+        return self._settings.backend
 
     def get_run_id(self) -> str:
-        return self.settings.run_id
+        return self._settings.run_id
 
     @property
     def use_agent_store(self) -> bool:
@@ -93,18 +99,20 @@ class ElasticRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> ElasticInfo:
         """Wait for the next round that this node is part of."""
+        if self._closed and self._ended is None:
+            raise RendezvousClosedError(f"run {self._settings.run_id} was closed by this node")
         membership = self._joined()
         with self._news:
             if self._number and self._ended is None:
                 if not self._over:
                     membership.failed(
-                        self._number, NodeFailure(f"{self.settings.name} asked for a new round")
+                        self._number, NodeFailure(f"{self._settings.name} asked for a new round")
                     )
                 membership.workers_gone(self._number)
             self._news.wait_for(lambda: self._ended is not None or self._formed is not None)
             formed, self._formed, self._over = self._formed, None, False
             if self._ended is not None:
-                raise error_of(self._ended, self.settings)
+                raise error_of(self._ended, self._settings)
         assert formed is not None
         self._number = formed.round.number
         return self.info(formed)
@@ -117,8 +125,14 @@ class ElasticRendezvous(RendezvousHandler):
         return self._closed
 
     def set_closed(self) -> None:
-        if self.membership is not None and not self.membership.ended.is_set():
-            self.membership.close(f"closed by {self.settings.name}")
+        """End the job for all nodes; a node that has not joined it waits until they have been told."""
+        joined = self.membership is not None
+        membership = self._joined()
+        if not membership.ended.is_set():
+            membership.close(f"closed by {self._settings.name}")
+            if not joined:
+                membership.ended.wait(_CLOSE)
+        self._closed = True
 
     def shutdown(self) -> bool:
         """End the job for all nodes and close everything."""
@@ -155,10 +169,10 @@ class ElasticRendezvous(RendezvousHandler):
         """Report everything to `tell` as it happens; `start` of the result joins.
 
         `max_restarts` None: the caller counts restarts."""
-        options = replace(self.settings.options, max_restarts=max_restarts)
+        options = replace(self._settings.options, max_restarts=max_restarts)
         self._attached = True
         self.membership = Membership(
-            self.settings, options, tell, open_meeting, slots, role, self.use_agent_store
+            self._settings, options, tell, open_meeting, slots, role, self.use_agent_store
         )
         return self.membership
 
@@ -168,7 +182,7 @@ class ElasticRendezvous(RendezvousHandler):
 
         assert self.membership is not None
         assert self.membership.client is not None
-        prefix = shared_prefix(self.settings.run_id, formed.round.number) + "store/"
+        prefix = shared_prefix(self._settings.run_id, formed.round.number) + "store/"
         store = StoreFacade(self.membership.client, prefix)
         return ElasticInfo(formed, store, self.membership.info.slots)
 
@@ -176,9 +190,9 @@ class ElasticRendezvous(RendezvousHandler):
         if self.membership is None:
             from phalanx.membership.address import free_port
 
-            options = replace(self.settings.options, max_restarts=None)
+            options = replace(self._settings.options, max_restarts=None)
             self.membership = Membership(
-                self.settings,
+                self._settings,
                 options,
                 self._hear,
                 lambda _address: (None, free_port()),
@@ -194,10 +208,10 @@ class ElasticRendezvous(RendezvousHandler):
                     self._formed = happening
                 case Over():
                     self._over, self._formed = True, None
-                    self._closed = happening.now is not None and happening.now.phase == CLOSED
+                    self._closed |= happening.now is not None and happening.now.phase == CLOSED
                 case Ended(end):
                     self._ended, self._over = happening, True
-                    self._closed = end.outcome in ("closed", "succeeded", "failed", "timeout")
+                    self._closed |= end.outcome in ("closed", "succeeded", "failed", "timeout")
             self._news.notify_all()
 
 
@@ -217,7 +231,9 @@ def error_of(ended: Ended, settings: Settings) -> RendezvousError:
         return RendezvousStateError(reason)
     if settings.fixed:
         return _static_error(outcome, reason, settings)
-    etcd = settings.backend == "etcd"
+    if settings.blob is not None:
+        return _blob_error(outcome, reason, settings)
+    etcd = settings.store == "etcd"
     where, tried = settings.where, ", ".join(settings.addresses())
     doctor = f"phalanx doctor --rdzv-endpoint {where}" + " --rdzv-backend etcd" * etcd
     secret = "user and password" if etcd else "token"
@@ -235,6 +251,15 @@ def error_of(ended: Ended, settings: Settings) -> RendezvousError:
             f"that the port is open, and the {secret} ({doctor})"
         )
     return RendezvousConnectionError(reason)
+
+
+def _blob_error(outcome: str, reason: str, settings: Settings) -> RendezvousError:
+    if outcome == "timeout":
+        return RendezvousTimeoutError(
+            f"run {settings.run_id}: {reason}; check that the missing nodes use the same run id, and reach "
+            f"the service of {settings.where}"
+        )
+    return RendezvousConnectionError(f"run {settings.run_id}: {reason}")
 
 
 def _static_error(outcome: str, reason: str, settings: Settings) -> RendezvousError:

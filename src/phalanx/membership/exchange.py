@@ -26,11 +26,15 @@ def exchange_ranks(store: Any, rank: int, world_size: int, spec: WorkerSpec) -> 
     mine = {"role": spec.role, "rank": rank, "local_world_size": spec.local_world_size}
     store.set(f"{_NODES}{rank}", json.dumps(mine).encode())
     if rank == 0:
-        nodes = [json.loads(bytes(value)) for value in _get(store, _NODES, world_size)]
+        nodes = [json.loads(_text(value)) for value in _get(store, _NODES, world_size)]
         places = offsets((str(node["role"]), int(node["local_world_size"])) for node in nodes)
         _set(store, _ASSIGNED, [json.dumps(list(place)) for place in places])
-    place = Offsets(*json.loads(bytes(store.get(f"{_ASSIGNED}{rank}"))))
+    place = Offsets(*json.loads(_text(store.get(f"{_ASSIGNED}{rank}"))))
     return place.workers(spec.local_world_size)
+
+
+def _text(value: Any) -> str | bytes:
+    return value if isinstance(value, str) else bytes(value)
 
 
 def _get(store: Any, prefix: str, count: int) -> list[Any]:

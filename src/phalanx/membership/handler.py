@@ -43,8 +43,13 @@ class RendezvousStoreInfo(Record, frozen=False):
             port = server_port or free_port()
             store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, address.encode())
             store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port).encode())
-        addr = store.get(RendezvousStoreInfo.MASTER_ADDR_KEY).decode()
-        return RendezvousStoreInfo(addr, int(store.get(RendezvousStoreInfo.MASTER_PORT_KEY).decode()))
+        addr, told_port = (
+            value if isinstance(value, str) else bytes(value).decode()
+            for value in map(
+                store.get, (RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY)
+            )
+        )
+        return RendezvousStoreInfo(addr, int(told_port))
 
 
 class RendezvousInfo:

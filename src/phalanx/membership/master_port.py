@@ -32,7 +32,13 @@ _FIRST_BYTES = wire.MAGIC[:1] + b"\x16"  # 0x16: a TLS record with a handshake m
 class MasterPort:
     """The socket and both servers behind it."""
 
-    def __init__(self, settings: Settings, token: Token | None, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        token: Token | None,
+        on_failure: Callable[[str], None],
+        on_refused: Callable[[str, str], None],
+    ) -> None:
         self._agents = Server(
             None,
             token=token,
@@ -40,6 +46,7 @@ class MasterPort:
             tls=settings.tls,
             seed={JOB: job_record(settings.run_id, settings.options.max_nodes)},
             on_failure=on_failure,
+            on_refused=on_refused,
         )
         try:
             self._torch = self._serve(settings.host, settings.port)

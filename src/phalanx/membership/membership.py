@@ -42,6 +42,7 @@ from phalanx.core.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, 
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError
 from phalanx.membership.address import listening_address
 from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Remark, Waiting
+from phalanx.membership.mismatches import Mismatches
 from phalanx.membership.settings import open_server
 from phalanx.membership.waiting_line import StatusLine
 
@@ -121,6 +122,8 @@ class Membership:
         self._preempted = False
         self._unfit = ""  # why this node cannot be part of any round
         self._closing = False
+        self._mismatches = Mismatches(options, settings.name, tell)
+        self._wants_close = ""  # requested before this node knew which job is its own
         self._released = False
         self._status_watched = False
 
@@ -189,24 +192,28 @@ class Membership:
         from phalanx.membership.store_connection import find_secret
 
         self._token = find_secret(self.settings)
-        if self.settings.backend != "etcd":
+        if self.settings.store == "embedded":
             self._server = self._host()
             if self._server is not None:
                 self._server.start()
                 self.hosting = True
+                self.settings.port = self._server.address[1]  # where 0 was asked for
         self._dial(self.options.join_timeout)
 
     def _host(self) -> Server | MasterPort | None:
         def failed(why: str) -> None:
             self._calls.put(lambda: self._lose(why))
 
+        def refused(host: str, why: str) -> None:
+            self._calls.put(lambda: self._mismatches.refused(host, why))
+
         if not self.settings.fixed:
-            return open_server(self.settings, self._token, failed)
+            return open_server(self.settings, self._token, failed, refused)
         if not self.settings.is_host:
             return None
         from phalanx.membership.master_port import MasterPort
 
-        self._master = MasterPort(self.settings, self._token, failed)
+        self._master = MasterPort(self.settings, self._token, failed, refused)
         self.settings.port = self._master.address[1]
         if self._token is None:
             self.tell(Remark(NOT_AUTHENTICATED))
@@ -282,19 +289,33 @@ class Membership:
         if self.ended.is_set():
             return
         self._look_at_round()
+        if (command := self._mismatches.publish(participant)) is not None:
+            self._send(command)
+        if self._wants_close and participant.knows_job:
+            self._close(self._wants_close)
         if participant.ended is not None:
             self._end(participant.ended)
 
     def _act(self, action: Action) -> None:
         match action:
             case Send(tag, command):
-                self._send(command, lambda reply: self._step(Answer(tag, reply)))
+                self._send(command, lambda reply: self._answered(tag, command, reply))
             case StartRound():
                 self._prepare(action)
             case StopRound():
                 self._stop(action)
             case Tell(text):
                 self.tell(Remark(text))
+
+    def _answered(self, tag: int, command: Command, reply: Reply) -> None:
+        self._step(Answer(tag, reply))
+        if isinstance(command, Watch) and command.watch == CONTROL:
+            self._learn_mismatches(reply.entries)
+
+    def _learn_mismatches(self, entries: tuple[Any, ...]) -> None:
+        for entry in entries:
+            key = entry.key.removeprefix(self.options.prefix)
+            self._mismatches.learn(key, entry.value)
 
     def _send(self, command: Command, answered: Callable[[Reply], None] = lambda reply: None) -> None:
         if self.client is None:
@@ -423,6 +444,7 @@ class Membership:
         if notice.watch == CONTROL:
             for entry in entries:
                 self._learn_meeting(entry.key.removeprefix(self.options.prefix), entry.value)
+            self._learn_mismatches(entries)
         self._step(Noticed(notice))
         self._meet()
 
@@ -557,7 +579,10 @@ class Membership:
             self._step(LeaveRequested(reason, preempted))
 
     def _close(self, reason: str) -> None:
-        if self.participant is not None:
+        if self.participant is None or not self.participant.knows_job:
+            self._wants_close = reason
+        else:
+            self._wants_close = ""
             # Numbered: a late request must not close the next job of this id.
             key = f"{self.options.prefix}close/{self.participant.job}"
             self._send(Put(key, reason.encode()))

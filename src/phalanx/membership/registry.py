@@ -20,7 +20,8 @@ else:
     RendezvousHandlerCreator = "Callable[[RendezvousParameters], RendezvousHandler]"
 
 GROUPS = ("phalanx.handlers", "torchrun.handlers")
-ALIASES = {"c10d": "phalanx"}
+ALIASES = {"c10d": "phalanx", "etcd-v2": "etcd"}
+ETCD_V2 = "rendezvous backend etcd-v2: etcd has removed its v2 API; using etcd, which speaks v3"
 
 
 class RendezvousHandlerRegistry:
@@ -94,9 +95,22 @@ def _elastic(params: RendezvousParameters) -> RendezvousHandler:
     return handler
 
 
-def _etcd_v2(params: RendezvousParameters) -> RendezvousHandler:
-    raise RendezvousError(
-        f"rendezvous backend {params.backend!r}: etcd's v2 API is not supported; use etcd, which speaks v3"
+def create_etcd_v2_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """Our rendezvous over etcd, under the name that torch has for its own."""
+    from phalanx.log import warn
+    from phalanx.membership.handler import RendezvousParameters
+
+    warn(ETCD_V2)
+    return _elastic(
+        RendezvousParameters(
+            "etcd",
+            params.endpoint,
+            params.run_id,
+            params.min_nodes,
+            params.max_nodes,
+            params.local_addr,
+            **params.config,
+        )
     )
 
 
@@ -106,7 +120,7 @@ for _name, _creator in (
     ("phalanx", _elastic),
     ("c10d", _elastic),
     ("etcd", _elastic),
-    ("etcd-v2", _etcd_v2),
+    ("etcd-v2", create_etcd_v2_handler),
 ):
     rendezvous_handler_registry.register(_name, _creator)
 

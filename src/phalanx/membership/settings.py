@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx.membership.handler import RendezvousParameters
+    from phalanx.store.blob_client import CompareAndSetBlob
     from phalanx.store.embedded.server import Server
     from phalanx.store.embedded.tls import Tls
     from phalanx.store.embedded.token import Token
@@ -26,22 +27,31 @@ DEFAULT_TTL, DEFAULT_TIMEOUT = 6.0, 600.0
 
 
 class Settings:
-    """Everything about this node's part in the rendezvous, checked."""
+    """Everything about this node's part in the rendezvous, checked.
 
-    def __init__(self, params: RendezvousParameters) -> None:
+    `store` is where the job's store is: "embedded" (an agent hosts it), "etcd", or "blob" (in the value of a
+    third party's backend, which is `blob`)."""
+
+    def __init__(self, params: RendezvousParameters, blob: CompareAndSetBlob | None = None) -> None:
         from phalanx.membership.address import parse_rendezvous_endpoint
 
         self.backend = params.backend
         self.endpoint = params.endpoint
-        self.fixed = params.backend == "static"
-        self._etcd = params.backend == "etcd"  # may have several endpoints, written as URLs
-        first = params.endpoint.partition(",")[0].rpartition("://")[2].rstrip("/")
-        port = ETCD_PORT if self._etcd else STATIC_PORT if self.fixed else STORE_PORT
-        self.host, self.port = parse_rendezvous_endpoint(first if self._etcd else params.endpoint, port)
-        if self.port == 0 and params.max_nodes > 1:
-            raise UsageError(
-                f"--rdzv-endpoint {params.endpoint}: nodes can only meet at a port that all know, not 0"
-            )
+        self.blob = blob
+        self.store = "blob" if blob is not None else "etcd" if params.backend == "etcd" else "embedded"
+        self.fixed = params.backend == "static" and blob is None
+        if self.store == "blob":
+            self.host, self.port = "", 0
+        elif self.store == "etcd":  # may have several endpoints, written as URLs
+            first = params.endpoint.partition(",")[0].rpartition("://")[2].rstrip("/")
+            self.host, self.port = parse_rendezvous_endpoint(first, ETCD_PORT)
+        else:
+            port = STATIC_PORT if self.fixed else STORE_PORT
+            self.host, self.port = parse_rendezvous_endpoint(params.endpoint, port)
+            if self.port == 0 and params.max_nodes > 1:
+                raise UsageError(
+                    f"--rdzv-endpoint {params.endpoint}: nodes can only meet at a port that all know, not 0"
+                )
         self.params = params
         self.run_id = params.run_id
         self.local_addr = params.local_addr
@@ -79,13 +89,17 @@ class Settings:
     @property
     def where(self) -> str:
         """The endpoint as people write it."""
-        if self._etcd:
+        if self.blob is not None:
+            return f"the rendezvous backend {self.backend!r}"
+        if self.store == "etcd":
             return self.endpoint
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def host_name(self) -> str:
         """The host of the store, for people."""
+        if self.blob is not None:
+            return self.where
         return f"node 0 at {self.where}" if self.fixed else f"the store at {self.where}"
 
     @property
@@ -103,7 +117,11 @@ class Settings:
         return NodeInfo(unique, self.name, self.address(), slots, role, self.rank, node_index())
 
     def address(self) -> str:
-        """The address other nodes reach this one by: given, or that of the interface towards the endpoint."""
+        """The address other nodes reach this one by: given, or of the interface towards the endpoint."""
+        if self.blob is not None and not self.local_addr:
+            from phalanx.membership.address import own_address
+
+            return own_address()
         return self.local_addr or _source_address(self.host, self.port)
 
     def addresses(self) -> list[str]:
@@ -157,7 +175,10 @@ def _is_any(host: str) -> bool:
 
 
 def open_server(
-    settings: Settings, token: Token | None, on_failure: Callable[[str], None] = lambda text: None
+    settings: Settings,
+    token: Token | None,
+    on_failure: Callable[[str], None] = lambda text: None,
+    on_refused: Callable[[str, str], None] = lambda host, why: None,
 ) -> Server | None:
     """The embedded store, if this node hosts it."""
     import errno
@@ -176,6 +197,7 @@ def open_server(
             journal=settings.journal,
             tls=settings.tls,
             on_failure=on_failure,
+            on_refused=on_refused,
         )
     except StoreError as error:
         cause = error.__cause__

@@ -52,11 +52,16 @@ class StaticRendezvous(ElasticRendezvous):
         super().__init__(Settings(params))
         self.master_addr, self.master_port = master_addr, master_port
         self.rank, self.world_size = rank, world_size
-        self.timeout = self.settings.options.join_timeout
+        self.timeout = self._settings.options.join_timeout
 
     @property
     def use_agent_store(self) -> bool:
         return shares_store()
+
+    def set_closed(self) -> None:
+        """End the job for all nodes; a node that has not joined has no part in it."""
+        if self.membership is not None:
+            super().set_closed()
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> StaticRendezvous:

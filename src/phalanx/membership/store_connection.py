@@ -1,4 +1,4 @@
-"""The connection of a node to its job's store: the embedded one, or etcd."""
+"""The connection of a node to its job's store: the embedded one, etcd, or one in a value of a third party."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def find_secret(settings: Settings) -> Token | None:
-    """The agents' token; etcd authenticates its clients itself, and a static job only with a given token."""
-    if settings.backend == "etcd":
+    """The agents' token; other stores have their own means, and a static job only a given token."""
+    if settings.store != "embedded":
         return None
     from phalanx.environment import TOKEN_FILE, variables
     from phalanx.store.embedded.token import find_token, given_token
@@ -47,7 +47,11 @@ def connect(
         "clock": clock,
     }
     client: Client
-    if settings.backend == "etcd":
+    if settings.blob is not None:
+        from phalanx.store.blob_client import BlobClient
+
+        client = BlobClient(settings.blob, **common)
+    elif settings.store == "etcd":
         from phalanx.store.etcd.client import etcd_client_from
 
         client = etcd_client_from(settings.endpoint, settings.params.config, **common)

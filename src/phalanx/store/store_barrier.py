@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from phalanx.errors import StoreConnectionError, StoreTimeoutError
+from phalanx.store.torch.torch_errors import as_torchs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
     """The values of `prefix0`, `prefix1`, …, by rank; rank 0 returns when all have read them."""
     keys = [f"{prefix}{peer}" for peer in range(world_size)]
     if hasattr(store, "multi_get"):
-        values = [bytes(value) for value in store.multi_get(keys)]
+        values = [as_bytes(value) for value in store.multi_get(keys)]
     else:
-        values = [bytes(store.get(key)) for key in keys]
+        values = [as_bytes(store.get(key)) for key in keys]
     read_by_all = f"{prefix}phalanx/read"
     if int(store.add(f"{prefix}phalanx/readers", 1)) == world_size:
         store.set(read_by_all, b"1")
@@ -49,8 +50,13 @@ def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
     return values
 
 
+def as_bytes(value: Any) -> bytes:
+    """A value of a store, which may be one that returns text."""
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
 def synchronize(
-    store: Any, data: bytes, rank: int, world_size: int, key_prefix: str, timeout: float = 300
+    store: Any, data: bytes | str, rank: int, world_size: int, key_prefix: str, timeout: float = 300
 ) -> list[bytes]:
     """Publish `data`, and return the data of all ranks, by rank."""
     with store_timeout(store, timeout):
@@ -72,11 +78,11 @@ def barrier(
     With `rank` given, a time-out names the ranks that did not come, on every rank: each looks by itself.
     `trace_timeout` bounds the look; `rank_tracing_decoder` turns a rank into a name that people know.
     """
-    done = f"{key_prefix}/phalanx/all"
+    done = f"{key_prefix}/last_member"  # this key and the count's are torch's: either side may be torch
     if rank is not None:
         # Before the count: a rank that is counted can be found.
         store.set(f"{key_prefix}/phalanx/rank/{rank}", b"1")
-    arrived = int(store.add(f"{key_prefix}/phalanx/count", 1))
+    arrived = int(store.add(f"{key_prefix}/num_members", 1))
     if arrived == world_size:
         store.set(done, b"1")
     try:
@@ -87,7 +93,8 @@ def barrier(
         if not _timed_out(store, done, error):
             raise
         who = _who(store, key_prefix, world_size, rank, rank_tracing_decoder, trace_timeout)
-        raise StoreTimeoutError(f"barrier {key_prefix!r}: {who} within {barrier_timeout:g} s") from error
+        text = f"barrier {key_prefix!r}: {who} within {barrier_timeout:g} s"
+        raise as_torchs(StoreTimeoutError(text)) from error
     if rank is not None:
         _part(store, key_prefix, world_size, rank, min(barrier_timeout, trace_timeout))
 
@@ -127,7 +134,7 @@ def _who(
 ) -> str:
     """The missing ranks, as text."""
     if rank is None:
-        arrived = int(store.add(f"{key_prefix}/phalanx/count", 0))
+        arrived = int(store.add(f"{key_prefix}/num_members", 0))
         return f"only {arrived} of {world_size} came"
     with store_timeout(store, trace_timeout):
         missing = [

@@ -59,8 +59,9 @@ class Supervision:
         note: Callable[[str], None],
         phase: Callable[[], str],
         health_check_server: Any = None,
+        leave: frozenset[str] = frozenset(),
     ) -> None:
-        """Start the services; `post` queues events and calls for the owner thread."""
+        """Start the services, except those to `leave`; `post` queues what the owner thread does."""
         self._post, self.incidents.note = post, note
 
         def knock(answer: threading.Event) -> None:
@@ -71,6 +72,7 @@ class Supervision:
             knock,
             lambda: phase() in ("RUNNING", "BARRIER"),
             health_check_server,
+            leave,
         )
 
     def close(self) -> None:

@@ -13,4 +13,4 @@ def read_proc_state(pid: int) -> str | None:
 
 def is_uninterruptible_state(state: str | None) -> bool:
     """Whether a process in this state does not react to any signal, not even SIGKILL."""
-    return state == "D"
+    return state is not None and state.startswith("D")  # ps adds letters to it

@@ -1,17 +1,18 @@
-"""torch.distributed.elastic.rendezvous.dynamic_rendezvous's names; most of them say why they are not here."""
+"""torch.distributed.elastic.rendezvous.dynamic_rendezvous's names."""
 
-from phalanx.membership.unsupported import (
+from phalanx.membership.dynamic import (
     DynamicRendezvousHandler,
-    RendezvousBackend,
     RendezvousSettings,
     RendezvousTimeout,
+    create_handler,
 )
-from phalanx.membership.unsupported import create_dynamic_handler as create_handler
+from phalanx.membership.rendezvous_backend import RendezvousBackend, Token
 
 __all__ = [
     "DynamicRendezvousHandler",
     "RendezvousBackend",
     "RendezvousSettings",
     "RendezvousTimeout",
+    "Token",
     "create_handler",
 ]

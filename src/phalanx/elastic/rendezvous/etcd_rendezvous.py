@@ -1,12 +1,12 @@
-"""torch.distributed.elastic.rendezvous.etcd_rendezvous's names; they say why they are not here."""
+"""torch.distributed.elastic.rendezvous.etcd_rendezvous's names; most of them say why they are not here."""
 
+from phalanx.membership.registry import create_etcd_v2_handler as create_rdzv_handler
 from phalanx.membership.unsupported import (
     EtcdRendezvous,
     EtcdRendezvousHandler,
     EtcdRendezvousRetryableFailure,
     EtcdRendezvousRetryImmediately,
 )
-from phalanx.membership.unsupported import create_etcd_v2_handler as create_rdzv_handler
 
 __all__ = [
     "EtcdRendezvous",

@@ -1,5 +1,5 @@
-"""torch.distributed.elastic.rendezvous.etcd_server's names; they say why they are not here."""
+"""torch.distributed.elastic.rendezvous.etcd_server's names."""
 
-from phalanx.membership.unsupported import EtcdServer
+from phalanx.store.etcd.local_server import EtcdServer
 
 __all__ = ["EtcdServer"]

@@ -2,5 +2,8 @@
 
 from phalanx.supervision.timers.api import FileTimerRequest
 from phalanx.supervision.timers.file_timer import FileTimerClient, FileTimerServer
+from phalanx.supervision.timers.file_timer import (
+    log_debug_info_for_expired_timers as log_debug_info_for_expired_timers,
+)
 
 __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]

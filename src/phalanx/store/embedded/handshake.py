@@ -48,9 +48,20 @@ class Dialling:
                 sock.sendall(wire.greeting(nonce))
                 return self._shake_hands(sock, nonce, self._greeted(sock), None)
             return self._connect_sealed(sock)
+        except (ConnectionResetError, BrokenPipeError, wire.WireError):
+            sock.close()
+            self._recognise()
+            raise
         except BaseException:
             sock.close()
             raise
+
+    def _recognise(self) -> None:
+        """A server that does not want our greeting may be torch's, of a node that runs torchrun."""
+        from phalanx.store.torch.client import answers
+
+        if self.client.sealing is None and answers(self.client.host, self.client.port, CONNECT_TIME / 2):
+            raise wire.SpeaksTorch("the server there")
 
     def _connect_sealed(self, raw: socket.socket) -> Connection:
         from phalanx.store.embedded import tls

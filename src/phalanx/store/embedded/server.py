@@ -95,10 +95,13 @@ class Server:
         tls: Tls | None = None,
         on_incident: Callable[[str], None] = lambda text: None,
         on_failure: Callable[[str], None] = lambda text: None,
+        on_refused: Callable[[str, str], None] = lambda host, why: None,
     ) -> None:
-        """`seed`: the first keys; `on_incident`: for what the store outlives, `on_failure`: for the rest."""
+        """`seed`: the first keys; `on_incident`: for what the store outlives, `on_failure`: for the rest.
+
+        `on_refused`: for hosts that look like nodes of this job and are turned away."""
         self.token, self.linger = token, linger
-        self.on_incident, self.on_failure = on_incident, on_failure
+        self.on_incident, self.on_failure, self.on_refused = on_incident, on_failure, on_refused
         self._sealing: ssl.SSLContext | None = None
         self._key = key_of(token)  # now: it may take a while
         self._binding = b""  # ties the proof of the token to this server's certificate
@@ -345,6 +348,8 @@ class Server:
         try:
             self._received(peer, data, now)
         except (wire.WireError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, wire.SpeaksTorch):
+                self.on_refused(peer.host, str(error))
             # The last four would be defects here; they cost the client its connection, not the store.
             self._drop(peer, f"{type(error).__name__}: {error}")
 
@@ -368,6 +373,12 @@ class Server:
                 self._write(peer, wire.REFUSED if self.token else wire.OPEN)
                 source = f" (ours is from {self.token.source})" if self.token else ""
                 self._complain(f"{peer.where} showed a wrong token{source}", now)
+                what = (
+                    f"its token is not ours{source}"
+                    if self.token
+                    else "it has a token, and this job has none"
+                )
+                self.on_refused(peer.host, f"{what}; give the same token to every node")
                 return
             self._write(peer, wire.proof(key, "server", peer.theirs + self._binding, peer.nonce))
             if self._sealing is None:

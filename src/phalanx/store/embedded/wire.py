@@ -54,6 +54,7 @@ HEADER = 4
 TAG = 16
 CAP = 64 << 20  # of a frame: a value that large is a mistake, not data for a rendezvous
 HELLO_CAP = 4096
+_TORCH = b"\x00\xce\xf7\x85\x3c"  # how a client of torch's TCPStore begins (store.torch.protocol)
 
 
 class Hello(NamedTuple):
@@ -100,6 +101,16 @@ _decoders = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]
 
 class WireError(StoreError):
     """The other side does not speak this protocol; the connection is of no use any more."""
+
+
+class SpeaksTorch(WireError):
+    """The other side speaks the protocol of torch's TCPStore."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__(
+            f"{who} speaks the protocol of torch's store: does that node run torchrun? "
+            "Start every node with phalanx run"
+        )
 
 
 def encode(number: int, done: int, body: Command | Reply | Notice | Hello | Welcome) -> bytes:
@@ -211,6 +222,8 @@ def read_greeting(data: bytes) -> bytes:
                 f"the other side is another version of Phalanx (its protocol is {data[:8]!r}, ours is "
                 f"{MAGIC!r}): install the same version on all nodes"
             )
+        if data.startswith(_TORCH):
+            raise SpeaksTorch("it")
         raise WireError(f"the other side does not speak Phalanx's protocol (it began with {data[:8]!r})")
     return data[len(MAGIC) :]
 

@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from phalanx.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from phalanx.store.torch import protocol as op
+from phalanx.store.torch.torch_errors import as_torchs
 
 DEFAULT_TIMEOUT = 300.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
@@ -80,6 +81,15 @@ def _attempt(host: str, port: int, timeout: float) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def answers(host: str, port: int, timeout: float) -> bool:
+    """Whether a server there speaks the protocol."""
+    try:
+        _attempt(host, port, timeout).close()
+    except OSError:
+        return False
+    return True
 
 
 class TorchStoreClient:
@@ -172,9 +182,8 @@ class TorchStoreClient:
                 raise self._lost(error) from error
         if not done:
             named = ", ".join(repr(key) for key in keys[:8]) + (" …" if len(keys) > 8 else "")
-            raise StoreTimeoutError(
-                f"store at {self.host}:{self.port}: not all of these keys came within {limit:g} s: {named}"
-            )
+            text = f"store at {self.host}:{self.port}: not all of these keys came within {limit:g} s: {named}"
+            raise as_torchs(StoreTimeoutError(text))
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Store `desired` when the value is `expected` (empty: when there is none); the value there now."""
@@ -209,6 +218,17 @@ class TorchStoreClient:
     def has_extended_api(self) -> bool:
         """torch asks this before it uses append and the multi methods."""
         return True
+
+    @property
+    def libuvBackend(self) -> bool:
+        """Whether torch's clients of this server may use all of its operations."""
+        return True
+
+    def join_members(self) -> None:
+        """Count this client for a server that is torch's and waits for its clients."""
+        key = b"init/"  # without the slash that keys of users have
+        request = bytes([op.ADD]) + op.UINT64.pack(len(key)) + key + op.INT64.pack(1)
+        self._exchange(request, self._number)
 
     def clone(self) -> TorchStoreClient:
         """Another client of the same server, for another thread."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 from phalanx.core.store_commands import Add, Delete, Entry, Get, Notice, Put, Reply, Txn, When
 from phalanx.errors import StoreError, StoreTimeoutError
 from phalanx.store.embedded.client import Client
+from phalanx.store.torch.torch_errors import as_torchs
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 
@@ -168,9 +170,8 @@ class StoreFacade:
                 note(reply.entries)
             if not complete.wait(timeout.total_seconds()):
                 names = ", ".join(sorted(n.removeprefix(self._prefix) for n in wanted - found.keys()))
-                raise StoreTimeoutError(
-                    f"waited {timeout.total_seconds():g} s for keys that did not come: {names}"
-                )
+                waited = f"waited {timeout.total_seconds():g} s for keys that did not come: {names}"
+                raise as_torchs(StoreTimeoutError(waited))
             if not wanted <= found.keys():
                 raise self._client.lost or StoreError("the connection to the store ended")
             return found
@@ -191,6 +192,36 @@ class StoreFacade:
         if not reply.ok:
             raise StoreError(f"the store refused {type(command).__name__}: {reply.error}")
         return reply
+
+
+def prefixed(store: Any, prefix: str) -> Any:
+    """The same store with its keys under a prefix: torch's own class for a store of torch's."""
+    import sys
+
+    torch = sys.modules.get("torch.distributed")
+    if torch is not None and hasattr(torch, "Store") and isinstance(store, torch.Store):
+        return torch.PrefixStore(prefix, store)
+    return PrefixedStore(prefix + "/", store)
+
+
+class PrefixedStore:
+    """A store of any kind with torch's methods, seen through a prefix of its keys."""
+
+    _KEYED = ("set", "get", "add", "append", "compare_set", "delete_key", "wait", "check")
+    _SEVERAL = ("wait", "check", "multi_get", "multi_set")
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        self._prefix, self.underlying_store = prefix, store
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.underlying_store, name)
+        if name in self._SEVERAL:
+            return lambda keys, *args: method([self._prefix + key for key in keys], *args)
+        if name in self._KEYED:
+            return lambda key, *args: method(self._prefix + key, *args)
+        if name in ("subscribe", "list_keys", "num_keys"):
+            raise AttributeError(f"a store under a prefix has no {name}")
+        return method
 
 
 def _bytes(value: str | bytes) -> bytes:

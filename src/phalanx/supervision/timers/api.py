@@ -232,11 +232,11 @@ class TimerServer(ABC):
         """Stop a worker; True if it is stopped or gone."""
 
     def start(self) -> None:
-        """Serve the queue in a thread."""
+        """Serve the queue in a thread, if none does."""
         import threading
 
         if self._thread is not None:
-            raise RuntimeError(f"{type(self).__name__} is already running; call stop() first")
+            return
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=type(self).__name__, daemon=self._daemon)
         self._thread.start()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import time
 from errno import ENOENT, ENXIO, EPIPE
 from signal import SIGKILL
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.supervision.timers import pipe_codec
 from phalanx.supervision.timers.api import FileTimerRequest, TimerClient
-from phalanx.supervision.timers.watchdog import Watchdog, log
+from phalanx.supervision.timers.watchdog import Watchdog, changed, log
 from phalanx.supervision.timers.watched_processes import identity
 from phalanx.trusted_files import check_directory, make_directory
 
@@ -218,7 +219,8 @@ class FileTimerClient(TimerClient):
 class FileTimerServer:
     """Stops workers that do not leave a scope in time, with the signal they chose.
 
-    `max_interval` exists for compatibility with torch; the server sleeps until the next deadline.
+    The server sleeps until the next deadline. `max_interval` is the longest time between two calls of
+    `register_timers` where a subclass has its own.
     """
 
     def __init__(
@@ -248,10 +250,11 @@ class FileTimerServer:
         return counts
 
     def start(self) -> None:
-        """Make the pipe and serve it in a thread."""
+        """Make the pipe and serve it in a thread, if none does."""
         if self._watchdog.running():
-            raise RuntimeError(f"the timer server of {self._file_path} is already running; call stop() first")
-        self._watchdog.start(self._open(), self, self._daemon)
+            return
+        period = self._max_interval if changed(self, _OWN) else None
+        self._watchdog.start(self._open(), self, self._daemon, period)
         self._event("watchdog started", None)
 
     def stop(self) -> None:
@@ -311,6 +314,8 @@ class FileTimerServer:
             # It has exited or was never admitted: the pid may belong to another process now.
             self._watchdog.drop("no worker of this server")
             return
+        scopes = [request.scope_id for request in requests]
+        _call_hooks(self._run_id, {pid: scopes})
         for request in requests:
             self._event("timer expired", request)
         facts = _process_facts(pid)
@@ -319,7 +324,7 @@ class FileTimerServer:
             if wanted and self._reap_worker(pid, wanted):
                 first = next(request for request in requests if request.signal == wanted)
                 self._event("kill worker process", first)
-        _log_expired(self._run_id, pid, [request.scope_id for request in requests], facts)
+        _log_expired(self._run_id, pid, scopes, facts)
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
         """Signal the worker if it is still the process that sent the request; True if signalled or gone."""
@@ -334,7 +339,24 @@ class FileTimerServer:
             log("error", f"timers: log_event({name!r}): {type(error).__name__}: {error}")
 
 
+_OWN = {"register_timers": FileTimerServer.register_timers}
+
 # ---- the log of expired timers -----------------------------------------------------------------------
+
+_HOOKED = ("debug_info_logging", "file_based_local_timer")
+"""The modules of `phalanx.elastic.timer` in which programs put a function of their own in place of ours."""
+
+
+def _call_hooks(run_id: str, expired: dict[int, list[str]]) -> None:
+    """Call what replaces `log_debug_info_for_expired_timers`, while the worker can still be looked at."""
+    for module in _HOOKED:
+        there = sys.modules.get(f"phalanx.elastic.timer.{module}")
+        hook = getattr(there, "log_debug_info_for_expired_timers", log_debug_info_for_expired_timers)
+        if hook is not log_debug_info_for_expired_timers:
+            try:
+                hook(run_id, expired)
+            except Exception as error:  # noqa: BLE001 - an error of the hook must not end the watchdog
+                log("error", f"timers: {module}: {type(error).__name__}: {error}")
 
 
 def log_debug_info_for_expired_timers(run_id: str, expired_timers: dict[int, list[str]]) -> None:

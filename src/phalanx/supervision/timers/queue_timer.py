@@ -20,7 +20,7 @@ from typing import Any
 from phalanx.supervision.timers import queue_codec
 from phalanx.supervision.timers.api import RELEASE, RequestQueue, TimerClient, TimerRequest, TimerServer
 from phalanx.supervision.timers.pipe_codec import write_when_writable
-from phalanx.supervision.timers.watchdog import Watchdog
+from phalanx.supervision.timers.watchdog import Watchdog, changed
 from phalanx.supervision.timers.watched_processes import identity
 
 _MAX_SCOPES = 256
@@ -219,7 +219,8 @@ class MultiprocessingRequestQueue(RequestQueue):
 class LocalTimerServer(TimerServer):
     """Kills workers of this host that do not leave a scope in time.
 
-    `max_interval` exists for compatibility with torch; the server sleeps until the next deadline.
+    The server sleeps until the next deadline. `max_interval` is the longest time between two looks where a
+    subclass has its own way to register, find or reap: it gets to see each of them.
     """
 
     def __init__(self, mp_queue: Any, max_interval: float = 60, daemon: bool = True) -> None:
@@ -249,11 +250,11 @@ class LocalTimerServer(TimerServer):
         return self._watchdog.due_by(deadline)
 
     def start(self) -> None:
-        """Serve the queue in a thread."""
-        if self._queue.fileno() < 0:
+        """Serve the queue in a thread, if none does."""
+        if self._queue.fileno() < 0 or changed(self, _OWN):
             super().start()
-            return
-        self._watchdog.start(self._queue, self, self._daemon)
+        elif not self._watchdog.running():
+            self._watchdog.start(self._queue, self, self._daemon)
 
     def stop(self) -> None:
         """Stop serving; waiting requests stay in the queue."""
@@ -277,3 +278,9 @@ class LocalTimerServer(TimerServer):
             self.clear_timers({pid})
         else:
             self._watchdog.retry(requests)
+
+
+_OWN = {
+    name: getattr(LocalTimerServer, name)
+    for name in ("register_timers", "clear_timers", "get_expired_timers", "_reap_worker", "_run_watchdog")
+}

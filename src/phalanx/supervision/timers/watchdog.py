@@ -76,14 +76,18 @@ class Watchdog:
         self._stopping = False
         self._seen = time.time()
         self._planned = inf
+        self._period: float | None = None
         _running.add(self)
 
-    def start(self, source: TimerSource, owner: WatchdogOwner, daemon: bool) -> None:
-        """Watch the source in a thread."""
+    def start(
+        self, source: TimerSource, owner: WatchdogOwner, daemon: bool, period: float | None = None
+    ) -> None:
+        """Watch the source in a thread; with a `period`, `register_timers` is called at least that often."""
         name = type(owner).__name__
         if self._thread is not None:
             raise RuntimeError(f"{name} is already running; call stop() first")
         self._stopping = False
+        self._period = period
         self._open(source, owner)
         self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
         self._thread.start()
@@ -118,7 +122,8 @@ class Watchdog:
         with self.lock:
             for request in requests:
                 self._register(request.worker_id, request)
-        self.wake()
+        if threading.current_thread() is not self._thread:
+            self.wake()
 
     def _register(self, worker_id: Any, request: TimerRequest) -> None:
         if request.expiration_time < 0:
@@ -224,6 +229,9 @@ class Watchdog:
         wait = timeout
         if upcoming is not None and timeout is None:
             wait = max(0, min(_MAX_SLEEP, ceil(min((upcoming - now) * 1000, _MAX_SLEEP))))
+        if self._period is not None and timeout is None:
+            most = ceil(self._period * 1000)
+            wait = most if wait is None else min(wait, most)
         # Without a deadline, the planned sleep has no end.
         self._planned = inf if wait is None else now + wait / 1000
         events = self._poll.poll(wait)
@@ -240,6 +248,8 @@ class Watchdog:
             if timeout is None:
                 self._wait_for_burst(now)
             self._admit(self._source.read())
+        elif self._period is not None and self._owner is not None:
+            self._owner.register_timers([])
         self._expire()
 
     def _wait_for_burst(self, slept_at: float) -> None:
@@ -298,6 +308,13 @@ class Watchdog:
             self._poll.unregister(fd)
         except KeyError:
             pass
+
+
+def changed(server: object, own: dict[str, Any]) -> bool:
+    """Whether a subclass, or a test, has put something else in place of these methods."""
+    return any(
+        name in vars(server) or getattr(type(server), name) is not method for name, method in own.items()
+    )
 
 
 _running: weakref.WeakSet[Watchdog] = weakref.WeakSet()
