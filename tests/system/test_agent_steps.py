@@ -433,3 +433,87 @@ def test_torchs_methods_are_called_or_refused() -> None:
     methods = {name for name, value in vars(api.SimpleElasticAgent).items() if callable(value)}
     known = {*STEPS, *EVENT_METHODS, *torch_agent._NOT_CALLED, "__init__", "run", "get_worker_group"}
     assert methods - known == set()
+
+
+# ---- agents that start their workers themselves ---------------------------------------------------------
+
+
+def test_a_subclass_brings_its_own_processes(tmp_path: Path) -> None:
+    """As the agents of other projects do: `_start_workers` makes a context, and the other steps use it."""
+    from phalanx.elastic.multiprocessing import start_processes
+
+    class Bringing(LocalElasticAgent):
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            self._worker_watchdog = None
+            envs = {w.local_rank: {"RANK": str(w.global_rank)} for w in worker_group.workers}
+            self._setup_local_watchdog(envs=envs)
+            self._setup_healthcheck()
+            env = {"TORCHELASTIC_RESTART_COUNT": str(2 - self._remaining_restarts)}
+            self._pcontext = start_processes(
+                name=worker_group.spec.role,
+                entrypoint=PYTHON,
+                args=dict.fromkeys(envs, ("-c", ONCE)),
+                envs={local: {**own, **env} for local, own in envs.items()},
+                logs_specs=self._logs_specs,
+            )
+            return self._pcontext.pids()
+
+    spec = WorkerSpec("r", 2, SoloRendezvous("job"), entrypoint="x", max_restarts=2, monitor_interval=0.01)
+    agent = Bringing(spec, DefaultLogsSpecs(str(tmp_path)), log_line_prefix_template="[mine]")
+    result = agent.run()
+    assert result.state is WorkerState.SUCCEEDED
+    assert result.return_values == {0: None, 1: None}
+    assert agent.attempt == 1
+    assert agent._log_line_prefix_template == "[mine]"
+    context = agent._pcontext
+    assert context is not None
+    assert all(gone(pid) for pid in context.pids().values())
+
+
+def test_workers_of_a_subclass_are_stopped_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.elastic.multiprocessing import start_processes
+
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("MARK", str(mark))
+
+    class Bringing(LocalElasticAgent):
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            self._pcontext = start_processes("r", PYTHON, {0: ("-c", STAYS)}, {0: {}}, self._logs_specs)
+            return self._pcontext.pids()
+
+    agent = Bringing(spec_of("", local_world_size=1), DefaultLogsSpecs(str(tmp_path / "logs")))
+    threading.Thread(
+        target=lambda: (wait_until(mark.exists, "a worker"), os.kill(os.getpid(), signal.SIGTERM))
+    ).start()
+    with pytest.raises(SignalException):
+        agent.run()
+    context = agent._pcontext
+    assert context is not None
+    assert all(gone(pid) for pid in context.pids().values())
+
+
+def test_nodes_exchange_ranks_as_torchs_do() -> None:
+    """A handler's own store may answer torch's keys: the place of a node is what the store says."""
+    from phalanx.membership.exchange import exchange_ranks
+
+    class Told:
+        def set(self, key: str, value: bytes) -> None:
+            seen.append(key)
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            return []
+
+        def multi_set(self, keys: list[str], values: list[str]) -> None:
+            seen.append("multi_set")
+
+        def get(self, key: str) -> bytes:
+            seen.append(key)
+            return b"[4, 8, 2, 6]"
+
+    seen: list[str] = []
+    ranks = exchange_ranks(Told(), 0, 3, spec_of("", local_world_size=2))
+    assert [(w.global_rank, w.world_size, w.role_rank, w.role_world_size) for w in ranks] == [
+        (4, 8, 2, 6),
+        (5, 8, 3, 6),
+    ]
+    assert seen == ["torchelastic/role_info/0", "multi_set", "torchelastic/assigned_ranks/0"]

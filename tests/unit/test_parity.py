@@ -36,7 +36,17 @@ class Package:
 
 
 PACKAGES = [
-    Package("torch.distributed.elastic.multiprocessing", "phalanx.elastic.multiprocessing"),
+    Package(
+        "torch.distributed.elastic.multiprocessing",
+        "phalanx.elastic.multiprocessing",
+        dict.fromkeys(
+            (
+                "subprocess_handler.SubprocessHandler",
+                "subprocess_handler.subprocess_handler.SubprocessHandler",
+            ),
+            "numa_options may be left out, as before torch 2.9: dlrover does",
+        ),
+    ),
     Package("torch.distributed.elastic.events", "phalanx.elastic.events"),
     Package("torch.distributed.elastic.metrics", "phalanx.elastic.metrics"),
 ]

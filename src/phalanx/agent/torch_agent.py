@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from phalanx.core.group_events import Finish
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousInfo
+    from phalanx.supervision.timers.file_timer import FileTimerServer
     from phalanx.workers.worker_group import PContext
 
 DEFAULT_ROLE = "default"
@@ -496,7 +497,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         if places is None and group_world_size > 1 and not environment.workers_are_identical():
             from phalanx.membership.exchange import exchange_ranks
 
-            places = exchange_ranks(store, group_rank, group_world_size, spec, self._loop.number)
+            places = exchange_ranks(store, group_rank, group_world_size, spec)
         if places is None:
             places = assign_identical(group_rank, group_world_size, spec.local_world_size)
         return [
@@ -587,11 +588,13 @@ class LocalElasticAgent(SimpleElasticAgent):
     ) -> None:
         self._start_method = start_method
         self._logs_specs = logs_specs
-        self._prefix_template = log_line_prefix_template
+        self._log_line_prefix_template = log_line_prefix_template
         self._health_check_server = health_check_server
         if uninterruptible_state_timeout is None:
             uninterruptible_state_timeout = environment.uninterruptible_timeout()
         self._uninterruptible_timeout = uninterruptible_state_timeout
+        self._own_context: PContext | None = None
+        self._own_watchdog: FileTimerServer | None = None
         self._attach = options.attach
         self._meeting: WorkerStore | None = None  # what this node opened last for a round's workers
         self.helpers = options.helpers or HelperPool()
@@ -611,7 +614,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             nodes,
             logs_specs=self._logs_specs,
             start_method=self._start_method,
-            prefix_template=self._prefix_template,
+            prefix_template=self._log_line_prefix_template,
             attach=self._attach,
             uninterruptible_timeout=self._uninterruptible_timeout,
             at_failure=policy.at_failure,
@@ -673,9 +676,22 @@ class LocalElasticAgent(SimpleElasticAgent):
     # -- what the outside reads ---------------------------------------------------------------------
 
     @property
+    def _worker_watchdog(self) -> FileTimerServer | None:
+        """The watchdog of the timers, while it runs; a subclass that makes its own sets it."""
+        return self._own_watchdog or self.supervision.services.timers
+
+    @_worker_watchdog.setter
+    def _worker_watchdog(self, watchdog: FileTimerServer | None) -> None:
+        self._own_watchdog = watchdog
+
+    @property
     def _pcontext(self) -> PContext | None:
-        """The workers of the last start."""
-        return self._workers.context
+        """The workers of the last start; a subclass that starts them itself sets its own."""
+        return self._own_context or self._workers.context
+
+    @_pcontext.setter
+    def _pcontext(self, context: PContext | None) -> None:
+        self._own_context = context
 
     @property
     def host(self) -> str:
@@ -730,6 +746,8 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         workers, loop = self._workers, self._stepped
+        if self._own_context is not None:
+            self._own_context.close(signal.Signals(loop.stop_signal), int(self._shutdown_timeout))
         workers.stop(loop.stop_signal, loop.stop_grace)
         loop.pump(lambda: workers.idle)
 
@@ -737,7 +755,23 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self._workers.take_stop()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._own_context is not None:
+            return self._observe(self._own_context, worker_group)
         return RunResult(WorkerState.UNHEALTHY) if self._workers.stuck else self._workers.observe()
+
+    def _observe(self, context: PContext, group: WorkerGroup) -> RunResult:
+        """The same for workers that the subclass has started itself."""
+        if {worker.id for worker in group.workers} != set(context.pids().values()):
+            return RunResult(WorkerState.UNKNOWN)
+        result = context.wait(0)
+        if result is None:
+            return RunResult(WorkerState.HEALTHY)
+        ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
+        if result.is_failed():
+            failures = {ranks[local]: failure for local, failure in result.failures.items()}
+            return RunResult(WorkerState.FAILED, failures=failures)
+        values = {ranks[local]: value for local, value in result.return_values.items()}
+        return RunResult(WorkerState.SUCCEEDED, return_values=values)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         workers = self._workers
@@ -747,6 +781,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             self.helpers.hurry()
             self.kept_state.hurry()
 
+        if self._own_context is not None:
+            self._own_context.close(death_sig, timeout)
         if not workers.idle:
             workers.stop(death_sig, min(timeout, self._shutdown_timeout))
             self._loop.drain(lambda: workers.idle, kill)

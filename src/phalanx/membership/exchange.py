@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.core.ranks import NodeSlots, assign_to
+from phalanx.core.ranks import Offsets, offsets
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -11,23 +11,46 @@ if TYPE_CHECKING:
     from phalanx.agent.spec import WorkerSpec
     from phalanx.core.ranks import WorkerRanks
 
+# torch's keys: a handler that brings its own store may answer them itself.
+_NODES, _ASSIGNED = "torchelastic/role_info/", "torchelastic/assigned_ranks/"
 
-def exchange_ranks(
-    store: Any, rank: int, world_size: int, spec: WorkerSpec, number: int
-) -> list[WorkerRanks]:
-    """The ranks of this node's workers, from the role and worker count of every node."""
+
+def exchange_ranks(store: Any, rank: int, world_size: int, spec: WorkerSpec) -> list[WorkerRanks]:
+    """The ranks of this node's workers, from the role and worker count of every node.
+
+    As torch does it: every node writes its own, node 0 reads all and writes each node's place, and each node
+    reads its own place.
+    """
     import json
 
-    prefix = f"phalanx/nodes/{number}/"
-    mine = json.dumps([spec.role, spec.local_world_size])
-    store.set(f"{prefix}{rank}", mine.encode())
-    keys = [f"{prefix}{node}" for node in range(world_size)]
-    values = store.multi_get(keys) if hasattr(store, "multi_get") else [store.get(key) for key in keys]
-    nodes = []
-    for node, value in enumerate(values):
-        role, size = json.loads(value if isinstance(value, str) else bytes(value))
-        nodes.append(NodeSlots(node, str(role), int(size)))
-    return assign_to(nodes, rank)
+    mine = {"role": spec.role, "rank": rank, "local_world_size": spec.local_world_size}
+    store.set(f"{_NODES}{rank}", json.dumps(mine).encode())
+    if rank == 0:
+        nodes = [json.loads(_text(value)) for value in _get(store, _NODES, world_size)]
+        places = offsets((str(node["role"]), int(node["local_world_size"])) for node in nodes)
+        _set(store, _ASSIGNED, [json.dumps(list(place)) for place in places])
+    place = Offsets(*json.loads(_text(store.get(f"{_ASSIGNED}{rank}"))))
+    return place.workers(spec.local_world_size)
+
+
+def _text(value: Any) -> str | bytes:
+    return value if isinstance(value, str) else bytes(value)
+
+
+def _get(store: Any, prefix: str, count: int) -> list[Any]:
+    keys = [f"{prefix}{node}" for node in range(count)]
+    if hasattr(store, "multi_get"):
+        return list(store.multi_get(keys))
+    return [store.get(key) for key in keys]
+
+
+def _set(store: Any, prefix: str, values: list[str]) -> None:
+    keys = [f"{prefix}{node}" for node in range(len(values))]
+    if hasattr(store, "multi_set"):
+        store.multi_set(keys, values)
+        return
+    for key, value in zip(keys, values, strict=True):
+        store.set(key, value.encode())
 
 
 def exit_barrier(store: Any, rank: int, world_size: int, number: int, timeout: float) -> None:

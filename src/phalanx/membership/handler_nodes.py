@@ -83,7 +83,7 @@ class HandlerNodes:
             if ranks is None and info.world_size > 1 and self._exchanges:
                 from phalanx.membership.exchange import exchange_ranks
 
-                ranks = exchange_ranks(info.store, info.rank, info.world_size, self._spec, number)
+                ranks = exchange_ranks(info.store, info.rank, info.world_size, self._spec)
         except RendezvousGracefulExitError as error:
             return events.RoundFailed("graceful", str(error))
         except RendezvousClosedError as error:

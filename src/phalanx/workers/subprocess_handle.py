@@ -97,7 +97,7 @@ class SubprocessHandler:
         stdout: str | None,
         stderr: str | None,
         local_rank_id: int,
-        numa_options: NumaOptions | None,
+        numa_options: NumaOptions | None = None,
     ) -> None:
         self.local_rank_id = local_rank_id
         path = program_for(entrypoint, {**os.environ, **env})
