@@ -185,6 +185,7 @@ def test_attempt_follows_the_job() -> None:
     [
         (RestartPolicy(-1), "max_restarts=-1"),
         (RestartPolicy(window=0.0), "window=0.0"),
+        (RestartPolicy(restart_delay=-1.0), "restart_delay=-1.0"),
         (RestartPolicy(backoff_factor=0.5), "0.5"),
     ],
 )
