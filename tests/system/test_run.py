@@ -341,6 +341,18 @@ def test_a_cause_that_passes_after_six_seconds_does_not_end_the_job(tmp_path: Pa
     assert "restart 2 of 3, in 0.5 s because the workers keep failing" in ended.err
 
 
+def test_a_script_that_is_away_for_a_while_is_started_again(tmp_path: Path) -> None:
+    """As on a network file system: Python's exit code is that of a usage error, but the cause may pass."""
+    code = COUNT + "if n == 0: os.rename(__file__, __file__ + '.away'); sys.exit(1)\n"
+    path = script(tmp_path, code)
+    with Running(["--max-restarts", "3", path]) as job:
+        job.read_until("restart 2 of 3")
+        os.rename(path + ".away", path)
+        ended = job.end()
+    assert ended.code == 0, ended
+    assert "FileNotFoundError" in ended.err
+
+
 def test_every_restart_can_have_a_delay(tmp_path: Path) -> None:
     path = script(tmp_path, COUNT + "sys.exit(5 if n == 0 else 0)")
     ended = run("--max-restarts", "1", "--restart-delay", "0.2", path)
