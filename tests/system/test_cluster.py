@@ -71,6 +71,27 @@ def test_workers_meet_at_the_address_that_node_0_was_given(tmp_path: Path) -> No
         succeed([a, b], workers)
 
 
+TWICE = """
+import os, sys, time
+if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
+    sys.exit(3) if os.environ["RANK"] == "1" else time.sleep(1000)
+"""
+
+
+def test_the_pause_of_a_crash_loop_holds_on_every_node(tmp_path: Path) -> None:
+    with Job(tmp_path, "2", "", "--max-restarts", "3") as job:
+        job.script.write_text(TWICE)
+        nodes = [job.node(name) for name in "ab"]
+        texts = []
+        for node in nodes:
+            ended = node.end()
+            assert ended.code == 0, ended
+            texts.append(ended.err)
+    both = "".join(texts)
+    assert both.count("restart 2 of 3, in 0.5 s because the workers keep failing") == 1, texts
+    assert both.count("rank 1: exit code 3; re-forming for attempt 2, in 0.5 s") == 1, texts
+
+
 def test_an_address_that_is_not_ours_ends_the_job_with_what_to_do(tmp_path: Path) -> None:
     with Job(tmp_path, "2", "", "--max-restarts", "3") as job:
         nodes = [job.node("a", "--local-addr", "192.0.2.1"), job.node("b")]

@@ -290,11 +290,15 @@ def test_a_script_that_cannot_be_opened() -> None:
     os.unlink("prog.py")
     assert run(argv) == run([PYTHON, "prog.py"])
     assert run(argv).code == 2
+    # One that was never there, too: the record of the error tells it from a usage error.
+    argv = bootstrapped(["absent.py"])
+    assert argv != [PYTHON, "absent.py"]
+    assert run(argv) == run([PYTHON, "absent.py"])
 
 
 def test_what_is_left_to_the_interpreter() -> None:
     program("print(1)")
-    for args in (["-"], ["-V"], ["-i", "prog.py"], ["-x", "prog.py"], ["absent.py"], [], ["-m"], ["--help"],
+    for args in (["-"], ["-V"], ["-i", "prog.py"], ["-x", "prog.py"], [], ["-m"], ["--help"],
                  ["/dev/stdin"], ["-mprog"], ["--", "prog.py"]):  # fmt: skip
         assert worker_argv(PYTHON, PYTHON, args, "") == [PYTHON, *args]
     assert worker_argv("/bin/sh", "/bin/sh", ["prog.py"], "") == ["/bin/sh", "prog.py"]

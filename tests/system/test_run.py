@@ -341,6 +341,18 @@ def test_a_cause_that_passes_after_six_seconds_does_not_end_the_job(tmp_path: Pa
     assert "restart 2 of 3, in 0.5 s because the workers keep failing" in ended.err
 
 
+def test_a_script_that_is_away_for_a_while_is_started_again(tmp_path: Path) -> None:
+    """As on a network file system: Python's exit code is that of a usage error, but the cause may pass."""
+    code = COUNT + "if n == 0: os.rename(__file__, __file__ + '.away'); sys.exit(1)\n"
+    path = script(tmp_path, code)
+    with Running(["--max-restarts", "3", path]) as job:
+        job.read_until("restart 2 of 3")
+        os.rename(path + ".away", path)
+        ended = job.end()
+    assert ended.code == 0, ended
+    assert "FileNotFoundError" in ended.err
+
+
 def test_every_restart_can_have_a_delay(tmp_path: Path) -> None:
     path = script(tmp_path, COUNT + "sys.exit(5 if n == 0 else 0)")
     ended = run("--max-restarts", "1", "--restart-delay", "0.2", path)
@@ -621,9 +633,7 @@ def test_a_ctrl_c_goes_to_the_attached_rank_and_two_of_them_to_the_job(tmp_path:
             before = job.text.count("interrupted 1") + job.text.count("SIGINT: stopping")
             while job.text.count("interrupted 1") + job.text.count("SIGINT: stopping") == before:
                 job.read_on()
-        while job.process.poll() is None:
-            job.type(b"\x03")  # rank 1 takes no SIGINT for its end
-            job.read_on()
+        job.signal(signal.SIGINT)  # rank 1 takes no SIGINT for its end: it is killed
         ended = job.end()
     assert ended.code == 128 + signal.SIGINT, ended
     assert all_gone(workers)
@@ -653,16 +663,18 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
 def test_one_line_says_who_a_stop_waits_for(terminal: bool, tmp_path: Path) -> None:
-    words = ["--grace", "4", *(["--attach", "0"] * terminal), script(tmp_path, STUBBORN)]
+    words = ["--grace", "100", *(["--attach", "0"] * terminal), script(tmp_path, STUBBORN)]
     with Running(words, terminal=terminal) as job:
         workers = job.workers(1)
         job.read_until("prompt> ")
+        job.signal(signal.SIGTERM)
+        job.read_until("waiting for")
         job.signal(signal.SIGTERM)
         ended = job.end()
     assert ended.code == 128 + signal.SIGTERM, ended
     waiting = f"phalanx: waiting for rank 0 (pid {workers[0]}) to end, "
     assert ended.out.count(waiting) == 1, ended
-    assert re.search(r" s after SIGTERM; SIGKILL in \d s\r?\n", ended.out), ended
+    assert re.search(r" s after SIGTERM; SIGKILL in \d+ s\r?\n", ended.out), ended
     assert "\x1b[K" not in ended.out, "no spinner over the prompt"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -27,9 +28,9 @@ OF_OTHER_COMMANDS = {
     "--quick", "--runs", "--settle",
 }  # fmt: skip
 OF_OTHER_PROGRAMS = {
-    # accelerate launch, sbatch, etcd, mypy
+    # accelerate launch, sbatch, etcd, mypy, docker
     "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port",
-    "--mixed_precision", "--cpu", "--signal", "--data-dir", "--strict",
+    "--mixed_precision", "--cpu", "--signal", "--data-dir", "--strict", "--shm-size",
     # a training script, and how options may be shortened
     "--lr", "--device", "--redirect",
 }  # fmt: skip
@@ -47,6 +48,29 @@ def anchor(heading: str) -> str:
 
 def anchors(page: Path) -> set[str]:
     return {anchor(heading) for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)}
+
+
+def texts_of(node: ast.AST) -> str:
+    """The texts of a piece of source in their order, as one, with … for what is filled in."""
+    if isinstance(node, ast.FormattedValue):
+        return "…"
+    if isinstance(node, ast.Constant):
+        value = node.value.decode(errors="replace") if isinstance(node.value, bytes) else node.value
+        return value if isinstance(value, str) else ""
+    return "".join(texts_of(child) for child in ast.iter_child_nodes(node))
+
+
+def test_the_messages_of_the_troubleshooting_page_exist() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Messages of other programs")[0]
+    texts = [texts_of(ast.parse(path.read_text())) for path in (ROOT / "src").rglob("*.py")]
+    quoted = re.findall(r"\*\*`(.+?)`\*\*", page)
+    assert len(quoted) > 25
+    missing = []
+    for message in quoted:
+        pieces = [piece.strip(" ;:,()") for piece in message.split("…")]
+        wanted = [piece for piece in pieces if len(piece) > 7]
+        missing += [f"{message}: {p!r}" for p in wanted if not any(p in text for text in texts)]
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)

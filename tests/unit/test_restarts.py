@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +49,19 @@ def test_exit_codes_not_worth_a_restart(code: int | None, restart: bool) -> None
     if not restart:
         assert f"exit code {code}" in verdict.reason
         assert verdict.remaining == 3
+
+
+def test_a_guess_does_not_hold_for_what_may_pass() -> None:
+    policy = RestartPolicy(hopeless=frozenset({2, "ImportError"}))
+
+    def restarts(**more: Any) -> bool:
+        return decide(History(), Failure(0.0, "x", 2, **more), 0.0, policy).restart
+
+    assert not restarts()
+    assert not restarts(kinds=("UsageError", "ClickException"))
+    assert restarts(kinds=("FileNotFoundError", "OSError"))
+    assert restarts(step=1)
+    assert restarts(lived=100.0)
 
 
 def test_only_failures_within_the_window_count() -> None:
@@ -185,6 +200,7 @@ def test_attempt_follows_the_job() -> None:
     [
         (RestartPolicy(-1), "max_restarts=-1"),
         (RestartPolicy(window=0.0), "window=0.0"),
+        (RestartPolicy(restart_delay=-1.0), "restart_delay=-1.0"),
         (RestartPolicy(backoff_factor=0.5), "0.5"),
     ],
 )

@@ -6,7 +6,8 @@ The rules, in the order in which they are asked:
    it derives from), is final: its owner knows that a retry cannot help.
 2. A failure named in `hopeless` is final too, but only for a worker that made no progress and died within
    `hopeless_within` seconds. These are guesses (a missing module, a wrong argument), and a guess must not
-   end a job that has been training for hours.
+   end a job that has been training for hours. An error of the operating system is never hopeless, whatever
+   the exit code: a file system may come back.
 3. *Fail fast*: the same error twice in a row, both times before the worker was ready, is final. This
    rule is off unless the job reports readiness (`readiness=True`). Without that, "ready"
    is only a guess from how long a worker lived, and a plain `--max-restarts 3` job whose script dies
@@ -167,7 +168,8 @@ def _final(history: History, failure: Failure, policy: RestartPolicy) -> str:
     if listed:
         return f"not restarted: {listed} is listed as not worth a restart"
     listed = _listed(failure, policy.hopeless)
-    if listed and failure.lived < policy.hopeless_within and failure.step is None:
+    may_pass = failure.step is not None or "OSError" in failure.kinds
+    if listed and failure.lived < policy.hopeless_within and not may_pass:
         return f"not restarted: {listed} would happen again (--no-restart-on none restarts it all the same)"
     last = history.failures[-1] if history.failures else None
     if (

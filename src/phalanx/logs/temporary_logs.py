@@ -33,10 +33,13 @@ def remove_old(parent: str, now: float | None = None) -> None:
         return
     for entry in found:
         try:
-            mine = entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+            status = entry.stat(follow_symlinks=False)
         except OSError:
             continue
-        if mine and stat_fields(_launcher(entry.name)) is None and _last_write(entry.path) < now - _KEPT:
+        old = (
+            status.st_uid == os.geteuid() and status.st_mtime < now - _KEPT
+        )  # else nothing in it need be read
+        if old and stat_fields(_launcher(entry.name)) is None and _last_write(entry.path) < now - _KEPT:
             remove(entry.path)
 
 

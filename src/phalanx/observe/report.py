@@ -288,6 +288,8 @@ def hint(found: Diagnosis, failure: ProcessFailure) -> str:
         return f"{place}; {step}" if root.code < 0 and step else place
     if step:
         return step
+    if failure.error is not None and failure.message:
+        return "see the error above: it was recorded without a place in the program"
     if failure.tail.strip():
         more = "; the log has the rest" if failure.stderr_path else ""
         return f"see the last lines of stderr above{more}"

@@ -88,10 +88,10 @@ def split_python(args: Sequence[str]) -> tuple[list[str], str, str, list[str]] |
             index += 1
         elif arg.startswith("-"):
             return None  # "-" (stdin), -i, -x, --version …
-        elif os.path.isfile(arg) or os.path.isdir(arg):
+        elif os.path.isfile(arg) or os.path.isdir(arg) or not os.path.exists(arg):
             return list(args[:index]), "script", arg, list(args[index + 1 :])
         else:
-            return None  # missing, or a pipe: the interpreter reports it
+            return None  # a pipe, which can be read only once
     return None
 
 

@@ -332,6 +332,7 @@ def _script(path: str) -> "Callable[[], object]":
         with io.open_code(full) as file:
             data = file.read()
     except OSError as error:
+        error.__traceback__ = None  # the error is recorded; these frames tell nothing
         # The interpreter's own message and exit code.
         sys.stderr.write(f"{sys.orig_argv[0]}: can't open file {full!r}: {str(error).partition(': ')[0]}\n")
         sys.exit(2)
