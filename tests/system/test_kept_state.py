@@ -15,6 +15,7 @@ import pytest
 from phalanx.state.memory_file import MemoryFile
 from phalanx.state.rank_state import RankState, StatePlace
 from tests.conftest import HUNG, wait_until
+from tests.support.jobs import job, python_with
 from tests.support.run_helpers import Running, run, script, unshare
 
 few_or_many = pytest.mark.parametrize(
@@ -276,3 +277,62 @@ def test_outside_phalanx_nothing_is_kept(tmp_path: Path) -> None:
         [sys.executable, script(tmp_path, OUTSIDE)], capture_output=True, text=True, timeout=HUNG, check=True
     )
     assert done.stdout == "None None\n"
+
+
+# Two FSDP2 ranks whose state goes through torch.distributed.checkpoint; the first attempt is killed.
+SHARDED = """
+import os, signal
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from phalanx import worker
+from phalanx.integrations import torch_checkpoint
+
+dist.init_process_group("gloo")
+rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+torch.manual_seed(attempt)
+model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+fully_shard(model)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+def state():
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optim": moments, "plain": torch.full((3,), float(rank)), "note": f"of {rank}"}
+
+def total():
+    return [round(p.full_tensor().sum().item(), 5) for p in model.parameters()]
+
+if attempt == 0:
+    for step in range(3):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch_checkpoint.save(state(), "model", 3)
+    if rank == 0:
+        print("saved", total(), flush=True)
+    else:
+        total()
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+model(torch.ones(2, 6)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+found = state()
+assert worker.agree("model") == 3
+step = torch_checkpoint.load(found, "model")
+set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
+text = f"loaded {total()}"
+if rank == 0:
+    print(text, flush=True)
+assert (step, found["note"], found["plain"][0].item()) == (3, f"of {rank}", float(rank))
+assert torch_checkpoint.load({}, "other") is None
+dist.destroy_process_group()
+"""
+
+
+def test_shards_go_through_torchs_checkpoints(tmp_path: Path) -> None:
+    python = python_with("torch")
+    path = script(tmp_path, SHARDED)
+    out = job(tmp_path / "job", "--nproc-per-node", "2", "--max-restarts", "1", path, python=python)
+    saved, loaded = (next(line for line in out.splitlines() if word in line) for word in ("saved", "loaded"))
+    assert saved.split(" ", 1)[1] == loaded.split(" ", 1)[1]
