@@ -6,8 +6,8 @@ One worker on one GPU holds `--gb` of tensors and computes in between. Taken alt
 
     raw      the same tensors into one pinned buffer of torch's: the floor
     wait     worker.keep: the time of the call
-    beside   worker.keep(wait=False): how much longer the next step takes, the call included; and the time until
-             the save is whole
+    beside   worker.keep(wait=False): how much longer the next step takes, the call included; and the time
+             until the save is whole
 
 Then the worker kills itself. In the restarted one: kept() mapped and copied by `to`, and kept(device="cuda"),
 each checked to the last byte. Then a kill in the middle of a save with wait=False: the save before it must be
