@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import LaunchConfig, elastic_launch
 from phalanx.state.memory_file import MemoryFile
 from phalanx.state.rank_state import RankState, StatePlace
 from tests.conftest import HUNG, wait_until
@@ -336,3 +337,52 @@ def test_shards_go_through_torchs_checkpoints(tmp_path: Path) -> None:
     out = job(tmp_path / "job", "--nproc-per-node", "2", "--max-restarts", "1", path, python=python)
     saved, loaded = (next(line for line in out.splitlines() if word in line) for word in ("saved", "loaded"))
     assert saved.split(" ", 1)[1] == loaded.split(" ", 1)[1]
+
+
+PREEMPTED = """
+import select
+from phalanx import worker
+found = worker.kept("model")
+print("found", found and found.step, flush=True)
+if found is None:
+    worker.keep("model", 1, step=7)
+    worker.should_checkpoint()  # from here on the worker is asked, not killed
+    print("kept", flush=True)
+    while not worker.should_checkpoint():
+        select.select([], [], [], 0.01)
+    worker.keep("model", 1, step=8)
+"""
+
+
+def test_state_is_written_when_the_job_is_preempted(tmp_path: Path) -> None:
+    path = script(tmp_path, PREEMPTED)
+    words = ["--preempt-signal", "SIGUSR1", "--keep-spill", str(tmp_path), "--rdzv-id", "one", path]
+    with Running(words) as preempted:
+        preempted.read_until("kept")
+        os.kill(preempted.agent, signal.SIGUSR1)
+        assert preempted.end().code == 128 + signal.SIGUSR1
+    assert "found 8" in run(*words).out
+
+
+def _keep_and_fail() -> tuple[object, int | None]:
+    from phalanx import worker
+
+    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    step, found = worker.agree("model"), worker.kept("model")
+    worker.keep("model", {"rank": rank}, step=attempt)
+    worker.agree("model")
+    if attempt == 0:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+    return found and found.tree, step
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+def test_functions_keep_state_too(start_method: str) -> None:
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, start_method=start_method,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+    )  # fmt: skip
+    results = elastic_launch(config, _keep_and_fail)()
+    assert results == {0: ({"rank": 0}, 0), 1: ({"rank": 1}, 0)}
