@@ -71,6 +71,8 @@ class DeviceLoad:
             self._error = error
 
     def _copy(self, fd: int, base: int, stream: Any) -> None:
+        from ctypes import c_char  # torch offers the memory of a tensor through NumPy only
+
         torch = self._torch
         buffers = [torch.empty(_PART, dtype=torch.uint8, pin_memory=stream is not None) for _ in "ab"]
         events = [None if stream is None else torch.cuda.Event() for _ in buffers]
@@ -83,7 +85,8 @@ class DeviceLoad:
             buffer, event = buffers[turn][: len(target)], events[turn]
             if event is not None:
                 event.synchronize()
-            view, done = memoryview(buffer.numpy()), 0
+            view = memoryview((c_char * len(target)).from_address(buffer.data_ptr())).cast("B")
+            done = 0
             while done < len(view):
                 count = os.preadv(fd, [view[done:]], base + at + done)
                 if not count:
