@@ -10,6 +10,8 @@ Three things ensure that: the checkpoint holds everything that the next step dep
 atomically; the batch of a step is a function of the step and the rank, not of a generator that would have to
 be saved; and gradients are added in rank order. (DDP regroups its buckets after the first step of a process,
 and with three or more workers another grouping is another order of addition, which changes the last bits.)
+
+With `--keep`, every rank holds its checkpoint in memory that outlives it, and no file is written.
 """
 
 import argparse
@@ -27,6 +29,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+
+from phalanx import worker
 
 CONTEXT = 48
 
@@ -115,6 +119,9 @@ class Trainer:
             "losses": self.losses,
             "restarts": self.restarts,
         }
+        if self.args.keep:
+            worker.keep("training", state, step=self.step)
+            return
         with open(self.path + ".new", "wb") as file:
             torch.save(state, file)
             file.flush()
@@ -122,7 +129,13 @@ class Trainer:
         os.replace(self.path + ".new", self.path)
 
     def load(self) -> None:
-        """Load rank 0's checkpoint on all ranks: other machines may have none."""
+        """Load what was kept, or rank 0's checkpoint on all ranks: other machines may have none."""
+        if self.args.keep:
+            step = worker.agree("training")  # the same on all ranks, whichever were killed while they saved
+            kept = worker.kept("training", step) if step is not None else None
+            if kept is not None:
+                self.take(kept.tree)
+            return
         found: list[Any] = [None]
         if self.rank == 0 and os.path.exists(self.path):
             with open(self.path, "rb") as file:
@@ -130,7 +143,10 @@ class Trainer:
         dist.broadcast_object_list(found)
         if found[0] is None:
             return
-        state = torch.load(io.BytesIO(found[0]), weights_only=True)
+        self.take(torch.load(io.BytesIO(found[0]), weights_only=True))
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Continue from this state."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.losses, self.restarts = state["losses"], [*state["restarts"], len(state["losses"])]
@@ -164,9 +180,11 @@ def train(args: argparse.Namespace) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         trainer.advance()
         last = trainer.step == args.steps
-        if trainer.rank == 0 and (last or trainer.step % args.every == 0):
-            trainer.save()
-            print(f"step {trainer.step:4}  loss {trainer.losses[-1]:.4f}", flush=True)
+        if last or trainer.step % args.every == 0:
+            if trainer.rank == 0 or args.keep:
+                trainer.save()
+            if trainer.rank == 0:
+                print(f"step {trainer.step:4}  loss {trainer.losses[-1]:.4f}", flush=True)
     if trainer.rank == 0:
         with open(os.path.join(args.out, "result.json"), "w") as file:
             # JSON writes floats with repr, which keeps every bit.
@@ -220,6 +238,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="passages for each worker")
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--kill-at", default="", help="steps in which the last rank is SIGKILLed: 40,90")
+    parser.add_argument("--keep", action="store_true", help="checkpoints in memory, by worker.keep")
     parser.add_argument("--plot", help="write the loss curve to this PNG file")
     args = parser.parse_args()
     os.makedirs(args.out, exist_ok=True)

@@ -245,15 +245,15 @@ def keep(name: str, tree: object, step: int, *, wait: bool = True) -> PendingSav
     return PendingSave()
 
 
-def kept(name: str, step: int | None = None, *, anywhere: bool = False) -> Kept | None:
+def kept(name: str, step: int | None = None, *, anywhere: bool = False, device: object = None) -> Kept | None:
     """What this rank kept: the newest whole save, or that of `step`; None if there is none.
 
     Only what was kept by the same rank in a world of the same size; with `anywhere`, whatever was kept by the
     worker whose memory this one has. Arrays are views of that memory, on the CPU; what is written to them
-    stays in this process.
+    stays in this process. With `device`, tensors that were on a CUDA device are copied there.
     """
     state = _rank_state()
-    return None if state is None else state.kept(name, step, anywhere)
+    return None if state is None else state.kept(name, step, anywhere, device)
 
 
 def agree(name: str, timeout: float = 300.0) -> int | None:

@@ -76,6 +76,16 @@ def test_ddp_continues_exactly(tmp_path: Path) -> None:
     check_png(tmp_path / "loss.png", red_columns=2)
 
 
+def test_ddp_continues_from_memory(tmp_path: Path) -> None:
+    python = python_with("torch")
+    words = ("--steps", "12", "--every", "5", "--batch", "4", "--keep")
+    plain, _ = train(tmp_path / "plain", python, "train_ddp.py", *words)
+    killed, running = train(tmp_path / "killed", python, "train_ddp.py", *words, "--kill-at", "8", restarts=1)
+    assert killed == plain
+    assert "from step 5 to 12" in running.out
+    assert not (tmp_path / "killed" / "checkpoint.pt").exists()
+
+
 def check_png(path: Path, red_columns: int) -> None:
     """A whole image, and as many red lines in it as there were restarts."""
     data = path.read_bytes()

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import LaunchConfig, elastic_launch
 from phalanx.state.memory_file import MemoryFile
 from phalanx.state.rank_state import RankState, StatePlace
 from tests.conftest import HUNG, wait_until
+from tests.support.jobs import job, python_with
 from tests.support.run_helpers import Running, run, script, unshare
 
 few_or_many = pytest.mark.parametrize(
@@ -276,3 +278,111 @@ def test_outside_phalanx_nothing_is_kept(tmp_path: Path) -> None:
         [sys.executable, script(tmp_path, OUTSIDE)], capture_output=True, text=True, timeout=HUNG, check=True
     )
     assert done.stdout == "None None\n"
+
+
+# Two FSDP2 ranks whose state goes through torch.distributed.checkpoint; the first attempt is killed.
+SHARDED = """
+import os, signal
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from phalanx import worker
+from phalanx.integrations import torch_checkpoint
+
+dist.init_process_group("gloo")
+rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+torch.manual_seed(attempt)
+model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+fully_shard(model)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+def state():
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optim": moments, "plain": torch.full((3,), float(rank)), "note": f"of {rank}"}
+
+def total():
+    return [round(p.full_tensor().sum().item(), 5) for p in model.parameters()]
+
+if attempt == 0:
+    for step in range(3):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch_checkpoint.save(state(), "model", 3)
+    if rank == 0:
+        print("saved", total(), flush=True)
+    else:
+        total()
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+model(torch.ones(2, 6)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+found = state()
+assert worker.agree("model") == 3
+step = torch_checkpoint.load(found, "model")
+set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
+text = f"loaded {total()}"
+if rank == 0:
+    print(text, flush=True)
+assert (step, found["note"], found["plain"][0].item()) == (3, f"of {rank}", float(rank))
+assert torch_checkpoint.load({}, "other") is None
+dist.destroy_process_group()
+"""
+
+
+def test_shards_go_through_torchs_checkpoints(tmp_path: Path) -> None:
+    python = python_with("torch")
+    path = script(tmp_path, SHARDED)
+    out = job(tmp_path / "job", "--nproc-per-node", "2", "--max-restarts", "1", path, python=python)
+    saved, loaded = (next(line for line in out.splitlines() if word in line) for word in ("saved", "loaded"))
+    assert saved.split(" ", 1)[1] == loaded.split(" ", 1)[1]
+
+
+PREEMPTED = """
+import select
+from phalanx import worker
+found = worker.kept("model")
+print("found", found and found.step, flush=True)
+if found is None:
+    worker.keep("model", 1, step=7)
+    worker.should_checkpoint()  # from here on the worker is asked, not killed
+    print("kept", flush=True)
+    while not worker.should_checkpoint():
+        select.select([], [], [], 0.01)
+    worker.keep("model", 1, step=8)
+"""
+
+
+def test_state_is_written_when_the_job_is_preempted(tmp_path: Path) -> None:
+    path = script(tmp_path, PREEMPTED)
+    words = ["--preempt-signal", "SIGUSR1", "--keep-spill", str(tmp_path), "--rdzv-id", "one", path]
+    with Running(words) as preempted:
+        preempted.read_until("kept")
+        os.kill(preempted.agent, signal.SIGUSR1)
+        assert preempted.end().code == 128 + signal.SIGUSR1
+    assert "found 8" in run(*words).out
+
+
+def _keep_and_fail() -> tuple[object, int | None]:
+    from phalanx import worker
+
+    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    step, found = worker.agree("model"), worker.kept("model")
+    worker.keep("model", {"rank": rank}, step=attempt)
+    worker.agree("model")
+    if attempt == 0:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+    return found and found.tree, step
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+def test_functions_keep_state_too(start_method: str) -> None:
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, start_method=start_method,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+    )  # fmt: skip
+    results = elastic_launch(config, _keep_and_fail)()
+    assert results == {0: ({"rank": 0}, 0), 1: ({"rank": 1}, 0)}

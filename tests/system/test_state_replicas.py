@@ -123,7 +123,8 @@ def test_strangers_learn_and_change_nothing(tmp_path: Path, tls: bool) -> None:
         header = SlotHeader(1, 5, 1, 3, 4, 0, 0, 0, 10, 10)
         record = pack("model", header)
         for kind, data in (
-            (frames.HELLO, b"1 another job"),
+            (frames.HELLO, b"1 another job\n3"),
+            (frames.HELLO, b"1 job\nx"),
             (frames.FETCH, b"x job"),
             (frames.SAVE, record),
             (b"?", b""),
@@ -134,7 +135,7 @@ def test_strangers_learn_and_change_nothing(tmp_path: Path, tls: bool) -> None:
                     channel.receive()
         for bad in (record[:-1], record[:-5] + bytes([record[-5] ^ 1]) + record[-4:], b""):
             with closing(dial(where, TOKEN, sealing)) as channel:
-                channel.send(frames.HELLO, b"1 job")
+                channel.send(frames.HELLO, b"1 job\n3")
                 channel.receive()
                 channel.send(frames.SAVE, bad)
                 with pytest.raises(ConnectionError):
@@ -146,7 +147,7 @@ def test_strangers_learn_and_change_nothing(tmp_path: Path, tls: bool) -> None:
             ([b"x" * 10], frames.ABANDON),
         ):
             with closing(dial(where, TOKEN, sealing)) as channel:
-                channel.send(frames.HELLO, b"1 job")
+                channel.send(frames.HELLO, b"1 job\n3")
                 channel.receive()
                 channel.send(frames.SAVE, record)
                 for part in parts:
@@ -154,7 +155,7 @@ def test_strangers_learn_and_change_nothing(tmp_path: Path, tls: bool) -> None:
                 channel.send(end)
         assert server.copies[3].is_empty()
         with closing(dial(where, TOKEN, sealing)) as channel:
-            channel.send(frames.HELLO, b"1 job")
+            channel.send(frames.HELLO, b"1 job\n3")
             channel.receive()
             channel.send(frames.SAVE, record)
             channel.send(frames.DATA, b"x" * 10)

@@ -14,8 +14,9 @@ import pytest
 from phalanx.errors import StateError
 from phalanx.state import memory_limit
 from phalanx.state.agreement import newest_common
-from phalanx.state.memory_file import NAMES, REGIONS, MemoryFile
+from phalanx.state.memory_file import NAMES, REGIONS, MemoryFile, region_at
 from phalanx.state.rank_state import RankState, StatePlace, read_place
+from phalanx.state.tree_codec import encode, torch_view
 
 
 @pytest.fixture
@@ -271,3 +272,33 @@ def test_arrays_of_jax_come_back(file: MemoryFile) -> None:
         assert isinstance(found[name], jax.Array)
         assert found[name].dtype == value.dtype
         assert (found[name] == value).all()
+
+
+def test_tensors_are_read_onto_a_device(file: MemoryFile) -> None:
+    """The way of CUDA tensors, with the CPU as the device; bench/gpu/keep.py has the real one."""
+    torch = pytest.importorskip("torch")
+    from phalanx.state.device_load import DeviceLoad
+
+    sources = {
+        "large": torch.arange(10_000_000, dtype=torch.int32),  # several parts
+        "small": torch.ones(3, dtype=torch.bfloat16),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 2),
+        "bool": torch.tensor([True, False, True]),
+    }
+    encoded = encode(sources)
+    number = file.number_of("model")
+    file.grow(number, 0, 0, encoded.used)
+    mapping = file.shared(number, 0, encoded.used)
+    for at, tensor in encoded.tensors:
+        torch_view(torch, mapping, at, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
+    load = DeviceLoad("cpu")
+    placed = [(load.place(at, tensor.dtype, tuple(tensor.shape)), tensor) for at, tensor in encoded.tensors]
+    load.run(file.fd, region_at(number, 0))
+    assert len(placed) == 4
+    for found, tensor in placed:
+        assert torch.equal(found, tensor)
+    short = DeviceLoad("cpu")
+    short.place(0, torch.uint8, (10,))
+    with pytest.raises(EOFError):
+        short.run(file.fd, 1 << 52)

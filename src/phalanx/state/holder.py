@@ -84,8 +84,7 @@ class StateHolder:
         except OSError as error:
             self._unavailable = True
             warn(f"worker.keep has no effect: no memory files here ({error.strerror})")
-            for file in {*files.values(), *before.values()}:
-                file.close()
+            self._give_back([*{*files.values(), *before.values()}])
             self.files = {}
             return None
         self.files = files
@@ -98,8 +97,7 @@ class StateHolder:
             known_here = before.keys() if number == self._number + 1 else set()
             wanted = [rank for rank in ranks if rank not in known_here and rank not in read]
             self._replicas.begin_round(others, number, files, wanted)
-        for file in spare:
-            file.close()
+        self._give_back(spare)
         self._number = number
         return StateFiles([files[rank] for rank in ranks], ranks, world_size, number, bell)
 
@@ -149,10 +147,22 @@ class StateHolder:
                 for file in files.values():
                     file.close()
 
-        if self._spill is None:
+        if self._spill is None and all(file.is_empty() for file in files.values()):
             end()
         else:
             self._begin("phalanx-state-write", end)
+
+    def _give_back(self, files: list[MemoryFile]) -> None:
+        """Close files; in a thread if there is something in them, because that may take seconds."""
+
+        def close() -> None:
+            for file in files:
+                file.close()
+
+        if all(file.is_empty() for file in files):
+            close()
+        else:
+            self._begin("phalanx-state-free", close)
 
     def _write(self, spill: SpillDirectory, files: dict[int, MemoryFile]) -> None:
         from phalanx.state.spill import SpillStopped

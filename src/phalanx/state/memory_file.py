@@ -178,18 +178,14 @@ class MemoryFile:
         """A mapping to write to."""
         import mmap
 
-        return mmap.mmap(self.fd, _pages(size), offset=region_at(number, region))
+        return _undumped(mmap.mmap(self.fd, _pages(size), offset=region_at(number, region)))
 
     def private(self, number: int, header: SlotHeader) -> mmap.mmap:
         """A mapping of a save. What is written to it stays in this process."""
         import mmap
 
-        return mmap.mmap(
-            self.fd,
-            _pages(header.used),
-            access=mmap.ACCESS_COPY,
-            offset=region_at(number, header.region),
-        )
+        start = region_at(number, header.region)
+        return _undumped(mmap.mmap(self.fd, _pages(header.used), access=mmap.ACCESS_COPY, offset=start))
 
     def copy(self, number: int, header: SlotHeader, chunk: int = 1 << 22) -> Iterator[bytes]:
         """The bytes of a save. The caller checks afterwards that `slots` still has this header."""
@@ -251,6 +247,17 @@ def punch(fd: int, start: int, size: int) -> None:
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     fallocate(fd, _PUNCH, start, size)
+
+
+def _undumped(mapping: mmap.mmap) -> mmap.mmap:
+    """A mapping that is not part of a core dump, which would be as large as all that is kept."""
+    import mmap
+
+    try:
+        mapping.madvise(mmap.MADV_DONTDUMP)
+    except (AttributeError, OSError):
+        pass
+    return mapping
 
 
 def _pages(size: int) -> int:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     Placed = list[tuple[int, Any]]  # offset in the mapping, tensor
 
+_PORTABLE = 1  # pinned for all devices
 _SPARE = 0.1  # the part of the device's free memory that copies leave to the program
 
 
@@ -102,7 +103,7 @@ class PinnedMappings:
         if self._registered.get(address, (0, None))[0] == size:
             return
         self._torch.cuda.init()
-        result = self._torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        result = self._torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)
         if int(result) != 0:
             # Copies are slower, and correct: they wait for the device.
             from phalanx.log import warn

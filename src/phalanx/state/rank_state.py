@@ -15,7 +15,7 @@ import threading
 
 from phalanx.core.record import Record
 from phalanx.errors import StateError
-from phalanx.state.memory_file import REGIONS, MemoryFile, SlotHeader
+from phalanx.state.memory_file import REGIONS, MemoryFile, SlotHeader, region_at
 from phalanx.state.pending_save import PendingSave
 from phalanx.state.tree_codec import EncodedTree, decode, encode, torch_view
 
@@ -232,8 +232,8 @@ class RankState:
 
     # -- reading ------------------------------------------------------------------------------------
 
-    def kept(self, name: str, step: int | None, anywhere: bool) -> Kept | None:
-        """The newest whole save, or the one of a step."""
+    def kept(self, name: str, step: int | None, anywhere: bool, device: object = None) -> Kept | None:
+        """The newest whole save, or the one of a step; what was on a CUDA device, on `device`."""
         import weakref
 
         with self._lock:
@@ -242,7 +242,16 @@ class RankState:
                 return None
             mapping = self._file.private(number, header)
             self._trees.append((number, header.region, weakref.ref(mapping)))
-            tree = decode(mapping, header.index_at, header.index_size)
+            load = None
+            if device is not None:
+                import torch  # noqa: F401 - its module is looked up there
+
+                from phalanx.state.device_load import DeviceLoad
+
+                load = DeviceLoad(device)
+            tree = decode(mapping, header.index_at, header.index_size, load)
+            if load is not None:
+                load.run(self.place.fd, region_at(number, header.region))
             return Kept(tree, header.step, header.rank, header.world_size)
 
     def _find(self, name: str, step: int | None, anywhere: bool) -> tuple[SlotHeader | None, int]:

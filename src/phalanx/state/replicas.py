@@ -74,9 +74,7 @@ class Replicas:
         self._bell_read, self.bell = os.pipe()
         os.set_blocking(self._bell_read, False)
         os.set_blocking(self.bell, False)
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._round_end = -1  # a pipe that is closed when the round is over
         self._server = socket.create_server((settings.address, 0), family=_family(settings.address))
         self._threads: list[threading.Thread] = []
         self._start("phalanx-state-server", self._serve)
@@ -101,9 +99,10 @@ class Replicas:
                 locks[rank] = FileLock(files[rank], wait=False)
             except BlockingIOError:
                 pass  # the end of a copy is still being written to it, which is the newest there is
+        over, self._round_end = os.pipe()
         with self._lock:
             self._number, self._own = number, own
-        self._start("phalanx-state-round", lambda: self._round(others, number, own, locks))
+        self._start("phalanx-state-round", lambda: self._round(others, number, own, [*files], locks, over))
 
     def end_round(self) -> None:
         """Stop copying; connections of the round are closed."""
@@ -112,7 +111,9 @@ class Replicas:
             channels, self._channels = self._channels, []
         for channel in channels:
             channel.stop()
-        _ring(self._wake_write)
+        end, self._round_end = self._round_end, -1
+        if end >= 0:
+            os.close(end)
 
     def close(self) -> None:
         """End it; copies are given back when the threads have ended."""
@@ -129,8 +130,8 @@ class Replicas:
             self._server.close()
             for file in self.copies.values():
                 file.close()
-            for fd in (self._bell_read, self.bell, self._wake_read, self._wake_write):
-                os.close(fd)
+            os.close(self._bell_read)
+            os.close(self.bell)
 
         with self._lock:
             threads = list(self._threads)
@@ -143,8 +144,11 @@ class Replicas:
         others: RoundNodes,
         number: int,
         own: list[MemoryFile],
+        ranks: list[int],
         locks: dict[int, FileLock],
+        over: int,
     ) -> None:
+        """`over`: readable when the round is."""
         store, node = others.store, others.node
         prefix = f"state/{number}/"
         try:
@@ -158,7 +162,7 @@ class Replicas:
             for lock in locks.values():
                 lock.release()
         try:
-            self._copy_on(store, f"{prefix}{(node + 1) % others.nodes}", number, own)
+            self._copy_on(store, f"{prefix}{(node + 1) % others.nodes}", number, own, ranks, over)
         except _STORE_ERRORS as error:
             if self._current(number):
                 self._say(f"kept state is not copied to the next node: {error}")
@@ -167,6 +171,7 @@ class Replicas:
                 self._own = [file for file in self._own if file not in own]
             for file in own:
                 file.close()
+            os.close(over)
 
     def _record(self, own: list[MemoryFile]) -> dict[str, Any]:
         """Where this node can be reached, and the newest that it has of each rank."""
@@ -205,7 +210,9 @@ class Replicas:
 
     # -- sending ------------------------------------------------------------------------------------
 
-    def _copy_on(self, store: Any, key: str, number: int, own: list[MemoryFile]) -> None:
+    def _copy_on(
+        self, store: Any, key: str, number: int, own: list[MemoryFile], ranks: list[int], over: int
+    ) -> None:
         """Send every save of this round's workers to the next node, until the round is over."""
         where: tuple[str, int] | None = None
         while self._current(number):
@@ -215,20 +222,21 @@ class Replicas:
                 channel = dial(where, self._settings.token, self._settings.tls)
             except ERRORS as error:
                 self._say(f"kept state is not copied to the next node yet: {error}")
-                self._pause(number)
+                _wait(over, _AGAIN)
                 continue
             if not self._admit(channel, number):
                 return
             try:
-                channel.send(HELLO, f"{number} {self._settings.run_id}".encode())
+                hello = f"{number} {self._settings.run_id}\n{','.join(map(str, ranks))}"
+                channel.send(HELLO, hello.encode())
                 sent = _unpack_have(channel.receive()[1])
                 while self._current(number):
                     if not self._send_one(channel, own, sent):
-                        self._sleep(number)
+                        self._sleep(over)
             except ERRORS as error:
                 if self._current(number):
                     self._say(f"kept state is not copied to the next node: {error}")
-                    self._pause(number)
+                    _wait(over, _AGAIN)
             finally:
                 self._dismiss(channel)
 
@@ -258,22 +266,17 @@ class Replicas:
         channel.send(END if whole else ABANDON)
         return whole
 
-    def _sleep(self, number: int) -> None:
+    def _sleep(self, over: int) -> None:
         """Until a worker has saved, or the round is over."""
         poll = select.poll()
         poll.register(self._bell_read, select.POLLIN)
-        poll.register(self._wake_read, select.POLLIN)
+        poll.register(over, select.POLLIN)
         poll.poll()
-        _drain(self._bell_read)
-        if self._current(number):
-            _drain(self._wake_read)
-
-    def _pause(self, number: int) -> None:
-        poll = select.poll()
-        poll.register(self._wake_read, select.POLLIN)
-        poll.poll(_AGAIN * 1000)
-        if self._current(number):
-            _drain(self._wake_read)
+        try:
+            while os.read(self._bell_read, 4096):
+                pass
+        except BlockingIOError:
+            pass
 
     # -- receiving ----------------------------------------------------------------------------------
 
@@ -298,13 +301,14 @@ class Replicas:
             return
         try:
             kind, data = channel.receive()
-            word, _, run_id = data.decode("utf-8", "replace").partition(" ")
+            text, _, ranks = data.decode("utf-8", "replace").partition("\n")
+            word, _, run_id = text.partition(" ")
             if run_id != self._settings.run_id or not word.isdigit():
                 return
             if kind == FETCH:
                 self._give(channel, int(word))
             elif kind == HELLO:
-                self._take_copies(channel, int(word))
+                self._take_copies(channel, int(word), {int(rank) for rank in ranks.split(",")})
         except ERRORS as error:
             if not self._closed and not isinstance(error, OSError):
                 self._say(f"copies of another node's kept state: {error}")
@@ -326,22 +330,20 @@ class Replicas:
             for file in files:
                 file.close()
 
-    def _take_copies(self, channel: ReplicaChannel, number: int) -> None:
-        """Keep copies of what another node sends, until it closes the connection."""
+    def _take_copies(self, channel: ReplicaChannel, number: int, ranks: set[int]) -> None:
+        """Keep copies of what another node sends, the state of these ranks, until it ends the connection."""
         if not self._admit(channel, None):
             return
         with self._lock:
             have = [_ages(file) for file in self.copies.values()]
         channel.send(HAVE, _pack_have({key: age for ages in have for key, age in ages.items()}))
-        current: set[int] = set()
         while True:
             kind, data = channel.receive(patient=True)
             if kind != SAVE:
                 continue
             header = save_record.unpack(data)[1]
             if header.round == number:
-                current.add(header.rank)
-                self._forget_others(current, header.world_size)
+                self._forget_others(ranks)
             lock = FileLock(self._copy_of(header.rank))
             try:
                 self._take_save(channel, data, lock.file)
@@ -354,16 +356,12 @@ class Replicas:
                 self.copies[rank] = MemoryFile.create()
             return self.copies[rank]
 
-    def _forget_others(self, current: set[int], world_size: int) -> None:
-        """The workers of this round save: copies that are of another world are not needed any more."""
+    def _forget_others(self, ranks: set[int]) -> None:
+        """Workers of this round save, so all have found what they need: other copies are of the past."""
         with self._lock:
-            for rank, file in list(self.copies.items()):
-                worlds = {
-                    header.world_size for number in file.names().values() for header in file.slots(number)
-                }
-                if rank not in current and worlds and world_size not in worlds:
-                    del self.copies[rank]
-                    file.close()
+            forgotten = [self.copies.pop(rank) for rank in self.copies.keys() - ranks]
+        for file in forgotten:
+            file.close()  # frees memory, which may take long
 
     def _take_save(self, channel: ReplicaChannel, data: bytes, file: MemoryFile) -> None:
         """Take in one save; it is valid when its last byte is here. The caller has locked the file."""
@@ -481,16 +479,8 @@ def _family(address: str) -> int:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _ring(fd: int) -> None:
-    try:
-        os.write(fd, b"!")
-    except OSError:
-        pass  # full
-
-
-def _drain(fd: int) -> None:
-    try:
-        while os.read(fd, 4096):
-            pass
-    except BlockingIOError:
-        pass
+def _wait(over: int, seconds: float) -> None:
+    """A pause before another attempt, which the end of the round ends."""
+    poll = select.poll()
+    poll.register(over, select.POLLIN)
+    poll.poll(seconds * 1000)

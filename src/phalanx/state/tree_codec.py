@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.state.device_load import DeviceLoad
+
 _ALIGN = 64
 _PAGE = 4096
 _LARGE = 1 << 20
@@ -74,7 +76,7 @@ class EncodedTree:
                 str(tensor.dtype).partition(".")[2],
                 *_shape(tensor, order),
             )
-        return (*found, trained, parameter)
+        return (*found, trained, parameter, tensor.is_cuda)
 
     def add_array(self, kind: str, array: Any) -> tuple[object, ...]:
         """The description of a NumPy array that stands for another kind."""
@@ -117,15 +119,15 @@ def encode(tree: object) -> EncodedTree:
     return result
 
 
-def decode(mapping: mmap.mmap, index_at: int, index_size: int) -> object:
-    """The tree, with arrays that are views of the mapping."""
+def decode(mapping: mmap.mmap, index_at: int, index_size: int, load: DeviceLoad | None = None) -> object:
+    """The tree, with arrays that are views of the mapping; `load` places what was on a device."""
     view = memoryview(mapping)
     index = view[index_at : index_at + index_size]
     (count,) = _COUNT.unpack_from(index)
     start = _COUNT.size + count * _PLACE.size
     places = _PLACE.iter_unpack(index[_COUNT.size : start])
     buffers = [view[at : at + size] for at, size in places]
-    tree: object = _TreeUnpickler(io.BytesIO(index[start:]), buffers, mapping).load()
+    tree: object = _TreeUnpickler(io.BytesIO(index[start:]), buffers, mapping, load).load()
     torch: Any = sys.modules.get("torch._utils")
     if hasattr(torch, "_validate_loaded_sparse_tensors"):
         torch._validate_loaded_sparse_tensors()  # torch holds on to sparse tensors until they are checked
@@ -172,9 +174,13 @@ class _TreePickler(pickle.Pickler):
 class _TreeUnpickler(pickle.Unpickler):
     """Replaces places by views of the mapping."""
 
-    def __init__(self, file: io.BytesIO, buffers: list[memoryview], mapping: mmap.mmap) -> None:
+    def __init__(
+        self, file: io.BytesIO, buffers: list[memoryview], mapping: mmap.mmap, load: DeviceLoad | None
+    ) -> None:
         super().__init__(file, buffers=buffers)
         self._mapping = mapping
+        self._load = load
+        self._placed: dict[tuple[int, str], Any] = {}  # on the device, by place and type
 
     def persistent_load(self, pid: Any) -> object:
         if pid[0] == "torch":
@@ -198,10 +204,16 @@ class _TreeUnpickler(pickle.Unpickler):
         order: tuple[int, ...] | None,
         trained: bool,
         parameter: bool,
+        cuda: bool,
     ) -> object:
         import torch
 
-        tensor = torch_view(torch, self._mapping, at, getattr(torch, dtype), shape)
+        if cuda and self._load is not None:
+            if (at, dtype) not in self._placed:  # two references to the same tensor stay one
+                self._placed[at, dtype] = self._load.place(at, getattr(torch, dtype), shape)
+            tensor = self._placed[at, dtype].detach()
+        else:
+            tensor = torch_view(torch, self._mapping, at, getattr(torch, dtype), shape)
         if order is not None:
             tensor = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
         if parameter:

@@ -1,0 +1,98 @@
+"""Tensors from a memory file onto a device: read into pinned buffers by several threads, copied beside.
+
+A mapping would have to be pinned first, which takes longer than the copy, or would be copied by the driver at
+the speed of one processor. Here each thread reads a part of the file into one of its two buffers, without any
+page of it being mapped, while the other buffer is on its way to the device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_THREADS = 6
+_PART = 16 << 20
+
+
+class DeviceLoad:
+    """The tensors of one tree that are to be on a device."""
+
+    def __init__(self, device: object) -> None:
+        self._torch: Any = sys.modules["torch"]
+        self._device = self._torch.device(device)
+        self._parts: list[tuple[int, Any]] = []  # where in the region, and the bytes of a tensor
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def place(self, at: int, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """A tensor on the device, which `run` fills."""
+        tensor = self._torch.empty(shape, dtype=dtype, device=self._device)
+        if tensor.numel():
+            flat = tensor.reshape(-1).view(self._torch.uint8)
+            self._parts += [(at + start, flat[start : start + _PART]) for start in range(0, len(flat), _PART)]
+        return tensor
+
+    def run(self, fd: int, base: int) -> None:
+        """Fill all tensors from the file; they are complete on return."""
+        if not self._parts:
+            return
+        cuda = self._device.type == "cuda"
+        before = self._torch.cuda.current_stream(self._device) if cuda else None
+        count = min(_THREADS, os.cpu_count() or 1, len(self._parts))
+        threads = [
+            threading.Thread(target=self._work, args=(fd, base, before), name="phalanx-state-load")
+            for _ in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, fd: int, base: int, before: Any) -> None:
+        try:
+            if before is None:
+                self._copy(fd, base, None)
+                return
+            cuda = self._torch.cuda
+            with cuda.device(self._device):
+                stream = cuda.Stream()
+                stream.wait_stream(before)  # the memory of the tensors may still be in use there
+                with cuda.stream(stream):
+                    self._copy(fd, base, stream)
+                stream.synchronize()
+        except BaseException as error:  # noqa: BLE001 - raised by `run`
+            self._error = error
+
+    def _copy(self, fd: int, base: int, stream: Any) -> None:
+        from ctypes import c_char  # torch offers the memory of a tensor through NumPy only
+
+        torch = self._torch
+        buffers = [torch.empty(_PART, dtype=torch.uint8, pin_memory=stream is not None) for _ in "ab"]
+        events = [None if stream is None else torch.cuda.Event() for _ in buffers]
+        turn = 0
+        while self._error is None:
+            with self._lock:
+                if not self._parts:
+                    return
+                at, target = self._parts.pop()
+            buffer, event = buffers[turn][: len(target)], events[turn]
+            if event is not None:
+                event.synchronize()
+            view = memoryview((c_char * len(target)).from_address(buffer.data_ptr())).cast("B")
+            done = 0
+            while done < len(view):
+                count = os.preadv(fd, [view[done:]], base + at + done)
+                if not count:
+                    raise EOFError("kept state is shorter than its index says")
+                done += count
+            target.copy_(buffer, non_blocking=stream is not None)
+            if event is not None:
+                event.record(stream)
+            turn = 1 - turn
