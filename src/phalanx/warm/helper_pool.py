@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from phalanx.core.group import Phase
     from phalanx.warm.import_cache import ImportCache
+    from phalanx.warm.keep_warm import KeepWarm, StayingHelpers
     from phalanx.warm.standby import StandbyRank
     from phalanx.workers.worker_group import PContext
 
@@ -49,6 +50,7 @@ class HelperPool:
         learned: ImportCache | None = None,
         preload: tuple[str, ...] = (),
         warm_up: str = "",
+        keep: KeepWarm | None = None,
     ) -> None:
         """`kind`: the helpers to start now, while the rest of the agent is imported; empty: none yet."""
         self.kind = kind
@@ -65,9 +67,15 @@ class HelperPool:
         self._parked = 0
         self._told: set[str] = set()
         self._waiting_now: set[int] = set()  # of the current incarnation
-        self._closing: list[ClosingHelpers] = []
+        self._closing: list[ClosingHelpers | StayingHelpers] = []
         self._replaced_at = 0.0
-        self._now: Spawner | None = self._make(background=False) if kind else None
+        self._keep = keep
+        self._now: Spawner | None = (self._adopt() or self._make(background=False)) if kind else None
+
+    def _adopt(self) -> Spawner | None:
+        """The helpers that an earlier launch left behind, with --keep-warm."""
+        adopted = self._keep.adopt() if self._keep is not None else None
+        return None if adopted is None else Spawner(self.kind, adopted=adopted)
 
     def _make(self, background: bool) -> Spawner:
         names = [*self._own, *(self.learned.names if self.learned else ())]
@@ -274,9 +282,15 @@ class HelperPool:
             if helpers is not None:
                 self.tell_dropped(helpers)
         self._tell_of_standbys()
-        for helpers in (self._next, self._now):
-            if helpers is not None:
-                self.retire(helpers)
+        left = [helpers for helpers in (self._next, self._now) if helpers is not None]
+        if self._keep is not None and left:
+            keep, self._keep = self._keep, None
+            staying = keep.leave(left, self.kind, _WORTH_IT)
+            if staying is not None:
+                self._closing.append(staying)
+                left.remove(staying.helpers)
+        for helpers in left:
+            self.retire(helpers)
         self._next = self._now = None
 
     def hurry(self) -> None:
@@ -321,7 +335,12 @@ def helper_pool_for_function(
 
 
 def helper_pool_for(
-    program: str, args: tuple[str, ...], mode: str, preload: tuple[str, ...] = (), warm_up: str = ""
+    program: str,
+    args: tuple[str, ...],
+    mode: str,
+    preload: tuple[str, ...] = (),
+    warm_up: str = "",
+    keep_warm: float = 0.0,
 ) -> HelperPool:
     """For programs: forks of one Python where that is possible and wanted, else a fresh start for each."""
     from phalanx.workers.program import python_flags, split_python
@@ -334,4 +353,9 @@ def helper_pool_for(
     split = split_python(args)
     assert split is not None
     learned = ImportCache([split[1], split[2], *flags], os.environ)
-    return HelperPool(" ".join(["python", *flags]), mode, learned, preload, warm_up)
+    keep = None
+    if keep_warm:
+        from phalanx.warm.keep_warm import KeepWarm
+
+        keep = KeepWarm(keep_warm, learned, list(preload), os.environ)
+    return HelperPool(" ".join(["python", *flags]), mode, learned, preload, warm_up, keep)

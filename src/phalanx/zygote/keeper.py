@@ -16,6 +16,7 @@ import time
 
 from phalanx import kernel
 from phalanx.zygote.channel import Channel
+from phalanx.zygote.launch_watch import LaunchWatch
 from phalanx.zygote.rawsignal import signal
 from phalanx.zygote.zygote import Become, Zygote, has_children, kill_everything, reap
 
@@ -67,10 +68,12 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     kernel.become_subreaper()
     kernel.wake_at_parent_death()  # a stopped keeper could not kill what a dead agent leaves behind
-    agent_fd = kernel.pidfd(agent)
-    if os.getppid() != agent:  # it died before the descriptor was open
+    agent_fd = kernel.pidfd(agent) if agent else None  # 0: it is made to outlive the launch that makes it
+    if agent and os.getppid() != agent:  # it died before the descriptor was open
         os._exit(0)
-    ours, theirs = os.pipe()  # `theirs` closes when this process exits; the zygote polls `ours`
+    # `end` closes when this process exits: the zygote polls `ours`.
+    end, ours = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    launch = LaunchWatch(end, agent_fd)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     for number in (signal.SIGCHLD, CLEAR_NOW):
@@ -82,15 +85,15 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
         zygote = os.fork()
         if zygote == 0:
             signal.set_wakeup_fd(-1)
-            for fd in (theirs, wake_read, wake_write, verdict_read, agent_fd):
-                if fd is not None:
-                    os.close(fd)
-            _be_zygote(sock_fd, ours, runner, wishes, verdict_write)
+            launch.close()
+            for fd in (wake_read, wake_write, verdict_read):
+                os.close(fd)
+            _be_zygote(sock_fd, ours.detach(), runner, wishes, verdict_write)
         os.close(verdict_write)
         kernel.set_name(KEEPER)
         adjust_oom_score(_OOM_SCORE)
         net = LastNet(zygote)
-        again = _watch(zygote, agent_fd, wake_read, verdict_read, wishes, net)
+        again = _watch(zygote, launch, wake_read, verdict_read, wishes, net, sock_fd)
         os.close(verdict_read)
         net.close()
         if not again:
@@ -117,7 +120,10 @@ def _be_zygote(
 
         preload(list(wishes.names), report)
     if wishes.asked:
-        channel.send(("preloaded", wishes.dropped))
+        try:
+            channel.send(("preloaded", wishes.dropped))
+        except OSError:
+            pass  # the agent is gone; where this process is to outlive it, its message waits to be read
     os.close(verdict)
     Zygote(channel, keeper_fd, runner).run()
     os._exit(0)
@@ -138,6 +144,13 @@ class LastNet:
         self.due = None
         sweep()
         self._group = JobCgroup.make(self._zygote)
+
+    def dissolve(self) -> None:
+        """The zygote is kept, without workers: it belongs to no job until the next launch."""
+        self.due = None
+        group, self._group = self._group, None
+        if group is not None and not group.dissolve(self._zygote):
+            os.kill(self._zygote, signal.SIGKILL)  # a launch could not tell why its workers are there
 
     def close(self) -> None:
         """The zygote is gone: kill what is left."""
@@ -221,12 +234,20 @@ def close_others(last: int) -> None:
 
 
 def _watch(
-    zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int, wishes: PreloadList, net: LastNet
+    zygote: int,
+    launch: LaunchWatch,
+    wake_read: int,
+    verdict_read: int,
+    wishes: PreloadList,
+    net: LastNet,
+    sock_fd: int,
 ) -> bool:
     """Wait for the zygote's end; True if another one should be forked, with fewer modules."""
     poll = select.poll()
     poll.register(wake_read, select.POLLIN)
     poll.register(verdict_read, select.POLLIN)
+    poll.register(launch.fileno(), select.POLLIN)
+    agent_fd = launch.agent
     if agent_fd is not None:
         poll.register(agent_fd, select.POLLIN)
     agent_gone = False
@@ -247,6 +268,23 @@ def _watch(
                 kill_at = kill_at if agent_gone else None
             elif not agent_gone:
                 kill_at = time.monotonic() + _IMPORT_LIMIT  # per module, not for all of them
+        if launch.fileno() in ready:
+            # Before a look at the agent: it may have gone because its zygote is kept.
+            if agent_fd is not None and not agent_gone:
+                poll.unregister(agent_fd)
+            ready.discard(-1 if agent_fd is None else agent_fd)
+            what, agent_fd = launch.read(), launch.agent
+            if what == "gone":
+                poll.unregister(launch.fileno())
+            elif what == "kept":
+                if sock_fd >= 0:
+                    os.close(sock_fd)
+                    sock_fd = -1
+                net.dissolve()
+            elif what == "adopted":
+                net.due = time.monotonic() + _NET_AFTER
+            if agent_fd is not None and not agent_gone:
+                poll.register(agent_fd, select.POLLIN)
         if agent_fd is not None and agent_fd in ready:
             poll.unregister(agent_fd)
             agent_gone = True
