@@ -17,10 +17,13 @@ import psutil
 import pytest
 
 from phalanx.warm.keep_warm import ask, connect, names
+from phalanx.warm.kept_zygote import memory_is_short
+from phalanx.zygote import job_cgroup
 from tests.conftest import HUNG, drop_privileges, gone, wait_until
 from tests.support.run_helpers import PHALANX, Running, plain_environment, run
 
 KEEP = ("--keep-warm", "5m")
+HEAVY = "asyncio, decimal, email.message, http.client, sqlite3, unittest.mock, xml.dom.minidom"
 
 
 class Kept:
@@ -114,9 +117,8 @@ def test_a_launch_without_the_option_neither_uses_nor_leaves_one(kept: Kept, tmp
 
 def test_modules_of_the_first_launch_are_there_in_the_next(kept: Kept, tmp_path: Path) -> None:
     """The zygote of a first launch has imported nothing: another one is left behind, which has."""
-    heavy = "asyncio, decimal, email.message, http.client, sqlite3, unittest.mock, xml.dom.minidom"
     main = written(
-        tmp_path, f"import sys\nbefore = set(sys.modules)\nimport {heavy}\n{PARENT}print(len(before))\n"
+        tmp_path, f"import sys\nbefore = set(sys.modules)\nimport {HEAVY}\n{PARENT}print(len(before))\n"
     )
     first = launch(main, tmp_path)
     assert kept.one()[1] != first
@@ -401,14 +403,15 @@ def test_it_ends_at_a_change_of_packages(how: str, kept: Kept, tmp_path: Path) -
     assert f"value {1 if how == 'installed' else 22}" in done.out
 
 
+def warm(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [PHALANX[0], "warm", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=HUNG, check=False)
+
+
 def test_the_command_lists_and_stops_them(kept: Kept, tmp_path: Path) -> None:
     main = written(tmp_path, PARENT)
     launch(main, tmp_path)
     pids = kept.one()
-
-    def warm(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [PHALANX[0], "warm", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=HUNG, check=False)
 
     listed = warm(main).stdout
     assert listed.startswith(f"{main}: pid {pids[1]}, ")
@@ -419,6 +422,61 @@ def test_the_command_lists_and_stops_them(kept: Kept, tmp_path: Path) -> None:
     assert stopped.stdout == f"stopped {main} (pid {pids[1]})\n"
     assert all(gone(pid) for pid in pids)
     assert warm(main).stderr == f"phalanx warm: nothing is kept warm for {main}\n"
+
+
+def test_one_that_still_imports_is_listed_passed_over_and_stopped(kept: Kept, tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    hold = tmp_path / "hold"
+    (packages / "slow_package.py").write_text(
+        f"import os, time\nwhile os.path.exists({str(hold)!r}): time.sleep(0.01)\n"
+    )
+    main = written(
+        tmp_path,
+        f"import slow_package, {HEAVY}\n{PARENT}open({str(hold)!r}, 'w').close()\n",
+        "slow_to_import.py",
+    )
+    more = {"PYTHONPATH": str(packages)}
+    assert launch(main, tmp_path, **more)
+    wait_until(lambda: "not ready: it still imports" in warm(main).stdout, "one that imports")
+    pid = int(warm(main).stdout.partition("pid ")[2].partition(",")[0])
+    assert not gone(pid)
+    assert warm(main, "--stop").stdout == f"stopped slow_to_import.py (pid {pid})\n"
+    wait_until(lambda: gone(pid), "its end")
+    hold.unlink()
+
+
+@pytest.mark.skipif(not job_cgroup.base(), reason="control groups cannot be written here")
+def test_the_control_group_of_a_job_ends_with_it_and_the_next_job_has_its_own(
+    kept: Kept, tmp_path: Path
+) -> None:
+    main = written(tmp_path, FAMILY)
+    for _ in range(2):
+        with Running([*KEEP, main, "stay"], env=env(tmp_path)) as job:
+            (worker,) = job.workers(1).values()
+            wait_until(lambda: "/phalanx-" in Path(f"/proc/{worker}/cgroup").read_text(), "the group")  # noqa: B023
+            job.signal(signal.SIGTERM)
+            job.end()
+        for pid in kept.one():
+            wait_until(lambda: "phalanx-" not in Path(f"/proc/{pid}/cgroup").read_text(), "its end")  # noqa: B023
+        left = [name for name in os.listdir(job_cgroup.base()) if f"-{kept.one()[0]}-" in name]
+        assert left == []
+
+
+def test_memory_is_short_by_what_is_available_and_by_how_long_tasks_wait(tmp_path: Path) -> None:
+    (tmp_path / "pressure").mkdir()
+
+    def short(available: int, stalled: float) -> bool:
+        (tmp_path / "meminfo").write_text(f"MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: {available} kB\n")
+        (tmp_path / "pressure" / "memory").write_text(
+            f"some avg10=99.00 avg60=0 avg300=0 total=1\nfull avg10={stalled} avg60=0 avg300=0 total=1\n"
+        )
+        return memory_is_short(str(tmp_path))
+
+    assert not short(500, 0.0)
+    assert short(50, 0.0)
+    assert short(500, 30.0)
+    assert not memory_is_short(str(tmp_path / "missing"))
 
 
 def test_another_user_is_not_answered(kept: Kept, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ It lists those of this user on this machine with their age, the time that they h
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -14,10 +15,12 @@ from typing import Any
 
 from phalanx.agent.status import memory_of
 from phalanx.cli.store import Parser
+from phalanx.kernel import stat_fields
 from phalanx.observe.duration import duration
-from phalanx.warm.keep_warm import ask, names
+from phalanx.warm.keep_warm import ask, connect, names
+from phalanx.warm.kept_zygote import peer_of
 
-_PATIENCE = 1.0  # seconds; one that imports or is stopped does not answer
+_PATIENCE = 1.0  # seconds; one that still imports, or is stopped, does not answer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("script", nargs="?", default="", help="only that of this script")
     parser.add_argument("--stop", action="store_true", help="end them")
     options = parser.parse_args(list(argv))
-    found = [(name, kept) for name in names() if (kept := ask(name, ("describe",), _PATIENCE)) is not None]
+    found = [(name, kept) for name in names() if (kept := _describe(name)) is not None]
     found = [(name, kept) for name, kept in found if _is_meant(kept["script"], options.script)]
     if options.stop:
         return _stop(found)
@@ -38,12 +41,31 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _describe(name: str) -> dict[str, Any] | None:
+    """What a kept process says about itself, or what is known of one that does not answer."""
+    kept = ask(name, ("describe",), _PATIENCE)
+    if kept is not None:
+        return kept
+    sock = connect(name)
+    if sock is None:
+        return None
+    pid = peer_of(sock)[0]
+    sock.close()
+    fields = stat_fields(pid)
+    if fields is None:
+        return None
+    return {"script": name.rpartition("/")[2], "pids": [int(fields[1]), pid], "modules": None}
+
+
 def _is_meant(script: str, word: str) -> bool:
-    return not word or word in (script, os.path.basename(script)) or os.path.realpath(word) == script
+    known = script if os.path.isabs(script) else os.path.join(os.path.dirname(os.path.realpath(word)), script)
+    return not word or word in (script, os.path.basename(script)) or os.path.realpath(word) == known
 
 
 def _line(kept: dict[str, Any]) -> str:
     megabytes = memory_of(kept["pids"]) / 1e6
+    if kept["modules"] is None:
+        return f"{kept['script']}: pid {kept['pids'][1]}, {megabytes:.0f} MB, not ready: it still imports"
     age, left = duration(max(0.0, time.time() - kept["since"])), duration(kept["left"])
     return (
         f"{kept['script']}: pid {kept['pids'][1]}, {kept['modules']} modules, {megabytes:.0f} MB, "
@@ -53,10 +75,21 @@ def _line(kept: dict[str, Any]) -> str:
 
 def _stop(found: list[tuple[str, dict[str, Any]]]) -> int:
     for name, kept in found:
-        ask(name, ("end",), _PATIENCE)
         pid = kept["pids"][0]
+        if kept["modules"] is None:
+            for one in kept["pids"]:  # the keeper first, which would start another one
+                _kill(one)
+        else:
+            ask(name, ("end",), _PATIENCE)
         end = time.monotonic() + _PATIENCE
         while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
             time.sleep(0.005)  # not a child: its end is no event
         print(f"stopped {kept['script']} (pid {kept['pids'][1]})")
     return 0
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

@@ -93,8 +93,8 @@ class KeepWarm:
                 helpers = AdoptedHelpers(channel, message[1], fds[0], tether_write, list(message[2]))
                 fds, tether_write = [], -1
                 return helpers
-        except (OSError, EOFError):
-            pass  # gone, or not in time
+        except Exception:  # noqa: BLE001 - gone, not in time, or no answer that makes sense
+            pass
         finally:
             for fd in (agent, tether_read, tether_write, *fds):
                 if fd >= 0:
@@ -166,8 +166,10 @@ class StayingHelpers:
         if self.helpers.kept:
             self.helpers.let_go()
             return True
-        if self.helpers.kept is False or self.helpers.lost or time.monotonic() >= self._until:
+        if self.helpers.kept is False or self.helpers.lost:
             return self._end()
+        if time.monotonic() >= self._until:
+            self.hurry()
         return False
 
     def hurry(self) -> None:
@@ -212,7 +214,7 @@ def ask(name: str, message: tuple[Any, ...], patience: float) -> dict[str, Any] 
         channel.post(message)
         answer: dict[str, Any] = _answer(channel, time.monotonic() + patience)[0][1]
         return answer
-    except (OSError, EOFError, IndexError):
+    except Exception:  # noqa: BLE001 - gone, not in time, or no answer that makes sense
         return None
     finally:
         channel.close()

@@ -81,22 +81,6 @@ class KeptZygote:
         self._files = _loaded_files()
         self._folders = _package_folders()
 
-    @classmethod
-    def listen(cls, terms: KeptTerms) -> KeptZygote | None:
-        """Take the name of the script; None where another one has it, or the system has no such names."""
-        try:
-            listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
-        except (OSError, AttributeError):
-            return None
-        try:
-            listener.bind(terms.name)
-            listener.listen(8)
-            listener.setblocking(False)
-            return cls(terms, listener)
-        except OSError:
-            listener.close()
-            return None
-
     def wait(self, keeper_fd: int, wake_fd: int) -> Adoption | None:
         """Wait for a launch; None: it is time to end."""
         poll = select.poll()
@@ -174,6 +158,22 @@ class KeptZygote:
         except OSError:
             return True
         return False
+
+
+def listen(name: str) -> _socket.socket | None:
+    """Take the name of a script; None where another process has it, or the system has no such names."""
+    try:
+        listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+    except (OSError, AttributeError):
+        return None
+    try:
+        listener.bind(name)
+        listener.listen(8)
+        listener.setblocking(False)
+        return listener
+    except OSError:
+        listener.close()
+        return None
 
 
 def peer_of(sock: _socket.socket) -> tuple[int, int]:

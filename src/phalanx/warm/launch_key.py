@@ -47,12 +47,14 @@ def launch_key(program: str, preload: Iterable[str], environ: Mapping[str, str])
 
 
 def name_of(program: str) -> str:
-    """The name of the socket: one for each script and interpreter of a user."""
+    """The name of the socket: one for each script and interpreter of a user. It ends in the script's name."""
     import zlib
 
     what, *rest = program.split("|")
     data = "|".join([what, *(part for part in rest if "@" not in part)]).encode("utf-8", "surrogateescape")
-    return f"\0phalanx-kept/{os.geteuid()}/{zlib.crc32(data):08x}{zlib.adler32(data):08x}"
+    shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in os.path.basename(what))
+    place = f"{zlib.crc32(data):08x}{zlib.adler32(data):08x}"
+    return f"\0phalanx-kept/{os.geteuid()}/{place}/{shown.replace(' ', '?')[-40:]}"
 
 
 def _is_passing(name: str) -> bool:

@@ -68,7 +68,9 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     kernel.become_subreaper()
     kernel.wake_at_parent_death()  # a stopped keeper could not kill what a dead agent leaves behind
-    agent_fd = kernel.pidfd(agent) if agent else None  # 0: it is made to outlive the launch that makes it
+    # Without an agent, it is made for the next launch, and outlives the one that makes it.
+    terms = None if agent else _terms(sock_fd)
+    agent_fd = kernel.pidfd(agent) if agent else None
     if agent and os.getppid() != agent:  # it died before the descriptor was open
         os._exit(0)
     # `end` closes when this process exits: the zygote polls `ours`.
@@ -88,7 +90,7 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
             launch.close()
             for fd in (wake_read, wake_write, verdict_read):
                 os.close(fd)
-            _be_zygote(sock_fd, ours.detach(), runner, wishes, verdict_write)
+            _be_zygote(sock_fd, ours.detach(), runner, wishes, verdict_write, terms)
         os.close(verdict_write)
         kernel.set_name(KEEPER)
         adjust_oom_score(_OOM_SCORE)
@@ -103,7 +105,12 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
 
 
 def _be_zygote(
-    sock_fd: int, keeper_fd: int, runner: Runner | None, wishes: PreloadList, verdict: int
+    sock_fd: int,
+    keeper_fd: int,
+    runner: Runner | None,
+    wishes: PreloadList,
+    verdict: int,
+    terms: tuple[Any, ...] | None,
 ) -> NoReturn:
     kernel.become_subreaper()  # not inherited over fork, like the next one
     kernel.wake_at_parent_death()
@@ -111,6 +118,13 @@ def _be_zygote(
     if wishes.tries:
         adjust_oom_score(0)  # forked by a keeper that has lowered its own
     channel = Channel(_socket.socket(fileno=sock_fd))
+    listener = None
+    if terms is not None:
+        from phalanx.warm.kept_zygote import listen
+
+        listener = listen(terms[0])  # before the imports: it can be seen, and it is the only one
+        if listener is None:
+            os._exit(0)
     if wishes.names:
         from phalanx.warm.preload import preload
 
@@ -125,8 +139,22 @@ def _be_zygote(
         except OSError:
             pass  # the agent is gone; where this process is to outlive it, its message waits to be read
     os.close(verdict)
-    Zygote(channel, keeper_fd, runner).run()
+    zygote = Zygote(channel, keeper_fd, runner)
+    if terms is None or zygote.keep(terms, listener):
+        zygote.run()
     os._exit(0)
+
+
+def _terms(sock_fd: int) -> tuple[Any, ...]:
+    """What the launch that made these helpers has left them with."""
+    from phalanx.warm.kept_zygote import let_go
+
+    channel = Channel(_socket.socket(fileno=sock_fd))
+    (_, terms), _ = channel.receive()
+    channel.detach()
+    let_go()
+    found: tuple[Any, ...] = terms
+    return found
 
 
 class LastNet:

@@ -179,7 +179,8 @@ class Zygote:
             elif message[0] == "park":
                 self._fork_standbys(StandbyPlan.from_plain(message[1]))
             elif message[0] == "keep":
-                return self._keep(message[1])
+                self._poll.unregister(self.channel.fileno())
+                return self.keep(message[1]) and self._watch_channel()
         except Become:
             raise  # in the fork, whose descriptors are in place
         except ConnectionError:
@@ -405,34 +406,31 @@ class Zygote:
 
     # -- between two launches ---------------------------------------------------------------------
 
-    def _keep(self, terms: tuple[Any, ...]) -> bool:
+    def keep(self, terms: tuple[Any, ...], listener: _socket.socket | None = None) -> bool:
         """The job is over: wait for the next launch of its script. False: end."""
-        from phalanx.warm.kept_zygote import KeptTerms, KeptZygote, let_go
+        from phalanx.warm.kept_zygote import KeptTerms, KeptZygote, let_go, listen
 
         self.standbys.drop_all()
-        kept = None
         if not self.workers:
             kill_everything([])
             self._forget_children()
-            kept = KeptZygote.listen(KeptTerms(*terms))
-        if kept is None:
+            listener = listener or listen(terms[0])
+        if listener is None:
             return self._report(("kept", False))
         keeper = Channel(_socket.socket(fileno=os.dup(self.keeper_fd)))
         try:
             keeper.send(("kept",))
             self._report(("kept", True))
-            self._poll.unregister(self.channel.fileno())
             self.channel.close()
             let_go()
-            while True:
-                adoption = kept.wait(self.keeper_fd, self._wake_read)
+            while listener is not None:
+                adoption = KeptZygote(KeptTerms(*terms), listener).wait(self.keeper_fd, self._wake_read)
                 if adoption is None:
-                    os._exit(0)
+                    break
                 if self._serve_launch(adoption, keeper, terms):
                     return True
-                kept = KeptZygote.listen(KeptTerms(*terms))
-                if kept is None:
-                    os._exit(0)
+                listener = listen(terms[0])
+            os._exit(0)
         finally:
             keeper.close()
 
@@ -440,7 +438,14 @@ class Zygote:
         """The launch has not waited for this process, which is kept for the next one; False: end."""
         terms, alive = self._terms, self._adopter >= 0 and not _is_readable(self._adopter)
         self._forget_terms()
-        return self._keep(terms) if terms and alive else False
+        if not terms or not alive:
+            return False
+        self._poll.unregister(self.channel.fileno())
+        return self.keep(terms) and self._watch_channel()
+
+    def _watch_channel(self) -> bool:
+        self._poll.register(self.channel.fileno(), select.POLLIN)
+        return True
 
     def _forget_terms(self) -> None:
         self._terms = ()
@@ -481,7 +486,6 @@ class Zygote:
             if above is not None:
                 os.close(above)
         self.channel = adoption.channel
-        self._poll.register(self.channel.fileno(), select.POLLIN)
         return True
 
     # -- watching ---------------------------------------------------------------------------------
