@@ -45,6 +45,7 @@ GROUPS = (
     Group(("detect", "restart"), "bench.restart", "bare"),
     Group(("restart-torch",), "bench.restart", "torch", needs_torch=True),
     Group(("standby",), "bench.restart", "standby"),
+    Group(("wait-for-rank",), "bench.wait_for_rank", needs_torch=True),
     Group(("keep-warm",), "bench.keep_warm", needs_torch=True),
     Group(("memory", "idle"), "bench.idle"),
     Group(("orphans",), "bench.launch", "orphans"),

@@ -285,7 +285,11 @@ class HelperPool:
         left = [helpers for helpers in (self._next, self._now) if helpers is not None]
         if self._keep is not None and left:
             keep, self._keep = self._keep, None
-            staying = keep.leave(left, self.kind, _WORTH_IT)
+            try:
+                staying = keep.leave(left, self.kind, _WORTH_IT)
+            except (StartError, OSError) as error:
+                staying = None
+                warn(f"nothing is kept warm: {error}")
             if staying is not None:
                 self._closing.append(staying)
                 left.remove(staying.helpers)

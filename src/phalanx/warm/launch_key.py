@@ -63,8 +63,15 @@ def _is_passing(name: str) -> bool:
 
 def _interpreter() -> list[str]:
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    paths = [sys.executable, *(os.path.join(here, name) for name in ("zygote", "warm", "workers"))]
-    return [sys.version, *(f"{path} {_identity(path)}" for path in paths)]
+    own = [f"{name} {_newest(os.path.join(here, name))}" for name in ("zygote", "warm", "workers")]
+    return [sys.version, f"{sys.executable} {_identity(sys.executable)}", here, *own]
+
+
+def _newest(folder: str) -> str:
+    """The state of the package's own files. Not of the folder: it changes when byte code is first written."""
+    with os.scandir(folder) as entries:
+        times = [entry.stat().st_mtime_ns for entry in entries if entry.name.endswith(".py")]
+    return f"{len(times)} {max(times, default=0)}"
 
 
 def _surroundings() -> list[str]:
