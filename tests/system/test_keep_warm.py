@@ -440,8 +440,10 @@ def test_one_that_still_imports_is_listed_passed_over_and_stopped(kept: Kept, tm
     )
     more = {"PYTHONPATH": str(packages)}
     assert launch(main, tmp_path, **more)
-    wait_until(lambda: "not ready: it still imports" in warm(main).stdout, "one that imports")
-    pid = int(warm(main).stdout.partition("pid ")[2].partition(",")[0])
+    wait_until(lambda: any(name.endswith("/slow_to_import.py") for name in names()), "one that imports")
+    listed = warm(main).stdout
+    assert listed.endswith(" MB, not ready: it still imports\n")
+    pid = int(listed.partition("pid ")[2].partition(",")[0])
     assert not gone(pid)
     assert warm(main, "--stop").stdout == f"stopped slow_to_import.py (pid {pid})\n"
     wait_until(lambda: gone(pid), "its end")

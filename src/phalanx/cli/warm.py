@@ -17,10 +17,10 @@ from phalanx.agent.status import memory_of
 from phalanx.cli.store import Parser
 from phalanx.kernel import stat_fields
 from phalanx.observe.duration import duration
-from phalanx.warm.keep_warm import ask, connect, names
+from phalanx.warm.keep_warm import ask, connect, converse, names
 from phalanx.warm.kept_zygote import peer_of
 
-_PATIENCE = 1.0  # seconds; one that still imports, or is stopped, does not answer
+_PATIENCE = 2.0  # seconds; one that still imports, or is stopped, does not answer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,17 +43,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _describe(name: str) -> dict[str, Any] | None:
     """What a kept process says about itself, or what is known of one that does not answer."""
-    kept = ask(name, ("describe",), _PATIENCE)
-    if kept is not None:
-        return kept
     sock = connect(name)
     if sock is None:
         return None
     pid = peer_of(sock)[0]
-    sock.close()
+    kept = converse(sock, ("describe",), _PATIENCE)
     fields = stat_fields(pid)
-    if fields is None:
-        return None
+    if kept is not None or fields is None:
+        return kept
     return {"script": name.rpartition("/")[2], "pids": [int(fields[1]), pid], "modules": None}
 
 

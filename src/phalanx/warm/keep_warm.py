@@ -207,8 +207,11 @@ def connect(name: str) -> _socket.socket | None:
 def ask(name: str, message: tuple[Any, ...], patience: float) -> dict[str, Any] | None:
     """What a kept zygote answers: its description, or nothing but the end of the connection."""
     sock = connect(name)
-    if sock is None:
-        return None
+    return None if sock is None else converse(sock, message, patience)
+
+
+def converse(sock: _socket.socket, message: tuple[Any, ...], patience: float) -> dict[str, Any] | None:
+    """The same over a connection, which is closed."""
     channel = Channel(sock)
     try:
         channel.post(message)

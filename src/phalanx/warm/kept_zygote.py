@@ -168,7 +168,7 @@ def listen(name: str) -> _socket.socket | None:
         return None
     try:
         listener.bind(name)
-        listener.listen(8)
+        listener.listen(128)  # while it imports, it accepts nothing
         listener.setblocking(False)
         return listener
     except OSError:
