@@ -24,6 +24,7 @@ from tests.support.run_helpers import PHALANX, Running, plain_environment, run
 
 KEEP = ("--keep-warm", "5m")
 MAIN = f"train-{os.getpid()}.py"
+SLOW = f"slow-{os.getpid()}.py"
 HEAVY = "asyncio, decimal, email.message, http.client, sqlite3, unittest.mock, xml.dom.minidom"
 
 
@@ -436,16 +437,16 @@ def test_one_that_still_imports_is_listed_passed_over_and_stopped(kept: Kept, tm
     main = written(
         tmp_path,
         f"import slow_package, {HEAVY}\n{PARENT}open({str(hold)!r}, 'w').close()\n",
-        "slow_to_import.py",
+        SLOW,
     )
     more = {"PYTHONPATH": str(packages)}
     assert launch(main, tmp_path, **more)
-    wait_until(lambda: any(name.endswith("/slow_to_import.py") for name in names()), "one that imports")
+    wait_until(lambda: any(name.endswith("/" + SLOW) for name in names()), "one that imports")
     listed = warm(main).stdout
     assert listed.endswith(" MB, not ready: it still imports\n")
     pid = int(listed.partition("pid ")[2].partition(",")[0])
     assert not gone(pid)
-    assert warm(main, "--stop").stdout == f"stopped slow_to_import.py (pid {pid})\n"
+    assert warm(main, "--stop").stdout == f"stopped {SLOW} (pid {pid})\n"
     wait_until(lambda: gone(pid), "its end")
     hold.unlink()
 
@@ -533,6 +534,7 @@ def test_bad_times_are_refused(tmp_path: Path) -> None:
     assert done.err == "phalanx run: --keep-warm 1m: there is nothing to keep with --warm off\n"
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "times", [pytest.param(10, id="few"), pytest.param(200, id="many", marks=pytest.mark.long)]
 )

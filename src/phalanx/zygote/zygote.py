@@ -429,6 +429,8 @@ class Zygote:
                     break
                 if self._serve_launch(adoption, keeper, terms):
                     return True
+                keeper.send(("kept",))  # as before: that launch is gone
+                let_go()
                 listener = listen(terms[0])
             os._exit(0)
         finally:
