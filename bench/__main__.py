@@ -49,6 +49,8 @@ GROUPS = (
     Group(("second-launch",), "bench.warm", "threads", needs_torch=True),
     Group(("helper-ready",), "bench.warm", "ready", needs_torch=True),
     Group(("first-line", "help"), "bench.warm", "first_lines", needs_torch=True),
+    Group(("wait-for-rank",), "bench.wait_for_rank", needs_torch=True),
+    Group(("keep-warm",), "bench.keep_warm", needs_torch=True),
     Group(("memory", "idle"), "bench.idle"),
     Group(("orphans",), "bench.launch", "orphans"),
     Group(("line",), "bench.launch", "line"),

@@ -73,7 +73,7 @@ def _flags(side: str, standby: bool) -> tuple[str, ...]:
     return _STANDBY if standby and side != THEIRS else ()
 
 
-def _wait_for_standby(launch: Launch) -> None:
+def wait_for_standby(launch: Launch) -> None:
     """Wait until `phalanx status` shows a standby process for every worker."""
     command = [*program(launch.side)[:-1], "status", "--json"]
 
@@ -92,7 +92,7 @@ def _killed_bare(side: str, nproc: int, standby: bool = False) -> Figures:
     with Launch(side, "bare.py", "wait", nproc=nproc, restarts=3, flags=_flags(side, standby)) as launch:
         up = launch.expect("up")
         if standby and side != THEIRS:
-            _wait_for_standby(launch)
+            wait_for_standby(launch)
         settle()
         at = time.monotonic()
         os.kill(up[nproc - 1].pid, 9)
@@ -149,7 +149,7 @@ def _killed_torch(side: str, nproc: int, env: dict[str, str], standby: bool = Fa
     with Launch(side, "reduce.py", "wait", nproc=nproc, restarts=3, env=env, flags=flags) as launch:
         reduced = launch.expect("reduced")
         if standby and side != THEIRS:
-            _wait_for_standby(launch)
+            wait_for_standby(launch)
         settle()
         at = time.monotonic()
         os.kill(reduced[nproc - 1].pid, 9)

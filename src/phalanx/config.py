@@ -61,6 +61,7 @@ class JobSpec(Record):
     warm: str  # off, auto, standby
     preload: tuple[str, ...]
     warmup: str
+    keep_warm: float  # seconds that the prepared zygote waits for the next launch; 0: not at all
     # Where the nodes meet.
     run_id: str
     min_nodes: int

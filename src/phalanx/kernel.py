@@ -54,6 +54,11 @@ def _find(name: str) -> Callable[..., int]:
         return function
 
 
+def system_call(number: int, *args: int | bytes) -> int:
+    """A system call by its number; -1 where it fails."""
+    return int(_find("syscall")(number, *args)) if LINUX else -1
+
+
 def die_with_parent() -> bool:
     """Make the kernel kill this process when the *thread* that forked it exits."""
     return _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

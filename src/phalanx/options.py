@@ -151,6 +151,14 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 metavar="MODULE:FUNCTION",
             ),
             Option(
+                "--keep-warm",
+                "str",
+                "",
+                "leave the prepared process behind for the next launch, for this long: 10m",
+                env="PHALANX_",
+                metavar="TIME",
+            ),
+            Option(
                 "--attach", "int", None, "this rank reads the terminal (for pdb)", env=None, metavar="RANK"
             ),
         ),

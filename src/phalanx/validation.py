@@ -552,7 +552,27 @@ def preparation(v: Sources) -> dict[str, Any]:
             raise v.bad("preload", f"{name} is not a module name")
         if _interpreter(v) == sys.executable and not _is_module(name):
             v.warnings.append(f"{v.label('preload')}: no module {name!r} on the Python path, left out")
-    return {"warm": mode, "preload": preload, "warmup": warm_up}
+    keep = _seconds(v, "keep_warm")
+    if keep and mode == "off":
+        if "keep_warm" in v.arguments:
+            raise v.bad("keep_warm", "there is nothing to keep with --warm off")
+        keep = 0.0
+    return {"warm": mode, "preload": preload, "warmup": warm_up, "keep_warm": keep}
+
+
+def _seconds(v: Sources, dest: str) -> float:
+    """A time as people write it: 90, 90s, 10m, 1.5h; off or 0: none."""
+    text = v.text(dest).strip().lower()
+    if text in ("", "off"):
+        return 0.0
+    factor = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
+    try:
+        value = float(text if factor is None else text[:-1]) * (factor or 1.0)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 86400:  # false for nan as well
+        raise v.bad(dest, "write a time of up to a day, as in 90s, 10m or 1h, or off")
+    return value
 
 
 def kept_state(v: Sources) -> dict[str, Any]:

@@ -19,7 +19,8 @@ PAGES = [
 ]
 OWN = {flag for option in OPTIONS for flag in option.flags}
 OF_OTHER_COMMANDS = {
-    # phalanx store, drain, doctor
+    # phalanx store, drain, doctor, warm
+    "--stop",
     "--listen", "--journal", "--linger", "--self", "--timeout", "--with", "--wait", "--json",
     # phalanx chaos
     "--duration", "--episodes", "--seed", "--agents", "--backend", "--faults", "--list-faults", "--idle",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from phalanx.core.group import Phase
     from phalanx.warm.import_cache import ImportCache
+    from phalanx.warm.keep_warm import KeepWarm, StayingHelpers
     from phalanx.warm.standby import StandbyRank
     from phalanx.workers.worker_group import PContext
 
@@ -58,6 +59,7 @@ class HelperPool:
         preload: tuple[str, ...] = (),
         warm_up: str = "",
         crowded: bool = False,
+        keep: KeepWarm | None = None,
     ) -> None:
         """`kind`: the helpers to start now, while the rest of the agent is imported; empty: none yet.
 
@@ -79,12 +81,18 @@ class HelperPool:
         self._parked = 0
         self._told: set[str] = set()
         self._waiting_now: set[int] = set()  # of the current incarnation
-        self._closing: list[ClosingHelpers] = []
+        self._closing: list[ClosingHelpers | StayingHelpers] = []
         self._replaced_at = 0.0
         self._judged: set[Spawner] = set()  # those whose verdict was taken in
         self._asked_at: float | None = None  # a start waits for helpers that import
         self._has_said = False
-        self._now: Spawner | None = self._make_first() if kind else None
+        self._keep = keep
+        self._now: Spawner | None = (self._adopt() or self._make_first()) if kind else None
+
+    def _adopt(self) -> Spawner | None:
+        """The helpers that an earlier launch left behind, with --keep-warm."""
+        adopted = self._keep.adopt() if self._keep is not None else None
+        return None if adopted is None else Spawner(self.kind, adopted=adopted)
 
     def _make_first(self) -> Spawner:
         """For the first start, which waits for them: what was vetted, and what the user asked for."""
@@ -343,9 +351,20 @@ class HelperPool:
     def begin_close(self) -> None:
         """End all helpers, without waiting for it."""
         self._tell_of_standbys()
-        for helpers in (self._next, self._now):
-            if helpers is not None:
-                self.retire(helpers)
+        left = [helpers for helpers in (self._next, self._now) if helpers is not None]
+        if self._keep is not None and left:
+            keep, self._keep = self._keep, None
+            try:
+                staying = keep.leave(left, self.kind, _WORTH_IT)
+            except (StartError, OSError) as error:
+                staying = None
+                warn(f"nothing is kept warm: {error}")
+            if staying is not None:
+                self._judge(staying.helpers, over=True)
+                self._closing.append(staying)
+                left.remove(staying.helpers)
+        for helpers in left:
+            self.retire(helpers)
         self._next = self._now = None
 
     def hurry(self) -> None:
@@ -396,6 +415,7 @@ def helper_pool_for(
     preload: tuple[str, ...] = (),
     warm_up: str = "",
     nproc: int = 1,
+    keep_warm: float = 0.0,
 ) -> HelperPool:
     """For programs: forks of one Python where that is possible and wanted, else a fresh start for each."""
     from phalanx.workers.program import python_flags, split_python
@@ -409,4 +429,9 @@ def helper_pool_for(
     assert split is not None
     learned = ImportCache([split[1], split[2], *flags], os.environ)
     crowded = nproc > len(os.sched_getaffinity(0))
-    return HelperPool(" ".join(["python", *flags]), mode, learned, preload, warm_up, crowded)
+    keep = None
+    if keep_warm:
+        from phalanx.warm.keep_warm import KeepWarm
+
+        keep = KeepWarm(keep_warm, learned, list(preload), os.environ)
+    return HelperPool(" ".join(["python", *flags]), mode, learned, preload, warm_up, crowded, keep)

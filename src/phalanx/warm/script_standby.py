@@ -15,6 +15,7 @@ import os
 import sys
 
 from phalanx import kernel
+from phalanx.warm.import_recorder import homes
 from phalanx.warm.standby import own_files, replay
 from phalanx.zygote.fork_setup import move_above, place
 
@@ -57,7 +58,7 @@ class ScriptStandby:
         """Wait for the hand-over and become the worker; called once, by the script."""
         sys.modules.pop(NAME, None)
         try:
-            self._channel.send(("ready", own_files(self._script)))
+            self._channel.send(("ready", own_files(homes(), self._script)))
             (_, request, spec), fds = self._channel.receive()
         except (EOFError, OSError):
             os._exit(1)  # the zygote is gone, or this standby is not needed

@@ -383,7 +383,9 @@ def wait_for_handover(channel: Channel, plan: StandbyPlan, rank: int) -> Handove
         if why:
             channel.send(("failed", why))
             os._exit(1)
-        files = own_files()
+        from phalanx.warm.import_recorder import homes
+
+        files = own_files(homes())
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -413,11 +415,8 @@ def _warm_up(what: str) -> str:
     return ""
 
 
-def own_files(main: str = "") -> list[OwnFile]:
-    """The files of the user's that this process has loaded: an edit to one of them makes it stale."""
-    from phalanx.warm.import_recorder import homes
-
-    installed = homes()
+def own_files(installed: tuple[str, ...], main: str = "") -> list[OwnFile]:
+    """The files outside of these directories that this process has loaded: an edit makes it stale."""
     paths = [main] if main else []
     for module in list(sys.modules.values()):
         spec: Any = getattr(module, "__dict__", {}).get("__spec__")

@@ -74,7 +74,7 @@ class JobCgroup:
         group = cls(path)
         try:
             os.mkdir(path, 0o700)
-            group._move(zygote)
+            _move(path, zygote)
         except OSError:
             remove(path)
             return None
@@ -84,17 +84,10 @@ class JobCgroup:
                 break
             for pid in outside:
                 try:
-                    group._move(pid)
+                    _move(path, pid)
                 except OSError:
                     pass  # it has exited
         return group
-
-    def _move(self, pid: int) -> None:
-        fd = os.open(os.path.join(self._path, "cgroup.procs"), os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(fd, str(pid).encode())
-        finally:
-            os.close(fd)
 
     def _outside(self, zygote: int) -> list[int]:
         """Descendants of the zygote that are not in the group; a /proc scan."""
@@ -111,10 +104,27 @@ class JobCgroup:
             found += [int(pid) for pid in below if pid not in inside]
         return found
 
+    def dissolve(self, zygote: int) -> bool:
+        """Move the zygote, which is alone in it, back to where it came from; whether the group is gone."""
+        try:
+            _move(os.path.dirname(self._path), zygote)
+        except OSError:
+            return False
+        return remove(self._path)
+
     def kill(self) -> None:
         """Kill everything in it, and remove it when it is empty."""
         kill(self._path)
         remove(self._path)
+
+
+def _move(path: str, pid: int) -> None:
+    """Move a process into a control group."""
+    fd = os.open(os.path.join(path, "cgroup.procs"), os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, str(pid).encode())
+    finally:
+        os.close(fd)
 
 
 def kill(path: str) -> None:

@@ -16,6 +16,7 @@ import time
 
 from phalanx import kernel
 from phalanx.zygote.channel import Channel
+from phalanx.zygote.launch_watch import LaunchWatch
 from phalanx.zygote.rawsignal import signal
 from phalanx.zygote.zygote import Become, Zygote, has_children, kill_everything, reap
 
@@ -66,10 +67,14 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     kernel.become_subreaper()
     kernel.wake_at_parent_death()  # a stopped keeper could not kill what a dead agent leaves behind
-    agent_fd = kernel.pidfd(agent)
-    if os.getppid() != agent:  # it died before the descriptor was open
+    # Without an agent, it is made for the next launch, and outlives the one that makes it.
+    terms = None if agent else _terms(sock_fd)
+    agent_fd = kernel.pidfd(agent) if agent else None
+    if agent and os.getppid() != agent:  # it died before the descriptor was open
         os._exit(0)
-    ours, theirs = os.pipe()  # `theirs` closes when this process exits; the zygote polls `ours`
+    # `end` closes when this process exits: the zygote polls `ours`.
+    end, ours = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    launch = LaunchWatch(end, agent_fd)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     for number in (signal.SIGCHLD, CLEAR_NOW):
@@ -81,15 +86,15 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
         zygote = os.fork()
         if zygote == 0:
             signal.set_wakeup_fd(-1)
-            for fd in (theirs, wake_read, wake_write, reports, agent_fd):
-                if fd is not None:
-                    os.close(fd)
-            _be_zygote(sock_fd, ours, runner, wishes, reports_write)
+            launch.close()
+            for fd in (wake_read, wake_write, reports):
+                os.close(fd)
+            _be_zygote(sock_fd, ours.detach(), runner, wishes, reports_write, terms)
         os.close(reports_write)
         kernel.set_name(KEEPER)
         adjust_oom_score(_OOM_SCORE)
         net = LastNet(zygote)
-        again = _watch(zygote, agent_fd, wake_read, reports, wishes, net)
+        again = _watch(zygote, launch, wake_read, reports, wishes, net, sock_fd)
         os.close(reports)
         net.close()
         if not again:
@@ -99,7 +104,12 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
 
 
 def _be_zygote(
-    sock_fd: int, keeper_fd: int, runner: Runner | None, wishes: PreloadList, reports: int
+    sock_fd: int,
+    keeper_fd: int,
+    runner: Runner | None,
+    wishes: PreloadList,
+    reports: int,
+    terms: tuple[Any, ...] | None,
 ) -> NoReturn:
     kernel.become_subreaper()  # not inherited over fork, like the next one
     kernel.wake_at_parent_death()
@@ -107,6 +117,13 @@ def _be_zygote(
     if wishes.failed:
         adjust_oom_score(0)  # forked by a keeper that has lowered its own
     channel = Channel(_socket.socket(fileno=sock_fd))
+    listener = None
+    if terms is not None:
+        from phalanx.warm.kept_zygote import listen
+
+        listener = listen(terms[0])  # before the imports: it can be seen, and it is the only one
+        if listener is None:
+            os._exit(0)
     if wishes.lines:
         from phalanx.warm.preload import preload
 
@@ -115,18 +132,35 @@ def _be_zygote(
 
         preload(wishes.lines, wishes.log, report, wishes.how)
     if wishes.asked:
-        channel.send(("preloaded",))
+        try:
+            channel.send(("preloaded",))
+        except OSError:
+            pass  # the agent is gone; where this process is to outlive it, its message waits to be read
     wishes.close()
     os.close(reports)
-    Zygote(channel, keeper_fd, runner).run()
+    zygote = Zygote(channel, keeper_fd, runner)
+    if terms is None or zygote.keep(terms, listener):
+        zygote.run()
     os._exit(0)
+
+
+def _terms(sock_fd: int) -> tuple[Any, ...]:
+    """What the launch that made these helpers has left them with."""
+    from phalanx.warm.kept_zygote import let_go
+
+    channel = Channel(_socket.socket(fileno=sock_fd))
+    (_, terms), _ = channel.receive()
+    channel.detach()
+    let_go()
+    found: tuple[Any, ...] = terms
+    return found
 
 
 class LastNet:
     """The control group of the zygote and its workers, made when it is known that the job is not short."""
 
     def __init__(self, zygote: int) -> None:
-        self._zygote = zygote
+        self.zygote = zygote
         self._group: JobCgroup | None = None
         self.due: float | None = time.monotonic() + _NET_AFTER
 
@@ -136,7 +170,14 @@ class LastNet:
 
         self.due = None
         sweep()
-        self._group = JobCgroup.make(self._zygote)
+        self._group = JobCgroup.make(self.zygote)
+
+    def dissolve(self) -> None:
+        """The zygote is kept, without workers: it belongs to no job until the next launch."""
+        self.due = None
+        group, self._group = self._group, None
+        if group is not None and not group.dissolve(self.zygote):
+            os.kill(self.zygote, signal.SIGKILL)  # a launch could not tell why its workers are there
 
     def close(self) -> None:
         """The zygote is gone: kill what is left."""
@@ -210,12 +251,20 @@ def close_others(last: int) -> None:
 
 
 def _watch(
-    zygote: int, agent_fd: int | None, wake_read: int, reports: int, wishes: PreloadList, net: LastNet
+    zygote: int,
+    launch: LaunchWatch,
+    wake_read: int,
+    reports: int,
+    wishes: PreloadList,
+    net: LastNet,
+    sock_fd: int,
 ) -> bool:
     """Wait for the zygote's end; True if another one should be forked, which imports nothing."""
     poll = select.poll()
     poll.register(wake_read, select.POLLIN)
     poll.register(reports, select.POLLIN)
+    poll.register(launch.fileno(), select.POLLIN)
+    agent_fd = launch.agent
     if agent_fd is not None:
         poll.register(agent_fd, select.POLLIN)
     importing = bool(wishes.lines)
@@ -233,6 +282,7 @@ def _watch(
             for line in text.decode().split("\n"):
                 if line.startswith("zygote "):  # the line is short enough to come in one piece
                     zygote = int(line.removeprefix("zygote "))
+                    net.zygote = zygote
                     imports.append(zygote)
                 elif line == "done":
                     importing = False
@@ -241,6 +291,23 @@ def _watch(
                 if importing and kill_at is None:
                     wishes.give_up()
                     return True
+        if launch.fileno() in ready:
+            # Before a look at the agent: it may have gone because its zygote is kept.
+            if agent_fd is not None and kill_at is None:
+                poll.unregister(agent_fd)
+            ready.discard(-1 if agent_fd is None else agent_fd)
+            what, agent_fd = launch.read(), launch.agent
+            if what == "gone":
+                poll.unregister(launch.fileno())
+            elif what == "kept":
+                if sock_fd >= 0:
+                    os.close(sock_fd)
+                    sock_fd = -1
+                net.dissolve()
+            elif what == "adopted":
+                net.due = time.monotonic() + _NET_AFTER
+            if agent_fd is not None and kill_at is None:
+                poll.register(agent_fd, select.POLLIN)
         if agent_fd is not None and agent_fd in ready:
             poll.unregister(agent_fd)
             kill_at = time.monotonic() + _ZYGOTE_GRACE

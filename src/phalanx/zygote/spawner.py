@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any, NoReturn
 
+    from phalanx.warm.keep_warm import AdoptedHelpers
     from phalanx.warm.standby import StandbyRank
     from phalanx.warm.verdict_log import VerdictLog
 
@@ -126,19 +127,19 @@ class Spawner:
         preload: list[str] | None = None,
         background: bool = False,
         vetting: str = "",
+        adopted: AdoptedHelpers | None = None,
+        outlives: bool = False,
     ) -> None:
         """`how` the helpers are made, and so what they can run:
 
         exec: a bare interpreter, for programs. forkserver: a whole one, for functions. fork: a fork of this
         very process, for functions. python and its flags ("python -u"): a whole one, for Python programs.
         Only the last has `preload`: modules to import first, in `background` with a low priority, and how
-        much is known of them (warm/preload.py).
+        much is known of them (warm/preload.py). It may be `adopted` from an earlier launch, or made for the
+        next one, which it `outlives` this one for.
         """
         self.how = how
-        ours, theirs = (
-            _above_standard(end) for end in _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
-        )
-        self.channel = Channel(ours)
+        self._adopted = adopted
         self._lock = RLock()  # a signal handler may ask for a stop while a wait is reading
         self._early: list[Event] = []
         self._group = 0
@@ -153,14 +154,23 @@ class Spawner:
         self._wishes = -1  # the file with the list and its log
         self._log: VerdictLog | None = None
         self.silent = False  # nothing was heard since the last `stop`
+        self.kept: bool | None = None  # the answer to `keep`
         self._files = (0, 0)
+        if adopted is not None:
+            self.channel, self.pid = adopted.channel, adopted.keeper
+            self.preload = adopted.names
+            return
+        ours, theirs = (
+            _above_standard(end) for end in _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        )
+        self.channel = Channel(ours)
         try:
             if how == "fork":
                 self.pid = _fork_helpers(ours, theirs, runner)
             else:
                 if preload is not None:
-                    self._write_wishes(preload, background, vetting)
-                self.pid = _exec_helpers(theirs, how, self._wishes)
+                    self._write_wishes(preload, background or outlives, vetting)
+                self.pid = _exec_helpers(theirs, how, self._wishes, outlives)
         except BaseException:
             ours.close()
             self._end_log()
@@ -326,6 +336,8 @@ class Spawner:
             self._early.append(StartRefused(error))
         elif message[0] == "preloaded":
             self.importing = False
+        elif message[0] == "kept":
+            self.kept = message[1]
         elif message[0] == "parked":
             self.parked = list(message[1])
         elif message[0] == "standby":
@@ -376,33 +388,40 @@ class Spawner:
         plan.env, plan.ignored = dict(os.environ), _ignored_signals()
         self._send(("park", plan.plain()))
 
+    def keep(self, terms: tuple[Any, ...]) -> None:
+        """Ask the helpers to stay for the next launch (warm/keep_warm.py); answered in `kept`."""
+        self._send(("keep", terms))
+
+    def let_go(self) -> None:
+        """The helpers stay when this process ends; nothing more to do with them."""
+        self._closed = True
+        self.channel.close()
+        self._end_watch()
+        self._end_log()
+        if self._adopted is not None:
+            self._adopted.close()
+
     def signal(self, sig: int, ranks: set[int], alone: bool = False) -> None:
         """Pass a signal on to some workers, `alone` or with what they started; nothing is stopped."""
         self._send(("signal", int(sig), sorted(ranks), alone))
 
     def clear_now(self) -> None:
         """The zygote does not answer: have the keeper kill it and all its workers. HelpersLost follows."""
-        try:
-            os.kill(self.pid, CLEAR_NOW)  # not reaped yet, so the number is still the keeper's
-        except ProcessLookupError:
-            pass  # unless something in this process waits for all children
+        self._signal_keeper(CLEAR_NOW)
         self._wake_keeper()
 
     def _wake_keeper(self) -> None:
-        try:
-            os.kill(self.pid, signal.SIGCONT)  # it may be stopped
-        except ProcessLookupError:
-            pass
+        self._signal_keeper(signal.SIGCONT)  # it may be stopped
+
+    def _signal_keeper(self, sig: int) -> None:
+        signal_keeper(self.pid, None if self._adopted is None else self._adopted.keeper_fd, sig)
 
     def kill_now(self) -> None:
         """The keeper does not respond either: kill it, the zygote and the workers directly."""
         if self.witness is not None:
             self.witness.kill_zygote()
             self.witness.signal(signal.SIGKILL)
-        try:
-            os.kill(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        self._signal_keeper(signal.SIGKILL)
 
     def _send(self, message: tuple[Any, ...], fds: list[int] | None = None) -> None:
         try:
@@ -441,7 +460,10 @@ class Spawner:
         else:
             self._wake_keeper()
         witness, self.witness = self.witness, None
-        return ClosingHelpers(self.pid, witness)
+        if self._adopted is None:
+            return ClosingHelpers(self.pid, witness)
+        os.close(self._adopted.tether)
+        return ClosingHelpers(self.pid, witness, self._adopted.keeper_fd)
 
 
 class ClosingHelpers:
@@ -450,10 +472,12 @@ class ClosingHelpers:
     First by the keeper (CLEAR_NOW), then by SIGKILL to keeper and zygote; each step has a deadline.
     """
 
-    def __init__(self, pid: int, witness: Witness | None = None) -> None:
+    def __init__(self, pid: int, witness: Witness | None = None, adopted: int | None = None) -> None:
+        """`adopted`: the keeper's pidfd, where it is not a child of this process."""
         self._pid = pid
         self._witness = witness
-        self._pidfd = kernel.pidfd(pid)
+        self._adopted = adopted
+        self._pidfd = kernel.pidfd(pid) if adopted is None else adopted
         self._patience = [_KILL_PATIENCE, _KILL_PATIENCE, _CLOSE_PATIENCE]
         self._until = time.monotonic() + self._patience.pop()
 
@@ -467,10 +491,7 @@ class ClosingHelpers:
 
     def reap(self) -> bool:
         """Whether the helpers are gone; never waits. UnkillableError when SIGKILL is all that is left."""
-        try:
-            done = os.waitpid(self._pid, os.WNOHANG)[0] != 0
-        except ChildProcessError:  # something in this process waits for all children
-            done = True
+        done = self._ended()
         if not done and time.monotonic() >= self._until:
             if not self._patience:
                 what = kernel.describe(self._pid)
@@ -481,21 +502,28 @@ class ClosingHelpers:
             self._close()
         return done
 
+    def _ended(self) -> bool:
+        if self._adopted is not None:
+            poll = select.poll()
+            poll.register(self._adopted, select.POLLIN)
+            return bool(poll.poll(0))
+        try:
+            return os.waitpid(self._pid, os.WNOHANG)[0] != 0
+        except ChildProcessError:  # something in this process waits for all children
+            return True
+
     def hurry(self) -> None:
         """Take the next step now: have the keeper kill the zygote, or kill both."""
         if not self._patience:
             return
         self._until = time.monotonic() + self._patience.pop()
-        try:
-            if self._patience:
-                os.kill(self._pid, CLEAR_NOW)
-                os.kill(self._pid, signal.SIGCONT)
-                return
-            if self._witness is not None:
-                self._witness.kill_zygote()
-            os.kill(self._pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # something in this process waits for all children
+        if self._patience:
+            signal_keeper(self._pid, self._adopted, CLEAR_NOW)
+            signal_keeper(self._pid, self._adopted, signal.SIGCONT)
+            return
+        if self._witness is not None:
+            self._witness.kill_zygote()
+        signal_keeper(self._pid, self._adopted, signal.SIGKILL)
 
     def _close(self) -> None:
         if self._witness is not None:
@@ -504,6 +532,17 @@ class ClosingHelpers:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+def signal_keeper(pid: int, adopted: int | None, sig: int) -> None:
+    """To the keeper, by its number where it is a child: until it is reaped, the number is its own."""
+    try:
+        if adopted is None:
+            os.kill(pid, sig)
+        else:
+            signal.pidfd_send_signal(adopted, sig)
+    except ProcessLookupError:
+        pass  # it has ended; or something in this process waits for all children
 
 
 def files_needed(jobs: list[WorkerLaunch], followed: int = 0) -> int:
@@ -544,16 +583,18 @@ def _wire(job: WorkerLaunch, known: dict[int, int]) -> dict[str, Any]:
     }
 
 
-def _exec_helpers(theirs: _socket.socket, how: str, wishes: int) -> int:
+def _exec_helpers(theirs: _socket.socket, how: str, wishes: int, outlives: bool = False) -> int:
     """Start a fresh interpreter as keeper and zygote.
 
     posix_spawn, because the agent may be large, threaded and full of CUDA: nothing of it is copied.
     Its own session, so that Ctrl-C on the terminal reaches the agent alone.
     """
     high = _above(theirs.fileno(), 10)
-    actions = [(os.POSIX_SPAWN_DUP2, high, _SOCKET_FD)]
+    actions: list[Any] = [(os.POSIX_SPAWN_DUP2, high, _SOCKET_FD)]
     list_fd = -1
-    agent = os.getpid()
+    agent = 0 if outlives else os.getpid()
+    if outlives:  # nothing of this launch, whose output may be somebody's input
+        actions = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)] + actions
     if how == "exec":
         words = ["-I", "-S", "-c", _PROGRAM.format(root=_PACKAGE_ROOT, fd=_SOCKET_FD, agent=agent, more="")]
     elif how == "forkserver":

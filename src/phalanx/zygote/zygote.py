@@ -16,11 +16,12 @@
 * Single-threaded, standard library only: it must be safe to fork at any time.
 
 Messages from the agent:  ("spawn", request) ("stop", group, signal, grace) ("park", plan)
-                          ("signal", number, ranks, alone)
+                          ("signal", number, ranks, alone) ("keep", terms)
 Messages to the agent:    ("forked", {rank: pid}), with pidfds, then ("started", {rank: pid}),
                           or ("refused", rank or None, text)
                           ("stopping", group) ("stopped", group, [text, …]) ("fenced", group)
                           ("exit", rank, pid, code, when, signalled_at) ("parked", pids) ("standby", text)
+                          ("kept", whether)
 
 A *standby* is a fork made in advance: it waits before the first line of the program, or in it, without rank
 or log, until a spawn supplies both (warm/standby.py).
@@ -28,6 +29,7 @@ or log, until a spawn supplies both (warm/standby.py).
 
 from __future__ import annotations
 
+import _socket
 import errno
 import os
 import select
@@ -35,7 +37,7 @@ import time
 
 from phalanx import kernel
 from phalanx.warm.standby import StandbyPlan, StandbyPool, replay, wait_for_handover
-from phalanx.zygote.channel import TooManyFilesError
+from phalanx.zygote.channel import Channel, TooManyFilesError
 from phalanx.zygote.fork_setup import default_signals, describe_failure, leave_zygote, move_above, place
 from phalanx.zygote.guard import GroupGuard, guards_for
 from phalanx.zygote.rawsignal import signal
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any, NoReturn
 
-    from phalanx.zygote.channel import Channel
+    from phalanx.warm.kept_zygote import Adoption
 
     # Runs a worker inside a fork of this process (no exec); must not return.
     Runner = Callable[[dict[str, Any]], NoReturn]
@@ -115,6 +117,10 @@ class Zygote:
         self._poll = select.poll()
         self.standbys = StandbyPool(self._poll)
         self._parked: list[int] = []  # as the agent knows it
+        self._terms: tuple[
+            Any, ...
+        ] = ()  # of a launch that has adopted this process, and asked for nothing yet
+        self._adopter = -1  # the pidfd of its agent
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -159,7 +165,8 @@ class Zygote:
         except TooManyFilesError:  # only a spawn carries descriptors
             return self._report(("refused", None, os.strerror(errno.EMFILE)))
         except (EOFError, OSError):
-            return False
+            return self._keep_unused()
+        self._forget_terms()
         try:
             if message[0] == "spawn":
                 self._spawn(message[1], fds)
@@ -169,6 +176,9 @@ class Zygote:
                 self._signal(message[1], set(message[2]), message[3])
             elif message[0] == "park":
                 self._fork_standbys(StandbyPlan.from_plain(message[1]))
+            elif message[0] == "keep":
+                self._poll.unregister(self.channel.fileno())
+                return self.keep(message[1]) and self._watch_channel()
         except Become:
             raise  # in the fork, whose descriptors are in place
         except ConnectionError:
@@ -390,6 +400,92 @@ class Zygote:
             raise Become(spec)
         self.runner(spec)
 
+    # -- between two launches ---------------------------------------------------------------------
+
+    def keep(self, terms: tuple[Any, ...], listener: _socket.socket | None = None) -> bool:
+        """The job is over: wait for the next launch of its script. False: end."""
+        from phalanx.warm.kept_zygote import KeptTerms, KeptZygote, let_go, listen
+
+        self.standbys.drop_all()
+        if not self.workers:
+            kill_everything([])
+            self._forget_children()
+            listener = listener or listen(terms[0])
+        if listener is None:
+            return self._report(("kept", False))
+        keeper = Channel(_socket.socket(fileno=os.dup(self.keeper_fd)))
+        try:
+            keeper.send(("kept",))
+            self._report(("kept", True))
+            self.channel.close()
+            let_go()
+            while listener is not None:
+                adoption = KeptZygote(KeptTerms(*terms), listener).wait(self.keeper_fd, self._wake_read)
+                if adoption is None:
+                    break
+                if self._serve_launch(adoption, keeper, terms):
+                    return True
+                keeper.send(("kept",))  # as before: that launch is gone
+                let_go()
+                listener = listen(terms[0])
+            os._exit(0)
+        finally:
+            keeper.close()
+
+    def _keep_unused(self) -> bool:
+        """The launch has not waited for this process, which is kept for the next one; False: end."""
+        terms, alive = self._terms, self._adopter >= 0 and not _is_readable(self._adopter)
+        self._forget_terms()
+        if not terms or not alive:
+            return False
+        self._poll.unregister(self.channel.fileno())
+        return self.keep(terms) and self._watch_channel()
+
+    def _watch_channel(self) -> bool:
+        self._poll.register(self.channel.fileno(), select.POLLIN)
+        return True
+
+    def _forget_terms(self) -> None:
+        self._terms = ()
+        if self._adopter >= 0:
+            os.close(self._adopter)
+        self._adopter = -1
+
+    def _forget_children(self) -> None:
+        """Nothing of the last job is left."""
+        for pid, status in [*reap(), *((pid, 0) for pid in self.standbys.pids())]:
+            self.standbys.lost(pid, status)
+        self._release_guards()
+        if self._lease >= 0:
+            os.close(self._lease)
+        self._lease = -1
+        self.stop = self.at_failure = None
+        self.group = 0
+        self._parked = []
+        self.standbys = StandbyPool(self._poll)
+
+    def _serve_launch(self, adoption: Adoption, keeper: Channel, terms: tuple[Any, ...]) -> bool:
+        """Belong to another agent from now on; whether it is still there."""
+        from phalanx.warm.kept_zygote import take_hold, use_streams
+
+        above = kernel.pidfd(os.getppid())
+        try:
+            if above is None:
+                os._exit(0)
+            keeper.send(("adopted", adoption.nice), [adoption.agent, adoption.tether])
+            take_hold(adoption.nice)
+            use_streams(adoption.std)
+            adoption.channel.send(("adopted", os.getppid(), terms[5]), [above])
+            self._terms, self._adopter = terms, os.dup(adoption.agent)
+        except OSError:
+            return False
+        finally:
+            adoption.close_fds()
+            if above is not None:
+                os.close(above)
+        self.channel = adoption.channel
+        return True
+
     # -- watching ---------------------------------------------------------------------------------
 
     def _reap(self) -> None:
@@ -405,9 +501,7 @@ class Zygote:
 
     def _stop_others(self, sig: int, grace: float) -> None:
         """Stop the other workers after a failure, unless a message from the agent waits: it may be a stop."""
-        poll = select.poll()
-        poll.register(self.channel.fileno(), select.POLLIN)
-        if not poll.poll(0):
+        if not _is_readable(self.channel.fileno()):
             self.at_failure = None
             self.stop = StopRequest(sig, time.monotonic(), grace)
             self._signal_workers(self.stop, kill=False)
@@ -564,6 +658,12 @@ def _took_over(status: int) -> bool:
     poll = select.poll()
     poll.register(status, select.POLLIN)
     return any(event & select.POLLIN for _, event in poll.poll(_TAKE_OVER * 1000))
+
+
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _floor(spec: dict[str, Any]) -> int:
