@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from phalanx.warm.helper_pool import HelperPool
 from phalanx.warm.import_cache import ImportCache
 from phalanx.zygote.spawner import Exit, Spawner, WorkerLaunch
 from tests.conftest import HUNG, wait_until
-from tests.support.run_helpers import Running, plain_environment, run, script
+from tests.support.run_helpers import FOREVER, Running, plain_environment, run, script
 
 THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
 COUNTED = "open({log!r}, 'a').write(__name__ + '\\n')\n"
@@ -285,6 +287,26 @@ def test_no_launch_waits_for_modules_that_were_not_vetted(packages: Path, tmp_pa
         ended = run(main, env=env)
         assert (ended.code, ended.out) == (0, "early False\n"), ended
     assert not began.exists()
+
+
+def test_a_kill_and_a_signal_are_answered_while_helpers_import_in_the_background(
+    packages: Path, tmp_path: Path
+) -> None:
+    began = tmp_path / "began"
+    (packages / "endless.py").write_text(ENDLESS_IN_HELPERS.format(began=str(began)))
+    many = (
+        "import endless, decimal, sqlite3, xml.dom.minidom, http.client, email.message, asyncio, unittest\n"
+    )
+    main = script(tmp_path, many + FOREVER)
+    with Running(["--max-restarts", "1", main], env=environment(packages)) as job:
+        (worker,) = job.workers(1).values()
+        wait_until(began.exists, "the import in the background")
+        os.kill(worker, signal.SIGKILL)
+        job.read_until("ready 0", times=2)
+        begin = time.monotonic()
+        job.signal(signal.SIGTERM)
+        assert job.end().code == 143
+        assert time.monotonic() - begin < HUNG / 3, "it waited for the import"
 
 
 def test_a_vetted_module_that_proves_unsuitable_delays_a_start_only_by_its_import(
