@@ -78,7 +78,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._news = threading.Condition()
         self._formed: Formed | None = None
         self._number = 0  # of the round that `next_rendezvous` gave last
-        self._over = self._closed = False
+        self._over = self._closed = self._closed_here = False
         self._ended: Ended | None = None
 
     @property
@@ -100,8 +100,9 @@ class ElasticRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> ElasticInfo:
         """Wait for the next round that this node is part of."""
-        if self._closed and self._ended is None:
-            raise RendezvousClosedError(f"run {self._settings.run_id} was closed by this node")
+        if self._closed_here and self._ended is None:
+            run, name = self._settings.run_id, self._settings.name
+            raise RendezvousClosedError(f"run {run} is over (closed by {name}, this node)")
         membership = self._joined()
         with self._news:
             if self._number and self._ended is None:
@@ -133,7 +134,7 @@ class ElasticRendezvous(RendezvousHandler):
             membership.close(f"closed by {self._settings.name}")
             if not joined:
                 membership.ended.wait(_CLOSE)
-        self._closed = True
+        self._closed = self._closed_here = True
 
     def shutdown(self) -> bool:
         """End the job for all nodes and close everything."""
