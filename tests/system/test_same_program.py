@@ -54,8 +54,8 @@ def once(name):
     return (
         "import os, sys\n"
         f"with open({folder + '/' + name!r}, 'a') as file:\n"
-        "    count = os.environ['TORCHELASTIC_RESTART_COUNT'] + '/' + os.environ['TORCHELASTIC_MAX_RESTARTS']\n"
-        "    file.write(os.environ['RANK'] + ':' + count + ' ')\n"
+        "    names = 'RANK', 'TORCHELASTIC_RESTART_COUNT', 'TORCHELASTIC_MAX_RESTARTS'\n"
+        "    file.write(':'.join(os.environ[name] for name in names) + ' ')\n"
         "sys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)\n"
     )
 
@@ -71,14 +71,18 @@ told["function"] = outcome(lambda: launch_agent(config(), function, ["word", 7])
 told["called"] = outcome(lambda: elastic_launch(config(), function)("word", 7))
 told["function fails"] = outcome(lambda: launch_agent(config(), failing, ["bad"]))
 told["program"] = outcome(lambda: launch_agent(config(), sys.executable, ["-c", "pass"]))
-told["program fails"] = outcome(lambda: launch_agent(config(workers=1), sys.executable, ["-c", "import os; os._exit(9)"]))
-told["restarted"] = outcome(lambda: launch_agent(config(1, 1), sys.executable, ["-c", once("a")])), attempts("a")
-told["no restart"] = outcome(lambda: launch_agent(config(0, 1), sys.executable, ["-c", once("b")]))[3:5], attempts("b")
+exits = ["-c", "import os; os._exit(9)"]
+told["program fails"] = outcome(lambda: launch_agent(config(workers=1), sys.executable, exits))
+told["restarted"] = outcome(lambda: launch_agent(config(1, 1), sys.executable, ["-c", once("a")]))
+told["restarted: attempts"] = attempts("a")
+told["no restart"] = outcome(lambda: launch_agent(config(0, 1), sys.executable, ["-c", once("b")]))[3:5]
+told["no restart: attempts"] = attempts("b")
 
 told["main"] = outcome(lambda: run.main([script("good", "pass")]))
 told["main fails"] = outcome(lambda: run.main([script("bad", "import os; os._exit(5)")]))[2:5]
 told["main killed"] = outcome(lambda: run.main([script("dies", "import os; os.kill(os.getpid(), 9)")]))[2:5]
-told["main restarts"] = outcome(lambda: run.main(["--max-restarts", "2", script("c", once("c"))])), attempts("c")
+told["main restarts"] = outcome(lambda: run.main(["--max-restarts", "2", script("c", once("c"))]))
+told["main restarts: attempts"] = attempts("c")
 told["main words"] = outcome(lambda: run.main(["--nproc-per-node", "many", script("good", "pass")]))
 told["run"] = outcome(lambda: run.run(run.parse_args(["--role", "", script("good", "pass")])))
 told["run fails"] = outcome(lambda: run.run(run.parse_args([script("bad", "import os; os._exit(5)")])))[2:5]
@@ -104,9 +108,7 @@ def results(root: str, folder: Path) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.timeout(
-    12 * HUNG
-)  # torch starts every group of workers in seconds, and slowly on a busy machine
+@pytest.mark.timeout(12 * HUNG)  # torch starts a group of workers in seconds
 def test_a_program_that_drives_the_launcher(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed.run")
     ours, theirs = results("phalanx", tmp_path / "ours"), results("torch.distributed", tmp_path / "theirs")
