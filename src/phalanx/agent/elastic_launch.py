@@ -19,6 +19,7 @@ from phalanx.agent.spec import RunResult
 from phalanx.agent.torch_agent import LocalElasticAgent
 from phalanx.config import from_launch_config
 from phalanx.errors import ChildFailedError, PhalanxError
+from phalanx.integrations.torch_internals import entrypoint_name
 from phalanx.log import warn
 from phalanx.logs.specs import DefaultLogsSpecs, LogsSpecs
 from phalanx.workers.numa import NumaOptions
@@ -105,7 +106,9 @@ def launch_agent(
     finally:
         agent.remove_empty_logs()
     if result.is_failed():
-        raise failure_of(agent.get_worker_group().spec.get_entrypoint_name(), result, agent)
+        known = isinstance(entrypoint, str) or hasattr(entrypoint, "__name__")  # not a functools.partial
+        name = entrypoint_name(entrypoint, args) if known else ""
+        raise failure_of(name or agent.get_worker_group().spec.get_entrypoint_name(), result, agent)
     return result.return_values
 
 
