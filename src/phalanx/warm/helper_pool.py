@@ -244,7 +244,7 @@ class HelperPool:
         if now >= self._asked_at + self._patience:
             self._asked_at = None
             if not self._own:  # what the user asked for is waited for
-                self._distrust(f"it takes longer than {self._patience:.0f} s")
+                self._distrust(helpers, f"it takes longer than {self._patience:.0f} s")
                 helpers.clear_now()  # the start takes others
 
     def _reap(self) -> None:
@@ -319,7 +319,7 @@ class HelperPool:
             return
         self._judged.add(helpers)
         if not helpers.importing and log.seconds is None:  # a bare zygote took its place
-            self._distrust(log.spoiled or "a module: ended the process")
+            self._distrust(helpers, log.spoiled or "a module: ended the process")
         for what in log.in_words():
             name = what.partition(":")[0]
             if name not in self._told:
@@ -329,9 +329,10 @@ class HelperPool:
             self.learned.judge(helpers.preload, log)
             self.learned.save()
 
-    def _distrust(self, why: str) -> None:
+    def _distrust(self, helpers: Spawner, why: str) -> None:
         """What was vetted is not suitable now; helpers in the background find out more."""
-        self.say(f"workers start without a preload: {why}")
+        if helpers is self._now:
+            self.say(f"workers start without a preload: {why}")
         if self.learned is not None:
             self.learned.distrust()
             self.learned.save()

@@ -201,7 +201,7 @@ class Preload:
         self._is_scout = True
         kernel.end_subreaper()  # a later checkpoint is the keeper's
         self._judge.note_importers()
-        os.nice(19)  # the zygote comes first, and the workers before both
+        os.nice(max(0, 10 - os.nice(0)))  # it never becomes a worker, so that this need not be undone
         self._checkpoint.tell()
 
     def _give_up(self, why: str) -> NoReturn:
