@@ -27,7 +27,8 @@ def swapped(*words: str, env: dict[str, str] | None = None) -> Ended:
 
 def swapped_framework(*words: str) -> Ended:
     """With torch and what is built on it: their imports take their time on a busy machine."""
-    env = plain_environment(OMP_NUM_THREADS="1")
+    beside = os.path.dirname(sys.executable)
+    env = plain_environment(OMP_NUM_THREADS="1", PATH=f"{beside}:{os.environ['PATH']}")
     command = [*SWAP, *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=4 * HUNG, check=False)
     return Ended(done.returncode, done.stdout, done.stderr)
@@ -168,6 +169,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
 
 
 @needs("torch", "lightning")
+@pytest.mark.long  # its imports take as long as all other tests here
 @pytest.mark.timeout(5 * HUNG)
 def test_the_cli_of_fabric(tmp_path: Path) -> None:
     words = ["--accelerator", "cpu", "--devices", "2", "--strategy", "ddp", script(tmp_path, WORKER)]
@@ -202,3 +204,39 @@ def test_torchs_own_checkpoints_in_a_process_of_their_own(tmp_path: Path) -> Non
     words = ["--nproc-per-node", "1", script(tmp_path, CHECKPOINT), str(tmp_path / "kept")]
     done = swapped_framework("-m", "torch.distributed.run", *words)
     assert (done.code, lines(done)) == (0, ["0 [0.0, 0.0, 0.0, 0.0]"]), done
+
+
+@needs("torch", "torchx")
+@pytest.mark.long
+@pytest.mark.timeout(5 * HUNG)
+def test_torchx(tmp_path: Path) -> None:
+    """It starts `torchrun` by name, passes --role, and reads the launcher's error file."""
+    words = ["run", "--scheduler", "local_cwd", "dist.ddp", "-j", "1x2", "--script"]
+    done = swapped_framework("torchx", *words, script(tmp_path, WORKER))
+    assert done.code == 0, done
+    assert sum("worker 0 0" in line for line in (done.out + done.err).splitlines()) == 1, done
+    failing = script(tmp_path, "raise ValueError('bad batch')", "failing.py")
+    done = swapped_framework("torchx", *words, failing)
+    assert "ValueError: bad batch" in done.out + done.err, done
+
+
+TORCHTNT = """
+import os
+import torch.distributed.launcher as launcher
+from torchtnt.utils.test_utils import get_pet_launch_config
+
+def rank():
+    return int(os.environ["RANK"])
+
+if __name__ == "__main__":
+    assert launcher.__name__ == "phalanx.launcher"
+    print("worker", launcher.elastic_launch(get_pet_launch_config(2), entrypoint=rank)())
+"""
+
+
+@needs("torch", "torchtnt")
+@pytest.mark.long
+@pytest.mark.timeout(5 * HUNG)
+def test_torchtnt(tmp_path: Path) -> None:
+    done = swapped_framework(script(tmp_path, TORCHTNT))
+    assert (done.code, lines(done)) == (0, ["{0: 0, 1: 1}"]), done

@@ -178,7 +178,7 @@ def messages(lib: Library) -> Any:
 def in_python(lib: Library, code: str) -> str:
     """The output of a program of its own; `ROOT` stands for the library's path."""
     command = [sys.executable, "-c", code.replace("ROOT", lib.root)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HUNG, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=3 * HUNG, check=True).stdout
 
 
 def fault_handler(lib: Library) -> str:
@@ -248,6 +248,62 @@ def tcp_store(lib: Library) -> Any:
     return stores[1].get("key"), stores[1].add("count", 2), type(stores[1]).__name__
 
 
+# -- values and small functions -----------------------------------------------------------------------------
+
+
+def redirects(lib: Library) -> Any:
+    std = lib("elastic.multiprocessing").Std
+    to_map = lib("elastic.multiprocessing").to_map
+    texts = ["0", "1", "2", "3", "0:3,1:0", "4", "", "a", "0:1,1:9"]
+    read = [outcome(lambda text=text: plain(std.from_str(text))) for text in texts]  # type: ignore[misc]
+    return read, plain(to_map(std.OUT, 2)), plain(to_map({1: std.ERR}, 3))
+
+
+def plain(value: Any) -> Any:
+    return {key: int(kind) for key, kind in value.items()} if isinstance(value, dict) else int(value)
+
+
+def node_counts(lib: Library) -> Any:
+    parse = lib("run").parse_min_max_nnodes
+    return [outcome(lambda t=t: parse(t)) for t in ("3", "1:4", "1:2:3", "x")]  # type: ignore[misc]
+
+
+def worker_counts(lib: Library) -> Any:
+    count = lib("run").determine_local_world_size
+    return [outcome(lambda t=t: count(t)) for t in ("1", "12", "cpu", "many")]  # type: ignore[misc]
+
+
+def settings(lib: Library) -> Any:
+    params = lib("elastic.rendezvous").RendezvousParameters
+    made = params("c10d", "h:1", "job", 1, 2, a="1", b="no", c="x", d=" 7", e=True, f=None)
+    flags = [outcome(lambda k=k: made.get_as_bool(k)) for k in "abcef"]  # type: ignore[misc]
+    numbers = [outcome(lambda k=k: made.get_as_int(k)) for k in "acdf"]  # type: ignore[misc]
+    return flags, numbers, made.get("zz", 5), outcome(lambda: params("", "h:1", "job", 1, 2))
+
+
+def endpoints(lib: Library) -> Any:
+    parse = lib("elastic.rendezvous.utils").parse_rendezvous_endpoint
+    texts = ["host:7", "host", "[::1]:7", "", None, "10.0.0.1:0", "host:x", "host:99999"]
+    return [outcome(lambda text=text: tuple(parse(text, 5))) for text in texts]  # type: ignore[misc]
+
+
+def words(lib: Library) -> Any:
+    macros = lib("elastic.utils").macros
+    return macros.substitute(["--rank", "${local_rank}", 3, "x${local_rank}y", "${other}"], "7")
+
+
+def events(lib: Library) -> Any:
+    module = lib("elastic.events")
+    event = module.Event("name", module.EventSource.WORKER, 12, {"a": 1, "b": None, "c": "x"})
+    again = module.Event.deserialize(event.serialize())
+    return json.loads(event.serialize()), (again.name, again.source.value, again.timestamp, again.metadata)
+
+
+def states(lib: Library) -> Any:
+    kind = lib("elastic.agent.server").WorkerState
+    return [(state.name, state.value, kind.is_running(state)) for state in kind]
+
+
 # -- the list ---------------------------------------------------------------------------------------------
 
 
@@ -273,6 +329,14 @@ BEHAVIOUR = [
     Behaviour("rendezvous", "`rendezvous.utils._parse_rendezvous_config`", configurations),
     Behaviour("rendezvous", "`rendezvous.utils._matches_machine_hostname`", own_hosts),
     Behaviour("rendezvous", "`c10d_rendezvous_backend._create_tcp_store`", tcp_store),
+    Behaviour("rendezvous", "`RendezvousParameters`: settings as flags and numbers", settings),
+    Behaviour("rendezvous", "`rendezvous.utils.parse_rendezvous_endpoint`", endpoints),
+    Behaviour("processes", "`Std.from_str`, `to_map`", redirects),
+    Behaviour("processes", "`utils.macros.substitute`", words),
+    Behaviour("launching", "`run.parse_min_max_nnodes`", node_counts),
+    Behaviour("launching", "`run.determine_local_world_size`", worker_counts),
+    Behaviour("agents", "`WorkerState` and `is_running`", states),
+    Behaviour("events", "`Event.serialize` and `deserialize`", events),
 ]
 
 
