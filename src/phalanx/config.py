@@ -79,6 +79,7 @@ class JobSpec(Record):
     hopeless: frozenset[int | str]  # the same, only for workers that fail early; what a job has by default
     restart_delay: float
     backoff: tuple[float, float]  # the first delay and the longest; 0: none
+    patience: float  # seconds from the first failure of a crash loop to the last restart
     shutdown_timeout: float
     signals_to_handle: str  # the preemption signal is one of them
     monitor_interval: float
@@ -298,7 +299,8 @@ def from_launch_config(
         log_line_prefix_template=config.log_line_prefix_template,
         numa_options=config.numa_options,
         omp_num_threads=None,  # as with torch, a caller in Python sets the variable itself
-        hopeless=frozenset(),  # and gets every restart that it asked for
+        hopeless=frozenset(),  # and gets every restart that it asked for, soon
+        patience=0.0,
     )
 
 

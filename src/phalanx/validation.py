@@ -36,6 +36,7 @@ _HOPELESS = frozenset[int | str]({2, "ImportError", "SyntaxError"})
 """What a retry does not change: wrong arguments (argparse exits with 2), missing modules, broken scripts."""
 _DAY = 86400.0
 _LONGEST_BACKOFF = 30.0
+_PATIENCE = 8.0
 _BACKENDS = ("static", "phalanx", "c10d", "etcd")
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -356,6 +357,7 @@ def restarts(v: Sources) -> dict[str, Any]:
         "hopeless": frozenset() if v.given("no_restart_on") else _HOPELESS,
         "restart_delay": v.number("restart_delay", 0, _DAY),
         "backoff": _backoff(v),
+        "patience": _PATIENCE,
         "shutdown_timeout": _grace(v),
         "signals_to_handle": _signals(v),
         "monitor_interval": v.number("monitor_interval", 0.001),

@@ -184,6 +184,14 @@ def test_failures_that_have_no_exception_to_raise(kind: str, code: int, tmp_path
         assert "odd one" in str(caught.value)
 
 
+def test_the_text_of_an_exit_is_in_the_report(tmp_path: Path) -> None:
+    def leave() -> None:
+        sys.exit("no data in /data")
+
+    with pytest.raises(ChildFailedError, match="SystemExit: no data in /data"):
+        elastic_launch(config(tmp_path, 1), leave)()
+
+
 def test_a_program_that_fails(tmp_path: Path) -> None:
     with pytest.raises(ChildFailedError, match="exit code 9"):
         launch_agent(config(tmp_path, 1), sys.executable, ["-c", "raise SystemExit(9)"])

@@ -322,7 +322,14 @@ def test_a_launch_config_gives_the_same_job(
     config, program, args = config_from_args(namespace)
     made = from_launch_config(config, program, args)
     logs: dict[str, Any] = {"logs_specs": None, "log_dir": None, "redirects": "0", "tee": "0"}
-    own = {**logs, "name": "", "run_id": "", "omp_num_threads": None, "hopeless": frozenset()}
+    own = {
+        **logs,
+        "name": "",
+        "run_id": "",
+        "omp_num_threads": None,
+        "hopeless": frozenset(),
+        "patience": 0.0,
+    }
     wanted = from_namespace(namespace)
     assert made.rdzv_conf == {"timeout": 900, **wanted.rdzv_conf}
     assert made.replace(**own, rdzv_conf={}) == wanted.replace(**own, rdzv_conf={})

@@ -127,7 +127,7 @@ def live(policy: RestartPolicy, passes_after: float, lived: float = 0.1) -> floa
 @pytest.mark.parametrize("lived", [0.01, 0.1, 1.0, 3.0])
 @pytest.mark.parametrize("budget", [2, 3, 5, 20])
 def test_a_cause_that_passes_after_six_seconds_does_not_end_a_job(budget: int, lived: float) -> None:
-    reached = live(RestartPolicy(budget), 6.0, lived)
+    reached = live(RestartPolicy(budget, patience=8.0), 6.0, lived)
     assert reached is not None
     assert reached < 16.0, "the wait must not be much longer than the cause"
 
@@ -135,16 +135,16 @@ def test_a_cause_that_passes_after_six_seconds_does_not_end_a_job(budget: int, l
 def test_the_delays_of_a_long_crash_loop() -> None:
     delays = [v.delay for v in run(RestartPolicy(100), crashes(9))]
     assert delays == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
-    late = run(RestartPolicy(3), crashes(3))
+    late = run(RestartPolicy(3, patience=8.0), crashes(3))
     assert [v.delay for v in late] == [0, 0.5, 6.0], "the last waits until 8 s after the first failure"
-    assert [v.delay for v in run(RestartPolicy(3, restart_delay=2.0), crashes(3))] == [2, 2, 6]
-    assert [v.delay for v in run(RestartPolicy(3, backoff_first=0.0), crashes(3))] == [0, 0, 0]
+    assert [v.delay for v in run(RestartPolicy(3, restart_delay=2.0, patience=8.0), crashes(3))] == [2, 2, 6]
+    assert [v.delay for v in run(RestartPolicy(3, backoff_first=0.0, patience=8.0), crashes(3))] == [0, 0, 0]
 
 
 def test_a_worker_that_is_killed_comes_back_at_once() -> None:
     kills = [failure.replace(exit_code=137) for failure in crashes(8)]
     assert [v.delay for v in run(RestartPolicy(100), kills)] == [0, 0, 0, 0, 0, 0.5, 1, 2]
-    assert [v.delay for v in run(RestartPolicy(3), kills[:3])] == [0, 0, 0]
+    assert [v.delay for v in run(RestartPolicy(3, patience=8.0), kills[:3])] == [0, 0, 0]
 
 
 def test_a_fixed_delay_says_so() -> None:

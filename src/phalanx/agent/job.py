@@ -60,6 +60,7 @@ def make_agent(
             restart_delay=job.restart_delay,
             backoff_first=job.backoff[0],
             backoff_max=job.backoff[1],
+            patience=job.patience,
             readiness=job.startup_timeout is not None,  # then workers report when they are set up
         )
         logs = logs or make_logs(job)

@@ -61,7 +61,7 @@ class RestartPolicy(Record):
     backoff_factor: float = 2.0
     backoff_max: float = 30.0
     """0: no back-off."""
-    patience: float = 8.0
+    patience: float = 0.0
 
 
 class Failure(Record):

@@ -71,12 +71,15 @@ def finish(
         status = _exit_status(stop.code)
         if status == 0:
             _store(box, b"R", None)
+        else:
+            child["record"](stop, "write_exit")
     except BaseException as error:  # noqa: BLE001 - reported in full, here and in the error file
         status = 1
         error.__traceback__ = child["_without_launcher"](error.__traceback__)
         child["record"](error)
         _store_error(box, error)
-        sys.excepthook(type(error), error, error.__traceback__)
+        with child["_InOnePiece"]():
+            sys.excepthook(type(error), error, error.__traceback__)
     try:
         import threading
 
