@@ -68,6 +68,7 @@ class HelperPool:
     def _make(self, background: bool) -> Spawner:
         names = [*self._own, *(self.learned.names if self.learned else ())]
         if self.kind.startswith("python") and (names or background):
+            names = [*(self.learned.own_lines() if self.learned else ()), *names]
             return Spawner(self.kind, preload=names, background=background)
         return Spawner(self.kind)
 
@@ -86,6 +87,7 @@ class HelperPool:
         if kind is None:
             return None
         self._drop_lost()
+        self._drop_outdated()
         now = self._now
         if self._next is not None and self._next.how == kind:
             self._retire_current()
@@ -184,6 +186,17 @@ class HelperPool:
         if lost:
             self._parked = 0  # the standbys ended with them
         return bool(lost)
+
+    def _drop_outdated(self) -> None:
+        """Forget helpers that have imported packages which were upgraded, added or removed meanwhile."""
+        renewed = self.learned.renewed() if self.learned is not None else None
+        if renewed is None:
+            return
+        self.learned = renewed
+        for helpers in (self._now, self._next):
+            if helpers is not None:
+                self.retire(helpers)
+        self._now = self._next = None
 
     def _replace(self, now: float) -> None:
         """Make new helpers ahead of the start, unless the last ones ended a moment ago, too."""

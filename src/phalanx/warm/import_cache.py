@@ -45,6 +45,7 @@ class ImportCache:
     """The list of one script."""
 
     def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._program, self._environ = program, environ
         self.key = _key(program)
         directory = cache_dir(environ)
         self.path = os.path.join(directory, _name_of(self.key)) if directory else None
@@ -92,6 +93,14 @@ class ImportCache:
         """Remove a module that cannot be preloaded, and its submodules, for good."""
         self._unsuitable.append(name)
         self.names = [known for known in self.names if not self._is_unsuitable(known)]
+
+    def renewed(self) -> ImportCache | None:
+        """The list for the packages as they are now, if any was installed, upgraded or removed since."""
+        return None if _key(self._program) == self.key else ImportCache(self._program, self._environ)
+
+    def own_lines(self) -> list[str]:
+        """The user's files, the script first: the preload looks at the variables that they set."""
+        return [f"={path}" for path in self._own]
 
     def _is_unsuitable(self, name: str) -> bool:
         return any(name == bad or name.startswith(bad + ".") for bad in self._unsuitable)

@@ -20,13 +20,20 @@ from __future__ import annotations
 import os
 import sys
 
+from phalanx import kernel
+from phalanx.warm.import_effects import ImportState, as_in_a_script
 from phalanx.warm.import_recorder import homes as installed_in
 from phalanx.warm.import_recorder import loads_code
+from phalanx.warm.twin import Twin
+from phalanx.warm.variables import NotedVariables, loaded_libraries, named_in_libraries, variables_set_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
+
+    from phalanx.warm.generators import GeneratorPlan
+    from phalanx.warm.import_values import ImportValues
 
 SPOILED = 77  # the exit status of a zygote that must not be forked from
 
@@ -49,6 +56,9 @@ class ImportResidue:
         self.variables: dict[bytes, tuple[bytes | None, bytes | None]] = {}  # name → value before, and after
         self.printed: tuple[bytes, bytes] = (b"", b"")  # on stdout, on stderr
         self.files: dict[int, str] = {}  # descriptor → path
+        self.read: dict[bytes, tuple[bytes | None, str]] = {}  # variable → its value, and the first reader
+        self.values: ImportValues | None = None  # times and process numbers that modules have
+        self.generators: GeneratorPlan | None = None
 
 
 left = ImportResidue()
@@ -63,6 +73,18 @@ def preload(names: Iterable[str], report: Callable[[str], None]) -> None:
     import gc
 
     names = list(names)
+    twin = Twin()
+    count = _import_all(names, report if not twin.is_other else lambda _line: None)
+    random, left.values, left.generators = twin.compare()
+    if random:
+        report(f"spoiled {random[0]}: has another value in every process (random, or a temporary name)")
+        os._exit(SPOILED)
+    gc.collect()
+    gc.freeze()  # or a collection in a worker would write into every shared page
+    report(f"done {count}")
+
+
+def _import_all(names: list[str], report: Callable[[str], None]) -> int:
     hidden = _Hidden({name[1:] for name in names if name.startswith("!")})
     sys.meta_path.insert(0, hidden)
 
@@ -71,8 +93,15 @@ def preload(names: Iterable[str], report: Callable[[str], None]) -> None:
     console = _Console()
     fds = _descriptors()
     known = set(sys.modules)
+    processes = set(kernel.children())
     count = 0
     own: dict[bytes, bytes | None] = {}  # variables that the script sets: their values before
+    files = [name[1:] for name in names if name.startswith("=")]
+    may_be_set = variables_set_in(files, files[0] if files else "")
+    libraries = loaded_libraries() if may_be_set else set()
+    surroundings = as_in_a_script()
+    surroundings.__enter__()
+    state = ImportState()
     for name in names:
         if name[:1] in ("+", "?"):
             if loads_code(name[1:].partition("=")[0]):
@@ -80,7 +109,7 @@ def preload(names: Iterable[str], report: Callable[[str], None]) -> None:
             _set_for_script(name[0], name[1:], own)
             continue
         top = name.partition(".")[0]
-        if name in sys.modules or top in _NEVER or top in hidden.names:
+        if name in sys.modules or top in _NEVER or top in hidden.names or name.startswith("="):
             continue
         if top not in verdicts:
             verdicts[top] = _is_installed(top, homes)
@@ -88,7 +117,7 @@ def preload(names: Iterable[str], report: Callable[[str], None]) -> None:
             continue
         report(f"import {name}")
         with console:
-            imported, asked = _import(name, report)
+            imported, asked, read = _import(name, report)
         if not imported and not hidden.asked:
             console.forget()
             continue
@@ -100,20 +129,28 @@ def preload(names: Iterable[str], report: Callable[[str], None]) -> None:
             or next((f"reads {variable} during its import" for variable in asked), "")
             or _spoiled_by_descriptors(fds, now)
             or _spoiled_by_own_modules(sys.modules.keys() - known, homes)
-            or _spoiled_by_processes()
+            or ("starts a process" if set(kernel.children()) - processes else "")
+            or state.changed()
+            or next((f"reads {one}, which the script may set" for one in may_be_set if one in read), "")
         )
+        if may_be_set and not why:
+            now_loaded = loaded_libraries()
+            found = named_in_libraries(may_be_set, now_loaded - libraries)
+            why = f"may read {found}, which the script may set" if found else ""
+            libraries = now_loaded
+        for one, seen in read.items():
+            left.read.setdefault(os.fsencode(one), (seen, name))
         if why:
             report(f"spoiled {name}: {why}")
             os._exit(SPOILED)
         known = set(sys.modules)
+    surroundings.__exit__()
     for variable, value in own.items():
         _put(variable, value)
     sys.meta_path.remove(hidden)
     left.printed = console.printed()
     left.files = {int(fd): what for fd, what in _descriptors().items() if fd not in fds and _is_file(what)}
-    gc.collect()
-    gc.freeze()  # or a collection in a worker would write into every shared page
-    report(f"done {count}")
+    return count
 
 
 class _Hidden:
@@ -129,12 +166,13 @@ class _Hidden:
             raise ImportError(name)  # at once: the zygote is spoiled anyway
 
 
-class _Asked(dict[bytes, bytes]):
+class _Asked(NotedVariables):
     """The environment during an import: variables of a worker are missing, and access to them is noted."""
 
     def __init__(self, variables: dict[bytes, bytes]) -> None:
         super().__init__((name, value) for name, value in variables.items() if not _is_of_a_worker(name))
         self.asked: list[str] = []
+        self.read = {}
 
     def __missing__(self, name: bytes) -> bytes:
         if _is_of_a_worker(name):
@@ -147,8 +185,8 @@ def _is_of_a_worker(name: bytes) -> bool:
     return text in _OF_A_WORKER or text.startswith(_OF_A_WORKER_PREFIXES)
 
 
-def _import(name: str, report: Callable[[str], None]) -> tuple[bool, list[str]]:
-    """Whether the import succeeded, and which variables of a worker it read."""
+def _import(name: str, report: Callable[[str], None]) -> tuple[bool, list[str], dict[str, bytes | None]]:
+    """Whether the import succeeded, which variables of a worker it read, and which others, with values."""
     environ: Any = os.environ
     before: dict[bytes, bytes] = environ._data
     during = environ._data = _Asked(before)
@@ -164,13 +202,13 @@ def _import(name: str, report: Callable[[str], None]) -> tuple[bool, list[str]]:
     finally:
         environ._data = os.environb._data = before  # type: ignore[attr-defined]
         for key in sorted(before.keys() | during.keys()):
-            old, new = before.get(key), during.get(key)
+            old, new = before.get(key), dict.get(during, key)  # not noted
             if old != new and not (new is None and _is_of_a_worker(key)):
                 # Undone for the following imports, which a worker may do first; repeated in every worker.
                 _put(key, old)
                 if imported:
                     left.variables[key] = (left.variables.get(key, (old, None))[0], new)
-    return imported, during.asked
+    return imported, during.asked, {os.fsdecode(key): value for key, value in during.read.items()}
 
 
 def _put(name: bytes, value: bytes | None) -> None:
@@ -315,9 +353,3 @@ def _spoiled_by_own_modules(names: Iterable[str], homes: tuple[str, ...]) -> str
         ):
             return f"imports {name} from {os.path.dirname(place)}, which is not an installed package"
     return ""
-
-
-def _spoiled_by_processes() -> str:
-    from phalanx import kernel
-
-    return "starts a process" if kernel.children() else ""

@@ -119,7 +119,7 @@ def restore_interpreter(
             del sys.modules[name]
     if residue is not None:
         _apply_residue(residue)
-    _make_unique()
+    _make_unique(residue)
     if set_title is not None:
         mode, target, args = spec["program"]
         words = {"module": ["-m", target], "code": ["-c", target]}.get(mode, [target])
@@ -169,17 +169,15 @@ def _open_again(fd: int, path: str) -> None:
         os.close(new)
 
 
-def _make_unique() -> None:
+def _make_unique(residue: ImportResidue | None) -> None:
     """Redo per process what an import did once: random seeds, keys and start times.
 
     Parts of the standard library do this themselves after a fork (random, uuid, tempfile).
     """
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()
-    torch_c = sys.modules.get("torch._C")
-    if torch_c is not None and hasattr(torch_c, "default_generator"):
-        torch_c.default_generator.seed()  # from the system, as in a fresh process
+    if residue is not None and residue.generators is not None:
+        residue.generators.apply()
+    if residue is not None and residue.values is not None:
+        residue.values.apply()
     logging: Any = sys.modules.get("logging")
     if logging is not None and hasattr(logging, "_startTime"):
         import time

@@ -1,0 +1,197 @@
+"""A script cannot tell its second launch from its first, nor either of them from a start without a preload.
+
+Every package here is made for the test, installed in a site-packages of its own, and does one odd thing while
+it is imported. The script prints what it observes; the output has to be the same with `--warm off`, at the
+first launch, at later ones, and after a restart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import HUNG
+
+pytestmark = pytest.mark.untraced  # coverage has hooks of its own in every process
+
+
+class Site:
+    """A script and the packages it imports, in directories of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.packages = folder / "site-packages"
+        (self.packages / "__pycache__").mkdir(parents=True)  # else the first import changes the directory
+        self.script = folder / "script.py"
+        self.env = {
+            **os.environ,
+            "PYTHONPATH": str(self.packages),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "EARLY": str(folder / "early"),
+        }
+        self.package("plain", "")
+
+    def package(self, name: str, text: str) -> None:
+        (self.packages / f"{name}.py").write_text(text)
+
+    def run(self, *words: str, args: tuple[str, ...] = (), ranks: int = 1) -> list[Any]:
+        """What every rank printed as one line of JSON, in any order; rank by rank if it prints its rank."""
+        done = self.finished(*words, args=args, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def finished(
+        self, *words: str, args: tuple[str, ...] = (), ranks: int = 1
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", str(ranks)]
+        command += ["--log-line-prefix-template", "", *words, str(self.script), *args]
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=2 * HUNG)
+
+    def same_at_every_launch(self, *args: str) -> list[Any]:
+        """The common output of a cold start and three launches."""
+        cold = self.run("--warm", "off", args=args)
+        launches = [self.run(args=args) for _ in range(3)]
+        assert launches == [cold] * 3
+        self.assert_preloaded("plain")
+        return cold
+
+    def assert_preloaded(self, *names: str) -> None:
+        """At the last launch: else the test would show nothing."""
+        assert set(names) <= set(json.loads((self.folder / "early").read_text()))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+HEAD = """import os, sys
+early = [name for name in ("odd", "plain") if name in sys.modules]
+import json
+with open(os.environ["EARLY"], "w") as file:
+    json.dump(early, file)
+import plain
+"""
+
+
+def shows(expression: str, before: str = "") -> str:
+    """A script that imports the package `odd` and prints a value."""
+    return f"{HEAD}{before}import odd\nprint(json.dumps({expression}))\n"
+
+
+def test_the_signal_handler_of_a_package_is_there_at_every_launch(site: Site) -> None:
+    """SIGTERM → save a checkpoint."""
+    site.package("odd", "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('saved'))\n")
+    site.script.write_text(shows("callable(signal.getsignal(signal.SIGTERM))", "import signal\n"))
+    assert site.same_at_every_launch() == [True]
+
+
+def test_a_variable_that_only_some_arguments_set_is_seen_by_the_package(site: Site) -> None:
+    site.package("odd", "import os\nOFFLINE = os.environ.get('ODD_OFFLINE')\n")
+    condition = "if '--offline' in sys.argv: os.environ['ODD_OFFLINE'] = '1'\n"
+    site.script.write_text(shows("odd.OFFLINE", condition))
+    for _ in range(3):
+        assert site.run() == [None]
+    for _ in range(2):
+        assert site.run(args=("--offline",)) == ["1"]
+    assert site.run() == [None]
+    site.assert_preloaded("plain")
+
+
+RANDOM = """
+import random, tempfile, uuid
+try:
+    import numpy
+except ImportError:
+    numpy = None
+own = random.Random()
+nested = {"rng": [random.Random()]}
+seeded = random.Random(7)
+drawn = numpy.random.default_rng() if numpy else own
+legacy = numpy.random.RandomState() if numpy else own
+"""
+
+
+def test_generators_made_at_import_differ_between_ranks_and_launches(site: Site) -> None:
+    site.package("odd", RANDOM)
+    values = (
+        "[odd.own.random(), odd.nested['rng'][0].random(), odd.drawn.random(), odd.legacy.random_sample()"
+    )
+    values += " if odd.numpy else odd.drawn.random()]"
+    site.script.write_text(shows(f"[{values}, odd.seeded.random()]"))
+    drawn = [one for _ in range(3) for one in site.run(ranks=2)]
+    site.assert_preloaded("odd")
+    for column in zip(*(values for values, _ in drawn), strict=True):
+        assert len(set(column)) == len(drawn), column
+    assert len({seeded for _, seeded in drawn}) == 1
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "import uuid\nvalue = str(uuid.uuid4())\n",
+        "import uuid\nvalue = [uuid.uuid4().hex]\n",
+        "import os\nclass Run:\n    key = os.urandom(8).hex()\nvalue = Run.key\n",
+        "import tempfile\nvalue = tempfile.mkdtemp()\n",
+        "import tempfile\nfolder = tempfile.TemporaryDirectory()\nvalue = folder.name\n",
+    ],
+    ids=["uuid", "in a list", "in a class", "mkdtemp", "TemporaryDirectory"],
+)
+def test_random_values_made_at_import_differ_between_ranks_and_launches(made: str, site: Site) -> None:
+    site.package("odd", made)
+    site.script.write_text(shows("odd.value"))
+    values = [json.dumps(one) for _ in range(3) for one in site.run(ranks=2)]
+    assert len(set(values)) == 6, values
+    site.assert_preloaded("plain")
+
+
+def test_a_package_that_edits_the_search_path(site: Site) -> None:
+    for where in ("sys.path.insert(0, '/extra')", "sys.path.append('/extra')"):
+        site.package("odd", f"import sys\n{where}\n")
+        site.script.write_text(shows("sys.path"))
+        assert "/extra" in site.same_at_every_launch()[0]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        "import sys\nvalue = sys.argv[1:]\n",
+        "import sys\nvalue = [word for word in sys.argv if word == '--fast']\n",
+        "from sys import argv\nvalue = argv\n",
+        "import argparse\nparser = argparse.ArgumentParser()\nvalue = parser.prog\n",
+        "import __main__\nvalue = __main__.__file__\n",
+        "import sys\nvalue = getattr(sys.modules['__main__'], '__file__', None)\n",
+        "import sys\nvalue = sys.orig_argv[-1]\n",
+    ],
+)
+def test_a_package_that_reads_the_arguments_or_the_script(read: str, site: Site) -> None:
+    site.package("odd", read)
+    site.script.write_text(shows("odd.value"))
+    site.same_at_every_launch("--fast")
+
+
+UPGRADED = """
+import os, sys
+import odd
+print(odd.VERSION, flush=True)
+if sys.argv[1:] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    with open(odd.__file__ + ".new", "w") as file:
+        file.write("VERSION = 22\\n")  # and another size: bytecode may be from the same second
+    os.replace(odd.__file__ + ".new", odd.__file__)
+    os.mkdir(os.path.join(os.path.dirname(odd.__file__), "odd-22.dist-info"))
+    sys.exit(1)
+"""
+
+
+def test_a_package_that_is_upgraded_while_the_job_runs_is_new_after_a_restart(site: Site) -> None:
+    site.package("odd", "VERSION = 1\n")
+    site.script.write_text(UPGRADED)
+    site.finished()
+    done = site.finished("--max-restarts", "1", "-q", args=("upgrade",))
+    assert done.stdout.split() == ["1", "22"], done.stderr
