@@ -31,14 +31,14 @@ MODES = {
 }
 
 
-def measure(mode: str, settle: float) -> dict[str, float]:
+def measure(mode: str, settle: float, worker: str = "train_step.py") -> dict[str, float]:
     """Seconds from the launch and from the kill to the first complete step."""
     root = str(HERE.parents[1] / "src")
     with tempfile.TemporaryDirectory() as scratch:
         stop = os.path.join(scratch, "stop")
         env = {**os.environ, "STOP_FILE": stop, "PYTHONPATH": f"{root}:{HERE}"}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [*MODES[mode], "--nproc-per-node", "1", "--max-restarts", "1", str(HERE / "train_step.py")]
+        command = [*MODES[mode], "--nproc-per-node", "1", "--max-restarts", "1", str(HERE / worker)]
         begin = time.monotonic()
         job = subprocess.Popen(
             command,

@@ -74,7 +74,10 @@ class JobSpec(Record):
     # Restarts and stopping.
     max_restarts: int
     restart_window: float | None
-    no_restart_on: frozenset[int]  # as a shell shows them: 128+n stands for signal n
+    no_restart_on: frozenset[int | str]  # codes as a shell shows them (128+n: signal n), exceptions by name
+    hopeless: frozenset[int | str]  # the same, only for workers that fail early; what a job has by default
+    restart_delay: float
+    backoff: tuple[float, float]  # the first delay and the longest; 0: none
     shutdown_timeout: float
     signals_to_handle: str  # the preemption signal is one of them
     monitor_interval: float
@@ -229,7 +232,7 @@ class Fields(Sources):
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> JobSpec:
     """The job that a command line asks for.
 
-    Raises `UsageError` when it asks for none, and `InformationRequested` for --help and --print-completion.
+    Raises `UsageError` when it asks for none, and `InformationRequested` for --help and the like.
     """
     found = scan(argv)
     if found.script is None:
@@ -287,6 +290,7 @@ def from_launch_config(
         log_line_prefix_template=config.log_line_prefix_template,
         numa_options=config.numa_options,
         omp_num_threads=None,  # as with torch, a caller in Python sets the variable itself
+        hopeless=frozenset(),  # and gets every restart that it asked for
     )
 
 
@@ -322,7 +326,7 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
     parser = argparse.ArgumentParser(prog="phalanx run", description="Run a script as a group of workers.")
     groups: dict[str, Any] = {}
     for option in OPTIONS:
-        if option.dest in ("help", "print_completion"):
+        if option.dest in ("help", "print_completion", "version"):
             continue  # argparse brings its own help, and a namespace has no use for a completion script
         group = groups.get(option.group) or groups.setdefault(
             option.group, parser.add_argument_group(option.group)

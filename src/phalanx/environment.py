@@ -132,6 +132,11 @@ def log_level() -> str:
     return os.environ.get(LOG_LEVEL, "WARNING").upper()
 
 
+def has_error_file() -> bool:
+    """Whether whatever started this process reads an error file of it."""
+    return bool(os.environ.get(ERROR_FILE))
+
+
 def allows_colour() -> bool:
     """Whether a terminal may be sent colours."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -143,9 +148,17 @@ def rewrites_lines() -> bool:
 
 
 def temporary_directory() -> str:
-    """The first usable directory of TMPDIR, TEMP and TMP, else /tmp."""
-    for name in ("TMPDIR", "TEMP", "TMP"):
-        path = os.environ.get(name)
-        if path and os.access(path, os.W_OK | os.X_OK):
-            return os.path.abspath(path)
-    return "/tmp"
+    """The first usable directory of those that Python's tempfile tries; OSError says what was tried."""
+    named = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    try:
+        here = os.getcwd()
+    except OSError:
+        here = ""
+    tried = [os.path.abspath(path) for path in (*named, "/tmp", "/var/tmp", "/usr/tmp", here) if path]
+    for path in tried:
+        if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK):
+            return path
+    raise OSError(
+        f"no directory for temporary files: none of {', '.join(dict.fromkeys(tried))} can be written; "
+        "set TMPDIR to one that can"
+    )

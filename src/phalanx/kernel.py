@@ -22,7 +22,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
+_TFD_TIMER_ABSTIME = 1
+_TFD_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
+_CLOCK_BOOTTIME = 7
+
 _libc_prctl: Callable[..., int] | None = None
+_libc_settime: Callable[..., int] | None = None
 
 
 def _prctl(option: int, arg: int | bytes) -> bool:
@@ -75,6 +80,21 @@ def pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
+
+
+def timer() -> int:
+    """A descriptor that becomes readable when the time of `set_timer` has come; -1 where there is none."""
+    return _find("timerfd_create")(_CLOCK_BOOTTIME, _TFD_FLAGS) if LINUX else -1
+
+
+def set_timer(fd: int, when: float) -> None:
+    """Set the time (CLOCK_BOOTTIME), which makes the descriptor unreadable until then; infinity: never."""
+    global _libc_settime
+    if _libc_settime is None:
+        _libc_settime = _find("timerfd_settime")
+    nanoseconds = 0 if when == float("inf") else max(1, int(when * 1e9))
+    words = (0, 0, *divmod(nanoseconds, 1_000_000_000))
+    _libc_settime(fd, _TFD_TIMER_ABSTIME, b"".join(word.to_bytes(8, sys.byteorder) for word in words), None)
 
 
 def children() -> list[int]:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
 
+    from phalanx.config import JobSpec
+
 __all__ = ["launch", "main", "parse_args"]
 
 
@@ -38,31 +40,42 @@ def launch(args: Namespace) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command: returns on success, else raises `SystemExit` with the exit code."""
-    import warnings
+    """The command, called from Python: returns on success, else raises as `phalanx.run.main` does."""
+    from phalanx.cli.run import execute
 
+    _warn()
+    execute(_job(parse_args(args)), raises=True)
+
+
+def _console() -> int:
+    """`python -m phalanx.launch`; the exit code."""
     from phalanx.cli import complain
     from phalanx.cli.run import execute
-    from phalanx.config import from_namespace
+    from phalanx.errors import UsageError
+
+    _warn()
+    try:
+        return execute(_job(parse_args(None)))
+    except UsageError as error:
+        return complain("", str(error))
+
+
+def _warn() -> None:
+    import warnings
 
     warnings.warn(
         "phalanx.launch is deprecated: use `phalanx run`, which behaves as with --use-env, "
         "and read the local rank from LOCAL_RANK instead of --local-rank",
         FutureWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
-    namespace = parse_args(args)
-    try:
-        _check(namespace)
-        code = execute(from_namespace(namespace))
-    except ValueError as error:
-        from phalanx.errors import UsageError
 
-        if not isinstance(error, UsageError):
-            raise
-        code = complain("", str(error))
-    if code:
-        raise SystemExit(code)
+
+def _job(args: Namespace) -> JobSpec:
+    from phalanx.config import from_namespace
+
+    _check(args)
+    return from_namespace(args)
 
 
 def _check(args: Namespace) -> None:
@@ -73,4 +86,4 @@ def _check(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(_console())

@@ -194,9 +194,25 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "--no-restart-on",
                 "str",
                 "",
-                "exit codes or signals that are not worth a restart: 2,SIGABRT",
+                "exit codes, signals and exceptions that are not worth a restart, or none",
                 env="PHALANX_",
-                metavar="CODES",
+                metavar="LIST",
+            ),
+            Option(
+                "--restart-delay",
+                "float",
+                0.0,
+                "seconds before every restart",
+                env="PHALANX_",
+                metavar="S",
+            ),
+            Option(
+                "--backoff",
+                "str",
+                "0.5:30",
+                "seconds before the second restart in a row, doubled up to MAX; 0: none",
+                env="PHALANX_",
+                metavar="S[:MAX]",
             ),
             Option(
                 "--grace",
@@ -322,7 +338,13 @@ OPTIONS: tuple[Option, ...] = _grouped(
             Option(
                 "--logs-specs", "str", None, "plug-in that chooses where logs go", env=None, metavar="NAME"
             ),
-            Option("--event-log-handler", "str", "null", "where events go: null, console or a plug-in"),
+            Option(
+                "--event-log-handler",
+                "str",
+                "null",
+                "where events go: null, console, file ($PHALANX_EVENTS_FILE) or a plug-in (an entry point in "
+                "phalanx.event_handlers)",
+            ),
             Option("-q --quiet", "flag", False, "print failures only", env="PHALANX_"),
             Option("--verbose", "flag", False, "print every decision and its reason", env="PHALANX_"),
         ),
@@ -338,6 +360,7 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 choices=SHELLS,
                 metavar="SHELL",
             ),
+            Option("--version", "flag", False, "print the version", env=None),
             Option("-h --help", "flag", False, "print this text", env=None),
         ),
     }
@@ -348,7 +371,7 @@ _BY_FLAG: dict[str, Option] = {flag: option for option in OPTIONS for flag in op
 
 
 class InformationRequested(Exception):
-    """The command line asks for help or a completion script."""
+    """The command line asks for help, the version or a completion script."""
 
     def __init__(self, what: str, value: str = "") -> None:
         super().__init__(what)
@@ -427,8 +450,8 @@ def _scan_cluster(found: Scan, word: str, rest: list[str], position: int) -> int
 
 
 def _store(found: Scan, option: Option, value: str) -> None:
-    if option.dest == "help":
-        raise InformationRequested("help")
+    if option.dest in ("help", "version"):
+        raise InformationRequested(option.dest)
     if option.dest == "print_completion":
         if value not in SHELLS:
             raise usage_error(f"--print-completion {value}: no such shell; use one of {', '.join(SHELLS)}")

@@ -11,6 +11,7 @@ from phalanx.cli.torchrun import (
     parse_min_max_nnodes,
     run,
     run_script_path,
+    torchrun_main,
 )
 
 __all__ = [
@@ -48,4 +49,4 @@ def __getattr__(name: str) -> object:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(torchrun_main())

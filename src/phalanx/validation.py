@@ -22,6 +22,20 @@ if TYPE_CHECKING:
 
     from phalanx.config import Sources
 
+# What the built-in backends know of --rdzv-conf; the last line is torch's and has no effect here.
+_CONF = frozenset(
+    (
+        "is_host", "join_timeout", "journal", "keep_alive_interval", "keep_alive_max_attempt",
+        "last_call_timeout", "linger", "name", "rank", "settle", "store_grace", "timeout", "token_file",
+        "tls_ca", "tls_cert", "tls_key", "ttl",
+        "cacert", "cert", "key", "password", "password_file", "protocol", "user",
+        "close_timeout", "read_timeout", "use_libuv",
+    )
+)  # fmt: skip
+_HOPELESS = frozenset[int | str]({2, "ImportError", "SyntaxError"})
+"""What a retry does not change: wrong arguments (argparse exits with 2), missing modules, broken scripts."""
+_DAY = 86400.0
+_LONGEST_BACKOFF = 30.0
 _BACKENDS = ("static", "phalanx", "c10d", "etcd")
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -155,8 +169,9 @@ def workers(v: Sources) -> dict[str, Any]:
     if count < 1:
         raise v.bad("nproc_per_node", "at least one worker is needed")
     role = v.text("role")
-    if not role.strip() or not role.isprintable() or "/" in role or len(role) > 128:
-        raise v.bad("role", "a role is a printable name of 1 to 128 characters without '/'")
+    # An empty one is allowed: TorchX passes it for a role without a name.
+    if role.isspace() or not role.isprintable() or "/" in role or len(role) > 128:
+        raise v.bad("role", "a role is a printable name of at most 128 characters without '/'")
     return {
         "local_world_size": count,
         "virtual_local_rank": virtual,
@@ -241,6 +256,8 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
         _check_endpoint(v, endpoint)
     conf = v.settings()
     if backend in _BACKENDS:
+        for key in conf.keys() - _CONF:
+            v.warnings.append(f"--rdzv-conf {key}={conf[key]}: not known to the backend {backend}, ignored")
         conf = {**trust, **conf}
     if backend == "static" or v.given("node_rank"):
         conf["rank"] = rank
@@ -316,7 +333,10 @@ def restarts(v: Sources) -> dict[str, Any]:
     return {
         "max_restarts": v.integer("max_restarts", 0),
         "restart_window": v.number("restart_window", 0.001),
-        "no_restart_on": frozenset(_exit_codes(v)),
+        "no_restart_on": frozenset(_final_failures(v)),
+        "hopeless": frozenset() if v.given("no_restart_on") else _HOPELESS,
+        "restart_delay": v.number("restart_delay", 0, _DAY),
+        "backoff": _backoff(v),
         "shutdown_timeout": _grace(v),
         "signals_to_handle": _signals(v),
         "monitor_interval": v.number("monitor_interval", 0.001),
@@ -351,8 +371,29 @@ def _grace(v: Sources) -> float:
         raise usage_error(str(error)) from None
 
 
-def _exit_codes(v: Sources) -> Iterable[int]:
-    for word in filter(None, (part.strip() for part in v.text("no_restart_on").split(","))):
+def _backoff(v: Sources) -> tuple[float, float]:
+    """The first delay and the longest."""
+    first, colon, longest = v.text("backoff").partition(":")
+    try:
+        least, most = float(first), float(longest) if colon else _LONGEST_BACKOFF
+    except ValueError:
+        raise v.bad("backoff", "use a number of seconds, or FIRST:LONGEST, as in 0.5:30") from None
+    if not 0 <= least <= _DAY or not 0 <= most <= _DAY:  # false for nan as well
+        raise v.bad("backoff", f"must be between 0 and {_DAY:g} seconds")
+    if colon and most < least:
+        raise v.bad("backoff", "the first delay is larger than the longest")
+    return least, max(least, most)
+
+
+def _final_failures(v: Sources) -> Iterable[int | str]:
+    words = [part.strip() for part in v.text("no_restart_on").split(",")]
+    if words == ["none"]:
+        return
+    for word in filter(None, words):
+        name = word.rpartition(".")[2]
+        if name.isidentifier() and (name[0].isupper() or "." in word) and not word.startswith("SIG"):
+            yield name
+            continue
         number = _signal_number(word)
         if number is None and word.removeprefix("-").isdigit():
             number = -int(word) if word.startswith("-") else 0
@@ -360,7 +401,8 @@ def _exit_codes(v: Sources) -> Iterable[int]:
                 yield int(word)
                 continue
         if not number or number > 64:
-            raise v.bad("no_restart_on", f"{word!r} is neither an exit code (1 to 255) nor a signal name")
+            what = f"{word!r} is neither an exit code (1 to 255), a signal nor an exception"
+            raise v.bad("no_restart_on", what)
         yield 128 + number
 
 
@@ -401,10 +443,13 @@ def output(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
 def _event_handler(v: Sources) -> str:
     name = v.text("event_log_handler")
     if name != "null":
-        from phalanx.observe.events import destinations
+        from phalanx.observe.events import PLUG_INS, choose, destinations
 
-        if name not in destinations():
-            raise v.bad("event_log_handler", f"no such handler; use {', '.join(destinations())}")
+        try:
+            choose(name)
+        except ValueError:
+            there = ", ".join((*destinations(), f"or a plug-in (entry point in {PLUG_INS})"))
+            raise v.bad("event_log_handler", f"no such handler; use {there}") from None
     return name
 
 

@@ -2,6 +2,8 @@
 
     from phalanx import worker
 
+    model = build()                      # imports, model, warm-up: a standby does this in advance,
+    worker.wait_for_rank()               # and waits here for its rank; elsewhere this returns at once
     worker.ready()                       # set-up is done; --startup-timeout no longer applies
     for step, batch in enumerate(data):
         with worker.section("step"), worker.expires(60):
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from time import monotonic
 
 from phalanx.supervision.heartbeat import (
@@ -40,6 +43,7 @@ from phalanx.supervision.heartbeat import (
     SIZE,
     TIME,
     VARIABLE,
+    WAITS_AT,
 )
 
 TYPE_CHECKING = False
@@ -50,7 +54,18 @@ if TYPE_CHECKING:
 
     Callback = TypeVar("Callback", bound=Callable[[], object])
 
-__all__ = ["expires", "heartbeat", "on_preempt", "ready", "section", "should_checkpoint", "supervised"]
+__all__ = [
+    "expires",
+    "heartbeat",
+    "on_preempt",
+    "ready",
+    "section",
+    "should_checkpoint",
+    "supervised",
+    "wait_for_rank",
+]
+
+_STANDBY = "_phalanx_standby"  # of warm/script_standby.py, in sys.modules: this process waits for a rank
 
 _board: mmap.mmap | None = None  # None: not a Phalanx worker
 _bell = -1
@@ -59,6 +74,8 @@ _pack_beat = BEAT.pack_into
 _sections: list[str] = []
 _callbacks: list[Callable[[], object]] = []
 _deadlines: dict[object, float] = {}
+_shielded = 0  # a signal that this module ignores; 0: none
+_early: dict[str, int | None] = {}  # calls of a standby, made good when it has its rank
 _agent_deadline = 0.0  # the earliest time at which the agent is known to check the deadline
 
 
@@ -67,6 +84,8 @@ def heartbeat(step: int | None = None) -> None:
     global _count
     board = _board
     if board is None:
+        if _STANDBY in sys.modules:
+            _early["beat"] = step
         return
     _count += 1
     _pack_beat(board, BEAT_AT, -1 if step is None else step, monotonic(), _count)
@@ -82,6 +101,39 @@ def ready() -> None:
     if board is not None:
         TIME.pack_into(board, READY_AT, monotonic())
         _wake_agent()
+    elif _STANDBY in sys.modules:
+        _early["ready"] = None
+
+
+def wait_for_rank() -> None:
+    """Mark the point up to which the next incarnation of this worker can be prepared.
+
+    Call it after the imports, the model and the warm-up, and before the process group is set up or RANK is
+    read. It returns at once, except in a standby (--warm standby), which runs the script up to here while
+    the current workers still run, and goes on when a restart needs it. Until then a standby has LOCAL_RANK
+    and LOCAL_WORLD_SIZE, but neither RANK, WORLD_SIZE nor the address of the others.
+    """
+    standby = sys.modules.get(_STANDBY)
+    if standby is not None and standby.pid == os.getpid():
+        standby.wait()
+        _connect()
+        _make_good()
+    board = _board
+    if board is not None:
+        board[WAITS_AT] = 1
+        _wake_agent()
+
+
+def _make_good() -> None:
+    """Repeat what was called in the standby, which had no board to write to."""
+    if _callbacks and _board is not None:
+        _board[LISTENS_AT] = 1
+        _listen(_board[SIGNAL_AT])
+    if "ready" in _early:
+        ready()
+    if "beat" in _early:
+        heartbeat(_early["beat"])
+    _early.clear()
 
 
 def should_checkpoint() -> bool:
@@ -89,7 +141,9 @@ def should_checkpoint() -> bool:
     board = _board
     if board is None:
         return False
-    board[LISTENS_AT] = 1
+    if not board[LISTENS_AT]:
+        board[LISTENS_AT] = 1
+        _shield(board[SIGNAL_AT])
     if not board[PREEMPTED_AT]:
         return False
     if _callbacks:
@@ -111,6 +165,8 @@ def on_preempt(callback: Callback) -> Callback:
         _listen(board[SIGNAL_AT])
         if board[PREEMPTED_AT]:
             _run_callbacks()
+    elif _STANDBY in sys.modules:
+        _callbacks.append(callback)
     return callback
 
 
@@ -201,8 +257,29 @@ def _listen(number: int) -> None:
     if not number or threading.current_thread() is not threading.main_thread():
         return
     # Python's default handler for SIGINT does not count as the program's.
-    if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+    if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler, _ignore):
         signal.signal(number, _on_signal)
+
+
+def _shield(number: int) -> None:
+    """Outlive the announcement itself: schedulers send it to every process, and this one learns of it here.
+
+    Only for signals that stop programs; the bootstrap has done it for the others.
+    """
+    import signal
+    import threading
+
+    global _shielded
+    stops = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+    if number not in stops or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+        signal.signal(number, _ignore)
+        _shielded = number
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """The agent has the signal too, and tells this worker through its board."""
 
 
 def _on_signal(_number: int, _frame: FrameType | None) -> None:
@@ -254,6 +331,13 @@ def _disconnect() -> None:
     _board = None
     _callbacks.clear()
     _deadlines.clear()
+    if _shielded:
+        import signal
+
+        if signal.getsignal(_shielded) is _ignore:
+            signal.signal(_shielded, signal.SIG_DFL)  # a pool ends its processes by SIGTERM
+    _early.clear()
+    sys.modules.pop(_STANDBY, None)
 
 
 _connect()

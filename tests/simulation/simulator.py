@@ -14,7 +14,7 @@ programs, and nodes of other versions, write where the job's records are.
 
 Checked all the time (`Broken` is raised at the first violation):
 - two nodes that are awake never run workers of different rounds at the same moment;
-- the numbers of the rounds that a node starts only grow;
+- the numbers of the rounds that a node starts only grow, and so does their count of restarts;
 - all nodes start a round with the same members, each rank once, ranks 0..n-1;
 - the store never gives up the lease of a node that is awake and runs workers;
 - the jobs that use one id follow each other: a later round is never of an earlier job, and no node runs
@@ -101,6 +101,7 @@ class Agent:
         self.saved = 0  # the round in which its workers saved a checkpoint for a preemption
         self.woke = -1.0
         self.last = 0  # the last round it started
+        self.restarts = 0  # as counted in that round
         self.locked_out = 0.0  # until when it gets no new connection
         self.timer = 0
         self.run_number = 0
@@ -331,7 +332,9 @@ class Simulation:
         agent.job = self.jobs[number] = start.round.job
         if number <= agent.last:
             raise Broken(f"{agent.id} starts round {number} after round {agent.last}")
-        agent.last = number
+        if start.round.restarts < agent.restarts:
+            raise Broken(f"{agent.id} has seen {agent.restarts} restarts, and starts {start.round}")
+        agent.last, agent.restarts = number, start.round.restarts
         if agent.workers is not None:
             raise Broken(f"{agent.id} starts round {number} over round {agent.workers}")
         agent.workers, agent.run_number = number, agent.run_number + 1

@@ -60,7 +60,7 @@ def processes(tmp_path: Path) -> list[psutil.Process]:
 
 @namespaces
 def test_a_short_campaign_in_namespaces(tmp_path: Path) -> None:
-    faults = "worker-kill,worker-exit,agent-kill,node-leave,cut,store-kill"
+    faults = "worker-exit,agent-kill,agent-stop,zygote-kill,cut,store-kill"
     words = ("--seed", "3", "--agents", "3", "--faults", faults, "--json")
     with campaign(tmp_path, *words, isolated=True) as process:
         out, err = process.communicate(timeout=LONGEST)
@@ -69,7 +69,9 @@ def test_a_short_campaign_in_namespaces(tmp_path: Path) -> None:
     (episode,) = json.loads(out)["episodes"]
     assert episode["violations"] == []
     assert episode["rounds"] >= 2
-    assert sum(json.loads(out)["faults"].values()) >= 3
+    applied = json.loads(out)["faults"]
+    assert sum(applied.values()) >= 3
+    assert "zygote-kill" in applied, "the helpers were found"
 
 
 def test_a_stray_process_is_found_and_reported_on_loopback(tmp_path: Path) -> None:

@@ -93,7 +93,15 @@ def test_the_exit_code_of_a_binary(tmp_path: Path) -> None:
     assert "exit code 7" in failing.err
 
 
-ACCELERATE = """
+# torch 2.13 aborts when a thread of gloo releases a tensor while the interpreter exits (pytorch issue
+# 190489): the scripts give those threads the time to finish.
+LET_GLOO_FINISH = """
+import time
+time.sleep(1)
+"""
+
+ACCELERATE = (
+    """
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
@@ -115,6 +123,8 @@ assert weights[0] == weights[1], weights
 print("rank", accelerator.process_index, "batches", len(loader))
 accelerator.end_training()
 """
+    + LET_GLOO_FINISH
+)
 
 
 def test_a_script_for_accelerate(tmp_path: Path) -> None:
@@ -126,7 +136,8 @@ def test_a_script_for_accelerate(tmp_path: Path) -> None:
     assert sorted(said.splitlines()) == ["rank 0 batches 4", "rank 1 batches 4"]
 
 
-LIGHTNING = """
+LIGHTNING = (
+    """
 import os
 import lightning
 import torch
@@ -153,6 +164,8 @@ weights = trainer.strategy.all_gather(model.layer.weight.detach())
 assert weights[0] == weights[1], weights
 print("rank", trainer.global_rank, "of", trainer.world_size, "steps", trainer.global_step)
 """
+    + LET_GLOO_FINISH
+)
 
 
 def test_a_script_for_lightning(tmp_path: Path) -> None:

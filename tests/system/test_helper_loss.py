@@ -20,6 +20,7 @@ from phalanx.core.group_events import RoundOver, Signal, WorkerState
 from phalanx.core.restarts import RestartPolicy
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from phalanx.errors import SignalException
+from phalanx.membership.membership import clock
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.zygote import job_cgroup
 from tests.conftest import HUNG, gone, wait_until
@@ -109,7 +110,7 @@ def test_killed_while_joining(victims: str, kind: str, times: int, tmp_path: Pat
 @few_or_many
 @pytest.mark.parametrize("victims", VICTIMS)
 def test_killed_between_a_failure_and_its_restart(victims: str, times: int, tmp_path: Path) -> None:
-    policy = RestartPolicy(max_restarts=1, free=0, backoff_first=0.5)
+    policy = RestartPolicy(max_restarts=1, free=0, backoff_first=0.5, patience=0.0)
     code = "import os, sys; sys.exit(1 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)"
     for turn in range(max(1, times // 3)):
         pool = HelperPool("exec")
@@ -380,16 +381,16 @@ def test_workers_end_when_the_lease_is_not_renewed(times: int, tmp_path: Path) -
     for turn in range(times):
         agent = agent_of(PAUSE, tmp_path / str(turn), helpers=HelperPool("exec"))
         workers = agent._workers
-        first = time.monotonic() + 0.6
+        first = clock() + 0.6
         workers.lease_until(first)
         found: list[float] = []
 
         def disturb(agent: LocalElasticAgent = agent) -> None:
             wait_until(is_in(agent, "RUNNING"), "the worker")
             (pid,) = (worker.id for worker in agent.get_worker_group().workers)
-            workers.lease_until(time.monotonic() + 1.0)  # noqa: B023 - called in this turn
+            workers.lease_until(clock() + 1.0)  # noqa: B023 - called in this turn
             wait_until(lambda: gone(pid), "the end of the worker")
-            found.append(time.monotonic())  # noqa: B023
+            found.append(clock())  # noqa: B023
             agent._post(RoundOver(1, "the lease has expired", at_once=True))
             wait_until(lambda: agent.state.round is not None and agent.state.round.number == 2, "a new round")
             workers.lease_until(float("inf"))  # noqa: B023
@@ -405,7 +406,7 @@ def test_workers_end_when_the_lease_is_not_renewed(times: int, tmp_path: Path) -
 def test_without_another_round_a_lease_that_ran_out_is_a_failure(tmp_path: Path) -> None:
     code = "import os, signal\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': signal.pause()"
     agent = agent_of(code, tmp_path, helpers=HelperPool("exec"))
-    agent._workers.lease_until(time.monotonic() + 0.5)
+    agent._workers.lease_until(clock() + 0.5)
     assert agent._loop.parts[0] is agent._workers
 
     def renew() -> None:

@@ -290,7 +290,7 @@ def test_a_stop_is_idle_after_the_helpers_deadline(tmp_path: Path) -> None:
 
 
 def test_back_off_is_idle(tmp_path: Path) -> None:
-    policy = RestartPolicy(max_restarts=1, free=0, backoff_first=3.0)
+    policy = RestartPolicy(max_restarts=1, free=0, backoff_first=3.0, patience=0.0)
     code = "import os, sys; sys.exit(1 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)"
     agent = agent_of(code, tmp_path, restart_policy=policy)
     result = idle_in(agent, "WAITING", lambda: None)

@@ -8,8 +8,10 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from phalanx.agent.spec import AgentOptions, WorkerSpec
@@ -134,6 +136,75 @@ def test_any_signal_may_announce_it(tmp_path: Path, sig: str) -> None:
 def test_the_grace_period_ends(tmp_path: Path) -> None:
     ended = preempt(tmp_path, IGNORES_IT, grace="0.5")
     assert ended.code == 128 + signal.SIGUSR1, ended
+    wanted = "preemption: not saved as far as is known: ranks 0, 1 still ran after --grace 0.5 s"
+    assert any(wanted in line for line in ended.said), ended
+
+
+# With children as data loaders have them: one forked, and for SIGUSR1 one that runs another program.
+WITH_LOADERS = """
+import multiprocessing, os, subprocess, sys, time
+from phalanx import worker
+worker.should_checkpoint()
+loader = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+loader.start()
+other = subprocess.Popen(["sleep", "1000"])
+READY
+while not worker.should_checkpoint():
+    time.sleep(0.005)
+if sys.argv[2] == "SIGUSR1":
+    assert loader.exitcode is None and other.poll() is None, (loader.exitcode, other.poll())
+loader.terminate()
+loader.join()
+other.terminate()
+other.wait()
+print("saved", os.environ["RANK"], flush=True)
+"""
+
+
+@pytest.mark.parametrize("warm", ["auto", "off"])
+@pytest.mark.parametrize("first", ["agent first", "agent last"])
+@pytest.mark.parametrize("sig", ["SIGUSR1", "SIGTERM"])
+def test_the_signal_may_come_to_every_process_of_the_job(
+    tmp_path: Path, sig: str, first: str, warm: str
+) -> None:
+    path = script(tmp_path, WITH_LOADERS.replace("READY\n", READY))
+    words = ["--nproc-per-node", "2", "--max-restarts", "3", "--preempt-signal", sig, "--grace", "60"]
+    with Running([*words, "--warm", warm, path, str(tmp_path / "done"), sig]) as job:
+        workers = job.workers(2)
+        agent = psutil.Process(job.process.pid)
+        everyone = [agent, *agent.children(recursive=True)]
+        for process in everyone if first == "agent first" else reversed(everyone):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.Signals[sig])
+        ended = job.end()
+    assert all_gone(workers)
+    assert ended.code == 128 + signal.Signals[sig], ended
+    assert sum(ended.out.count(f"saved {rank}") for rank in "01") == 2, ended
+    assert not any("not saved" in line or "restart" in line for line in ended.said), ended
+
+
+def test_a_failure_still_stops_the_others_at_once_when_sigterm_announces(tmp_path: Path) -> None:
+    """They hold SIGTERM off for the sake of their checkpoints, so that they are stopped by another signal."""
+    body = """
+import os, sys, time
+from phalanx import worker
+worker.should_checkpoint()
+READY
+if os.environ["RANK"] == "1":
+    sys.exit("no data")
+time.sleep(1000)
+"""
+    path = script(tmp_path, body.replace("READY\n", READY))
+    ended = run("--nproc-per-node", "2", "--preempt-signal", "SIGTERM", "--grace", "1000", path)
+    assert ended.code == 1, ended
+    assert "preemption" not in ended.err
+
+
+def test_a_worker_that_fails_while_it_saves_is_named(tmp_path: Path) -> None:
+    body = BY_POLLING + "if os.environ['RANK'] == '1': raise OSError('disk full')\n"
+    ended = preempt(tmp_path, body)
+    assert ended.code == 128 + signal.SIGUSR1, ended
+    assert any("not saved as far as is known: rank 1 failed (OSError: disk full)" in s for s in ended.said)
 
 
 def test_no_worker_handles_it(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ COUNT = "import os, sys; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); prin
 def test_restarts_until_the_budget_is_used(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     path = script(tmp_path, COUNT + "sys.exit(5)")
-    ended = run("--max-restarts", "2", "--tee", "3", "--log-dir", str(logs), path)
+    ended = run("--max-restarts", "2", "--backoff", "0", "--tee", "3", "--log-dir", str(logs), path)
     assert ended.code == 5, ended
     assert re.findall(r"attempt (\d)", ended.out) == ["0", "1", "2"]
     incidents = [line for line in ended.said if "restart" in line]
@@ -219,8 +219,51 @@ def test_restarts_until_the_budget_is_used(tmp_path: Path) -> None:
     (["--restart-window", "1000"], 4, 5),
 ])  # fmt: skip
 def test_restart_policies(words: list[str], attempts: int, code: int, tmp_path: Path) -> None:
-    ended = run("--max-restarts", "3", *words, script(tmp_path, COUNT + "sys.exit(5)"))
+    ended = run("--max-restarts", "3", "--backoff", "0", *words, script(tmp_path, COUNT + "sys.exit(5)"))
     assert (ended.code, ended.out.count("attempt")) == (code, attempts), ended
+
+
+BROKEN = {
+    "module": ("import no_such_module_of_anyone", 1, "ImportError"),
+    "syntax": ("def f(:\n", 1, "SyntaxError"),
+    "arguments": ("import argparse; argparse.ArgumentParser().parse_args(['--nonsense'])", 2, "exit code 2"),
+    "group": ("raise ExceptionGroup('several', [ValueError('x')])", 1, "ExceptionGroup"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_a_restart_cannot_help_is_not_restarted(how: str, tmp_path: Path) -> None:
+    code, status, name = BROKEN[how]
+    words = ["--no-restart-on", "ExceptionGroup"] if how == "group" else []
+    ended = run("--max-restarts", "3", *words, script(tmp_path, code))
+    assert ended.code == status, ended
+    (line,) = [line for line in ended.said if "not restarted" in line]
+    assert f"not restarted: {name} " in line
+    assert "restart 1" not in ended.err
+
+
+PASSES = """\
+import os, sys, time
+first = sys.argv[1]
+if not os.path.exists(first):
+    open(first, "w").close()
+if time.time() - os.stat(first).st_mtime < 6:
+    raise FileNotFoundError("/data: not mounted yet")
+print("trained")
+"""
+
+
+def test_a_cause_that_passes_after_six_seconds_does_not_end_the_job(tmp_path: Path) -> None:
+    ended = run("--max-restarts", "3", script(tmp_path, PASSES), str(tmp_path / "first"))
+    assert (ended.code, ended.out) == (0, "trained\n"), ended
+    assert "restart 2 of 3, in 0.5 s because the workers keep failing" in ended.err
+
+
+def test_every_restart_can_have_a_delay(tmp_path: Path) -> None:
+    path = script(tmp_path, COUNT + "sys.exit(5 if n == 0 else 0)")
+    ended = run("--max-restarts", "1", "--restart-delay", "0.2", path)
+    assert ended.code == 0, ended
+    assert any("restart 1 of 1, in 0.2 s" in line for line in ended.said), ended
 
 
 def test_recovers_from_a_killed_worker(tmp_path: Path) -> None:
@@ -269,7 +312,7 @@ class Marking(SoloRendezvous):
 spec = WorkerSpec("r", 2, Marking("loop"), entrypoint=sys.executable, args=("-c", "raise SystemExit(7)"),
                   max_restarts=rounds)
 options = AgentOptions(
-    restart_policy=RestartPolicy(max_restarts=rounds, free=rounds), note=lambda line: None
+    restart_policy=RestartPolicy(max_restarts=rounds, backoff_first=0.0), note=lambda line: None
 )
 agent = LocalElasticAgent(spec, DefaultLogsSpecs(temp + "/logs", redirects=Std.ALL), options=options)
 result = agent.run()

@@ -39,6 +39,7 @@ def train(python: str, folder: Path, kills: int, steps: int) -> dict[str, object
         for name, host in network.hosts.items():
             words = ["--nnodes", "2", "--rdzv-backend", "phalanx", "--rdzv-id", "job", "--rdzv-conf", "ttl=4"]
             words += ["--rdzv-endpoint", f"{network.hosts['a'].address}:29400", "--max-restarts", str(kills)]
+            words += ["--backoff", "0"]
             job = Job(
                 folder / name, *words, path, str(folder), str(steps), str(kills),
                 python=python, before=host.inside, PHALANX_TOKEN="secret",

@@ -225,7 +225,7 @@ store.set(f"left-{rank}", "1")
 def train_with_kills(python: str, folder: Path, steps: int, kills: int, *options: str) -> dict[str, Any]:
     """One job; as soon as an attempt trains, one of its workers is SIGKILLed, by turns. The result."""
     folder.mkdir(parents=True)
-    words = ["--nproc-per-node", "2", "--max-restarts", str(kills), *options]
+    words = ["--nproc-per-node", "2", "--max-restarts", str(kills), "--backoff", "0", *options]
     path = script(folder, TRAINING)
     with Job(folder / "job", *words, path, str(folder), str(steps), str(kills), python=python) as running:
         for attempt in range(kills):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -533,6 +534,79 @@ def test_many_warm_starts_leak_nothing(times: int, helpers: Any, tmp_path: Path)
     assert zygote.memory_info().rss < memory + (8 << 20)
 
 
+def wait_until_ready(helpers: HelperPool) -> None:
+    """Until the helpers in the background report that they are ready, which is an event of the loop."""
+    while helpers._next is not None and helpers._next.importing:
+        poll = select.poll()
+        for fd, mask in helpers.fds(Phase.RUNNING):
+            poll.register(fd, mask)
+        assert poll.poll(HUNG * 1000), "no report"
+        helpers.look(Phase.RUNNING, 0.0)
+
+
+SLOW_IN_HELPERS = """
+import os, time
+if "RANK" not in os.environb._data:  # the helpers of the next start hide it
+    open({began!r}, "w").close()
+    while not os.path.exists({go_on!r}):
+        time.sleep(0.01)
+"""
+
+
+def test_a_restart_never_waits_for_helpers_that_are_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes those of the last start; the better ones serve the start after."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    began, go_on = tmp_path / "began", tmp_path / "go on"
+    (packages / "slow.py").write_text(SLOW_IN_HELPERS.format(began=str(began), go_on=str(go_on)))
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
+    helpers = HelperPool("python", "auto", learned)
+    try:
+        first = helpers.take("python")
+
+        class Context:
+            nprocs = 1
+
+            def imported(self) -> list[str]:
+                return ["slow", *(f"sqlite3.extra{n}" for n in range(30))]
+
+        helpers.started(Context(), 0.0)  # type: ignore[arg-type]
+        helpers.look(Phase.RUNNING, 5.0)
+        wait_until(began.exists, "the import in the background")
+        assert helpers.take("python") is first
+        assert first is not None
+        assert run_one(first, script(tmp_path, "import sys; sys.exit(6)\n")) == 6
+        go_on.touch()
+        wait_until_ready(helpers)
+        second = helpers.take("python")
+        assert second is not None
+        assert second is not first
+        early = "import sys; sys.exit('slow' in sys.modules)\n"
+        assert run_one(second, script(tmp_path, early)) == 1
+    finally:
+        helpers.close()
+
+
+def test_helpers_that_end_between_two_starts_are_replaced_by_bare_ones(tmp_path: Path) -> None:
+    """Others with the list would make the start wait for their imports."""
+    learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
+    learned.add(HEAVY)
+    helpers = HelperPool("python", "auto", learned)
+    try:
+        first = helpers.take("python")
+        assert first is not None
+        os.kill(first.pid, signal.SIGKILL)
+        wait_until(lambda: select.select([first.fileno()], [], [], 0)[0] and first.events(0), "its end")
+        second = helpers.take("python")
+        assert second is not None
+        assert (second is first, second.preload) == (False, [])
+    finally:
+        helpers.close()
+
+
 def test_warmth_keeps_the_better_helpers_for_the_next_start(tmp_path: Path) -> None:
     """Bare helpers first; a second set with the learned list in the background; the restart takes it."""
     learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
@@ -551,6 +625,7 @@ def test_warmth_keeps_the_better_helpers_for_the_next_start(tmp_path: Path) -> N
         assert due is not None
         assert helpers.deadline(Phase.JOINING) is None, "a deadline that cannot be acted on wakes the loop"
         helpers.look(Phase.RUNNING, due)
+        wait_until_ready(helpers)
         second = helpers.take("python")
         assert second is not first
         assert second is not None

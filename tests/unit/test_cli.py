@@ -72,7 +72,7 @@ def test_interrupt_is_130(fake_run: Callable[..., None]) -> None:
     assert main(["run"]) == 130
 
 
-@pytest.mark.parametrize("argv", [["run", "--help"], ["run", "--nnodes", "x", "-h"], ["help", "run"]])
+@pytest.mark.parametrize("argv", [["run", "--help"], ["run", "--nnodes", "x", "-h"]])
 def test_help_of_run(
     fake_run: Callable[..., None], capsys: pytest.CaptureFixture[str], argv: list[str]
 ) -> None:
@@ -85,6 +85,32 @@ def test_help_of_run(
     assert out.count("  phalanx run ") == 3
     for option in OPTIONS:
         assert option.name in out
+
+
+def test_the_manual_page_of_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "run"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert all(len(line) <= 82 for line in out.splitlines())
+    titles = [line for line in out.splitlines() if line.isupper() and not line.startswith(" ")]
+    assert titles == ["NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "EXIT STATUS", "EXAMPLES", "SEE ALSO"]
+    for option in OPTIONS:
+        assert option.name in out
+
+
+@pytest.mark.parametrize("words", [["run", "--version"], ["run", "--nnodes", "2", "--version", "x.py"]])
+def test_the_version_of_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"phalanx {__version__}\n"
+
+
+def test_the_exit_codes_are_in_the_help_and_in_the_reference() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    for code, meaning in help_module.EXIT_CODES:
+        assert f"| {code} | {meaning} |" in page
+        for text in (help_module.run_help(), help_module.manual()):
+            assert f"\n  {code:<20}"[:-1] in text.replace("\n    ", "\n  ")
+            assert " ".join(meaning.replace("`", "").split()) in " ".join(text.split())
 
 
 @pytest.mark.parametrize("example", range(3))

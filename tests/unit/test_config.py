@@ -269,6 +269,15 @@ def test_lists_and_settings(script: str) -> None:
     assert run.local_ranks_filter == {0, 1}
     assert ask("--duplicate-stdout-filters", "a,,b,c", script).duplicate_stdout_filters == ("a,b", "c")
     assert ask("--no-restart-on", "2,137,SIGABRT,-11", script).no_restart_on == {2, 137, 134, 139}
+    named = ask("--no-restart-on", "ValueError, torch.OutOfMemoryError,socket.timeout", script)
+    assert named.no_restart_on == {"ValueError", "OutOfMemoryError", "timeout"}
+    assert named.hopeless == ask("--no-restart-on", "none", script).hopeless == frozenset()
+    assert ask(script).hopeless == {2, "ImportError", "SyntaxError"}
+    assert ask("--no-restart-on", "none", script).no_restart_on == ask(script).no_restart_on == frozenset()
+    assert [ask("--backoff", text, script).backoff for text in ("2", "0", "0.1:60", "90")] == [
+        (2, 30), (0, 30), (0.1, 60), (90, 90),
+    ]  # fmt: skip
+    assert (ask(script).backoff, ask("--restart-delay", "3", script).restart_delay) == ((0.5, 30), 3)
 
 
 def test_namespace_gives_the_same_run(script: str) -> None:
@@ -308,7 +317,7 @@ def test_a_launch_config_gives_the_same_job(
     config, program, args = config_from_args(namespace)
     made = from_launch_config(config, program, args)
     logs: dict[str, Any] = {"logs_specs": None, "log_dir": None, "redirects": "0", "tee": "0"}
-    own = {**logs, "name": "", "run_id": "", "omp_num_threads": None}
+    own = {**logs, "name": "", "run_id": "", "omp_num_threads": None, "hopeless": frozenset()}
     wanted = from_namespace(namespace)
     assert made.rdzv_conf == {"timeout": 900, **wanted.rdzv_conf}
     assert made.replace(**own, rdzv_conf={}) == wanted.replace(**own, rdzv_conf={})
@@ -426,7 +435,7 @@ REFUSED = [
     (["--event-log-handler", "nope"], "--event-log-handler nope: no such handler; use null, console"),
     (["--node-rank", "3", "--master-port", "29500"], "--node-rank 3: there is one node"),
     (["--role", "a/b"], "--role a/b:"),
-    (["--role="], "--role: a role is"),
+    (["--role= "], "--role: a role is"),
     (["--start-method", "thread"], "--start-method thread: choose one of spawn"),
     (["--numa-binding", "near"], "--numa-binding near: choose one of node"),
     (["-r", "4"], "--redirects 4: use 0, 1, 2 or 3"),
@@ -438,6 +447,13 @@ REFUSED = [
     (["--restart-window", "0"], "--restart-window 0: must be"),
     (["--no-restart-on", "2,SIGFOO"], "'SIGFOO' is neither"),
     (["--no-restart-on", "0"], "'0' is neither"),
+    (["--no-restart-on", "none,2"], "'none' is neither"),
+    (["--no-restart-on", "Value Error"], "'Value Error' is neither"),
+    (["--backoff", "soon"], "--backoff soon: use a number of seconds, or FIRST:LONGEST"),
+    (["--backoff", "-1"], "--backoff -1: must be between 0 and"),
+    (["--backoff", "nan"], "--backoff nan: must be between 0 and"),
+    (["--backoff", "5:1"], "--backoff 5:1: the first delay is larger"),
+    (["--restart-delay", "-1"], "--restart-delay -1: must be between 0 and"),
     (["--logs-specs", "nope"], "--logs-specs nope: no such plug-in"),
     (["--attach", "1"], "--attach 1: there is only rank 0"),
     (["--attach", "0", "--detach"], "--attach 0 and --detach"),

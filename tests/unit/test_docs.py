@@ -22,7 +22,7 @@ OF_OTHER_COMMANDS = {
     "--listen", "--journal", "--linger", "--self", "--timeout", "--with", "--wait", "--json",
     # phalanx chaos
     "--duration", "--episodes", "--seed", "--agents", "--backend", "--faults", "--list-faults", "--idle",
-    "--overlap", "--keep", "--keep-going",
+    "--keep", "--keep-going",
     # benchmarks and tests
     "--quick", "--runs", "--settle",
 }  # fmt: skip

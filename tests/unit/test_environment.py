@@ -27,6 +27,8 @@ ALLOWED = {
     "integrations/jax.py": "the worker's own",
     "integrations/torch_functions.py": "a function of torch's that reads any variable",
     "warm/preload.py": "preloaded modules see the worker's environment",
+    "warm/script_standby.py": "a standby's own, which becomes a worker's",
+    "warm/standby.py": "a standby's own, which becomes a worker's",
     "worker.py": "the worker's own",
     "workers/record.py": "the worker's own",
     "zygote/bootstrap.py": "the worker's own",

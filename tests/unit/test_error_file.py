@@ -230,8 +230,11 @@ def test_broken_files_give_a_reason(tmp_path: Path, name: str) -> None:
     record, reason = error_file.read_with_reason(str(path))
     assert record is None
     assert str(path) in reason
-    failure = ProcessFailure(0, 42, 3, str(path))
-    assert failure.message == "Process 42 failed with exit code 3 and left no traceback"
+    failure = ProcessFailure(0, 42, 3, str(path), tolerant=True)
+    assert failure.message == (
+        "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+        " (process 42 failed with exit code 3 and left no traceback)"
+    )
 
 
 @pytest.mark.timeout(20)
@@ -284,7 +287,7 @@ def test_any_content_is_survived(tmp_path_factory: pytest.TempPathFactory, conte
     path.write_bytes(content)
     record, reason = error_file.read_with_reason(str(path))
     assert (record is None) == bool(reason)
-    assert ProcessFailure(0, 1, 1, str(path)).message
+    assert ProcessFailure(0, 1, 1, str(path), tolerant=True).message
     path.unlink()
 
 
@@ -329,7 +332,9 @@ def test_real_crash_stack(tmp_path: Path, name: str, words: str, threads: list[s
     assert stack.index("in outer") < stack.index("in inner")
     assert "os.kill(os.getpid()" in stack
     failure = ProcessFailure(0, 7, run.returncode, target, exited_at=time.time())
-    assert failure.message.startswith(f"Fatal Python error: {words}")
+    assert failure.message == f"Signal {-run.returncode} ({name}) received by PID 7"
+    assert failure.error is not None
+    assert failure.error.message.startswith(f"Fatal Python error: {words}")
     assert failure.traceback == stack
     assert failure.error_file_data["errorTraits"]["category"] == "system_terminated_error"
     assert failure.signal_name() == name
@@ -371,7 +376,8 @@ def test_failure_moment_is_the_records_not_the_exits(tmp_path: Path) -> None:
     written(tmp_path, raised(ValueError("x")))
     at = NOW / 1e9
     failure = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"), exited_at=at + 5, stopped_at=at + 1)
-    assert failure.timestamp == pytest.approx(at, abs=1e-5)
+    assert failure.failed_at == pytest.approx(at, abs=1e-5)
+    assert failure.timestamp == int(at)
     assert not failure.is_victim
     late = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"), exited_at=at + 5, stopped_at=at - 1)
     assert late.is_victim
@@ -380,20 +386,20 @@ def test_failure_moment_is_the_records_not_the_exits(tmp_path: Path) -> None:
 def test_failure_without_an_error_file() -> None:
     killed = ProcessFailure(2, 77, -9, "/no/such/file", exited_at=5.5)
     assert killed.signal_name() == "SIGKILL"
-    assert killed.message == "Signal 9 (SIGKILL) killed process 77"
-    assert killed.timestamp == 5.5
+    assert killed.message == "Signal 9 (SIGKILL) received by PID 77"
+    assert (killed.timestamp, killed.failed_at) == (5, 5.5)
     assert killed.error_file == "<N/A>"
     assert killed.error_file_data["errorTraits"]["category"] == "system_terminated_error"
     assert killed.shell_status == 137
     plain = ProcessFailure(0, 1, 3, "", exited_at=5.5)
     assert plain.signal_name() == "<N/A>"
     assert "exit code 3" in plain.message
-    assert time.time() - 60 < ProcessFailure(0, 1, 3, "").timestamp <= time.time()
+    assert time.time() - 60 < ProcessFailure(0, 1, 3, "").failed_at <= time.time()
 
 
 def test_error_code_of_the_file_is_the_reported_one(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    path.write_text(json.dumps({"message": {"message": "m", "errorCode": 17}}))
+    path.write_text(json.dumps({"message": {"message": "m", "errorCode": 17, "extraInfo": {"timestamp": 5}}}))
     failure = ProcessFailure(0, 1, 1, str(path))
     assert (failure.exitcode, failure.reported_exitcode) == (1, 17)
 

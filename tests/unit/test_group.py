@@ -57,7 +57,10 @@ def parse_policy(words: list[str]) -> GroupPolicy:
     values: dict[str, Any] = {}
     for word in words:
         key, _, value = word.partition("=")
-        values[key] = float(value) if "." in value or key == "grace" else int(value)
+        if key in ("no_restart_on", "hopeless"):  # `2|ImportError`
+            values[key] = frozenset(int(one) if one.isdigit() else one for one in value.split("|"))
+        else:
+            values[key] = float(value) if "." in value or key == "grace" else int(value)
     grace, preempt = values.pop("grace", 30.0), int(values.pop("preempt_signal", 0))
     return GroupPolicy(RestartPolicy(**values), grace=grace, preempt_signal=preempt)
 

@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.logs import inotify
+from phalanx.logs import followed_file, inotify
 from phalanx.logs.followed_file import BLOCK
 from phalanx.logs.log_follower import Containing, LogFollower
 from phalanx.logs.tail_log import TailLog, tail_logfile
@@ -54,9 +54,12 @@ class Console:
     def wait_for(self, text: bytes) -> bytes:
         end = time.monotonic() + HUNG
         while text not in self.got:
-            assert select.select([self.read_end], [], [], max(0, end - time.monotonic()))[0], (text, self.got)
-            self.got += os.read(self.read_end, 65536)
+            self.more(max(0, end - time.monotonic()), text)
         return self.got
+
+    def more(self, patience: float = HUNG, wanted: bytes = b"") -> None:
+        assert select.select([self.read_end], [], [], patience)[0], (wanted, self.got)
+        self.got += os.read(self.read_end, 65536)
 
     def quiet(self, seconds: float) -> bool:
         return not select.select([self.read_end], [], [], seconds)[0]
@@ -185,6 +188,80 @@ def test_a_partial_line_waits_for_its_newline_in_a_pipe(
         assert logs.drain() == 0
     logs.stop()
     assert console.rest().endswith(b"a:next\n")
+
+
+def test_a_progress_bar_moves_in_a_pipe_and_other_lines_stay_whole(
+    tmp_path: Path, console: Console, logs: LogFollower
+) -> None:
+    over = threading.Event()
+
+    def train(path: Path) -> None:
+        with open(path, "wb", 0) as log:
+            for step in range(100_000):
+                log.write(b"\r%d/100000" % step)
+                if over.wait(0.005):
+                    break
+            log.write(b"\ndone\n")
+
+    with open(tmp_path / "other", "wb", 0) as other:
+        paths = [tmp_path / "a", tmp_path / "b"]
+        ranks = [threading.Thread(target=train, args=(path,)) for path in paths]
+        try:
+            for rank in ranks:
+                rank.start()
+            for name in ("a", "b", "other"):
+                logs.follow(tmp_path / name, console.stream, f"{name}:")
+            logs.start()
+            console.wait_for(b"a:\r0/100000")  # while the bar is being drawn, and no line ends
+            console.wait_for(b"b:\r0/100000")
+            other.write(b"a whole line\n")
+            console.wait_for(b"a whole line\n")
+            shown = len(console.got)
+            while len(console.got) == shown:  # and the bars go on
+                console.more()
+        finally:
+            over.set()
+            for rank in ranks:
+                rank.join()
+        assert logs.drain() == 0
+    logs.stop()
+    lines = console.rest().split(b"\n")
+    assert b"other:a whole line" in lines
+    assert lines.pop() == b""
+    for name, path in zip((b"a:", b"b:"), paths, strict=True):
+        mine = [line.removeprefix(name) for line in lines if line.startswith(name)]
+        assert b"".join(mine) == path.read_bytes().replace(b"\n", b""), "every byte, in order"
+
+
+def test_the_start_of_a_line_is_shown_in_a_pipe_after_a_while(
+    tmp_path: Path, console: Console, logs: LogFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed_file, "_SHOW_TEXT", 0.2)
+    with open(tmp_path / "a", "wb", 0) as log, open(tmp_path / "b", "wb", 0) as other:
+        logs.follow(tmp_path / "a", console.stream, "a:")
+        logs.follow(tmp_path / "b", console.stream, "b:")
+        logs.start()
+        log.write(b"loading ...")
+        assert console.wait_for(b"loading ...") == b"a:loading ..."
+        log.write(b" done\nnext ...")
+        assert console.wait_for(b"next ...") == b"a:loading ... done\na:next ..."
+        other.write(b"whole\n")
+        assert console.wait_for(b"whole\n").endswith(b"a:next ...\nb:whole\n")
+        log.write(b" done\n")
+        assert console.wait_for(b" done\na:next ...\nb:whole\na: done\n")
+
+
+def test_a_line_that_a_programs_buffer_cut_stays_whole(
+    tmp_path: Path, console: Console, logs: LogFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed_file, "_SHOW_TEXT", 0.05)
+    with open(tmp_path / "a", "wb", 0) as log:
+        logs.follow(tmp_path / "a", console.stream)
+        logs.start()
+        log.write(b"x" * 4096)
+        assert console.quiet(0.3)
+        log.write(b"y\n")
+        assert console.wait_for(b"\n") == b"x" * 4096 + b"y\n"
 
 
 def test_a_huge_line_streams_in_bounded_memory_and_is_not_mixed(tmp_path: Path) -> None:

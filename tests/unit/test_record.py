@@ -172,15 +172,11 @@ def test_of_several_children_the_root_cause_is_handed_up(error_file: Path, tmp_p
     assert told(error_file)["message"] == "ValueError: rank 1"
 
 
-def test_a_child_that_left_no_file_is_described(error_file: Path, tmp_path: Path) -> None:
+def test_a_child_that_left_no_file_leaves_nothing_to_pass_on(error_file: Path, tmp_path: Path) -> None:
     failure = ProcessFailure(0, 997, -9, str(tmp_path / "never.json"), exited_at=1_700_000_000.5)
     with pytest.raises(ChildFailedError):
         failing({0: failure})()
-    about = told(error_file)
-    assert "SIGKILL" in about["message"]
-    assert "997" in about["message"]
-    assert about["errorCode"] == -9
-    assert about["extraInfo"]["timestamp"] == "1700000000"
+    assert not error_file.exists()
 
 
 def test_a_child_that_wrote_into_our_own_file_is_left_as_it_is(error_file: Path) -> None:
@@ -363,3 +359,47 @@ def test_parameters_have_torchs_names() -> None:
     ):
         ours, theirs = getattr(ErrorHandler, name), getattr(errors.ErrorHandler, name)
         assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
+
+
+# -- torch's hook for the report ---------------------------------------------------------------------
+
+
+class Enriching(ErrorHandler):
+    def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:
+        assert "Signal 11 (SIGSEGV) received by PID 77" in message
+        return f"{message}\n  the device says: fault at {error_file}"
+
+
+def test_a_handler_may_add_to_the_report_of_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.elastic.multiprocessing import errors
+
+    failure = ProcessFailure(0, 77, -11, "<N/A>")
+    monkeypatch.setattr(errors, "get_error_handler", Enriching)
+    text = str(ChildFailedError("train.py", {0: failure}))
+    assert "\n  the device says: fault at <N/A>\n" in text
+    assert "the device" not in str(ChildFailedError("train.py", {0: ProcessFailure(0, 77, 3, "<N/A>")}))
+    assert "the device" not in failure.message
+
+    class Raising(ErrorHandler):
+        def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(errors, "get_error_handler", Raising)
+    assert "SIGSEGV" in str(ChildFailedError("train.py", {0: failure}))
+
+
+def test_a_replaced_handler_is_the_one_that_record_uses(
+    monkeypatch: pytest.MonkeyPatch, error_file: Path
+) -> None:
+    from phalanx.elastic.multiprocessing import errors
+
+    class Own(ErrorHandler):
+        def record_exception(self, e: BaseException) -> None:
+            seen.append(e)
+
+    seen: list[BaseException] = []
+    monkeypatch.setattr(errors, "get_error_handler", Own)
+    with pytest.raises(KeyError):
+        record(explode.__wrapped__)(KeyError("x"))  # type: ignore[attr-defined]
+    assert [type(e) for e in seen] == [KeyError]
+    assert not error_file.exists()

@@ -25,12 +25,11 @@ def crashes(count: int, lived: float = 0.1, every: float = 1.0) -> list[Failure]
     return [Failure(at=every * i, error="boom", exit_code=1, lived=lived) for i in range(count)]
 
 
-def test_a_script_that_crashes_at_once_gets_all_its_restarts_without_delay() -> None:
+def test_a_script_that_crashes_at_once_gets_all_its_restarts() -> None:
     verdicts = run(RestartPolicy(max_restarts=3), crashes(9))
     assert [v.restart for v in verdicts] == [True, True, True, False]
     assert [v.remaining for v in verdicts] == [2, 1, 0, 0]
-    assert {v.delay for v in verdicts} == {0.0}
-    assert verdicts[1].reason == "restart 2 of 3"
+    assert verdicts[0].reason == "restart 1 of 3"
     assert verdicts[-1].reason == "not restarted: 3 of 3 restarts are used"
 
 
@@ -96,13 +95,55 @@ def test_back_off_grows_in_a_crash_loop_and_resets_after_a_healthy_time() -> Non
     assert delays == [0, 0, 1, 2, 4, 5, 0, 0, 0, 1]
 
 
+def live(policy: RestartPolicy, passes_after: float, lived: float = 0.1) -> float | None:
+    """When a worker first runs after the cause of its failures has passed; None: it never does."""
+    now, history = 0.0, History()
+    while now < passes_after:
+        now += lived
+        failure = Failure(now, "e", 1, lived)
+        verdict = decide(history, failure, now, policy)
+        if not verdict.restart:
+            return None
+        history = record(history, failure, policy)
+        now += verdict.delay
+    return now
+
+
+@pytest.mark.parametrize("lived", [0.01, 0.1, 1.0, 3.0])
+@pytest.mark.parametrize("budget", [2, 3, 5, 20])
+def test_a_cause_that_passes_after_six_seconds_does_not_end_a_job(budget: int, lived: float) -> None:
+    reached = live(RestartPolicy(budget), 6.0, lived)
+    assert reached is not None
+    assert reached < 16.0, "the wait must not be much longer than the cause"
+
+
+def test_the_delays_of_a_long_crash_loop() -> None:
+    delays = [v.delay for v in run(RestartPolicy(100), crashes(9))]
+    assert delays == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    late = run(RestartPolicy(3), crashes(3))
+    assert [v.delay for v in late] == [0, 0.5, 6.0], "the last waits until 8 s after the first failure"
+    assert [v.delay for v in run(RestartPolicy(3, restart_delay=2.0), crashes(3))] == [2, 2, 6]
+    assert [v.delay for v in run(RestartPolicy(3, backoff_first=0.0), crashes(3))] == [0, 0, 0]
+
+
+def test_a_worker_that_is_killed_comes_back_at_once() -> None:
+    kills = [failure.replace(exit_code=137) for failure in crashes(8)]
+    assert [v.delay for v in run(RestartPolicy(100), kills)] == [0, 0, 0, 0, 0, 0.5, 1, 2]
+    assert [v.delay for v in run(RestartPolicy(3), kills[:3])] == [0, 0, 0]
+
+
+def test_a_fixed_delay_says_so() -> None:
+    (verdict,) = run(RestartPolicy(3, restart_delay=2.5), crashes(1))
+    assert verdict.reason == "restart 1 of 3, in 2.5 s"
+
+
 def test_back_off_says_so_and_can_be_switched_off() -> None:
     verdicts = run(RestartPolicy(2000, backoff_max=0.0), crashes(1500))
     assert len(verdicts) == 1500
     assert {v.delay for v in verdicts} == {0.0}
     late = run(RestartPolicy(10, free=0), crashes(1))[0]
     assert late.reason == (
-        "restart 1 of 10, after 0.1 s because the workers keep dying soon after their start"
+        "restart 1 of 10, in 0.5 s because the workers keep failing soon after their start"
     )
 
 
@@ -128,7 +169,8 @@ def test_never_more_restarts_than_the_budget(
     for begin in times:
         span = float("inf") if window is None else window
         assert sum(begin <= t < begin + span for t in times) <= budget
-    assert all(0 <= v.delay <= policy.backoff_max and v.remaining >= 0 and v.reason for v in verdicts)
+    longest = max(policy.backoff_max, policy.patience)
+    assert all(0 <= v.delay <= longest and v.remaining >= 0 and v.reason for v in verdicts)
 
 
 def test_attempt_follows_the_job() -> None:

@@ -371,18 +371,30 @@ def test_the_small_functions_of_run(script: Path, capsys: pytest.CaptureFixture[
     assert stop.value.code == 4
 
 
-def test_run_raises_and_main_exits_with_the_workers_code(script: Path) -> None:
-    run.run(run.parse_args([str(script), "0"]))
+def test_run_and_main_raise(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for call in (lambda *words: run.run(run.parse_args(words)), lambda *words: run.main(words)):
+        call(str(script), "0")
+        with pytest.raises(ChildFailedError) as failed:
+            call(str(script), "5")
+        assert failed.value.get_first_failure()[1].exitcode == 5
+        with pytest.raises(ValueError, match="4:2"):
+            call("--nnodes", "4:2", str(script))
+        with pytest.raises(ValueError, match="no such script"):
+            call("no_such_script.py")
+    with pytest.raises(ValueError, match="--no-such-flag"):
+        run.main(["--no-such-flag", str(script)])
+    assert "FAILED" not in capsys.readouterr().err, "the exception has the report"
+    with pytest.raises(SystemExit) as stop:
+        run.main(["--help"])
+    assert stop.value.code == 0
+    assert "--nproc-per-node" in capsys.readouterr().out
+
+
+def test_main_reads_the_command_line(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["mine.py", str(script), "6"])
     with pytest.raises(ChildFailedError) as failed:
-        run.run(run.parse_args([str(script), "5"]))
-    assert failed.value.get_first_failure()[1].exitcode == 5
-    run.main([str(script), "0"])
-    with pytest.raises(SystemExit) as stop:
-        run.main([str(script), "5"])
-    assert stop.value.code == 5
-    with pytest.raises(SystemExit) as stop:
-        run.main(["--nnodes", "4:2", str(script)])
-    assert stop.value.code == 2
+        run.main()
+    assert failed.value.get_first_failure()[1].exitcode == 6
 
 
 def test_python_m_phalanx_run(script: Path) -> None:
@@ -390,6 +402,11 @@ def test_python_m_phalanx_run(script: Path) -> None:
         command = [sys.executable, "-m", "phalanx.run", "--nproc_per_node=1", str(script), str(code)]
         done = subprocess.run(command, capture_output=True, timeout=HUNG, check=False)
         assert done.returncode == code
+        assert (b"FAILED" in done.stderr) == bool(code)
+    command = [sys.executable, "-m", "phalanx.run", "no_such_script.py"]
+    done = subprocess.run(command, capture_output=True, timeout=HUNG, check=False)
+    assert done.returncode == 2
+    assert b"Traceback" not in done.stderr
 
 
 def test_phalanx_torchrun(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,15 +442,19 @@ def test_launch_fails_as_run_does(script: Path) -> None:
     with pytest.raises(ChildFailedError) as failed:
         launch.launch(launch.parse_args(words))
     assert failed.value.get_first_failure()[1].exitcode == 5
-    with pytest.warns(FutureWarning, match="phalanx run"), pytest.raises(SystemExit) as stop:
+    with pytest.warns(FutureWarning, match="phalanx run"), pytest.raises(ChildFailedError) as failed:
         launch.main(words)
-    assert stop.value.code == 5
+    assert failed.value.get_first_failure()[1].exitcode == 5
     program = ["--no-python", "true"]
     with pytest.raises(ValueError, match="--use-env"):
         launch.launch(launch.parse_args(program))
-    with pytest.warns(FutureWarning, match="phalanx run"), pytest.raises(SystemExit) as stop:
+    with pytest.warns(FutureWarning, match="phalanx run"), pytest.raises(ValueError, match="--use-env"):
         launch.main(program)
-    assert stop.value.code == 2
+    for options, code in ((words, 5), (program, 2)):
+        command = [sys.executable, "-m", "phalanx.launch", *options]
+        done = subprocess.run(command, capture_output=True, timeout=HUNG, check=False)
+        assert done.returncode == code
+        assert b"Traceback" not in done.stderr
 
 
 VARIABLES: list[dict[str, str]] = [

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from phalanx.agent.spec import Worker, WorkerGroup
+    from phalanx.agent.spec import Worker, WorkerGroup, WorkerSpec
 
 LOCAL_RANK_MACRO = "${local_rank}"
 
@@ -50,6 +50,17 @@ def worker_environment(
             env[name] = ""  # the agents' own; workers and what they start have no use for it
     if spec.virtual_local_rank:
         env.update(virtual_device(worker.local_rank, environ))
+    return env
+
+
+def standby_environment(spec: WorkerSpec, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What a worker of this local rank has in every round: a standby has it before its other ranks."""
+    env = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(spec.local_world_size)}
+    for name in SECRETS:
+        if name in environ:
+            env[name] = ""
+    if spec.virtual_local_rank:
+        env.update(virtual_device(local_rank, environ))
     return env
 
 

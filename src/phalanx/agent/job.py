@@ -6,7 +6,7 @@ the agent while they come up.
 
 from __future__ import annotations
 
-from phalanx.environment import OMP_THREADS, SIGNALS, export
+from phalanx.environment import OMP_THREADS, SIGNALS, export, temporary_directory
 from phalanx.options import usage_error
 
 TYPE_CHECKING = False
@@ -52,6 +52,10 @@ def make_agent(
             max_restarts=job.max_restarts,
             window=job.restart_window,
             no_restart_on=job.no_restart_on,
+            hopeless=job.hopeless,
+            restart_delay=job.restart_delay,
+            backoff_first=job.backoff[0],
+            backoff_max=job.backoff[1],
             readiness=job.startup_timeout is not None,  # then workers report when they are set up
         )
         logs = logs or make_logs(job)
@@ -166,6 +170,11 @@ def make_logs(job: JobSpec) -> LogsSpecs:
     if job.logs_specs is not None and not isinstance(job.logs_specs, str):
         return job.logs_specs
     kind: Any = DefaultLogsSpecs
+    if job.log_dir is None:
+        try:
+            temporary_directory()
+        except OSError as error:
+            raise usage_error(str(error)) from None
     if job.logs_specs:
         from phalanx.plugins import load
 

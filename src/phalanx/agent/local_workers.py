@@ -10,7 +10,7 @@ import os
 import signal
 import time
 
-from phalanx.agent.environment import line_prefix, substitute, worker_environment
+from phalanx.agent.environment import line_prefix, standby_environment, substitute, worker_environment
 from phalanx.agent.spec import RunResult, WorkerSpec
 from phalanx.core.group_events import (
     AllSucceeded,
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
     from phalanx.membership.network_interface import NetworkInterface
-    from phalanx.supervision.heartbeat import LeaseBoard
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
     from phalanx.workers.failure import ProcessFailure
     from phalanx.workers.worker_group import PContext
+    from phalanx.zygote.lease_timer import LeaseTimer
 
 _LOOK_AT_STATES = 1.0  # uninterruptible sleep is not an event; it is looked for this often, when asked for
 _QUIET_AFTER = 2.0  # seconds after a start: time for what a failure will need
-_FENCED = 5.0  # seconds for the membership to find that its lease has expired
+_FENCED = 5.0  # seconds for the membership to end a round whose lease has run out; then it is a failure
 START_ERRORS = (StartError, OSError, ValueError, TypeError, RendezvousError)
 
 
@@ -104,21 +104,17 @@ class LocalWorkers:
         self._quiet_at: float | None = None
         self._interface: NetworkInterface | None = None
         self._stuck_since: dict[int, float] = {}
-        self._lease: LeaseBoard | None = None
+        self._lease: LeaseTimer | None = None
         self._fenced_by: float | None = None
 
     # -- the lease ----------------------------------------------------------------------------------
 
     def lease_until(self, when: float) -> None:
-        """Workers may run until then (monotonic clock); the helpers kill them if this is not renewed.
-
-        From any thread. The first call must come before the start of the workers that it is for.
-        """
         if self._lease is None:
-            from phalanx.supervision.heartbeat import LeaseBoard
+            from phalanx.zygote.lease_timer import LeaseTimer
 
-            self._lease = LeaseBoard()
-        self._lease.write(when)
+            self._lease = LeaseTimer()
+        self._lease.set(when)
 
     # -- starting -----------------------------------------------------------------------------------
 
@@ -128,7 +124,26 @@ class LocalWorkers:
             from phalanx.membership.network_interface import NetworkInterface
 
             self._interface = NetworkInterface(self._post)
+        self._describe_standbys()
         self._helpers.prepare(self._group.spec.local_world_size)
+
+    def _describe_standbys(self) -> None:
+        """Tell the helpers what is known of the workers of every round."""
+        spec, helpers = self._group.spec, self._helpers
+        if helpers.mode != "standby" or helpers.standby_ranks or not isinstance(spec.entrypoint, str):
+            return
+        from phalanx.warm.standby import StandbyRank
+        from phalanx.workers.program import split_python
+
+        ranks = []
+        for rank in range(spec.local_world_size):
+            split = split_python([str(arg) for arg in substitute(spec.args, rank)])
+            if split is None:
+                return
+            _, mode, target, rest = split
+            env = standby_environment(spec, rank, os.environ)
+            ranks.append(StandbyRank((mode, target, rest), env))
+        helpers.standby_ranks = ranks
 
     def start(self, info: RendezvousInfo, command: StartWorkers) -> None:
         before = time.monotonic()
@@ -143,6 +158,7 @@ class LocalWorkers:
     def begin(self, number: int, attempt: int, placed_in: float) -> None:
         """Start the workers of a group that has its ranks."""
         self._number, self._attempt, self._placed_in = number, attempt, placed_in
+        self._describe_standbys()
         self._starting, self._stopping, self._swept = True, False, False
         self._begin_at = time.monotonic()
         self.error = self._fenced_by = None
@@ -161,6 +177,7 @@ class LocalWorkers:
             self._fail(error)
             return
         self.context = context
+        context.describe(self._helpers.standby_ranks)
 
     def _fail(self, error: Exception) -> None:
         known = isinstance(error, StartError | RendezvousError)
@@ -340,7 +357,8 @@ class LocalWorkers:
 
     def _running_event(self) -> Event | None:
         if self.context is not None and self.context.fenced:
-            return self._fenced_event(time.monotonic())
+            why = "the workers were stopped: the agent did not renew its lease"
+            return None if self._is_fenced() else Hang(why)
         stuck = self._stuck()
         if stuck:
             return Uninterruptible(stuck)
@@ -350,17 +368,16 @@ class LocalWorkers:
         self.result = result
         if result.state is WorkerState.SUCCEEDED:
             self._supervision.finished(time.monotonic())
-        return worker_event(result, self._supervision.was_ready)
+        return worker_event(result, self._supervision.progress_of)
 
-    def _fenced_event(self, now: float) -> Event | None:
-        """The membership is about to report the end of the round, unless the lease was just about renewed."""
+    def _is_fenced(self) -> bool:
+        """Whether the helpers have killed the workers, and the membership is about to end the round."""
+        if self.context is None or not self.context.fenced:
+            return False
         if self._fenced_by is None:
-            self._fenced_by = now + _FENCED
-        return (
-            Hang("the workers were stopped: the agent did not renew its lease")
-            if now >= self._fenced_by
-            else None
-        )
+            self._fenced_by = time.monotonic() + _FENCED
+            self._nodes.fenced(self._number)
+        return time.monotonic() < self._fenced_by
 
     def observe(self) -> RunResult:
         """How the workers are; begins to stop the siblings of one that failed."""
@@ -369,6 +386,8 @@ class LocalWorkers:
             return RunResult(WorkerState.INIT)
         if not context.done:
             context.advance()
+        if self._is_fenced():
+            return RunResult(WorkerState.HEALTHY)
         if context.any_failed:
             # They are signalled before anything is read or written.
             context.ask_stop(self._at_failure.sig, self._at_failure.grace)
@@ -432,7 +451,12 @@ class LocalWorkers:
         result = context.outcome()
         if result is None:
             return ()
-        self._supervision.preemption.excuse(result.failures.values())
+        preemption = self._supervision.preemption
+        preemption.excuse(result.failures.values())
+        ended = self._by_global_rank({**result.failures, **result.stopped})
+        unsaved = preemption.unsaved(ended, self._at_failure.grace)
+        if unsaved:
+            self._record.note(unsaved)
         # Where none failed by itself, the agent ended them (a signal, a new round): that is not a failure.
         if any(not failure.is_victim for failure in result.failures.values()):
             self.result = RunResult(
@@ -484,7 +508,9 @@ class LocalWorkers:
         return found
 
 
-def worker_event(result: RunResult, was_ready: Callable[[int], bool | None]) -> Event | None:
+def worker_event(
+    result: RunResult, progress_of: Callable[[int], tuple[bool | None, int | None]]
+) -> Event | None:
     """What a look at the workers means to the core; None while all is well."""
     match result.state:
         case WorkerState.SUCCEEDED:
@@ -494,11 +520,18 @@ def worker_event(result: RunResult, was_ready: Callable[[int], bool | None]) -> 
         case WorkerState.FAILED if not result.failures:
             return WorkerFailed("a worker failed")
         case WorkerState.FAILED:
-            from phalanx.observe.report import root_cause, summary
+            from phalanx.observe.report import exception_names, root_cause, summary
 
             rank, failure = root_cause(result.failures)
-            ready = was_ready(failure.local_rank)
-            return WorkerFailed(summary(rank, failure), failure.shell_status, failure.message, ready)
+            ready, step = progress_of(failure.local_rank)
+            return WorkerFailed(
+                summary(rank, failure),
+                failure.shell_status,
+                failure.message,
+                ready,
+                exception_names(failure),
+                step,
+            )
         case _:
             return None
 

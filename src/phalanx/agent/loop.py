@@ -316,6 +316,9 @@ class StepWorkers:
     def stop(self, sig: int, grace: float) -> None:
         raise NotImplementedError("`_stop_workers` stops them")
 
+    def lease_until(self, when: float) -> None:
+        """The subclass's processes cannot be reached; `_stop_workers` stops them when the agent is awake."""
+
     def fds(self, phase: Phase) -> list[tuple[int, int]]:
         return []
 

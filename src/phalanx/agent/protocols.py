@@ -54,6 +54,13 @@ class NodeWorkers(LoopPart, Protocol):
     def stop(self, sig: int, grace: float) -> None:
         """Stop them, or hurry a stop that has begun: one `Stopped`."""
 
+    def lease_until(self, when: float) -> None:
+        """Workers may run until then (CLOCK_BOOTTIME), whatever becomes of this agent, unless it is renewed.
+
+        From any thread. The first call comes before the start of the workers that it is for; without one
+        there is no limit.
+        """
+
     def close(self) -> None:
         """Give back what is held; `closed` once that is done."""
 
@@ -106,6 +113,9 @@ class Nodes(Protocol):
 
     def failed(self, command: ReportFailure, report: Callable[[], tuple[str, int]]) -> None:
         """A failure on this node; `report` makes text and exit code for all nodes, should it end the job."""
+
+    def fenced(self, number: int) -> None:
+        """The workers of this round were killed because their lease was not renewed in time."""
 
     def finished(self, number: int) -> None:
         """The workers of this node succeeded; wait for the other nodes: `BarrierDone`."""

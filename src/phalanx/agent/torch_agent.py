@@ -172,6 +172,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._running = self._ending = False
         policy = core.GroupPolicy(
             restarts=self.restart_policy,
+            stop_signal=self.supervision.preemption.stop_signal,
             grace=shutdown_timeout,
             # With a preemption signal the agent alone decides: the death of one worker must not stop those
             # that save their state.
@@ -196,6 +197,7 @@ class SimpleElasticAgent(ElasticAgent):
                 self._post,
                 self._record.show_waiting,
                 self._record.note,
+                lambda when: self._loop.workers.lease_until(when),
                 self._exit_barrier_timeout,
                 self.open_meeting,
             )
@@ -395,7 +397,7 @@ class SimpleElasticAgent(ElasticAgent):
                 loop.step(MembershipChanged(waiting=waiting))
             return
         loop.workers.result = result
-        event = worker_event(result, self.supervision.was_ready)
+        event = worker_event(result, self.supervision.progress_of)
         if event is None:
             states = "HEALTHY, SUCCEEDED, FAILED or UNHEALTHY"
             raise RuntimeError(

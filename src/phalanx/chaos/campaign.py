@@ -37,7 +37,6 @@ class Bounds(NamedTuple):
     """What a user may tighten or loosen."""
 
     idle: float = 0.25  # of a core
-    overlap: float | None = None  # seconds; see invariants.one_world
 
 
 class EpisodeResult(NamedTuple):
@@ -173,7 +172,7 @@ class Episode:
 
     def _look(self, now: float) -> None:
         signs = self.job.signs()
-        found = invariants.one_world(signs, self.disturbances, self.bounds.overlap)
+        found = invariants.one_world(signs, self.disturbances)
         found += invariants.ranks(signs)
         found += invariants.whole(signs, self.disturbances, now, WHOLE, self._finished)
         self._cpu = [s for s in self._cpu if s.at > now - 20] + self.job.cpu()

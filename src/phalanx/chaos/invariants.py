@@ -12,10 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from phalanx.zygote.keeper import KEEPER, ZYGOTE
+
 LINE = "chaos-line"
-HELPERS = ("phalanx-keeper", "phalanx-zygote")
-# How long after SIGCONT the workers of a stopped agent may still run: according to docs/cluster.md the agent
-# kills them on wake-up. Until then they run, which is a documented gap.
+HELPERS = {KEEPER: "keeper-stop", ZYGOTE: "zygote-stop"}
+# How long after SIGCONT workers may still run that neither their agent nor its zygote could end before.
 WAKE_UP = 1.0
 _ON_CONSOLE = re.compile(rf"\[\w+\]:{LINE} (\d+) (\d+) ([0-9a-f]{{8}})")
 
@@ -64,13 +65,10 @@ class Disturbance(NamedTuple):
 # ---- worlds ------------------------------------------------------------------------------------------
 
 
-def one_world(
-    signs: Iterable[LifeSigns], disturbances: Sequence[Disturbance], overlap: float | None = None
-) -> list[Violation]:
+def one_world(signs: Iterable[LifeSigns], disturbances: Sequence[Disturbance]) -> list[Violation]:
     """Workers of two rounds never run at the same time.
 
-    `overlap`: how many seconds workers whose agent is stopped may outlive their round; None: until the agent
-    continues, the gap that docs/cluster.md names.
+    Excused, until they continue: agent and zygote of a node that are both stopped.
     """
     worlds = _worlds(signs)
     began = sorted((min(s.beats[0] for s in members), name) for name, members in worlds.items())
@@ -81,11 +79,7 @@ def one_world(
             break
         begin, name = newer
         for sign in worlds[older]:
-            late = [
-                at
-                for at in sign.beats
-                if at > begin and not _stopped(sign.node, at, begin, disturbances, overlap)
-            ]
+            late = [at for at in sign.beats if at > begin and not _both_stopped(sign.node, at, disturbances)]
             if late:
                 first = min(worlds[name], key=lambda s: s.beats[0])
                 text = f"{sign.name} ran for {late[-1] - begin:.2f} s beside {first.name}"
@@ -93,15 +87,9 @@ def one_world(
     return found
 
 
-def _stopped(
-    node: str, at: float, begin: float, disturbances: Sequence[Disturbance], overlap: float | None
-) -> bool:
-    if overlap is not None and at > begin + overlap:
-        return False
-    return any(
-        d.node == node and d.fault in ("agent-stop", "node-freeze") and d.covers(at, WAKE_UP)
-        for d in disturbances
-    )
+def _both_stopped(node: str, at: float, disturbances: Sequence[Disturbance]) -> bool:
+    stopped = {d.fault for d in disturbances if d.node == node and d.covers(at, WAKE_UP)}
+    return "node-freeze" in stopped or stopped >= {"agent-stop", "zygote-stop"}
 
 
 def _worlds(signs: Iterable[LifeSigns]) -> dict[str, list[LifeSigns]]:
@@ -251,7 +239,7 @@ def nothing_left(
     """
     left: dict[str, list[ProcessSeen]] = defaultdict(list)
     for process in processes:
-        stops = ("node-freeze", *((f"{process.what[8:]}-stop",) if process.what in HELPERS else ()))
+        stops = ("node-freeze", HELPERS.get(process.what))
         node = process.owner.partition(".")[0]
         if any(d.node == node and d.fault in stops and d.covers(now, within) for d in disturbances):
             continue

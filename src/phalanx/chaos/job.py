@@ -20,6 +20,7 @@ from phalanx.chaos.invariants import CpuSample, LifeSigns, ProcessSeen
 from phalanx.chaos.private_network import PrivateNetwork, enter, mount_small_disk, unmount
 from phalanx.chaos.schedule import FATAL_CODE, EpisodePlan
 from phalanx.environment import STORE_PORT, variables
+from phalanx.zygote.keeper import KEEPER, ZYGOTE
 
 MARKER = (
     "CHAOS_NODE"  # in the environment of everything that an agent starts: <campaign>/<node>.<incarnation>
@@ -114,7 +115,8 @@ class ChaosJob:
         owner = f"{node}.{sum(agent.node == node for agent in self.agents)}"
         words = [sys.executable, "-m", "phalanx", "run", "--verbose", "--tee", "3", "--grace", "5"]
         words += ["--nproc-per-node", str(plan.workers), "--log-dir", str(self.logs(node))]
-        words += ["--max-restarts", "1000", "--no-restart-on", str(FATAL_CODE), "--rdzv-id", RUN_ID]
+        words += ["--max-restarts", "1000", "--backoff", "0", "--rdzv-id", RUN_ID]
+        words += ["--no-restart-on", str(FATAL_CODE)]
         words += ["--rdzv-backend", plan.backend]
         if plan.backend == "static":
             words += ["--nnodes", str(plan.nodes), "--node-rank", str(number)]
@@ -208,9 +210,9 @@ class ChaosJob:
         """The zygotes and keepers of an agent, the ones with workers first."""
         those = [p for p in self.processes() if p.owner == agent.owner]
         parents = [stat[1] for _, stat in _stats()]
-        zygotes = [p.pid for p in those if p.what == "phalanx-zygote"]
+        zygotes = [p.pid for p in those if p.what == ZYGOTE]
         zygotes.sort(key=parents.count, reverse=True)
-        keepers = [p.pid for p in those if p.what == "phalanx-keeper"]
+        keepers = [p.pid for p in those if p.what == KEEPER]
         stats = dict(_stats())
         first = [stats[z][1] for z in zygotes if z in stats]
         return zygotes, sorted(keepers, key=lambda pid: first.index(pid) if pid in first else len(first))
@@ -220,7 +222,7 @@ class ChaosJob:
         now, used = time.time(), dict.fromkeys((a.owner for a in self.agents if a.alive), 0.0)
         agents = {a.process.pid for a in self.agents}
         for process in self.processes():
-            if process.owner in used and (process.pid in agents or process.what.startswith("phalanx-")):
+            if process.owner in used and (process.pid in agents or process.what in (KEEPER, ZYGOTE)):
                 fields = kernel.stat_fields(process.pid)
                 used[process.owner] += (int(fields[11]) + int(fields[12])) / _TICK if fields else 0.0
         return [CpuSample(owner, now, seconds) for owner, seconds in used.items()]

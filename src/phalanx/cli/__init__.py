@@ -66,9 +66,9 @@ def invoke(command: str, argv: Sequence[str]) -> int:
             sys.stdout.flush()  # here, where a closed pipe can still be handled
         return code
     except InformationRequested as asked:
-        return (
-            invoke("completion", [asked.value]) if asked.what == "completion" else invoke("help", [command])
-        )
+        if asked.what == "completion":
+            return invoke("completion", [asked.value])
+        return invoke("help", ["--version"] if asked.what == "version" else [command, "--short"])
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -85,7 +85,7 @@ def _campaign(options: Namespace, chosen: list[str], isolated: bool) -> int:
                 folder / f"seed-{plan.seed}",
                 isolated=isolated,
                 network=isolated,
-                bounds=Bounds(options.idle, options.overlap),
+                bounds=Bounds(options.idle),
             )
             results.append(result)
             say(_line(result))
@@ -208,12 +208,6 @@ def _parser() -> Parser:
     add("--list-faults", action="store_true", help="show the faults and end")
     add(
         "--idle", metavar="SHARE", type=float, default=0.25, help="of a core, for an idle agent [%(default)s]"
-    )
-    add(
-        "--overlap",
-        metavar="SECONDS",
-        type=float,
-        help="how long the workers of a stopped agent may run beside a new round [until it continues]",
     )
     add("--keep", metavar="DIR", default="", help="keep all logs in a new directory below this one")
     add("--keep-going", action="store_true", help="continue after a violation")

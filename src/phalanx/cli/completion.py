@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = get_args_parser({})
     run.add_argument("--print-completion", choices=SHELLS, help="print a completion script")
+    run.add_argument("--version", action="store_true", help="print the version")
     own: dict[str, argparse.ArgumentParser] = {"run": run, "store": store(), "drain": drain()}
     top = argparse.ArgumentParser(prog="phalanx")
     top.add_argument("-V", "--version", action="store_true", help="print the version")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -25,9 +26,42 @@ Examples:
 NOTES = """\
 Any option may be spelled with _ for - and shortened while it stays unique. A
 variable sets a default: PET_NNODES=2 is --nnodes 2 and PHALANX_GRACE=5 is
---grace 5. What follows the script belongs to the script. Exit code: 0, that of
-the first failing worker (128+n for signal n), 130 or 143 when interrupted, 2
-for bad usage.
+--grace 5. What follows the script belongs to the script.
+"""
+
+# What `phalanx run` returns to the shell; docs/api.md has the same table.
+EXIT_CODES = (
+    ("0", "all workers succeeded"),
+    ("the code of a worker", "the exit code of the worker that failed first"),
+    (
+        "128+n",
+        "that worker was killed by signal n; or signal n stopped the launcher (130 for Ctrl-C, 143 for "
+        "SIGTERM), or was the signal in `--preempt-signal`",
+    ),
+    (
+        "1",
+        "a failure without an exit code of a worker: a hang, a rendezvous that failed, helpers that could "
+        "not be started",
+    ),
+    ("2", "wrong usage; nothing was started"),
+)
+
+ABOUT = """\
+Starts the script once for each worker of this node, gives every worker its
+ranks in the environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and others,
+as torchrun does), and watches all of them. When a worker fails, it stops the
+others, prints the root cause, and starts the group again while --max-restarts
+allows it. With --nnodes, the same line is run on every machine.
+
+Standard output belongs to the workers; the launcher writes to standard error:
+a line at the start, one for each incident, one at the end, and the report of a
+failure last.
+"""
+
+SEE_ALSO = """\
+phalanx status       the state of the jobs on this machine
+phalanx doctor       check this machine and its connection to the others
+phalanx env          what belongs in a bug report
 """
 
 
@@ -42,7 +76,10 @@ def main(argv: Sequence[str]) -> int:
     if topic and topic not in COMMANDS:
         raise usage_error(f"{topic}: no such command; there are {', '.join(COMMANDS)}")
     if topic == "run":
-        print(run_help(), end="")
+        if "--short" in argv:
+            print(run_help(), end="")
+        else:
+            _show(manual())
     elif topic and topic != "help":
         return _own_help(topic)
     else:
@@ -78,7 +115,49 @@ def run_help() -> str:
             group = option.group
             lines += ["", f"{group}:"]
         lines += _entry(option)
-    return "\n".join([*lines, "", NOTES])
+    return "\n".join([*lines, "", "Exit code:", *_exit_codes(), "", NOTES])
+
+
+def manual() -> str:
+    """The text of `phalanx help run`: the page of a manual."""
+    options: list[str] = []
+    group = ""
+    for option in OPTIONS:
+        if option.group != group:
+            group = option.group
+            options += ["", group] if options else [group]
+        options += _entry(option)
+    sections = {
+        "NAME": ["phalanx run - run a script as a group of workers"],
+        "SYNOPSIS": ["phalanx run [options] SCRIPT [arguments of the script]"],
+        "DESCRIPTION": ABOUT.splitlines(),
+        "OPTIONS": [*NOTES.splitlines(), "", *options],
+        "EXIT STATUS": _exit_codes(),
+        "EXAMPLES": [line[2:] for line in EXAMPLES.splitlines()[1:]],
+        "SEE ALSO": SEE_ALSO.splitlines(),
+    }
+    lines: list[str] = []
+    for title, body in sections.items():
+        lines += [title, *(f"  {line}".rstrip() for line in body), ""]
+    return "\n".join(lines)
+
+
+def _show(text: str) -> None:
+    """Through the pager on a terminal, as a manual page."""
+    if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
+        import pydoc
+
+        pydoc.pager(text)
+    else:
+        print(text, end="")
+
+
+def _exit_codes() -> list[str]:
+    lines: list[str] = []
+    for code, meaning in EXIT_CODES:
+        wrapped = textwrap.wrap(meaning.replace("`", ""), WIDTH - 24 - 2, break_on_hyphens=False)
+        lines += [f"  {code if i == 0 else '':<22}{line}" for i, line in enumerate(wrapped)]
+    return lines
 
 
 def _entry(option: Option) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 import time
 
 from phalanx.config import parse
-from phalanx.environment import allows_colour
+from phalanx.environment import allows_colour, has_error_file
 from phalanx.log import write_stderr
 
 TYPE_CHECKING = False
@@ -30,11 +30,16 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Run what a command line asks for; the exit code."""
     _open_standard_descriptors()
-    return execute(parse(argv))
+    job = parse(argv)
+    if os.getpid() == 1:
+        from phalanx.cli.init_process import stay_behind
+
+        stay_behind()
+    return execute(job)
 
 
-def execute(job: JobSpec) -> int:
-    """Run a job from the terminal; the exit code."""
+def execute(job: JobSpec, raises: bool = False) -> int:
+    """Run a job from the terminal; the exit code. `raises`: for a caller in Python, a failure is raised."""
     for warning in job.warnings:
         say(f"warning: {warning}")
     if job.dry_run:
@@ -44,7 +49,7 @@ def execute(job: JobSpec) -> int:
 
         if not detach(job):
             return 0
-    code = launch(job.replace(log_line_prefix_template=_prefix(job)))
+    code = launch(job.replace(log_line_prefix_template=_prefix(job)), raises)
     _give_up_lost_streams()
     return code
 
@@ -93,8 +98,8 @@ def say(line: str) -> None:
     write_stderr(f"phalanx: {line}\n")
 
 
-def launch(job: JobSpec) -> int:
-    """Start the agent, run it to the end, and report."""
+def launch(job: JobSpec, raises: bool = False) -> int:
+    """Start the agent, run it to the end, and report; `raises`: what went wrong, instead of an exit code."""
     from phalanx.agent.job import export_environment, make_agent, make_helpers, make_logs
 
     export_environment(job)
@@ -102,6 +107,8 @@ def launch(job: JobSpec) -> int:
     try:
         helpers = make_helpers(job)
     except (OSError, RuntimeError) as error:  # too many descriptors or processes
+        if raises:
+            raise
         why = error.strerror if isinstance(error, OSError) else error
         say(f"the helper processes cannot be started: {why}; see `ulimit -n` and `ulimit -u`")
         return 1
@@ -127,10 +134,15 @@ def launch(job: JobSpec) -> int:
     except SignalException as stop:
         verb = "preempted" if stop.sigval == job.preempt_signal else "stopped"
         _say_unless_quiet(job, f"{verb} by {stop.sigval.name}{_took(begin)}")
+        if raises:
+            raise
         return 128 + stop.sigval
     except PhalanxError as error:
         if isinstance(error, ValueError):
             raise  # bad usage
+        _tell_parent(str(error), 1)
+        if raises:
+            raise
         if job.quiet or agent is None or agent.outcome is None:  # else it was reported when it happened
             say(str(error))
         return 1
@@ -139,7 +151,14 @@ def launch(job: JobSpec) -> int:
         if agent is not None:
             agent.remove_empty_logs()
     if result.is_failed():
-        return _report_failure(job, agent, result, begin)
+        report, code, path = _failure_report(job, agent, result, begin)
+        _tell_parent(report, code, result)
+        if raises:
+            from phalanx.agent.elastic_launch import failure_of
+
+            raise failure_of(job.name, result, agent)
+        _write_report(report, f"The same as JSON: {path}\n" if path and job.log_dir else "")
+        return code
     _say_unless_quiet(job, _last_line(agent, begin))
     return 0
 
@@ -216,7 +235,10 @@ def _took(begin: float) -> str:
     return f" after {duration(time.time() - begin)}"
 
 
-def _report_failure(job: JobSpec, agent: LocalElasticAgent, result: RunResult, begin: float) -> int:
+def _failure_report(
+    job: JobSpec, agent: LocalElasticAgent, result: RunResult, begin: float
+) -> tuple[str, int, str | None]:
+    """The report as text, the exit code, and the file that has the report as JSON."""
     from phalanx.observe.report import diagnosis_of, format_report, report_json
 
     report = agent.job_failure  # every node of a job reports the same
@@ -234,9 +256,21 @@ def _report_failure(job: JobSpec, agent: LocalElasticAgent, result: RunResult, b
         text, code = report
         kept = {"name": name, "exit_code": code, "started_at": begin, "reason": reason, "report": text}
         kept.update(root_rank=None, failed=[], echoes=[], stopped=[], ranks=[])
-    path = _keep_json(agent, kept)
-    _write_report(report[0], f"The same as JSON: {path}\n" if path and job.log_dir else "")
-    return report[1]
+    return *report, _keep_json(agent, kept)
+
+
+def _tell_parent(text: str, code: int, result: RunResult | None = None) -> None:
+    """The root cause in the error file of this process itself, if whatever started it asked for one."""
+    if not has_error_file():
+        return
+    from phalanx.workers.record import record_root_cause
+
+    if result is None or not result.failures:
+        record_root_cause(text, code)
+    else:
+        from phalanx.observe.report import root_cause
+
+        record_root_cause(root_cause(result.failures)[1], code)
 
 
 def _write_report(text: str, after: str = "") -> None:

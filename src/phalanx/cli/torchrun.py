@@ -1,9 +1,11 @@
 """torchrun's Python interface: the functions of `torch.distributed.run`, with its names and shapes.
 
+Called from Python, `main` and `run` raise: `UsageError` (a ValueError) for bad usage, `ChildFailedError` for
+failed workers, `SignalException` when stopped. The console scripts turn that into exit codes.
+
 What differs, and why:
-- `main` is the command: it prints the failure report and raises `SystemExit` with the exit code of `phalanx
-  run` (the failing worker's own); torch raises `ChildFailedError`, which a shell always sees as 1. `run` is
-  the call: it raises `ChildFailedError` and prints nothing.
+- `main` is the command `phalanx run`: its lines appear on stderr, and the exception has the report. `run` is
+  the call: it prints nothing.
 - `config_from_args` refuses what cannot work (a missing script, a bad number) before anything is started.
 - `--run-path` becomes a program and its arguments; torch makes a function of it.
 - flags that only `phalanx run` has and `LaunchConfig` cannot hold (--attach, --dry-run, --restart-window …)
@@ -128,12 +130,18 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command: returns on success, else raises `SystemExit` with the exit code."""
-    from phalanx.cli import invoke
+    """Run what the words ask for (sys.argv's by default): returns on success, else raises."""
+    from phalanx.cli.run import execute
+    from phalanx.config import InformationRequested, parse
 
-    code = invoke("run", list(sys.argv[1:] if args is None else args))
-    if code:
-        raise SystemExit(code)
+    words = list(sys.argv[1:] if args is None else args)
+    try:
+        job = parse(words)
+    except InformationRequested:
+        from phalanx.cli import invoke
+
+        raise SystemExit(invoke("run", words)) from None  # as argparse does after --help
+    execute(job, raises=True)
 
 
 def torchrun_main() -> int:

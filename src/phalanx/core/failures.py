@@ -42,6 +42,7 @@ class ErrorRecord(Record):
     at: float | None = None
     precise: bool = False  # False: `at` is in whole seconds
     code: int | None = None  # replaces the exit code in reports
+    kinds: tuple[str, ...] = ()  # the exception's class and its base classes, by name
     data: dict[str, Any] | None = None  # the whole content of the error file
 
 

@@ -259,7 +259,8 @@ def on_start_failed(state: GroupState, event: StartFailed, now: float, policy: G
 
 def on_worker_failed(state: GroupState, event: WorkerFailed, now: float, policy: GroupPolicy) -> Step:
     error = event.error or event.summary
-    failure = Failure(now, error, event.exit_code, now - state.started_at, event.ready)
+    lived = now - state.started_at
+    failure = Failure(now, error, event.exit_code, lived, event.ready, event.kinds, event.step)
     state = state.replace(worker_state=WorkerState.FAILED)
     return _failure(state, now, policy, event.summary, failure)
 
@@ -308,7 +309,7 @@ def on_peer_failed(state: GroupState, event: PeerFailed, now: float, policy: Gro
     # A node that was in no round yet has lost nothing: it recovers from nothing.
     cause = what if state.round is not None else ""
     state = state.replace(history=history, void=event.round, cause=cause, not_before=not_before)
-    line = f"{what}; re-forming for attempt {state.attempt}"
+    line = f"{what}; re-forming for attempt {state.attempt}" + (f", in {event.delay:g} s" * bool(event.delay))
     if state.phase in (Phase.JOINING, Phase.REFORMING):
         # A round that this node does not know yet: its RoundReady, if it still comes, is void.
         return _stay(state, line)

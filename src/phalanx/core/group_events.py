@@ -98,12 +98,16 @@ class StartFailed(Record):
 
 
 class WorkerFailed(Record):
-    """A worker of this node failed; `error` identifies the error (for fail fast), by default the summary."""
+    """A worker of this node failed; `error` identifies the error (for fail fast), by default the summary.
+
+    `kinds`: the names of the exception and of its base classes; `step`: the last one that was reported."""
 
     summary: str
     exit_code: int | None = None
     error: str = ""
     ready: bool | None = None
+    kinds: tuple[str, ...] = ()
+    step: int | None = None
 
 
 class AllSucceeded(Record):

@@ -33,6 +33,7 @@ from phalanx.core.participant_events import (
     Disconnected,
     End,
     Event,
+    LeaseMissed,
     LeaveRequested,
     Noticed,
     Send,
@@ -209,6 +210,8 @@ class Participant:
                 self._begin_anew(now)
             case WorkersStopped(number) if number == self.running:
                 self._idle(now)
+            case LeaseMissed(number) if number == self.running and self.lease:
+                self._fence(now, "the lease was not renewed in time")
             case WorkersEnded(number) if number == self.running and not self._stopping:
                 self._over = event
                 self._report(now, event)
@@ -325,7 +328,9 @@ class Participant:
         self._unreadable = found is None or back or bool(news and foreign and entry.mod > self._leader.mod)
         if found is None or self._unreadable:
             return
-        self.round, self.restarts = found, found.restarts
+        # A store that went back has an older count; that of a job only grows.
+        known = self.restarts if found.job == self._job else 0
+        self.round, self.restarts = found, max(known, found.restarts)
         if found.phase == ACTIVE:
             self.rounds = max(self.rounds, found.number)
         if not self._job and self._control and self.round.phase != CLOSED:  # a change: a leader exists

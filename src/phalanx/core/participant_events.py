@@ -49,6 +49,12 @@ class WorkersStopped(NamedTuple):
     round: int
 
 
+class LeaseMissed(NamedTuple):
+    """The workers of a round were killed, because the lease was not renewed in time."""
+
+    round: int
+
+
 class WorkersEnded(NamedTuple):
     """The workers of this node ended by themselves; when not ok, all of them are stopped by now."""
 
@@ -66,7 +72,7 @@ class LeaveRequested(NamedTuple):
 
 Event = (
     ClockTick | Connected | Disconnected | StoreLost | StoreWentBack | Answer | Noticed
-    | WorkersStopped | WorkersEnded | LeaveRequested
+    | WorkersStopped | LeaseMissed | WorkersEnded | LeaveRequested
 )  # fmt: skip
 
 

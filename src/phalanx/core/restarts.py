@@ -2,17 +2,27 @@
 
 The rules, in the order in which they are asked:
 
-1. An exit code named in `no_restart_on` is final: its owner knows that a retry cannot help.
-2. *Fail fast*: the same error twice in a row, both times before the worker was ready, is final. This
+1. A failure named in `no_restart_on`, by its exit code or by the name of its exception (or of a class that
+   it derives from), is final: its owner knows that a retry cannot help.
+2. A failure named in `hopeless` is final too, but only for a worker that made no progress and died within
+   `hopeless_within` seconds. These are guesses (a missing module, a wrong argument), and a guess must not
+   end a job that has been training for hours.
+3. *Fail fast*: the same error twice in a row, both times before the worker was ready, is final. This
    rule is off unless the job reports readiness (`readiness=True`). Without that, "ready"
    is only a guess from how long a worker lived, and a plain `--max-restarts 3` job whose script dies
    at once must get the three restarts it asked for: people rely on them to ride out a port that is
    still taken or a file system that is still mounting. A guess may not take that away.
-3. The budget: `max_restarts` for the whole job; with a `window`, only failures of the last `window`
+4. The budget: `max_restarts` for the whole job; with a `window`, only failures of the last `window`
    seconds count, so that a job of many days is not ended by one failure a day.
-4. Back-off: a worker that dies within `healthy_after` seconds of its start makes a crash loop one
-   longer; one that lived longer resets it. The first `free` failures of a loop restart at once
-   (a normal restart must not wait); after that the delay doubles from `backoff_first` to `backoff_max`.
+5. The delay: `restart_delay` before every restart, and back-off in a crash loop. A failure belongs to a crash
+   loop when it comes within `healthy_after` seconds of the start of its workers, and without progress: no
+   step beyond those of the failures before it. The first failure of a loop restarts at once (a normal
+   restart must not wait); the second waits for `backoff_first` seconds, and each further one for
+   `backoff_factor` times as long, up to `backoff_max`. The last restart of the budget waits until
+   `patience` seconds after the first failure of the loop: restarts take a fraction of a second here, and a
+   budget of three would otherwise be gone before a name server or a mount has come back. A worker that was
+   killed (SIGKILL) did not fail by itself: the first `free_kills` failures of a loop restart at once then,
+   and the last restart is not delayed further.
 
 Membership changes, preemption and signals never come here: they cost nothing.
 
@@ -27,6 +37,7 @@ from __future__ import annotations
 
 from phalanx.core.record import Record
 
+_KILLED = 128 + 9
 _KEEP = 32
 """Failures remembered beyond the budget: enough for any back-off to have reached its ceiling."""
 
@@ -36,24 +47,35 @@ class RestartPolicy(Record):
 
     max_restarts: int = 3
     window: float | None = None
-    no_restart_on: frozenset[int] = frozenset()
+    no_restart_on: frozenset[int | str] = frozenset()
+    hopeless: frozenset[int | str] = frozenset()
+    hopeless_within: float = 60.0
     readiness: bool = False
     ready_after: float = 5.0
     healthy_after: float = 10.0
-    free: int = 5
-    backoff_first: float = 0.1
+    free: int = 1
+    free_kills: int = 5
+    restart_delay: float = 0.0
+    backoff_first: float = 0.5
     backoff_factor: float = 2.0
-    backoff_max: float = 5.0
+    backoff_max: float = 30.0
+    """0: no back-off."""
+    patience: float = 8.0
 
 
 class Failure(Record):
-    """One incident as the policy sees it; `lived` is the time from the start of the workers to it."""
+    """One incident as the policy sees it; `lived` is the time from the start of the workers to it.
+
+    `kinds` are the names of the exception and of the classes that it derives from; `step` is the last one
+    that the failed worker reported."""
 
     at: float
     error: str = ""
     exit_code: int | None = None
     lived: float = 0.0
     ready: bool | None = None
+    kinds: tuple[str, ...] = ()
+    step: int | None = None
 
 
 class History(Record):
@@ -80,6 +102,8 @@ def check(policy: RestartPolicy) -> RestartPolicy:
         raise ValueError(
             f"window={policy.window}: use a number of seconds above 0, or None for the whole job"
         )
+    if policy.restart_delay < 0:
+        raise ValueError(f"restart_delay={policy.restart_delay}: use a number of seconds, 0 or more")
     if policy.backoff_first < 0 or policy.backoff_max < 0 or policy.backoff_factor < 1:
         raise ValueError(
             f"back-off {policy.backoff_first} s x {policy.backoff_factor} up to {policy.backoff_max} s: "
@@ -105,29 +129,46 @@ def used(history: History, now: float, policy: RestartPolicy) -> int:
     return sum(failure.at > now - policy.window for failure in history.failures)
 
 
-def backoff(history: History, failure: Failure, policy: RestartPolicy) -> float:
-    """Seconds to wait before the restart; 0 unless this is a crash loop."""
-    if failure.lived >= policy.healthy_after:
+def backoff(history: History, failure: Failure, now: float, policy: RestartPolicy) -> float:
+    """Seconds to wait before the restart because of a crash loop; 0 in none."""
+    loop = crash_loop(history, failure, policy)
+    killed = failure.exit_code == _KILLED
+    doublings = len(loop) - (policy.free_kills if killed else policy.free) - 1
+    if doublings < 0 or not policy.backoff_first or not policy.backoff_max:
         return 0.0
-    loop = 1
-    for earlier in reversed(history.failures):
-        if earlier.lived >= policy.healthy_after:
+    delay = min(policy.backoff_max, policy.backoff_first * policy.backoff_factor ** min(doublings, _KEEP))
+    if remaining(history, now, policy) == 1 and not killed:
+        delay = max(delay, round(loop[0].at + policy.patience - now, 1))
+    return delay
+
+
+def crash_loop(history: History, failure: Failure, policy: RestartPolicy) -> list[Failure]:
+    """The failures, oldest first and this one last, that followed each other without any progress."""
+    loop: list[Failure] = []
+    for one in (failure, *reversed(history.failures)):
+        if one.lived >= policy.healthy_after:
             break
-        loop += 1
-    doublings = loop - policy.free - 1
-    if doublings < 0:
-        return 0.0
-    return min(policy.backoff_max, policy.backoff_first * policy.backoff_factor ** min(doublings, _KEEP))
+        if loop and loop[-1].step is not None and (one.step is None or loop[-1].step > one.step):
+            break  # the later one had got further: the loop begins with it
+        loop.append(one)
+    return loop[::-1]
 
 
-def decide(history: History, failure: Failure, now: float, policy: RestartPolicy) -> Decision:
-    """The verdict on one failure; `history` does not hold it yet (see `record`)."""
-    spent = used(history, now, policy)
-    left = remaining(history, now, policy)
-    within = "" if policy.window is None else f" within {policy.window:g} s"
-    if failure.exit_code is not None and failure.exit_code in policy.no_restart_on:
-        reason = f"not restarted: exit code {failure.exit_code} is listed as not worth a restart"
-        return Decision(False, 0.0, left, reason)
+def _listed(failure: Failure, names: frozenset[int | str]) -> str:
+    """How the list names this failure; empty: it does not."""
+    if failure.exit_code is not None and failure.exit_code in names:
+        return f"exit code {failure.exit_code}"
+    return next((kind for kind in failure.kinds if kind in names), "")
+
+
+def _final(history: History, failure: Failure, policy: RestartPolicy) -> str:
+    """Why a restart cannot help, whatever budget is left; empty where it may."""
+    listed = _listed(failure, policy.no_restart_on)
+    if listed:
+        return f"not restarted: {listed} is listed as not worth a restart"
+    listed = _listed(failure, policy.hopeless)
+    if listed and failure.lived < policy.hopeless_within and failure.step is None:
+        return f"not restarted: {listed} would happen again (--no-restart-on none restarts it all the same)"
     last = history.failures[-1] if history.failures else None
     if (
         policy.readiness
@@ -136,17 +177,30 @@ def decide(history: History, failure: Failure, now: float, policy: RestartPolicy
         and not was_ready(failure, policy)
         and not was_ready(last, policy)
     ):
-        reason = "not restarted: the same error twice in a row, both times before the worker was ready"
-        return Decision(False, 0.0, left, reason)
+        return "not restarted: the same error twice in a row, both times before the worker was ready"
+    return ""
+
+
+def decide(history: History, failure: Failure, now: float, policy: RestartPolicy) -> Decision:
+    """The verdict on one failure; `history` does not hold it yet (see `record`)."""
+    spent = used(history, now, policy)
+    left = remaining(history, now, policy)
+    within = "" if policy.window is None else f" within {policy.window:g} s"
     if policy.max_restarts == 0:
         return Decision(False, 0.0, 0, "not restarted: no restarts are allowed (max_restarts is 0)")
+    final = _final(history, failure, policy)
+    if final:
+        return Decision(False, 0.0, left, final)
     if left == 0:
         reason = f"not restarted: {policy.max_restarts} of {policy.max_restarts} restarts are used{within}"
         return Decision(False, 0.0, 0, reason)
-    delay = backoff(history, failure, policy)
+    loop = backoff(history, failure, now, policy)
+    delay = max(loop, policy.restart_delay)
     reason = f"restart {spent + 1} of {policy.max_restarts}{within}"
     if delay:
-        reason += f", after {delay:g} s because the workers keep dying soon after their start"
+        reason += f", in {delay:g} s"
+    if loop and loop == delay:
+        reason += " because the workers keep failing soon after their start"
     return Decision(True, delay, left - 1, reason)
 
 

@@ -35,7 +35,8 @@ Rules, each of which the simulator checks:
 - After a store went back in time, no round becomes active for the time of a lease: until then nodes that the
   store has forgotten may run workers.
 - A round's number is larger than that of any active round that a present node has seen, whatever the store
-  holds: a store that lost its data, or went back in time, cannot make a number mean two things.
+  holds: a store that lost its data, or went back in time, cannot make a number mean two things. For the same
+  reason its count of restarts is not smaller than what a member knows.
 - A record that cannot be read is skipped and named once. A node's key is on its lease: the leader puts one
   that was overwritten back, and one that it has never read counts as absent. Only the leader writes the
   round: one of another term, or before the last one, is foreign, and the leader writes its own again. A
@@ -560,9 +561,9 @@ def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> Roun
         stamp=stamp,
         preempted=(),
         format=min(FORMAT, *(r.format for r in known)),
+        # The store may have lost its data, or a part of it, which its nodes have seen.
+        restarts=max(view.round.restarts, *(r.restarts for r in known)),
     )
-    if not view.round_mod:  # the first round of this store; its nodes may have known another one
-        fresh = fresh._replace(restarts=max(r.restarts for r in known))
     spares = len(here) - len(members)
     reason = f"round {fresh.number} with {count(len(members), 'node')}: {listing(m.name for m in members)}"
     reason += f"; {count(spares, 'spare')}" if spares else ""

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from phalanx.logs.sinks import Sink
 
 BLOCK = 256 * 1024  # longer lines are streamed in parts
+_SHOW_ON_TERMINAL = 0.1  # a terminal shows an unfinished line after this much silence
+_SHOW_BAR = 1.0  # elsewhere a progress bar is shown once in this time, however often it is redrawn,
+_SHOW_TEXT = 5.0  # and other text when its line has been unfinished for this long
+_BUFFER = 4096
 
 
 class Containing:
@@ -72,7 +76,10 @@ class FollowedFile:
         self.scanned = 0  # bytes past `offset` known to hold no line end
         self.size = 0  # the largest size seen
         self.limit: int | None = None  # draining: stop here
+        self.held_since = 0.0  # when the unshown bytes of an unfinished line began to wait; 0: there are none
+        self.redrawn = False  # ... and a \r is among them: a progress bar
         self.open_line = False  # the sink shows the start of a line of this file
+        self.yields = False  # ... which was shown because it took so long: any other file may interrupt it
         self.bar = False  # ... which follows a bare \r: a progress bar, redrawn soon
         self.skipping = False  # inside a long line that the filter rejected
         self.read_at = 0.0  # when new output was last read
@@ -96,6 +103,7 @@ class FollowedFile:
             new = os.pread(self.fd, BLOCK - self.scanned, self.offset + self.scanned)
             if not self._worth(new) and self.scanned + len(new) < BLOCK:
                 self.scanned += len(new)
+                self.redrawn = self.redrawn or b"\r" in new
                 self.size = max(self.size, self.offset + self.scanned)
                 return b"", True
         data = os.pread(self.fd, want, self.offset) if want else b""
@@ -103,14 +111,40 @@ class FollowedFile:
         return data, len(data) < want or not want
 
     def _worth(self, new: bytes) -> bool:
-        return self.open_line or b"\n" in new or (self.sink.tty and b"\r" in new)
+        return self._streams() or b"\n" in new or (self.sink.tty and b"\r" in new)
+
+    def _streams(self) -> bool:
+        """Whether what follows an open line is shown as it comes."""
+        return self.open_line and not self.yields
+
+    def show_at(self) -> float | None:
+        """When the start of an unfinished line is shown; None: not before the line ends."""
+        if not self.scanned or (self.line_filter is not None and not self.sink.tty):
+            return None
+        if self.sink.tty:
+            return self.read_at + _SHOW_ON_TERMINAL
+        if self.redrawn:
+            return self.held_since + _SHOW_BAR
+        # Cut by the buffer of a program that does not flush its lines: the rest follows when that is full.
+        cut = (self.offset + self.scanned) % _BUFFER == 0
+        return None if cut else self.held_since + _SHOW_TEXT
+
+    def note_held(self, now: float) -> None:
+        """Keep the time since which an unfinished line waits."""
+        if not self.scanned:
+            self.held_since = 0.0
+        elif not self.held_since:
+            self.held_since = now
 
     def frame(self, data: bytes, show_rest: bool) -> tuple[int, list[memoryview]]:
         """How many bytes of `data` are used, and the block for the sink; `show_rest`: with the open line."""
         last = self.limit is not None and self.offset + len(data) >= self.limit
         cut = line_end(data, self.sink.tty, last or show_rest)
-        if not cut and (self.open_line or len(data) >= BLOCK):
+        if not cut and (self._streams() or len(data) >= BLOCK):
             show_rest = True  # the line is already open, or too long to keep whole: stream it
+            self.yields = False
+        elif show_rest:
+            self.yields = not self.sink.tty
         used = len(data) if last or show_rest else cut
         if self.line_filter is None:
             body, judged = data, used
@@ -118,6 +152,9 @@ class FollowedFile:
             judged, body = self._sift(data, used)
         # Bytes that the filter has not judged count as new, so that they are read again.
         self.scanned = len(data) - used if judged == used else 0
+        self.redrawn = b"\r" in data[used:]
+        if used:
+            self.held_since = 0.0
         block = self._block(body, used if self.line_filter is None else len(body))
         used = judged
         if last and self.offset + used >= (self.limit or 0) and self.open_line:

@@ -16,6 +16,8 @@ Invariants
   destinations x block size, whatever the workers write.
 - An open line (too long to keep whole, or unfinished on a terminal) owns its destination until it ends, or
   until it has been silent for a while and another file has new output.
+- In a pipe or a file, an unfinished line is shown after a time, so that a progress bar moves. Any other file
+  may interrupt it at once: it is ended there, and continues on a line of its own.
 - `_inbox`, `_sinks`, `_stopping`, `_ending` and the losses are shared; everything else belongs to the thread.
   `_cond` guards what both sides modify, and is notified when a file is done.
 """
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["Containing", "LogFollower"]
 
 _LINGER = 0.002  # after output, wait this long before arming watches again: fewer, larger blocks
-_SHOW_PARTIAL = 0.1  # a terminal shows an unfinished line after this much silence
 _STALL = 30.0  # seconds without progress after which a destination is given up
 _STOP_FLUSH = 0.25  # how long `stop` lets a half-written block finish
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -371,7 +372,7 @@ class LogFollower:
 
     def _pick(self, sink: Sink, now: float) -> FollowedFile | None:
         owner = sink.owner
-        if owner is not None and not owner.done:
+        if owner is not None and not owner.done and not owner.yields:
             if owner.queued:
                 return owner
             if now < owner.read_at + sink.hold:
@@ -384,7 +385,8 @@ class LogFollower:
             if source.limit is not None:
                 self._finishing.append(source)
             return
-        silent = source.sink.tty and source.scanned > 0 and now >= source.read_at + _SHOW_PARTIAL
+        due = source.show_at()
+        silent = due is not None and now >= due
         seen = source.offset + source.scanned
         data, at_end = source.read(silent)
         if at_end and not data and self._shrunk(source):
@@ -400,6 +402,7 @@ class LogFollower:
             self._warn(source.filter_error)
         if source.offset + source.scanned > seen:
             source.read_at = now
+        source.note_held(now)
         if source.limit is not None and source.offset >= source.limit:
             self._finishing.append(source)
         elif at_end:
@@ -514,8 +517,9 @@ class LogFollower:
                 continue
             if source.polled:
                 times.append(now + self._poll_interval)
-            if source.sink.tty and source.scanned:
-                times.append(source.read_at + _SHOW_PARTIAL)
+            due = source.show_at()
+            if due is not None:
+                times.append(due)
         return max(0.0, min(times) - now) if times else None
 
     def _wake_silent(self, now: float) -> None:
@@ -523,8 +527,8 @@ class LogFollower:
         for source in self._sources:
             if source.queued or source.sink.dead:
                 continue
-            partial = source.sink.tty and source.scanned and now >= source.read_at + _SHOW_PARTIAL
-            if partial or (source.polled and (source.fd < 0 or source.grew())):
+            due = source.show_at()
+            if (due is not None and now >= due) or (source.polled and (source.fd < 0 or source.grew())):
                 self._unwatch(source)
                 self._queue(source)
 

@@ -140,7 +140,7 @@ class DefaultLogsSpecs(LogsSpecs):
     def root_log_dir(self) -> str:
         """The given directory, or the temporary one (created on first use)."""
         if self._root_log_dir is None:
-            self._root_log_dir = _make_unique(temporary_directory(), "phalanx")
+            self._root_log_dir = _make_temporary()
         return self._root_log_dir
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -261,6 +261,18 @@ def _make_unique(parent: str, name: str) -> str:
         except FileExistsError:
             continue
         return path
+
+
+def _make_temporary() -> str:
+    from phalanx.errors import StartError
+
+    parent = temporary_directory()
+    try:
+        return _make_unique(parent, "phalanx")
+    except OSError as error:
+        raise StartError(
+            f"no temporary directory in {parent} ({error.strerror}); set TMPDIR, or use a log directory"
+        ) from error
 
 
 def _make_log_dir(path: str) -> None:

@@ -14,7 +14,16 @@ from phalanx.core.rounds import LOST
 from phalanx.membership.elastic import error_of
 from phalanx.membership.handler import adapted
 from phalanx.membership.membership import clock
-from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Remark, Waiting
+from phalanx.membership.membership_events import (
+    FAILED,
+    Ended,
+    Formed,
+    Leased,
+    NodeFailure,
+    Over,
+    Remark,
+    Waiting,
+)
 from phalanx.observe.progress_line import Progress
 
 TYPE_CHECKING = False
@@ -47,12 +56,17 @@ class ElasticNodes:
         post: Callable[[Any], None],
         show: Callable[[str], None],
         note: Callable[[str], None],
+        lease_until: Callable[[float], None],
         timeout: float,
     ) -> None:
-        """`show` gets the wait in words, `note` a line to show once. `timeout`: of the exit barrier."""
+        """`show` gets the wait in words, `note` a line to show once. `timeout`: of the exit barrier.
+
+        `lease_until` gets the time until which workers may run, from the membership's thread: a lease is
+        renewed although the owner is busy, and no renewal wakes it."""
         self._handler: ElasticRendezvous = handler
         self._membership = membership
         self._post, self._show, self._note, self._timeout = post, show, note, timeout
+        self._lease_until = lease_until
         self.name = membership.settings.name
         self.worker_ranks: list[WorkerRanks] | None = None
         self._formed: Formed | None = None
@@ -102,7 +116,11 @@ class ElasticNodes:
         final = command.summary if command.final else ""
         # With the host of the store the job would lose its store: its failure is the job's.
         self._unfit = command.unfit and not self._membership.hosting
-        self._membership.failed(command.round, NodeFailure(command.summary, final, text, code), self._unfit)
+        failure = NodeFailure(command.summary, final, text, code, command.delay)
+        self._membership.failed(command.round, failure, self._unfit)
+
+    def fenced(self, number: int) -> None:
+        self._membership.fenced(number)
 
     def finished(self, number: int) -> None:
         self._finished = number
@@ -184,6 +202,8 @@ class ElasticNodes:
                 self._post(events.RoundReady(ready))
             case Over():
                 self._post(self._end_of_round(happening))
+            case Leased(until):
+                self._lease_until(until)
             case Ended():
                 self._post(self._end_of_job(happening))
             case Waiting(text):
@@ -205,8 +225,9 @@ class ElasticNodes:
         if now.phase == CLOSED:
             return events.RoundFailed("closed", over.reason, job_failed=False)
         if now.restarts > over.was.restarts:
-            summary = NodeFailure.read(now.cause[2]).summary
-            return events.PeerFailed(now.cause[1], number, now.restarts, summary)
+            failure = NodeFailure.read(now.cause[2])
+            name = now.cause[1]
+            return events.PeerFailed(name, number, now.restarts, failure.summary, delay=failure.delay)
         return events.RoundOver(number, over.reason)
 
     def _failure_of(self, number: int, now: Round, outcome: str) -> events.Event | None:
@@ -250,6 +271,7 @@ def elastic_nodes(
     post: Callable[[Any], None],
     show: Callable[[str], None],
     note: Callable[[str], None],
+    lease_until: Callable[[float], None],
     timeout: float,
     open_meeting: Callable[[str], tuple[Any, int]],
 ) -> ElasticNodes | None:
@@ -266,7 +288,7 @@ def elastic_nodes(
     )
     if membership is None:
         return None
-    nodes = ElasticNodes(handler, membership, post, show, note, timeout)
+    nodes = ElasticNodes(handler, membership, post, show, note, lease_until, timeout)
     return nodes
 
 

@@ -139,6 +139,9 @@ class HandlerNodes:
 
     # -- the end ------------------------------------------------------------------------------------
 
+    def fenced(self, number: int) -> None:
+        """torch's interface knows no leases."""
+
     def finished(self, number: int) -> None:
         self._stop_asking()
         info = self._info

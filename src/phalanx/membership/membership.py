@@ -1,8 +1,9 @@
 """One node's membership in a job: a thread that owns participant, connection and, on the host, the store.
 
 Everything that happens is a call in one queue, carried out by one thread, so nothing here needs a lock. The
-membership reports `Formed` (run workers in this round), `Over` (stop them), `Ended` (the job is over for this
-node), and lines for people (`Waiting`, `Remark`), in order and from its thread; the callback must not block.
+membership reports `Formed` (run workers in this round), `Leased` (until when they may run), `Over` (stop
+them), `Ended` (the job is over for this node), and lines for people (`Waiting`, `Remark`), in order and from
+its thread; the callback must not block.
 
 Beyond what `core.participant` decides, this shell
 - gives every round a fresh place for its workers to meet: rank 0 opens it and publishes it under the round's
@@ -26,6 +27,7 @@ from phalanx.core.participant_events import (
     Connected,
     Disconnected,
     End,
+    LeaseMissed,
     LeaveRequested,
     Noticed,
     Send,
@@ -41,7 +43,16 @@ from phalanx.core.round_records import CLOSED, FORMING, NodeInfo, Result, encode
 from phalanx.core.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError
 from phalanx.membership.address import listening_address
-from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Remark, Waiting
+from phalanx.membership.membership_events import (
+    FAILED,
+    Ended,
+    Formed,
+    Leased,
+    NodeFailure,
+    Over,
+    Remark,
+    Waiting,
+)
 from phalanx.membership.settings import open_server
 from phalanx.membership.waiting_line import StatusLine
 
@@ -114,6 +125,7 @@ class Membership:
         self._meetings: dict[int, tuple[str, int]] = {}  # round -> address and port
         self._handed: StartRound | None = None  # the round that was reported as formed
         self._last: Round | None = None  # the round that was reported as over
+        self._leased = 0.0  # until when workers may run, as it was reported
         self._finished_by: float | None = None
         self._refused_since: float | None = None
         self._dialling_until = 0.0
@@ -144,6 +156,10 @@ class Membership:
 
         `unfit`: they could not be started, and this node leaves."""
         self._calls.put(lambda: self._report(number, failure, unfit=unfit))
+
+    def fenced(self, number: int) -> None:
+        """The workers of this round were killed at the time that `Leased` named."""
+        self._calls.put(lambda: self._step(LeaseMissed(number)))
 
     def finished(self, number: int, timeout: float) -> None:
         """All workers of this node succeeded; wait for the other nodes at most this long."""
@@ -277,7 +293,11 @@ class Membership:
         participant = self.participant
         if participant is None:
             return
-        for action in participant.step(clock(), event):
+        actions = participant.step(clock(), event)
+        if participant.lease and participant.fence_at != self._leased:
+            self._leased = participant.fence_at
+            self.tell(Leased(self._leased))
+        for action in actions:
             self._act(action)
         if self.ended.is_set():
             return

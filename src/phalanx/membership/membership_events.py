@@ -34,6 +34,12 @@ class Over(NamedTuple):
     preempted: bool = False
 
 
+class Leased(NamedTuple):
+    """Workers may run on this node until then, by the clock of the membership; told before `Formed`."""
+
+    until: float
+
+
 class Ended(NamedTuple):
     """The job is over for this node, perhaps while a round was running."""
 
@@ -53,7 +59,7 @@ class Remark(NamedTuple):
     text: str
 
 
-Happening = Formed | Over | Ended | Waiting | Remark
+Happening = Formed | Over | Leased | Ended | Waiting | Remark
 
 
 class NodeFailure(NamedTuple):
@@ -63,6 +69,7 @@ class NodeFailure(NamedTuple):
     final: str = ""
     report: str = ""
     exit_code: int = 1
+    delay: float = 0.0  # seconds before the restart, on every node
 
     def text(self) -> str:
         """For the round's record."""
@@ -85,13 +92,16 @@ class NodeFailure(NamedTuple):
         try:
             found = json.loads(text)
             words = {key: found.get(key, "") for key in ("summary", "final", "report")}
-            code = found.get("exit_code", 1)
+            code, delay = found.get("exit_code", 1), found.get("delay", 0.0)
             if not all(isinstance(one, str) for one in words.values()) or type(code) is not int:
+                raise TypeError
+            if type(delay) not in (int, float) or not 0 <= delay < _LONGEST_DELAY:
                 raise TypeError
         except (ValueError, TypeError, AttributeError, RecursionError):
             return NodeFailure(printable(text))
         cleaned = {key: printable(one, lines=key == "report") for key, one in words.items()}
-        return NodeFailure(**cleaned, exit_code=code if 0 < code < 256 else 1)
+        return NodeFailure(**cleaned, exit_code=code if 0 < code < 256 else 1, delay=delay)
 
 
+_LONGEST_DELAY = 86400.0 + 1
 NO_FAILURE = NodeFailure("")

@@ -29,6 +29,7 @@ Sink: TypeAlias = Callable[[str], None]
 
 RENDEZVOUS = "dynamic_rendezvous"
 """The destination of rendezvous events, under torch's name; silent until a sink is registered for it."""
+PLUG_INS = "phalanx.event_handlers"  # the entry-point group
 
 
 class EventSource(str, Enum):  # noqa: UP042 - str() gives "EventSource.AGENT", as in torch
@@ -216,6 +217,30 @@ def register(name: str, sink: Sink | None) -> None:
     """Add or replace a destination; None makes it silent."""
     _sinks[name] = sink
     _broken.discard(name)
+
+
+def choose(name: str) -> None:
+    """Make sure that a destination exists: a built-in or registered one, or a plug-in; else ValueError.
+
+    A plug-in is a function that takes a line, a `logging.Handler`, or something that makes one.
+    """
+    if name in _sinks:
+        return
+    from phalanx.plugins import load
+
+    found = load(name, PLUG_INS)
+    made = found() if isinstance(found, type) else found
+    register(name, _passing_on(made) if hasattr(made, "handle") else made)
+
+
+def _passing_on(handler: logging.Handler) -> Sink:
+    """The sink for a logging handler."""
+    import logging
+
+    def emit(line: str) -> None:
+        handler.handle(logging.LogRecord("phalanx.events", logging.INFO, "", 0, line, None, None))
+
+    return emit
 
 
 def destinations() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 from phalanx.core.failures import diagnose, echo_of, last_line, moment, ranks_text, root_of
 from phalanx.observe.duration import duration
@@ -48,6 +49,19 @@ def summary(rank: int, failure: ProcessFailure) -> str:
     return f"rank {rank}: {_error_line(failure) or _short_status(failure.reported_exitcode)}"
 
 
+def exception_names(failure: ProcessFailure) -> tuple[str, ...]:
+    """The class of the exception that ended a worker, and its base classes as far as they are known."""
+    if failure.error is not None and failure.error.kinds:
+        return failure.error.kinds
+    name = _error_line(failure).partition(":")[0].rpartition(".")[2]
+    if not name.isidentifier():
+        return ()
+    import builtins
+
+    kind = getattr(builtins, name, None)
+    return tuple(one.__name__ for one in kind.__mro__[:-1]) if isinstance(kind, type) else (name,)
+
+
 # ---------------------------------------------------------------- the text
 
 
@@ -69,7 +83,8 @@ def format_report(
     rule = (section or "-") * columns
     title = paint(f"{plain_text(name)} FAILED", "1;31") + _counts(found)
     lines = [(border or "=") * columns, title, rule[:columns]]
-    lines += _root_lines(found, failure, columns, started_at, paint)
+    root = _root_lines(found, failure, columns, started_at, paint)
+    lines += _enriched(root, failure) if failure.exitcode < 0 else root
     others = _other_lines(found, failures, columns, started_at)
     if others:
         lines += [rule[:columns], *others]
@@ -143,6 +158,19 @@ def _root_lines(
     return lines
 
 
+def _enriched(lines: list[str], failure: ProcessFailure) -> list[str]:
+    """What the program's own error handler makes of a death by signal (torch's hook)."""
+    record = sys.modules.get("phalanx.workers.record")
+    if record is None:  # nothing here can have defined or replaced a handler
+        return lines
+    enrich = getattr(record.current_handler(), "maybe_enrich_signal_failure_message", None)
+    try:
+        text = enrich("\n".join(lines), failure.error_file) if enrich is not None else ""
+    except Exception:  # noqa: BLE001 - code of the user; the report is more important
+        return lines
+    return text.split("\n") if isinstance(text, str) and text else lines
+
+
 def _other_lines(found: Diagnosis, failures: Failures, columns: int, started_at: float | None) -> list[str]:
     zero = moment(found.root, started_at)
     rest = [group for group in found.groups if found.root.rank not in group.ranks]
@@ -194,7 +222,7 @@ def _place(root: WorkerExit, failure: ProcessFailure) -> str:
 
 
 def _status(failure: ProcessFailure) -> str:
-    text = code_in_words(failure.exitcode) + (
+    text = code_in_words(failure.exitcode, failure.pid) + (
         "" if failure.error or failure.exitcode < 0 or _error_line(failure) else ", no traceback"
     )
     if failure.reported_exitcode != failure.exitcode:
@@ -312,7 +340,7 @@ def _headline(message: str) -> str:
 def _error_line(failure: ProcessFailure) -> str:
     """The exception in one line: as recorded, else as the interpreter printed it."""
     if failure.error:
-        return _headline(failure.message)
+        return _headline(failure.error.message or failure.message)
     if failure.exitcode <= 0:
         return ""
     found = ""

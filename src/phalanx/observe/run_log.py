@@ -127,10 +127,10 @@ class RunLog:
                 rank=failure.rank,
                 pid=failure.pid,
                 exit_code=failure.reported_exitcode,
-                timestamp=failure.timestamp,
+                timestamp=failure.failed_at,
             )
             # It has the wall clock's time, this class the monotonic one. The distance from now holds in both.
-            marks = now - max(0.0, time.time() - failure.timestamp)
+            marks = now - max(0.0, time.time() - failure.failed_at)
         self._incident = events.IncidentMarks(incident)
         if marks is not None:
             self._mark("failed", marks)

@@ -48,6 +48,7 @@ SIGNAL_AT = 58
 SECTION_AT = 64
 SECTION_BYTES = 128  # the first byte is the length
 BEGUN_AT = 192  # nanoseconds; written by bootstrap.py just before the program's first line
+WAITS_AT = 200  # the program calls wait_for_rank()
 SIZE = 4096
 STACKS_AT = 4096  # repeated in bootstrap.py, which imports nothing of the package
 
@@ -80,34 +81,6 @@ class BoardSnapshot:
         self.listens = bool(listens)
         self.preempted = bool(preempted)
         self.section: str = section[1 : 1 + section[0]].decode("utf-8", "replace")
-
-
-class LeaseBoard:
-    """The time until which the workers of this node may run; the zygote reads it when that time has come.
-
-    The agent renews it with every lease. If the agent is stopped, it does not, and the zygote kills the
-    workers: another node may run the same ranks by then.
-    """
-
-    def __init__(self) -> None:
-        from phalanx.kernel import anonymous_file
-
-        self._fd = anonymous_file("phalanx-lease")
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def write(self, when: float) -> None:
-        """Set the time, by the monotonic clock; infinity: no limit."""
-        if self._fd >= 0:
-            nanoseconds = 0 if when == float("inf") else max(1, int(when * 1e9))
-            os.pwrite(self._fd, nanoseconds.to_bytes(8, "little"), 0)  # one aligned write
-
-    def close(self) -> None:
-        """Close it; idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 class Boards:
@@ -163,6 +136,10 @@ class Boards:
         """When the last worker reached its program's first line; None until all have."""
         times = [int.from_bytes(os.pread(fd, 8, BEGUN_AT), sys.byteorder) for fd in self._fds]
         return max(times) / 1e9 if times and all(times) else None
+
+    def calls_wait_for_rank(self, rank: int) -> bool:
+        """Whether the worker has called it: its next incarnation can be prepared up to there."""
+        return os.pread(self._fds[rank], 1, WAITS_AT) == b"\1"
 
     def set_preempted(self, rank: int) -> None:
         """Make the worker save a checkpoint and exit."""

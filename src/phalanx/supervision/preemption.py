@@ -4,6 +4,12 @@ The agent sets a flag on every worker's board and sends the signal to the worker
 It would kill the others, and one killed rank could break the checkpoint of the rest. If no rank watches for a
 preemption, there is nothing to wait for, and all workers are stopped as by SIGTERM.
 
+Schedulers often send the signal to every process of the job (`scancel`, Slurm's --signal, `kill -- -PGID`).
+Workers that only poll `should_checkpoint` must outlive that: in Python workers the signal is ignored until
+the program installs a handler (zygote/bootstrap.py), or, where it is also a signal that stops programs, from
+the first call on (worker.py). The shield would hold off a stop by that signal too, so that the agent stops
+workers by another one (`stop_signal`).
+
 A preemption is the job's: the round carries it to all nodes (core.rounds), and their agents stop their
 workers in the same way, once, whichever comes first: the announcement of another node or their own signal.
 """
@@ -15,11 +21,18 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from phalanx.supervision.heartbeat import Boards
     from phalanx.workers.failure import ProcessFailure
     from phalanx.workers.worker_group import PContext
+
+
+def stop_signal(preempt_signal: int) -> int:
+    """What stops workers for any other reason than a preemption: a signal that does not announce one."""
+    if preempt_signal != signal.SIGTERM:
+        return signal.SIGTERM
+    return signal.SIGINT if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else signal.SIGHUP
 
 
 class Preemption:
@@ -27,8 +40,10 @@ class Preemption:
 
     def __init__(self, sig: int = 0) -> None:
         self.signal = sig
+        self.stop_signal = stop_signal(sig)
         self.under_way = False
         self._announced = False
+        self._told: set[int] = set()  # local ranks that listen
         self._since = 0.0  # wall clock, like exit times
 
     def repeats(self, sig: int) -> bool:
@@ -47,6 +62,7 @@ class Preemption:
     def over(self) -> None:
         """New workers start: nothing of an earlier preemption holds for them."""
         self.under_way = False
+        self._told = set()
 
     def stop(self, context: PContext, boards: Boards, grace: float, note: Callable[[str], None]) -> None:
         """Let the workers save a checkpoint and exit; stop them after the grace period."""
@@ -59,7 +75,8 @@ class Preemption:
         self.under_way, self._since = True, time.time()
         pids, running = context.pids(), context.running
         handlers = {rank for rank in running if self.signal and catches(pids[rank], self.signal)}
-        if not handlers and not any(boards.read(rank).listens for rank in running):
+        self._told = handlers | {rank for rank in running if boards.read(rank).listens}
+        if not self._told:
             note("preemption: no worker handles it (phalanx.worker.should_checkpoint), so all are stopped")
             context.ask_stop(signal.SIGTERM, grace)
             return
@@ -75,3 +92,20 @@ class Preemption:
             when = failure.exited_at
             if self.under_way and failure.stopped_at is None and when is not None and when >= self._since:
                 failure.stopped_at = self._since
+
+    def unsaved(self, ended: Mapping[int, ProcessFailure], grace: float) -> str:
+        """One line about the workers, by global rank, that did not exit by themselves when told; or empty."""
+        if not self.under_way or not self._told:
+            return ""
+        from phalanx.core.failures import ranks_text
+
+        # The announcement again, at the end of a program that had learned of it, is no news.
+        late = {(rank, -self.signal) for rank in self._told}
+        ended = {rank: one for rank, one in ended.items() if (one.local_rank, one.exitcode) not in late}
+        killed = [rank for rank, failure in ended.items() if failure.exitcode == -signal.SIGKILL]
+        others = {rank: one for rank, one in ended.items() if one.exitcode < 0 and rank not in killed}
+        raised = {rank: one for rank, one in ended.items() if one.exitcode > 0 and one.error is not None}
+        parts = [f"{ranks_text(killed)} still ran after --grace {grace:g} s"] if killed else []
+        parts += [f"rank {rank} was ended by {one.signal_name()}" for rank, one in others.items()]
+        parts += [f"rank {rank} failed ({one.message.splitlines()[0][:100]})" for rank, one in raised.items()]
+        return f"preemption: not saved as far as is known: {'; '.join(parts)}" if parts else ""

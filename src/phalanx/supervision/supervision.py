@@ -111,12 +111,12 @@ class Supervision:
         """When all workers of the last start had reached their first line; None where that is not known."""
         return self._boards.begun() if self._boards is not None else None
 
-    def was_ready(self, rank: int) -> bool | None:
-        """Whether this worker had called ready() or sent a heartbeat; None where it has no board."""
+    def progress_of(self, rank: int) -> tuple[bool | None, int | None]:
+        """Whether this worker had called ready() or sent a heartbeat (None: no board), and its last step."""
         if self._boards is None:
-            return None
+            return None, None
         slot = self._boards.read(rank)
-        return bool(slot.ready_at or slot.count)
+        return bool(slot.ready_at or slot.count), slot.step
 
     def boards(self, count: int) -> Boards:
         """New boards for a start; those of the last one are given back."""

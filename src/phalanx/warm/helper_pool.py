@@ -1,8 +1,9 @@
 """Which helpers the next start gets: cold ones, preloaded ones, or standby processes.
 
 At the first start of a script nothing is known: the helpers are bare, and one worker writes down what it
-imports. Once it has been quiet for a while, other helpers are started in the background with that list; a
-restart takes them. The list is kept (warm/import_cache.py), so that the next launch starts with it.
+imports. Once it has been quiet for a while, other helpers are started in the background with that list. A
+restart takes them if they are ready; if not, it takes the helpers of the last start, and never waits. The
+list is kept (warm/import_cache.py), so that the next launch starts with it.
 
     off      every worker is executed from scratch
     auto     as above
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from phalanx.core.group import Phase
     from phalanx.warm.import_cache import ImportCache
+    from phalanx.warm.standby import StandbyRank
     from phalanx.workers.worker_group import PContext
 
 # Seconds after a start at which the list is looked at: early for the imports at the top of a script, later
@@ -54,6 +56,8 @@ class HelperPool:
         self.mode = mode
         self.learned = learned
         self.warm_up = warm_up
+        self.standby_ranks: list[StandbyRank] = []  # of the workers, as far as it is known beforehand
+        self._waits_for_rank: set[int] = set()  # local ranks whose program calls wait_for_rank()
         self.say: Callable[[str], None] = lambda _line: None
         self._own = list(preload)
         self._next: Spawner | None = None
@@ -61,6 +65,7 @@ class HelperPool:
         self._due: list[float] = []
         self._parked = 0
         self._told: set[str] = set()
+        self._waiting_now: set[int] = set()  # of the current incarnation
         self._closing: list[ClosingHelpers] = []
         self._replaced_at = 0.0
         self._now: Spawner | None = self._make(background=False) if kind else None
@@ -89,14 +94,14 @@ class HelperPool:
         self._drop_lost()
         self._drop_outdated()
         now = self._now
-        if self._next is not None and self._next.how == kind:
+        if self._next is not None and self._next.how == kind and not self._next.importing:
             self._retire_current()
             now, self._next = self._next, None
         if now is None or now.how != kind:
             if now is not None:
                 self.retire(now)
             self.kind = kind
-            now = self._make(background=False)
+            now = Spawner(kind)
         self._now = now
         return now
 
@@ -115,6 +120,7 @@ class HelperPool:
         self._context = context
         self._due = [now + after for after in _LOOKS] if self.kind.startswith("python") else []
         self._parked = 0
+        self._waiting_now = set()
 
     def prepare(self, count: int) -> None:
         """Nothing runs and a round is awaited (a spare, a first node): park processes for it."""
@@ -126,7 +132,25 @@ class HelperPool:
             and not self._parked
         ):
             self._parked = count
-            ready.park(count, self.warm_up)
+            self._park(ready, count)
+
+    def _park(self, helpers: Spawner, count: int) -> None:
+        for rank, known in enumerate(self.standby_ranks):
+            known.runs_script = rank in self._waits_for_rank
+        helpers.park(count, self.warm_up, self.standby_ranks[:count])
+
+    def _see_who_waits(self, context: PContext) -> None:
+        """A worker that calls wait_for_rank() has just rung the bell: prepare the next one up to there."""
+        boards = context.options.boards
+        if boards is None or self.mode != "standby" or not self.standby_ranks:
+            return
+        ranks = {rank for rank in range(context.nprocs) if boards.calls_wait_for_rank(rank)}
+        if ranks - self._waiting_now:
+            self._waiting_now = ranks
+            self._waits_for_rank |= ranks
+            ready = self._next or self._now
+            if ready is not None and ready.how.startswith("python"):
+                self._park(ready, context.nprocs)
 
     @property
     def parked(self) -> list[int]:
@@ -154,6 +178,9 @@ class HelperPool:
         self._reap()
         if self._drop_lost() and self._now is None and phase not in _NO_START:
             self._replace(now)
+        self._tell_of_standbys()
+        if phase == "RUNNING" and self._context is not None:
+            self._see_who_waits(self._context)
         if phase == "RUNNING" and self._due and self._due[0] <= now and self._context is not None:
             self._improve(self._context, now)
 
@@ -203,7 +230,7 @@ class HelperPool:
         if now >= self._replaced_at + _REPLACE_AFTER:
             self._replaced_at = now
             try:
-                self._now = self._make(background=False)
+                self._now = Spawner(self.kind)
             except StartError:
                 pass  # the start tries again, and reports it
 
@@ -213,7 +240,8 @@ class HelperPool:
             self._due.pop(0)
         self.learn()
         ready = self._next or self._now
-        if self.learned is not None and self.mode != "off":
+        # Standbys that wait for their rank have imported everything.
+        if self.learned is not None and self.mode != "off" and not self._waits_for_rank:
             better = len(set(self.learned.names) - set(ready.preload if ready is not None else ()))
             if better >= _WORTH_IT:
                 if self._next is not None:
@@ -223,7 +251,7 @@ class HelperPool:
             return
         self.tell_dropped(ready)
         if self.mode == "standby" and self.kind.startswith("python"):
-            ready.park(context.nprocs, self.warm_up)
+            self._park(ready, context.nprocs)
 
     def learn(self) -> None:
         """Take in and keep what the first worker imported so far."""
@@ -242,6 +270,16 @@ class HelperPool:
                     self.learned.forget(name)
                     self.learned.save()
 
+    def _tell_of_standbys(self) -> None:
+        """One line for each reason why there are none."""
+        for helpers in (self._now, self._next):
+            if helpers is not None and helpers.standby_lines:
+                lines, helpers.standby_lines = helpers.standby_lines, []
+                for line in lines:
+                    if line not in self._told:
+                        self._told.add(line)
+                        self.say(line)
+
     # -- the end ------------------------------------------------------------------------------------
 
     def begin_close(self) -> None:
@@ -249,6 +287,9 @@ class HelperPool:
         for helpers in (self._next, self._now):
             if helpers is not None:
                 self.tell_dropped(helpers)
+        self._tell_of_standbys()
+        for helpers in (self._next, self._now):
+            if helpers is not None:
                 self.retire(helpers)
         self._next = self._now = None
 

@@ -99,7 +99,11 @@ def exception_data(exc: BaseException, now_ns: int) -> dict[str, Any]:
         text = str(exc)
     except Exception:  # noqa: BLE001 - user code may raise anything
         text = f"<str() of this {kind} failed>"
-    return message_data(f"{kind}: {text}", _traceback_text(exc), now_ns)
+    data = message_data(f"{kind}: {text}", _traceback_text(exc), now_ns)
+    # By name, with its base classes: the restart policy knows some of them.
+    kinds = [one.__name__ for one in type(exc).__mro__ if one not in (Exception, BaseException, object)]
+    data["message"]["extraInfo"]["exceptionTypes"] = kinds[:16]
+    return data
 
 
 def message_data(
@@ -179,6 +183,25 @@ def read_with_reason(path: str) -> tuple[ErrorRecord | None, str]:
     return _to_record(data), ""
 
 
+def check_shape(path: str) -> None:
+    """Raise, with the type that torch raises, for a file that is JSON but not an error record."""
+    body, reason = _read_bytes(path, READ_LIMIT)
+    if reason:
+        return
+    import json
+
+    try:
+        data = json.loads(body.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return  # broken: the failure is described by its exit status
+    try:
+        message = data["message"]
+        if not isinstance(message, str):
+            int(message["extraInfo"]["timestamp"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise type(error)(f"error file {path} is not an error record: {error}") from None
+
+
 def _read_bytes(path: str, limit: int) -> tuple[bytes, str]:
     import stat
 
@@ -222,15 +245,17 @@ def _to_record(data: dict[str, Any]) -> ErrorRecord:
     extra = content.get("extraInfo")
     extra = extra if isinstance(extra, dict) else {}
     exact = _number(extra.get("timestampNs"))
-    at = exact / 1e9 if exact is not None else _number(extra.get("timestamp"))
+    # Beside a message that is plain text, the time stands at the top.
+    at = exact / 1e9 if exact is not None else _number(extra.get("timestamp", content.get("timestamp")))
     code = _number(content.get("errorCode"))
-    stack = extra.get("py_callstack")
+    stack, kinds = extra.get("py_callstack"), extra.get("exceptionTypes")
     return ErrorRecord(
         message=_clean(str(content.get("message") or "")),
         traceback=_clean(stack) if isinstance(stack, str) else "",
         at=at,
         precise=exact is not None or (at is not None and at != int(at)),
         code=int(code) if code is not None and abs(code) < 2**31 else None,
+        kinds=tuple(str(kind)[:200] for kind in kinds[:16]) if isinstance(kinds, list) else (),
         data=data,
     )
 

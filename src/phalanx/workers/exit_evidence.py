@@ -241,12 +241,14 @@ def signal_label(number: int) -> str:
     return f"SIGRTMIN+{number - low}" if low <= number <= high else f"signal {number}"
 
 
-def code_in_words(code: int) -> str:
-    """A description of an exit code or (negative) signal."""
+def code_in_words(code: int, pid: int | None = None) -> str:
+    """A description of an exit code or (negative) signal; with the pid, in torch's words for a signal."""
     if code < 0:
         name = signal_label(-code)
         meaning = _SIGNALS.get(name)
         number = f"{name} (signal {-code})" if name.startswith("SIG") else name
+        if pid is not None and name.startswith("SIG"):
+            number = f"Signal {-code} ({name}) received by PID {pid}"
         return f"{number}: {meaning}" if meaning else number
     if code == 126:
         return "exit code 126 (found but not executable)"

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 NO_FILE = "<N/A>"
 NO_MESSAGE = "<NONE>"
+# torch's words for a failure without an error file: programs that read logs look for them.
+NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 SYSTEM_TERMINATED = {"category": "system_terminated_error", "retryability": "False"}
 
 
@@ -29,7 +31,8 @@ class ProcessFailure(Record, frozen=False):
 
     error_file_data: dict[str, Any]
     message: str
-    timestamp: float
+    timestamp: int  # whole seconds, as torch has it; from the error file if it has a time
+    failed_at: float  # the same to a fraction of a second: the earliest is the root cause
 
     def __init__(
         self,
@@ -48,7 +51,9 @@ class ProcessFailure(Record, frozen=False):
         global_rank: int | None = None,
         role: str = "",
         alone: bool = False,
+        tolerant: bool = False,
     ) -> None:
+        """`tolerant`: an error file of the wrong shape counts as none; by default it raises, as in torch."""
         self.local_rank = local_rank
         self.pid = pid
         self.exitcode = exitcode
@@ -63,12 +68,15 @@ class ProcessFailure(Record, frozen=False):
         self.global_rank = global_rank
         self.role = role
         self.alone = alone
+        self.tolerant = tolerant
         self.__post_init__()
 
     def __post_init__(self) -> None:
         """Read the error file; `__post_init__`, because a dataclass that extends this class calls it."""
         if self.exited_at is None:
             self.exited_at = time.time()
+        if not self.tolerant:
+            files.check_shape(self.error_file)
         self.error: ErrorRecord | None
         self.error, self.no_error_reason = files.read_failure(self.error_file, self.exitcode)
         self.exitcode = own_code(self.ending())
@@ -83,14 +91,16 @@ class ProcessFailure(Record, frozen=False):
             at = int((self.error.at or self.exited_at) * 1e9)
             about = files.message_data(self.error.message, self.error.traceback, at)
             self.error_file_data = {**about, "errorTraits": dict(SYSTEM_TERMINATED)}
-            self.message = self.error.message
+            self.message = self._status_message()
             self.error_file += files.STACK_SUFFIX
-        self.timestamp = moment(self.ending())
+        self.failed_at = moment(self.ending())
+        written = self.error.at if self.error is not None and self.error.data else None
+        self.timestamp = int(self.failed_at if written is None else written)
         if "was not written" in self.no_error_reason or not self.error_file:
             self.error_file = NO_FILE
 
     def __repr__(self) -> str:
-        long = ("error_file_data", "tail", "error", "no_error_reason")
+        long = ("error_file_data", "tail", "error", "no_error_reason", "tolerant")
         shown = [f"{name}={value!r}" for name, value in vars(self).items() if name not in long]
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -146,12 +156,13 @@ class ProcessFailure(Record, frozen=False):
         import datetime
 
         try:
-            when = datetime.datetime.fromtimestamp(self.timestamp).astimezone()
+            when = datetime.datetime.fromtimestamp(self.failed_at).astimezone()
         except (ValueError, OverflowError, OSError):
             return NO_FILE
         return when.isoformat(timespec="milliseconds")
 
     def _status_message(self) -> str:
         if self.exitcode < 0:
-            return f"Signal {-self.exitcode} ({self.signal_name()}) killed process {self.pid}"
-        return f"Process {self.pid} failed with {code_in_words(self.exitcode)} and left no traceback"
+            return f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
+        status = code_in_words(self.exitcode)
+        return f"{NO_TRACEBACK} (process {self.pid} failed with {status} and left no traceback)"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import ChildFailedError
@@ -19,6 +20,8 @@ from phalanx.workers import error_file as files
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import ParamSpec, TypeVar
+
+    from phalanx.workers.failure import ProcessFailure
 
     P = ParamSpec("P")
     R = TypeVar("R")
@@ -36,13 +39,17 @@ class ErrorHandler:
         try:
             faulthandler.enable(all_threads=True)
         except (OSError, RuntimeError, ValueError, AttributeError):
-            pass  # stderr has no descriptor (closed, or replaced in a notebook)
+            faulthandler.enable(2, all_threads=True)  # sys.stderr is no file: closed, or a notebook's
 
     def record_exception(self, e: BaseException) -> None:
         """Write `e` to the error file, if this process has one."""
         path = _own_error_file()
         if path:
             files.write_exception(path, e)
+
+    def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:
+        """The report's text about a worker that a signal killed; a subclass may add what it knows."""
+        return message
 
     def override_error_code_in_rootcause_data(
         self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
@@ -84,9 +91,16 @@ def get_error_handler() -> ErrorHandler:
     return ErrorHandler()
 
 
+def current_handler() -> ErrorHandler:
+    """What `get_error_handler` gives, also where a program has replaced it at torch's path."""
+    errors: Any = sys.modules.get("phalanx.elastic.multiprocessing.errors")
+    made: ErrorHandler = getattr(errors, "get_error_handler", get_error_handler)()
+    return made
+
+
 def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Callable[P, R | None]:
     """Decorate a worker's main function: an exception is written to the error file and raised again."""
-    handler = error_handler or get_error_handler()
+    handler = error_handler or current_handler()
 
     @functools.wraps(fn)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -110,13 +124,26 @@ def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Cal
 
 
 def _pass_on(failed: ChildFailedError, handler: ErrorHandler) -> None:
+    """Pass the child's error file on; a child that left none (a signal, a bare exit) has no record."""
     _, failure = failed.get_first_failure()
-    path = _own_error_file()
     if failure.error is not None and failure.error.data and os.path.exists(failure.error_file):
         handler.dump_error_file(failure.error_file, failure.exitcode)
-    elif path:
-        # The child left no file (a signal, a bare exit): write one for it.
-        at = int(failure.timestamp * 1e9)
-        files.write_data(path, files.message_data(failure.message, failure.traceback, at, failure.exitcode))
-    # A later handler of this exception (an excepthook) must not overwrite the child's record.
-    files.mark_recorded(failed, path)
+        # A later handler of this exception (an excepthook) must not overwrite the child's record.
+        files.mark_recorded(failed, _own_error_file())
+
+
+def record_root_cause(cause: ProcessFailure | str, code: int) -> None:
+    """Write why the workers failed to the error file of this process, the launcher."""
+    path = _own_error_file()
+    if isinstance(cause, str):
+        data = files.message_data(cause, "", code=code)
+    elif cause.error is not None and cause.error.data:
+        data = dict(cause.error.data)
+        content = data["message"]
+        if isinstance(content, dict):  # the worker's own code, if it has named one
+            data["message"] = {"errorCode": cause.exitcode, **content}
+    else:
+        at = int(cause.failed_at * 1e9)
+        data = files.message_data(cause.message, cause.traceback, at, cause.exitcode)
+    if path:
+        files.write_data(path, data)

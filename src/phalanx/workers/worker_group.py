@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from phalanx.logs.console import Console
     from phalanx.logs.specs import LogsDest, LogsSpecs
     from phalanx.supervision.heartbeat import Boards
+    from phalanx.warm.standby import StandbyRank
     from phalanx.workers.exit_evidence import Snapshot
     from phalanx.workers.failure import ProcessFailure
     from phalanx.workers.numa import NumaOptions
@@ -278,6 +279,11 @@ class PContext(abc.ABC):
 
             job.cpus = sorted(cpus_for(rank, self.nprocs, self.numa_options) or ())
         return job
+
+    def describe(self, standbys: list[StandbyRank]) -> None:
+        """Note what the next workers of these ranks will have in common with those that run."""
+        for job, known in zip(self._jobs, standbys, strict=False):
+            known.options, known.cpus = job.options, list(job.cpus)
 
     def _options(self, rank: int) -> str:
         """For child.prepare: which streams are log files, and the rank's place in the tally."""
@@ -618,6 +624,7 @@ class PContext(abc.ABC):
             stdout_path=self.stdouts.get(rank, ""),
             stderr_path=self.stderrs.get(rank, ""),
             alone=str(self.envs[rank].get("WORLD_SIZE", self.nprocs)) == "1",
+            tolerant=True,  # whatever a worker writes, its failure is reported
         )
 
     def explain(self, failures: dict[int, ProcessFailure]) -> None:

@@ -49,10 +49,7 @@ def start() -> "Callable[[], object]":
         places = _given_fds(mode, options)
     Guard.pid = os.getpid()
     prepare(options, places)
-    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ and any(os.path.isdir(p + "/jax/_src") for p in sys.path):
-        _load("integrations.jax")["offer"]()  # JAX finds its job through a class, not through the environment
-    if "learn" in places:
-        sys.meta_path.insert(0, _load("warm.import_recorder")["ImportRecorder"](places["learn"]))
+    _hook_imports(places)
     if mode == "function":
         os._exit(
             _load("zygote.function_call")["run_function"](target, places["entry"], places["box"], globals())
@@ -73,7 +70,7 @@ def _wait_as_zygote(options: str, root: str) -> "tuple[str, str, str, list[str],
     path = list(sys.path)
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     sys.path.insert(0, root)
-    from phalanx.zygote.fork_setup import restore_interpreter, title_setter
+    from phalanx.zygote.fork_setup import restore_interpreter, show_title, title_setter
     from phalanx.zygote.keeper import close_others, main
 
     set_title = title_setter()
@@ -81,9 +78,14 @@ def _wait_as_zygote(options: str, root: str) -> "tuple[str, str, str, list[str],
     close_others(max([fd, *wishes]))
     spec = main(fd, agent, None, wishes[0] if wishes else None)
     restore_interpreter(spec, path, modules, set_title)
+    standby = spec.get("standby")  # it runs the program ahead of its rank (warm/script_standby.py)
+    if standby is not None:
+        standby.nice, standby.connect = nice, _become_worker
+        standby.set_title = _bound(show_title, spec, set_title)
+        standby.offer()
     try:
         # A helper that prepares the next start in the background has a low priority; its workers have not.
-        if os.getpriority(os.PRIO_PROCESS, 0) != nice:
+        if standby is None and os.getpriority(os.PRIO_PROCESS, 0) != nice:
             os.setpriority(os.PRIO_PROCESS, 0, nice)
     except OSError:
         pass  # not permitted
@@ -92,25 +94,45 @@ def _wait_as_zygote(options: str, root: str) -> "tuple[str, str, str, list[str],
 
 
 def prepare(options: str, places: dict[str, int]) -> None:
-    """Set up crash stacks, the heartbeat board and the standard streams.
+    """Set up the connection to the launcher and the standard streams.
 
     `options` is "oe:16": which of stdout and stderr are log files, and this worker's offset in the tally.
     `places` are the launcher's descriptors; programs that the worker starts do not inherit them.
     """
+    connect(options, places)
+    streams = options.partition(":")[0]
+    sys.stdout = sys.__stdout__ = _stream(sys.stdout, 1, "o" in streams)  # type: ignore[misc]  # intended
+    sys.stderr = sys.__stderr__ = _stream(sys.stderr, 2, "e" in streams)  # type: ignore[misc]  # intended
+
+
+def _become_worker(options: str, places: dict[str, int]) -> None:
+    """A standby that runs the program has its rank now."""
+    connect(options, places)
+    _hook_imports(places)
+
+
+def connect(options: str, places: dict[str, int]) -> None:
+    """Set up what belongs to one incarnation of a worker: crash stacks, board and tally."""
     error_file = os.environ.get(ERROR_FILE)
     if error_file:
         _catch_crashes(error_file + ".stack")
     _attach_board(places)
-    streams, _, tally = options.partition(":")
     for fd in places.values():
         os.set_inheritable(fd, fd < 3)
+    tally = options.partition(":")[2]
     if tally:
-        tally = f"{places['tally']},{tally}"
-    sys.stdout = sys.__stdout__ = _stream(sys.stdout, 1, "o" in streams, tally)  # type: ignore[misc]  # intended
-    sys.stderr = sys.__stderr__ = _stream(sys.stderr, 2, "e" in streams, tally)  # type: ignore[misc]  # intended
+        Guard.tally = f"{places['tally']},{tally}"
 
 
-def _stream(old: "Any", fd: int, is_log: bool, tally: str) -> "Any":
+def _hook_imports(places: dict[str, int]) -> None:
+    """Make JAX find its job, and record what the program imports."""
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ and any(os.path.isdir(p + "/jax/_src") for p in sys.path):
+        _load("integrations.jax")["offer"]()  # JAX finds its job through a class, not through the environment
+    if "learn" in places:
+        sys.meta_path.insert(0, _load("warm.import_recorder")["ImportRecorder"](places["learn"]))
+
+
+def _stream(old: "Any", fd: int, is_log: bool) -> "Any":
     """A text stream on `fd` that writes each line at once, in one piece.
 
     PYTHONUNBUFFERED has the same effect here: taken literally, it would write every fragment of a line
@@ -126,7 +148,7 @@ def _stream(old: "Any", fd: int, is_log: bool, tally: str) -> "Any":
     import io
 
     old.flush()
-    raw: Any = _log_file()(fd, tally) if is_log else io.FileIO(fd, "wb", closefd=False)
+    raw: Any = _log_file()(fd) if is_log else io.FileIO(fd, "wb", closefd=False)
     raw.name = old.name
     stream = io.TextIOWrapper(
         io.BufferedWriter(raw) if lines else raw,
@@ -169,8 +191,22 @@ def _attach_board(places: dict[str, int]) -> None:
         os.pwrite(board, _borrowed("time").monotonic_ns().to_bytes(8, sys.byteorder), 192)  # start time
         os.lseek(board, 4096, os.SEEK_SET)
         _borrowed("faulthandler").register(sig, file=board, all_threads=True, chain=False)
+        _shield(os.pread(board, 1, 58)[0])
     except (ValueError, OSError):
         pass  # no board
+
+
+def _shield(preempt_signal: int) -> None:
+    """Outlive an announcement that a scheduler sends to every process (supervision/preemption.py).
+
+    Through libc, so that a program that asks finds the default, and installs its handler as it would without
+    this. Children inherit it. Signals that stop programs are left alone: `Pool.terminate` relies on SIGTERM.
+    """
+    if preempt_signal in (0, 1, 2, 3, 15) or _borrowed("_signal").getsignal(preempt_signal) != 0:
+        return
+    import ctypes
+
+    ctypes.CDLL(None).signal(preempt_signal, ctypes.c_void_p(1))  # SIG_IGN
 
 
 def _borrowed(name: str) -> "Any":
@@ -190,9 +226,8 @@ def _log_file() -> "Any":
     full = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
     class LogFile(io.FileIO):
-        def __init__(self, fd: int, tally: str) -> None:
+        def __init__(self, fd: int) -> None:
             super().__init__(fd, "wb", closefd=False)
-            self._lost = (tally, fd)
 
         def write(self, data: "Any") -> int:
             try:
@@ -201,7 +236,7 @@ def _log_file() -> "Any":
                 if error.errno not in full:
                     raise
             size = memoryview(data).nbytes
-            _count_lost(*self._lost, size)
+            _count_lost(Guard.tally, self.fileno(), size)
             return size
 
     return LogFile
@@ -319,6 +354,7 @@ class Guard:
     """Runs around the program: records what it raises; the interpreter then exits as usual."""
 
     pid = 0  # of the worker; set in start()
+    tally = ""  # where lost bytes are counted: descriptor and offset; set in connect()
 
     def __enter__(self) -> None:
         pass

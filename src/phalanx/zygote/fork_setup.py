@@ -120,15 +120,24 @@ def restore_interpreter(
     if residue is not None:
         _apply_residue(residue)
     _make_unique(residue)
-    if set_title is not None:
-        mode, target, args = spec["program"]
-        words = {"module": ["-m", target], "code": ["-c", target]}.get(mode, [target])
-        rank = os.environ.get("RANK")
-        title = " ".join([sys.executable, *words, *args])
-        title = f"{title} [rank {rank}]" if rank is not None else title
-        set_title(title.encode(errors="replace").decode())  # file names may not be valid text
+    show_title(spec, set_title)
     # The short name that `pgrep` and `top` show: as after an exec, and not the zygote's.
     kernel.set_name(os.path.basename(sys.executable))
+
+
+def show_title(spec: dict[str, Any], set_title: Callable[[str], None] | None) -> None:
+    """Make `ps` show the program and its rank."""
+    if set_title is None:
+        return
+    mode, target, args = spec["program"]
+    words = {"module": ["-m", target], "code": ["-c", target]}.get(mode, [target])
+    rank = os.environ.get("RANK")
+    title = " ".join([sys.executable, *words, *args])
+    if rank is not None:
+        title = f"{title} [rank {rank}]"
+    elif "standby" in spec:
+        title = f"{title} [standby {os.environ.get('LOCAL_RANK')}]"
+    set_title(title.encode(errors="replace").decode())  # file names may not be valid text
 
 
 def _apply_residue(residue: ImportResidue) -> None:

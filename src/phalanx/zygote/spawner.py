@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any, NoReturn
 
+    from phalanx.warm.standby import StandbyRank
+
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _PROGRAM = (
     "import sys; sys.path.insert(0, {root!r}); from phalanx.zygote.keeper import close_others, main; "
@@ -141,7 +143,8 @@ class Spawner:
         self._closed = False
         self.preload = preload or []
         self.importing = preload is not None
-        self.parked: list[int] = []  # the pids of forks that wait, when they were last told
+        self.parked: list[int] = []  # the pids of standbys that wait
+        self.standby_lines: list[str] = []  # for the user: standbys that do not work out
         self.witness: Witness | None = None  # of the workers of the last start
         self.dropped: list[str] = []  # modules that do not suit a fork, and why
         self.silent = False  # nothing was heard since the last `stop`
@@ -192,7 +195,6 @@ class Spawner:
                 number = null
             std.append(len(fds))
             fds.append(number)
-        ignored = [int(s) for s in (signal.SIGHUP,) if signal.getsignal(s) is signal.SIG_IGN]
         self._group += 1
         self.in_use = True
         self._early = [event for event in self._early if isinstance(event, HelpersLost)]  # not of this group
@@ -208,7 +210,7 @@ class Spawner:
             "env": dict(env),
             "cwd": os.getcwd(),
             "std": std,
-            "ignored": ignored,
+            "ignored": _ignored_signals(),
             "lease": leased,
             "at_failure": None if at_failure is None else (int(at_failure[0]), float(at_failure[1])),
         }
@@ -291,6 +293,8 @@ class Spawner:
             self.dropped = list(message[1])
         elif message[0] == "parked":
             self.parked = list(message[1])
+        elif message[0] == "standby":
+            self.standby_lines.append(message[1])
         elif message[0] == "stopped" and message[1] == self._group:
             self._early.append(GroupStopped(tuple(message[2])))
 
@@ -319,9 +323,23 @@ class Spawner:
         self._send(("stop", self._group, int(sig), float(max(0.0, grace))))
         os.sched_yield()  # the zygote may wait for this very processor, and the caller has work to do
 
-    def park(self, count: int, warm_up: str = "") -> None:
-        """Have this many forks ready for the next start; answered when they are."""
-        self._send(("park", count, warm_up))
+    def park(
+        self,
+        count: int,
+        warm_up: str = "",
+        ranks: list[StandbyRank] | None = None,
+        limit: float | None = None,
+    ) -> None:
+        """Have a standby for each of this many ranks; `parked` tells which are ready.
+
+        `ranks`: what is known of the workers that they become. `limit`: seconds for the warm-up.
+        """
+        from phalanx.warm.standby import WARM_UP_LIMIT, StandbyPlan, StandbyRank
+
+        known = ranks or [StandbyRank() for _ in range(count)]
+        plan = StandbyPlan(known, warm_up, WARM_UP_LIMIT if limit is None else limit, os.getcwd())
+        plan.env, plan.ignored = dict(os.environ), _ignored_signals()
+        self._send(("park", plan.plain()))
 
     def signal(self, sig: int, ranks: set[int], alone: bool = False) -> None:
         """Pass a signal on to some workers, `alone` or with what they started; nothing is stopped."""
@@ -543,6 +561,11 @@ def _wishes(names: list[str], background: bool) -> int:
         return _above(low, 10)
     finally:
         os.close(low)
+
+
+def _ignored_signals() -> list[int]:
+    """Those that the workers ignore as well: nohup's."""
+    return [int(s) for s in (signal.SIGHUP,) if signal.getsignal(s) == signal.SIG_IGN]
 
 
 def interpreter_flags() -> list[str]:

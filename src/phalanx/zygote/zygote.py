@@ -15,15 +15,15 @@
   and reports it afterwards; the agent decides what happens next.
 * Single-threaded, standard library only: it must be safe to fork at any time.
 
-Messages from the agent:  ("spawn", request) ("stop", group, signal, grace) ("park", count, warm-up)
+Messages from the agent:  ("spawn", request) ("stop", group, signal, grace) ("park", plan)
                           ("signal", number, ranks, alone)
 Messages to the agent:    ("forked", {rank: pid}), with pidfds, then ("started", {rank: pid}),
                           or ("refused", rank or None, text)
                           ("stopping", group) ("stopped", group, [text, …]) ("fenced", group)
-                          ("exit", rank, pid, code, when, signalled_at) ("parked", pids)
+                          ("exit", rank, pid, code, when, signalled_at) ("parked", pids) ("standby", text)
 
-A *standby* is a fork made in advance: it waits before the first line of the program, without rank or
-environment, until a spawn supplies both (warm/standby.py).
+A *standby* is a fork made in advance: it waits before the first line of the program, or in it, without rank
+or log, until a spawn supplies both (warm/standby.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import select
 import time
 
 from phalanx import kernel
-from phalanx.warm.standby import StandbyPool
+from phalanx.warm.standby import StandbyPlan, StandbyPool, replay, wait_for_handover
 from phalanx.zygote.channel import TooManyFilesError
 from phalanx.zygote.fork_setup import default_signals, describe_failure, leave_zygote, move_above, place
 from phalanx.zygote.guard import GroupGuard, guards_for
@@ -56,6 +56,7 @@ _FIRST_LOOK = 0.05  # adoption raises no event, so a stop checks for adopted chi
 _LOOK_AGAIN = 0.25  # and then at this interval, because a check may scan /proc
 _OWN_GROUP_AFTER = 0.25  # a zygote whose children do not end kills its control group, where it has one
 _LONG = 1e6  # seconds; `poll` takes not much more
+_TAKE_OVER = 1.0  # seconds for a standby to accept its work; it may be stopped
 _GIVE_UP = 5.0  # a process that survives SIGKILL for this long is in uninterruptible sleep
 
 
@@ -110,8 +111,10 @@ class Zygote:
         self.group = 0  # the agent's number for the group: a late answer must not count for the next one
         self._statuses: set[int] = set()  # pipes from workers that are being started
         self._guards: dict[int, GroupGuard] = {}  # by pid, until nothing of the group is left
-        self._lease = -1  # a file with the time until which the workers may run; -1: without a limit
-        self.standbys = StandbyPool()
+        self._lease = -1  # a timer: the workers may run until then; -1: without a limit
+        self._poll = select.poll()
+        self.standbys = StandbyPool(self._poll)
+        self._parked: list[int] = []  # as the agent knows it
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -120,35 +123,35 @@ class Zygote:
 
     def run(self) -> None:
         """Serve until the agent or the keeper is gone; then kill all remaining processes."""
-        poll = select.poll()
         for fd in (self.channel.fileno(), self.keeper_fd, self._wake_read):
-            poll.register(fd, select.POLLIN)
+            self._poll.register(fd, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poll.poll(self._patience())}
+            ready = {fd for fd, _ in self._poll.poll(self._patience())}
             if self._wake_read in ready:
                 _drain(self._wake_read)
             self._reap()
+            self._look_at_standbys(ready)
             if self.keeper_fd in ready:
                 break
+            if self._lease in ready:
+                self._fence()
             if self.channel.fileno() in ready and not self._serve():
                 break
-            if self._lease >= 0 and self.workers and not self.stop:
-                self._check_lease()
             if self.stop:
                 self._advance(self.stop)
         for guard in self._guards.values():
             guard.fire()
-        kill_everything([*self.workers, *self.standbys.channels])
+        kill_everything([*self.workers, *self.standbys.pids()])
 
     def _patience(self) -> float | None:
         now = time.monotonic()
-        if not self.stop:
-            if self._lease < 0 or not self.workers:
-                return None
-            return min(_LONG, max(0.0, self._lease_until() - now)) * 1000 + 1
-        if now < self.stop.kill_at:
-            return (min(self.stop.kill_at, self.stop.look_at) - now) * 1000 + 1
-        return _KILL_TICK * 1000
+        if self.stop and now >= self.stop.kill_at:
+            return _KILL_TICK * 1000
+        times = [self.standbys.deadline()]
+        if self.stop:
+            times += [self.stop.kill_at, self.stop.look_at]
+        until = min((when for when in times if when is not None), default=None)
+        return None if until is None else min(_LONG, max(0.0, until - now)) * 1000 + 1
 
     def _serve(self) -> bool:
         try:
@@ -165,7 +168,7 @@ class Zygote:
             elif message[0] == "signal":
                 self._signal(message[1], set(message[2]), message[3])
             elif message[0] == "park":
-                self._fork_standbys(message[1], message[2])
+                self._fork_standbys(StandbyPlan.from_plain(message[1]))
         except Become:
             raise  # in the fork, whose descriptors are in place
         except ConnectionError:
@@ -183,9 +186,7 @@ class Zygote:
         self.group = request["group"]
         self.at_failure = request["at_failure"]
         self._release_guards()
-        if self._lease >= 0:
-            os.close(self._lease)
-        self._lease = os.dup(fds[request["lease"]]) if request["lease"] >= 0 else -1
+        self._take_lease(os.dup(fds[request["lease"]]) if request["lease"] >= 0 else -1)
         made: list[tuple[ForkedWorker, int]] = []
         refusal: tuple[int, str] | None = None
         specs = request["workers"]
@@ -201,7 +202,7 @@ class Zygote:
                     # It died while it was waiting, and was not reaped yet.
                     rank = worker.rank
                     self._kill_all([worker.pid])
-                    self.standbys.failures += 1
+                    self.standbys.died_at_handover()
                     made[index] = self._fork(request, specs[index], fds, gate_read, gate_write, fresh=True)
         except OSError as error:
             what = str(error.strerror)
@@ -237,19 +238,73 @@ class Zygote:
             guard.release()
         self._guards = {}
 
-    def _fork_standbys(self, count: int, warm_up: str) -> None:
-        """Fork standbys until there are `count`."""
-        self.standbys.warm_up = warm_up
-        while len(self.standbys.channels) < count and self.standbys.failures < 3:
+    def _fork_standbys(self, plan: StandbyPlan) -> None:
+        """Have one standby of the kind that is wanted for each rank."""
+        for rank in self.standbys.missing(plan):
             try:
-                handover = self.standbys.fork(os.getpid(), self._of_this_group())
+                channel = self.standbys.fork(plan, rank, os.getpid())
             except OSError:
                 break  # out of resources: restarts are slower
-            if handover is None:
-                continue
+            if channel is not None:
+                self._be_standby(channel, plan, rank)
+        self._tell_of_standbys(always=True)
+
+    def _be_standby(self, channel: Channel, plan: StandbyPlan, rank: int) -> NoReturn:
+        """In the fork: wait, then become a worker."""
+        try:
+            for fd in self._of_this_group():
+                os.close(fd)
             self._guards, self._lease = {}, -1
-            self._in_fork(*handover)  # in the fork, when its turn has come
-        self._report(("parked", list(self.standbys.channels)))
+            if plan.ranks[rank].runs_script:
+                self._run_script(channel, plan, rank)
+            handover = wait_for_handover(channel, plan, rank)
+        except Become:
+            raise
+        except BaseException:  # noqa: BLE001 - a standby exits silently, whatever happened
+            os._exit(1)
+        self._in_fork(*handover)
+
+    def _run_script(self, channel: Channel, plan: StandbyPlan, rank: int) -> NoReturn:
+        from phalanx.warm.script_standby import ScriptStandby
+        from phalanx.warm.standby import PRIORITY, lower_priority
+
+        known = plan.ranks[rank]
+        default_signals(plan.ignored)
+        nowhere = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nowhere, 0)
+        os.close(nowhere)
+        os.chdir(plan.cwd)
+        if known.cpus:
+            os.sched_setaffinity(0, known.cpus)
+        lower_priority(PRIORITY)
+        for fd in self._own_fds() - {-1}:
+            os.close(fd)
+        os.environ.clear()
+        os.environ.update(plan.env)
+        os.environ.update(known.env)
+        options = known.options.partition(":")[0]  # the tally comes with the hand-over
+        standby = ScriptStandby(channel, plan, rank)
+        raise Become({"program": known.program, "options": options, "places": {}, "standby": standby})
+
+    def _own_fds(self) -> set[int]:
+        """Descriptors of the zygote itself, for a fork to close."""
+        ours = {self.keeper_fd, self._wake_read, self._wake_write, self._lease, *self.standbys.fds()}
+        return ours | {channel.detach() for channel in (self.channel, *self.standbys.channels())}
+
+    def _look_at_standbys(self, ready: set[int]) -> None:
+        self.standbys.hear(ready)
+        self.standbys.check(time.monotonic())
+        self._tell_of_standbys()
+
+    def _tell_of_standbys(self, always: bool = False) -> None:
+        """What has changed: the agent shows how many there are."""
+        parked = self.standbys.parked()
+        if always or parked != self._parked:
+            self._parked = parked
+            self._report(("parked", parked))
+        said, self.standbys.said = self.standbys.said, []
+        for line in said:
+            self._report(("standby", line))
 
     def _of_this_group(self) -> list[int]:
         """Descriptors that a standby, which belongs to the next group, must not keep open."""
@@ -291,7 +346,7 @@ class Zygote:
     def _in_fork(
         self, request: dict[str, Any], spec: dict[str, Any], fds: list[int], gate_read: int, status_write: int
     ) -> NoReturn:
-        floor = max([3, *(target + 1 for _, _, target in spec["fds"])])
+        floor = _floor(spec)
         try:
             # These two must not occupy the numbers of the worker's descriptors.
             gate_read, status_write = move_above(gate_read, floor), move_above(status_write, floor)
@@ -312,6 +367,7 @@ class Zygote:
         for number, key in ((1, "stdout"), (2, "stderr")):
             if spec[key]:
                 std[number] = os.open(spec[key], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        printed = [kernel.copy_above(number, _floor(spec)) for number in (1, 2)] if "printed" in spec else []
         spec["places"] = place(std, [(name, fds[i], target) for name, i, target in spec["fds"]])
         os.chdir(request["cwd"])
         if spec["cpus"]:
@@ -321,9 +377,10 @@ class Zygote:
             os._exit(127)
         if spec["argv"]:
             os.execve(spec["path"], spec["argv"], {**request["env"], **spec["env"]})
+        if printed:
+            replay(printed)
         # Close what an exec would close. With the start method "fork", the caller's descriptors stay open.
-        ours = {self.keeper_fd, self._wake_read, self._wake_write, self._lease, gate_read, status}
-        ours |= {channel.detach() for channel in (self.channel, *self.standbys.channels.values())}
+        ours = self._own_fds() | {gate_read, status, *std}
         for fd in (ours | set(fds) | self._statuses) - set(spec["places"].values()) - {0, 1, 2, -1}:
             os.close(fd)
         os.environ.clear()
@@ -338,7 +395,7 @@ class Zygote:
     def _reap(self) -> None:
         ended = []
         for pid, status in reap():
-            worker = None if self.standbys.lost(pid) else self.workers.pop(pid, None)
+            worker = None if self.standbys.lost(pid, status) else self.workers.pop(pid, None)
             if worker:
                 ended.append((worker, os.waitstatus_to_exitcode(status), time.time()))
         if self.at_failure and not self.stop and any(code for _, code, _ in ended):
@@ -362,13 +419,21 @@ class Zygote:
             return False  # the agent is gone; its closed socket ends the loop
         return True
 
-    def _lease_until(self) -> float:
-        return int.from_bytes(os.pread(self._lease, 8, 0), "little") / 1e9 or float("inf")
+    def _take_lease(self, lease: int) -> None:
+        if self._lease >= 0:
+            self._poll.unregister(self._lease)
+            os.close(self._lease)
+        self._lease = lease
+        if lease >= 0:
+            self._poll.register(lease, select.POLLIN)
 
-    def _check_lease(self) -> None:
+    def _fence(self) -> None:
         """The agent has not renewed the lease in time: it is stopped, and another node may take its place."""
+        self._take_lease(-1)  # until the next start: the timer may stay as it is
         now = time.monotonic()
-        if now >= self._lease_until():
+        if self.stop:
+            self.stop.hurry(now, 0.0)  # a grace must not outlast the lease
+        elif self.workers:
             self.at_failure = None
             self._report(("fenced", self.group))
             self.stop = StopRequest(signal.SIGKILL, now, 0.0)
@@ -433,13 +498,13 @@ class Zygote:
 
     def _is_anything_left(self) -> bool:
         """Whether a process of the group is left; standbys do not belong to it."""
-        if not self.standbys.channels:
+        if not self.standbys.pids():
             return has_children()
         return bool(self.workers) or bool(self._adopted())
 
     def _adopted(self) -> list[int]:
         """Descendants of workers whose own parents have exited."""
-        known = self.workers.keys() | self.standbys.channels.keys()
+        known = self.workers.keys() | self.standbys.pids()
         return [pid for pid in kernel.children() if pid not in known]
 
     def _report_stopped(self, unkillable: list[str]) -> None:
@@ -498,7 +563,13 @@ def _took_over(status: int) -> bool:
     """Whether a standby accepted its work; waits for its message, which stays in the pipe."""
     poll = select.poll()
     poll.register(status, select.POLLIN)
-    return any(event & select.POLLIN for _, event in poll.poll())
+    return any(event & select.POLLIN for _, event in poll.poll(_TAKE_OVER * 1000))
+
+
+def _floor(spec: dict[str, Any]) -> int:
+    """The first number above those that a worker's descriptors are placed at."""
+    targets: list[int] = [target for _, _, target in spec["fds"]]
+    return max([3, *(target + 1 for target in targets)])
 
 
 def _first_refusal(made: list[tuple[ForkedWorker, int]], expected: bytes) -> tuple[int, str] | None:

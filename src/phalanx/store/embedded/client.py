@@ -7,12 +7,13 @@
 The thread owns the socket. Callers number their requests (store.session) and wait; when the
 connection breaks, what is unanswered is asked again on the next one, and watches go on where they
 were. Only after `grace` seconds without a connection, a token that is refused at the first one, or a
-store that has lost all its data do requests fail. Callbacks run in the client's thread and must not block or
-wait for replies.
+store without a journal that was restarted do requests fail. Callbacks run in the client's thread and must not
+block or wait for replies.
 
 Once connected, a refusal is a failure like others: while the store restarts, another user of its machine may
-have taken the port. A store that has lost some of its data (welcome.epoch has grown) is announced with the
-state `reset`, before `connected`, and every watch starts again.
+have taken the port. A store with a journal that has lost some of its data (welcome.epoch has grown) or all of
+it (welcome.store is another) is announced with the state `reset`, before `connected`, and every watch starts
+again.
 """
 
 from __future__ import annotations
@@ -243,7 +244,8 @@ class Client:
                 pause = min(pause * 2, 1.0)
                 continue
             before, welcome = self.welcome, connection.welcome
-            if before is not None and welcome.store != before.store:
+            another = before is not None and welcome.store != before.store
+            if before is not None and another and not (before.durable and welcome.durable):
                 connection.sock.close()
                 self._give_up(StoreConnectionError(
                     f"the store at {self.where} was restarted and has lost its data: start it with a journal "
@@ -251,7 +253,7 @@ class Client:
                 ))  # fmt: skip
                 break
             self.welcome = welcome
-            self._come_online(before is not None and welcome.epoch != before.epoch)
+            self._come_online(another or (before is not None and welcome.epoch != before.epoch))
             try:
                 self._converse(connection)
             except (OSError, wire.WireError):
@@ -303,7 +305,9 @@ class Client:
             self._online = True
         self._connected.set()
         if is_reset:
-            why = f"the store at {self.where} has lost changes that it had confirmed (an old journal?)"
+            why = (
+                f"the store at {self.where} has lost changes that it had confirmed (an old or a new journal?)"
+            )
             self.on_state(State("reset", now, why))
         self.on_state(State("connected", now))
 

@@ -64,7 +64,9 @@ class Journal:
             )
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
-            raise StoreError(f"journal {path}: {error}; is another store using it?") from error
+            if isinstance(error, sqlite3.OperationalError):
+                raise StoreError(f"journal {path}: {error}; is another store using it?") from error
+            raise self._damaged(error) from error
 
     def load(self, model: Model, store: str, now: float) -> str:
         """Bring a fresh model to where the journal ends; returns the store's name (new: `store`)."""
@@ -77,14 +79,17 @@ class Journal:
             self.epoch = row[0] if row else 1
             self._began = dict(self._db.execute("SELECT id, began FROM incarnation ORDER BY n"))
         except (sqlite3.Error, StoreError, LookupError, TypeError, ValueError) as error:
-            raise StoreError(
-                f"journal {self.path}: damaged ({error}); move it away: the store then starts empty, and "
-                "jobs that were using it end"
-            ) from error
+            raise self._damaged(error) from error
         model.begin_incarnation(first_lease)
         self._began[self.incarnation] = model.revision
         self._snapshot(model, store)
         return store
+
+    def _damaged(self, error: Exception) -> StoreError:
+        return StoreError(
+            f"journal {self.path}: damaged ({error}); move it away: the store then starts empty, and jobs "
+            "that wait for it form again"
+        )
 
     def _replay(self, model: Model, store: str, now: float) -> str:
         row = self._db.execute("SELECT store, state FROM snapshot").fetchone()
