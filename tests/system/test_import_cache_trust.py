@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.kernel import anonymous_file
 from phalanx.warm import preload
 from phalanx.warm.import_cache import ImportCache
+from phalanx.warm.verdict_log import VerdictLog
 from tests.system.hostile_user import NOBODY, as_root, do, shared_directory
 
 PROGRAM = ["script", "/tmp/phalanx-test-train.py"]
@@ -120,8 +122,13 @@ def test_no_variable_that_loads_code_is_set_from_a_list(
     set_here: list[str] = []
     monkeypatch.setattr(preload, "_set_for_script", lambda _word, text, _own: set_here.append(text))
     said: list[str] = []
-    monkeypatch.setattr(preload, "_import", lambda name, report: (said.append(name), ([], []))[1])
+    monkeypatch.setattr(preload.Preload, "_try", lambda _self, name: said.append(name))
     monkeypatch.setattr("gc.freeze", lambda: None)
-    preload.preload(["+A=1", f"{word}{variable}=/tmp/evil", "wave"], lambda line: None)
+    log = VerdictLog(anonymous_file("log"), 0)
+    try:
+        lines = ["+A=1", f"{word}{variable}=/tmp/evil", "wave"]
+        preload.preload(lines, log, lambda _line: None, once=True)
+    finally:
+        os.close(log.fd)
     assert set_here == ["A=1"]
     assert said == []  # what follows was recorded with it

@@ -17,8 +17,10 @@ import psutil
 import pytest
 
 from phalanx.core.group import Phase
+from phalanx.kernel import anonymous_file
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.warm.import_cache import ImportCache
+from phalanx.warm.verdict_log import VerdictLog
 from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import free_port
@@ -202,6 +204,30 @@ def launched(main: Path, *words: str, **env: str) -> int:
     return done.returncode
 
 
+VET = """
+import os, sys
+from phalanx.warm.import_cache import ImportCache
+from phalanx.zygote.spawner import Spawner
+learned = ImportCache(["script", sys.argv[1]], os.environ)
+lines = learned.all_lines()
+helpers = Spawner("python", preload=lines)
+while helpers.importing:
+    helpers.events()
+learned.judge(lines, helpers.log)
+learned.save()
+helpers.close()
+"""
+
+
+def vetted(main: Path, **env: str) -> int:
+    """The same, where the helpers in the background had the time to try the list; its exit code."""
+    code = launched(main, **env)
+    subprocess.run(
+        [sys.executable, "-c", VET, str(main)], env={**os.environ, **env}, timeout=HUNG, check=True
+    )
+    return code
+
+
 def siblings(spawner: Spawner, main: Path, folder: Path, count: int = 3) -> list[Any]:
     """What so many ranks have written as JSON into the file that they are given."""
     jobs = []
@@ -295,11 +321,11 @@ def test_a_module_of_the_scripts_own_hides_the_installed_one_at_every_start(tmp_
         "sys.exit(40 + 2 * hasattr(numbers, 'MINE') + early)\n"
     )
     main = script(tmp_path, text)
-    assert [launched(main) for _ in range(2)] == [40, 41]
+    assert [vetted(main), launched(main)] == [40, 41]
     mine = script(tmp_path, "MINE = 1\nfrom abc import ABC as Number\nRational = Number\n", "numbers.py")
-    assert [launched(main) for _ in range(3)] == [42, 43, 43]
+    assert [vetted(main), launched(main), launched(main)] == [42, 43, 43]
     mine.unlink()
-    assert [launched(main) for _ in range(2)] == [40, 41]
+    assert [vetted(main), launched(main)] == [40, 41]
 
 
 @pytest.mark.parametrize(
@@ -326,16 +352,26 @@ def test_a_variable_set_before_an_import_is_seen_by_it_at_every_start(
     text += "sys.exit(40 + 2 * (icecream.FLAVOUR == 'mint') + early)\n"
     main = script(tmp_path, text)
     env = {"PYTHONPATH": str(packages), "END": "nt"}
-    assert [launched(main, **env) for _ in range(2)] == [42, 42 + early]
+    assert [vetted(main, **env), launched(main, **env)] == [42, 42 + early]
     main.write_text(text.replace("mi", "li").replace("FLAVOUR == 'lint'", "FLAVOUR == 'mint'"))
     if "chooser" not in line:  # its line is not in the script
         assert launched(main, **env) == 40
 
 
+def log_of(*lines: str) -> VerdictLog:
+    fd = anonymous_file("log")
+    os.write(fd, "".join(f"{line}\n" for line in lines).encode())
+    log = VerdictLog(fd, 0)
+    log.read()
+    os.close(fd)
+    return log
+
+
 def test_a_module_that_was_refused_once_is_not_tried_again(tmp_path: Path) -> None:
     first = ImportCache(["script", str(tmp_path / "a.py")], os.environ)
     first.add(["good", "bad", "bad.part", "badly"])
-    first.forget("bad")
+    log = log_of("bad bad: leaves 1 thread running")
+    first.judge(first.names, log)
     first.save()
     again = ImportCache(["script", str(tmp_path / "a.py")], os.environ)
     assert again.names == ["good", "badly"]
@@ -355,6 +391,7 @@ def test_a_worker_records_what_it_imports_and_the_list_is_kept(tmp_path: Path) -
     main = script(tmp_path, EARLY)
     assert launched(main) == 40
     assert "sqlite3" in ImportCache(["script", str(main)], os.environ).names
+    assert vetted(main) == 40  # a start waits only for modules that are known to suit a fork
     assert launched(main) == 41
     main.write_text(EARLY.replace("import sqlite3", "import sqlite3, decimal  # an edit"))
     assert launched(main) == 41
@@ -546,7 +583,7 @@ def wait_until_ready(helpers: HelperPool) -> None:
 
 SLOW_IN_HELPERS = """
 import os, time
-if "RANK" not in os.environb._data:  # the helpers of the next start hide it
+if b"RANK" not in os.environb._data:  # the helpers of the next start hide it
     open({began!r}, "w").close()
     while not os.path.exists({go_on!r}):
         time.sleep(0.01)

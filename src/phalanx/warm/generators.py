@@ -89,15 +89,15 @@ def _checksum(state: Any) -> int:
 class GeneratorPlan:
     """What every worker does with the generators that the preload made."""
 
-    def __init__(self, elsewhere: set[int]) -> None:
-        """`elsewhere`: the check sums of the other process."""
+    def __init__(self, fixed: set[int]) -> None:
+        """`fixed`: the check sums that another process has, too."""
         self.random: list[Any] = []  # from the system: another sequence in every worker
         self.fixed: list[tuple[Any, Any]] = []  # `random` seeds its own again after a fork
         for generator in all_generators():
             state = state_of(generator)
             if state is None:
                 continue
-            if _checksum(state) not in elsewhere:
+            if _checksum(state) not in fixed:
                 self.random.append(generator)
             elif hasattr(generator, "setstate"):
                 self.fixed.append((generator, state))

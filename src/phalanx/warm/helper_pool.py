@@ -1,9 +1,12 @@
 """Which helpers the next start gets: cold ones, preloaded ones, or standby processes.
 
 At the first start of a script nothing is known: the helpers are bare, and one worker writes down what it
-imports. Once it has been quiet for a while, other helpers are started in the background with that list. A
-restart takes them if they are ready; if not, it takes the helpers of the last start, and never waits. The
-list is kept (warm/import_cache.py), so that the next launch starts with it.
+imports. Once it has been quiet for a while, other helpers are started in the background with that list, and
+find out which of these modules suit a fork. A restart takes them if they are ready; if not, it takes the
+helpers of the last start, and never waits.
+
+The list is kept (warm/import_cache.py). The next launch imports what was found suitable before its first
+start, which waits for it, and nothing else: what may take long is tried in the background.
 
     off      every worker is executed from scratch
     auto     as above
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 _LOOKS = (2.0, 10.0, 60.0)
 _WORTH_IT = 25  # fewer new modules than this are not worth another set of helpers
 _REPLACE_AFTER = 1.0  # seconds between two replacements of idle helpers; the next start makes them anyway
+_SAY_AFTER = 1.0  # seconds that a start waits for imports before that is said
 _NO_START = ("BARRIER", "ENDING", "DONE")  # phases after which a start is unlikely
 
 
@@ -68,14 +72,21 @@ class HelperPool:
         self._waiting_now: set[int] = set()  # of the current incarnation
         self._closing: list[ClosingHelpers] = []
         self._replaced_at = 0.0
-        self._now: Spawner | None = self._make(background=False) if kind else None
+        self._judged: set[Spawner] = set()  # those whose verdict was taken in
+        self._asked_at: float | None = None  # a start waits for helpers that import
+        self._now: Spawner | None = self._make_first() if kind else None
 
-    def _make(self, background: bool) -> Spawner:
-        names = [*self._own, *(self.learned.names if self.learned else ())]
-        if self.kind.startswith("python") and (names or background):
-            names = [*(self.learned.own_lines() if self.learned else ()), *names]
-            return Spawner(self.kind, preload=names, background=background)
+    def _make_first(self) -> Spawner:
+        """For the first start, which waits for them: what was vetted, and what the user asked for."""
+        names = self.learned.first_lines() if self.learned is not None else []
+        if self.kind.startswith("python") and (names or self._own):
+            return Spawner(self.kind, preload=[*self._own, *names], once=not self._own)
         return Spawner(self.kind)
+
+    def _make_better(self) -> Spawner:
+        """For a later start: in the background, with everything that is known."""
+        names = self.learned.all_lines() if self.learned is not None else []
+        return Spawner(self.kind, preload=[*self._own, *names], background=True)
 
     @property
     def warm(self) -> bool:
@@ -103,10 +114,12 @@ class HelperPool:
             self.kind = kind
             now = Spawner(kind)
         self._now = now
+        self._asked_at = time.monotonic() if now.importing else None
         return now
 
     def retire(self, helpers: Spawner) -> None:
         """End these helpers; they are reaped by `look`."""
+        self._judge(helpers, over=True)
         closing = helpers.begin_close()
         if closing is not None:
             self._closing.append(closing)
@@ -171,11 +184,17 @@ class HelperPool:
         times = [closing.deadline() for closing in self._closing]
         if self._due and phase == "RUNNING":
             times.append(self._due[0])
+        if self._asked_at is not None and phase == "STARTING":
+            times.append(self._asked_at + _SAY_AFTER)
         return min(times, default=None)
 
     def look(self, phase: Phase, now: float) -> None:
         """Reap helpers, replace lost ones; learn from the workers when it is time for that."""
         self._reap()
+        for helpers in (self._now, self._next):
+            if helpers is not None:
+                self._judge(helpers)
+        self._say_what_is_awaited(phase, now)
         if self._drop_lost() and self._now is None and phase not in _NO_START:
             self._replace(now)
         self._tell_of_standbys()
@@ -183,6 +202,15 @@ class HelperPool:
             self._see_who_waits(self._context)
         if phase == "RUNNING" and self._due and self._due[0] <= now and self._context is not None:
             self._improve(self._context, now)
+
+    def _say_what_is_awaited(self, phase: Phase, now: float) -> None:
+        if self._now is None or not self._now.importing:
+            self._asked_at = None
+        elif phase == "STARTING" and self._asked_at is not None and now >= self._asked_at + _SAY_AFTER:
+            self._asked_at = None
+            log = self._now.log
+            name = log.executing[0] if log is not None and log.executing else "modules"
+            self.say(f"the workers start when {name} is imported (--warm off: start without a preload)")
 
     def _reap(self) -> None:
         for closing in list(self._closing):
@@ -242,14 +270,13 @@ class HelperPool:
         ready = self._next or self._now
         # Standbys that wait for their rank have imported everything.
         if self.learned is not None and self.mode != "off" and not self._waits_for_rank:
-            better = len(set(self.learned.names) - set(ready.preload if ready is not None else ()))
-            if better >= _WORTH_IT:
+            known = set(ready.preload if ready is not None else ())
+            if len(set(self.learned.names) - known) >= _WORTH_IT or set(self._own) - known:
                 if self._next is not None:
                     self.retire(self._next)
-                ready = self._next = self._make(background=True)
+                ready = self._next = self._make_better()
         if ready is None:
             return
-        self.tell_dropped(ready)
         if self.mode == "standby" and self.kind.startswith("python"):
             self._park(ready, context.nprocs)
 
@@ -259,16 +286,24 @@ class HelperPool:
         if learned is not None and context is not None and learned.add(context.imported()):
             learned.save()
 
-    def tell_dropped(self, spawner: Spawner) -> None:
-        """One line for each module that does not suit a fork; it is not tried again."""
-        for what in spawner.dropped:
+    def _judge(self, helpers: Spawner, over: bool = False) -> None:
+        """Keep what a preload found, when it is done or cut short; one line for each unsuitable module."""
+        log = helpers.log
+        if log is None or helpers in self._judged or (helpers.importing and not over):
+            return
+        self._judged.add(helpers)
+        if not helpers.importing and log.seconds is None:
+            log.blame_executing()  # it failed, and a bare zygote took its place
+        for what in log.in_words():
             name = what.partition(":")[0]
             if name not in self._told:
                 self._told.add(name)
                 self.say(f"not preloaded: {what}; workers will import it")
-                if self.learned is not None:
-                    self.learned.forget(name)
-                    self.learned.save()
+        if self.learned is not None:
+            if not helpers.importing and log.seconds is None:
+                self.learned.distrust()
+            self.learned.judge(helpers.preload, log)
+            self.learned.save()
 
     def _tell_of_standbys(self) -> None:
         """One line for each reason why there are none."""
@@ -286,7 +321,7 @@ class HelperPool:
         """End all helpers, without waiting for it."""
         for helpers in (self._next, self._now):
             if helpers is not None:
-                self.tell_dropped(helpers)
+                self._judge(helpers, over=True)
         self._tell_of_standbys()
         for helpers in (self._next, self._now):
             if helpers is not None:

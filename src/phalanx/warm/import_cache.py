@@ -6,6 +6,10 @@ it too, by what it does before an import: set variables, change sys.path, or sha
 file of the same name. The list is therefore discarded when a line that looks like one of these was edited,
 or when such a file has appeared beside the script. import_recorder.py defines the format of the lines.
 
+A module that does not suit a fork is marked as unsuitable, one that was preloaded once without trouble as
+vetted. Only vetted modules are preloaded while a start waits for them; the others are tried in the background
+(helper_pool.py).
+
 Every module is checked again when it is preloaded (preload.py); a stale or broken file is ignored. The list
 decides what the zygote imports, so a file that another user could have written is ignored too, and nothing is
 written to a directory that others can change (trusted_files.py).
@@ -17,14 +21,17 @@ import os
 import sys
 
 from phalanx.trusted_files import open_trusted, write_trusted
+from phalanx.warm.verdict_log import covers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from phalanx.warm.verdict_log import VerdictLog
+
 _LIMIT = 1 << 20  # bytes; torch and transformers together need about 100 KB
 _MOST = 100  # lists
-_MARK = "phalanx modules 2"
+_MARK = "phalanx modules 4"
 _MOST_OWN = 1000  # user files that are checked for edits
 # A user's line that contains one of these may affect later imports.
 _RELEVANT = (b"environ", b"putenv", b"dotenv", b"sys.path", b"sys.modules", b"addsitedir", b"meta_path")
@@ -50,7 +57,9 @@ class ImportCache:
         directory = cache_dir(environ)
         self.path = os.path.join(directory, _name_of(self.key)) if directory else None
         self.names: list[str] = []  # and other lines of import_recorder.py
-        self._unsuitable: list[str] = []
+        self._vetted: set[str] = set()
+        self.unsuitable: dict[str, str] = {}  # name → why
+        self._random: list[str] = []  # @ and #: what is random, and what only looks like it (twin.py)
         self._own: dict[str, _File] = {}
         first = _first_path(program)
         if program[0] == "script":
@@ -71,11 +80,15 @@ class ImportCache:
             files = [_File.read(line[1:]) for line in lines[2:-2] if line.startswith("=")]
         except ValueError:
             return
-        names = [line for line in lines[2:-2] if not line.startswith(("-", "="))]
+        found = [line for line in lines[2:-2] if not line.startswith(("-", "=", "@", "#"))]
+        names = [line.removeprefix(",") for line in found]
         if all(file.is_unchanged() for file in files) and not _shadows(first, names):
             self.names = names
-            self._unsuitable = [line[1:] for line in lines[2:-2] if line.startswith("-")]
+            self._vetted = {line for line in found if _is_module(line)}
+            bad = (line[1:].partition(" ") for line in lines[2:-2] if line.startswith("-"))
+            self.unsuitable = {name: why for name, _, why in bad}
             self._own = {file.path: file for file in files}
+            self._random = [line for line in lines[2:-2] if line.startswith(("@", "#"))]
 
     def add(self, lines: Iterable[str]) -> int:
         """Add the lines of a worker's recorder, in order; returns how many were new."""
@@ -89,10 +102,23 @@ class ImportCache:
         ]
         return len(new)
 
-    def forget(self, name: str) -> None:
-        """Remove a module that cannot be preloaded, and its submodules, for good."""
-        self._unsuitable.append(name)
+    def judge(self, names: Iterable[str], log: VerdictLog) -> None:
+        """Take in what a preload of these lines found, even if it was cut short."""
+        for name, why in [
+            *log.unsuitable.items(),
+            *((one, f"imports {log.importers[one]}") for one in log.importers),
+        ]:
+            if name not in self.unsuitable or why != "is known to be unsuitable":
+                self.unsuitable[name] = why
         self.names = [known for known in self.names if not self._is_unsuitable(known)]
+        if log.seconds is not None:
+            if log.fixed or log.renewals:
+                self._random = [f"#{log.fixed}", *(f"@{line}" for line in log.renewals)]
+            self._vetted.update(name for name in names if _is_module(name) and not self._is_unsuitable(name))
+
+    def distrust(self) -> None:
+        """Vetted modules have proved unsuitable, or took too long: vet all again."""
+        self._vetted.clear()
 
     def renewed(self) -> ImportCache | None:
         """The list for the packages as they are now, if any was installed, upgraded or removed since."""
@@ -103,15 +129,28 @@ class ImportCache:
         return [f"={path}" for path in self._own]
 
     def _is_unsuitable(self, name: str) -> bool:
-        return any(name == bad or name.startswith(bad + ".") for bad in self._unsuitable)
+        return covers(self.unsuitable, name)
+
+    def first_lines(self) -> list[str]:
+        """What a start may wait for: vetted modules, and what matters to them."""
+        lines = [name for name in self.names if not _is_module(name) or name in self._vetted]
+        return [*self._random, *self._with_unsuitable(lines)] if any(map(_is_module, lines)) else []
+
+    def all_lines(self) -> list[str]:
+        """What helpers in the background try."""
+        return [*self.own_lines(), *self._with_unsuitable(self.names)]
+
+    def _with_unsuitable(self, lines: list[str]) -> list[str]:
+        return [*(f"-{name}" for name in self.unsuitable), *lines]
 
     def save(self) -> None:
         """Write the list atomically; errors are ignored."""
         if self.path is None:
             return
         own = [f"={file.written()}" for file in self._own.values()]
-        bad = [f"-{name}" for name in dict.fromkeys(self._unsuitable)]
-        text = "\n".join([_MARK, self.key, *bad, *own, *self.names, "."]) + "\n"
+        bad = [f"-{name} {why}" for name, why in self.unsuitable.items()]
+        names = [f",{name}" if _is_module(name) and name not in self._vetted else name for name in self.names]
+        text = "\n".join([_MARK, self.key, *bad, *own, *self._random, *names, "."]) + "\n"
         try:
             write_trusted(self.path, text.encode("utf-8", "surrogateescape"))
             _make_room(os.path.dirname(self.path))
@@ -199,6 +238,11 @@ def _make_room(directory: str) -> None:
         entries.sort(key=lambda entry: entry.stat().st_mtime)
         for entry in entries[: len(entries) - _MOST]:
             os.unlink(entry.path)
+
+
+def _is_module(line: str) -> bool:
+    """Whether it names a module: not one of the recorder's other lines, and not marked as unvetted."""
+    return line[:1] not in ("+", "?", "!", ",", "=", "@", "#", "-")
 
 
 def _is_plain(line: str) -> bool:

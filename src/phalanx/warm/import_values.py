@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import Any
 
+    Place = tuple[Any, ...]
+
 _DEPTH = 4  # a module's dict, an instance, its list, a tuple in it
 _MOST = 2000  # elements of one container
 _SIMPLE = (str, bytes, int, float, complex, bool)
@@ -69,7 +71,8 @@ class Clocks:
             return "wall_ns"
         return "steady_ns" if self._steady <= value / 1e9 <= steady and value % 1000 else ""
 
-    def now(self, kind: str) -> float:
+    @staticmethod
+    def now(kind: str) -> float:
         """The present value of a clock."""
         import time
 
@@ -80,13 +83,42 @@ class Clocks:
         return time.time_ns() if kind == "wall_ns" else time.monotonic_ns()
 
 
+class Renewal:
+    """Values that every worker sets again: where they are, and of which kind (a clock, pid, uuid)."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        """`lines`: as ImportValues writes them."""
+        self._places: list[tuple[Any, Any, str]] = []
+        for line in lines:
+            kind, _, path = line.partition(" ")
+            found = _find(path.split("\t"))
+            if found is not None:
+                self._places.append((*found, kind))
+        self._known = [path for path in _KNOWN if path.rpartition(".")[0] in sys.modules]
+
+    def apply(self) -> None:
+        """In a worker: identifiers of its own, its process number, and the present time."""
+        uuids: dict[str, str] = {}
+        for container, key, kind in self._places:
+            if kind == "uuid":
+                old = _get(container, key)
+                _set(container, key, uuids.setdefault(old, _other_uuid(old)))
+            else:
+                _set(container, key, os.getpid() if kind == "pid" else Clocks.now(kind))
+        for path in self._known:
+            module, _, name = path.rpartition(".")
+            value = getattr(sys.modules.get(module), name, None)
+            if value is not None:
+                _KNOWN[path](value)
+
+
 class ImportValues:
     """The values of some modules: check sums for a comparison, and what every worker sets again."""
 
     def __init__(self, modules: Iterable[str], clocks: Clocks) -> None:
         self.sums: dict[str, int] = {}
-        self.again: list[tuple[Any, Any, str]] = []  # container, key, and a clock or "pid"
-        self._uuids: dict[str, list[tuple[Any, Any, str]]] = {}  # text → container, key, module
+        self._again: list[str] = []  # lines for Renewal
+        self._uuids: dict[str, list[Place]] = {}  # by their text
         self._clocks = clocks
         self._pid = os.getpid()
         self._seen: set[int] = set()
@@ -99,54 +131,44 @@ class ImportValues:
         """The check sum of every name in a module."""
         self._seen.clear()
         space = _namespace(sys.modules[name])
-        return {key: self._sum(space, key, value, name, _DEPTH) for key, value in _items(space)}
+        return {key: self._sum((name, key), value, name, _DEPTH) for key, value in _items(space)}
 
     @property
     def identifiers(self) -> set[int]:
         """Check sums of all texts that look like random identifiers."""
-        return {hash(text) for text in self._uuids}
+        return {checksum(text) for text in self._uuids}
 
     def settle(self, constant: set[int]) -> list[str]:
         """Forget those that another process has, too; returns the modules whose own cannot be made again."""
-        self._uuids = {text: places for text, places in self._uuids.items() if hash(text) not in constant}
+        self._uuids = {text: at for text, at in self._uuids.items() if checksum(text) not in constant}
         self._uuids[f"-{self._pid}"] = []  # to see how many references the loop itself has
         counts = [(sys.getrefcount(text), places) for text, places in self._uuids.items()]
         own, _ = counts.pop()
         self._uuids.popitem()
         # `places` has to name all references.
         return [
-            places[0][2]
+            places[0][0]
             for count, places in counts
-            if count - own != len(places) or any(container is None for container, _, _ in places)
+            if count - own != len(places) or not all(map(_written, places))
         ]
 
-    def apply(self) -> None:
-        """In a worker: identifiers of its own, its process number, and the present time."""
-        pid = os.getpid()
-        for container, key, kind in self.again:
-            _set(container, key, pid if kind == "pid" else self._clocks.now(kind))
-        for text, places in self._uuids.items():
-            new = _other_uuid(text)
-            for container, key, _ in places:
-                _set(container, key, new)
-        for path, renew in _KNOWN.items():
-            module, _, name = path.rpartition(".")
-            value = getattr(sys.modules.get(module), name, None)
-            if value is not None and module in self.sums:
-                renew(value)
+    def renewals(self) -> list[str]:
+        """What every worker sets again; call `settle` before."""
+        uuids = [f"uuid {_written(place)}" for places in self._uuids.values() for place in places]
+        return [*self._again, *uuids]
 
     def _of_module(self, name: str, space: dict[str, Any]) -> int:
         total = 0
         for key, value in _items(space):
             if f"{name}.{key}" not in _KNOWN:
-                total += hash((key, self._sum(space, key, value, name, _DEPTH)))
+                total += hash((key, self._sum((name, key), value, name, _DEPTH)))
         return total
 
-    def _sum(self, container: Any, key: Any, value: Any, home: str, depth: int) -> int:
+    def _sum(self, place: Place, value: Any, home: str, depth: int) -> int:
         """A check sum of a value; 0 for what is not looked at."""
         kind = type(value)
         if kind in _SIMPLE:
-            return self._sum_simple(container, key, value, home)
+            return self._sum_simple(place, value)
         if depth <= 0 or value is None or id(value) in self._seen or issubclass(kind, types.ModuleType):
             return 0
         if kind.__name__ in _TEXT_OF:
@@ -155,55 +177,57 @@ class ImportValues:
             )
         if kind is types.FunctionType:
             defaults = value.__defaults__
-            return self._sum_all(None, defaults, home, 1) if defaults and value.__module__ == home else 0
+            return self._sum_all((), defaults, home, 1) if defaults and value.__module__ == home else 0
         if kind in (set, frozenset):  # in no order, so that what they refer to would be met in no order
-            value = [one for one in value if type(one) in _SIMPLE]
-            return self._sum_all(None, value, home, 1) if len(value) <= _MOST else len(value)
-        if kind in (list, tuple):
+            simple = [one for one in value if type(one) in _SIMPLE]
+            return self._sum_all((), simple, home, 1) if len(simple) <= _MOST else len(simple)
+        if kind in (list, tuple, dict):
+            if len(value) > _MOST:
+                return len(value)
             self._seen.add(id(value))
-            return self._sum_all(value, value, home, depth - 1) if len(value) <= _MOST else len(value)
-        if kind is dict:
-            self._seen.add(id(value))
-            return self._sum_items(value, value, home, depth - 1) if len(value) <= _MOST else len(value)
+            if kind is dict:
+                return self._sum_items(place, value, home, depth - 1)
+            return self._sum_all(place if kind is list else (), value, home, depth - 1)
         if issubclass(kind, type):  # not isinstance, which would ask a proxy for its class
             if type.__getattribute__(value, "__module__") != home:
                 return 0
             self._seen.add(id(value))
-            return self._sum_items(value, type.__dict__["__dict__"].__get__(value), home, depth - 1)
+            return self._sum_items(place, type.__dict__["__dict__"].__get__(value), home, depth - 1)
         space = _namespace(value) if not _is_of_the_library(kind.__module__) else None
         if not space:
             return 0
         self._seen.add(id(value))
-        return self._sum_items(space, space, home, depth - 2)
+        return self._sum_items(place, space, home, depth - 2)
 
-    def _sum_simple(self, container: Any, key: Any, value: Any, home: str) -> int:
+    def _sum_simple(self, place: Place, value: Any) -> int:
         if type(value) is str and 32 <= len(value) < 200 and _has_uuid(value):
-            self._uuids.setdefault(value, []).append((container, key, home))
+            self._uuids.setdefault(value, []).append(place)
             return 3
         if type(value) is int or type(value) is float:
-            if value == self._pid and "pid" in str(key).lower():
-                clock = "pid"
+            if value == self._pid and place and "pid" in str(place[-1]).lower():
+                kind = "pid"
             elif _is_address(value):
                 return 0
             else:
-                clock = self._clocks.kind(value) if value > 1000 else ""
-            if clock and container is not None:
-                self.again.append((container, key, clock))
+                kind = self._clocks.kind(value) if value > 1000 else ""
+            if kind and (path := _written(place)):
+                self._again.append(f"{kind} {path}")
                 return 1
         return hash(value) if value == value else 2  # the hash of nan is its address
 
-    def _sum_all(self, container: Any, values: Iterable[Any], home: str, depth: int) -> int:
-        target = container if type(container) is list else None
+    def _sum_all(self, place: Place, values: Iterable[Any], home: str, depth: int) -> int:
         total = 0
-        for place, value in enumerate(list(values)):
-            total += hash((self._sum(target, place, value, home, depth),))  # in any order
+        for number, value in enumerate(list(values)):
+            inside = (*place, number) if place else ()
+            total += hash((self._sum(inside, value, home, depth),))  # in any order
         return total
 
-    def _sum_items(self, container: Any, space: Any, home: str, depth: int) -> int:
+    def _sum_items(self, place: Place, space: Any, home: str, depth: int) -> int:
         total = 0
         for key, value in list(_items(space)):
-            name = key if type(key) is str or (type(key) is int and not _is_address(key)) else 0
-            total += hash((name, self._sum(container, key, value, home, depth)))
+            plain = type(key) is str or (type(key) is int and not _is_address(key))
+            inside = (*place, key) if place and plain else ()
+            total += hash((key if plain else 0, self._sum(inside, value, home, depth)))
         return total
 
 
@@ -228,11 +252,52 @@ def _other_uuid(text: str) -> str:
     return re.sub(_UUID, new, text)
 
 
+def checksum(text: str) -> int:
+    """The same in every process, unlike hash()."""
+    import zlib
+
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+
+
+# ---- places: a module, a name in it, and keys, attributes or numbers from there on ------------------
+
+
+def _written(place: Place) -> str:
+    """As one line; '' if that is not possible."""
+    words = [f"#{word}" if type(word) is int else word for word in place]
+    if not all(type(word) is str and word.isprintable() and word for word in words):
+        return ""
+    return "\t".join(words) if all(type(w) is int or not w.startswith("#") for w in place) else ""
+
+
+def _find(words: list[str]) -> tuple[Any, Any] | None:
+    """The container and the key of a place that was written."""
+    module, *keys = [int(word[1:]) if word.startswith("#") else word for word in words]
+    found: Any = sys.modules.get(str(module))
+    try:
+        for key in keys[:-1]:
+            found = _get(found, key)
+        _get(found, keys[-1])
+    except (LookupError, TypeError):
+        return None
+    return found, keys[-1]
+
+
+def _get(container: Any, key: Any) -> Any:
+    if type(container) in (dict, list):
+        return container[key]
+    if issubclass(type(container), type):
+        return type.__dict__["__dict__"].__get__(container)[key]
+    return _namespace(container)[key]
+
+
 def _set(container: Any, key: Any, value: Any) -> None:
-    if isinstance(container, type):
+    if type(container) in (dict, list):
+        container[key] = value
+    elif issubclass(type(container), type):
         setattr(container, key, value)
     else:
-        container[key] = value
+        _namespace(container)[key] = value
 
 
 def _is_of_the_library(module: object) -> bool:

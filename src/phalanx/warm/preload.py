@@ -3,43 +3,48 @@
 Each rule is checked during the import, not promised by a list:
 * Only installed packages and the standard library are preloaded. The user's own modules run in every worker;
   an installed package that imports one of them is skipped.
-* A module that raises is skipped. A module spoils the zygote if it leaves a thread that a fork does not stop,
+* A module that raises is skipped. A module is unsuitable if it leaves a thread that a fork does not stop,
   opens a device or a socket, starts a process, hangs, kills the process, or reads a variable that differs
-  between workers (RANK) during its import. The keeper then forks another zygote without that module.
-* Fork-aware thread pools (OpenBLAS) end their threads at a fork; a trial fork distinguishes them from threads
-  that would be lost.
+  between workers (RANK) during its import (import_judge.py). So are the modules that import it. All of them
+  are found in one pass (vetting.py).
 * Effects of an import outside of memory are repeated in every worker: variables, printed text, and open files
   (with an offset of their own).
 
-Progress is reported to the keeper line by line, so that it can name the module even after a crash:
-`import NAME`, `drop NAME: why`, `spoiled NAME: why`, `done COUNT`.
+What is found goes into a log (verdict_log.py), which the agent reads, too. The keeper gets a line when
+another process becomes the zygote (`zygote PID`), when the preload is over (`done`), and an empty one now and
+then while modules are imported.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 
-from phalanx import kernel
+from phalanx.warm.generators import GeneratorPlan
 from phalanx.warm.import_effects import ImportState, as_in_a_script
+from phalanx.warm.import_judge import ImportJudge, checks
 from phalanx.warm.import_recorder import homes as installed_in
 from phalanx.warm.import_recorder import loads_code
-from phalanx.warm.twin import Twin
-from phalanx.warm.variables import NotedVariables, loaded_libraries, named_in_libraries, variables_set_in
+from phalanx.warm.import_values import Renewal
+from phalanx.warm.twin import Reserve
+from phalanx.warm.variables import NotedVariables, VariableCheck
+from phalanx.warm.verdict_log import covers
+from phalanx.warm.vetting import Checkpoint, Scout, fork_checkpoint, kill_children
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-    from phalanx.warm.generators import GeneratorPlan
-    from phalanx.warm.import_values import ImportValues
+    from phalanx.warm.import_judge import Check
+    from phalanx.warm.verdict_log import VerdictLog
 
-SPOILED = 77  # the exit status of a zygote that must not be forked from
+SPOILED = 77  # the exit status of a process that must not become the zygote
 
-_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/infiniband", "/dev/xpu")
-_SHARED = ("socket:", "pipe:", "anon_inode:", "/memfd:")  # siblings would consume each other's data
 _NEVER = frozenset({"__main__", "phalanx", "sitecustomize", "usercustomize", "antigravity", "this"})
+_REPORT_AFTER = 0.5  # seconds: the keeper need not wake up for every module
+_CHECKPOINT_AFTER = 0.3  # seconds of imports; later on, a quarter of all of them
 
 # The variables that differ between workers (agent/environment.py).
 _OF_A_WORKER = frozenset({
@@ -56,123 +61,256 @@ class ImportResidue:
         self.variables: dict[bytes, tuple[bytes | None, bytes | None]] = {}  # name → value before, and after
         self.printed: tuple[bytes, bytes] = (b"", b"")  # on stdout, on stderr
         self.files: dict[int, str] = {}  # descriptor → path
-        self.read: dict[bytes, tuple[bytes | None, str]] = {}  # variable → its value, and the first reader
-        self.values: ImportValues | None = None  # times and process numbers that modules have
+        self.read: dict[bytes, bytes | None] = {}  # variables that imports have read, and their values
+        self.renewal: Renewal | None = None
         self.generators: GeneratorPlan | None = None
 
 
 left = ImportResidue()
 
 
-def preload(names: Iterable[str], report: Callable[[str], None]) -> None:
-    """Import them in this order; exits if the zygote is spoiled.
+def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None], once: bool) -> None:
+    """Import the modules, in this order; this process, or a fork of it, returns, and is the zygote.
 
-    `names` may contain the recorder's other lines: variables that the script sets before the following
-    imports, and modules that the script shadows.
+    `lines` may contain the recorder's other lines: variables that the script sets before the following
+    imports, and modules that the script shadows. `-NAME`: known to be unsuitable. `once`: all were tried
+    before; the process exits if one of them turns out to be unsuitable.
     """
     import gc
 
-    names = list(names)
-    twin = Twin()
-    count = _import_all(names, report if not twin.is_other else lambda _line: None)
-    random, left.values, left.generators = twin.compare()
-    if random:
-        report(f"spoiled {random[0]}: has another value in every process (random, or a temporary name)")
-        os._exit(SPOILED)
+    Preload(list(lines), log, report, once).run()
     gc.collect()
     gc.freeze()  # or a collection in a worker would write into every shared page
-    report(f"done {count}")
+    report("done")
 
 
-def _import_all(names: list[str], report: Callable[[str], None]) -> int:
-    hidden = _Hidden({name[1:] for name in names if name.startswith("!")})
-    sys.meta_path.insert(0, hidden)
+class Preload:
+    """One pass over a list."""
 
-    homes = installed_in()
-    verdicts: dict[str, bool] = {}
-    console = _Console()
-    fds = _descriptors()
-    known = set(sys.modules)
-    processes = set(kernel.children())
-    count = 0
-    own: dict[bytes, bytes | None] = {}  # variables that the script sets: their values before
-    files = [name[1:] for name in names if name.startswith("=")]
-    may_be_set = variables_set_in(files, files[0] if files else "")
-    libraries = loaded_libraries() if may_be_set else set()
-    surroundings = as_in_a_script()
-    surroundings.__enter__()
-    state = ImportState()
-    for name in names:
-        if name[:1] in ("+", "?"):
-            if loads_code(name[1:].partition("=")[0]):
-                break  # the recorder never writes one; what follows may depend on it
-            _set_for_script(name[0], name[1:], own)
-            continue
-        top = name.partition(".")[0]
-        if name in sys.modules or top in _NEVER or top in hidden.names or name.startswith("="):
-            continue
-        if top not in verdicts:
-            verdicts[top] = _is_installed(top, homes)
-        if not verdicts[top]:
-            continue
-        report(f"import {name}")
-        with console:
-            imported, asked, read = _import(name, report)
-        if not imported and not hidden.asked:
-            console.forget()
-            continue
-        count += 1
-        now = _descriptors()
-        why = (
-            next((f"imports {one}, which a module of the script shadows" for one in hidden.asked), "")
-            or _spoiled_by_threads()
-            or next((f"reads {variable} during its import" for variable in asked), "")
-            or _spoiled_by_descriptors(fds, now)
-            or _spoiled_by_own_modules(sys.modules.keys() - known, homes)
-            or ("starts a process" if set(kernel.children()) - processes else "")
-            or state.changed()
-            or next((f"reads {one}, which the script may set" for one in may_be_set if one in read), "")
+    def __init__(self, lines: list[str], log: VerdictLog, report: Callable[[str], None], once: bool) -> None:
+        self._lines = lines
+        self._hidden = {line[1:] for line in lines if line.startswith("!")}
+        self._refused = {line[1:] for line in lines if line.startswith("-")}
+        self._log = log
+        self._report = report
+        self._once = once
+        self._keeper = os.getppid()
+        self._homes = installed_in()
+        self._installed: dict[str, bool] = {}  # by top-level name
+        self._own: dict[bytes, bytes | None] = {}  # variables that the script sets: their values before
+        self._asked: list[str] = []  # variables of a worker that imports have read
+        self._reserve = None if once else self._make_reserve()
+        self._console = _Console()
+        self._fds = _descriptors()
+        self._state = ImportState()
+        own_checks: list[Check] = [] if once else [VariableCheck(lines, left.read), self._state.check]
+        self._judge = ImportJudge(
+            log,
+            self._homes,
+            [*checks(self._take_asked), *own_checks],
+            self._forbidden,
+            self._spoiled,
+            self._progress,
+            (lambda _name: "") if once else self._state.check,
         )
-        if may_be_set and not why:
-            now_loaded = loaded_libraries()
-            found = named_in_libraries(may_be_set, now_loaded - libraries)
-            why = f"may read {found}, which the script may set" if found else ""
-            libraries = now_loaded
-        for one, seen in read.items():
-            left.read.setdefault(os.fsencode(one), (seen, name))
-        if why:
-            report(f"spoiled {name}: {why}")
+        self._began = self._saved = self._reported = time.monotonic()
+        self._checkpoint: Checkpoint | None = None
+        self._ahead: Scout | None = None
+        self._is_scout = False
+
+    def _make_reserve(self) -> Reserve:
+        """Returns in this process, in the twin, and in the reserve if it takes over."""
+        while True:
+            reserve = Reserve()
+            if reserve.is_twin:
+                self._log.silence()
+            elif reserve.takes_over:
+                self._log.read()
+                self._report(f"zygote {os.getpid()}")
+                continue
+            else:
+                reserve.start_twin()
+            return reserve
+
+    @property
+    def _is_twin(self) -> bool:
+        return self._reserve is not None and self._reserve.is_twin
+
+    def run(self) -> None:
+        """Import what can be."""
+        with as_in_a_script(), self._judge:
+            self._state.changed()
+            for line in self._lines:
+                if line[:1] in ("+", "?"):
+                    if loads_code(line[1:].partition("=")[0]):
+                        break  # the recorder never writes one; what follows may depend on it
+                    _set_for_script(line[0], line[1:], self._own)
+                elif line[:1] not in ("!", "-", "=", "#", "@"):
+                    self._entry(line)
+            self._log.write("over")
+            if self._is_scout:
+                assert self._checkpoint is not None
+                assert self._reserve is not None
+                kill_children(but=(self._checkpoint.pid, self._reserve.pid))
+                os._exit(0)
+            if self._once and (why := self._state.changed()):
+                self._log.blame(self._lines[-1], why, ())
+                os._exit(SPOILED)
+        if self._checkpoint is not None:
+            self._checkpoint.end()
+        for variable, value in self._own.items():
+            _put(variable, value)
+            left.read.pop(variable, None)  # the script is going to set it
+        self._compare()
+        left.printed = self._console.printed()
+        left.files = {
+            int(fd): what for fd, what in _descriptors().items() if fd not in self._fds and _is_file(what)
+        }
+        self._log.write(f"ready {time.monotonic() - self._began:.3f}")
+
+    def _compare(self) -> None:
+        """See to what is random: with the help of the twin, or as it was found before."""
+        reserve = self._reserve
+        if reserve is None:
+            fixed = {int(word) for line in self._lines if line.startswith("#") for word in line[1:].split()}
+            left.renewal = Renewal(line[1:] for line in self._lines if line.startswith("@"))
+            left.generators = GeneratorPlan(fixed)
+            return
+        if reserve.is_twin:
+            kill_children()
+            reserve.send()
+        self._log.read()
+        if self._ahead is not None or self._log.unsuitable:
+            reserve.start_twin()
+        random, values, fixed = reserve.compare(lambda: self._report(""))
+        if random:
+            for name in random:
+                self._log.blame(name, "makes random values or temporary files during its import", ())
+            reserve.take_over()
+        reserve.end()
+        renewals = values.renewals()
+        for line in renewals:
+            self._log.write(f"renew {line}")
+        self._log.write(" ".join(["fixed", *map(str, sorted(fixed))]))
+        left.renewal, left.generators = Renewal(renewals), GeneratorPlan(fixed)
+
+    def _entry(self, name: str) -> None:
+        if name not in sys.modules and self._is_eligible(name.partition(".")[0]):
+            self._save()
+            while self._ahead is not None and not self._ahead.has_passed(name):
+                self._lead()
+                self._save()
+            if not self._is_refused(name):
+                self._try(name)
+        if self._ahead is None:
+            self._log.write(f"passed {name}")
+            if self._is_scout and self._checkpoint is not None:
+                self._checkpoint.tell()
+
+    def _is_eligible(self, top: str) -> bool:
+        if top not in self._installed:
+            allowed = top not in _NEVER and top not in self._hidden
+            self._installed[top] = allowed and _is_installed(top, self._homes)
+        return self._installed[top]
+
+    def _is_refused(self, name: str) -> bool:
+        return covers(self._refused, name) or self._log.is_unsuitable(name)
+
+    def _try(self, name: str) -> None:
+        with self._console:
+            self._judge.look()  # what was done here is no module's effect
+            imported, error = self._import(name)
+        if not imported:
+            self._console.forget()
+        # An ImportError is not reported: optional imports are recorded as well.
+        if error is not None and not isinstance(error, ImportError):
+            self._log.blame(name, f"raises {type(error).__name__}", ())
+
+    # -- unsuitable modules -------------------------------------------------------------------------
+
+    def _forbidden(self, name: str) -> str:
+        """Why this module must not be imported."""
+        if name.partition(".")[0] in self._hidden:
+            return "is shadowed by a module of the script"
+        return "is known to be unsuitable" if not self._is_scout and self._is_refused(name) else ""
+
+    def _spoiled(self) -> None:
+        """This process must not become the zygote; its checkpoint may."""
+        if self._is_scout or self._is_twin:
+            return
+        if self._checkpoint is None:
             os._exit(SPOILED)
-        known = set(sys.modules)
-    surroundings.__exit__()
-    for variable, value in own.items():
-        _put(variable, value)
-    sys.meta_path.remove(hidden)
-    left.printed = console.printed()
-    left.files = {int(fd): what for fd, what in _descriptors().items() if fd not in fds and _is_file(what)}
-    return count
+        self._is_scout = True
+        self._judge.note_importers()
+        os.nice(19)  # the zygote comes first, and the workers before both
+        self._checkpoint.tell()
 
+    def _save(self) -> None:
+        """Make a checkpoint if it is time for that. Returns again in the checkpoint when it is needed."""
+        now = time.monotonic()
+        if self._once or self._is_scout or self._ahead is not None or self._is_twin:
+            return
+        if self._checkpoint is not None:
+            if now - self._saved < max(_CHECKPOINT_AFTER, (now - self._began) / 4):
+                return
+            self._checkpoint.end()
+        self._saved = now
+        made = fork_checkpoint(self._keeper, self._log)
+        if isinstance(made, Checkpoint):
+            self._checkpoint = made
+        else:
+            self._checkpoint, self._ahead = None, made
+            self._judge.logs = False
+            self._console.copy()
+            self._report(f"zygote {os.getpid()}")
 
-class _Hidden:
-    """A finder that rejects the modules that the script shadows."""
+    def _lead(self) -> None:
+        """The process ahead has ended early: blame what it executed, and go on without it."""
+        self._ahead = None
+        self._judge.logs = True
+        self._log.blame_executing()
 
-    def __init__(self, names: set[str]) -> None:
-        self.names = names
-        self.asked: list[str] = []
+    def _progress(self) -> None:
+        now = time.monotonic()
+        if now - self._reported >= _REPORT_AFTER:
+            self._reported = now
+            self._report("")
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name.partition(".")[0] in self.names:
-            self.asked.append(name)
-            raise ImportError(name)  # at once: the zygote is spoiled anyway
+    def _take_asked(self) -> list[str]:
+        asked = self._asked[:]
+        self._asked.clear()
+        return asked
+
+    def _import(self, name: str) -> tuple[bool, BaseException | None]:
+        """Whether the import succeeded, or what it raised."""
+        environ: Any = os.environ
+        before: dict[bytes, bytes] = environ._data
+        during = environ._data = _Asked(before, self._asked)
+        os.environb._data = during  # type: ignore[attr-defined]  # the two share it
+        raised: BaseException | None = None
+        try:
+            __import__(name)
+        except BaseException as error:  # noqa: BLE001 - SystemExit too: a module may do anything
+            raised = error
+        finally:
+            environ._data = os.environb._data = before  # type: ignore[attr-defined]
+            for key in sorted(before.keys() | during.keys()):
+                old, new = before.get(key), dict.get(during, key)  # not noted
+                if old != new and not (new is None and _is_of_a_worker(key)):
+                    # Undone for the following imports, which a worker may do first; repeated in every worker.
+                    _put(key, old)
+                    if raised is None:
+                        left.variables[key] = (left.variables.get(key, (old, None))[0], new)
+        return raised is None, raised
 
 
 class _Asked(NotedVariables):
     """The environment during an import: variables of a worker are missing, and access to them is noted."""
 
-    def __init__(self, variables: dict[bytes, bytes]) -> None:
+    def __init__(self, variables: dict[bytes, bytes], asked: list[str]) -> None:
         super().__init__((name, value) for name, value in variables.items() if not _is_of_a_worker(name))
-        self.asked: list[str] = []
-        self.read = {}
+        self.asked = asked
+        self.read = left.read
 
     def __missing__(self, name: bytes) -> bytes:
         if _is_of_a_worker(name):
@@ -183,32 +321,6 @@ class _Asked(NotedVariables):
 def _is_of_a_worker(name: bytes) -> bool:
     text = os.fsdecode(name)
     return text in _OF_A_WORKER or text.startswith(_OF_A_WORKER_PREFIXES)
-
-
-def _import(name: str, report: Callable[[str], None]) -> tuple[bool, list[str], dict[str, bytes | None]]:
-    """Whether the import succeeded, which variables of a worker it read, and which others, with values."""
-    environ: Any = os.environ
-    before: dict[bytes, bytes] = environ._data
-    during = environ._data = _Asked(before)
-    os.environb._data = during  # type: ignore[attr-defined]  # the two share it
-    imported = False
-    try:
-        __import__(name)
-        imported = True
-    except BaseException as error:  # noqa: BLE001 - SystemExit too: a module may do anything
-        # An ImportError is not reported: optional imports are recorded as well.
-        if not isinstance(error, ImportError):
-            report(f"drop {name}: {type(error).__name__}")
-    finally:
-        environ._data = os.environb._data = before  # type: ignore[attr-defined]
-        for key in sorted(before.keys() | during.keys()):
-            old, new = before.get(key), dict.get(during, key)  # not noted
-            if old != new and not (new is None and _is_of_a_worker(key)):
-                # Undone for the following imports, which a worker may do first; repeated in every worker.
-                _put(key, old)
-                if imported:
-                    left.variables[key] = (left.variables.get(key, (old, None))[0], new)
-    return imported, during.asked, {os.fsdecode(key): value for key, value in during.read.items()}
 
 
 def _put(name: bytes, value: bytes | None) -> None:
@@ -259,6 +371,16 @@ class _Console:
             os.truncate(kept, size)
             os.lseek(kept, size, os.SEEK_SET)
 
+    def copy(self) -> None:
+        """In a fork: what was captured so far, in files of its own."""
+        from phalanx.kernel import anonymous_file
+
+        for index, size in enumerate(self._sizes):
+            text = os.pread(self._kept[index], size, 0)
+            os.close(self._kept[index])
+            self._kept[index] = anonymous_file("phalanx-printed")
+            os.write(self._kept[index], text)
+
     def printed(self) -> tuple[bytes, bytes]:
         out, err = (os.pread(kept, 1 << 20, 0) for kept in self._kept)
         for kept in self._kept:
@@ -295,26 +417,6 @@ def _is_installed(top: str, homes: tuple[str, ...]) -> bool:
     return bool(places) and all(place is not None and place.startswith(homes) for place in places)
 
 
-def _spoiled_by_threads() -> str:
-    if _threads() <= 1:
-        return ""
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    more = _threads() - 1
-    return f"leaves {more} thread{'s' * (more > 1)} running" if more > 0 else ""
-
-
-def _threads() -> int:
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        import threading
-
-        return threading.active_count()
-
-
 def _descriptors() -> dict[str, str]:
     found = {}
     try:
@@ -329,27 +431,5 @@ def _descriptors() -> dict[str, str]:
     return found
 
 
-def _spoiled_by_descriptors(before: dict[str, str], now: dict[str, str]) -> str:
-    for fd, what in now.items():
-        if fd not in before and (what.startswith((*_DEVICES, *_SHARED)) or what.endswith(" (deleted)")):
-            return f"opens {what}"
-    return ""
-
-
 def _is_file(what: str) -> bool:
     return what.startswith("/") and os.path.isfile(what)
-
-
-def _spoiled_by_own_modules(names: Iterable[str], homes: tuple[str, ...]) -> str:
-    """A user's plug-in that a package finds by itself: later edits to it would have no effect."""
-    for name in names:
-        spec: Any = getattr(sys.modules.get(name), "__dict__", {}).get("__spec__")
-        place = spec.origin if getattr(spec, "has_location", False) else None
-        if (
-            isinstance(place, str)
-            and os.path.isabs(place)
-            and not place.startswith(homes)
-            and name.partition(".")[0] not in _NEVER
-        ):
-            return f"imports {name} from {os.path.dirname(place)}, which is not an installed package"
-    return ""

@@ -1,21 +1,34 @@
 """A second process that does the same imports: what differs afterwards is random, or exists only once.
 
-The second process is forked before the imports. It does them as well, through the same code (some packages
-keep the stack of their import), with its output discarded. It sends check sums of the values and of the
-generator states that it then has (import_values.py, generators.py), and exits.
+Before a list is vetted, the process that imports it forks a copy of itself, the *reserve*, which sleeps. The
+reserve forks the *twin*: it does the same imports, through the same code (some packages keep the stack of
+their import), sends check sums of the values and of the generator states that it then has (import_values.py,
+generators.py), and exits. It runs at the same time, so that the comparison takes no longer than the imports.
+
+* If modules are found unsuitable meanwhile, the twin has imported them, and may differ for that reason. It is
+  ended, and another one does what the zygote did.
+* If values differ, the zygote has them already. It exits, and the reserve becomes the zygote, without the
+  modules that have them.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import sys
+import time
 
-from phalanx.warm.generators import GeneratorPlan, all_generators, states
+from phalanx import kernel
+from phalanx.warm.generators import all_generators, states
 from phalanx.warm.import_values import Clocks, ImportValues, differing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import NoReturn
+
+_PATIENCE = 120.0  # seconds after which a twin that does not finish counts as different
+_PROGRESS = 0.5  # seconds between two signs of life while it is awaited
 
 
 class Findings:
@@ -27,65 +40,130 @@ class Findings:
 
     @classmethod
     def of(cls, values: ImportValues) -> Findings:
+        """Of this process."""
         return cls(values.sums, states(all_generators()) | values.identifiers)
 
     def written(self) -> bytes:
         lines = [f"{value} {name}" for name, value in self.sums.items()]
-        return "\n".join([" ".join(map(str, sorted(self.fixed))), *lines, "."]).encode()
+        return "\n".join([" ".join(map(str, sorted(self.fixed))), *lines]).encode()
 
     @classmethod
-    def read(cls, data: bytes) -> Findings | None:
-        """None when it is not complete."""
+    def read(cls, data: bytes) -> Findings:
         first, *lines = data.decode().split("\n")
-        if not lines or lines[-1] != ".":
-            return None
-        sums = {name: int(value) for value, _, name in (line.partition(" ") for line in lines[:-1])}
+        sums = {name: int(value) for value, _, name in (line.partition(" ") for line in lines)}
         return cls(sums, {int(word) for word in first.split()})
 
 
-class Twin:
-    """Made before the imports, in both processes; both do them, and then `compare`."""
+class Reserve:
+    """Made before the imports; in the process that imports, in the reserve and in the twin."""
 
     def __init__(self) -> None:
+        """Returns at once in this process, and later, when it is needed, in the twin or in the reserve."""
         self._known = {*sys.modules, "__mp_main__"}
         self._clocks = Clocks()
-        read, write = os.pipe()
-        self._pid = os.fork()
-        self._fd = read if self._pid else write
-        os.close(write if self._pid else read)
-        if not self._pid:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            for fd in (1, 2):
-                os.dup2(nowhere, fd)
-            os.close(nowhere)
+        self._answer = kernel.anonymous_file("phalanx-twin")
+        commands, self._commands = os.pipe()
+        self._ready, ready = os.pipe()
+        self._twins = 0
+        self.is_twin = False
+        self.takes_over = False
+        self.pid = os.fork()
+        if self.pid:
+            os.close(commands)
+            os.close(ready)
+            return
+        os.close(self._commands)
+        os.close(self._ready)
+        self._serve(commands, ready)
 
-    @property
-    def is_other(self) -> bool:
-        """Whether this is the second process, which reports nothing."""
-        return self._pid == 0
+    # -- in the reserve and the twin ----------------------------------------------------------------
 
-    def compare(self) -> tuple[list[str], ImportValues, GeneratorPlan]:
-        """The modules that differ, and what workers set again. Does not return in the second process."""
-        new = [name for name in sys.modules if name not in self._known and not name.startswith("phalanx.")]
-        values = ImportValues(new, self._clocks)
-        if self.is_other:
-            self._send(Findings.of(values))
-        there = self._receive()
-        if there is None:  # it did not get through: nothing is known to be the same
-            return new[:1], values, GeneratorPlan(set())
-        differ = [*differing(values.sums, there.sums), *values.settle(there.fixed)]
-        return differ, values, GeneratorPlan(there.fixed)
+    def _serve(self, commands: int, ready: int) -> None:
+        twin = 0
+        while True:
+            command = os.read(commands, 1)
+            if twin:
+                os.kill(twin, 9)
+                os.waitpid(twin, 0)
+            if command == b"z":
+                break
+            if command != b"t":
+                os._exit(0)
+            self._twins += 1
+            twin = os.fork()
+            if twin == 0:
+                self.is_twin = True
+                self._commands = ready  # where the end is told
+                os.close(commands)
+                return
+        os.close(commands)
+        os.close(ready)
+        os.close(self._answer)
+        self.takes_over = True
+        kernel.become_subreaper()  # neither is inherited over a fork
+        kernel.wake_at_parent_death()
 
-    def _send(self, findings: Findings) -> NoReturn:
-        data = findings.written()
-        while data:
-            data = data[os.write(self._fd, data) :]
+    def send(self) -> NoReturn:
+        """The twin has done the imports."""
+        data = Findings.of(self._values()).written()
+        os.ftruncate(self._answer, 0)
+        offset = 0
+        while offset < len(data):
+            offset += os.pwrite(self._answer, data[offset:], offset)
+        os.write(self._commands, bytes([self._twins % 256]))
         os._exit(0)
 
-    def _receive(self) -> Findings | None:
-        data = b""
-        while piece := os.read(self._fd, 1 << 16):
-            data += piece
-        os.close(self._fd)
-        os.waitpid(self._pid, 0)
-        return Findings.read(data)
+    # -- in the process that becomes the zygote -----------------------------------------------------
+
+    def start_twin(self) -> None:
+        """Start a twin; an earlier one is ended."""
+        self._twins += 1
+        self._tell(b"t")
+
+    def compare(self, progress: Callable[[], None]) -> tuple[list[str], ImportValues, set[int]]:
+        """The modules that differ from the twin's, the values here, and the check sums there."""
+        values = self._values()
+        there = self._receive(progress)
+        if there is None:  # it did not get through: nothing is known to be the same
+            return list(values.sums), values, set()
+        return [*differing(values.sums, there.sums), *values.settle(there.fixed)], values, there.fixed
+
+    def take_over(self) -> NoReturn:
+        """The reserve becomes the zygote instead of this process."""
+        self._tell(b"z")
+        os._exit(0)
+
+    def end(self) -> None:
+        """Neither is needed any more."""
+        self._tell(b"q")
+        for fd in (self._commands, self._ready, self._answer):
+            os.close(fd)
+        try:
+            os.waitpid(self.pid, 0)
+        except ChildProcessError:
+            pass  # that of an earlier process
+
+    def _tell(self, command: bytes) -> None:
+        try:
+            os.write(self._commands, command)
+        except OSError:
+            pass  # it is gone
+
+    def _receive(self, progress: Callable[[], None]) -> Findings | None:
+        poll = select.poll()
+        poll.register(self._ready, select.POLLIN)
+        until = time.monotonic() + _PATIENCE
+        while time.monotonic() < until:
+            if not poll.poll(_PROGRESS * 1000):
+                progress()
+                continue
+            answer = os.read(self._ready, 1)
+            if not answer:
+                return None
+            if answer[0] == self._twins % 256:
+                return Findings.read(os.pread(self._answer, os.fstat(self._answer).st_size, 0))
+        return None
+
+    def _values(self) -> ImportValues:
+        new = [name for name in sys.modules if name not in self._known and not name.startswith("phalanx.")]
+        return ImportValues(new, self._clocks)

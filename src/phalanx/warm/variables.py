@@ -59,6 +59,30 @@ class NotedVariables(dict[bytes, bytes]):
         return super().get(name, default)
 
 
+class VariableCheck:
+    """A check of import_judge.py: a module reads a variable that the user's code may set."""
+
+    def __init__(self, lines: Iterable[str], read: dict[bytes, bytes | None]) -> None:
+        """`lines` of the list: =PATH is a file of the user, the script first."""
+        files = [line[1:] for line in lines if line.startswith("=")]
+        self._names = sorted(variables_set_in(files, files[0] if files else ""))
+        self._keys = [os.fsencode(name) for name in self._names]
+        self._read = read
+        self._libraries = loaded_libraries() if self._names else set()
+
+    def __call__(self, _module: str) -> str:
+        for key in self._keys:
+            if key in self._read:
+                del self._read[key]  # so that the next reader is noticed
+                return f"reads {os.fsdecode(key)}, which the script may set"
+        if not self._names:
+            return ""
+        new = loaded_libraries() - self._libraries
+        self._libraries |= new
+        found = named_in_libraries(self._names, new)
+        return f"may read {found}, which the script may set" if found else ""
+
+
 # ---- the user's files ----------------------------------------------------------------------------
 
 

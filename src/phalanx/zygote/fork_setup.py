@@ -185,8 +185,8 @@ def _make_unique(residue: ImportResidue | None) -> None:
     """
     if residue is not None and residue.generators is not None:
         residue.generators.apply()
-    if residue is not None and residue.values is not None:
-        residue.values.apply()
+    if residue is not None and residue.renewal is not None:
+        residue.renewal.apply()
     logging: Any = sys.modules.get("logging")
     if logging is not None and hasattr(logging, "_startTime"):
         import time

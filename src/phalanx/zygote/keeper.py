@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 CLEAR_NOW = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # as in spawner.py, which is too large to import here
 
 _IMPORT_LIMIT = 60.0  # seconds for one module
-_TRIES = 5  # zygotes; after that, workers start without a preload
 _ZYGOTE_GRACE = 0.3  # for the zygote's clean-up after the agent's death; the total limit is one second
 
 # Stopping a whole control group (systemd, a scheduler) signals keeper and zygote as well. They must survive
@@ -50,7 +49,7 @@ def main(
 ) -> dict[str, Any]:
     """The helper process: fork the zygote, then wait for its end or the agent's.
 
-    `wishes_fd`: a file with the names of the modules to preload. Returns only in a fork of the zygote that
+    `wishes_fd`: a file with the modules to preload (PreloadList). Returns only in a fork of the zygote that
     becomes a Python program, with its spec.
     """
     try:
@@ -78,20 +77,20 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     wishes = PreloadList(wishes_fd)
     while True:
-        verdict_read, verdict_write = os.pipe()
+        reports, reports_write = os.pipe()
         zygote = os.fork()
         if zygote == 0:
             signal.set_wakeup_fd(-1)
-            for fd in (theirs, wake_read, wake_write, verdict_read, agent_fd):
+            for fd in (theirs, wake_read, wake_write, reports, agent_fd):
                 if fd is not None:
                     os.close(fd)
-            _be_zygote(sock_fd, ours, runner, wishes, verdict_write)
-        os.close(verdict_write)
+            _be_zygote(sock_fd, ours, runner, wishes, reports_write)
+        os.close(reports_write)
         kernel.set_name(KEEPER)
         adjust_oom_score(_OOM_SCORE)
         net = LastNet(zygote)
-        again = _watch(zygote, agent_fd, wake_read, verdict_read, wishes, net)
-        os.close(verdict_read)
+        again = _watch(zygote, agent_fd, wake_read, reports, wishes, net)
+        os.close(reports)
         net.close()
         if not again:
             break
@@ -100,25 +99,25 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
 
 
 def _be_zygote(
-    sock_fd: int, keeper_fd: int, runner: Runner | None, wishes: PreloadList, verdict: int
+    sock_fd: int, keeper_fd: int, runner: Runner | None, wishes: PreloadList, reports: int
 ) -> NoReturn:
     kernel.become_subreaper()  # not inherited over fork, like the next one
     kernel.wake_at_parent_death()
     kernel.set_name(ZYGOTE)
-    if wishes.tries:
+    if wishes.failed:
         adjust_oom_score(0)  # forked by a keeper that has lowered its own
     channel = Channel(_socket.socket(fileno=sock_fd))
-    if wishes.names:
+    if wishes.lines:
         from phalanx.warm.preload import preload
 
         def report(line: str) -> None:
-            wishes.note(line)
-            os.write(verdict, line.encode(errors="replace")[:1000] + b"\n")
+            os.write(reports, line.encode() + b"\n")
 
-        preload(list(wishes.names), report)
+        preload(wishes.lines, wishes.log, report, wishes.once)
     if wishes.asked:
-        channel.send(("preloaded", wishes.dropped))
-    os.close(verdict)
+        channel.send(("preloaded",))
+    wishes.close()
+    os.close(reports)
     Zygote(channel, keeper_fd, runner).run()
     os._exit(0)
 
@@ -162,48 +161,38 @@ def adjust_oom_score(score: int) -> None:
 
 
 class PreloadList:
-    """The modules that the next zygote imports, and those that earlier zygotes could not."""
+    """What the zygote imports, and the log of it: one file, from the agent."""
 
     def __init__(self, fd: int | None) -> None:
-        self.names: list[str] = []
-        self.dropped: list[str] = []
+        self.lines: list[str] = []
         self.asked = fd is not None
-        self.tries = 0
-        self._current = ""
-        if fd is not None:
-            with open(fd, encoding="utf-8", errors="replace") as file:
-                nice, *self.names = file.read().split("\n")
-            if nice.strip() == "nice":
-                from phalanx.warm.standby import lower_priority
+        self.once = False
+        self.failed = False
+        self._fd = -1 if fd is None else fd
+        if fd is None:
+            return
+        from phalanx.warm.verdict_log import VerdictLog
 
-                lower_priority(10)
+        size = os.fstat(fd).st_size
+        words, *self.lines = os.pread(fd, size, 0).decode("utf-8", "surrogateescape").split("\n")
+        os.lseek(fd, size, os.SEEK_SET)
+        os.set_inheritable(fd, False)
+        self.log = VerdictLog(fd, size)
+        self.once = "once" in words
+        if "nice" in words:
+            from phalanx.warm.standby import lower_priority
 
-    def note(self, text: str) -> None:
-        """Process lines that a zygote reports while it imports."""
-        for line in text.splitlines():
-            word, _, rest = line.partition(" ")
-            if word == "import":
-                self._current = rest
-            elif word in ("drop", "spoiled"):
-                self._drop(rest)
+            lower_priority(10)
 
-    def failed(self, how: str) -> None:
-        """The zygote died during the preload: drop the module it was importing."""
-        self.tries += 1
-        if self._current:
-            self._drop(f"{self._current}: {how}")
-        if self.tries >= _TRIES:
-            self.dropped.append("everything else: too many modules cannot be preloaded")
-            self.names = []
+    def give_up(self) -> None:
+        """No process is left that imports: the next zygote imports nothing."""
+        self.failed = True
+        self.lines = []
 
-    def _drop(self, what: str) -> None:
-        name = what.partition(":")[0]
-        top = name.partition(".")[0]
-        self.dropped.append(what)
-        self._current = ""
-        self.names = [
-            n for n in self.names if n != name and not n.startswith((name + ".", top + ".")) and n != top
-        ]
+    def close(self) -> None:
+        """In the zygote: workers must not write into it."""
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 def _ignore(_signum: int, _frame: object) -> None:
@@ -221,66 +210,52 @@ def close_others(last: int) -> None:
 
 
 def _watch(
-    zygote: int, agent_fd: int | None, wake_read: int, verdict_read: int, wishes: PreloadList, net: LastNet
+    zygote: int, agent_fd: int | None, wake_read: int, reports: int, wishes: PreloadList, net: LastNet
 ) -> bool:
-    """Wait for the zygote's end; True if another one should be forked, with fewer modules."""
+    """Wait for the zygote's end; True if another one should be forked, which imports nothing."""
     poll = select.poll()
     poll.register(wake_read, select.POLLIN)
-    poll.register(verdict_read, select.POLLIN)
+    poll.register(reports, select.POLLIN)
     if agent_fd is not None:
         poll.register(agent_fd, select.POLLIN)
-    agent_gone = False
-    importing = bool(wishes.names)
-    kill_at = time.monotonic() + _IMPORT_LIMIT if importing else None
-    how = "ended the process"
+    importing = bool(wishes.lines)
+    imports = [zygote]  # the processes that import, as far as they live
+    late_at = time.monotonic() + _IMPORT_LIMIT
+    kill_at: float | None = None  # the agent is gone
     while True:
-        times = [when for when in (kill_at, net.due) if when is not None]
+        times = [late_at] if importing else []
+        times += [when for when in (kill_at, net.due) if when is not None]
         patience = max(0.0, min(times) - time.monotonic()) * 1000 + 0.999 if times else None
         ready = {fd for fd, _ in poll.poll(patience)}
-        if verdict_read in ready:
-            text = os.read(verdict_read, 1 << 16)
-            wishes.note(text.decode(errors="replace"))
-            if b"\ndone " in b"\n" + text:
-                importing = False
-            if not text or not importing:  # finished, or died
-                poll.unregister(verdict_read)
-                kill_at = kill_at if agent_gone else None
-            elif not agent_gone:
-                kill_at = time.monotonic() + _IMPORT_LIMIT  # per module, not for all of them
+        if reports in ready:
+            text = os.read(reports, 1 << 16)
+            late_at = time.monotonic() + _IMPORT_LIMIT  # per module, not for all of them
+            for line in text.decode().split("\n"):
+                if line.startswith("zygote "):  # the line is short enough to come in one piece
+                    zygote = int(line.removeprefix("zygote "))
+                    imports.append(zygote)
+                elif line == "done":
+                    importing = False
+            if not text:  # all that import have ended, or are done
+                poll.unregister(reports)
+                if importing and kill_at is None:
+                    wishes.give_up()
+                    return True
         if agent_fd is not None and agent_fd in ready:
             poll.unregister(agent_fd)
-            agent_gone = True
             kill_at = time.monotonic() + _ZYGOTE_GRACE
-        elif kill_at is not None and time.monotonic() >= kill_at:
-            how = "did not finish importing"
-            os.kill(zygote, signal.SIGKILL)
-            kill_at = None
         if wake_read in ready and CLEAR_NOW in os.read(wake_read, 4096):
-            agent_gone = True
             kill_at = time.monotonic()
-        if net.due is not None and time.monotonic() >= net.due and not agent_gone:
+        now = time.monotonic()
+        if importing and now >= late_at:
+            late_at = now + _IMPORT_LIMIT
+            wishes.log.write("late")
+            if imports:
+                os.kill(imports[0], signal.SIGKILL)  # the scout, if there is one; another process goes on
+        if net.due is not None and now >= net.due and kill_at is None:
             net.make()
-        status = _ended(zygote)
-        if status is not None:
-            if agent_gone or not _died_importing(status, importing, verdict_read, wishes):
-                return False
-            wishes.failed(how)
-            return True
-
-
-def _died_importing(status: int, importing: bool, verdict_read: int, wishes: PreloadList) -> bool:
-    """Whether the preload killed the zygote; its last lines may still be in the pipe."""
-    if not importing:
-        return False
-    os.set_blocking(verdict_read, False)
-    try:
-        wishes.note(os.read(verdict_read, 1 << 16).decode(errors="replace"))
-    except BlockingIOError:
-        pass
-    return status != 0
-
-
-def _ended(zygote: int) -> int | None:
-    """Reap all exited children; the zygote's status if it was one of them."""
-    ended = dict(reap())
-    return ended[zygote] if zygote in ended else None if has_children() else 0
+        ended = {pid for pid, _ in reap()}
+        imports = [pid for pid in imports if pid not in ended]
+        gone = zygote in ended or not has_children()
+        if (kill_at is not None and now >= kill_at) or (gone and not importing):
+            return False

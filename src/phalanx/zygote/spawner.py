@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from phalanx.warm.standby import StandbyRank
+    from phalanx.warm.verdict_log import VerdictLog
 
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _PROGRAM = (
@@ -123,12 +124,14 @@ class Spawner:
         runner: Callable[[dict[str, Any]], NoReturn] | None = None,
         preload: list[str] | None = None,
         background: bool = False,
+        once: bool = False,
     ) -> None:
         """`how` the helpers are made, and so what they can run:
 
         exec: a bare interpreter, for programs. forkserver: a whole one, for functions. fork: a fork of this
         very process, for functions. python and its flags ("python -u"): a whole one, for Python programs.
-        Only the last has `preload`: modules to import first, in `background` with a low priority.
+        Only the last has `preload`: modules to import first, in `background` with a low priority. `once`:
+        nothing is preloaded if one of them proves unsuitable.
         """
         self.how = how
         ours, theirs = (
@@ -146,19 +149,51 @@ class Spawner:
         self.parked: list[int] = []  # the pids of standbys that wait
         self.standby_lines: list[str] = []  # for the user: standbys that do not work out
         self.witness: Witness | None = None  # of the workers of the last start
-        self.dropped: list[str] = []  # modules that do not suit a fork, and why
+        self._wishes = -1  # the file with the list and its log
+        self._log: VerdictLog | None = None
         self.silent = False  # nothing was heard since the last `stop`
         self._files = (0, 0)
         try:
             if how == "fork":
                 self.pid = _fork_helpers(ours, theirs, runner)
             else:
-                self.pid = _exec_helpers(theirs, how, preload, background)
+                if preload is not None:
+                    self._write_wishes(preload, background, once)
+                self.pid = _exec_helpers(theirs, how, self._wishes)
         except BaseException:
             ours.close()
+            self._end_log()
             raise
         finally:
             theirs.close()
+
+    def _write_wishes(self, names: list[str], background: bool, once: bool) -> None:
+        from phalanx.kernel import anonymous_file
+        from phalanx.warm.verdict_log import VerdictLog
+
+        words = "nice" * background + " once" * once
+        text = "\n".join([words, *names]).encode("utf-8", "surrogateescape")
+        self._wishes = anonymous_file("phalanx-modules")
+        os.write(self._wishes, text)
+        self._log = VerdictLog(self._wishes, len(text))
+
+    @property
+    def log(self) -> VerdictLog | None:
+        """What is known so far of the modules that are preloaded."""
+        if self._log is not None and self._wishes >= 0:
+            self._log.read()
+        return self._log
+
+    @property
+    def dropped(self) -> list[str]:
+        """Modules that do not suit a fork, and why."""
+        log = self.log
+        return log.in_words() if log is not None else []
+
+    def _end_log(self) -> None:
+        if self._wishes >= 0:
+            os.close(self._wishes)
+            self._wishes = -1
 
     def fileno(self) -> int:
         """Readable when `events` has something to tell."""
@@ -290,7 +325,6 @@ class Spawner:
             self._early.append(StartRefused(error))
         elif message[0] == "preloaded":
             self.importing = False
-            self.dropped = list(message[1])
         elif message[0] == "parked":
             self.parked = list(message[1])
         elif message[0] == "standby":
@@ -398,6 +432,8 @@ class Spawner:
         self._closed = True
         if self.importing:
             self.catch_up()  # it may be over by now
+        _ = self.log
+        self._end_log()
         self.channel.close()  # the zygote kills everything when its socket closes,
         if self.importing:
             self.clear_now()  # unless it is deep in an import
@@ -507,7 +543,7 @@ def _wire(job: WorkerLaunch, known: dict[int, int]) -> dict[str, Any]:
     }
 
 
-def _exec_helpers(theirs: _socket.socket, how: str, preload: list[str] | None, background: bool) -> int:
+def _exec_helpers(theirs: _socket.socket, how: str, wishes: int) -> int:
     """Start a fresh interpreter as keeper and zygote.
 
     posix_spawn, because the agent may be large, threaded and full of CUDA: nothing of it is copied.
@@ -515,7 +551,7 @@ def _exec_helpers(theirs: _socket.socket, how: str, preload: list[str] | None, b
     """
     high = _above(theirs.fileno(), 10)
     actions = [(os.POSIX_SPAWN_DUP2, high, _SOCKET_FD)]
-    wishes = -1
+    list_fd = -1
     agent = os.getpid()
     if how == "exec":
         words = ["-I", "-S", "-c", _PROGRAM.format(root=_PACKAGE_ROOT, fd=_SOCKET_FD, agent=agent, more="")]
@@ -526,10 +562,10 @@ def _exec_helpers(theirs: _socket.socket, how: str, preload: list[str] | None, b
     else:
         flags = how.split(" ")[1:]
         options = f"{_SOCKET_FD},{agent}"
-        if preload is not None:
-            wishes = _wishes(preload, background)
+        if wishes >= 0:
+            list_fd = _above(wishes, 10)  # above the numbers that helpers use
             options += f",{_WISHES_FD}"
-            actions.append((os.POSIX_SPAWN_DUP2, wishes, _WISHES_FD))
+            actions.append((os.POSIX_SPAWN_DUP2, list_fd, _WISHES_FD))
         words = [*flags, BOOTSTRAP, "zygote", options, _PACKAGE_ROOT]
     everything = [s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP)]
     try:
@@ -546,21 +582,8 @@ def _exec_helpers(theirs: _socket.socket, how: str, preload: list[str] | None, b
         raise StartError(f"cannot start a helper process ({sys.executable}): {error.strerror}") from None
     finally:
         os.close(high)
-        if wishes >= 0:
-            os.close(wishes)
-
-
-def _wishes(names: list[str], background: bool) -> int:
-    """A file with the modules to import, above the numbers that helpers use."""
-    from phalanx.kernel import anonymous_file
-
-    low = anonymous_file("phalanx-modules")
-    try:
-        os.write(low, "\n".join(["nice" if background else "", *names]).encode())
-        os.lseek(low, 0, os.SEEK_SET)
-        return _above(low, 10)
-    finally:
-        os.close(low)
+        if list_fd >= 0:
+            os.close(list_fd)
 
 
 def _ignored_signals() -> list[int]:

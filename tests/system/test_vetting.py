@@ -1,0 +1,282 @@
+"""One pass over a list finds every module that does not suit a fork; no start waits for one that may not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from phalanx.warm.helper_pool import HelperPool
+from phalanx.warm.import_cache import ImportCache
+from phalanx.zygote.spawner import Exit, Spawner, WorkerLaunch
+from tests.conftest import HUNG, wait_until
+from tests.support.run_helpers import Running, plain_environment, run, script
+
+THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+COUNTED = "open({log!r}, 'a').write(__name__ + '\\n')\n"
+# In a helper, which hides the variables of a worker, it never ends.
+ENDLESS_IN_HELPERS = """
+import os, time
+if b"RANK" not in os.environb._data:
+    open({began!r}, "w").close()
+    while True:
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.fixture
+def preloaded(packages: Path, tmp_path: Path) -> Iterator[Any]:
+    """Helpers that have imported a list."""
+    made: list[Spawner] = []
+
+    def make(*names: str, **kwargs: Any) -> Spawner:
+        made.append(Spawner("python", preload=list(names), **kwargs))
+        while made[-1].importing:
+            made[-1].events(HUNG)
+        return made[-1]
+
+    yield make
+    for spawner in made:
+        spawner.close()
+
+
+def loaded(spawner: Spawner, tmp_path: Path, *names: str) -> list[str]:
+    """Which of these a worker finds imported before its first line."""
+    out = tmp_path / "loaded"
+    text = f"import sys; open({str(out)!r}, 'w').write(' '.join(n for n in {names} if n in sys.modules))"
+    spawner.spawn([WorkerLaunch(0, program=("script", script(tmp_path, text, "look.py"), []))], os.environ)
+    while not any(isinstance(event, Exit) for event in spawner.events(HUNG)):
+        pass
+    return out.read_text().split()
+
+
+def write(packages: Path, log: Path, **modules: str) -> None:
+    for name, text in modules.items():
+        (packages / f"{name}.py").write_text(COUNTED.format(log=str(log)) + text)
+
+
+def test_ten_modules_that_leave_threads_cost_one_pass(preloaded: Any, packages: Path, tmp_path: Path) -> None:
+    """Each is executed once; what comes before and after them is preloaded, and executed at most twice."""
+    log = tmp_path / "log"
+    bad = {f"threads{number}": THREAD for number in range(10)}
+    write(packages, log, before="", after="", **bad)
+    spawner = preloaded("before", *bad, "after")
+    assert set(spawner.log.unsuitable) == set(bad)
+    assert set(spawner.log.unsuitable.values()) == {"leaves 1 thread running"}
+    assert spawner.log.importers == {}
+    assert loaded(spawner, tmp_path, "before", *bad, "after") == ["before", "after"]
+    executed = log.read_text().split()
+    assert [executed.count(name) for name in bad] == [1] * 10
+    assert executed.count("before") <= 2
+    assert executed.count("after") == 2
+
+
+def test_the_innermost_module_is_blamed_and_its_importers_are_skipped(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    """Those that import it first, those that find it loaded, and those that would do without it."""
+    missing = tmp_path / "missing"
+    optional = f"try:\n    import inner\nexcept ImportError:\n    open({str(missing)!r}, 'w')\n"
+    write(
+        packages,
+        tmp_path / "log",
+        fine="",
+        outer="import middle\nimport fine\n",
+        middle="import inner\n",
+        inner=THREAD,
+        second="import inner\n",
+        third="from inner import __name__ as theirs\n",
+        fourth="import importlib\nimportlib.import_module('middle')\n",
+        fifth=optional,
+        also_fine="import fine\n",
+    )
+    names = ["outer", "middle", "inner", "second", "third", "fourth", "fifth", "fine", "also_fine"]
+    spawner = preloaded(*names)
+    assert spawner.log.unsuitable == {"inner": "leaves 1 thread running"}
+    assert set(spawner.log.importers) == {"outer", "middle", "second", "third", "fourth", "fifth"}
+    assert spawner.dropped == ["inner: leaves 1 thread running (so are 6 modules that import it)"]
+    assert loaded(spawner, tmp_path, *names) == ["fine", "also_fine"]
+    assert not missing.exists(), "an unsuitable module must not look as if it were not installed"
+
+
+def test_a_module_that_was_found_unsuitable_before_is_not_imported_again(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    write(packages, log, fine="", outer="import inner\n", inner=THREAD, last="")
+    names = ["fine", "outer", "inner", "last"]
+    spawner = preloaded("-inner", "-outer", *names)
+    assert loaded(spawner, tmp_path, *names) == ["fine", "last"]
+    assert log.read_text().split() == ["fine", "last"]
+
+
+def test_a_part_of_a_package_that_is_unsuitable_does_not_spoil_the_package(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    (packages / "large").mkdir()
+    for name, text in {
+        "__init__": "",
+        "plain": "",
+        "threads": THREAD,
+        "user": "from . import threads",
+    }.items():
+        (packages / "large" / f"{name}.py").write_text(text)
+    names = ["large", "large.user", "large.threads", "large.plain"]
+    spawner = preloaded(*names)
+    assert set(spawner.log.unsuitable) == {"large.threads"}
+    assert set(spawner.log.importers) == {"large.user"}
+    assert loaded(spawner, tmp_path, *names) == ["large", "large.plain"]
+
+
+def test_modules_that_kill_the_process_cost_nothing_that_was_imported(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    dies = "import os\nos._exit(3)\n"
+    write(
+        packages, log, outer="import dies\n", dies=dies, fine="", crashes="import os\nos.abort()\n", last=""
+    )
+    names = ["outer", "dies", "fine", "crashes", "last"]
+    spawner = preloaded(*names)
+    assert spawner.log.unsuitable == {"dies": "ended the process", "crashes": "ended the process"}
+    assert set(spawner.log.importers) == {"outer"}
+    assert loaded(spawner, tmp_path, *names) == ["fine", "last"]
+
+
+def test_a_scout_leaves_no_process_behind(preloaded: Any, packages: Path, tmp_path: Path) -> None:
+    write(
+        packages,
+        tmp_path / "log",
+        first=THREAD,
+        starts="import subprocess\nchild = subprocess.Popen(['sleep', '1000'])\n",
+        last="",
+    )
+    spawner = preloaded("first", "starts", "last")
+    assert set(spawner.log.unsuitable) == {"first", "starts"}
+
+    def tree() -> list[str]:
+        try:
+            return [child.name() for child in psutil.Process(spawner.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:  # it has just ended
+            return []
+
+    wait_until(lambda: tree() == ["worker-zygote"], "the end of the scout")
+
+
+def test_what_was_found_is_kept_although_the_preload_was_cut_short(packages: Path, tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    write(packages, tmp_path / "log", outer="import inner\n", inner=THREAD, fine="")
+    (packages / "endless.py").write_text(ENDLESS_IN_HELPERS.format(began=str(began)))
+    program = ["script", str(tmp_path / "s.py")]
+    learned = ImportCache(program, os.environ)
+    learned.add(["fine", "outer", "inner", "endless"])
+    helpers = HelperPool("python", "auto", learned)
+    said: list[str] = []
+    helpers.say = said.append
+    try:
+        helpers._next = helpers._make_better()
+        wait_until(began.exists, "the last import")
+    finally:
+        helpers.close()
+    again = ImportCache(program, os.environ)
+    assert again.names == ["fine", "endless"]
+    assert again.first_lines() == [], "nothing is known to be suitable"
+    assert said == [
+        "not preloaded: inner: leaves 1 thread running (so is a module that imports it); "
+        "workers will import it"
+    ]
+
+
+VET = """
+import os, sys
+from phalanx.warm.import_cache import ImportCache
+from phalanx.zygote.spawner import Spawner
+learned = ImportCache(["script", sys.argv[1]], os.environ)
+lines = learned.all_lines()
+helpers = Spawner("python", preload=lines)
+while helpers.importing:
+    helpers.events()
+learned.judge(lines, helpers.log)
+learned.save()
+helpers.close()
+"""
+
+
+def vet(main: str, env: dict[str, str]) -> None:
+    """What helpers in the background do while a job runs."""
+    subprocess.run([sys.executable, "-c", VET, main], env=env, timeout=HUNG, check=True)
+
+
+def environment(packages: Path) -> dict[str, str]:
+    # Byte code would change the time stamp of the folder, and with it the list's key.
+    cache = str(packages.parent / "cache")
+    return plain_environment(PYTHONPATH=str(packages), XDG_CACHE_HOME=cache, PYTHONDONTWRITEBYTECODE="1")
+
+
+def test_no_launch_waits_for_modules_that_were_not_vetted(packages: Path, tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    (packages / "endless.py").write_text(ENDLESS_IN_HELPERS.format(began=str(began)))
+    main = script(tmp_path, "import endless, sys\nprint('early', 'decimal' in sys.modules)\nimport decimal\n")
+    env = environment(packages)
+    for _ in range(3):
+        ended = run(main, env=env)
+        assert (ended.code, ended.out) == (0, "early False\n"), ended
+    assert not began.exists()
+
+
+def test_a_vetted_module_that_proves_unsuitable_delays_a_start_only_by_its_import(
+    packages: Path, tmp_path: Path
+) -> None:
+    """It depends on a variable, for example: the workers start from scratch, and the list is vetted anew."""
+    (packages / "moody.py").write_text("import os\nif os.environ.get('MOOD'):\n    import moods\n")
+    (packages / "moods.py").write_text(THREAD)
+    main = script(
+        tmp_path, "import sys\nearly = 'moody' in sys.modules\nimport moody\nsys.exit(40 + early)\n"
+    )
+    env = environment(packages)
+    assert run(main, env=env).code == 40
+    vet(main, env)
+    assert run(main, env=env).code == 41
+    moody = run(main, env={**env, "MOOD": "bad"})
+    assert moody.code == 40
+    assert any("not preloaded: moods: leaves 1 thread running" in line for line in moody.said), moody
+    assert run(main, env=env).code == 40
+
+
+def test_what_a_start_waits_for_is_said(packages: Path, tmp_path: Path) -> None:
+    go_on = tmp_path / "go on"
+    wait = f"import os, time\nwhile not os.path.exists({str(go_on)!r}):\n    time.sleep(0.01)\n"
+    (packages / "slow.py").write_text(wait)
+    main = script(tmp_path, "print('here', flush=True)\n")
+    env = environment(packages)
+    with Running(["--preload", "slow", main], env=env) as job:
+        job.read_until("the workers start when slow is imported")
+        go_on.touch()
+        job.read_until("here")
+        assert job.end().code == 0
+
+
+def test_torch_is_executed_once_beside_modules_that_leave_threads(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    bad = {f"threads{number}": "import torch\n" + THREAD for number in range(3)}
+    write(packages, tmp_path / "log", **bad)
+    spawner = preloaded("torch", *bad)
+    assert set(spawner.log.unsuitable) == set(bad)
+    assert loaded(spawner, tmp_path, "torch", *bad) == ["torch"]
