@@ -79,19 +79,16 @@ class Reserve:
     # -- in the reserve and the twin ----------------------------------------------------------------
 
     def _serve(self, commands: int, ready: int) -> None:
-        twin = 0
+        kernel.become_subreaper()  # what a twin starts is not to become a child of the process that imports
         while True:
             command = os.read(commands, 1)
-            if twin:
-                os.kill(twin, 9)
-                os.waitpid(twin, 0)
+            _end_children()
             if command == b"z":
                 break
             if command != b"t":
                 os._exit(0)
             self._twins += 1
-            twin = os.fork()
-            if twin == 0:
+            if os.fork() == 0:
                 self.is_twin = True
                 self._commands = ready  # where the end is told
                 os.close(commands)
@@ -100,8 +97,7 @@ class Reserve:
         os.close(ready)
         os.close(self._answer)
         self.takes_over = True
-        kernel.become_subreaper()  # neither is inherited over a fork
-        kernel.wake_at_parent_death()
+        kernel.wake_at_parent_death()  # not inherited over a fork
 
     def send(self) -> NoReturn:
         """The twin has done the imports."""
@@ -167,3 +163,11 @@ class Reserve:
     def _values(self) -> ImportValues:
         new = [name for name in sys.modules if name not in self._known and not name.startswith("phalanx.")]
         return ImportValues(new, self._clocks)
+
+
+def _end_children() -> None:
+    """End a twin, and what it has started."""
+    while children := kernel.children():
+        for pid in children:
+            os.kill(pid, 9)
+        os.waitpid(-1, 0)
