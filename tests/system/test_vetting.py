@@ -114,6 +114,53 @@ def test_the_innermost_module_is_blamed_and_its_importers_are_skipped(
     assert not missing.exists(), "an unsuitable module must not look as if it were not installed"
 
 
+def test_a_module_that_needs_an_unsuitable_one_without_importing_it_is_found(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    """It is an attribute of its package if it is loaded, and else the package imports it on demand."""
+    log = tmp_path / "log"
+    (packages / "lazy").mkdir()
+    lazy = "import importlib\ndef __getattr__(name):\n    return importlib.import_module('lazy.' + name)\n"
+    (packages / "lazy" / "__init__.py").write_text(lazy)
+    (packages / "lazy" / "threads.py").write_text(THREAD)
+    write(
+        packages, log, eager="import lazy.threads\n", hidden="import lazy\nlazy.threads\n", fine="", last=""
+    )
+    names = ["fine", "eager", "lazy", "lazy.threads", "hidden", "last"]
+    spawner = preloaded(*names)
+    assert set(spawner.log.unsuitable) == {"lazy.threads"}
+    assert set(spawner.log.importers) == {"eager", "hidden"}
+    assert loaded(spawner, tmp_path, *names) == ["fine", "lazy", "last"]
+
+
+def test_a_module_that_starts_a_thread_before_it_imports_is_blamed_itself(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    write(packages, tmp_path / "log", first=THREAD + "import second\n", second="")
+    spawner = preloaded("first", "second")
+    assert (spawner.log.unsuitable, spawner.log.importers) == ({"first": "leaves 1 thread running"}, {})
+    assert loaded(spawner, tmp_path, "first", "second") == ["second"]
+
+
+def test_a_module_that_a_package_only_looks_for_is_not_recorded(packages: Path, tmp_path: Path) -> None:
+    write(
+        packages,
+        tmp_path / "log",
+        asks="import importlib.util\nimportlib.util.find_spec('large')\n",
+        large="",
+    )
+    main = script(tmp_path, "import asks\n")
+    env = environment(packages)
+    assert run(main, env=env).code == 0
+    code = "import os, sys\nfrom phalanx.warm.import_cache import ImportCache\n"
+    code += "print(*ImportCache(['script', sys.argv[1]], os.environ).names)\n"
+    known = subprocess.run(
+        [sys.executable, "-c", code, main], env=env, capture_output=True, text=True, check=True
+    )
+    assert "asks" in known.stdout.split()
+    assert "large" not in known.stdout.split()
+
+
 def test_a_module_that_was_found_unsuitable_before_is_not_imported_again(
     preloaded: Any, packages: Path, tmp_path: Path
 ) -> None:
@@ -254,8 +301,63 @@ def test_a_vetted_module_that_proves_unsuitable_delays_a_start_only_by_its_impor
     assert run(main, env=env).code == 41
     moody = run(main, env={**env, "MOOD": "bad"})
     assert moody.code == 40
-    assert any("not preloaded: moods: leaves 1 thread running" in line for line in moody.said), moody
+    assert "workers start without a preload: moody: leaves 1 thread running" in moody.said, moody
     assert run(main, env=env).code == 40
+
+
+FIRST_LINE = """
+import sys
+{before}
+import large
+print("last", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "waits"),
+    [
+        ("", True),
+        ("import os, logging\nlog = logging.getLogger(__name__)\nos.environ['A'] = 'b'\nSIZE = 2 ** 3", True),
+        ("try:\n    import no_such_module\nexcept ImportError:\n    no_such_module = None", True),
+        ("def main():\n    print('here')\nif sys.version_info < (3,):\n    import none", True),
+        ("print('first', flush=True)", False),
+        ("if '--help' in sys.argv:\n    sys.exit(0)", False),
+        ("import argparse\nargparse.ArgumentParser().parse_args()", False),
+        ("def main():\n    import large\nmain()", False),
+        ("for _ in range(3):\n    pass", False),
+    ],
+)
+def test_a_start_waits_only_for_what_the_script_imports_before_anything_else(
+    before: str, waits: bool, packages: Path, tmp_path: Path
+) -> None:
+    text = "import os\nif os.environ.get('SLOW'):\n" + ENDLESS_IN_HELPERS.replace("\n", "\n    ")
+    began = tmp_path / "began"
+    (packages / "large.py").write_text(text.format(began=str(began)))
+    main = script(tmp_path, FIRST_LINE.format(before=before))
+    env = environment(packages)
+    assert run(main, env=env).code == 0
+    vet(main, env)
+    with Running([main], env={**env, "SLOW": "yes"}) as job:
+        if waits:
+            wait_until(began.exists, "the import in the helpers")
+            assert "last" not in job.text
+        else:
+            job.read_until("last")
+            assert job.end().code == 0
+            assert not began.exists()
+
+
+def test_an_edit_below_the_first_imports_keeps_the_preload(packages: Path, tmp_path: Path) -> None:
+    (packages / "large.py").write_text("")
+    head = "import sys\nearly = 'large' in sys.modules\n"
+    main = script(tmp_path, f"{head}import large\nsys.exit(40 + early)\n")
+    env = environment(packages)
+    assert run(main, env=env).code == 40
+    vet(main, env)
+    script(tmp_path, f"{head}import large, decimal\nprint('more')\nsys.exit(40 + early)\n")
+    assert run(main, env=env).code == 41
+    script(tmp_path, f"{head}print('first')\nimport large\nsys.exit(40 + early)\n")
+    assert [run(main, env=env).code for _ in range(2)] == [40, 40]
 
 
 def test_what_a_start_waits_for_is_said(packages: Path, tmp_path: Path) -> None:

@@ -94,18 +94,20 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-HEAD = """import os, sys
+def shows(expression: str, before: str = "") -> str:
+    """A script that imports the packages `plain` and `odd`, and prints a value.
+
+    All imports are at its top, so that a launch waits for their preload.
+    """
+    return f"""import os, sys
 early = [name for name in ("odd", "plain") if name in sys.modules]
-import json
+{before}import json
+import plain
+import odd
 with open(os.environ["EARLY"], "w") as file:
     json.dump(early, file)
-import plain
+print(json.dumps({expression}))
 """
-
-
-def shows(expression: str, before: str = "") -> str:
-    """A script that imports the package `odd` and prints a value."""
-    return f"{HEAD}{before}import odd\nprint(json.dumps({expression}))\n"
 
 
 def test_the_signal_handler_of_a_package_is_there_at_every_launch(site: Site) -> None:

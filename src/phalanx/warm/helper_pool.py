@@ -5,8 +5,9 @@ imports. Once it has been quiet for a while, other helpers are started in the ba
 find out which of these modules suit a fork. A restart takes them if they are ready; if not, it takes the
 helpers of the last start, and never waits.
 
-The list is kept (warm/import_cache.py). The next launch imports what was found suitable before its first
-start, which waits for it, and nothing else: what may take long is tried in the background.
+The list is kept (warm/import_cache.py). The first start of the next launch waits until what was found
+suitable is imported, as far as the script itself imports it before it does anything else. What comes later in
+the script, or may take long, is imported in the background for the next start.
 
     off      every worker is executed from scratch
     auto     as above
@@ -41,6 +42,7 @@ _LOOKS = (2.0, 10.0, 60.0)
 _WORTH_IT = 25  # fewer new modules than this are not worth another set of helpers
 _REPLACE_AFTER = 1.0  # seconds between two replacements of idle helpers; the next start makes them anyway
 _SAY_AFTER = 1.0  # seconds that a start waits for imports before that is said
+_GIVE_UP_AFTER = 20.0  # and before vetted modules are not waited for any longer
 _NO_START = ("BARRIER", "ENDING", "DONE")  # phases after which a start is unlikely
 
 
@@ -66,6 +68,7 @@ class HelperPool:
         self._own = list(preload)
         self._next: Spawner | None = None
         self._context: PContext | None = None  # of the last start
+        self._was_bare = False  # and nothing was preloaded for it
         self._due: list[float] = []
         self._parked = 0
         self._told: set[str] = set()
@@ -74,6 +77,7 @@ class HelperPool:
         self._replaced_at = 0.0
         self._judged: set[Spawner] = set()  # those whose verdict was taken in
         self._asked_at: float | None = None  # a start waits for helpers that import
+        self._has_said = False
         self._now: Spawner | None = self._make_first() if kind else None
 
     def _make_first(self) -> Spawner:
@@ -115,6 +119,7 @@ class HelperPool:
             now = Spawner(kind)
         self._now = now
         self._asked_at = time.monotonic() if now.importing else None
+        self._has_said = False
         return now
 
     def retire(self, helpers: Spawner) -> None:
@@ -131,6 +136,7 @@ class HelperPool:
     def started(self, context: PContext, now: float) -> None:
         """These workers run; look at what they import, now and then."""
         self._context = context
+        self._was_bare = self._now is not None and not self._now.preload
         self._due = [now + after for after in _LOOKS] if self.kind.startswith("python") else []
         self._parked = 0
         self._waiting_now = set()
@@ -185,7 +191,7 @@ class HelperPool:
         if self._due and phase == "RUNNING":
             times.append(self._due[0])
         if self._asked_at is not None and phase == "STARTING":
-            times.append(self._asked_at + _SAY_AFTER)
+            times.append(self._asked_at + (self._patience if self._has_said else _SAY_AFTER))
         return min(times, default=None)
 
     def look(self, phase: Phase, now: float) -> None:
@@ -194,7 +200,7 @@ class HelperPool:
         for helpers in (self._now, self._next):
             if helpers is not None:
                 self._judge(helpers)
-        self._say_what_is_awaited(phase, now)
+        self._watch_preload(phase, now)
         if self._drop_lost() and self._now is None and phase not in _NO_START:
             self._replace(now)
         self._tell_of_standbys()
@@ -203,14 +209,28 @@ class HelperPool:
         if phase == "RUNNING" and self._due and self._due[0] <= now and self._context is not None:
             self._improve(self._context, now)
 
-    def _say_what_is_awaited(self, phase: Phase, now: float) -> None:
-        if self._now is None or not self._now.importing:
+    @property
+    def _patience(self) -> float:
+        """How long vetted modules are waited for; the machine may be busier than it was."""
+        return _GIVE_UP_AFTER + 10 * (self.learned.seconds if self.learned is not None else 0.0)
+
+    def _watch_preload(self, phase: Phase, now: float) -> None:
+        """A start waits for imports: say so, and do not wait for ever."""
+        helpers = self._now
+        if helpers is None or not helpers.importing:
             self._asked_at = None
-        elif phase == "STARTING" and self._asked_at is not None and now >= self._asked_at + _SAY_AFTER:
-            self._asked_at = None
-            log = self._now.log
-            name = log.executing[0] if log is not None and log.executing else "modules"
+        if helpers is None or self._asked_at is None or phase != "STARTING":
+            return
+        if not self._has_said and now >= self._asked_at + _SAY_AFTER:
+            self._has_said = True
+            log = helpers.log
+            name = log.executing[0] if log is not None and log.executing else "a module"
             self.say(f"the workers start when {name} is imported (--warm off: start without a preload)")
+        if now >= self._asked_at + self._patience:
+            self._asked_at = None
+            if not self._own:  # what the user asked for is waited for
+                self._distrust(f"it takes longer than {self._patience:.0f} s")
+                helpers.clear_now()  # the start takes others
 
     def _reap(self) -> None:
         for closing in list(self._closing):
@@ -283,7 +303,9 @@ class HelperPool:
     def learn(self) -> None:
         """Take in and keep what the first worker imported so far."""
         learned, context = self.learned, self._context
-        if learned is not None and context is not None and learned.add(context.imported()):
+        if learned is None or context is None:
+            return
+        if learned.add(context.imported(), self._was_bare):
             learned.save()
 
     def _judge(self, helpers: Spawner, over: bool = False) -> None:
@@ -292,16 +314,14 @@ class HelperPool:
         if log is None or helpers in self._judged or (helpers.importing and not over):
             return
         self._judged.add(helpers)
-        if not helpers.importing and log.seconds is None:
-            log.blame_executing()  # it failed, and a bare zygote took its place
+        if not helpers.importing and log.seconds is None:  # a bare zygote took its place
+            self._distrust(log.spoiled or "a module: ended the process")
         for what in log.in_words():
             name = what.partition(":")[0]
             if name not in self._told:
                 self._told.add(name)
                 self.say(f"not preloaded: {what}; workers will import it")
         if self.learned is not None:
-            if not helpers.importing and log.seconds is None:
-                self.learned.distrust()
             self.learned.judge(helpers.preload, log)
             self.learned.save()
 
@@ -314,6 +334,13 @@ class HelperPool:
                     if line not in self._told:
                         self._told.add(line)
                         self.say(line)
+
+    def _distrust(self, why: str) -> None:
+        """What was vetted is not suitable now; helpers in the background find out more."""
+        self.say(f"workers start without a preload: {why}")
+        if self.learned is not None:
+            self.learned.distrust()
+            self.learned.save()
 
     # -- the end ------------------------------------------------------------------------------------
 

@@ -7,8 +7,16 @@ file of the same name. The list is therefore discarded when a line that looks li
 or when such a file has appeared beside the script. import_recorder.py defines the format of the lines.
 
 A module that does not suit a fork is marked as unsuitable, one that was preloaded once without trouble as
-vetted. Only vetted modules are preloaded while a start waits for them; the others are tried in the background
-(helper_pool.py).
+vetted. Only vetted modules are preloaded while a start waits for them, and only those that the script imports
+before it does anything that can be seen (leading_imports.py). The others are tried in the background
+(helper_pool.py). The file contains:
+
+    -NAME                      an unsuitable module
+    =TIME SIZE CHECKSUM PATH   a user's file
+    >TIME SIZE PATH            the file of `__main__`, and what its leading block imports: ^NAME …
+    LINE                       a module or another line of the recorder; "," in front of it: not vetted
+    ;                          the end of the leading ones
+    #SECONDS                   that the preload took when the list was vetted
 
 Every module is checked again when it is preloaded (preload.py); a stale or broken file is ignored. The list
 decides what the zygote imports, so a file that another user could have written is ignored too, and nothing is
@@ -58,8 +66,11 @@ class ImportCache:
         self.path = os.path.join(directory, _name_of(self.key)) if directory else None
         self.names: list[str] = []  # and other lines of import_recorder.py
         self._vetted: set[str] = set()
+        self.seconds = 0.0  # that their preload took
         self.unsuitable: dict[str, str] = {}  # name → why
-        self._random: list[str] = []  # @ and #: what is random, and what only looks like it (twin.py)
+        self._random: list[str] = []  # @ and %: what is random, and what only looks like it (twin.py)
+        self._leading: set[str] = set()
+        self._block: _Block | None = None
         self._own: dict[str, _File] = {}
         first = _first_path(program)
         if program[0] == "script":
@@ -78,29 +89,63 @@ class ImportCache:
             return  # another version, another key with the same file name, or truncated
         try:
             files = [_File.read(line[1:]) for line in lines[2:-2] if line.startswith("=")]
+            seconds = max((float(line[1:]) for line in lines[2:-2] if line.startswith("#")), default=0.0)
+            block = _Block.read([line for line in lines[2:-2] if line.startswith((">", "^"))])
         except ValueError:
             return
-        found = [line for line in lines[2:-2] if not line.startswith(("-", "=", "@", "#"))]
+        found = [
+            line for line in lines[2:-2] if not line.startswith(("-", "=", ">", "^", ";", "#", "@", "%"))
+        ]
         names = [line.removeprefix(",") for line in found]
         if all(file.is_unchanged() for file in files) and not _shadows(first, names):
             self.names = names
+            self.seconds = seconds
             self._vetted = {line for line in found if _is_module(line)}
             bad = (line[1:].partition(" ") for line in lines[2:-2] if line.startswith("-"))
             self.unsuitable = {name: why for name, _, why in bad}
             self._own = {file.path: file for file in files}
-            self._random = [line for line in lines[2:-2] if line.startswith(("@", "#"))]
+            self._random = [line for line in lines[2:-2] if line.startswith(("@", "%"))]
+            self._block = block
+            if block is None or block.is_unchanged():
+                count = lines.index(";") if ";" in lines else 0
+                self._leading = {line.removeprefix(",") for line in lines[2:count]}
 
-    def add(self, lines: Iterable[str]) -> int:
-        """Add the lines of a worker's recorder, in order; returns how many were new."""
+    def add(self, lines: Iterable[str], complete: bool = False) -> bool:
+        """Add the lines of a worker's recorder, in order; whether something is new.
+
+        `complete`: nothing was preloaded in this worker, so that these are all its imports.
+        """
         known = {*self.names, *(f"={path}" for path in self._own)}
-        new = [line for line in dict.fromkeys(lines) if line not in known and _is_plain(line)]
+        given = [line for line in dict.fromkeys(lines) if _is_plain(line)]
+        new = [line for line in given if line not in known and line[0] not in ">@"]
         for line in new:
             if line.startswith("=") and len(self._own) < _MOST_OWN:
                 self._own[line[1:]] = _File(line[1:])
-        self.names += [
-            line for line in new if not line.startswith(("=", "~")) and not self._is_unsuitable(line)
-        ]
-        return len(new)
+        before = self._leading
+        if complete:
+            self._find_leading(given)
+        names = [line for line in given if line[0] not in "=~>@" and not self._is_unsuitable(line)]
+        if complete:
+            self.names = list(dict.fromkeys([*names, *self.names]))
+        else:
+            self.names += [line for line in names if line not in known]
+        return bool(new) or before != self._leading
+
+    def _find_leading(self, lines: list[str]) -> None:
+        main = next((line[1:] for line in lines if line.startswith(">")), None)
+        if main is None:  # a function: all that is imported until it is called, and it may import more
+            self._block = None
+            self._leading = {line for line in lines if line[0] not in "=~"}
+            return
+        if self._block is None or not self._block.is_same(main):
+            self._block = _Block(main)
+        self._leading = set()
+        for line in lines:
+            if line.startswith("@"):
+                if int(line[1:]) > self._block.end:
+                    break
+            elif line[0] not in "=~>":
+                self._leading.add(line)
 
     def judge(self, names: Iterable[str], log: VerdictLog) -> None:
         """Take in what a preload of these lines found, even if it was cut short."""
@@ -113,7 +158,8 @@ class ImportCache:
         self.names = [known for known in self.names if not self._is_unsuitable(known)]
         if log.seconds is not None:
             if log.fixed or log.renewals:
-                self._random = [f"#{log.fixed}", *(f"@{line}" for line in log.renewals)]
+                self._random = [f"%{log.fixed}", *(f"@{line}" for line in log.renewals)]
+            self.seconds = log.seconds
             self._vetted.update(name for name in names if _is_module(name) and not self._is_unsuitable(name))
 
     def distrust(self) -> None:
@@ -132,8 +178,9 @@ class ImportCache:
         return covers(self.unsuitable, name)
 
     def first_lines(self) -> list[str]:
-        """What a start may wait for: vetted modules, and what matters to them."""
-        lines = [name for name in self.names if not _is_module(name) or name in self._vetted]
+        """What a start may wait for: vetted modules that the script imports first, and what affects them."""
+        leading = [name for name in self.names if name in self._leading or name.startswith("!")]
+        lines = [name for name in leading if not _is_module(name) or name in self._vetted]
         return [*self._random, *self._with_unsuitable(lines)] if any(map(_is_module, lines)) else []
 
     def all_lines(self) -> list[str]:
@@ -150,12 +197,70 @@ class ImportCache:
         own = [f"={file.written()}" for file in self._own.values()]
         bad = [f"-{name} {why}" for name, why in self.unsuitable.items()]
         names = [f",{name}" if _is_module(name) and name not in self._vetted else name for name in self.names]
-        text = "\n".join([_MARK, self.key, *bad, *own, *self._random, *names, "."]) + "\n"
+        first = [line for line in names if line.removeprefix(",") in self._leading]
+        rest = [line for line in names if line.removeprefix(",") not in self._leading]
+        block = self._block.written() if self._block is not None else []
+        text = (
+            "\n".join(
+                [
+                    _MARK,
+                    self.key,
+                    *bad,
+                    *own,
+                    *self._random,
+                    *block,
+                    *first,
+                    ";",
+                    *rest,
+                    f"#{self.seconds:.3f}",
+                    ".",
+                ]
+            )
+            + "\n"
+        )
         try:
             write_trusted(self.path, text.encode("utf-8", "surrogateescape"))
             _make_room(os.path.dirname(self.path))
         except OSError:
             pass
+
+
+class _Block:
+    """The leading block of a script, and whether it still is one."""
+
+    def __init__(
+        self, path: str, seen: tuple[int, int] | None = None, names: list[str] | None = None
+    ) -> None:
+        self.path = path
+        self.seen = seen or _stat(path)
+        self.end = 0
+        if names is None:
+            from phalanx.warm.leading_imports import leading_imports
+
+            self.end, names = leading_imports(path)
+        self.names = names
+
+    @classmethod
+    def read(cls, lines: list[str]) -> _Block | None:
+        """From lines of the cache file."""
+        if not lines:
+            return None
+        time, size, path = lines[0][1:].split(" ", 2)
+        return cls(path, (int(time), int(size)), [line[1:] for line in lines[1:]])
+
+    def written(self) -> list[str]:
+        return [f">{self.seen[0]} {self.seen[1]} {self.path}", *(f"^{name}" for name in self.names)]
+
+    def is_same(self, path: str) -> bool:
+        """Whether it is of this file, and was read since the file was changed."""
+        return self.end > 0 and (self.path, self.seen) == (path, _stat(path))
+
+    def is_unchanged(self) -> bool:
+        """Whether the script still imports all of this before anything else."""
+        if _stat(self.path) == self.seen:
+            return True
+        now = _Block(self.path)
+        return now.end > 0 and set(self.names) <= set(now.names)
 
 
 class _File:
@@ -246,7 +351,7 @@ def _is_module(line: str) -> bool:
 
 
 def _is_plain(line: str) -> bool:
-    if line.startswith(("=", "+", "?")):
+    if line.startswith(("=", "+", "?", ">")):
         return len(line) < 5000
     return bool(line) and line.isprintable() and " " not in line and len(line) < 500
 

@@ -1,9 +1,9 @@
 """Watches imports from the inside, and finds the modules that do not suit a fork.
 
-Every check is made when the body of a module has been executed. The bodies of the modules that it imported
-have been judged by then, so what a check finds belongs to this module: the innermost one is to blame, and not
-the package that happens to import it first. All modules whose bodies are being executed at that moment import
-it, and are unsuitable with it: to hide it from them would make it look as if it were not installed.
+Every check is made when the body of a module has been executed, and before the bodies of modules that it
+imports. So what a check finds belongs to the module that is being executed: the innermost one is to blame,
+and not the package that happens to import it first. The modules whose bodies are being executed around it
+import it, and are unsuitable with it: to hide it from them would make it look as if it were not installed.
 
 Which modules import one that is loaded already is noted only after the first unsuitable module was found:
 until then no one can, and this process may still become the zygote, in which `__import__` stays Python's own.
@@ -44,23 +44,19 @@ class ImportJudge:
         log: VerdictLog,
         homes: tuple[str, ...],
         checks: Sequence[Check],
-        forbidden: Callable[[str], str],
+        forbidden: Callable[[str], str | None],
         spoiled: Callable[[], None],
         progress: Callable[[], None],
-        before: Check = lambda _name: "",
     ) -> None:
-        """`forbidden`: why a module must not be imported here. `spoiled`: called when one was blamed.
-
-        `before`: a check that is also made when a module begins to import another one.
-        """
+        """`forbidden`: why a module must not be imported here; None: it may. `spoiled`: one was blamed."""
         self._log = log
         self._homes = homes
         self._checks = checks
         self._forbidden = forbidden
         self._spoiled = spoiled
         self._progress = progress
-        self._before = before
         self._stack: list[str] = []
+        self.each_module = True  # False: only those that are forbidden are noticed
         self.logs = True  # what is being executed
         self._machinery: Any = sys.modules["_frozen_importlib"]
         self._originals: list[tuple[Any, str, Any]] = []
@@ -78,7 +74,8 @@ class ImportJudge:
             finally:
                 end(spec.name)
 
-        self._patch(self._machinery, "_load_unlocked", _load_unlocked)
+        if self.each_module:
+            self._patch(self._machinery, "_load_unlocked", _load_unlocked)
         sys.meta_path.insert(0, self)  # it finds nothing
 
     def __exit__(self, *error: object) -> None:
@@ -115,12 +112,14 @@ class ImportJudge:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """A module is about to be loaded."""
         why = self._forbidden(name)
-        if why:
+        if why is not None:
             self._blame(name, why)
 
     def _begin(self, name: str) -> None:
-        if self._stack and (why := self._before(self._stack[-1])):
-            self._blame(self._stack[-1], why)
+        if self._stack:
+            why = self.look(self._stack[-1])
+            if why:
+                self._blame(self._stack[-1], why)
         self._stack.append(name)
         if self.logs:
             self._log.write(f"( {name}")

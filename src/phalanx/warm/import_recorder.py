@@ -10,6 +10,8 @@ not run the user's code, so the list also contains what that code does that can 
     ?NAME=VALUE   or only if it is not set
     ~NAME         a variable that the user's code sets here to a value that may differ in the next run. Later
                   imports may depend on it and are not recorded
+    >PATH         the file of `__main__`
+    @LINE         the line of that file from which the following imports come
 
 The worker loads this file by path, like bootstrap.py: standard library only, quoted annotations.
 """
@@ -50,6 +52,7 @@ class ImportRecorder:
         self._own: dict[str, bool] = {}  # top-level name → whether it is the user's
         self._pid = os.getpid()
         self._unsure = False
+        self._line = 0  # of the script
         # An audit hook was rejected: it runs for every event until the process exits. During shutdown it
         # released the lock to C++ threads, which then found no interpreter and aborted.
         self._putenv, self._unsetenv = os.putenv, os.unsetenv
@@ -59,7 +62,9 @@ class ImportRecorder:
 
     def find_spec(self, name: str, path: "Any" = None, target: object = None) -> None:
         try:
-            self._note(name, path)
+            # Packages look for others (importlib.util.find_spec) without importing them.
+            if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
+                self._note(name, path)
         except Exception:  # noqa: BLE001 - recording must not make an import fail
             pass
 
@@ -72,7 +77,22 @@ class ImportRecorder:
             if found:
                 self._write(f"={found}")
         elif not self._unsure:
+            self._place()
             self._write(name)
+
+    def _place(self) -> None:
+        """Note which line of the script is being executed."""
+        frame: FrameType | None = sys._getframe(3)
+        while frame is not None:
+            if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+                break  # the innermost one: the launcher's own frame is below it
+            frame = frame.f_back
+        if frame is None or frame.f_lineno == self._line:
+            return
+        if not self._line:
+            self._write(f">{frame.f_code.co_filename}")
+        self._line = frame.f_lineno
+        self._write(f"@{self._line}")
 
     def _is_own(self, top: str) -> bool:
         if top in sys.builtin_module_names:

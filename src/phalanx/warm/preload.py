@@ -21,6 +21,7 @@ import os
 import sys
 import time
 
+from phalanx import kernel
 from phalanx.warm.generators import GeneratorPlan
 from phalanx.warm.import_effects import ImportState, as_in_a_script
 from phalanx.warm.import_judge import ImportJudge, checks
@@ -35,7 +36,7 @@ from phalanx.warm.vetting import Checkpoint, Scout, fork_checkpoint, kill_childr
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Any
+    from typing import Any, NoReturn
 
     from phalanx.warm.import_judge import Check
     from phalanx.warm.verdict_log import VerdictLog
@@ -74,7 +75,8 @@ def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None]
 
     `lines` may contain the recorder's other lines: variables that the script sets before the following
     imports, and modules that the script shadows. `-NAME`: known to be unsuitable. `once`: all were tried
-    before; the process exits if one of them turns out to be unsuitable.
+    before, so that they are checked once more after their import, but not each part of it; the process exits
+    if one of them is unsuitable now.
     """
     import gc
 
@@ -103,7 +105,9 @@ class Preload:
         self._console = _Console()
         self._fds = _descriptors()
         self._state = ImportState()
-        own_checks: list[Check] = [] if once else [VariableCheck(lines, left.read), self._state.check]
+        own_checks: list[Check] = [self._state.check]
+        if not once:
+            own_checks.append(VariableCheck(lines, left.read))
         self._judge = ImportJudge(
             log,
             self._homes,
@@ -111,8 +115,8 @@ class Preload:
             self._forbidden,
             self._spoiled,
             self._progress,
-            (lambda _name: "") if once else self._state.check,
         )
+        self._judge.each_module = not once
         self._began = self._saved = self._reported = time.monotonic()
         self._checkpoint: Checkpoint | None = None
         self._ahead: Scout | None = None
@@ -139,13 +143,12 @@ class Preload:
     def run(self) -> None:
         """Import what can be."""
         with as_in_a_script(), self._judge:
-            self._state.changed()
             for line in self._lines:
                 if line[:1] in ("+", "?"):
                     if loads_code(line[1:].partition("=")[0]):
                         break  # the recorder never writes one; what follows may depend on it
                     _set_for_script(line[0], line[1:], self._own)
-                elif line[:1] not in ("!", "-", "=", "#", "@"):
+                elif line[:1] not in ("!", "-", "=", "%", "@"):
                     self._entry(line)
             self._log.write("over")
             if self._is_scout:
@@ -153,9 +156,6 @@ class Preload:
                 assert self._reserve is not None
                 kill_children(but=(self._checkpoint.pid, self._reserve.pid))
                 os._exit(0)
-            if self._once and (why := self._state.changed()):
-                self._log.blame(self._lines[-1], why, ())
-                os._exit(SPOILED)
         if self._checkpoint is not None:
             self._checkpoint.end()
         for variable, value in self._own.items():
@@ -172,7 +172,7 @@ class Preload:
         """See to what is random: with the help of the twin, or as it was found before."""
         reserve = self._reserve
         if reserve is None:
-            fixed = {int(word) for line in self._lines if line.startswith("#") for word in line[1:].split()}
+            fixed = {int(word) for line in self._lines if line.startswith("%") for word in line[1:].split()}
             left.renewal = Renewal(line[1:] for line in self._lines if line.startswith("@"))
             left.generators = GeneratorPlan(fixed)
             return
@@ -180,7 +180,7 @@ class Preload:
             kill_children()
             reserve.send()
         self._log.read()
-        if self._ahead is not None or self._log.unsuitable:
+        if self._ahead is not None or self._log.unsuitable or self._log.importers:
             reserve.start_twin()
         random, values, fixed = reserve.compare(lambda: self._report(""))
         if random:
@@ -219,7 +219,14 @@ class Preload:
     def _try(self, name: str) -> None:
         with self._console:
             self._judge.look()  # what was done here is no module's effect
+            if self._once:
+                self._log.write(f"( {name}")
             imported, error = self._import(name)
+            why = self._judge.look() if self._once else ""
+        if why:
+            self._give_up(f"{name}: {why}")
+        if self._once:
+            self._log.write(")")
         if not imported:
             self._console.forget()
         # An ImportError is not reported: optional imports are recorded as well.
@@ -228,27 +235,35 @@ class Preload:
 
     # -- unsuitable modules -------------------------------------------------------------------------
 
-    def _forbidden(self, name: str) -> str:
-        """Why this module must not be imported."""
+    def _forbidden(self, name: str) -> str | None:
+        """Why this module must not be imported; empty: it is known to be unsuitable. None: it may be."""
         if name.partition(".")[0] in self._hidden:
             return "is shadowed by a module of the script"
-        return "is known to be unsuitable" if not self._is_scout and self._is_refused(name) else ""
+        return "" if not self._is_scout and self._is_refused(name) else None
 
     def _spoiled(self) -> None:
         """This process must not become the zygote; its checkpoint may."""
         if self._is_scout or self._is_twin:
             return
         if self._checkpoint is None:
-            os._exit(SPOILED)
+            self._give_up("a module: imports one that is unsuitable")
+        if self._ahead is not None:  # a scout is under way; the checkpoint knows now who imports what
+            self._checkpoint.tell()
+            os._exit(0)
         self._is_scout = True
+        kernel.end_subreaper()  # a later checkpoint is the keeper's
         self._judge.note_importers()
         os.nice(19)  # the zygote comes first, and the workers before both
         self._checkpoint.tell()
 
+    def _give_up(self, why: str) -> NoReturn:
+        self._log.write(f"spoiled {why}")
+        os._exit(SPOILED)
+
     def _save(self) -> None:
         """Make a checkpoint if it is time for that. Returns again in the checkpoint when it is needed."""
         now = time.monotonic()
-        if self._once or self._is_scout or self._ahead is not None or self._is_twin:
+        if self._once or self._is_scout or self._is_twin:
             return
         if self._checkpoint is not None:
             if now - self._saved < max(_CHECKPOINT_AFTER, (now - self._began) / 4):
@@ -258,14 +273,24 @@ class Preload:
         made = fork_checkpoint(self._keeper, self._log)
         if isinstance(made, Checkpoint):
             self._checkpoint = made
-        else:
-            self._checkpoint, self._ahead = None, made
+            return
+        self._checkpoint = None
+        if self._ahead is not None and made.gone:  # killed by a module that did not kill the scout
+            self._give_up("a module: ended the process")
+        if self._ahead is None and made.gone:
+            self._log.blame_executing()
+        elif self._ahead is None:
+            self._ahead = made
             self._judge.logs = False
-            self._console.copy()
-            self._report(f"zygote {os.getpid()}")
+        self._console.copy()
+        self._report(f"zygote {os.getpid()}")
+        self._save()
 
     def _lead(self) -> None:
-        """The process ahead has ended early: blame what it executed, and go on without it."""
+        """The scout has ended early: blame what it executed, and go on without it."""
+        if self._checkpoint is not None:  # it would follow
+            self._checkpoint.end()
+            self._checkpoint = None
         self._ahead = None
         self._judge.logs = True
         self._log.blame_executing()

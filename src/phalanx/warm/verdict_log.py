@@ -8,6 +8,7 @@ killed, or the job ended early. One line each:
     )                and has ended: that of the last one opened
     bad NAME: WHY    does not suit a fork
     with NAME ROOT   neither does this one: it imports ROOT
+    spoiled NAME: WHY   the preload is given up: this entry of the list was vetted, and is unsuitable now
     passed NAME      this entry of the list is done
     over             the end of the list
     gone             the process that executed these modules has ended; another one goes on
@@ -40,6 +41,7 @@ class VerdictLog:
         self.over = False
         self.renewals: list[str] = []
         self.fixed = ""
+        self.spoiled = ""
         self._late = False
         self.seconds: float | None = None  # that the imports took; None before they are done
 
@@ -73,6 +75,8 @@ class VerdictLog:
             self.importers.setdefault(name, root)
         elif word == "passed":
             self.passed.add(rest)
+        elif word == "spoiled":
+            self.spoiled = rest
         elif word == "over":
             self.over = True
         elif word == "gone":
@@ -91,8 +95,8 @@ class VerdictLog:
         return covers(self.unsuitable, name) or covers(self.importers, name)
 
     def blame(self, name: str, why: str, importers: Iterable[str]) -> None:
-        """Write that a module is unsuitable, and with it those that import it."""
-        if name not in self.unsuitable and name not in self.importers:
+        """Write that a module is unsuitable, and with it those that import it. No `why`: it is known."""
+        if why and name not in self.unsuitable and name not in self.importers:
             self.unsuitable[name] = why
             self.write(f"bad {name}: {why}".replace("\n", " "))
         for importer in importers:

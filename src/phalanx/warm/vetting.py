@@ -4,7 +4,8 @@ The process that imports the list is to become the zygote. From time to time it 
 sleeps. If no module is unsuitable, the checkpoint is killed, and nothing else has happened. At the first
 unsuitable module the process is spoiled. It goes on through the rest of the list as a *scout*, to find all
 others. The checkpoint wakes up and imports: it follows behind the scout, knows what it has found, and leaves
-that out. What was imported before the checkpoint is not imported again.
+that out. What was imported before the checkpoint is not imported again. It has a checkpoint, too: a module
+may need one that is left out in a way that cannot be seen where both are loaded.
 
 If a module kills the process, or hangs and the keeper kills it, the checkpoint goes on without that module.
 
