@@ -53,7 +53,7 @@ failed = ""
 try:
     import MODULE
 except ImportError as error:
-    failed = f"{type(error).__name__}: {error}"
+    failed = error
 third = [name for name in list(sys.modules) if name.partition(".")[0] not in sys.stdlib_module_names
          and not name.startswith(("phalanx", "setproctitle", "__"))]
 import asyncio, atexit, builtins, decimal, faulthandler, gc, json, locale, logging, multiprocessing, os, random
@@ -116,7 +116,7 @@ state = {
     "files": files(), "threads": sorted(t.name.rstrip("0123456789") for t in threading.enumerate()),
     "modules": sorted(third), "timer": signal.getitimer(signal.ITIMER_REAL)[0] > 0,
     "streams": [sys.stdout is sys.__stdout__, sys.stdout.encoding, sys.stdout.line_buffering],
-    "failed": failed,
+    "failed": str(failed),
 }
 drawn = {"random": random.random()}
 if "numpy.random" in sys.modules:

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("phalanx.cli.status", "show the state of the jobs on this machine"),
     "env": ("phalanx.cli.env", "print what belongs in a bug report"),
     "doctor": ("phalanx.cli.doctor", "check this machine and its connection to the others"),
+    "warm": ("phalanx.cli.warm", "explain or forget which packages of a script are preloaded"),
     "chaos": ("phalanx.cli.chaos", "disturb jobs on this machine at random and check every promise"),
     "completion": ("phalanx.cli.completion", "print a completion script for bash, zsh, fish or tcsh"),
     "help": ("phalanx.cli.help", "explain a command: phalanx help run"),

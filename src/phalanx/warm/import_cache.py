@@ -174,6 +174,14 @@ class ImportCache:
         """The user's files, the script first: the preload looks at the variables that they set."""
         return [f"={path}" for path in self._own]
 
+    def modules(self) -> list[str]:
+        """The modules that workers have imported, without those that are unsuitable."""
+        return [line for line in self.names if _is_module(line)]
+
+    def is_vetted(self, name: str) -> bool:
+        """Whether it was preloaded before, without trouble."""
+        return name in self._vetted
+
     def _is_unsuitable(self, name: str) -> bool:
         return covers(self.unsuitable, name)
 

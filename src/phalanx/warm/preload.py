@@ -254,6 +254,7 @@ class Preload:
         kernel.end_subreaper()  # a later checkpoint is the keeper's
         self._judge.note_importers()
         os.nice(19)  # the zygote comes first, and the workers before both
+        self._state.changed()  # by these lines, and by no module
         self._checkpoint.tell()
 
     def _give_up(self, why: str) -> NoReturn:

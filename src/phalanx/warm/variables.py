@@ -90,7 +90,7 @@ def variables_set_in(files: Iterable[str], script: str = "") -> set[str]:
     """The names of variables that the code in these files may set.
 
     Not counted: what is set to a constant by an unindented line of `script`. Where a name is computed, every
-    text in the file that could be one counts, and the names in a file `.env` beside it.
+    text in the file that could be one counts. Where `dotenv` is used, the names in the file `.env` count.
     """
     found: set[str] = set()
     for path in files:
@@ -102,11 +102,13 @@ def variables_set_in(files: Iterable[str], script: str = "") -> set[str]:
             tree = compile(text, path, "exec", _ONLY_AST, dont_inherit=True)
         except (OSError, ValueError, SyntaxError, RecursionError):
             continue
-        found |= _set_in(tree, is_script=path == script, folder=os.path.dirname(path))
+        found |= _set_in(tree, is_script=path == script)
+        if b"dotenv" in text:
+            found |= _names_in_dotenv(os.path.dirname(path))
     return found
 
 
-def _set_in(tree: Any, is_script: bool, folder: str) -> set[str]:
+def _set_in(tree: Any, is_script: bool) -> set[str]:
     constant = [node for node in tree.body if is_script and _is_constant(node)]
     found: set[str] = set()
     computed = False
@@ -117,7 +119,7 @@ def _set_in(tree: Any, is_script: bool, folder: str) -> set[str]:
         else:
             found |= names
     if computed:
-        found |= {text for text in _texts(tree) if _is_name(text)} | _names_in_dotenv(folder)
+        found |= {text for text in _texts(tree) if _is_name(text)}
     return found
 
 
