@@ -190,6 +190,17 @@ def test_a_package_that_edits_the_search_path(site: Site) -> None:
         assert "/extra" in site.same_at_every_launch()[0]
 
 
+def test_a_package_that_keeps_a_stream_keeps_the_workers_own(site: Site) -> None:
+    site.package("odd", "import logging\nfrom sys import stdout\nhandler = logging.StreamHandler()\n")
+    site.script.write_text(
+        shows(
+            "[odd.stdout is sys.stdout, odd.handler.stream is sys.stderr, sys.stdout.mode, sys.stdout.name]"
+        )
+    )
+    assert site.same_at_every_launch() == [[True, True, "w", "<stdout>"]]
+    site.assert_preloaded("odd")
+
+
 @pytest.mark.parametrize(
     "read",
     [
