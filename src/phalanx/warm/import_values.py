@@ -203,6 +203,8 @@ class ImportValues:
         if type(value) is str and 32 <= len(value) < 200 and _has_uuid(value):
             self._uuids.setdefault(value, []).append(place)
             return 3
+        if type(value) is str and " at 0x" in value:
+            return hash(_without_addresses(value))
         if type(value) is int or type(value) is float:
             if value == self._pid and place and "pid" in str(place[-1]).lower():
                 kind = "pid"
@@ -240,6 +242,12 @@ def _has_uuid(text: str) -> bool:
     import re
 
     return re.search(_UUID, text) is not None
+
+
+def _without_addresses(text: str) -> str:
+    import re
+
+    return re.sub(" at 0x[0-9a-f]+", "", text)
 
 
 def _other_uuid(text: str) -> str:
