@@ -131,6 +131,31 @@ def test_a_variable_that_only_some_arguments_set_is_seen_by_the_package(site: Si
     site.assert_preloaded("plain")
 
 
+@pytest.mark.parametrize("noise", ["", "print('{}', flush=True)\n"], ids=["quiet", "after output"])
+def test_a_variable_with_a_computed_name_is_seen_or_the_loss_is_told(noise: str, site: Site) -> None:
+    """Executed again without the preload, unless the script has done something before."""
+    site.package("odd", "import os\nOFFLINE = os.environ.get('ODD_OFFLINE')\n")
+    condition = "name = '_'.join(['ODD', 'OFFLINE'])\nif '--offline' in sys.argv: os.environ[name] = '1'\n"
+    site.script.write_text(shows("[odd.OFFLINE, len(sys.argv)]", condition))
+    site.run()
+    site.vet()
+    site.run()
+    site.assert_preloaded("odd")
+    if noise:  # on the line before, so that the block of leading imports stays what it is
+        site.script.write_text(
+            site.script.read_text().replace("if '--off", f"if len(sys.argv) > 1: {noise}if '--off")
+        )
+        site.run()
+        site.vet()
+    done = site.finished("--warm", "auto", args=("--offline",))
+    last = json.loads(done.stdout.splitlines()[-1])
+    if noise and "odd" in json.loads((site.folder / "early").read_text()):
+        assert "ODD_OFFLINE was set after odd had been preloaded" in done.stderr
+    else:
+        assert last == ["1", 2], done.stderr
+    assert site.run(args=("--offline",))[-1] == ["1", 2]
+
+
 RANDOM = """
 import random, tempfile, uuid
 try:

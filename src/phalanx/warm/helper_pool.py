@@ -263,15 +263,19 @@ class HelperPool:
         return bool(lost)
 
     def _drop_outdated(self) -> None:
-        """Forget helpers that have imported packages which were upgraded, added or removed meanwhile."""
-        renewed = self.learned.renewed() if self.learned is not None else None
-        if renewed is None:
+        """Forget helpers whose packages were upgraded, or proved unsuitable in a worker, meanwhile."""
+        if self.learned is None:
             return
-        self.learned = renewed
+        self.learn()
+        renewed = self.learned.renewed()
+        if renewed is None and not self.learned.outdated:
+            return
         for helpers in (self._now, self._next):
             if helpers is not None:
                 self.retire(helpers)
         self._now = self._next = None
+        self.learned.outdated = False
+        self.learned = renewed or self.learned
 
     def _replace(self, now: float) -> None:
         """Make new helpers ahead of the start, unless the last ones ended a moment ago, too."""

@@ -66,6 +66,7 @@ class ImportCache:
         self.path = os.path.join(directory, _name_of(self.key)) if directory else None
         self.names: list[str] = []  # and other lines of import_recorder.py
         self._vetted: set[str] = set()
+        self.outdated = False  # a worker has found that something must not be preloaded (late_variables.py)
         self.seconds = 0.0  # that their preload took
         self.unsuitable: dict[str, str] = {}  # name → why
         self._random: list[str] = []  # @ and %: what is random, and what only looks like it (twin.py)
@@ -115,8 +116,15 @@ class ImportCache:
 
         `complete`: nothing was preloaded in this worker, so that these are all its imports.
         """
+        lines = list(dict.fromkeys(lines))
+        late = [line[1:].partition(" ") for line in lines if line.startswith("-")]
+        late = [(name, _, why) for name, _, why in late if name not in self.unsuitable]
+        self.unsuitable |= {name: why for name, _, why in late}
+        if late:
+            self.outdated = True
+            self.names = [name for name in self.names if not self._is_unsuitable(name)]
         known = {*self.names, *(f"={path}" for path in self._own)}
-        given = [line for line in dict.fromkeys(lines) if _is_plain(line)]
+        given = [line for line in lines if _is_plain(line) and not line.startswith("-")]
         new = [line for line in given if line not in known and line[0] not in ">@"]
         for line in new:
             if line.startswith("=") and len(self._own) < _MOST_OWN:
@@ -129,7 +137,7 @@ class ImportCache:
             self.names = list(dict.fromkeys([*names, *self.names]))
         else:
             self.names += [line for line in names if line not in known]
-        return bool(new) or before != self._leading
+        return bool(new) or bool(late) or before != self._leading
 
     def _find_leading(self, lines: list[str]) -> None:
         main = next((line[1:] for line in lines if line.startswith(">")), None)

@@ -36,6 +36,8 @@ _UUID = (
 _KNOWN: dict[str, Callable[[Any], object]] = {
     # The name of a semaphore that existed during the import only.
     "joblib._multiprocessing_helpers.name": lambda name: None,
+    # The date in the comments of C code that it writes.
+    "numpy.f2py.rules.module_rules": lambda rules: None,
     # The first number of unnamed symbols.
     "sympy.core.symbol.Dummy": lambda dummy: _set(
         dummy, "_base_dummy_index", dummy._prng.randint(10**6, 9 * 10**6)

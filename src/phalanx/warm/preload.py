@@ -28,6 +28,7 @@ from phalanx.warm.import_judge import ImportJudge, checks
 from phalanx.warm.import_recorder import homes as installed_in
 from phalanx.warm.import_recorder import loads_code
 from phalanx.warm.import_values import Renewal
+from phalanx.warm.late_variables import LateVariables
 from phalanx.warm.twin import Reserve
 from phalanx.warm.variables import NotedVariables, VariableCheck
 from phalanx.warm.verdict_log import covers
@@ -63,8 +64,15 @@ class ImportResidue:
         self.printed: tuple[bytes, bytes] = (b"", b"")  # on stdout, on stderr
         self.files: dict[int, str] = {}  # descriptor → path
         self.read: dict[bytes, bytes | None] = {}  # variables that imports have read, and their values
+        self.readers: dict[bytes, str] = {}  # the module whose import it was
         self.renewal: Renewal | None = None
         self.generators: GeneratorPlan | None = None
+
+    def late_variables(self, spec: dict[str, Any]) -> LateVariables | None:
+        """A watch over variables that the script sets too late; None where none was read."""
+        if not self.read:
+            return None
+        return LateVariables(self.read, self.readers, spec)
 
 
 left = ImportResidue()
@@ -327,6 +335,8 @@ class Preload:
                     _put(key, old)
                     if raised is None:
                         left.variables[key] = (left.variables.get(key, (old, None))[0], new)
+            for key in left.read:
+                left.readers.setdefault(key, name)
         return raised is None, raised
 
 

@@ -117,9 +117,13 @@ def restore_interpreter(
     for name in [name for name in sys.modules if name not in modules]:
         if name.partition(".")[0] in ("phalanx", "setproctitle"):
             del sys.modules[name]
+    late = None
     if residue is not None:
+        late = residue.late_variables(spec)  # with the environment as it is before the next line
         _apply_residue(residue)
     _make_unique(residue)
+    if late is not None:
+        late.install()
     show_title(spec, set_title)
     # The short name that `pgrep` and `top` show: as after an exec, and not the zygote's.
     kernel.set_name(os.path.basename(sys.executable))
