@@ -104,7 +104,7 @@ state = {
         )
     ]
     + [str(sys.gettrace()), str(sys.getprofile())],
-    "warnings": sorted(str(one) for one in warnings.filters) + [name_of(warnings.showwarning)],
+    "warnings": [*sorted(str(one) for one in warnings.filters), name_of(warnings.showwarning)],
     "root logger": [
         logging.root.level,
         [name_of(one) for one in logging.root.handlers],
