@@ -31,7 +31,7 @@ _PATIENCE = 120.0  # seconds after which a twin that does not finish counts as d
 _PROGRESS = 0.5  # seconds between two signs of life while it is awaited
 
 
-class Findings:
+class TwinFindings:
     """What a process sends about its imports."""
 
     def __init__(self, sums: dict[str, int], fixed: set[int]) -> None:
@@ -39,7 +39,7 @@ class Findings:
         self.fixed = fixed  # check sums of generator states, and of texts that look like identifiers
 
     @classmethod
-    def of(cls, values: ImportValues) -> Findings:
+    def of(cls, values: ImportValues) -> TwinFindings:
         """Of this process."""
         return cls(values.sums, states(all_generators()) | values.identifiers)
 
@@ -48,7 +48,7 @@ class Findings:
         return "\n".join([" ".join(map(str, sorted(self.fixed))), *lines]).encode()
 
     @classmethod
-    def read(cls, data: bytes) -> Findings:
+    def read(cls, data: bytes) -> TwinFindings:
         first, *lines = data.decode().split("\n")
         sums = {name: int(value) for value, _, name in (line.partition(" ") for line in lines)}
         return cls(sums, {int(word) for word in first.split()})
@@ -101,7 +101,7 @@ class Reserve:
 
     def send(self) -> NoReturn:
         """The twin has done the imports."""
-        data = Findings.of(self._values()).written()
+        data = TwinFindings.of(self._values()).written()
         os.ftruncate(self._answer, 0)
         offset = 0
         while offset < len(data):
@@ -145,7 +145,7 @@ class Reserve:
         except OSError:
             pass  # it is gone
 
-    def _receive(self, progress: Callable[[], None]) -> Findings | None:
+    def _receive(self, progress: Callable[[], None]) -> TwinFindings | None:
         poll = select.poll()
         poll.register(self._ready, select.POLLIN)
         until = time.monotonic() + _PATIENCE
@@ -157,7 +157,7 @@ class Reserve:
             if not answer:
                 return None
             if answer[0] == self._twins % 256:
-                return Findings.read(os.pread(self._answer, os.fstat(self._answer).st_size, 0))
+                return TwinFindings.read(os.pread(self._answer, os.fstat(self._answer).st_size, 0))
         return None
 
     def _values(self) -> ImportValues:
