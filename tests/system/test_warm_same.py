@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,74 @@ def test_a_package_that_reads_the_arguments_or_the_script(read: str, site: Site)
     site.package("odd", read)
     site.script.write_text(shows("odd.value"))
     site.same_at_every_launch("--fast")
+
+
+# What a package may do while it is imported, and what a script sees of it.
+ODD_THINGS = {
+    "sys.excepthook = lambda *_: None": "sys.excepthook.__module__",
+    "sys.unraisablehook = print": "sys.unraisablehook is print",
+    "threading.excepthook = print": "threading.excepthook is print",
+    "sys.setrecursionlimit(1234)": "sys.getrecursionlimit()",
+    "sys.setswitchinterval(0.02)": "sys.getswitchinterval()",
+    "builtins.odd = 1": "hasattr(builtins, 'odd')",
+    "logging.basicConfig(level=7)": "[logging.root.level, len(logging.root.handlers)]",
+    "logging.getLogger('odd').addHandler(logging.NullHandler())": "len(logging.getLogger('odd').handlers)",
+    "warnings.filterwarnings('ignore', 'odd warning')": "sum('odd' in str(one) for one in warnings.filters)",
+    "multiprocessing.set_start_method('spawn')": "multiprocessing.get_start_method(allow_none=True)",
+    "os.umask(0o27)": "[os.umask(0o22), os.umask(0o22)][0]",
+    "os.chdir('/')": "os.getcwd()",
+    "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))": "resource.getrlimit(resource.RLIMIT_CORE)",
+    "os.nice(1)": "os.getpriority(0, 0)",
+    "signal.setitimer(signal.ITIMER_PROF, 1000)": "signal.getitimer(signal.ITIMER_PROF)[0] > 0",
+    "signal.set_wakeup_fd(os.open('/dev/null', os.O_WRONLY | os.O_NONBLOCK))": "signal.set_wakeup_fd(-1) > 0",
+    "gc.set_threshold(701)": "gc.get_threshold()",
+    "gc.callbacks.append(lambda *_: None)": "len(gc.callbacks)",
+    "atexit.register(int)": "atexit._ncallbacks() > 0",
+    "sys.meta_path.append(type('Odd', (), {'find_spec': lambda *_: None}))": "sys.meta_path[-1].__name__",
+    "decimal.getcontext().prec = 5": "decimal.getcontext().prec",
+    "socket.setdefaulttimeout(99)": "socket.getdefaulttimeout()",
+    "random.seed(5)": "random.random()",
+    "contextvars.ContextVar('odd').set(1)": "[one.name for one in contextvars.copy_context()]",
+    "threading.current_thread().odd = 1": "hasattr(threading.current_thread(), 'odd')",
+    "os.environ['SET_BY_ODD'] = '1'": "os.environ.get('SET_BY_ODD')",
+}
+
+
+def test_what_a_package_does_to_the_process_is_seen_at_every_launch(site: Site) -> None:
+    modules = "atexit, builtins, contextvars, decimal, gc, logging, multiprocessing, os, random, resource"
+    modules += ", signal, socket, sys, threading, warnings"
+    for number, text in enumerate(ODD_THINGS):
+        site.package(f"odd{number}", f"import {modules}\n{text}\n")
+    site.package("odd", "")
+    odd = ", ".join(f"odd{number}" for number in range(len(ODD_THINGS)))
+    values = ", ".join(f"{text!r}: {value}" for text, value in ODD_THINGS.items())
+    site.script.write_text(shows(f"{{{values}}}", f"import {modules}\nimport {odd}\n"))
+    (seen,) = site.same_at_every_launch()
+    expected = {"os.umask(0o27)": 0o27, "os.chdir('/')": "/", "sys.setrecursionlimit(1234)": 1234}
+    assert {text: seen[text] for text in expected} == expected
+
+
+def test_times_and_numbers_that_a_package_keeps_are_the_workers_own(site: Site) -> None:
+    site.package(
+        "odd",
+        "import os, time, uuid\nSTARTED = time.time()\nclass Run:\n    pid = os.getpid()\n"
+        "    began = time.monotonic()\nRUN_ID = uuid.uuid4().hex\nsame = RUN_ID\nFIXED = 1.5\n",
+    )
+    site.script.write_text(
+        shows("[odd.STARTED, odd.Run.began, odd.Run.pid - os.getpid(), odd.RUN_ID, odd.same, odd.FIXED]")
+    )
+    site.run()
+    site.vet()
+    found = []
+    for _ in range(2):
+        began = time.time(), time.monotonic()
+        found += site.run(ranks=2)
+        site.assert_preloaded("odd")
+        for started, steady, pid, run_id, same, fixed in found[-2:]:
+            assert started > began[0]
+            assert steady > began[1]
+            assert (pid, same, fixed) == (0, run_id, 1.5)
+    assert len({run_id for _, _, _, run_id, _, _ in found}) == 4
 
 
 UPGRADED = """
