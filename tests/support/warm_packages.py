@@ -163,6 +163,8 @@ def compare(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def _is_time_or_address(text: str) -> bool:
     """In whole seconds: a restart takes less."""
+    if " at 0x" in text:
+        return True
     return text.isdigit() and (abs(int(text) - time.time()) < 3600 or 1 << 32 <= int(text) < 1 << 47)
 
 

@@ -127,7 +127,7 @@ def test_no_variable_that_loads_code_is_set_from_a_list(
     log = VerdictLog(anonymous_file("log"), 0)
     try:
         lines = ["+A=1", f"{word}{variable}=/tmp/evil", "wave"]
-        preload.preload(lines, log, lambda _line: None, once=True)
+        preload.preload(lines, log, lambda _line: None, how="vetted")
     finally:
         os.close(log.fd)
     assert set_here == ["A=1"]

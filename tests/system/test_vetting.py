@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from phalanx.warm.helper_pool import HelperPool
 from phalanx.warm.import_cache import ImportCache
 from phalanx.zygote.spawner import Exit, Spawner, WorkerLaunch
 from tests.conftest import HUNG, wait_until
-from tests.support.run_helpers import Running, plain_environment, run, script
+from tests.support.run_helpers import FOREVER, Running, plain_environment, run, script
 
 THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
 COUNTED = "open({log!r}, 'a').write(__name__ + '\\n')\n"
@@ -286,6 +289,26 @@ def test_no_launch_waits_for_modules_that_were_not_vetted(packages: Path, tmp_pa
     assert not began.exists()
 
 
+def test_a_kill_and_a_signal_are_answered_while_helpers_import_in_the_background(
+    packages: Path, tmp_path: Path
+) -> None:
+    began = tmp_path / "began"
+    (packages / "endless.py").write_text(ENDLESS_IN_HELPERS.format(began=str(began)))
+    many = (
+        "import endless, decimal, sqlite3, xml.dom.minidom, http.client, email.message, asyncio, unittest\n"
+    )
+    main = script(tmp_path, many + FOREVER)
+    with Running(["--max-restarts", "1", main], env=environment(packages)) as job:
+        (worker,) = job.workers(1).values()
+        wait_until(began.exists, "the import in the background")
+        os.kill(worker, signal.SIGKILL)
+        job.read_until("ready 0", times=2)
+        begin = time.monotonic()
+        job.signal(signal.SIGTERM)
+        assert job.end().code == 143
+        assert time.monotonic() - begin < HUNG / 3, "it waited for the import"
+
+
 def test_a_vetted_module_that_proves_unsuitable_delays_a_start_only_by_its_import(
     packages: Path, tmp_path: Path
 ) -> None:
@@ -347,6 +370,65 @@ def test_a_start_waits_only_for_what_the_script_imports_before_anything_else(
             assert not began.exists()
 
 
+@pytest.fixture
+def crowded(packages: Path, tmp_path: Path) -> Iterator[Any]:
+    """The first helpers of a launch with more workers than processors, for a list that was never tried."""
+    made: list[HelperPool] = []
+
+    def make(*lines: str) -> Spawner:
+        learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
+        learned.add(lines, complete=True)
+        made.append(HelperPool("python", "auto", learned, crowded=True))
+        spawner = made[-1].take("python")
+        assert spawner is not None
+        while spawner.importing:
+            spawner.events(HUNG)
+        return spawner
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def test_more_workers_than_processors_try_a_new_list_at_once(
+    crowded: Any, packages: Path, tmp_path: Path
+) -> None:
+    write(packages, tmp_path / "log", first="", second="")
+    spawner = crowded("first", "second")
+    assert loaded(spawner, tmp_path, "first", "second") == ["first", "second"]
+
+
+def test_a_new_list_is_given_up_at_once_if_a_module_leaves_the_threads_that_a_worker_saw(
+    crowded: Any, packages: Path, tmp_path: Path
+) -> None:
+    """That module is imported alone, in a fork, before the others, which take long."""
+    log = tmp_path / "log"
+    write(packages, log, large="import threads\n", threads=THREAD)
+    spawner = crowded("large", "threads", "%threads 1")
+    assert log.read_text().split() == ["threads"]
+    assert loaded(spawner, tmp_path, "large", "threads") == []
+    assert spawner.log.spoiled == "threads: may leave a thread running"
+
+
+def test_threads_of_numerical_libraries_do_not_spoil_a_new_list(
+    crowded: Any, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numpy")
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    main = script(tmp_path, "import numpy\n")
+    env = {**environment(packages), "OPENBLAS_NUM_THREADS": "3"}
+    assert run(main, env=env).code == 0
+    code = "import os, sys\nfrom phalanx.warm.import_cache import ImportCache\n"
+    code += "print(*ImportCache(['script', sys.argv[1]], os.environ).untried_lines(), sep='\\n')\n"
+    known = subprocess.run(
+        [sys.executable, "-c", code, main], env=env, capture_output=True, text=True, check=True
+    )
+    lines = known.stdout.splitlines()
+    assert [line for line in lines if line.startswith("%")], "no thread was seen"
+    spawner = crowded(*lines)
+    assert (spawner.log.spoiled, loaded(spawner, tmp_path, "numpy")) == ("", ["numpy"])
+
+
 def test_an_edit_below_the_first_imports_keeps_the_preload(packages: Path, tmp_path: Path) -> None:
     (packages / "large.py").write_text("")
     head = "import sys\nearly = 'large' in sys.modules\n"
@@ -371,6 +453,22 @@ def test_what_a_start_waits_for_is_said(packages: Path, tmp_path: Path) -> None:
         go_on.touch()
         job.read_until("here")
         assert job.end().code == 0
+
+
+def test_the_garbage_collector_of_a_worker_is_as_python_sets_it(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    """During a preload it rests; what a module sets stays."""
+    write(packages, tmp_path / "log", plain="", sets="import gc\ngc.set_threshold(500, 5, 5)\n")
+    for names, expected in ((["plain"], gc.get_threshold()), (["plain", "sets"], (500, 5, 5))):
+        spawner = preloaded(*names)
+        out = tmp_path / "threshold"
+        text = f"import gc; open({str(out)!r}, 'w').write(str((gc.isenabled(), gc.get_threshold())))"
+        job = WorkerLaunch(0, program=("script", script(tmp_path, text, "look.py"), []))
+        spawner.spawn([job], os.environ)
+        while not any(isinstance(event, Exit) for event in spawner.events(HUNG)):
+            pass
+        assert out.read_text() == str((True, expected))
 
 
 def test_torch_is_executed_once_beside_modules_that_leave_threads(

@@ -103,8 +103,8 @@ def shows(expression: str, before: str = "") -> str:
     return f"""import os, sys
 early = [name for name in ("odd", "plain") if name in sys.modules]
 {before}import json
-import plain
 import odd
+import plain
 with open(os.environ["EARLY"], "w") as file:
     json.dump(early, file)
 print(json.dumps({expression}))
@@ -216,6 +216,16 @@ def test_a_package_that_edits_the_search_path(site: Site) -> None:
         assert "/extra" in site.same_at_every_launch()[0]
 
 
+def test_a_package_that_edits_the_search_path_for_one_import_is_preloaded(site: Site) -> None:
+    text = (
+        "import sys\nkept = list(sys.path)\nsys.path.insert(0, '/extra')\nimport plain\nsys.path[:] = kept\n"
+    )
+    site.package("odd", text)
+    site.script.write_text(shows("sys.path"))
+    site.same_at_every_launch()
+    site.assert_preloaded("odd", "plain")
+
+
 def test_a_package_that_keeps_a_stream_keeps_the_workers_own(site: Site) -> None:
     site.package("odd", "import logging\nfrom sys import stdout\nhandler = logging.StreamHandler()\n")
     site.script.write_text(
@@ -270,7 +280,7 @@ ODD_THINGS = {
     "decimal.getcontext().prec = 5": "decimal.getcontext().prec",
     "socket.setdefaulttimeout(99)": "socket.getdefaulttimeout()",
     "random.seed(5)": "random.random()",
-    "contextvars.ContextVar('odd').set(1)": "[one.name for one in contextvars.copy_context()]",
+    "contextvars.ContextVar('odd').set(1)": "sorted(one.name for one in contextvars.copy_context())",
     "threading.current_thread().odd = 1": "hasattr(threading.current_thread(), 'odd')",
     "os.environ['SET_BY_ODD'] = '1'": "os.environ.get('SET_BY_ODD')",
 }

@@ -114,7 +114,7 @@ def make_helpers(job: JobSpec) -> HelperPool | None:
 
     if isinstance(job.entrypoint, str):
         args = tuple(str(arg) for arg in job.args)
-        return helper_pool_for(job.entrypoint, args, job.warm, job.preload, job.warmup)
+        return helper_pool_for(job.entrypoint, args, job.warm, job.preload, job.warmup, job.local_world_size)
     return helper_pool_for_function(job.entrypoint, job.start_method, job.warm)
 
 

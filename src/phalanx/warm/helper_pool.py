@@ -7,7 +7,8 @@ helpers of the last start, and never waits.
 
 The list is kept (warm/import_cache.py). The first start of the next launch waits until what was found
 suitable is imported, as far as the script itself imports it before it does anything else. What comes later in
-the script, or may take long, is imported in the background for the next start.
+the script, or may take long, is imported in the background for the next start. If there are more workers than
+processors, a list that was never tried is tried at once, because the workers would take longer.
 
     off      every worker is executed from scratch
     auto     as above
@@ -56,14 +57,19 @@ class HelperPool:
         learned: ImportCache | None = None,
         preload: tuple[str, ...] = (),
         warm_up: str = "",
+        crowded: bool = False,
     ) -> None:
-        """`kind`: the helpers to start now, while the rest of the agent is imported; empty: none yet."""
+        """`kind`: the helpers to start now, while the rest of the agent is imported; empty: none yet.
+
+        `crowded`: there are more workers than processors, so that imports of their own would take long.
+        """
         self.kind = kind
         self.mode = mode
         self.learned = learned
         self.warm_up = warm_up
         self.standby_ranks: list[StandbyRank] = []  # of the workers, as far as it is known beforehand
         self._waits_for_rank: set[int] = set()  # local ranks whose program calls wait_for_rank()
+        self._crowded = crowded
         self.say: Callable[[str], None] = lambda _line: None
         self._own = list(preload)
         self._next: Spawner | None = None
@@ -83,8 +89,11 @@ class HelperPool:
     def _make_first(self) -> Spawner:
         """For the first start, which waits for them: what was vetted, and what the user asked for."""
         names = self.learned.first_lines() if self.learned is not None else []
+        vetting = "vetted"
+        if self.learned is not None and not names and self._crowded:
+            names, vetting = self.learned.untried_lines(), "untried"
         if self.kind.startswith("python") and (names or self._own):
-            return Spawner(self.kind, preload=[*self._own, *names], once=not self._own)
+            return Spawner(self.kind, preload=[*self._own, *names], vetting="" if self._own else vetting)
         return Spawner(self.kind)
 
     def _make_better(self) -> Spawner:
@@ -401,7 +410,12 @@ def helper_pool_for_function(
 
 
 def helper_pool_for(
-    program: str, args: tuple[str, ...], mode: str, preload: tuple[str, ...] = (), warm_up: str = ""
+    program: str,
+    args: tuple[str, ...],
+    mode: str,
+    preload: tuple[str, ...] = (),
+    warm_up: str = "",
+    nproc: int = 1,
 ) -> HelperPool:
     """For programs: forks of one Python where that is possible and wanted, else a fresh start for each."""
     from phalanx.workers.program import python_flags, split_python
@@ -414,4 +428,5 @@ def helper_pool_for(
     split = split_python(args)
     assert split is not None
     learned = ImportCache([split[1], split[2], *flags], os.environ)
-    return HelperPool(" ".join(["python", *flags]), mode, learned, preload, warm_up)
+    crowded = nproc > len(os.sched_getaffinity(0))
+    return HelperPool(" ".join(["python", *flags]), mode, learned, preload, warm_up, crowded)

@@ -16,6 +16,7 @@ before it does anything that can be seen (leading_imports.py). The others are tr
     >TIME SIZE PATH            the file of `__main__`, and what its leading block imports: ^NAME …
     LINE                       a module or another line of the recorder; "," in front of it: not vetted
     ;                          the end of the leading ones
+    %NAME COUNT                threads that were started with the import of a leading module
     #SECONDS                   that the preload took when the list was vetted
 
 Every module is checked again when it is preloaded (preload.py); a stale or broken file is ignored. The list
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _LIMIT = 1 << 20  # bytes; torch and transformers together need about 100 KB
 _MOST = 100  # lists
 _MARK = "phalanx modules 4"
+_MARKS = ("-", "=", ">", "^", ";", "#", "%", "@", "$")  # of lines that are not part of the list
 _MOST_OWN = 1000  # user files that are checked for edits
 # A user's line that contains one of these may affect later imports.
 _RELEVANT = (b"environ", b"putenv", b"dotenv", b"sys.path", b"sys.modules", b"addsitedir", b"meta_path")
@@ -67,9 +69,10 @@ class ImportCache:
         self.names: list[str] = []  # and other lines of import_recorder.py
         self._vetted: set[str] = set()
         self.outdated = False  # a worker has found that something must not be preloaded (late_variables.py)
+        self._hints: list[str] = []  # lines that name modules which may have started threads
         self.seconds = 0.0  # that their preload took
         self.unsuitable: dict[str, str] = {}  # name → why
-        self._random: list[str] = []  # @ and %: what is random, and what only looks like it (twin.py)
+        self._random: list[str] = []  # @ and $: what is random, and what only looks like it (twin.py)
         self._leading: set[str] = set()
         self._block: _Block | None = None
         self._own: dict[str, _File] = {}
@@ -94,18 +97,17 @@ class ImportCache:
             block = _Block.read([line for line in lines[2:-2] if line.startswith((">", "^"))])
         except ValueError:
             return
-        found = [
-            line for line in lines[2:-2] if not line.startswith(("-", "=", ">", "^", ";", "#", "@", "%"))
-        ]
+        found = [line for line in lines[2:-2] if line[:1] not in _MARKS]
         names = [line.removeprefix(",") for line in found]
         if all(file.is_unchanged() for file in files) and not _shadows(first, names):
             self.names = names
             self.seconds = seconds
+            self._hints = [line for line in lines[2:-2] if line.startswith("%")]
             self._vetted = {line for line in found if _is_module(line)}
             bad = (line[1:].partition(" ") for line in lines[2:-2] if line.startswith("-"))
             self.unsuitable = {name: why for name, _, why in bad}
             self._own = {file.path: file for file in files}
-            self._random = [line for line in lines[2:-2] if line.startswith(("@", "%"))]
+            self._random = [line for line in lines[2:-2] if line.startswith(("@", "$"))]
             self._block = block
             if block is None or block.is_unchanged():
                 count = lines.index(";") if ";" in lines else 0
@@ -125,14 +127,14 @@ class ImportCache:
             self.names = [name for name in self.names if not self._is_unsuitable(name)]
         known = {*self.names, *(f"={path}" for path in self._own)}
         given = [line for line in lines if _is_plain(line) and not line.startswith("-")]
-        new = [line for line in given if line not in known and line[0] not in ">@"]
+        new = [line for line in given if line not in known and line[0] not in ">@%"]
         for line in new:
             if line.startswith("=") and len(self._own) < _MOST_OWN:
                 self._own[line[1:]] = _File(line[1:])
         before = self._leading
         if complete:
             self._find_leading(given)
-        names = [line for line in given if line[0] not in "=~>@" and not self._is_unsuitable(line)]
+        names = [line for line in given if line[0] not in "=~>@%" and not self._is_unsuitable(line)]
         if complete:
             self.names = list(dict.fromkeys([*names, *self.names]))
         else:
@@ -143,15 +145,19 @@ class ImportCache:
         main = next((line[1:] for line in lines if line.startswith(">")), None)
         if main is None:  # a function: all that is imported until it is called, and it may import more
             self._block = None
-            self._leading = {line for line in lines if line[0] not in "=~"}
+            self._leading = {line for line in lines if line[0] not in "=~%"}
+            self._hints = [line for line in lines if line[0] == "%"]
             return
         if self._block is None or not self._block.is_same(main):
             self._block = _Block(main)
         self._leading = set()
+        self._hints = []
         for line in lines:
             if line.startswith("@"):
                 if int(line[1:]) > self._block.end:
                     break
+            elif line.startswith("%"):
+                self._hints.append(line)
             elif line[0] not in "=~>":
                 self._leading.add(line)
 
@@ -166,7 +172,7 @@ class ImportCache:
         self.names = [known for known in self.names if not self._is_unsuitable(known)]
         if log.seconds is not None:
             if log.fixed or log.renewals:
-                self._random = [f"%{log.fixed}", *(f"@{line}" for line in log.renewals)]
+                self._random = [f"${log.fixed}", *(f"@{line}" for line in log.renewals)]
             self.seconds = log.seconds
             self._vetted.update(name for name in names if _is_module(name) and not self._is_unsuitable(name))
 
@@ -199,6 +205,13 @@ class ImportCache:
         lines = [name for name in leading if not _is_module(name) or name in self._vetted]
         return [*self._random, *self._with_unsuitable(lines)] if any(map(_is_module, lines)) else []
 
+    def untried_lines(self) -> list[str]:
+        """The same, vetted or not, if nothing is known to be unsuitable; for a start that may try them."""
+        lines = [name for name in self.names if name in self._leading or name.startswith("!")]
+        if self.unsuitable or not any(map(_is_module, lines)):
+            return []
+        return [*self.own_lines(), *self._hints, *lines]
+
     def all_lines(self) -> list[str]:
         """What helpers in the background try."""
         return [*self.own_lines(), *self._with_unsuitable(self.names)]
@@ -216,24 +229,8 @@ class ImportCache:
         first = [line for line in names if line.removeprefix(",") in self._leading]
         rest = [line for line in names if line.removeprefix(",") not in self._leading]
         block = self._block.written() if self._block is not None else []
-        text = (
-            "\n".join(
-                [
-                    _MARK,
-                    self.key,
-                    *bad,
-                    *own,
-                    *self._random,
-                    *block,
-                    *first,
-                    ";",
-                    *rest,
-                    f"#{self.seconds:.3f}",
-                    ".",
-                ]
-            )
-            + "\n"
-        )
+        head = [_MARK, self.key, f"#{self.seconds:.3f}", *self._hints]
+        text = "\n".join([*head, *bad, *own, *self._random, *block, *first, ";", *rest, "."]) + "\n"
         try:
             write_trusted(self.path, text.encode("utf-8", "surrogateescape"))
             _make_room(os.path.dirname(self.path))
@@ -363,11 +360,11 @@ def _make_room(directory: str) -> None:
 
 def _is_module(line: str) -> bool:
     """Whether it names a module: not one of the recorder's other lines, and not marked as unvetted."""
-    return line[:1] not in ("+", "?", "!", ",", "=", "@", "#", "-")
+    return line[:1] not in ("+", "?", "!", ",", "=", "@", "#", "-", "$", "%")
 
 
 def _is_plain(line: str) -> bool:
-    if line.startswith(("=", "+", "?", ">")):
+    if line.startswith(("=", "+", "?", ">", "%")):
         return len(line) < 5000
     return bool(line) and line.isprintable() and " " not in line and len(line) < 500
 

@@ -54,16 +54,33 @@ _ONLOOKERS = (
 class ImportState:
     """The settings at one moment."""
 
-    __slots__ = ("_handlers", "_values", "_wakeup")
+    __slots__ = ("_handlers", "_pending", "_values", "_wakeup")
 
     def __init__(self) -> None:
         _reads.clear()
+        self._pending: dict[str, dict[int, Any]] = {}  # module → settings that it has changed so far: before
         self._values = [read() for _, read in _SETTINGS]
         self._handlers = _handlers()
         self._wakeup = _wakeup_fd()
 
-    def check(self, _module: str) -> str:
-        """As a check of import_judge.py."""
+    def check(self, name: str) -> str:
+        """As a check of import_judge.py: when a module begins to import another one, and at its end.
+
+        Until its end it may undo what it has done: some packages edit sys.path for one import.
+        """
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            before = self._pending.setdefault(name, {})
+            for place, (_, read) in enumerate(_SETTINGS):
+                now = read()
+                if now != self._values[place]:
+                    before.setdefault(place, self._values[place])
+                    self._values[place] = now
+            why = _reads[0] if _reads else ""
+            _reads.clear()
+            return why
+        for place, value in self._pending.pop(name, {}).items():
+            self._values[place] = value
         return self.changed()
 
     def changed(self) -> str:

@@ -188,21 +188,22 @@ class _Threads:
     """
 
     def __init__(self) -> None:
-        self._known = _threads()
+        self._known = count_threads()
 
     def __call__(self, name: str) -> str:
-        if _threads() <= self._known:
+        if count_threads() <= self._known:
             return ""
-        child = _fork_silently()
+        child = fork_silently()
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
-        before, self._known = self._known, max(self._known, _threads())
+        before, self._known = self._known, max(self._known, count_threads())
         more = self._known - before
         return f"leaves {more} thread{'s' * (more > 1)} running" if more > 0 else ""
 
 
-def _threads() -> int:
+def count_threads() -> int:
+    """Of this process."""
     try:
         return os.stat("/proc/self/task").st_nlink - 2
     except OSError:
@@ -211,7 +212,7 @@ def _threads() -> int:
         return threading.active_count()
 
 
-def _fork_silently() -> int:
+def fork_silently() -> int:
     """Newer versions of Python warn of a fork beside threads; this child runs nothing."""
     import warnings
 

@@ -10,6 +10,7 @@ not run the user's code, so the list also contains what that code does that can 
     ?NAME=VALUE   or only if it is not set
     ~NAME         a variable that the user's code sets here to a value that may differ in the next run. Later
                   imports may depend on it and are not recorded
+    %NAME COUNT   so many threads were started when this module, or one that imports it, was executed
     >PATH         the file of `__main__`
     @LINE         the line of that file from which the following imports come
 
@@ -53,6 +54,8 @@ class ImportRecorder:
         self._pid = os.getpid()
         self._unsure = False
         self._line = 0  # of the script
+        self._threads = self._count_threads()
+        self._last = ""
         # An audit hook was rejected: it runs for every event until the process exits. During shutdown it
         # released the lock to C++ threads, which then found no interpreter and aborted.
         self._putenv, self._unsetenv = os.putenv, os.unsetenv
@@ -77,8 +80,19 @@ class ImportRecorder:
             if found:
                 self._write(f"={found}")
         elif not self._unsure:
+            threads = self._count_threads()
+            if self._last and threads > self._threads:
+                self._write(f"%{self._last} {threads - self._threads}")
+            self._threads, self._last = threads, name
             self._place()
             self._write(name)
+
+    @staticmethod
+    def _count_threads() -> int:
+        try:
+            return os.stat("/proc/self/task").st_nlink - 2
+        except OSError:
+            return 0
 
     def _place(self) -> None:
         """Note which line of the script is being executed."""

@@ -36,6 +36,8 @@ _UUID = (
 _KNOWN: dict[str, Callable[[Any], object]] = {
     # The name of a semaphore that existed during the import only.
     "joblib._multiprocessing_helpers.name": lambda name: None,
+    # The last of a set of functions, which is in another order in every process.
+    "scipy.sparse._data.name": lambda name: None,
     # The date in the comments of C code that it writes.
     "numpy.f2py.rules.module_rules": lambda rules: None,
     # The first number of unnamed symbols.

@@ -32,7 +32,7 @@ from phalanx.warm.late_variables import LateVariables
 from phalanx.warm.twin import Reserve
 from phalanx.warm.variables import NotedVariables, VariableCheck
 from phalanx.warm.verdict_log import covers
-from phalanx.warm.vetting import Checkpoint, Scout, fork_checkpoint, kill_children
+from phalanx.warm.vetting import Checkpoint, Scout, fork_checkpoint, kill_children, starts_no_thread
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -78,17 +78,27 @@ class ImportResidue:
 left = ImportResidue()
 
 
-def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None], once: bool) -> None:
+def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None], how: str) -> None:
     """Import the modules, in this order; this process, or a fork of it, returns, and is the zygote.
 
     `lines` may contain the recorder's other lines: variables that the script sets before the following
-    imports, and modules that the script shadows. `-NAME`: known to be unsuitable. `once`: all were tried
-    before, so that they are checked once more after their import, but not each part of it; the process exits
-    if one of them is unsuitable now.
+    imports, and modules that the script shadows. `-NAME`: known to be unsuitable. `how`:
+
+    empty    find all unsuitable modules, and import the others
+    vetted   all were tried before: they are checked once more after their import, but not each part of it.
+             The process exits if one of them is unsuitable now
+    untried  nothing is known, and a start waits: the process exits if one of them is unsuitable. Before that,
+             those that may have started threads in a worker are tried by themselves: most often they are the
+             only ones in doubt, and take little time
     """
     import gc
 
-    Preload(list(lines), log, report, once).run()
+    before = gc.get_threshold()
+    rare = (1 << 30, *before[1:])
+    gc.set_threshold(*rare)  # one collection at the end is cheaper than those during the imports
+    Preload(list(lines), log, report, how).run()
+    if gc.get_threshold() == rare:  # a module may have set its own
+        gc.set_threshold(*before)
     gc.collect()
     gc.freeze()  # or a collection in a worker would write into every shared page
     report("done")
@@ -97,24 +107,25 @@ def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None]
 class Preload:
     """One pass over a list."""
 
-    def __init__(self, lines: list[str], log: VerdictLog, report: Callable[[str], None], once: bool) -> None:
+    def __init__(self, lines: list[str], log: VerdictLog, report: Callable[[str], None], how: str) -> None:
         self._lines = lines
         self._hidden = {line[1:] for line in lines if line.startswith("!")}
         self._refused = {line[1:] for line in lines if line.startswith("-")}
         self._log = log
         self._report = report
-        self._once = once
+        self._vetted = how == "vetted"
+        self._once = how != ""
         self._keeper = os.getppid()
         self._homes = installed_in()
         self._installed: dict[str, bool] = {}  # by top-level name
         self._own: dict[bytes, bytes | None] = {}  # variables that the script sets: their values before
         self._asked: list[str] = []  # variables of a worker that imports have read
-        self._reserve = None if once else self._make_reserve()
+        self._reserve = None if self._vetted else self._make_reserve()
         self._console = _Console()
         self._fds = _descriptors()
         self._state = ImportState()
         own_checks: list[Check] = [self._state.check]
-        if not once:
+        if not self._vetted:
             own_checks.append(VariableCheck(lines, left.read))
         self._judge = ImportJudge(
             log,
@@ -124,7 +135,7 @@ class Preload:
             self._spoiled,
             self._progress,
         )
-        self._judge.each_module = not once
+        self._judge.each_module = not self._vetted
         self._began = self._saved = self._reported = time.monotonic()
         self._checkpoint: Checkpoint | None = None
         self._ahead: Scout | None = None
@@ -150,13 +161,16 @@ class Preload:
 
     def run(self) -> None:
         """Import what can be."""
+        hints = dict(line[1:].split(" ") for line in self._lines if line.startswith("%"))
+        if not self._is_twin and not starts_no_thread(hints):
+            self._give_up(f"{next(iter(hints))}: may leave a thread running")
         with as_in_a_script(), self._judge:
             for line in self._lines:
                 if line[:1] in ("+", "?"):
                     if loads_code(line[1:].partition("=")[0]):
                         break  # the recorder never writes one; what follows may depend on it
                     _set_for_script(line[0], line[1:], self._own)
-                elif line[:1] not in ("!", "-", "=", "%", "@"):
+                elif line[:1] not in ("!", "-", "=", "%", "@", "$"):
                     self._entry(line)
             self._log.write("over")
             if self._is_scout:
@@ -180,7 +194,7 @@ class Preload:
         """See to what is random: with the help of the twin, or as it was found before."""
         reserve = self._reserve
         if reserve is None:
-            fixed = {int(word) for line in self._lines if line.startswith("%") for word in line[1:].split()}
+            fixed = {int(word) for line in self._lines if line.startswith("$") for word in line[1:].split()}
             left.renewal = Renewal(line[1:] for line in self._lines if line.startswith("@"))
             left.generators = GeneratorPlan(fixed)
             return
@@ -194,6 +208,9 @@ class Preload:
         if random:
             for name in random:
                 self._log.blame(name, "makes random values or temporary files during its import", ())
+            if self._once:
+                reserve.end()
+                self._give_up(self._log.in_words()[0])
             reserve.take_over()
         reserve.end()
         renewals = values.renewals()
@@ -227,13 +244,13 @@ class Preload:
     def _try(self, name: str) -> None:
         with self._console:
             self._judge.look()  # what was done here is no module's effect
-            if self._once:
+            if self._vetted:
                 self._log.write(f"( {name}")
             imported, error = self._import(name)
-            why = self._judge.look() if self._once else ""
+            why = self._judge.look() if self._vetted else ""
         if why:
             self._give_up(f"{name}: {why}")
-        if self._once:
+        if self._vetted:
             self._log.write(")")
         if not imported:
             self._console.forget()
@@ -254,7 +271,7 @@ class Preload:
         if self._is_scout or self._is_twin:
             return
         if self._checkpoint is None:
-            self._give_up("a module: imports one that is unsuitable")
+            self._give_up(next(iter(self._log.in_words()), "a module: imports one that is unsuitable"))
         if self._ahead is not None:  # a scout is under way; the checkpoint knows now who imports what
             self._checkpoint.tell()
             os._exit(0)

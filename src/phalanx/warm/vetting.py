@@ -20,6 +20,7 @@ import os
 import time
 
 from phalanx import kernel
+from phalanx.warm.import_judge import count_threads, fork_silently
 from phalanx.zygote.rawsignal import signal
 
 TYPE_CHECKING = False
@@ -95,3 +96,32 @@ def kill_children(but: tuple[int, ...] = ()) -> None:
     for pid in kernel.children():
         if pid not in but:
             os.kill(pid, signal.SIGKILL)
+
+
+def starts_no_thread(hints: dict[str, str]) -> bool:
+    """Whether these modules, by themselves, start as many threads as in a worker, and all end at a fork.
+
+    Tried in a fork: thread pools of numerical libraries are no obstacle, and are common.
+    """
+    if not hints:
+        return True
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1] == 0
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        base = before = count_threads()
+        for name, count in hints.items():
+            __import__(name)
+            if count_threads() - before < int(count):
+                os._exit(1)  # another module starts them
+            before = count_threads()
+        trial = fork_silently()
+        if trial == 0:
+            os._exit(0)
+        os.waitpid(trial, 0)
+        os._exit(0 if count_threads() <= base else 1)
+    except BaseException:  # noqa: BLE001 - a module may do anything
+        os._exit(1)

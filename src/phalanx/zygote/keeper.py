@@ -113,7 +113,7 @@ def _be_zygote(
         def report(line: str) -> None:
             os.write(reports, line.encode() + b"\n")
 
-        preload(wishes.lines, wishes.log, report, wishes.once)
+        preload(wishes.lines, wishes.log, report, wishes.how)
     if wishes.asked:
         channel.send(("preloaded",))
     wishes.close()
@@ -166,7 +166,7 @@ class PreloadList:
     def __init__(self, fd: int | None) -> None:
         self.lines: list[str] = []
         self.asked = fd is not None
-        self.once = False
+        self.how = ""
         self.failed = False
         self._fd = -1 if fd is None else fd
         if fd is None:
@@ -178,8 +178,8 @@ class PreloadList:
         os.lseek(fd, size, os.SEEK_SET)
         os.set_inheritable(fd, False)
         self.log = VerdictLog(fd, size)
-        self.once = "once" in words
-        if "nice" in words:
+        nice, _, self.how = words.partition(" ")
+        if nice == "nice":
             from phalanx.warm.standby import lower_priority
 
             lower_priority(10)

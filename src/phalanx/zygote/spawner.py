@@ -124,14 +124,14 @@ class Spawner:
         runner: Callable[[dict[str, Any]], NoReturn] | None = None,
         preload: list[str] | None = None,
         background: bool = False,
-        once: bool = False,
+        vetting: str = "",
     ) -> None:
         """`how` the helpers are made, and so what they can run:
 
         exec: a bare interpreter, for programs. forkserver: a whole one, for functions. fork: a fork of this
         very process, for functions. python and its flags ("python -u"): a whole one, for Python programs.
-        Only the last has `preload`: modules to import first, in `background` with a low priority. `once`:
-        nothing is preloaded if one of them proves unsuitable.
+        Only the last has `preload`: modules to import first, in `background` with a low priority, and how
+        much is known of them (warm/preload.py).
         """
         self.how = how
         ours, theirs = (
@@ -158,7 +158,7 @@ class Spawner:
                 self.pid = _fork_helpers(ours, theirs, runner)
             else:
                 if preload is not None:
-                    self._write_wishes(preload, background, once)
+                    self._write_wishes(preload, background, vetting)
                 self.pid = _exec_helpers(theirs, how, self._wishes)
         except BaseException:
             ours.close()
@@ -167,11 +167,11 @@ class Spawner:
         finally:
             theirs.close()
 
-    def _write_wishes(self, names: list[str], background: bool, once: bool) -> None:
+    def _write_wishes(self, names: list[str], background: bool, vetting: str) -> None:
         from phalanx.kernel import anonymous_file
         from phalanx.warm.verdict_log import VerdictLog
 
-        words = "nice" * background + " once" * once
+        words = f"{'nice' if background else '-'} {vetting}"
         text = "\n".join([words, *names]).encode("utf-8", "surrogateescape")
         self._wishes = anonymous_file("phalanx-modules")
         os.write(self._wishes, text)
