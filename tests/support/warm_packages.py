@@ -25,7 +25,11 @@ ROOT = Path(__file__).parents[2]
 HUNG = 600.0  # seconds
 # The last value of a loop over a set of functions, which has another order in every process, and the name of
 # a semaphore that is gone.
-OF_NO_MEANING = {"scipy.sparse._data.name", "joblib._multiprocessing_helpers.name"}
+OF_NO_MEANING = {
+    "scipy.sparse._data.name",
+    "torch._dynamo.variables.torch_function.banned_attrs",
+    "joblib._multiprocessing_helpers.name",
+}
 
 # distribution → what is imported; those that have both names the same stand for themselves
 _LIST = """
@@ -185,7 +189,7 @@ def table(python: str, names: Iterable[str]) -> Iterable[PackageResult]:
         began = time.monotonic()
         try:
             result = examine(python, name, PACKAGES.get(name, name))
-        except (RuntimeError, subprocess.SubprocessError) as error:
+        except (RuntimeError, ValueError, OSError, subprocess.SubprocessError) as error:
             result = PackageResult(name, name)
             result.differences = [f"{type(error).__name__}: {error}"[:300].replace("\n", " ")]
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)

@@ -194,9 +194,10 @@ def test_generators_made_at_import_differ_between_ranks_and_launches(site: Site)
         "import uuid\nvalue = [uuid.uuid4().hex]\n",
         "import os\nclass Run:\n    key = os.urandom(8).hex()\nvalue = Run.key\n",
         "import tempfile\nvalue = tempfile.mkdtemp()\n",
+        "import os\nvalue = os.environ['RUN_KEY'] = os.urandom(8).hex()\nvalue = [value]\n",
         "import tempfile\nfolder = tempfile.TemporaryDirectory()\nvalue = folder.name\n",
     ],
-    ids=["uuid", "in a list", "in a class", "mkdtemp", "TemporaryDirectory"],
+    ids=["uuid", "in a list", "in a class", "mkdtemp", "in a variable", "TemporaryDirectory"],
 )
 def test_random_values_made_at_import_differ_between_ranks_and_launches(made: str, site: Site) -> None:
     site.package("odd", made)

@@ -27,7 +27,7 @@ from phalanx.warm.import_effects import ImportState, as_in_a_script
 from phalanx.warm.import_judge import ImportJudge, checks
 from phalanx.warm.import_recorder import homes as installed_in
 from phalanx.warm.import_recorder import loads_code
-from phalanx.warm.import_values import Renewal
+from phalanx.warm.import_values import Renewal, checksum
 from phalanx.warm.late_variables import LateVariables
 from phalanx.warm.twin import Reserve
 from phalanx.warm.variables import NotedVariables, VariableCheck
@@ -65,6 +65,7 @@ class ImportResidue:
         self.files: dict[int, str] = {}  # descriptor → path
         self.read: dict[bytes, bytes | None] = {}  # variables that imports have read, and their values
         self.readers: dict[bytes, str] = {}  # the module whose import it was
+        self.setters: dict[bytes, str] = {}  # the same for `variables`
         self.renewal: Renewal | None = None
         self.generators: GeneratorPlan | None = None
 
@@ -200,11 +201,16 @@ class Preload:
             return
         if reserve.is_twin:
             kill_children()
-            reserve.send()
+            reserve.send({checksum(repr(after)) for _, after in left.variables.values()})
         self._log.read()
         if self._ahead is not None or self._log.unsuitable or self._log.importers:
             reserve.start_twin()
         random, values, fixed = reserve.compare(lambda: self._report(""))
+        random += [
+            left.setters[key]
+            for key, (_, after) in left.variables.items()
+            if checksum(repr(after)) not in fixed
+        ]
         if random:
             for name in random:
                 self._log.blame(name, "makes random values or temporary files during its import", ())
@@ -352,6 +358,7 @@ class Preload:
                     _put(key, old)
                     if raised is None:
                         left.variables[key] = (left.variables.get(key, (old, None))[0], new)
+                        left.setters[key] = name
             for key in left.read:
                 left.readers.setdefault(key, name)
         return raised is None, raised
