@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -606,6 +607,7 @@ def test_a_restart_never_waits_for_helpers_that_are_not_ready(
 
         class Context:
             nprocs = 1
+            options = SimpleNamespace(boards=None)
 
             def imported(self) -> list[str]:
                 return ["slow", *(f"sqlite3.extra{n}" for n in range(30))]
@@ -653,6 +655,7 @@ def test_warmth_keeps_the_better_helpers_for_the_next_start(tmp_path: Path) -> N
 
         class Context:
             nprocs = 1
+            options = SimpleNamespace(boards=None)
 
             def imported(self) -> list[str]:
                 return [f"sqlite3.extra{n}" for n in range(30)] + HEAVY

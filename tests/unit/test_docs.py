@@ -25,8 +25,10 @@ OF_OTHER_COMMANDS = {
     # phalanx chaos
     "--duration", "--episodes", "--seed", "--agents", "--backend", "--faults", "--list-faults", "--idle",
     "--keep", "--keep-going",
+    # phalanx warm
+    "--explain", "--forget",
     # benchmarks and tests
-    "--quick", "--runs", "--settle",
+    "--quick", "--runs", "--settle", "--python",
 }  # fmt: skip
 OF_OTHER_PROGRAMS = {
     # accelerate launch, sbatch, etcd, mypy, docker

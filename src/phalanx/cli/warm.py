@@ -1,7 +1,9 @@
-"""`phalanx warm [SCRIPT] [--stop]`: the processes that `--keep-warm` has left behind for the next launch.
+"""`phalanx warm`: what is known about the imports of scripts, and what `--keep-warm` has left behind.
 
-It lists those of this user on this machine with their age, the time that they have left, and their memory;
---stop ends them. SCRIPT selects one by its path, or by the name of its file or module.
+phalanx warm [SCRIPT]                the processes that wait for the next launch
+phalanx warm --stop [SCRIPT]         end them
+phalanx warm --explain train.py      per package: preloaded or not, and why
+phalanx warm --forget [train.py]     learn the script's imports anew; without a script: those of all
 """
 
 from __future__ import annotations
@@ -14,31 +16,90 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.agent.status import memory_of
-from phalanx.cli.store import Parser
+from phalanx.environment import variables
 from phalanx.kernel import stat_fields
+from phalanx.log import printable
 from phalanx.observe.duration import duration
+from phalanx.options import usage_error
 from phalanx.warm.keep_warm import ask, connect, converse, names
 from phalanx.warm.kept_zygote import peer_of
 
 _PATIENCE = 2.0  # seconds; one that still imports, or is stopped, does not answer
 
+USAGE = """\
+usage: phalanx warm [SCRIPT] | --stop [SCRIPT] | --explain SCRIPT | --forget [SCRIPT]
+
+From its second launch on, the workers of a script are forked from a Python that
+has imported what earlier workers imported (phalanx run --warm auto). With
+--keep-warm, that process stays for the next launch. SCRIPT is a file, or -m MODULE.
+
+  [SCRIPT]            list the processes that stay, with age and memory
+  --stop [SCRIPT]     end them
+  --explain SCRIPT    print per package whether it is preloaded, and why not
+  --forget [SCRIPT]   forget what was learned about a script, or about all
+"""
+
 
 def main(argv: Sequence[str]) -> int:
-    """List or stop them; the exit code."""
-    parser = Parser(prog="phalanx warm", description="List what --keep-warm has left behind.")
-    parser.add_argument("script", nargs="?", default="", help="only that of this script")
-    parser.add_argument("--stop", action="store_true", help="end them")
-    options = parser.parse_args(list(argv))
+    """List, stop, explain or forget; the exit code."""
+    words = list(argv)
+    if "-h" in words or "--help" in words:
+        print(USAGE, end="")
+        return 0
+    options = [word for word in words if word.startswith("--")]
+    if "--explain" in options or "--forget" in options:
+        return _imports(words)
+    for unknown in options:
+        if unknown != "--stop":
+            raise usage_error(f"{unknown}: use --explain SCRIPT, --forget [SCRIPT] or --stop [SCRIPT]")
+    program = _program("--stop" if options else "", [word for word in words if word != "--stop"])
+    return _kept("--stop" in options, program[1] if program is not None else "")
+
+
+def _kept(stop: bool, script: str) -> int:
     found = [(name, kept) for name in names() if (kept := _describe(name)) is not None]
-    found = [(name, kept) for name, kept in found if _is_meant(kept["script"], options.script)]
-    if options.stop:
+    found = [(name, kept) for name, kept in found if _is_meant(kept["script"], script)]
+    if stop:
         return _stop(found)
     for _, kept in found:
         print(_line(kept))
     if not found:
-        what = f"nothing is kept warm for {options.script}" if options.script else "nothing is kept warm"
+        what = f"nothing is kept warm for {script}" if script else "nothing is kept warm"
         print(f"phalanx warm: {what}", file=sys.stderr)
     return 0
+
+
+def _imports(words: list[str]) -> int:
+    option, *rest = words
+    if option not in ("--explain", "--forget"):
+        raise usage_error(f"{option}: begin with --explain or --forget")
+    from phalanx.warm.explain import explain, forget
+
+    program = _program(option, rest)
+    if option == "--explain":
+        if program is None:
+            raise usage_error("--explain: name a script, as in: phalanx warm --explain train.py")
+        print(printable(explain(program, variables())), end="")
+        return 0
+    count = forget(program, variables())
+    about = program[1] if program is not None else "all scripts"
+    print(printable(f"{about}: {count} list{'s' * (count != 1)} removed"))
+    return 0
+
+
+def _program(option: str, words: list[str]) -> list[str] | None:
+    """Mode, target and interpreter flags, as `phalanx run` has them."""
+    if not words:
+        return None
+    if words[0] == "-m":
+        if len(words) < 2:
+            raise usage_error(f"{option} -m: name a module")
+        return ["module", words[1]]
+    if words[0].startswith("-"):
+        raise usage_error(f"{option} {words[0]}: name a script, or -m MODULE")
+    if option == "--explain" and not os.path.exists(words[0]):
+        raise usage_error(f"{option} {words[0]}: no such file")
+    return ["script", words[0]]
 
 
 def _describe(name: str) -> dict[str, Any] | None:

@@ -124,6 +124,7 @@ class HelperPool:
         if kind is None:
             return None
         self._drop_lost()
+        self._drop_outdated()
         now = self._now
         if self._next is not None and self._next.how == kind and not self._next.importing:
             self._retire_current()
@@ -277,6 +278,21 @@ class HelperPool:
             self._parked = 0  # the standbys ended with them
         return bool(lost)
 
+    def _drop_outdated(self) -> None:
+        """Forget helpers whose packages were upgraded, or proved unsuitable in a worker, meanwhile."""
+        if self.learned is None:
+            return
+        self.learn()
+        renewed = self.learned.renewed()
+        if renewed is None and not self.learned.outdated:
+            return
+        for helpers in (self._now, self._next):
+            if helpers is not None:
+                self.retire(helpers)
+        self._now = self._next = None
+        self.learned.outdated = False
+        self.learned = renewed or self.learned
+
     def _replace(self, now: float) -> None:
         """Make new helpers ahead of the start, unless the last ones ended a moment ago, too."""
         if now >= self._replaced_at + _REPLACE_AFTER:
@@ -329,14 +345,6 @@ class HelperPool:
             self.learned.judge(helpers.preload, log)
             self.learned.save()
 
-    def _distrust(self, helpers: Spawner, why: str) -> None:
-        """What was vetted is not suitable now; helpers in the background find out more."""
-        if helpers is self._now:
-            self.say(f"workers start without a preload: {why}")
-        if self.learned is not None:
-            self.learned.distrust()
-            self.learned.save()
-
     def _tell_of_standbys(self) -> None:
         """One line for each reason why there are none."""
         for helpers in (self._now, self._next):
@@ -346,6 +354,14 @@ class HelperPool:
                     if line not in self._told:
                         self._told.add(line)
                         self.say(line)
+
+    def _distrust(self, helpers: Spawner, why: str) -> None:
+        """What was vetted is not suitable now; helpers in the background find out more."""
+        if helpers is self._now:
+            self.say(f"workers start without a preload: {why}")
+        if self.learned is not None:
+            self.learned.distrust()
+            self.learned.save()
 
     # -- the end ------------------------------------------------------------------------------------
 

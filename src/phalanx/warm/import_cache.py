@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _LIMIT = 1 << 20  # bytes; torch and transformers together need about 100 KB
 _MOST = 100  # lists
-_MARK = "phalanx modules 3"
-_MARKS = ("-", "=", ">", "^", ";", "#", "%")  # of lines that are not part of the list
+_MARK = "phalanx modules 4"
+_MARKS = ("-", "=", ">", "^", ";", "#", "%", "@", "$")  # of lines that are not part of the list
 _MOST_OWN = 1000  # user files that are checked for edits
 # A user's line that contains one of these may affect later imports.
 _RELEVANT = (b"environ", b"putenv", b"dotenv", b"sys.path", b"sys.modules", b"addsitedir", b"meta_path")
@@ -62,14 +62,17 @@ class ImportCache:
     """The list of one script."""
 
     def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._program, self._environ = program, environ
         self.key = _key(program)
         directory = cache_dir(environ)
         self.path = os.path.join(directory, _name_of(self.key)) if directory else None
         self.names: list[str] = []  # and other lines of import_recorder.py
         self._vetted: set[str] = set()
+        self.outdated = False  # a worker has found that something must not be preloaded (late_variables.py)
         self._hints: list[str] = []  # lines that name modules which may have started threads
         self.seconds = 0.0  # that their preload took
-        self._unsuitable: dict[str, None] = {}
+        self.unsuitable: dict[str, str] = {}  # name → why
+        self._random: list[str] = []  # @ and $: what is random, and what only looks like it (twin.py)
         self._leading: set[str] = set()
         self._block: _Block | None = None
         self._own: dict[str, _File] = {}
@@ -101,8 +104,10 @@ class ImportCache:
             self.seconds = seconds
             self._hints = [line for line in lines[2:-2] if line.startswith("%")]
             self._vetted = {line for line in found if _is_module(line)}
-            self._unsuitable = {line[1:]: None for line in lines[2:-2] if line.startswith("-")}
+            bad = (line[1:].partition(" ") for line in lines[2:-2] if line.startswith("-"))
+            self.unsuitable = {name: why for name, _, why in bad}
             self._own = {file.path: file for file in files}
+            self._random = [line for line in lines[2:-2] if line.startswith(("@", "$"))]
             self._block = block
             if block is None or block.is_unchanged():
                 count = lines.index(";") if ";" in lines else 0
@@ -113,8 +118,15 @@ class ImportCache:
 
         `complete`: nothing was preloaded in this worker, so that these are all its imports.
         """
+        lines = list(dict.fromkeys(lines))
+        late = [line[1:].partition(" ") for line in lines if line.startswith("-")]
+        late = [(name, _, why) for name, _, why in late if name not in self.unsuitable]
+        self.unsuitable |= {name: why for name, _, why in late}
+        if late:
+            self.outdated = True
+            self.names = [name for name in self.names if not self._is_unsuitable(name)]
         known = {*self.names, *(f"={path}" for path in self._own)}
-        given = [line for line in dict.fromkeys(lines) if _is_plain(line)]
+        given = [line for line in lines if _is_plain(line) and not line.startswith("-")]
         new = [line for line in given if line not in known and line[0] not in ">@%"]
         for line in new:
             if line.startswith("=") and len(self._own) < _MOST_OWN:
@@ -127,7 +139,7 @@ class ImportCache:
             self.names = list(dict.fromkeys([*names, *self.names]))
         else:
             self.names += [line for line in names if line not in known]
-        return bool(new) or before != self._leading
+        return bool(new) or bool(late) or before != self._leading
 
     def _find_leading(self, lines: list[str]) -> None:
         main = next((line[1:] for line in lines if line.startswith(">")), None)
@@ -151,9 +163,16 @@ class ImportCache:
 
     def judge(self, names: Iterable[str], log: VerdictLog) -> None:
         """Take in what a preload of these lines found, even if it was cut short."""
-        self._unsuitable.update(dict.fromkeys([*log.unsuitable, *log.importers]))
+        for name, why in [
+            *log.unsuitable.items(),
+            *((one, f"imports {log.importers[one]}") for one in log.importers),
+        ]:
+            if name not in self.unsuitable or why != "is known to be unsuitable":
+                self.unsuitable[name] = why
         self.names = [known for known in self.names if not self._is_unsuitable(known)]
         if log.seconds is not None:
+            if log.fixed or log.renewals:
+                self._random = [f"${log.fixed}", *(f"@{line}" for line in log.renewals)]
             self.seconds = log.seconds
             self._vetted.update(name for name in names if _is_module(name) and not self._is_unsuitable(name))
 
@@ -161,39 +180,57 @@ class ImportCache:
         """Vetted modules have proved unsuitable, or took too long: vet all again."""
         self._vetted.clear()
 
+    def renewed(self) -> ImportCache | None:
+        """The list for the packages as they are now, if any was installed, upgraded or removed since."""
+        return None if _key(self._program) == self.key else ImportCache(self._program, self._environ)
+
+    def own_lines(self) -> list[str]:
+        """The user's files, the script first: the preload looks at the variables that they set."""
+        return [f"={path}" for path in self._own]
+
+    def modules(self) -> list[str]:
+        """The modules that workers have imported, without those that are unsuitable."""
+        return [line for line in self.names if _is_module(line)]
+
+    def is_vetted(self, name: str) -> bool:
+        """Whether it was preloaded before, without trouble."""
+        return name in self._vetted
+
     def _is_unsuitable(self, name: str) -> bool:
-        return covers(self._unsuitable, name)
+        return covers(self.unsuitable, name)
 
     def first_lines(self) -> list[str]:
         """What a start may wait for: vetted modules that the script imports first, and what affects them."""
         leading = [name for name in self.names if name in self._leading or name.startswith("!")]
         lines = [name for name in leading if not _is_module(name) or name in self._vetted]
-        return self._with_unsuitable(lines) if any(map(_is_module, lines)) else []
+        return [*self._random, *self._with_unsuitable(lines)] if any(map(_is_module, lines)) else []
 
     def untried_lines(self) -> list[str]:
         """The same, vetted or not, if nothing is known to be unsuitable; for a start that may try them."""
         lines = [name for name in self.names if name in self._leading or name.startswith("!")]
-        return [*self._hints, *lines] if any(map(_is_module, lines)) and not self._unsuitable else []
+        if self.unsuitable or not any(map(_is_module, lines)):
+            return []
+        return [*self.own_lines(), *self._hints, *lines]
 
     def all_lines(self) -> list[str]:
         """What helpers in the background try."""
-        return self._with_unsuitable(self.names)
+        return [*self.own_lines(), *self._with_unsuitable(self.names)]
 
     def _with_unsuitable(self, lines: list[str]) -> list[str]:
-        return [*(f"-{name}" for name in self._unsuitable), *lines]
+        return [*(f"-{name}" for name in self.unsuitable), *lines]
 
     def save(self) -> None:
         """Write the list atomically; errors are ignored."""
         if self.path is None:
             return
         own = [f"={file.written()}" for file in self._own.values()]
-        bad = [f"-{name}" for name in self._unsuitable]
+        bad = [f"-{name} {why}" for name, why in self.unsuitable.items()]
         names = [f",{name}" if _is_module(name) and name not in self._vetted else name for name in self.names]
         first = [line for line in names if line.removeprefix(",") in self._leading]
         rest = [line for line in names if line.removeprefix(",") not in self._leading]
         block = self._block.written() if self._block is not None else []
         head = [_MARK, self.key, f"#{self.seconds:.3f}", *self._hints]
-        text = "\n".join([*head, *bad, *own, *block, *first, ";", *rest, "."]) + "\n"
+        text = "\n".join([*head, *bad, *own, *self._random, *block, *first, ";", *rest, "."]) + "\n"
         try:
             write_trusted(self.path, text.encode("utf-8", "surrogateescape"))
             _make_room(os.path.dirname(self.path))
@@ -323,7 +360,7 @@ def _make_room(directory: str) -> None:
 
 def _is_module(line: str) -> bool:
     """Whether it names a module: not one of the recorder's other lines, and not marked as unvetted."""
-    return line[:1] not in ("+", "?", "!", ",")
+    return line[:1] not in ("+", "?", "!", ",", "=", "@", "#", "-", "$", "%")
 
 
 def _is_plain(line: str) -> bool:

@@ -22,9 +22,15 @@ import sys
 import time
 
 from phalanx import kernel
+from phalanx.warm.generators import GeneratorPlan
+from phalanx.warm.import_effects import ImportState, as_in_a_script
 from phalanx.warm.import_judge import ImportJudge, checks
 from phalanx.warm.import_recorder import homes as installed_in
 from phalanx.warm.import_recorder import loads_code
+from phalanx.warm.import_values import Renewal, checksum
+from phalanx.warm.late_variables import LateVariables
+from phalanx.warm.twin import Reserve
+from phalanx.warm.variables import NotedVariables, VariableCheck
 from phalanx.warm.verdict_log import covers
 from phalanx.warm.vetting import Checkpoint, Scout, fork_checkpoint, kill_children, starts_no_thread
 
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any, NoReturn
 
+    from phalanx.warm.import_judge import Check
     from phalanx.warm.verdict_log import VerdictLog
 
 SPOILED = 77  # the exit status of a process that must not become the zygote
@@ -56,6 +63,17 @@ class ImportResidue:
         self.variables: dict[bytes, tuple[bytes | None, bytes | None]] = {}  # name → value before, and after
         self.printed: tuple[bytes, bytes] = (b"", b"")  # on stdout, on stderr
         self.files: dict[int, str] = {}  # descriptor → path
+        self.read: dict[bytes, bytes | None] = {}  # variables that imports have read, and their values
+        self.readers: dict[bytes, str] = {}  # the module whose import it was
+        self.setters: dict[bytes, str] = {}  # the same for `variables`
+        self.renewal: Renewal | None = None
+        self.generators: GeneratorPlan | None = None
+
+    def late_variables(self, spec: dict[str, Any]) -> LateVariables | None:
+        """A watch over variables that the script sets too late; None where none was read."""
+        if not self.read:
+            return None
+        return LateVariables(self.read, self.readers, spec)
 
 
 left = ImportResidue()
@@ -103,10 +121,20 @@ class Preload:
         self._installed: dict[str, bool] = {}  # by top-level name
         self._own: dict[bytes, bytes | None] = {}  # variables that the script sets: their values before
         self._asked: list[str] = []  # variables of a worker that imports have read
+        self._reserve = None if self._vetted else self._make_reserve()
         self._console = _Console()
         self._fds = _descriptors()
+        self._state = ImportState()
+        own_checks: list[Check] = [self._state.check]
+        if not self._vetted:
+            own_checks.append(VariableCheck(lines, left.read))
         self._judge = ImportJudge(
-            log, self._homes, checks(self._take_asked), self._forbidden, self._spoiled, self._progress
+            log,
+            self._homes,
+            [*checks(self._take_asked), *own_checks],
+            self._forbidden,
+            self._spoiled,
+            self._progress,
         )
         self._judge.each_module = not self._vetted
         self._began = self._saved = self._reported = time.monotonic()
@@ -114,33 +142,88 @@ class Preload:
         self._ahead: Scout | None = None
         self._is_scout = False
 
+    def _make_reserve(self) -> Reserve:
+        """Returns in this process, in the twin, and in the reserve if it takes over."""
+        while True:
+            reserve = Reserve()
+            if reserve.is_twin:
+                self._log.silence()
+            elif reserve.takes_over:
+                self._log.read()
+                self._report(f"zygote {os.getpid()}")
+                continue
+            else:
+                reserve.start_twin()
+            return reserve
+
+    @property
+    def _is_twin(self) -> bool:
+        return self._reserve is not None and self._reserve.is_twin
+
     def run(self) -> None:
         """Import what can be."""
         hints = dict(line[1:].split(" ") for line in self._lines if line.startswith("%"))
-        if not starts_no_thread(hints):
+        if not self._is_twin and not starts_no_thread(hints):
             self._give_up(f"{next(iter(hints))}: may leave a thread running")
-        with self._judge:
+        with as_in_a_script(), self._judge:
             for line in self._lines:
                 if line[:1] in ("+", "?"):
                     if loads_code(line[1:].partition("=")[0]):
                         break  # the recorder never writes one; what follows may depend on it
                     _set_for_script(line[0], line[1:], self._own)
-                elif line[:1] not in ("!", "-", "%"):
+                elif line[:1] not in ("!", "-", "=", "%", "@", "$"):
                     self._entry(line)
             self._log.write("over")
             if self._is_scout:
                 assert self._checkpoint is not None
-                kill_children(but=self._checkpoint.pid)
+                assert self._reserve is not None
+                kill_children(but=(self._checkpoint.pid, self._reserve.pid))
                 os._exit(0)
         if self._checkpoint is not None:
             self._checkpoint.end()
         for variable, value in self._own.items():
             _put(variable, value)
+            left.read.pop(variable, None)  # the script is going to set it
+        self._compare()
         left.printed = self._console.printed()
         left.files = {
             int(fd): what for fd, what in _descriptors().items() if fd not in self._fds and _is_file(what)
         }
         self._log.write(f"ready {time.monotonic() - self._began:.3f}")
+
+    def _compare(self) -> None:
+        """See to what is random: with the help of the twin, or as it was found before."""
+        reserve = self._reserve
+        if reserve is None:
+            fixed = {int(word) for line in self._lines if line.startswith("$") for word in line[1:].split()}
+            left.renewal = Renewal(line[1:] for line in self._lines if line.startswith("@"))
+            left.generators = GeneratorPlan(fixed)
+            return
+        if reserve.is_twin:
+            kill_children()
+            reserve.send({checksum(repr(after)) for _, after in left.variables.values()})
+        self._log.read()
+        if self._ahead is not None or self._log.unsuitable or self._log.importers:
+            reserve.start_twin()
+        random, values, fixed = reserve.compare(lambda: self._report(""))
+        random += [
+            left.setters[key]
+            for key, (_, after) in left.variables.items()
+            if checksum(repr(after)) not in fixed
+        ]
+        if random:
+            for name in random:
+                self._log.blame(name, "makes random values or temporary files during its import", ())
+            if self._once:
+                reserve.end()
+                self._give_up(self._log.in_words()[0])
+            reserve.take_over()
+        reserve.end()
+        renewals = values.renewals()
+        for line in renewals:
+            self._log.write(f"renew {line}")
+        self._log.write(" ".join(["fixed", *map(str, sorted(fixed))]))
+        left.renewal, left.generators = Renewal(renewals), GeneratorPlan(fixed)
 
     def _entry(self, name: str) -> None:
         if name not in sys.modules and self._is_eligible(name.partition(".")[0]):
@@ -191,7 +274,7 @@ class Preload:
 
     def _spoiled(self) -> None:
         """This process must not become the zygote; its checkpoint may."""
-        if self._is_scout:
+        if self._is_scout or self._is_twin:
             return
         if self._checkpoint is None:
             self._give_up(next(iter(self._log.in_words()), "a module: imports one that is unsuitable"))
@@ -202,6 +285,7 @@ class Preload:
         kernel.end_subreaper()  # a later checkpoint is the keeper's
         self._judge.note_importers()
         os.nice(max(0, 10 - os.nice(0)))  # it never becomes a worker, so that this need not be undone
+        self._state.changed()  # by these lines, and by no module
         self._checkpoint.tell()
 
     def _give_up(self, why: str) -> NoReturn:
@@ -211,7 +295,7 @@ class Preload:
     def _save(self) -> None:
         """Make a checkpoint if it is time for that. Returns again in the checkpoint when it is needed."""
         now = time.monotonic()
-        if self._once or self._is_scout:
+        if self._once or self._is_scout or self._is_twin:
             return
         if self._checkpoint is not None:
             if now - self._saved < max(_CHECKPOINT_AFTER, (now - self._began) / 4):
@@ -268,21 +352,25 @@ class Preload:
         finally:
             environ._data = os.environb._data = before  # type: ignore[attr-defined]
             for key in sorted(before.keys() | during.keys()):
-                old, new = before.get(key), during.get(key)
+                old, new = before.get(key), dict.get(during, key)  # not noted
                 if old != new and not (new is None and _is_of_a_worker(key)):
                     # Undone for the following imports, which a worker may do first; repeated in every worker.
                     _put(key, old)
                     if raised is None:
                         left.variables[key] = (left.variables.get(key, (old, None))[0], new)
+                        left.setters[key] = name
+            for key in left.read:
+                left.readers.setdefault(key, name)
         return raised is None, raised
 
 
-class _Asked(dict[bytes, bytes]):
+class _Asked(NotedVariables):
     """The environment during an import: variables of a worker are missing, and access to them is noted."""
 
     def __init__(self, variables: dict[bytes, bytes], asked: list[str]) -> None:
         super().__init__((name, value) for name, value in variables.items() if not _is_of_a_worker(name))
         self.asked = asked
+        self.read = left.read
 
     def __missing__(self, name: bytes) -> bytes:
         if _is_of_a_worker(name):

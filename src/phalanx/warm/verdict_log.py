@@ -13,6 +13,8 @@ killed, or the job ended early. One line each:
     over             the end of the list
     gone             the process that executed these modules has ended; another one goes on
     late             the keeper kills the process that imports, because a module takes too long
+    renew KIND PLACE a value that every worker sets again (import_values.py)
+    fixed NUMBERS    check sums of what is the same in every process (twin.py)
     ready SECONDS    the zygote has imported what can be
 """
 
@@ -37,6 +39,8 @@ class VerdictLog:
         self.passed: set[str] = set()
         self.executing: list[str] = []  # outermost first
         self.over = False
+        self.renewals: list[str] = []
+        self.fixed = ""
         self.spoiled = ""
         self._late = False
         self.seconds: float | None = None  # that the imports took; None before they are done
@@ -44,6 +48,11 @@ class VerdictLog:
     def write(self, line: str) -> None:
         """Add a line. All processes share one file position, so lines never overlap."""
         os.write(self.fd, f"{line}\n".encode("utf-8", "surrogateescape"))
+
+    def silence(self) -> None:
+        """In a process that is not to be heard: what it writes goes nowhere."""
+        self.read()
+        self.fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
 
     def read(self) -> None:
         """Take in what is new."""
@@ -74,6 +83,10 @@ class VerdictLog:
             self.executing = []
         elif word == "late":
             self._late = True
+        elif word == "renew":
+            self.renewals.append(rest)
+        elif word == "fixed":
+            self.fixed = rest
         elif word == "ready":
             self.seconds = float(rest)
 

@@ -161,15 +161,15 @@ def _stream(old: "Any", fd: int, is_log: bool) -> "Any":
     old.flush()
     raw: Any = _log_file()(fd) if is_log else io.FileIO(fd, "wb", closefd=False)
     raw.name = old.name
-    stream = io.TextIOWrapper(
+    # The same object: a package that was preloaded may have kept it (`from sys import stdout`).
+    old.__init__(
         io.BufferedWriter(raw) if lines else raw,
         encoding=old.encoding,
         errors=old.errors,
         line_buffering=lines,
         write_through=not lines,
     )
-    stream.mode = "w"  # type: ignore[misc]  # like the interpreter's own streams
-    return stream
+    return old
 
 
 def _given_fds(mode: str, options: str) -> dict[str, int]:

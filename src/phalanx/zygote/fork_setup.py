@@ -117,9 +117,13 @@ def restore_interpreter(
     for name in [name for name in sys.modules if name not in modules]:
         if name.partition(".")[0] in ("phalanx", "setproctitle"):
             del sys.modules[name]
+    late = None
     if residue is not None:
+        late = residue.late_variables(spec)  # with the environment as it is before the next line
         _apply_residue(residue)
-    _make_unique()
+    _make_unique(residue)
+    if late is not None:
+        late.install()
     show_title(spec, set_title)
     # The short name that `pgrep` and `top` show: as after an exec, and not the zygote's.
     kernel.set_name(os.path.basename(sys.executable))
@@ -178,17 +182,15 @@ def _open_again(fd: int, path: str) -> None:
         os.close(new)
 
 
-def _make_unique() -> None:
+def _make_unique(residue: ImportResidue | None) -> None:
     """Redo per process what an import did once: random seeds, keys and start times.
 
     Parts of the standard library do this themselves after a fork (random, uuid, tempfile).
     """
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()
-    torch_c = sys.modules.get("torch._C")
-    if torch_c is not None and hasattr(torch_c, "default_generator"):
-        torch_c.default_generator.seed()  # from the system, as in a fresh process
+    if residue is not None and residue.generators is not None:
+        residue.generators.apply()
+    if residue is not None and residue.renewal is not None:
+        residue.renewal.apply()
     logging: Any = sys.modules.get("logging")
     if logging is not None and hasattr(logging, "_startTime"):
         import time
