@@ -28,6 +28,7 @@ ALLOWED = {
     "integrations/jax.py": "the worker's own",
     "integrations/torch_functions.py": "a function of torch's that reads any variable",
     "state/agreement.py": "the worker's own",
+    "warm/late_variables.py": "the worker's own",
     "warm/preload.py": "preloaded modules see the worker's environment",
     "warm/script_standby.py": "a standby's own, which becomes a worker's",
     "warm/standby.py": "a standby's own, which becomes a worker's",
