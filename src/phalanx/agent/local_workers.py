@@ -6,6 +6,7 @@ as at any time, a stop can be asked for.
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import time
@@ -113,6 +114,8 @@ class LocalWorkers:
         self._interface: NetworkInterface | None = None
         self._stuck_since: dict[int, float] = {}
         self._lease: LeaseTimer | None = None
+        self._lease_lock = _thread.allocate_lock()  # the membership's thread sets it
+        self._lease_over = False  # there will be no more workers, though the membership may go on
         self._fenced_by: float | None = None
         self._stop_sig = 0
         self._stop_began = self._stop_by = 0.0
@@ -123,11 +126,13 @@ class LocalWorkers:
     # -- the lease ----------------------------------------------------------------------------------
 
     def lease_until(self, when: float) -> None:
-        if self._lease is None:
-            from phalanx.zygote.lease_timer import LeaseTimer
+        with self._lease_lock:
+            if self._lease is None and not self._lease_over:
+                from phalanx.zygote.lease_timer import LeaseTimer
 
-            self._lease = LeaseTimer()
-        self._lease.set(when)
+                self._lease = LeaseTimer()
+            if self._lease is not None:
+                self._lease.set(when)
 
     # -- starting -----------------------------------------------------------------------------------
 
@@ -578,9 +583,11 @@ class LocalWorkers:
             self.context.abandon()
             self._helpers.learn()
         self._helpers.begin_close()
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.close()
+        with self._lease_lock:
+            self._lease_over = True
+            lease, self._lease = self._lease, None
+            if lease is not None:
+                lease.close()
         self._state.begin_close()
         if self.store is not None:
             self.store.close()

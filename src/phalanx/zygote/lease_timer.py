@@ -7,31 +7,27 @@ renewal, and an earlier time counts at once. The clock is that of the leases: it
 
 from __future__ import annotations
 
-import _thread
 import os
 
 from phalanx import kernel
 
 
 class LeaseTimer:
-    """The agent's end; from any thread."""
+    """The agent's end."""
 
     def __init__(self) -> None:
         self._fd = kernel.timer()
-        self._lock = _thread.allocate_lock()  # a closed descriptor's number may be another file's
 
     def fileno(self) -> int:
         return self._fd
 
     def set(self, when: float) -> None:
         """Set the time (CLOCK_BOOTTIME); infinity: no limit."""
-        with self._lock:
-            if self._fd >= 0:
-                kernel.set_timer(self._fd, when)
+        if self._fd >= 0:
+            kernel.set_timer(self._fd, when)
 
     def close(self) -> None:
         """Close it; idempotent."""
-        with self._lock:
-            fd, self._fd = self._fd, -1
-            if fd >= 0:
-                os.close(fd)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
