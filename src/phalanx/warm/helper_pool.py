@@ -146,8 +146,10 @@ class HelperPool:
 
     def _see_who_waits(self, context: PContext) -> None:
         """A worker that calls wait_for_rank() has just rung the bell: prepare the next one up to there."""
+        if self.mode != "standby" or not self.standby_ranks:
+            return
         boards = context.options.boards
-        if boards is None or self.mode != "standby" or not self.standby_ranks:
+        if boards is None:
             return
         ranks = {rank for rank in range(context.nprocs) if boards.calls_wait_for_rank(rank)}
         if ranks - self._waiting_now:
