@@ -171,3 +171,16 @@ def test_an_object_like_a_spec_will_do(tmp_path: Path) -> None:
     result = LocalElasticAgent(few, DefaultLogsSpecs(str(tmp_path))).run()  # type: ignore[arg-type]
     assert (result.is_failed(), result.return_values) == (False, {0: None})
     assert os.listdir(tmp_path)
+
+
+class Stepping(LocalElasticAgent):
+    """With a step of its own, it uses the handler as torch's agents do."""
+
+    def _exit_barrier(self) -> None:
+        super()._exit_barrier()
+
+
+def test_an_agent_with_its_own_steps_runs_all_its_workers(handler: Any, tmp_path: Path) -> None:
+    spec = WorkerSpec("r", 3, handler, entrypoint="/bin/sh", args=("-c", "exit $((WORLD_SIZE - 3))"))
+    result = Stepping(spec, DefaultLogsSpecs(str(tmp_path))).run()
+    assert (result.is_failed(), sorted(result.return_values)) == (False, [0, 1, 2])

@@ -121,15 +121,26 @@ def test_a_lost_value_ends_the_session() -> None:
 
 
 def test_a_lease_lives_on_through_keep_alives_and_an_absence_of_the_service_and_ends_without() -> None:
-    blob = MemoryBlob()
-    with BlobClient(blob) as owner, BlobClient(blob) as other:
-        lease = owner.request(Grant(1.0), HUNG).number
+    blob, now = MemoryBlob(), [1000.0]
+    with BlobClient(blob, clock=lambda: now[0]) as owner, BlobClient(blob, clock=lambda: now[0]) as other:
+        lease = owner.request(Grant(10.0), HUNG).number
         owner.request(Put("a", b"1", lease), HUNG)
-        end = time.monotonic() + 3
-        while time.monotonic() < end:
+        assert other.request(Get("a"), HUNG).entries
+        for _ in range(5):
+            now[0] += 4
             assert owner.request(KeepAlive(lease), HUNG).ok
             assert other.request(Get("a"), HUNG).entries
-        wait_until(lambda: not other.request(Get("a"), HUNG).entries, "the lease to end")
+        blob.broken = True
+        now[0] += 30  # nobody could have kept it alive
+        blob.broken = False
+        assert other.request(Get("a"), HUNG).entries
+        assert owner.request(KeepAlive(lease), HUNG).ok
+        assert other.request(Get("a"), HUNG).entries
+        for _ in range(2):
+            now[0] += 4
+            assert other.request(Get("a"), HUNG).entries
+        now[0] += 4
+        wait_until(lambda: not other.request(Get("a"), HUNG).entries, "the end of the lease")
         assert owner.request(KeepAlive(lease), HUNG).error == "lease"
 
 

@@ -127,3 +127,29 @@ def test_torchrun_itself_is_recognised(tmp_path: Path) -> None:
                 other.kill()
         tell(workers)
         assert zero.end().code == 0
+
+
+def test_node_0_of_a_static_job_names_a_node_that_speaks_torchs_protocol(tmp_path: Path) -> None:
+    with Job(tmp_path, "2") as job:
+        host, _, port = job.endpoint.rpartition(":")
+
+        def start(rank: int) -> Node:
+            address = ["--master-addr", host, "--master-port", port, "--node-rank", str(rank)]
+            made = Node(f"node {rank}", ["--nnodes", "2", *address, str(job.script)], env=job.environment)
+            job._nodes.append(made)
+            return made
+
+        zero = start(0)
+        zero.read_until("1 of 2 nodes here")
+        with TorchStoreClient(host, int(port), 5) as other:
+            other.set("a", "b")
+            zero.read_until(
+                "a program at 127.0.0.1 speaks the protocol of torch's store, and no worker runs yet"
+            )
+        nodes = [zero, start(1)]
+        workers = [worker for each in nodes for worker in each.up(2)]
+        with TorchStoreClient(host, int(port), 5) as other:  # as workers do
+            other.set("a", "b")
+        tell(workers)
+        assert [each.end().code for each in nodes] == [0, 0]
+        assert zero.text.count("speaks the protocol") == 1

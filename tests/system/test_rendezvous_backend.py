@@ -42,7 +42,7 @@ class Nodes:
     def add(self) -> DynamicRendezvousHandler:
         backend, store, least, most = self._make
         handler = DynamicRendezvousHandler.from_backend(
-            "run", store, backend, least, most, "localhost", SHORT, 1, 3
+            "run", store, backend, least, most, "localhost", SHORT
         )
         self._stack.callback(handler.leave)
         self.handlers.append(handler)
@@ -152,12 +152,12 @@ PROGRAM = """
     from phalanx.elastic.utils.distributed import create_c10d_store
     from datetime import timedelta
 
-    folder, nodes, worker = sys.argv[1], sys.argv[2], sys.argv[3]
+    folder, nodes, worker, interval = sys.argv[1:]
     least, _, most = nodes.partition(":")
     store = create_c10d_store(True, "localhost", 0, wait_for_workers=False)
     handler = DynamicRendezvousHandler.from_backend(
         "job", store, FileBlob(folder), int(least), int(most), "localhost",
-        RendezvousTimeout(last_call=timedelta(seconds=1)), keep_alive_interval=1,
+        RendezvousTimeout(last_call=timedelta(seconds=1)), keep_alive_interval=int(interval),
     )
     spec = WorkerSpec("trainer", 2, handler, entrypoint="/bin/sh", args=("-c", worker), max_restarts=2)
     result = LocalElasticAgent(spec, DefaultLogsSpecs(folder)).run()
@@ -203,8 +203,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     (tmp_path / "logs").mkdir()
     with ExitStack() as stack:
 
-        def begin(nodes: str, worker: str) -> subprocess.Popen[str]:
-            words = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "logs"), nodes, worker]
+        def begin(nodes: str, worker: str, interval: int = 5) -> subprocess.Popen[str]:
+            program, logs = str(tmp_path / "program.py"), str(tmp_path / "logs")
+            words = [sys.executable, program, logs, nodes, worker, str(interval)]
             process = stack.enter_context(
                 subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             )
@@ -237,12 +238,12 @@ def test_agents_restart_and_finish_over_a_blob(start: Any, tmp_path: Path) -> No
 
 def test_a_lost_node_is_replaced_by_a_spare(start: Any, tmp_path: Path) -> None:
     worker = f"echo up $RANK $WORLD_SIZE; until test -e {tmp_path}/end; do sleep 0.1; done"
-    first = start("1:2", worker)
+    first = start("1:2", worker, 1)
     read_until(first, "up ")
-    second = start("1:2", worker)
+    second = start("1:2", worker, 1)
     read_until(second, "up ")
     second.send_signal(signal.SIGKILL)
-    third = start("1:2", worker)
+    third = start("1:2", worker, 1)
     read_until(third, "up ")
     (tmp_path / "end").touch()
     assert {read_until(node, "state ").split()[1] for node in (first, third)} == {"SUCCEEDED"}
@@ -308,7 +309,7 @@ SAME = """
             join=limits.get("join", timedelta(seconds=60)), last_call=timedelta(seconds=1)
         )
         return dynamic.DynamicRendezvousHandler.from_backend(
-            "run", store, backend, least, most, "localhost", timeout, 1, 5
+            "run", store, backend, least, most, "localhost", timeout, 4, 4
         )
 
     def join(handlers):

@@ -146,9 +146,8 @@ class DynamicRendezvousHandler(ElasticRendezvous):
         """A round in torch's form, with the caller's store under a prefix of its own."""
         from phalanx.store.torch.torch_store_adapter import prefixed
 
-        assert self.membership is not None
         prefix = f"phalanx.rendezvous.{self.get_run_id()}.{formed.round.number}"
-        return ElasticInfo(formed, prefixed(self._store, prefix), self.membership.info.slots)
+        return ElasticInfo(formed, prefixed(self._store, prefix), self._slots)
 
 
 def create_handler(

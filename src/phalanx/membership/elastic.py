@@ -51,7 +51,8 @@ def create_handler(params: RendezvousParameters) -> ElasticRendezvous:
 class ElasticInfo(RendezvousInfo):
     """A round as this node sees it, with its number and what serves the workers' store here."""
 
-    def __init__(self, formed: Formed, store: Any, slots: int) -> None:
+    def __init__(self, formed: Formed, store: Any, slots: int | None) -> None:
+        """`slots`: the workers of this node; None: the leader does not know, and the nodes exchange them."""
         where = RendezvousStoreInfo(formed.address, formed.port)
         super().__init__(store, formed.place.rank, formed.round.nodes, where)
         self.round = formed.round.number
@@ -60,9 +61,9 @@ class ElasticInfo(RendezvousInfo):
         self._place, self._slots = formed.place, slots
 
     @property
-    def worker_ranks(self) -> list[WorkerRanks]:
+    def worker_ranks(self) -> list[WorkerRanks] | None:
         """The ranks of this node's workers, as the leader has placed them."""
-        return self._place.offsets.workers(self._slots)
+        return None if self._slots is None else self._place.offsets.workers(self._slots)
 
 
 class ElasticRendezvous(RendezvousHandler):
@@ -77,7 +78,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._news = threading.Condition()
         self._formed: Formed | None = None
         self._number = 0  # of the round that `next_rendezvous` gave last
-        self._over = self._closed = False
+        self._over = self._closed = self._closed_here = False
         self._ended: Ended | None = None
 
     @property
@@ -99,8 +100,9 @@ class ElasticRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> ElasticInfo:
         """Wait for the next round that this node is part of."""
-        if self._closed and self._ended is None:
-            raise RendezvousClosedError(f"run {self._settings.run_id} was closed by this node")
+        if self._closed_here and self._ended is None:
+            run, name = self._settings.run_id, self._settings.name
+            raise RendezvousClosedError(f"run {run} is over (closed by {name}, this node)")
         membership = self._joined()
         with self._news:
             if self._number and self._ended is None:
@@ -132,7 +134,7 @@ class ElasticRendezvous(RendezvousHandler):
             membership.close(f"closed by {self._settings.name}")
             if not joined:
                 membership.ended.wait(_CLOSE)
-        self._closed = True
+        self._closed = self._closed_here = True
 
     def shutdown(self) -> bool:
         """End the job for all nodes and close everything."""
@@ -183,8 +185,12 @@ class ElasticRendezvous(RendezvousHandler):
         assert self.membership is not None
         assert self.membership.client is not None
         prefix = shared_prefix(self._settings.run_id, formed.round.number) + "store/"
-        store = StoreFacade(self.membership.client, prefix)
-        return ElasticInfo(formed, store, self.membership.info.slots)
+        return ElasticInfo(formed, StoreFacade(self.membership.client, prefix), self._slots)
+
+    @property
+    def _slots(self) -> int | None:
+        """The number of this node's workers, where an agent has given it to the leader."""
+        return self.membership.info.slots if self._attached and self.membership is not None else None
 
     def _joined(self) -> Membership:
         if self.membership is None:

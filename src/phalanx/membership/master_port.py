@@ -38,7 +38,11 @@ class MasterPort:
         token: Token | None,
         on_failure: Callable[[str], None],
         on_refused: Callable[[str, str], None],
+        on_torch: Callable[[str], None],
     ) -> None:
+        """`on_torch`: for hosts that speak torch's protocol before there is any worker."""
+        self._on_torch = on_torch
+        self._rounds = 0
         self._agents = Server(
             None,
             token=token,
@@ -67,6 +71,7 @@ class MasterPort:
 
     def new_round(self, shared: bool) -> int:
         """Empty the workers' store; the port for MASTER_PORT: this one, or a free one for rank 0 to bind."""
+        self._rounds += 1
         self._torch.reset()
         return self._torch.port if shared else free_port()
 
@@ -99,7 +104,13 @@ class MasterPort:
             raise RendezvousConnectionError(f"node 0 cannot serve {host}:{port}: {error}") from error
 
     def _bound(self, host: str, port: int) -> TorchStoreServer:
-        return TorchStoreServer(host, port, adopt=self._agents.adopt, foreign=_FIRST_BYTES)
+        return TorchStoreServer(
+            host, port, adopt=self._agents.adopt, foreign=_FIRST_BYTES, on_client=self._client
+        )
+
+    def _client(self, host: str) -> None:
+        if not self._rounds:
+            self._on_torch(host)
 
 
 def job_record(run_id: str, nodes: int) -> bytes:

@@ -213,7 +213,10 @@ class Membership:
             return None
         from phalanx.membership.master_port import MasterPort
 
-        self._master = MasterPort(self.settings, self._token, failed, refused)
+        def visited(host: str) -> None:
+            self._calls.put(lambda: self._mismatches.visited(host))
+
+        self._master = MasterPort(self.settings, self._token, failed, refused, visited)
         self.settings.port = self._master.address[1]
         if self._token is None:
             self.tell(Remark(NOT_AUTHENTICATED))

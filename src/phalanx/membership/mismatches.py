@@ -39,6 +39,11 @@ class Mismatches:
         """The store here has turned a node away."""
         self._say(("refused", f"{host} {why}"), f"refused a node at {host}: {why}")
 
+    def visited(self, host: str) -> None:
+        """A host speaks torch's protocol, as the workers of a round do, and there is no round yet."""
+        what = "speaks the protocol of torch's store, and no worker runs yet: does that node run torchrun?"
+        self._say(("visited", host), f"a program at {host} {what} Start every node with phalanx run")
+
     def publish(self, participant: Participant) -> Command | None:
         """What this node writes once per lease: its --nnodes, as the leader or because it has another one."""
         lease, prefix = participant.lease, self._options.prefix

@@ -67,8 +67,11 @@ class TorchStoreServer:
         log: Callable[[str], None] | None = None,
         adopt: Adopt | None = None,
         foreign: bytes = b"",
+        on_client: Callable[[str], None] = lambda host: None,
     ) -> None:
-        """`adopt` gets connections whose first byte is in `foreign`: another protocol on the port."""
+        """`adopt` gets connections whose first byte is in `foreign`: another protocol on the port.
+
+        `on_client` gets the host of every other connection, in the server's thread."""
         self._listener = sock if sock is not None else _bind(host, port)
         self._listener.setblocking(False)
         self._listener.listen(_BACKLOG)
@@ -85,6 +88,7 @@ class TorchStoreServer:
             log=log if log is not None else _warn,
             adopt=adopt,
             foreign=foreign,
+            on_client=on_client,
         )
         self._waiting: dict[int, _Call] = {}  # calls whose reply is still to come; the server's thread's own
         self._numbers = itertools.count(-1, -1)  # negative: never that of a connection

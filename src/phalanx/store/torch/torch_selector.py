@@ -61,7 +61,8 @@ class StoreLoop:
 
     `on_wake` runs when `wake` is readable: the owner of the loop uses it for its calls. Requests may be made
     under negative numbers on behalf of this process; their replies go to `on_reply`. A connection whose first
-    byte is one of `foreign` speaks another protocol and is given to `adopt`, unread.
+    byte is one of `foreign` speaks another protocol and is given to `adopt`, unread. `on_client` gets the
+    host of each of the others, once.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class StoreLoop:
         log: Callable[[str], None],
         adopt: Adopt | None = None,
         foreign: bytes = b"",
+        on_client: Callable[[str], None] = lambda host: None,
     ) -> None:
         self.stopping = False
+        self._on_client = on_client
         self._adopt, self._foreign = adopt, foreign
         self._listener = listener
         self._on_reply = on_reply
@@ -242,6 +245,7 @@ class StoreLoop:
         if conn.new:
             conn.new = False
             self._silent.pop(conn.id, None)
+            self._on_client(str(conn.address[0]))
         requests = conn.parser.feed(data)
         if len(requests) == 1 and conn.parser.error is None:
             # Nearly always: a client sends its next request when it has the reply to this one.
