@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 
+from phalanx.environment import variables
 from phalanx.errors import StoreError
 from phalanx.kernel import die_with_parent
 from phalanx.store.etcd.client import EtcdClient
@@ -67,7 +68,7 @@ class EtcdServer:
         """Start etcd and wait until it answers, at most `timeout` seconds for each of the tries."""
         if self._process is not None:
             raise RuntimeError(f"etcd runs already, at {self.get_endpoint()}; stop it first")
-        program = os.environ.get(BINARY) or shutil.which("etcd")
+        program = variables().get(BINARY) or shutil.which("etcd")
         if not program or not os.access(program, os.X_OK):
             what = f"{program} cannot be executed" if program else "no such program in PATH"
             raise RuntimeError(
@@ -105,7 +106,7 @@ class EtcdServer:
             *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
             *("--initial-cluster", f"default={peers}"),
         ]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
+        environ = {name: value for name, value in variables().items() if not name.startswith("ETCD_")}
         # The signal at the parent's death is that of the thread which forked: only the main one stays.
         in_main = threading.current_thread() is threading.main_thread()
         self._process = subprocess.Popen(
