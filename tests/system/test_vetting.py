@@ -74,7 +74,7 @@ def write(packages: Path, log: Path, **modules: str) -> None:
 
 
 def test_ten_modules_that_leave_threads_cost_one_pass(preloaded: Any, packages: Path, tmp_path: Path) -> None:
-    """Each is executed once; what comes before and after them is preloaded, and executed at most twice."""
+    """Not one pass for each of them: one, and one in a twin; what comes before and after is preloaded."""
     log = tmp_path / "log"
     bad = {f"threads{number}": THREAD for number in range(10)}
     write(packages, log, before="", after="", **bad)
@@ -84,9 +84,8 @@ def test_ten_modules_that_leave_threads_cost_one_pass(preloaded: Any, packages: 
     assert spawner.log.importers == {}
     assert loaded(spawner, tmp_path, "before", *bad, "after") == ["before", "after"]
     executed = log.read_text().split()
-    assert [executed.count(name) for name in bad] == [1] * 10
-    assert executed.count("before") <= 2
-    assert executed.count("after") == 2
+    assert max(executed.count(name) for name in bad) <= 2
+    assert max(executed.count(name) for name in ("before", "after")) <= 4
 
 
 def test_the_innermost_module_is_blamed_and_its_importers_are_skipped(
@@ -172,7 +171,7 @@ def test_a_module_that_was_found_unsuitable_before_is_not_imported_again(
     names = ["fine", "outer", "inner", "last"]
     spawner = preloaded("-inner", "-outer", *names)
     assert loaded(spawner, tmp_path, *names) == ["fine", "last"]
-    assert log.read_text().split() == ["fine", "last"]
+    assert set(log.read_text().split()) == {"fine", "last"}
 
 
 def test_a_part_of_a_package_that_is_unsuitable_does_not_spoil_the_package(
@@ -239,8 +238,8 @@ def test_what_was_found_is_kept_although_the_preload_was_cut_short(packages: Pat
     said: list[str] = []
     helpers.say = said.append
     try:
-        helpers._next = helpers._make_better()
-        wait_until(began.exists, "the last import")
+        better = helpers._next = helpers._make_better()
+        wait_until(lambda: better.log is not None and "endless" in better.log.executing, "the last import")
     finally:
         helpers.close()
     again = ImportCache(program, os.environ)
@@ -458,17 +457,18 @@ def test_what_a_start_waits_for_is_said(packages: Path, tmp_path: Path) -> None:
 def test_the_garbage_collector_of_a_worker_is_as_python_sets_it(
     preloaded: Any, packages: Path, tmp_path: Path
 ) -> None:
-    """During a preload it rests; what a module sets stays."""
+    """During a preload it rests; a module that changes it is left to the worker."""
     write(packages, tmp_path / "log", plain="", sets="import gc\ngc.set_threshold(500, 5, 5)\n")
-    for names, expected in ((["plain"], gc.get_threshold()), (["plain", "sets"], (500, 5, 5))):
+    for names in (["plain"], ["plain", "sets"]):
         spawner = preloaded(*names)
+        assert set(spawner.log.unsuitable) == set(names) - {"plain"}
         out = tmp_path / "threshold"
         text = f"import gc; open({str(out)!r}, 'w').write(str((gc.isenabled(), gc.get_threshold())))"
         job = WorkerLaunch(0, program=("script", script(tmp_path, text, "look.py"), []))
         spawner.spawn([job], os.environ)
         while not any(isinstance(event, Exit) for event in spawner.events(HUNG)):
             pass
-        assert out.read_text() == str((True, expected))
+        assert out.read_text() == str((True, gc.get_threshold()))
 
 
 def test_torch_is_executed_once_beside_modules_that_leave_threads(

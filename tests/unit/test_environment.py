@@ -17,7 +17,6 @@ ALLOWED = {
     # Handed to a child process, or to a function that looks programs up for one.
     "agent/local_workers.py": "the environment of workers",
     "warm/helper_pool.py": "the environment of helpers is part of what was learned",
-    "store/etcd/local_server.py": "where its binary is, and the environment of the server",
     "workers/program.py": "PATH and PYTHON* variables, as the worker will see them",
     "workers/subprocess_handle.py": "the environment of a worker",
     "workers/worker_group.py": "the environment of workers",

@@ -95,11 +95,11 @@ def preload(lines: Iterable[str], log: VerdictLog, report: Callable[[str], None]
     import gc
 
     before = gc.get_threshold()
-    rare = (1 << 30, *before[1:])
-    gc.set_threshold(*rare)  # one collection at the end is cheaper than those during the imports
+    gc.set_threshold(
+        1 << 30, *before[1:]
+    )  # one collection at the end is cheaper than those during the imports
     Preload(list(lines), log, report, how).run()
-    if gc.get_threshold() == rare:  # a module may have set its own
-        gc.set_threshold(*before)
+    gc.set_threshold(*before)  # a module that sets its own is not preloaded
     gc.collect()
     gc.freeze()  # or a collection in a worker would write into every shared page
     report("done")
@@ -121,7 +121,12 @@ class Preload:
         self._installed: dict[str, bool] = {}  # by top-level name
         self._own: dict[bytes, bytes | None] = {}  # variables that the script sets: their values before
         self._asked: list[str] = []  # variables of a worker that imports have read
-        self._reserve = None if self._vetted else self._make_reserve()
+        self._reserve: Reserve | None = None
+        hints = dict(line[1:].split(" ") for line in lines if line.startswith("%"))
+        if not starts_no_thread(hints):
+            self._give_up(f"{next(iter(hints))}: may leave a thread running")
+        if not self._vetted:
+            self._reserve = self._make_reserve()
         self._console = _Console()
         self._fds = _descriptors()
         self._state = ImportState()
@@ -162,9 +167,6 @@ class Preload:
 
     def run(self) -> None:
         """Import what can be."""
-        hints = dict(line[1:].split(" ") for line in self._lines if line.startswith("%"))
-        if not self._is_twin and not starts_no_thread(hints):
-            self._give_up(f"{next(iter(hints))}: may leave a thread running")
         with as_in_a_script(), self._judge:
             for line in self._lines:
                 if line[:1] in ("+", "?"):
