@@ -69,6 +69,10 @@ class StateHolder:
         """The files for a start: global ranks by local rank, in this round; None where there are none."""
         if self._unavailable:
             return None
+        if len(self.files) < len(ranks):
+            from phalanx.zygote.spawner import require_files
+
+            require_files(len(ranks), 2 * len(ranks))  # with the workers' boards; StartError
         before = self.files
         spare = [file for rank, file in before.items() if rank not in ranks]
         files: dict[int, MemoryFile] = {}
