@@ -243,7 +243,7 @@ def test_requests_that_never_become_complete_take_no_memory_without_end(
             for _ in range(8):
                 half = crowd_of.enter_context(socket.create_connection(server.address, timeout=HUNG))
                 half.sendall(HELLO + whole[:-1])
-            wait_until(lambda: len(server._loop._connections) < 4, "the end of the largest")
+            wait_until(lambda: said and len(server._loop._connections) < 4, "the end of the largest")
             assert "too many large requests" in said[0]
             ping(server.address)
             server.set("mine", bytes(600_000))

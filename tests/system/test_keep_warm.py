@@ -544,12 +544,17 @@ def test_many_launches_do_not_grow(times: int, kept: Kept, tmp_path: Path) -> No
     main = written(tmp_path, PARENT)
     zygote = launch(main, tmp_path, "--nproc-per-node", "2")
     launch(main, tmp_path, "--nproc-per-node", "2")
-    before = _sizes(kept.one())
+    before = _least(kept.one())
     for _ in range(times):
         assert launch(main, tmp_path, "--nproc-per-node", "2") == zygote
-    after = _sizes(kept.one())
+    after = _least(kept.one())
     assert after[0] == before[0]
     assert after[1] <= before[1] + (1 << 20) + (times << 12)
+
+
+def _least(pids: list[int]) -> tuple[list[list[str]], int]:
+    """Of several looks: the connection of a launch or of a question ends a moment after it."""
+    return min((_sizes(pids) for _ in range(20)), key=lambda sizes: sum(map(len, sizes[0])))
 
 
 def _sizes(pids: list[int]) -> tuple[list[list[str]], int]:

@@ -120,7 +120,7 @@ def test_a_store_that_goes_away_is_not_called_a_timeout(clients: Clients) -> Non
     waiting = clients()
     results = together(
         lambda: barrier(store, 2, "b", HUNG, rank=0),
-        lambda: (waiting.wait(["b/phalanx/count"]), clients.server.reset()),
+        lambda: (waiting.wait(["b/num_members"]), clients.server.reset()),
     )
     assert isinstance(results[0], StoreConnectionError)
 

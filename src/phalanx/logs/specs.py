@@ -297,16 +297,13 @@ def _make_unique(parent: str, name: str) -> str:
 
 
 def _make_temporary() -> str:
-    from phalanx.errors import StartError
-
     parent = temporary_directory()
     try:
         return _make_unique(parent, f"phalanx_{os.getpid()}")
     except OSError as error:
         remedy = "set TMPDIR to a directory that this user can write to, or give --log-dir"
-        raise StartError(
-            f"no directory for logs can be made in {parent} ({error.strerror}); {remedy}"
-        ) from error
+        why = f"no directory for logs can be made in {parent} ({error.strerror}); {remedy}"
+        raise OSError(error.errno, why) from error
 
 
 def _make_log_dir(path: str) -> None:

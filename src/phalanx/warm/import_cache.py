@@ -1,9 +1,9 @@
 """The modules that earlier workers of a script imported, in a cache file per script.
 
 The key contains what could invalidate the list: the script, the interpreter and its flags, and the state of
-the package directories (installing a package changes their time stamps). The user's own code can invalidate
-it too, by what it does before an import: set variables, change sys.path, or shadow an installed module with a
-file of the same name. The list is therefore discarded when a line that looks like one of these was edited,
+the package directories (which packages are there, and when they were installed). The user's own code can
+invalidate it too, by what it does before an import: set variables, change sys.path, or shadow an installed
+module with a file of the same name. The list is therefore discarded when a line that looks like one of these was edited,
 or when such a file has appeared beside the script. import_recorder.py defines the format of the lines.
 
 A module that does not suit a fork is marked as unsuitable, one that was preloaded once without trouble as
@@ -377,10 +377,25 @@ def _key(program: Sequence[str]) -> str:
     for path in sys.path:
         if path.endswith(("site-packages", "dist-packages")):
             try:
-                parts.append(f"{path}@{os.stat(path).st_mtime_ns}")
+                parts.append(f"{path}@{_installed_state(path)}")
             except OSError:
                 pass
     return "|".join(part.replace("\n", " ") for part in parts)
+
+
+def _installed_state(folder: str) -> str:
+    """Changes when a package is installed, upgraded or removed, and not when byte code is first written."""
+    import zlib
+
+    names = []
+    newest = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name != "__pycache__":
+                names.append(entry.name)
+                if entry.name.endswith("-info") or entry.is_file():
+                    newest = max(newest, entry.stat().st_mtime_ns)
+    return f"{zlib.crc32(os.fsencode(chr(0).join(sorted(names)))):08x}.{newest}"
 
 
 def _name_of(key: str) -> str:
