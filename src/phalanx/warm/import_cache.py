@@ -3,8 +3,9 @@
 The key contains what could invalidate the list: the script, the interpreter and its flags, and the state of
 the package directories (which packages are there, and when they were installed). The user's own code can
 invalidate it too, by what it does before an import: set variables, change sys.path, or shadow an installed
-module with a file of the same name. The list is therefore discarded when a line that looks like one of these was edited,
-or when such a file has appeared beside the script. import_recorder.py defines the format of the lines.
+module with a file of the same name. The list is therefore discarded when a line that looks like one of these
+was edited, or when such a file has appeared beside the script. import_recorder.py defines the format of the
+lines.
 
 A module that does not suit a fork is marked as unsuitable, one that was preloaded once without trouble as
 vetted. Only vetted modules are preloaded while a start waits for them, and only those that the script imports
