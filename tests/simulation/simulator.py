@@ -110,6 +110,7 @@ class Agent:
         self.restarts = 0  # as counted in that round
         self.locked_out = 0.0  # until when it gets no new connection
         self.timer = 0
+        self.at_once = 0  # how often in a row it asked to be woken without any time passing
         self.run_number = 0
         self.job = 0  # whose workers it has run
 
@@ -331,6 +332,9 @@ class Simulation:
         wake = agent.participant.wake_at()
         if wake is not None and agent.ended is None:
             timer = agent.timer
+            agent.at_once = agent.at_once + 1 if wake <= self.now else 0
+            if agent.at_once > 1000:
+                raise Broken(f"{agent.id} asks to be woken at once, again and again")
             self.at(wake, lambda: self._tell(agent, ClockTick()) if agent.timer == timer else None)
 
     def _start(self, agent: Agent, start: StartRound) -> None:

@@ -186,7 +186,8 @@ class Participant:
                 times.append(self._next_beat)
             if self._try_at:
                 times.append(self._try_at)
-        if self._lead_wake is not None and self._incarnation and not self._publishing:
+        # Not while an answer is awaited before anything can be decided: it would wake this node all the time.
+        if self._lead_wake is not None and self._incarnation and self._view_complete and not self._publishing:
             times.append(self._lead_wake)
         if self.running is None:
             times.append(self._give_up_at())
