@@ -15,11 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
+from phalanx.core.group import Phase
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.warm.import_cache import ImportCache
 from phalanx.zygote.spawner import Exit, Spawner, WorkerLaunch
 from tests.conftest import HUNG, wait_until
 from tests.support.run_helpers import FOREVER, Running, plain_environment, run, script
+from tests.support.vet import vet
 
 THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
 COUNTED = "open({log!r}, 'a').write(__name__ + '\\n')\n"
@@ -251,30 +253,8 @@ def test_what_was_found_is_kept_although_the_preload_was_cut_short(packages: Pat
     ]
 
 
-VET = """
-import os, sys
-from phalanx.warm.import_cache import ImportCache
-from phalanx.zygote.spawner import Spawner
-learned = ImportCache(["script", sys.argv[1]], os.environ)
-lines = learned.all_lines()
-helpers = Spawner("python", preload=lines)
-while helpers.importing:
-    helpers.events()
-learned.judge(lines, helpers.log)
-learned.save()
-helpers.close()
-"""
-
-
-def vet(main: str, env: dict[str, str]) -> None:
-    """What helpers in the background do while a job runs."""
-    subprocess.run([sys.executable, "-c", VET, main], env=env, timeout=HUNG, check=True)
-
-
 def environment(packages: Path) -> dict[str, str]:
-    # Byte code would change the time stamp of the folder, and with it the list's key.
-    cache = str(packages.parent / "cache")
-    return plain_environment(PYTHONPATH=str(packages), XDG_CACHE_HOME=cache, PYTHONDONTWRITEBYTECODE="1")
+    return plain_environment(PYTHONPATH=str(packages), XDG_CACHE_HOME=str(packages.parent / "cache"))
 
 
 def test_no_launch_waits_for_modules_that_were_not_vetted(packages: Path, tmp_path: Path) -> None:
@@ -407,6 +387,24 @@ def test_a_new_list_is_given_up_at_once_if_a_module_leaves_the_threads_that_a_wo
     assert log.read_text().split() == ["threads"]
     assert loaded(spawner, tmp_path, "large", "threads") == []
     assert spawner.log.spoiled == "threads: may leave a thread running"
+
+
+def test_helpers_that_gave_their_list_up_do_not_count_as_preloaded(packages: Path, tmp_path: Path) -> None:
+    """Else better ones would not be made, and these be kept for the next launch."""
+    write(packages, tmp_path / "log", threads=THREAD)
+    learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
+    learned.add(["threads", "%threads 1"], complete=True)
+    pool = HelperPool("python", "auto", learned, crowded=True)
+    try:
+        spawner = pool.take("python")
+        assert spawner is not None
+        assert spawner.preload
+        while spawner.importing:
+            spawner.events(HUNG)
+        pool.look(Phase.STARTING, time.monotonic())
+        assert spawner.preload == []
+    finally:
+        pool.close()
 
 
 def test_threads_of_numerical_libraries_do_not_spoil_a_new_list(

@@ -25,6 +25,7 @@ from phalanx.warm.verdict_log import VerdictLog
 from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import free_port
+from tests.support.vet import vet
 
 # Modules of the standard library that no helper needs for itself.
 HEAVY = ["sqlite3", "xml.dom.minidom", "decimal"]
@@ -205,27 +206,10 @@ def launched(main: Path, *words: str, **env: str) -> int:
     return done.returncode
 
 
-VET = """
-import os, sys
-from phalanx.warm.import_cache import ImportCache
-from phalanx.zygote.spawner import Spawner
-learned = ImportCache(["script", sys.argv[1]], os.environ)
-lines = learned.all_lines()
-helpers = Spawner("python", preload=lines)
-while helpers.importing:
-    helpers.events()
-learned.judge(lines, helpers.log)
-learned.save()
-helpers.close()
-"""
-
-
 def vetted(main: Path, **env: str) -> int:
     """The same, where the helpers in the background had the time to try the list; its exit code."""
     code = launched(main, **env)
-    subprocess.run(
-        [sys.executable, "-c", VET, str(main)], env={**os.environ, **env}, timeout=HUNG, check=True
-    )
+    vet(main, {**os.environ, **env})
     return code
 
 

@@ -18,23 +18,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import HUNG
+from tests.support.vet import vet
 
 pytestmark = pytest.mark.untraced  # coverage has hooks of its own in every process
-
-
-VET = """
-import os, sys
-from phalanx.warm.import_cache import ImportCache
-from phalanx.zygote.spawner import Spawner
-learned = ImportCache(["script", sys.argv[1]], os.environ)
-lines = learned.all_lines()
-helpers = Spawner("python", preload=lines)
-while helpers.importing:
-    helpers.events()
-learned.judge(lines, helpers.log)
-learned.save()
-helpers.close()
-"""
 
 
 class Site:
@@ -43,7 +29,7 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.packages = folder / "site-packages"
-        (self.packages / "__pycache__").mkdir(parents=True)  # else the first import changes the directory
+        self.packages.mkdir(parents=True)
         self.script = folder / "script.py"
         self.env = {
             **os.environ,
@@ -71,9 +57,7 @@ class Site:
 
     def vet(self) -> None:
         """What the helpers in the background do while a job runs: find out what can be preloaded."""
-        subprocess.run(
-            [sys.executable, "-c", VET, str(self.script)], env=self.env, timeout=2 * HUNG, check=True
-        )
+        vet(self.script, self.env)
 
     def same_at_every_launch(self, *args: str) -> list[Any]:
         """The common output of a cold start and three launches."""

@@ -344,6 +344,8 @@ class HelperPool:
         if self.learned is not None:
             self.learned.judge(helpers.preload, log)
             self.learned.save()
+        if not helpers.importing and log.seconds is None:
+            helpers.preload = []  # better ones are worth their while, and these are not worth keeping
 
     def _tell_of_standbys(self) -> None:
         """One line for each reason why there are none."""
@@ -369,6 +371,8 @@ class HelperPool:
         """End all helpers, without waiting for it."""
         self._tell_of_standbys()
         left = [helpers for helpers in (self._next, self._now) if helpers is not None]
+        for helpers in left:
+            self._judge(helpers, over=True)
         if self._keep is not None and left:
             keep, self._keep = self._keep, None
             try:
@@ -377,7 +381,6 @@ class HelperPool:
                 staying = None
                 warn(f"nothing is kept warm: {error}")
             if staying is not None:
-                self._judge(staying.helpers, over=True)
                 self._closing.append(staying)
                 left.remove(staying.helpers)
         for helpers in left:
