@@ -209,6 +209,21 @@ def test_modules_that_kill_the_process_cost_nothing_that_was_imported(
     assert loaded(spawner, tmp_path, *names) == ["fine", "last"]
 
 
+def test_a_module_that_works_in_one_process_only_is_left_out(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    """It kills the process or its twin, whichever is second: nothing is known to be the same in both."""
+    once = (
+        "import os\n"
+        f"try:\n    os.close(os.open({str(tmp_path / 'taken')!r}, os.O_CREAT | os.O_EXCL))\n"
+        "except FileExistsError:\n    os._exit(3)\n"
+    )
+    write(packages, tmp_path / "log", once=once, fine="")
+    spawner = preloaded("once", "fine")
+    assert set(spawner.log.unsuitable) == {"once"}
+    assert loaded(spawner, tmp_path, "once", "fine") == ["fine"]
+
+
 def test_a_scout_leaves_no_process_behind(preloaded: Any, packages: Path, tmp_path: Path) -> None:
     write(
         packages,

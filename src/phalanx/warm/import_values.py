@@ -238,8 +238,8 @@ class ImportValues:
 
 
 def differing(here: dict[str, int], there: dict[str, int]) -> list[str]:
-    """The modules whose values differ between two processes, in the order of their import."""
-    return [name for name, value in here.items() if name in there and there[name] != value]
+    """The modules whose values are not the same in two processes, in the order of their import."""
+    return [name for name, value in here.items() if there.get(name) != value]
 
 
 def _has_uuid(text: str) -> bool:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from phalanx.warm.import_judge import Check
+    from phalanx.warm.twin import Comparison
     from phalanx.warm.verdict_log import VerdictLog
 
 SPOILED = 77  # the exit status of a process that must not become the zygote
@@ -152,7 +153,9 @@ class Preload:
         while True:
             reserve = Reserve()
             if reserve.is_twin:
-                self._log.silence()
+                self._log.part()
+                self._keeper = os.getppid()
+                self._report = lambda line: None
             elif reserve.takes_over:
                 self._log.read()
                 self._report(f"zygote {os.getpid()}")
@@ -160,10 +163,6 @@ class Preload:
             else:
                 reserve.start_twin()
             return reserve
-
-    @property
-    def _is_twin(self) -> bool:
-        return self._reserve is not None and self._reserve.is_twin
 
     def run(self) -> None:
         """Import what can be."""
@@ -205,14 +204,15 @@ class Preload:
             kill_children()
             reserve.send({checksum(repr(after)) for _, after in left.variables.values()})
         self._log.read()
-        if self._ahead is not None or self._log.unsuitable or self._log.importers:
+        if self._log.hung:
+            reserve.start_twin()  # the first one hangs, too
+        found = reserve.compare(lambda: self._report(""))
+        random = self._random(found)
+        left_out = self._ahead is not None or self._log.unsuitable or self._log.importers
+        if not self._log.hung and (not found.all_there or (random and left_out)):
             reserve.start_twin()
-        random, values, fixed = reserve.compare(lambda: self._report(""))
-        random += [
-            left.setters[key]
-            for key, (_, after) in left.variables.items()
-            if checksum(repr(after)) not in fixed
-        ]
+            found = reserve.compare(lambda: self._report(""))
+            random = self._random(found)
         if random:
             for name in random:
                 self._log.blame(name, "makes random values or temporary files during its import", ())
@@ -221,11 +221,19 @@ class Preload:
                 self._give_up(self._log.in_words()[0])
             reserve.take_over()
         reserve.end()
-        renewals = values.renewals()
+        renewals = found.values.renewals()
         for line in renewals:
             self._log.write(f"renew {line}")
-        self._log.write(" ".join(["fixed", *map(str, sorted(fixed))]))
-        left.renewal, left.generators = Renewal(renewals), GeneratorPlan(fixed)
+        self._log.write(" ".join(["fixed", *map(str, sorted(found.fixed))]))
+        left.renewal, left.generators = Renewal(renewals), GeneratorPlan(found.fixed)
+
+    def _random(self, found: Comparison) -> list[str]:
+        """The modules that made random values, or set variables to them."""
+        return found.random + [
+            left.setters[key]
+            for key, (_, after) in left.variables.items()
+            if checksum(repr(after)) not in found.fixed
+        ]
 
     def _entry(self, name: str) -> None:
         if name not in sys.modules and self._is_eligible(name.partition(".")[0]):
@@ -276,7 +284,7 @@ class Preload:
 
     def _spoiled(self) -> None:
         """This process must not become the zygote; its checkpoint may."""
-        if self._is_scout or self._is_twin:
+        if self._is_scout:
             return
         if self._checkpoint is None:
             self._give_up(next(iter(self._log.in_words()), "a module: imports one that is unsuitable"))
@@ -297,7 +305,7 @@ class Preload:
     def _save(self) -> None:
         """Make a checkpoint if it is time for that. Returns again in the checkpoint when it is needed."""
         now = time.monotonic()
-        if self._once or self._is_scout or self._is_twin:
+        if self._once or self._is_scout:
             return
         if self._checkpoint is not None:
             if now - self._saved < max(_CHECKPOINT_AFTER, (now - self._began) / 4):

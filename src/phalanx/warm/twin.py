@@ -5,10 +5,14 @@ reserve forks the *twin*: it does the same imports, through the same code (some 
 their import), sends check sums of the values and of the generator states that it then has (import_values.py,
 generators.py), and exits. It runs at the same time, so that the comparison takes no longer than the imports.
 
-* If modules are found unsuitable meanwhile, the twin has imported them, and may differ for that reason. It is
-  ended, and another one does what the zygote did.
+* The twin finds unsuitable modules by itself, and leaves them out as the zygote does (vetting.py). If it does
+  not get through, or its values differ although modules were left out, the two may have gone different ways:
+  another twin does what the zygote did, and its values count.
 * If values differ, the zygote has them already. It exits, and the reserve becomes the zygote, without the
   modules that have them.
+
+The end of each twin is told: `+NUMBER` is its own word; `-NUMBER` is the reserve's, if nothing is left of it.
+The reserve sees that by a pipe that every process of the twin holds.
 """
 
 from __future__ import annotations
@@ -54,6 +58,18 @@ class TwinFindings:
         return cls(sums, {int(word) for word in first.split()})
 
 
+class Comparison:
+    """The values of this process beside those of its twin."""
+
+    def __init__(self, values: ImportValues, there: TwinFindings | None) -> None:
+        """`there`: None if the twin did not get through: nothing is known to be the same."""
+        self.values = values
+        there = there or TwinFindings({}, set())
+        self.fixed = there.fixed
+        self.random = [*differing(values.sums, there.sums), *values.settle(there.fixed)]
+        self.all_there = values.sums.keys() <= there.sums.keys()
+
+
 class Reserve:
     """Made before the imports; in the process that imports, in the reserve and in the twin."""
 
@@ -80,19 +96,34 @@ class Reserve:
 
     def _serve(self, commands: int, ready: int) -> None:
         kernel.become_subreaper()  # what a twin starts is not to become a child of the process that imports
+        alive = -1  # its other end is the twin's
         while True:
+            poll = select.poll()
+            for fd in (commands, alive):
+                if fd >= 0:
+                    poll.register(fd, select.POLLIN)
+            if commands not in {fd for fd, _ in poll.poll()}:
+                os.close(alive)
+                alive = -1
+                os.write(ready, b"-%d\n" % self._twins)
+                continue
             command = os.read(commands, 1)
             _end_children()
+            if alive >= 0:
+                os.close(alive)
             if command == b"z":
                 break
             if command != b"t":
                 os._exit(0)
             self._twins += 1
+            alive, held = os.pipe()
             if os.fork() == 0:
+                os.close(alive)
                 self.is_twin = True
                 self._commands = ready  # where the end is told
                 os.close(commands)
                 return
+            os.close(held)
         os.close(commands)
         os.close(ready)
         os.close(self._answer)
@@ -108,7 +139,7 @@ class Reserve:
         offset = 0
         while offset < len(data):
             offset += os.pwrite(self._answer, data[offset:], offset)
-        os.write(self._commands, bytes([self._twins % 256]))
+        os.write(self._commands, b"+%d\n" % self._twins)
         os._exit(0)
 
     # -- in the process that becomes the zygote -----------------------------------------------------
@@ -118,13 +149,9 @@ class Reserve:
         self._twins += 1
         self._tell(b"t")
 
-    def compare(self, progress: Callable[[], None]) -> tuple[list[str], ImportValues, set[int]]:
-        """The modules that differ from the twin's, the values here, and the check sums there."""
-        values = self._values()
-        there = self._receive(progress)
-        if there is None:  # it did not get through: nothing is known to be the same
-            return list(values.sums), values, set()
-        return [*differing(values.sums, there.sums), *values.settle(there.fixed)], values, there.fixed
+    def compare(self, progress: Callable[[], None]) -> Comparison:
+        """This process and the twin, when it is done."""
+        return Comparison(self._values(), self._receive(progress))
 
     def take_over(self) -> NoReturn:
         """The reserve becomes the zygote instead of this process."""
@@ -155,11 +182,11 @@ class Reserve:
             if not poll.poll(_PROGRESS * 1000):
                 progress()
                 continue
-            answer = os.read(self._ready, 1)
-            if not answer:
-                return None
-            if answer[0] == self._twins % 256:
+            answers = os.read(self._ready, 1 << 12).split()  # each was written in one piece
+            if b"+%d" % self._twins in answers:
                 return TwinFindings.read(os.pread(self._answer, os.fstat(self._answer).st_size, 0))
+            if not answers or b"-%d" % self._twins in answers:
+                return None
         return None
 
     def _values(self) -> ImportValues:

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import os
 
+from phalanx.kernel import anonymous_file
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,16 +45,18 @@ class VerdictLog:
         self.fixed = ""
         self.spoiled = ""
         self._late = False
+        self.hung = False  # a module did not finish importing
         self.seconds: float | None = None  # that the imports took; None before they are done
 
     def write(self, line: str) -> None:
         """Add a line. All processes share one file position, so lines never overlap."""
         os.write(self.fd, f"{line}\n".encode("utf-8", "surrogateescape"))
 
-    def silence(self) -> None:
-        """In a process that is not to be heard: what it writes goes nowhere."""
+    def part(self) -> None:
+        """In a process that is not to be heard: go on in a log of its own."""
         self.read()
-        self.fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        self.fd = anonymous_file("phalanx-verdicts")
+        self._offset = 0
 
     def read(self) -> None:
         """Take in what is new."""
@@ -107,6 +111,7 @@ class VerdictLog:
     def blame_executing(self) -> None:
         """The process that wrote the log is gone: the module that it was executing is to blame."""
         why = "did not finish importing" if self._late else "ended the process"
+        self.hung = self.hung or self._late
         self._late = False
         if self.executing:
             *importers, name = self.executing
