@@ -372,7 +372,7 @@ def crowded(packages: Path, tmp_path: Path) -> Iterator[Any]:
     def make(*lines: str) -> Spawner:
         learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
         learned.add(lines, complete=True)
-        made.append(HelperPool("python", "auto", learned, crowded=True))
+        made.append(HelperPool("python", "auto", learned, spare=-1))
         spawner = made[-1].take("python")
         assert spawner is not None
         while spawner.importing:
@@ -409,7 +409,7 @@ def test_helpers_that_gave_their_list_up_do_not_count_as_preloaded(packages: Pat
     write(packages, tmp_path / "log", threads=THREAD)
     learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
     learned.add(["threads", "%threads 1"], complete=True)
-    pool = HelperPool("python", "auto", learned, crowded=True)
+    pool = HelperPool("python", "auto", learned, spare=-1)
     try:
         spawner = pool.take("python")
         assert spawner is not None

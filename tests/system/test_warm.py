@@ -613,6 +613,48 @@ def test_a_restart_never_waits_for_helpers_that_are_not_ready(
         helpers.close()
 
 
+def test_imports_in_the_background_step_aside_for_workers_that_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where processors are few. They go on when a worker has imported its own."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    began, go_on, late = tmp_path / "began", tmp_path / "go on", tmp_path / "late"
+    (packages / "slow.py").write_text(SLOW_IN_HELPERS.format(began=str(began), go_on=str(go_on)))
+    (packages / "later.py").write_text(f"open({str(late)!r}, 'w').close()\n")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
+    helpers = HelperPool("python", "auto", learned, spare=0)
+    names = ["slow", "later", *(f"sqlite3.extra{n}" for n in range(30))]
+    context: Any = SimpleNamespace(
+        nprocs=1, options=SimpleNamespace(boards=None), imported=lambda: list(names)
+    )
+    try:
+        first = helpers.take("python")
+        helpers.started(context, 0.0)
+        helpers.look(Phase.RUNNING, 2.0)
+        assert helpers._next is None, "the worker may still be importing"
+        helpers.look(Phase.RUNNING, 2.5)
+        better = helpers._next
+        assert better is not None
+        wait_until(began.exists, "the import in the background")
+        assert helpers.take("python") is first
+        assert first is not None
+        go_on.touch()
+        wait_until(lambda: better.log is not None and "later" in better.log.executing, "the next module")
+        assert run_one(first, script(tmp_path, "import sys; sys.exit(6)\n")) == 6
+        assert not late.exists()
+        helpers.started(context, 10.0)
+        names.append("new")
+        helpers.look(Phase.RUNNING, 12.0)
+        assert not late.exists()
+        helpers.look(Phase.RUNNING, 12.5)
+        wait_until_ready(helpers)
+        assert late.exists()
+    finally:
+        helpers.close()
+
+
 def test_helpers_that_end_between_two_starts_are_replaced_by_bare_ones(tmp_path: Path) -> None:
     """Others with the list would make the start wait for their imports."""
     learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)

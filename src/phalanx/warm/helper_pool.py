@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 # Seconds after a start at which the list is looked at: early for the imports at the top of a script, later
 # for the ones that come with the first step.
 _LOOKS = (2.0, 10.0, 60.0)
+_QUIET = 0.5  # seconds without an import in a worker, after which it is taken to have done its own
+_LONGEST = 60.0  # seconds that a worker's own imports are waited for
+_IMPORTERS = 2  # processes that import in the background
 _WORTH_IT = 25  # fewer new modules than this are not worth another set of helpers
 _REPLACE_AFTER = 1.0  # seconds between two replacements of idle helpers; the next start makes them anyway
 _SAY_AFTER = 1.0  # seconds that a start waits for imports before that is said
@@ -58,12 +61,13 @@ class HelperPool:
         learned: ImportCache | None = None,
         preload: tuple[str, ...] = (),
         warm_up: str = "",
-        crowded: bool = False,
+        spare: int = _IMPORTERS,
         keep: KeepWarm | None = None,
     ) -> None:
         """`kind`: the helpers to start now, while the rest of the agent is imported; empty: none yet.
 
-        `crowded`: there are more workers than processors, so that imports of their own would take long.
+        `spare`: processors without a worker. If it is negative, the workers' own imports would take long; if
+        there are too few for imports in the background, these wait for those of the workers.
         """
         self.kind = kind
         self.mode = mode
@@ -71,7 +75,10 @@ class HelperPool:
         self.warm_up = warm_up
         self.standby_ranks: list[StandbyRank] = []  # of the workers, as far as it is known beforehand
         self._waits_for_rank: set[int] = set()  # local ranks whose program calls wait_for_rank()
-        self._crowded = crowded
+        self._crowded = spare < 0
+        self._steps_aside = spare < _IMPORTERS
+        self._imported = 0  # modules, by a worker, at the last look
+        self._quiet_by = 0.0  # when its imports are not waited for any longer
         self.say: Callable[[str], None] = lambda _line: None
         self._own = list(preload)
         self._next: Spawner | None = None
@@ -134,6 +141,8 @@ class HelperPool:
                 self.retire(now)
             self.kind = kind
             now = Spawner(kind)
+        if self._next is not None and self._steps_aside:
+            self._next.hold(True)
         self._now = now
         self._asked_at = time.monotonic() if now.importing else None
         self._has_said = False
@@ -154,7 +163,9 @@ class HelperPool:
         """These workers run; look at what they import, now and then."""
         self._context = context
         self._was_bare = self._now is not None and not self._now.preload
-        self._due = [now + after for after in _LOOKS] if self.kind.startswith("python") else []
+        looks = (_LOOKS[0] - _QUIET, *_LOOKS) if self._steps_aside else _LOOKS
+        self._due = [now + after for after in looks] if self.kind.startswith("python") else []
+        self._imported, self._quiet_by = 0, now + _LONGEST
         self._parked = 0
         self._waiting_now = set()
 
@@ -307,6 +318,11 @@ class HelperPool:
         while self._due and self._due[0] <= now:
             self._due.pop(0)
         self.learn()
+        if self._steps_aside and not self._is_quiet(context, now):
+            self._due.insert(0, now + _QUIET)
+            return
+        if self._next is not None:
+            self._next.hold(False)
         ready = self._next or self._now
         # Standbys that wait for their rank have imported everything.
         if self.learned is not None and self.mode != "off" and not self._waits_for_rank:
@@ -319,6 +335,11 @@ class HelperPool:
             return
         if self.mode == "standby" and self.kind.startswith("python"):
             self._park(ready, context.nprocs)
+
+    def _is_quiet(self, context: PContext, now: float) -> bool:
+        """Whether the first worker has imported nothing since the last look."""
+        before, self._imported = self._imported, len(context.imported())
+        return self._imported == before or now >= self._quiet_by
 
     def learn(self) -> None:
         """Take in and keep what the first worker imported so far."""
@@ -372,6 +393,7 @@ class HelperPool:
         self._tell_of_standbys()
         left = [helpers for helpers in (self._next, self._now) if helpers is not None]
         for helpers in left:
+            helpers.hold(False)
             self._judge(helpers, over=True)
         if self._keep is not None and left:
             keep, self._keep = self._keep, None
@@ -448,10 +470,10 @@ def helper_pool_for(
     split = split_python(args)
     assert split is not None
     learned = ImportCache([split[1], split[2], *flags], os.environ)
-    crowded = nproc > len(os.sched_getaffinity(0))
+    spare = len(os.sched_getaffinity(0)) - nproc
     keep = None
     if keep_warm:
         from phalanx.warm.keep_warm import KeepWarm
 
         keep = KeepWarm(keep_warm, learned, list(preload), os.environ)
-    return HelperPool(" ".join(["python", *flags]), mode, learned, preload, warm_up, crowded, keep)
+    return HelperPool(" ".join(["python", *flags]), mode, learned, preload, warm_up, spare, keep)

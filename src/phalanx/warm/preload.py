@@ -31,7 +31,7 @@ from phalanx.warm.import_values import Renewal, checksum
 from phalanx.warm.late_variables import LateVariables
 from phalanx.warm.twin import Reserve
 from phalanx.warm.variables import NotedVariables, VariableCheck
-from phalanx.warm.verdict_log import covers
+from phalanx.warm.verdict_log import ImportGate, covers
 from phalanx.warm.vetting import Checkpoint, Scout, fork_checkpoint, kill_children, starts_no_thread
 
 TYPE_CHECKING = False
@@ -114,6 +114,7 @@ class Preload:
         self._hidden = {line[1:] for line in lines if line.startswith("!")}
         self._refused = {line[1:] for line in lines if line.startswith("-")}
         self._log = log
+        self._gate = ImportGate(log.fd)
         self._report = report
         self._vetted = how == "vetted"
         self._once = how != ""
@@ -338,6 +339,7 @@ class Preload:
         self._log.blame_executing()
 
     def _progress(self) -> None:
+        self._gate.wait(lambda: self._report(""))
         now = time.monotonic()
         if now - self._reported >= _REPORT_AFTER:
             self._reported = now

@@ -21,12 +21,41 @@ killed, or the job ended early. One line each:
 from __future__ import annotations
 
 import os
+import time
 
 from phalanx.kernel import anonymous_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+
+class ImportGate:
+    """The first byte of the file: with it, the agent holds up imports in the background while workers start.
+
+    Every process that imports passes it before each module. A priority is not enough: it counts within one
+    session only where the kernel groups processes by session, and ordinary users cannot raise it again.
+    """
+
+    OPEN, CLOSED = b".", b"|"
+    _PAUSE = 0.1  # seconds between two looks at a closed gate
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def close(self) -> None:
+        """In the agent: hold up what comes."""
+        os.pwrite(self._fd, self.CLOSED, 0)
+
+    def open(self) -> None:
+        """In the agent: let it go on."""
+        os.pwrite(self._fd, self.OPEN, 0)
+
+    def wait(self, report: Callable[[], None]) -> None:
+        """In a process that imports: until the gate is open; `report` is called meanwhile."""
+        while os.pread(self._fd, 1, 0) == self.CLOSED:
+            report()
+            time.sleep(self._PAUSE)
 
 
 class VerdictLog:

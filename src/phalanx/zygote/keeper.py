@@ -219,7 +219,7 @@ class PreloadList:
         os.lseek(fd, size, os.SEEK_SET)
         os.set_inheritable(fd, False)
         self.log = VerdictLog(fd, size)
-        nice, _, self.how = words.partition(" ")
+        _gate, nice, self.how = words.split(" ")
         if nice == "nice":
             from phalanx.warm.standby import lower_priority
 

@@ -180,9 +180,9 @@ class Spawner:
 
     def _write_wishes(self, names: list[str], background: bool, vetting: str) -> None:
         from phalanx.kernel import anonymous_file
-        from phalanx.warm.verdict_log import VerdictLog
+        from phalanx.warm.verdict_log import ImportGate, VerdictLog
 
-        words = f"{'nice' if background else '-'} {vetting}"
+        words = f"{ImportGate.OPEN.decode()} {'nice' if background else '-'} {vetting}"
         text = "\n".join([words, *names]).encode("utf-8", "surrogateescape")
         self._wishes = anonymous_file("phalanx-modules")
         os.write(self._wishes, text)
@@ -200,6 +200,14 @@ class Spawner:
         """Modules that do not suit a fork, and why."""
         log = self.log
         return log.in_words() if log is not None else []
+
+    def hold(self, held: bool) -> None:
+        """Hold up its imports, or let them go on; nothing happens if there are none."""
+        if self._wishes >= 0:
+            from phalanx.warm.verdict_log import ImportGate
+
+            gate = ImportGate(self._wishes)
+            gate.close() if held else gate.open()
 
     def _end_log(self) -> None:
         if self._wishes >= 0:
