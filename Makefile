@@ -33,8 +33,9 @@ etcd:
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
+TESTS  ?=
 test: $(READY) $(EXTRAS) etcd
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -n $(JOBS) $(TESTS)
 
 # Coverage of all processes, by the tests named in COVER; no module of the core may be below 95 %.
 COVER  ?= tests/unit tests/simulation
