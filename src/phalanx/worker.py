@@ -36,12 +36,18 @@ from phalanx.supervision.heartbeat import (
     BEAT,
     BEAT_AT,
     DEADLINE_AT,
+    FIRST_AT,
     LISTENS_AT,
     MAGIC,
+    MARK_AT,
+    MOMENT,
+    PASSED_AT,
     PID,
     PID_AT,
     PREEMPTED_AT,
     READY_AT,
+    SAVED,
+    SAVED_AT,
     SECTION_AT,
     SECTION_BYTES,
     SIGNAL_AT,
@@ -76,11 +82,18 @@ __all__ = [
     "wait_for_rank",
 ]
 
+_CHECKPOINT = "checkpoint"  # the section whose time the goodput ledger books by itself
 _STANDBY = "_phalanx_standby"  # of warm/script_standby.py, in sys.modules: this process waits for a rank
 
 _board: mmap.mmap | None = None  # None: not a Phalanx worker
 _bell = -1
 _count = 0
+_watched = 1  # the number of the heartbeat that the goodput ledger waits for
+_begun = 0  # heartbeats before the first one that it counts
+_watched_step = 0  # the step at the one that it last looked at, and its number
+_watched_count = 0
+_saved = _saved_since_beat = _saving_since = 0.0  # seconds in checkpoint sections
+_saved_count = 0  # heartbeats sent when the last one of them ended
 _pack_beat = BEAT.pack_into
 _sections: list[str] = []
 _state: tuple[str, RankState] | None = None  # what it was made from, and it
@@ -101,8 +114,8 @@ def heartbeat(step: int | None = None) -> None:
         return
     _count += 1
     _pack_beat(board, BEAT_AT, -1 if step is None else step, monotonic(), _count)
-    if _count == 1:
-        _wake_agent()
+    if _count == _watched:
+        _note_beat(board, step)
     if _callbacks and board[PREEMPTED_AT]:
         _run_callbacks()
 
@@ -192,12 +205,16 @@ class section:
 
     def __enter__(self) -> None:
         if _board is not None:
-            _sections.append(str(self._name))
+            name = str(self._name)
+            if name == _CHECKPOINT and name not in _sections:
+                _begin_saving(_board)
+            _sections.append(name)
             _write_section(_board)
 
     def __exit__(self, *_: object) -> None:
         if _board is not None and _sections:
-            _sections.pop()
+            if _sections.pop() == _CHECKPOINT and _CHECKPOINT not in _sections:
+                _end_saving(_board)
             _write_section(_board)
 
 
@@ -301,6 +318,52 @@ def _rank_state() -> RankState | None:
         else:
             _state = text, RankState(place)
     return _state[1]
+
+
+def _note_beat(board: mmap.mmap, step: int | None) -> None:
+    """This heartbeat is the first one, or the first to reach the step of an earlier start, or near it."""
+    global _watched, _watched_step, _watched_count
+    now, stride = monotonic(), 1.0
+    if _count == _begun + 1:
+        MOMENT.pack_into(board, FIRST_AT, -1 if step is None else step, now, _saved)
+        _wake_agent()
+    elif step is not None and _count > _watched_count:
+        stride = max(1.0, (step - _watched_step) / (_count - _watched_count))
+    mark = PID.unpack_from(board, MARK_AT)[0] - 1
+    if step is None or mark < 0:
+        return
+    if step >= mark:
+        MOMENT.pack_into(board, PASSED_AT, step, now, _saved)
+        return
+    # Not every heartbeat is looked at: the one that should reach it, by the pace so far; at first the next.
+    ahead = int((mark - step) / stride) if _watched_count else 1
+    _watched, _watched_step, _watched_count = _count + max(1, ahead), step, _count
+
+
+def _begin_again() -> None:
+    """The program goes on after an incident in the same process: for the ledger, a start of its own."""
+    global _begun, _watched, _watched_step, _watched_count, _saved, _saved_since_beat
+    _begun, _watched, _watched_step, _watched_count = _count, _count + 1, 0, 0
+    _saved = _saved_since_beat = 0.0
+    if _board is not None:
+        MOMENT.pack_into(_board, FIRST_AT, 0, 0.0, 0.0)
+        MOMENT.pack_into(_board, PASSED_AT, 0, 0.0, 0.0)
+        SAVED.pack_into(_board, SAVED_AT, 0.0, 0.0, 0, _saving_since)
+
+
+def _begin_saving(board: mmap.mmap) -> None:
+    global _saving_since
+    _saving_since = monotonic()
+    SAVED.pack_into(board, SAVED_AT, _saved, _saved_since_beat, _saved_count, _saving_since)
+
+
+def _end_saving(board: mmap.mmap) -> None:
+    global _saved, _saved_since_beat, _saved_count, _saving_since
+    took = monotonic() - _saving_since
+    if _saved_count != _count:
+        _saved_count, _saved_since_beat = _count, 0.0
+    _saved, _saved_since_beat, _saving_since = _saved + took, _saved_since_beat + took, 0.0
+    SAVED.pack_into(board, SAVED_AT, _saved, _saved_since_beat, _saved_count, 0.0)
 
 
 def _write_section(board: mmap.mmap) -> None:

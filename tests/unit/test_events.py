@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
+from phalanx.core.incidents import Incident, OpenIncident
 from phalanx.environment import EVENTS_FILE
 from phalanx.observe import events
 from phalanx.observe.events import (
     Event,
     EventSource,
-    Incident,
-    IncidentMarks,
     NodeState,
     RdzvEvent,
     construct_and_record_rdzv_event,
@@ -199,7 +198,11 @@ def test_a_logging_handler_writes_to_the_destination(lines: list[str]) -> None:
 
 
 def test_an_incident_with_its_recovery_budget(lines: list[str]) -> None:
-    marks = IncidentMarks(Incident("rank 3 exit code 1; restart 1 of 3", 4, 1, rank=3, pid=70, exit_code=1))
+    marks = OpenIncident(
+        Incident(
+            1, "rank 3 exit code 1; restart 1 of 3", "failure", "restart", 4, 1, rank=3, pid=70, exit_code=1
+        )
+    )
     for stage, at in [
         ("failed", 10.0),
         ("detected", 10.002),
@@ -209,25 +212,21 @@ def test_an_incident_with_its_recovery_budget(lines: list[str]) -> None:
         ("first_line", 10.100),
         ("first_line", 99.0),
     ]:
-        marks.mark(stage, at)
-    incident = marks.incident()
-    assert tuple(incident.as_dict().values())[-6:] == (2.0, 48.0, 8.0, 10.0, 40.0, 100.0)
-    record_incident(incident, "list")
+        marks = marks.mark(stage, at)
+    record_incident(marks.record(over=True), "list")
     event = Event.deserialize(lines[0])
     assert event.name == "incident"
     assert event.metadata["reason"] == "rank 3 exit code 1; restart 1 of 3"
-    assert event.metadata["total_ms"] == 100.0
-    assert incident.serialize() == lines[0]
+    names = ("detect_ms", "stop_ms", "reform_ms", "start_ms", "first_line_ms", "first_step_ms", "total_ms")
+    assert [event.metadata[name] for name in names] == [2.0, 48.0, 8.0, 10.0, 40.0, None, 100.0]
+    assert (event.metadata["kind"], event.metadata["recovery"]) == ("failure", "restart")
 
 
 def test_an_incident_that_did_not_recover_has_no_times_for_what_never_came() -> None:
-    marks = IncidentMarks(Incident("x"))
-    marks.mark("detected", 5.0)
-    marks.mark("stopped", 4.0)
-    incident = marks.incident()
-    assert (incident.stop_ms, incident.reform_ms, incident.total_ms) == (0.0, None, None)
+    incident = OpenIncident(Incident(1, "x")).mark("detected", 5.0).mark("stopped", 4.0).record()
+    assert (incident.stop, incident.reform, incident.total) == (0.0, None, None)
     with pytest.raises(ValueError, match="unknown stage 'nap'"):
-        marks.mark("nap", 1.0)
+        OpenIncident(Incident(1, "x")).mark("nap", 1.0)
 
 
 def test_torchs_names_are_where_torch_has_them() -> None:

@@ -133,6 +133,7 @@ EVENTS: list[group_events.Event] = [
     BarrierDone(),
     Uninterruptible((1,)),
     Hang("x"),
+    group_events.RestartRequested("asked"),
     Tick(),
 ]
 

@@ -356,7 +356,7 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
 
 
 def test_status_answers_a_limited_number_of_clients_per_turn() -> None:
-    status = StatusSocket(lambda: {"a": 1})
+    status = StatusSocket(lambda _request, answer: answer({"a": 1}))
     if not status.fds(Phase.RUNNING):
         pytest.skip("needs abstract sockets")
     assert status._socket is not None
@@ -367,14 +367,69 @@ def test_status_answers_a_limited_number_of_clients_per_turn() -> None:
             client.settimeout(HUNG)
             client.connect(status._socket.getsockname())
             clients.append(client)
-        status.answer()
+        status.look(Phase.RUNNING, 100.0)
+        assert status.deadline(Phase.RUNNING) is not None, "silent clients are answered after a while"
+        assert len(status.fds(Phase.RUNNING)) == 16, "and no more of them are taken meanwhile"
+        clients[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            clients[0].recv(100)
+        status.look(Phase.RUNNING, 101.0)
         clients[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             clients[-1].recv(100)
-        status.answer()
-        clients[-1].settimeout(HUNG)
+        clients[-1].sendall(b'{"ask": "status"}\n')
+        status.look(Phase.RUNNING, 101.0)
+        for client in clients:
+            client.settimeout(HUNG)
         assert [client.recv(100) for client in clients] == [b'{"a": 1}'] * 17
+        assert status.deadline(Phase.RUNNING) is None
     finally:
         for client in clients:
             client.close()
         status.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "got"),
+    [
+        (b"not json\n", b'{"error": "a request is one JSON object"}'),
+        (b"[1]\n", b'{"error": "a request is one JSON object"}'),
+        (b"[" * 5000 + b"\n", b'{"error": "a request is one JSON object"}'),
+        (b"x" * (1 << 17), b""),
+        (b'{"late": true}\n', b'{"error": "no answer in time"}'),
+        (b'{"large": true}\n', b'{"text": "' + b"x" * 5_000_000 + b'"}'),
+    ],
+    ids=["not json", "an array", "deep", "too long", "late", "large"],
+)
+def test_what_a_client_of_the_socket_may_send(sent: bytes, got: bytes) -> None:
+    def handle(request: dict[str, Any], answer: Any) -> None:
+        if "large" in request:
+            answer({"text": "x" * 5_000_000})
+
+    status = StatusSocket(handle)
+    if not status.fds(Phase.RUNNING):
+        pytest.skip("needs abstract sockets")
+    assert status._socket is not None
+    received = b""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(status._socket.getsockname())
+        client.setblocking(False)
+        now = time.monotonic()
+        while True:
+            try:
+                sent = sent[client.send(sent) :] if sent else sent
+            except OSError:
+                sent = b""
+            now += 0.001 if sent or received else 5.0  # a late answer is given up
+            status.look(Phase.RUNNING, now)
+            try:
+                data = client.recv(1 << 20)
+            except BlockingIOError:
+                continue
+            except ConnectionResetError:
+                break
+            if not data:
+                break
+            received += data
+    status.close()
+    assert received == got

@@ -253,7 +253,7 @@ class LocalWorkers:
                 at_failure=self._at_failure,
                 lease=-1 if self._lease is None else self._lease.fileno(),
                 warm=self._helpers.warm,
-                boards=self._supervision.boards(len(args)),
+                boards=self._supervision.boards(len(args), self._record.history.marks),
                 state=self._state.assign(
                     [worker.global_rank for worker in self._group.workers],
                     self._group.workers[0].world_size,
@@ -452,6 +452,10 @@ class LocalWorkers:
                 values = {workers[rank].global_rank: value for rank, value in result.return_values.items()}
                 return RunResult(WorkerState.SUCCEEDED, values)
         return RunResult(WorkerState.HEALTHY)
+
+    def ended_at(self, rank: int) -> float | None:
+        """When a local rank succeeded, by the wall clock."""
+        return None if self.context is None else self.context.succeeded_at(rank)
 
     @property
     def decided(self) -> bool:

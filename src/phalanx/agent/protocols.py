@@ -5,7 +5,7 @@ takes time answers with an event, from `look` or through the loop's queue.
 
 | protocol   | implementations |
 |---|---|
-| `LoopPart` | `NodeWorkers`, `HelperPool`, `Supervision`, `StatusSocket`, `ProgressPart` |
+| `LoopPart` | `NodeWorkers`, `HelperPool`, `Supervision`, `StatusSocket`, `RequestDesk`, `ProgressPart` |
 | `NodeWorkers`  | `LocalWorkers` (processes), `StepWorkers` (a subclass of `SimpleElasticAgent` has them) |
 | `Nodes`    | `HandlerNodes` (torch's interface: solo, plug-ins), `ElasticNodes` |
 """
@@ -13,7 +13,7 @@ takes time answers with an event, from `look` or through the loop's queue.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from phalanx.agent.spec import RunResult
@@ -95,6 +95,20 @@ class Nodes(Protocol):
     @property
     def worker_ranks(self) -> list[WorkerRanks] | None:
         """The ranks of this node's workers, where the round determines them; None: one node, or all alike."""
+
+    on_request: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None] | None
+    """Called, in the owner's thread, with what another node asks (requests.py), and how to answer it."""
+
+    def place(self) -> dict[str, Any]:
+        """This node among the others: id, address, lease_age and spare, where they are known."""
+
+    def ask(
+        self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
+    ) -> None:
+        """Ask all other nodes; `then` is called by the owner thread, with the answers and who is missing."""
+
+    def drain(self) -> str:
+        """Let this node leave the job, as another node may ask it to; what happens, in words."""
 
     def join(self, gone: int | None, attempt: int) -> None:
         """Be in the next round: `RoundReady` or `RoundFailed`. `gone`: the last one, if no worker is left."""

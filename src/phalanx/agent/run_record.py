@@ -6,6 +6,8 @@ import sys
 import time
 from collections import deque
 
+from phalanx.agent.job_history import JobHistory
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +44,7 @@ class RunRecord:
         self._policy = policy
         self._supervision = supervision
         self._began = time.time()
+        self.history = JobHistory(group.spec.local_world_size, supervision)
         self._log: RunLog | None = None  # None where nothing records events or metrics
         self._notifier = options.notifier
         self._told_of_incident = False  # through the notifier; its recovery is told of, too
@@ -60,7 +63,8 @@ class RunRecord:
             return
         from phalanx.observe.run_log import RunLog
 
-        self._log = RunLog(destination, self._group, self._policy, self._supervision.begun)
+        self._log = log = RunLog(destination, self._group, self._policy)
+        self.history.listeners.append(log.incident)
 
     def step(
         self,
@@ -74,8 +78,9 @@ class RunRecord:
         self._group.state = state.worker_state
         if self._on_reason is not None:
             self._on_reason(f"{type(event).__name__}: {reason}")
+        self.history.step(event, state, commands, reason, result)
         if self._log is not None:
-            self._log.step(event, state, commands, reason, result)
+            self._log.step(event, state, commands)
         if self._notifier is not None and commands:
             kind = _NOTIFIED.get(type(event).__name__)
             if kind is not None:
@@ -96,11 +101,11 @@ class RunRecord:
 
     def settle(self) -> None:
         """Complete the record of an incident, where that is possible by now."""
-        if self._log is not None:
-            self._log.settle()
+        self.history.settle()
 
     def end(self, finish: Finish | None, result: RunResult, attempt: int) -> None:
         """The run is over."""
+        self.history.end()
         if self._log is not None:
             self._log.end(self._group, finish, result, attempt, self.workers_recorded)
             self._log = None

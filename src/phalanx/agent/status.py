@@ -1,9 +1,15 @@
-"""The status of a job: a socket of this machine, for its own user, answered by the agent's loop.
+"""The socket of a job: for this machine and its own user, answered by the agent's loop.
 
-A client that connects gets one JSON object and the end of the stream; it sends nothing. The socket has a name
-in the kernel and none in the file system (Linux's abstract namespace): a killed agent leaves nothing behind.
-`phalanx status` finds it in the kernel's own list. Such a name has no owner and no mode: both sides check the
-other's user.
+    client   connects; sends one JSON object and a line break, or nothing
+    agent    sends one JSON object, and the end of the stream
+
+A client that sends nothing gets the state of the node; what can be asked for is in agent/requests.py. The
+socket has a name in the kernel and none in the file system (Linux's abstract namespace): a killed agent
+leaves nothing behind. `phalanx status` finds it in the kernel's own list. Such a name has no owner and no
+mode: both sides check the other's user.
+
+Everything is bounded: clients at a time, the size of a request, the time to make it, to answer it and to read
+the answer. No client makes the loop wait, and without one nothing wakes it up.
 """
 
 from __future__ import annotations
@@ -16,26 +22,34 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from typing import Any
 
-    from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.core.group import Phase
 
+    Answer = Callable[[dict[str, Any]], None]
+
 PREFIX = "phalanx/"
-_BUFFER = 1 << 20  # an answer is never waited for: what does not fit is lost
+_BUFFER = 1 << 20
 _PEER = 12  # struct ucred: pid, uid, gid
 _QUICK = 0.05  # seconds in which a start mostly is over
-_AT_ONCE = 16  # answers between two looks at the workers, however many ask
+_MOST = 16  # clients at a time; more wait in the kernel's queue
+_LONGEST = 1 << 16  # bytes of a request
+_ASKING = 0.2  # seconds to send one: a client that sends nothing is an old one, and gets the state
+_WORKING = 20.0  # seconds to answer it
+_TELLING = 10.0  # seconds to read the answer
 
 
 class StatusSocket:
-    """Listens from the loop's first wait until it is closed; where the system has no such sockets, never."""
+    """Listens from the loop's first wait until it is closed; where the system has no such sockets, never.
 
-    def __init__(self, tell: Callable[[], dict[str, Any]]) -> None:
-        self._tell = tell
+    `handle(request, answer)` is called for every request, and calls `answer` then or later."""
+
+    def __init__(self, handle: Callable[[dict[str, Any], Answer], None]) -> None:
+        self._handle = handle
         self._socket: socket.socket | None = None
         self._open_at: float | None = 0.0  # None: it has been opened
+        self._clients: list[StatusClient] = []
 
     def _open(self) -> None:
         import socket
@@ -59,50 +73,150 @@ class StatusSocket:
                 self._open()
             elif not self._open_at:
                 self._open_at = time.monotonic() + _QUICK
-        return [] if self._socket is None else [(self._socket.fileno(), select.POLLIN)]
+        if self._socket is None:
+            return []
+        found = [(one.peer.fileno(), one.mask) for one in self._clients if one.mask]
+        if len(self._clients) < _MOST:
+            found.append((self._socket.fileno(), select.POLLIN))
+        return found
 
     def deadline(self, phase: Phase) -> float | None:
-        return self._open_at
+        return min((one.until for one in self._clients), default=self._open_at)
 
     def look(self, phase: Phase, now: float) -> None:
         if self._open_at and now >= self._open_at:
             self._open()
-        self.answer()
+        self._accept(now)
+        for client in self._clients:
+            client.advance(now)
+        self._clients = [one for one in self._clients if not one.closed]
 
-    def answer(self) -> None:
-        """Answer the clients that have connected by now; never waits."""
-        for _ in range(_AT_ONCE):
-            if self._socket is None:
-                return
+    def _accept(self, now: float) -> None:
+        while self._socket is not None and len(self._clients) < _MOST:
             try:
                 peer, _ = self._socket.accept()
             except OSError:
                 return
-            with peer:
-                if user_of(peer) in (os.geteuid(), 0):
-                    self._answer(peer)
-
-    def _answer(self, peer: socket.socket) -> None:
-        import json
-        import socket
-
-        try:
-            peer.setblocking(False)
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-            peer.send(json.dumps(self._tell()).encode())
-        except OSError:
-            pass  # the client has gone, or is slow; it may ask again
-        except Exception as error:  # noqa: BLE001 - a request must never end the job, but the fault is reported
-            from phalanx.log import warn
-
-            warn(f"status: no answer, because of {type(error).__name__}: {error}")
+            if user_of(peer) in (os.geteuid(), 0):
+                self._clients.append(StatusClient(peer, self._handle, now))
+            else:
+                peer.close()
 
     def close(self) -> None:
         """Stop listening; idempotent."""
         self._open_at = None
+        clients, self._clients = self._clients, []
+        for one in clients:
+            one.close()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+class StatusClient:
+    """One client, from its connection to the end of the answer; never waits."""
+
+    def __init__(
+        self, peer: socket.socket, handle: Callable[[dict[str, Any], Answer], None], now: float
+    ) -> None:
+        import socket
+
+        self.peer = peer
+        self.closed = False
+        self.until = now + _ASKING
+        self._handle = handle
+        self._asked: bytearray | None = bytearray()  # None: the request is complete
+        self._told: memoryview | None = None
+        peer.setblocking(False)
+        try:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        except OSError:
+            pass
+
+    @property
+    def mask(self) -> int:
+        """What to poll for; 0 while the answer is being made."""
+        if self._told is not None:
+            return select.POLLOUT
+        return select.POLLIN if self._asked is not None else 0
+
+    def advance(self, now: float) -> None:
+        """Go on as far as possible."""
+        if self._asked is not None:
+            self._listen(now)
+        elif self._told is not None:
+            self._tell()
+        if not self.closed and now >= self.until:
+            if self._told is None:
+                self.answer({"error": "no answer in time"})
+            self.close()
+
+    def _listen(self, now: float) -> None:
+        assert self._asked is not None
+        ended = False
+        try:
+            data = self.peer.recv(_LONGEST + 1)
+            ended = not data
+            self._asked += data
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.close()
+            return
+        line, found, _ = self._asked.partition(b"\n")
+        if len(line) > _LONGEST:
+            self.close()
+        elif found or ended or now >= self.until:
+            self._asked = None
+            self.until = now + _WORKING
+            self._ask(bytes(line))
+
+    def _ask(self, line: bytes) -> None:
+        request: object = {}
+        if line.strip():
+            import json
+
+            try:
+                request = json.loads(line)
+            except (ValueError, RecursionError):
+                request = None
+        if not isinstance(request, dict):
+            self.answer({"error": "a request is one JSON object"})
+            return
+        try:
+            self._handle(request, self.answer)
+        except Exception as error:  # noqa: BLE001 - a request must never end the job, but the fault is reported
+            from phalanx.log import warn
+
+            warn(f"status: no answer, because of {type(error).__name__}: {error}")
+            self.answer({"error": f"{type(error).__name__}: {error}"})
+
+    def answer(self, told: dict[str, Any]) -> None:
+        """Send the answer; in the owner's thread, once."""
+        if self.closed or self._told is not None:
+            return
+        import json
+
+        self._told = memoryview(json.dumps(told).encode())
+        self.until = time.monotonic() + _TELLING
+        self._tell()
+
+    def _tell(self) -> None:
+        assert self._told is not None
+        try:
+            while self._told:
+                self._told = self._told[self.peer.send(self._told) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # the client has gone; it may ask again
+        self.close()
+
+    def close(self) -> None:
+        """Hang up; idempotent."""
+        if not self.closed:
+            self.closed = True
+            self.peer.close()
 
 
 def user_of(peer: socket.socket) -> int:
@@ -111,79 +225,3 @@ def user_of(peer: socket.socket) -> int:
 
     data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER)
     return int.from_bytes(data[4:8], sys.byteorder)
-
-
-# ---- the answer --------------------------------------------------------------------------------------
-
-
-def snapshot(agent: LocalElasticAgent, since: float) -> dict[str, Any]:
-    """The job as this agent sees it, as plain values; `since`: when the agent began, by the wall clock."""
-    group, state = agent.get_worker_group(), agent.state
-    current = state.round
-    findings = agent.supervision.incidents.findings
-    return {
-        "run": agent._rdzv_handler.get_run_id(),
-        "name": agent.job_name,
-        "host": agent.host,
-        "pid": os.getpid(),
-        "since": since,
-        "now": time.time(),
-        "phase": state.phase.value,
-        "waiting_for": agent.waiting_for,
-        "round": 0 if current is None else current.number,
-        "nodes": [] if current is None else list(current.members),
-        "node": -1 if current is None else current.node_rank,
-        "restarts": state.attempt,
-        "max_restarts": agent.restart_policy.max_restarts,
-        "world_size": max((worker.world_size for worker in group.workers), default=0),
-        "workers": _workers(agent),
-        "standbys": _standbys(agent),
-        "slow": [one["summary"] for one in findings if one["kind"] == "straggler"],
-        "hangs": [one["summary"] for one in findings if one["kind"] == "hang"],
-        "incidents": [{"at": at, "what": line} for at, line in agent.notes],
-        "logs": agent.run_dir or "",
-    }
-
-
-def _workers(agent: LocalElasticAgent) -> list[dict[str, Any]]:
-    detector = agent.supervision.detector
-    context = agent._pcontext
-    if context is None:
-        return []
-    pids, running = context.pids(), context.running
-    beats = {} if detector is None else {beat.rank: beat for beat in detector.beats()}
-    now = time.monotonic()
-    found = []
-    for worker in agent.get_worker_group().workers:
-        beat = beats.get(worker.global_rank)
-        found.append(
-            {
-                "rank": worker.global_rank,
-                "local_rank": worker.local_rank,
-                "pid": pids.get(worker.local_rank),
-                "running": worker.local_rank in running,
-                "ready": beat is not None and bool(beat.ready_at or beat.count),
-                "step": None if beat is None else beat.step,
-                "rate": None if detector is None else detector.rates.get(worker.global_rank),
-                "quiet": now - beat.beat_at if beat is not None and beat.count else None,
-                "section": "" if beat is None else beat.section,
-            }
-        )
-    return found
-
-
-def _standbys(agent: LocalElasticAgent) -> dict[str, Any]:
-    pids = agent.helpers.parked
-    return {"count": len(pids), "pids": list(pids), "memory": memory_of(pids)}
-
-
-def memory_of(pids: Iterable[int]) -> int:
-    """Bytes that these processes use, shared pages counted in shares; 0 where that is not known."""
-    total = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/smaps_rollup") as file:
-                total += sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
-        except (OSError, ValueError):
-            continue
-    return total

@@ -68,11 +68,13 @@ from phalanx.workers.signals import SignalScope, signals_to_handle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
+    from phalanx.agent.job_history import JobHistory
     from phalanx.agent.protocols import Nodes, NodeWorkers
     from phalanx.agent.worker_store import WorkerStore
-    from phalanx.core.group_events import Finish
+    from phalanx.core.group_events import Event, Finish
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousInfo
     from phalanx.supervision.timers.file_timer import FileTimerServer
@@ -216,6 +218,11 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
     def job_name(self) -> str:
         """As the failure report calls the job."""
         return self._record.job_name
+
+    @property
+    def history(self) -> JobHistory:
+        """The incidents of this agent, and its goodput ledger."""
+        return self._record.history
 
     @property
     def notes(self) -> list[tuple[float, str]]:
@@ -600,13 +607,17 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._meeting: WorkerStore | None = None  # what this node opened last for a round's workers
         self.helpers = options.helpers or HelperPool()
         self.kept_state = options.state or StateHolder()
-        self._since = time.time()
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout, options=options)
-        from phalanx.agent.status import StatusSocket, snapshot
+        from phalanx.agent.node_view import NodeView
+        from phalanx.agent.requests import RequestDesk
+        from phalanx.agent.status import StatusSocket
 
         self.kept_state.note, self.kept_state.post = self._record.note, self._post
-        self.status = StatusSocket(lambda: snapshot(self, self._since))
-        self._loop.parts += [self.helpers, self.status]
+        self.desk = RequestDesk(self, NodeView(self, time.time()))
+        self.status = StatusSocket(self.desk.handle)
+        self._loop.nodes.on_request = self.desk.answer
+        self._loop.parts += [self.helpers, self.status, self.desk]
+        self.history.ended = self._workers.ended_at
 
     def _new_workers(self, nodes: Nodes, policy: core.GroupPolicy) -> LocalWorkers:
         self._workers = LocalWorkers(
@@ -712,6 +723,24 @@ class LocalElasticAgent(SimpleElasticAgent):
             return self._logs_specs.root_log_dir  # a plug-in has its own layout of files
         rank_dir = os.path.dirname(next(iter(context.error_files.values())))
         return os.path.dirname(os.path.dirname(rank_dir))
+
+    def post(self, event: Event) -> None:
+        """Queue an event for the owner's thread; from any thread."""
+        self._post(event)
+
+    def place(self) -> dict[str, Any]:
+        """This node among the others: id, address, lease_age, and whether it is a spare, where known."""
+        return self._loop.nodes.place()
+
+    def ask_nodes(
+        self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
+    ) -> None:
+        """Ask all other nodes; `then` gets their answers, and how many did not answer, in this thread."""
+        self._loop.nodes.ask(request, timeout, then)
+
+    def drain(self) -> str:
+        """Let this node leave the job; what will happen, in words."""
+        return self._loop.nodes.drain()
 
     def remove_empty_logs(self) -> None:
         """Remove the temporary directories of this run that hold no output; given ones stay."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.agent.status import memory_of
+from phalanx.agent.node_view import memory_of
 from phalanx.environment import variables
 from phalanx.kernel import stat_fields
 from phalanx.log import printable

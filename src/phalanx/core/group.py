@@ -27,6 +27,8 @@ The rules:
   One that is closed while workers run here is a failure: they have not succeeded.
   The node that closes it states which; where the backend cannot carry that, a job that is closed while this
   node recovers from a failure counts as failed.
+- A restart that a person asks for is no failure. A node without others re-forms at no cost; with others it
+  uses one restart, because a failure is what makes all nodes stop together; without one left it is refused.
 - A worker that outlives SIGKILL is never started over: the outcome is FAILED and names it.
 - A start that fails is not tried again (a missing program stays missing) unless the shell reports that
   the cause may pass. It is this node's failure, not the job's: the node fails and leaves, and the job goes
@@ -66,6 +68,7 @@ from phalanx.core.group_events import (
     Outcome,
     PeerFailed,
     ReportFailure,
+    RestartRequested,
     RoundFailed,
     RoundOver,
     RoundReady,
@@ -366,6 +369,18 @@ def on_round_over(state: GroupState, event: RoundOver, now: float, policy: Group
     return _reform(state, now, policy, f"{event.reason}; re-forming, which uses no restart", *kill)
 
 
+def on_restart_requested(state: GroupState, event: RestartRequested, now: float, policy: GroupPolicy) -> Step:
+    if state.round is None or len(state.round.members) < 2:
+        return _reform(state, now, policy, f"{event.reason}; re-forming, which uses no restart")
+    # The other nodes know two reasons to stop: a change of members, which is the leader's, and a failure.
+    failure = Failure(now, event.reason, None, now - state.started_at, True)
+    verdict = restarts.decide(state.history, failure, now, policy.restarts)
+    if not verdict.restart:  # a request must not end the job
+        line = f"{event.reason}; refused: {verdict.reason}"
+        return _go(state, state.phase, line, Note(line))
+    return _failure(state, now, policy, event.reason, failure)
+
+
 def on_succeeded(state: GroupState, event: AllSucceeded, now: float, policy: GroupPolicy) -> Step:
     command = EnterBarrier(_number(state))
     changes = {"worker_state": WorkerState.SUCCEEDED, "cause": ""}
@@ -564,6 +579,7 @@ MOVES: Mapping[Phase, Row] = {
     },
     STARTING: {
         **_UP,
+        RestartRequested: (on_restart_requested, (REFORMING, STARTING)),
         Started: (on_started, (RUNNING,)),
         StartFailed: (on_start_failed, (JOINING, DONE)),
         MembershipChanged: (on_membership, (REFORMING, STARTING)),
@@ -573,6 +589,7 @@ MOVES: Mapping[Phase, Row] = {
     },
     RUNNING: {
         **_UP,
+        RestartRequested: (on_restart_requested, (REFORMING, RUNNING)),
         MembershipChanged: (on_membership, (REFORMING, RUNNING)),
         PeerFailed: (on_peer_failed, (REFORMING, RUNNING, ENDING)),
         RoundOver: (on_round_over, (REFORMING, RUNNING)),
@@ -594,7 +611,7 @@ MOVES: Mapping[Phase, Row] = {
     DONE: {},
 }
 
-_WATCHDOGS = frozenset[type[Any]]({Hang, Uninterruptible, Tick, BarrierDone})
+_WATCHDOGS = frozenset[type[Any]]({Hang, Uninterruptible, RestartRequested, Tick, BarrierDone})
 """Posted by other threads, which may be a moment behind the owner."""
 _EXITS = frozenset[type[Any]]({Started, StartFailed, WorkerFailed, AllSucceeded})
 """Posted about workers that are being stopped. After `Stopped` nothing more may come about them: it

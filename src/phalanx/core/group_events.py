@@ -179,6 +179,12 @@ class Hang(Record):
     final: bool = False
 
 
+class RestartRequested(Record):
+    """A person asked for a restart of the workers; nothing failed."""
+
+    reason: str
+
+
 class Tick(Record):
     """The time asked for with `WakeAt` has come."""
 
@@ -199,6 +205,7 @@ Event: TypeAlias = (
     | BarrierDone
     | Uninterruptible
     | Hang
+    | RestartRequested
     | Tick
 )
 

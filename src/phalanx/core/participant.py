@@ -420,6 +420,11 @@ class Participant:
         surely = self._proof + self.options.ttl * FENCE
         return surely if self._cap is None else min(surely, self._cap)
 
+    @property
+    def confirmed_at(self) -> float:
+        """When the last keep-alive was sent that the store has answered."""
+        return self._proof
+
     def _check_fence(self, now: float) -> None:
         if self.lease and now >= self.fence_at:
             self._fence(now, f"no answer from the store for {now - self._proof:.1f} s, the lease may be over")

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from phalanx.membership.membership import Membership
     from phalanx.membership.membership_events import Happening
 
+    RequestHandler = Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]
+
 _LAST_WORD = 5.0  # for the other nodes to learn how it ended here
 
 
@@ -69,6 +71,8 @@ class ElasticNodes:
         self._farewells = 0
         self.failure: NodeFailure | None = None  # what ended the job, the same on every node
         self.error: RendezvousError | None = None  # what ended it here, where no worker did
+        self.on_request: RequestHandler | None = None
+        membership.on_request = self._requested
 
     @property
     def waiting(self) -> str:
@@ -78,6 +82,54 @@ class ElasticNodes:
     def job_failure(self) -> tuple[str, int] | None:
         told = self.failure
         return None if told is None else (told.report or told.summary, told.exit_code)
+
+    # Questions from and to the other nodes
+
+    def _requested(self, request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+        """From the membership's thread."""
+
+        def handle() -> None:
+            if self.on_request is not None:
+                self.on_request(request, answer)
+
+        self._post(handle)
+
+    def place(self) -> dict[str, Any]:
+        membership = self._membership
+        return {
+            "id": membership.info.id,
+            "address": membership.info.addr,
+            "lease_age": membership.lease_age,
+            "spare": membership.is_spare,
+        }
+
+    def ask(
+        self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
+    ) -> None:
+        import threading
+
+        from phalanx.errors import StoreError
+        from phalanx.membership.node_requests import ask_nodes
+
+        membership, client = self._membership, self._membership.client
+
+        def run() -> None:
+            answers: list[dict[str, Any]] = []
+            silent = 0
+            if client is not None and membership.participant is not None:
+                try:
+                    run_id = membership.settings.run_id
+                    found, silent = ask_nodes(client, run_id, request, timeout, membership.info.id)
+                    answers = list(found.values())
+                except StoreError:
+                    silent = 1  # the store is away, and the others behind it
+            self._post(lambda: then(answers, silent))
+
+        threading.Thread(target=run, name="phalanx-ask", daemon=True).start()
+
+    def drain(self) -> str:
+        self._membership.drain()
+        return f"{self.name} leaves the job; the others go on"
 
     # What the agent reports
 

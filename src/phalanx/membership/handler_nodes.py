@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from phalanx.core.ranks import WorkerRanks
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
 
+    RequestHandler = Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]
+
 
 class HandlerNodes:
     """The other nodes, as far as a handler knows them."""
@@ -49,6 +51,7 @@ class HandlerNodes:
         self._info: RendezvousInfo | None = None
         self.worker_ranks: list[WorkerRanks] | None = None
         self.error: BaseException | None = None  # what the handler raised last
+        self.on_request: RequestHandler | None = None  # there is no way for others to ask
         self._asking: threading.Event | None = None  # set: the thread that asks for waiting nodes ends
         self._farewells = 0
 
@@ -68,6 +71,20 @@ class HandlerNodes:
         thread = threading.Thread(target=run, name=f"phalanx-{name}", daemon=True)
         thread.start()
         return thread
+
+    # -- questions ----------------------------------------------------------------------------------
+
+    def place(self) -> dict[str, Any]:
+        return {}
+
+    def ask(
+        self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
+    ) -> None:
+        then([], 0)
+
+    def drain(self) -> str:
+        self._post(events.RoundFailed("graceful", "drained on request"))
+        return "this node leaves the job"
 
     # -- rounds -------------------------------------------------------------------------------------
 

@@ -39,12 +39,13 @@ from phalanx.core.participant_events import (
     WorkersEnded,
     WorkersStopped,
 )
-from phalanx.core.round_records import CLOSED, FORMING, NodeInfo, Result, encode, printable
+from phalanx.core.round_records import ACTIVE, CLOSED, FORMING, NodeInfo, Result, encode, printable
 from phalanx.core.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError
 from phalanx.membership.address import listening_address
 from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Remark, Waiting
 from phalanx.membership.mismatches import Mismatches
+from phalanx.membership.node_requests import NodeRequests, told_prefix
 from phalanx.membership.settings import open_server
 from phalanx.membership.waiting_line import StatusLine
 
@@ -128,6 +129,13 @@ class Membership:
         self._unfit = ""  # why this node cannot be part of any round
         self._closing = False
         self._mismatches = Mismatches(options, settings.name, tell)
+        self.on_request: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None] | None = None
+        self._requests = NodeRequests(
+            lambda: self.info.id,
+            lambda: self._token is not None or settings.store != "embedded",
+            self._request,
+            lambda value: self._calls.put(lambda: self._answer(value)),
+        )
         self._wants_close = ""  # requested before this node knew which job is its own
         self._released = False
         self._status_watched = False
@@ -168,6 +176,26 @@ class Membership:
     def close(self, reason: str) -> None:
         """Request the end of the job, for all nodes."""
         self._calls.put(lambda: self._close(reason))
+
+    def drain(self) -> None:
+        """Ask for this node to leave, as `phalanx drain` does."""
+        self._calls.put(lambda: self._send(Put(f"{self.options.prefix}drain/{self.info.id}", b"")))
+
+    @property
+    def lease_age(self) -> float | None:
+        """Seconds since the store last confirmed this node's lease; None without one."""
+        participant = self.participant
+        if participant is None or not participant.lease:
+            return None
+        return max(0.0, clock() - participant.confirmed_at)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether a round is active without this node."""
+        current = self._round
+        return (
+            self._handed is None and self._coming is None and current is not None and current.phase == ACTIVE
+        )
 
     def release(self) -> None:
         """Close everything; a membership that has not ended is abandoned. Idempotent."""
@@ -326,12 +354,13 @@ class Membership:
     def _answered(self, tag: int, command: Command, reply: Reply) -> None:
         self._step(Answer(tag, reply))
         if isinstance(command, Watch) and command.watch == CONTROL:
-            self._learn_mismatches(reply.entries)
+            self._learn_news(reply.entries)
 
-    def _learn_mismatches(self, entries: tuple[Any, ...]) -> None:
+    def _learn_news(self, entries: tuple[Any, ...], news: bool = False) -> None:
         for entry in entries:
             key = entry.key.removeprefix(self.options.prefix)
             self._mismatches.learn(key, entry.value)
+            self._requests.learn(key, entry.value, news)
 
     def _send(self, command: Command, answered: Callable[[Reply], None] = lambda reply: None) -> None:
         if self.client is None:
@@ -461,7 +490,7 @@ class Membership:
         if notice.watch == CONTROL:
             for entry in entries:
                 self._learn_meeting(entry.key.removeprefix(self.options.prefix), entry.value)
-            self._learn_mismatches(entries)
+            self._learn_news(entries, news=not notice.reset)
         self._step(Noticed(notice))
         self._meet()
 
@@ -603,6 +632,17 @@ class Membership:
             # Numbered: a late request must not close the next job of this id.
             key = f"{self.options.prefix}close/{self.participant.job}"
             self._send(Put(key, reason.encode()))
+
+    # Questions of other nodes
+
+    def _request(self, request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+        if self.on_request is not None and not self.ended.is_set():
+            self.on_request(request, answer)
+
+    def _answer(self, value: bytes) -> None:
+        if self.participant is not None and self.participant.lease:
+            key = told_prefix(self.settings.run_id) + self.info.id
+            self._send(Put(key, value, self.participant.lease))
 
     # Reporting
 

@@ -25,6 +25,8 @@ from phalanx.log import write_stderr
 if TYPE_CHECKING:
     import logging
 
+    from phalanx.core.incidents import Incident
+
 EventMetadataValue: TypeAlias = str | int | float | bool | None
 Sink: TypeAlias = Callable[[str], None]
 
@@ -113,70 +115,24 @@ class RdzvEvent(Record, frozen=False):
         return _dump({**self.as_dict(), "node_state": plain(self.node_state)})
 
 
-class Incident(Record):
-    """One incident and the duration of its recovery; None for a stage that was not reached.
+def incident_event(incident: Incident) -> Event:
+    """An incident as an event of the agent: its durations in milliseconds, and what opened it as `kind`.
 
     Stop and re-form run in parallel from the moment of detection, so the stages add up to more than
-    `total_ms`, which runs from the failure to the first line of user code.
-    """
-
-    reason: str
-    round: int = 0
-    attempt: int = 0
-    kind: str = "failure"
-    node: str = ""
-    rank: int | None = None
-    pid: int | None = None
-    exit_code: int | None = None
-    timestamp: float = 0.0
-    detect_ms: float | None = None
-    stop_ms: float | None = None
-    reform_ms: float | None = None
-    start_ms: float | None = None
-    first_line_ms: float | None = None
-    total_ms: float | None = None
-
-    def event(self) -> Event:
-        """The incident as an event of the agent."""
-        return Event("incident", EventSource.AGENT, int(self.timestamp), self.as_dict())
-
-    def serialize(self) -> str:
-        """One line of JSON."""
-        return self.event().serialize()
-
-
-class IncidentMarks:
-    """Collects the moments of one recovery (monotonic seconds) and turns them into an `Incident`."""
-
-    STAGES = ("failed", "detected", "stopped", "reformed", "started", "first_line")
-
-    def __init__(self, incident: Incident) -> None:
-        self._incident = incident
-        self._at: dict[str, float] = {}
-
-    def mark(self, stage: str, now: float) -> None:
-        """Record the time of a stage; only the first call counts."""
-        if stage not in self.STAGES:
-            raise ValueError(f"unknown stage {stage!r}; use one of {', '.join(self.STAGES)}")
-        self._at.setdefault(stage, now)
-
-    def incident(self) -> Incident:
-        """The incident with the stages reached so far."""
-        at = self._at
-        ready = max((at[s] for s in ("stopped", "reformed") if s in at), default=None)
-        return self._incident.replace(
-            detect_ms=_ms(at.get("failed"), at.get("detected")),
-            stop_ms=_ms(at.get("detected"), at.get("stopped")),
-            reform_ms=_ms(at.get("detected"), at.get("reformed")),
-            start_ms=_ms(ready, at.get("started")),
-            first_line_ms=_ms(at.get("started"), at.get("first_line")),
-            total_ms=_ms(at.get("failed", at.get("detected")), at.get("first_line")),
-        )
-
-
-def _ms(begin: float | None, end: float | None) -> float | None:
-    """Milliseconds between two marks; never negative, because marks come from different threads."""
-    return None if begin is None or end is None else round(max(0.0, end - begin) * 1000, 3)
+    `total_ms`, which runs from the failure to the first line of user code."""
+    values = incident.as_dict()
+    metadata: dict[str, EventMetadataValue] = {
+        "number": values["number"],
+        "reason": values["reason"],
+        "kind": values["trigger"],
+        **{name: values[name] for name in ("recovery", "round", "attempt", "node", "rank", "pid")},
+        "exit_code": values["exit_code"],
+        "timestamp": values["timestamp"],
+    }
+    for name in ("detect", "stop", "reform", "start", "first_line", "first_step", "total"):
+        value = values[name]
+        metadata[f"{name}_ms"] = None if value is None else round(value * 1000, 3)
+    return Event("incident", EventSource.AGENT, int(incident.timestamp), metadata)
 
 
 # ---- destinations ------------------------------------------------------------------------------------
@@ -280,7 +236,7 @@ def record(event: Event | Callable[[], Event], destination: str = "null") -> Non
 
 def record_incident(incident: Incident, destination: str = "null") -> None:
     """Send an incident to a destination."""
-    record(incident.event, destination)
+    record(lambda: incident_event(incident), destination)
 
 
 def record_rdzv_event(event: RdzvEvent) -> None:

@@ -3,8 +3,8 @@
 Made only where a handler is configured. The agent calls `step` for every event of its loop, `started` for
 every start of the workers, and `end`. Event and metric names, and the names in an event's
 metadata, are torch's, so that what reads them keeps working; what torch packs into a list inside a JSON
-string inside the metadata is there as plain values too. Every incident becomes one record with what its
-recovery cost.
+string inside the metadata is there as plain values too. Every incident (`core.incidents`) becomes one record
+with what its recovery cost.
 """
 
 from __future__ import annotations
@@ -19,25 +19,16 @@ from phalanx.core.restarts import remaining
 from phalanx.observe import events, metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from phalanx.agent.spec import RunResult, Worker, WorkerGroup
     from phalanx.core.group import GroupState
+    from phalanx.core.incidents import Incident
     from phalanx.core.restarts import RestartPolicy
     from phalanx.observe.events import EventMetadataValue
     from phalanx.workers.failure import ProcessFailure
 
 AGENT_METRICS = "torchelastic"
-
-_KINDS = {
-    group_events.WorkerFailed: "failure",
-    group_events.PeerFailed: "peer failure",
-    group_events.Hang: "hang",
-    group_events.Uninterruptible: "uninterruptible",
-    group_events.MembershipChanged: "membership",
-    group_events.StartFailed: "start",
-}
-"""What opens an incident, and what it is called in the record."""
 
 
 class RunLog:
@@ -48,46 +39,34 @@ class RunLog:
         destination: str,
         group: WorkerGroup,
         policy: RestartPolicy,
-        first_line: Callable[[], float | None],
     ) -> None:
-        """The run starts now; `first_line`: when all workers had reached their first line, once they have."""
+        """The run starts now."""
         self._destination = destination
         self._group = group
         self._policy = policy
         self._begin = time.monotonic()
-        self.first_line = first_line
         self._joining: float | None = None
-        self._round = 0
-        self._incident: events.IncidentMarks | None = None
-        self._restarted = False  # of the incident at hand: workers run again, their first line is awaited
 
     def step(
-        self,
-        event: group_events.Event,
-        state: GroupState,
-        commands: Sequence[group_events.Command],
-        reason: str,
-        result: RunResult,
+        self, event: group_events.Event, state: GroupState, commands: Sequence[group_events.Command]
     ) -> None:
-        """One step of the loop: durations, states and incidents."""
+        """One step of the loop: durations and states."""
         now = time.monotonic()
-        if type(event) in _KINDS and commands:  # without commands it changed nothing: old or known news
-            self._open_incident(event, state, reason, result, now)
         match event:
             case group_events.RoundReady():
                 self._joined(state, now)
-            case group_events.Stopped():
-                self._mark("stopped", now)
             case group_events.AllSucceeded():
                 self._states("succeeded", state)
+            case group_events.WorkerFailed() if commands:  # without commands it changed nothing
+                self._states("failed", state)
+            case group_events.Hang() | group_events.Uninterruptible() if commands:
+                self._states("unhealthy", state)
             case _:
                 pass
         if any(isinstance(command, group_events.Join) for command in commands):
             self._joining = now
 
     def _joined(self, state: GroupState, now: float) -> None:
-        self._round = state.round.number if state.round else 0
-        self._mark("reformed", now)
         took = 1000 * (now - (self._joining if self._joining is not None else now))
         self._joining = None
         self._duration("SimpleElasticAgent._rendezvous", took)
@@ -95,68 +74,16 @@ class RunLog:
 
     def started(self, group: WorkerGroup, attempt: int, placed_in: float, started_in: float) -> None:
         """The workers run; seconds that their ranks and their start took."""
-        self._mark("started", time.monotonic())
-        self._restarted = self._incident is not None
-        self.settle()
         self._duration("SimpleElasticAgent._assign_worker_ranks", placed_in * 1000)
         self._duration("LocalElasticAgent._start_workers", started_in * 1000)
         self._record("ASSIGN_WORKER_RANKS", restarts=attempt, duration_ms=placed_in * 1000)
         for worker in group.workers:
             self._record("START", worker, restarts=attempt)
 
-    # -- incidents ----------------------------------------------------------------------------------
-
-    def _open_incident(
-        self, event: group_events.Event, state: GroupState, reason: str, result: RunResult, now: float
-    ) -> None:
-        self._close_incident()
-        incident = events.Incident(
-            reason=reason,
-            round=self._round,
-            attempt=state.attempt,
-            kind=_KINDS[type(event)],
-            node=os.uname().nodename,
-            timestamp=time.time(),
-        )
-        marks = None
-        if isinstance(event, group_events.PeerFailed):
-            incident = incident.replace(node=event.node)
-        if isinstance(event, group_events.WorkerFailed) and result.failures:
-            failure = _root(result)
-            incident = incident.replace(
-                rank=failure.rank,
-                pid=failure.pid,
-                exit_code=failure.reported_exitcode,
-                timestamp=failure.failed_at,
-            )
-            # It has the wall clock's time, this class the monotonic one. The distance from now holds in both.
-            marks = now - max(0.0, time.time() - failure.failed_at)
-        self._incident = events.IncidentMarks(incident)
-        if marks is not None:
-            self._mark("failed", marks)
-        self._mark("detected", now)
-        if isinstance(event, group_events.WorkerFailed):
-            self._states("failed", state)
-        elif isinstance(event, group_events.Hang | group_events.Uninterruptible):
-            self._states("unhealthy", state)
-
-    def _mark(self, stage: str, now: float) -> None:
-        if self._incident is not None:
-            self._incident.mark(stage, now)
-
-    def settle(self) -> None:
-        """The record of an incident is complete once all workers have reached their first line."""
-        if self._restarted and self.first_line() is not None:
-            self._close_incident()
-
-    def _close_incident(self) -> None:
-        if self._incident is not None:
-            reached = self.first_line() if self._restarted else None
-            if reached is not None:
-                self._incident.mark("first_line", reached)
-            self._restarted = False
-            events.record_incident(self._incident.incident(), self._destination)
-            self._incident = None
+    def incident(self, incident: Incident) -> None:
+        """An incident has begun, or is over: then it is recorded."""
+        if incident.over:
+            events.record_incident(incident, self._destination)
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -169,7 +96,6 @@ class RunLog:
         done: bool = False,
     ) -> None:
         """The states of all workers, the agent's own, and the totals; `done`: only the agent's own is new."""
-        self._close_incident()
         took = 1000 * (time.monotonic() - self._begin)
         outcome = finish.outcome if finish is not None else Outcome.FAILED
         clean = outcome in (Outcome.SUCCEEDED, Outcome.CLOSED, Outcome.LEFT)
@@ -272,9 +198,3 @@ def metadata_of(
         "metadata": json.dumps(packed),
         **own,
     }
-
-
-def _root(result: RunResult) -> ProcessFailure:
-    from phalanx.observe.report import root_cause
-
-    return root_cause(result.failures)[1]

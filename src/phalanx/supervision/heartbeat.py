@@ -3,6 +3,9 @@
     worker  writes its step and the time, its deadline, its section, and that it is ready; rings the bell
     agent   writes that the worker is preempted; reads the rest when a deadline or the bell wakes it
 
+For the goodput ledger (`core.goodput`) the worker keeps what the agent would otherwise have to watch: its
+first heartbeat, the one that reached the step of its predecessor, and the time spent on checkpoints.
+
 Each worker has one anonymous memory file. Its first page is the board; after it, faulthandler writes the
 stacks that the agent requests by signal. A write is a copy into memory: no system call, no lock, and no
 dependence on an agent that is busy, stopped or dead.
@@ -25,6 +28,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from phalanx.core.goodput import RankProgress
     from phalanx.zygote.spawner import Place
 
 VARIABLE = "PHALANX_WORKER"
@@ -49,12 +53,19 @@ SECTION_AT = 64
 SECTION_BYTES = 128  # the first byte is the length
 BEGUN_AT = 192  # nanoseconds; written by bootstrap.py just before the program's first line
 WAITS_AT = 200  # the program calls wait_for_rank()
+MARK_AT = 1024  # written by the agent: the step reached before this start, plus one; 0: none
+FIRST_AT = 1032  # the first heartbeat
+PASSED_AT = 1056  # the first one at or beyond the mark
+SAVED_AT = 1080  # the time in checkpoint sections
 SIZE = 4096
 STACKS_AT = 4096  # repeated in bootstrap.py, which imports nothing of the package
 
 BEAT = struct.Struct("@qdq")  # step, time, count; native alignment makes each write atomic
 TIME = struct.Struct("@d")
 PID = struct.Struct("@q")
+MOMENT = struct.Struct("@qdd")  # of a heartbeat: step, time, seconds in checkpoint sections by then
+SAVED = struct.Struct("@ddqd")  # seconds: all, since heartbeat number ...; when the current one began, or 0
+_LARGEST = 1 << 62  # step
 _ALL = struct.Struct(f"@8sqqdqddBBB5x{SECTION_BYTES}s")
 
 
@@ -100,6 +111,11 @@ class Boards:
             os.pwrite(fd, first, 0)
             os.ftruncate(fd, SIZE)
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._fds)
+
     def places(self, rank: int, executed: bool) -> list[Place]:
         """The descriptors that the worker inherits."""
         board, bell = (BOARD_FD, BELL_FD) if executed else (-1, -1)
@@ -136,6 +152,36 @@ class Boards:
         """When the last worker reached its program's first line; None until all have."""
         times = [int.from_bytes(os.pread(fd, 8, BEGUN_AT), sys.byteorder) for fd in self._fds]
         return max(times) / 1e9 if times and all(times) else None
+
+    def progress(self, rank: int) -> RankProgress:
+        """What the ledger wants to know of a rank."""
+        from phalanx.core.goodput import RankProgress
+
+        board, fd = self.read(rank), self._fds[rank]
+        data = os.pread(fd, SAVED_AT + SAVED.size - FIRST_AT, FIRST_AT)
+        first_step, first_at, saved_by_first = MOMENT.unpack_from(data)
+        passed_step, passed_at, saved_by_passed = MOMENT.unpack_from(data, PASSED_AT - FIRST_AT)
+        saved, tail, counted, saving_since = SAVED.unpack_from(data, SAVED_AT - FIRST_AT)
+        return RankProgress(
+            begun_at=int.from_bytes(os.pread(fd, 8, BEGUN_AT), sys.byteorder) / 1e9,
+            ready_at=board.ready_at,
+            first_at=first_at,
+            first_step=first_step if first_step >= 0 else None,
+            beat_at=board.beat_at,
+            step=board.step,
+            count=board.count if first_at else 0,
+            passed_at=passed_at,
+            passed_step=passed_step if passed_at else None,
+            saved=saved,
+            saved_by_first=saved_by_first,
+            saved_by_passed=saved_by_passed,
+            saved_since_beat=tail if counted == board.count else 0.0,
+            saving_since=saving_since,
+        )
+
+    def set_mark(self, rank: int, step: int) -> None:
+        """The step that this rank's predecessor had reached; before the worker starts."""
+        os.pwrite(self._fds[rank], PID.pack(min(step, _LARGEST) + 1), MARK_AT)
 
     def calls_wait_for_rank(self, rank: int) -> bool:
         """Whether the worker has called it: its next incarnation can be prepared up to there."""

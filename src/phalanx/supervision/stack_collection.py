@@ -33,6 +33,39 @@ class Findings:
         self.silent: list[str] = []  # nodes that did not answer
 
 
+class StackDump:
+    """The stacks of running workers, requested now; by local rank."""
+
+    def __init__(self, context: PContext, boards: Boards, now: float, ranks: set[int] | None = None) -> None:
+        running = context.running if ranks is None else context.running & ranks
+        self.pids = {rank: pid for rank, pid in context.pids().items() if rank in running}
+        self.stopped = {rank for rank, pid in self.pids.items() if stacks.is_stopped(pid)}
+        self._context, self._boards = context, boards
+        self._before = {rank: boards.stacks_size(rank) for rank in self.pids}
+        self._sizes: dict[int, int] = {}
+        self._asked = {
+            rank
+            for rank, pid in self.pids.items()
+            if rank not in self.stopped and STACK_SIGNAL and stacks.catches(pid, STACK_SIGNAL)
+        }
+        self._deadline = now + TIMEOUT
+        context.send_signal(STACK_SIGNAL, self._asked, alone=True)
+
+    def answered(self, now: float) -> bool:
+        """Whether all workers have answered, or the timeout is over."""
+        # The end of an answer is not marked: it is complete when it has stopped growing.
+        sizes = {rank: self._boards.stacks_size(rank) for rank in self._asked & self._context.running}
+        complete = all(
+            size > self._before[rank] and size == self._sizes.get(rank) for rank, size in sizes.items()
+        )
+        self._sizes = sizes
+        return complete or now >= self._deadline
+
+    def text(self, rank: int) -> str:
+        """What a worker has written; empty for one that was not asked."""
+        return self._boards.stacks(rank, self._before[rank]) if rank in self._asked else ""
+
+
 class HangIncident:
     """Collects the evidence of one hang on this node; `global_ranks` maps local ranks to global ones."""
 
@@ -50,32 +83,15 @@ class HangIncident:
         self.summary = verdict.reason
         self.report: list[str] = []
         self._context = context
-        self._boards = boards
         self._global_ranks = global_ranks
-        running = context.running
-        self._pids = {rank: pid for rank, pid in context.pids().items() if rank in running}
-        self._stopped = {rank for rank, pid in self._pids.items() if stacks.is_stopped(pid)}
-        self._before = {rank: boards.stacks_size(rank) for rank in self._pids}
-        self._sizes: dict[int, int] = {}
-        self._asked = {
-            rank
-            for rank, pid in self._pids.items()
-            if rank not in self._stopped and STACK_SIGNAL and stacks.catches(pid, STACK_SIGNAL)
-        }
-        self._deadline = now + TIMEOUT
-        context.send_signal(STACK_SIGNAL, self._asked, alone=True)
+        self._dump = StackDump(context, boards, now)
+        self._pids, self._stopped = self._dump.pids, self._dump.stopped
         self._native: dict[int, Any] = self._start_py_spy()
         self._native_deadline = now + _NATIVE_TIMEOUT
 
     def answered(self, now: float) -> bool:
         """Whether all workers have answered, or the timeout is over."""
-        # The end of an answer is not marked: it is complete when it has stopped growing.
-        sizes = {rank: self._boards.stacks_size(rank) for rank in self._asked & self._context.running}
-        complete = all(
-            size > self._before[rank] and size == self._sizes.get(rank) for rank, size in sizes.items()
-        )
-        self._sizes = sizes
-        return complete or now >= self._deadline
+        return self._dump.answered(now)
 
     # -- native stacks ------------------------------------------------------------------------------
 
@@ -125,7 +141,7 @@ class HangIncident:
         """The findings of this node; the stacks are written beside the logs."""
         found = {}
         for rank in self._pids:
-            text = self._boards.stacks(rank, self._before[rank]) if rank in self._asked else ""
+            text = self._dump.text(rank)
             global_rank = self._global_ranks[rank]
             found[global_rank] = stacks.evidence(global_rank, text, rank in self._stopped)
             self._append(self._path(rank, "stacks.txt"), text)

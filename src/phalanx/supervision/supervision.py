@@ -17,14 +17,15 @@ from phalanx.supervision.preemption import Preemption
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from phalanx.agent.spec import WorkerGroup
+    from phalanx.core.goodput import RankProgress
     from phalanx.core.group import Phase
     from phalanx.core.group_events import Event
     from phalanx.core.progress import WatchPolicy
-    from phalanx.supervision.heartbeat import Boards
+    from phalanx.supervision.heartbeat import Boards, BoardSnapshot
     from phalanx.workers.worker_group import PContext
 
 
@@ -120,13 +121,31 @@ class Supervision:
         slot = self._boards.read(rank)
         return bool(slot.ready_at or slot.count), slot.step
 
-    def boards(self, count: int) -> Boards:
-        """New boards for a start; those of the last one are given back."""
+    @property
+    def current_boards(self) -> Boards | None:
+        """Those of the last start."""
+        return self._boards
+
+    def snapshots(self) -> list[BoardSnapshot]:
+        """The boards of the last start now."""
+        boards = self._boards
+        return [] if boards is None else [boards.read(rank) for rank in range(boards.count)]
+
+    def progress(self) -> list[RankProgress]:
+        """What the goodput ledger wants to know of every worker of the last start; empty: no boards."""
+        boards = self._boards
+        return [] if boards is None else [boards.progress(rank) for rank in range(boards.count)]
+
+    def boards(self, count: int, marks: Sequence[int | None] = ()) -> Boards:
+        """New boards for a start, with the steps reached before; those of the last one are given back."""
         from phalanx.supervision.heartbeat import Boards
 
         if self._boards is not None:
             self._boards.close()
         self._boards = Boards(count, self.preemption.signal)
+        for rank, mark in enumerate(marks):
+            if mark is not None and mark >= 0:
+                self._boards.set_mark(rank, mark)
         self.preemption.over()
         return self._boards
 

@@ -668,6 +668,11 @@ class PContext(abc.ABC):
         """How a rank ended, negative for a signal; None while that is not known."""
         return self._exits[rank].code if rank in self._exits else None
 
+    def succeeded_at(self, rank: int) -> float | None:
+        """When a rank succeeded, by the wall clock; None if it has not."""
+        exit = self._exits.get(rank)
+        return exit.at if exit is not None and exit.code == 0 else None
+
     @property
     def running(self) -> set[int]:
         """The local ranks that have not ended."""

@@ -1,0 +1,165 @@
+"""The incidents of an agent and its goodput ledger: the steps of the group, turned into both.
+
+Short jobs must not pay for it: the first steps are only kept, with their times, and `core.incidents` and
+`core.goodput` are imported when something happens, or somebody asks. Both are pure and can be told later.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from phalanx.agent.spec import RunResult
+    from phalanx.core.goodput import GoodputLedger, GoodputTotals, RankProgress
+    from phalanx.core.group import GroupState
+    from phalanx.core.group_events import Command, Event
+    from phalanx.core.incidents import Culprit, Incident, IncidentBook
+    from phalanx.supervision.supervision import Supervision
+
+_ORDINARY = frozenset({"Start", "RoundReady", "Started", "AllSucceeded", "BarrierDone"})
+"""Events of a job to which nothing happens; each comes once."""
+
+
+class JobHistory:
+    """What one agent knows of its past. `ended` tells when a local rank succeeded, None while it has not."""
+
+    def __init__(self, ranks: int, supervision: Supervision) -> None:
+        self.listeners: list[Callable[[Incident], None]] = []
+        """Called with every incident when it opens, and again when it is over (`Incident.over`)."""
+        self.ended: Callable[[int], float | None] = lambda _rank: None
+        self.node = os.uname().nodename
+        self.began = time.monotonic()
+        self._ranks = ranks
+        self._supervision = supervision
+        self._kept: list[tuple[Event, GroupState, bool, str, float, float]] = []
+        self._book: IncidentBook | None = None
+        self._ledger: GoodputLedger | None = None
+
+    # -- what happens -------------------------------------------------------------------------------
+
+    def step(
+        self, event: Event, state: GroupState, commands: Sequence[Command], reason: str, result: RunResult
+    ) -> None:
+        """One step of the group."""
+        seen = event, state, bool(commands), reason, time.monotonic(), time.time()
+        if self._ledger is None and type(event).__name__ in _ORDINARY:
+            self._kept.append(seen)
+            return
+        if self._ledger is None and not commands:
+            return  # nothing has happened yet, and this changed nothing
+        self._tell(*seen, result)
+
+    def _open(self) -> tuple[IncidentBook, GoodputLedger]:
+        if self._ledger is None or self._book is None:
+            from phalanx.core.goodput import GoodputLedger
+            from phalanx.core.incidents import IncidentBook
+
+            self._book, self._ledger = IncidentBook(), GoodputLedger(self._ranks, self.began)
+            kept, self._kept = self._kept, []
+            for seen in kept:
+                self._tell(*seen, None)
+        return self._book, self._ledger
+
+    def _tell(
+        self,
+        event: Event,
+        state: GroupState,
+        acts: bool,
+        reason: str,
+        now: float,
+        wall: float,
+        result: RunResult | None,
+    ) -> None:
+        from phalanx.core.incidents import GroupStep, observe, trigger_of
+
+        book, ledger = self._open()
+        opens = acts and bool(trigger_of(event))
+        step = GroupStep(
+            event,
+            state,
+            acts,
+            reason,
+            now,
+            wall,
+            self.node,
+            _culprit(result) if opens and type(event).__name__ == "WorkerFailed" else None,
+            sum(1 for rank in self._supervision.progress() if rank.count) if opens else 0,
+        )
+        self._turn(observe(book, step))
+        current = self._book.current if self._book is not None else None
+        number = current.incident.number if current is not None else 0
+        ledger.step(event, state.phase.value, now, number, self.progress)
+
+    def _turn(self, book: IncidentBook) -> None:
+        """The next book; tells the listeners what is new in it."""
+        before, self._book = self._book, book
+        assert before is not None
+        if book is before:
+            return
+        if book.closed is not before.closed and book.closed:
+            self._inform(book.closed[-1])
+        if book.count > before.count and book.current is not None:
+            self._inform(book.current.record())
+
+    def _inform(self, incident: Incident) -> None:
+        for listener in self.listeners:
+            listener(incident)
+
+    def settle(self) -> None:
+        """Complete the incident at hand, where the workers have come far enough; cheap without one."""
+        if self._book is None or self._book.current is None:
+            return
+        from phalanx.core.incidents import reached
+
+        beats = tuple(rank.first_at for rank in self._supervision.progress() if rank.count)
+        self._turn(reached(self._book, self._supervision.begun(), beats))
+
+    def end(self) -> None:
+        """The job is over for this node, and the incident at hand with it."""
+        self.settle()
+        if self._book is not None:
+            self._turn(self._book.close())
+
+    # -- what is known ------------------------------------------------------------------------------
+
+    def progress(self) -> list[RankProgress]:
+        """The boards of the last start, with the ends of the ranks that have succeeded."""
+        apart = time.time() - time.monotonic()
+        found = self._supervision.progress()
+        for rank, board in enumerate(found):
+            at = self.ended(rank)
+            if at is not None:
+                found[rank] = board.replace(ended_at=at - apart)
+        return found
+
+    @property
+    def marks(self) -> Sequence[int | None]:
+        """The step that each rank has reached in earlier starts."""
+        return () if self._ledger is None else self._ledger.marks
+
+    @property
+    def incident_count(self) -> int:
+        """How many incidents there were."""
+        return 0 if self._book is None else self._book.count
+
+    def incidents(self) -> tuple[Incident, ...]:
+        """The last ones, the one at hand included."""
+        return () if self._book is None else self._book.incidents()
+
+    def totals(self) -> GoodputTotals:
+        """The ledger up to now."""
+        return self._open()[1].totals(time.monotonic(), self.progress)
+
+
+def _culprit(result: RunResult | None) -> Culprit | None:
+    if result is None or not result.failures:
+        return None
+    from phalanx.core.incidents import Culprit
+    from phalanx.observe.report import root_cause
+
+    failure = root_cause(result.failures)[1]
+    return Culprit(failure.rank, failure.pid, failure.reported_exitcode, failure.failed_at, failure.host)

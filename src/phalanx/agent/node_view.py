@@ -1,0 +1,201 @@
+"""This node as plain values: what `observe.snapshot.JobSnapshot` holds, read from the agent when asked.
+
+Nothing here is kept up to date: boards, /proc and log files are read at the moment of the question. It must
+not take long, because the owner's loop answers; what does (devices) is left to the one who asks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from phalanx.agent.requests import tail
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
+
+    from phalanx.agent.torch_agent import LocalElasticAgent
+    from phalanx.core.goodput import GoodputTotals
+
+_TICKS = float(os.sysconf("SC_CLK_TCK"))
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TAIL = 2048  # bytes of a log that are read for its last line
+_LINE = 300  # characters of it
+_RECORDS = 50  # incidents that are told
+
+_STATES = {
+    "NEW": "waiting",
+    "JOINING": "waiting",
+    "REFORMING": "forming",
+    "CLEARING": "forming",
+    "WAITING": "forming",
+    "STARTING": "starting",
+    "RUNNING": "running",
+    "BARRIER": "finished",
+    "ENDING": "ending",
+    "DONE": "ending",
+}
+
+
+class NodeView:
+    """The view of one agent; remembers the last look at the processors' time, for the share since then."""
+
+    def __init__(self, agent: LocalElasticAgent, since: float) -> None:
+        """`since`: when the agent began, by the wall clock."""
+        self._agent, self._since = agent, since
+        self._cpu: dict[int, tuple[float, float]] = {}  # pid -> when, seconds of processor time
+
+    def tell(self) -> dict[str, Any]:
+        """The node now."""
+        agent = self._agent
+        group, state = agent.get_worker_group(), agent.state
+        current = state.round
+        findings = agent.supervision.incidents.findings
+        history = agent.history
+        told = {
+            "run": agent._rdzv_handler.get_run_id(),
+            "name": agent.job_name,
+            "host": agent.host,
+            "pid": os.getpid(),
+            "since": self._since,
+            "now": time.time(),
+            "phase": state.phase.value,
+            "state": self._state(),
+            "waiting_for": agent.waiting_for,
+            "role": group.spec.role,
+            "round": 0 if current is None else current.number,
+            "nodes": [] if current is None else list(current.members),
+            "node": -1 if current is None else current.node_rank,
+            "restarts": state.attempt,
+            "max_restarts": agent.restart_policy.max_restarts,
+            "world_size": max((worker.world_size for worker in group.workers), default=0),
+            "workers": self._workers(),
+            "standbys": self._standbys(),
+            "slow": [one["summary"] for one in findings if one["kind"] == "straggler"],
+            "hangs": [one["summary"] for one in findings if one["kind"] == "hang"],
+            "incidents": [{"at": at, "what": line} for at, line in agent.notes],
+            "incident_count": history.incident_count,
+            "records": [one.as_dict() for one in history.incidents()[-_RECORDS:]],
+            "ledger": ledger(history.totals()),
+            "logs": agent.run_dir or "",
+        }
+        told.update(agent.place())
+        return told
+
+    def _state(self) -> str:
+        state = self._agent.state
+        words = _STATES[state.phase.value]
+        return "spare" if words == "waiting" and self._agent.place().get("spare") else words
+
+    def _workers(self) -> list[dict[str, Any]]:
+        agent = self._agent
+        context, detector = agent._pcontext, agent.supervision.detector
+        if context is None:
+            return []
+        pids, running, now = context.pids(), context.running, time.monotonic()
+        boards = agent.supervision.snapshots()
+        rates = {} if detector is None else detector.rates
+        found, seen = [], {}
+        for worker in agent.get_worker_group().workers:
+            rank, pid = worker.local_rank, pids.get(worker.local_rank)
+            board = boards[rank] if rank < len(boards) else None
+            lives = rank in running
+            beats = lives and board is not None and board.count > 0
+            ready = lives and board is not None and bool(board.ready_at or board.count)
+            process = _process(pid) if lives and pid else None
+            uptime = cpu = memory = None
+            state = "ended" if not context.exit_code(rank) else "failed"
+            if lives:
+                state = "ready" if ready else "running" if context.started else "starting"
+            if process is not None and pid is not None:
+                letter, used, uptime, memory = process
+                seen[pid] = now, used
+                before, spent = self._cpu.get(pid, (now - max(uptime, 1e-3), 0.0))
+                cpu = round(max(0.0, used - spent) / max(now - before, 1e-3), 3)
+                if letter in "Tt":
+                    state = "stopped"
+            if board is not None and state == "ready" and "checkpoint" in board.section.split("/"):
+                state = "checkpointing"
+            found.append(
+                {
+                    "rank": worker.global_rank,
+                    "local_rank": rank,
+                    "role_rank": worker.role_rank,
+                    "pid": pid,
+                    "running": lives,
+                    "ready": ready,
+                    "state": state,
+                    "uptime": uptime,
+                    "cpu": cpu,
+                    "memory": memory,
+                    "step": board.step if beats and board is not None else None,
+                    "rate": rates.get(worker.global_rank),
+                    "quiet": now - board.beat_at if beats and board is not None else None,
+                    "section": board.section if lives and board is not None else "",
+                    "last_line": last_line(context.stdouts.get(rank, ""), context.stderrs.get(rank, "")),
+                }
+            )
+        self._cpu = seen
+        return found
+
+    def _standbys(self) -> dict[str, Any]:
+        pids = self._agent.helpers.parked
+        return {"count": len(pids), "pids": list(pids), "memory": memory_of(pids)}
+
+
+def ledger(totals: GoodputTotals) -> dict[str, Any]:
+    """The goodput ledger, rounded."""
+    return {
+        "ranks": totals.ranks,
+        "goodput": round(totals.ratio, 6),
+        "seconds": {name: round(value, 3) for name, value in totals.seconds.items()},
+        "lost": {
+            str(number): {name: round(value, 3) for name, value in parts.items()}
+            for number, parts in totals.lost.items()
+        },
+    }
+
+
+def _process(pid: int) -> tuple[str, float, float, int] | None:
+    """State, processor seconds, age and resident bytes of a process; None if it is gone."""
+    from phalanx.kernel import stat_fields
+
+    fields = stat_fields(pid)
+    if fields is None:
+        return None
+    try:
+        used = (int(fields[11]) + int(fields[12])) / _TICKS
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / _TICKS
+        return fields[0], used, max(0.0, age), int(fields[21]) * _PAGE
+    except (IndexError, ValueError):
+        return None
+
+
+def last_line(*paths: str) -> str:
+    """The last line of the file that was written to last; empty where output goes to the console."""
+    newest, found = -1.0, ""
+    for path in paths:
+        try:
+            written = os.stat(path).st_mtime
+        except OSError:
+            continue
+        if written > newest:
+            lines = tail(path, _TAIL).replace("\r", "\n").split("\n")
+            words = [line for line in lines if line.strip()]
+            if words:
+                newest, found = written, words[-1].strip()[:_LINE]
+    return found
+
+
+def memory_of(pids: Iterable[int]) -> int:
+    """Bytes that these processes use, shared pages counted in shares; 0 where that is not known."""
+    total = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/smaps_rollup") as file:
+                total += sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+        except (OSError, ValueError):
+            continue
+    return total

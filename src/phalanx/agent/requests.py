@@ -1,0 +1,194 @@
+"""What can be asked of an agent: through its socket by its user, and by the other nodes through their store.
+
+| request | answer |
+|---|---|
+| `{}` or `{"ask": "status"}` | the node, as `observe.snapshot` has it |
+| `{"ask": "stacks", "ranks": [0, 3]}` | `{"stacks": [...]}`: the Python stack of these ranks now, or of all |
+| `{"ask": "logs", "ranks": [0, 3]}` | `{"logs": [...]}`: the end of each log file of the current start |
+| `{"do": "restart"}`, `{"do": "stop"}`, `{"do": "drain"}` | `{"done": "..."}`, once it has been begun |
+
+With `"all": true` the request goes to every node of the job: the answers of the others come in `peers`, and
+those that did not answer in time are counted in `silent`. An answer with `error` says why there is none.
+
+All of it runs in the owner's thread and none of it waits; the time that an answer takes is spent in the loop.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from phalanx.core.group_events import RestartRequested, Signal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx.agent.node_view import NodeView
+    from phalanx.agent.torch_agent import LocalElasticAgent
+    from phalanx.core.group import Phase
+    from phalanx.supervision.stack_collection import StackDump
+
+    Answer = Callable[[dict[str, Any]], None]
+
+_PATIENCE = 3.0  # seconds for the other nodes
+_MOST_BYTES = 1 << 18  # of all logs in an answer
+_FRAMES = 60
+
+
+class RequestDesk:
+    """Answers the requests to one agent."""
+
+    def __init__(self, agent: LocalElasticAgent, view: NodeView) -> None:
+        self._agent, self._view = agent, view
+        self._dumps: list[tuple[StackDump, Answer]] = []
+
+    def handle(self, request: dict[str, Any], answer: Answer) -> None:
+        """Answer a request of this machine."""
+        if request.get("all") is True:
+            self._ask_everyone({key: value for key, value in request.items() if key != "all"}, answer)
+        else:
+            self.answer(request, answer)
+
+    def answer(self, request: dict[str, Any], answer: Answer) -> None:
+        """Answer for this node alone; also what another node asked."""
+        match request.get("ask", "" if "do" in request else "status"), request.get("do"):
+            case "status", _:
+                answer(self._view.tell())
+            case "stacks", _:
+                self._stacks(_numbers(request.get("ranks")), answer)
+            case "logs", _:
+                answer({"logs": self._logs(request)})
+            case _, ("restart" | "stop" | "drain") as what:
+                answer({"done": self._do(what)})
+            case _:
+                answer({"error": "unknown request"})
+
+    def _ask_everyone(self, request: dict[str, Any], answer: Answer) -> None:
+        """First the others: a stop here must not come before they know of theirs."""
+
+        def then(peers: list[dict[str, Any]], silent: int) -> None:
+            self.answer(request, lambda told: answer({**told, "peers": peers, "silent": silent}))
+
+        self._agent.ask_nodes(request, _PATIENCE, then)
+
+    # -- stacks -------------------------------------------------------------------------------------
+
+    def _stacks(self, ranks: set[int] | None, answer: Answer) -> None:
+        from time import monotonic
+
+        from phalanx.supervision.stack_collection import StackDump
+
+        agent = self._agent
+        context, boards = agent._pcontext, agent.supervision.current_boards
+        if context is None or boards is None or not context.running:
+            answer({"stacks": []})
+            return
+        local = {
+            w.local_rank for w in agent.get_worker_group().workers if ranks is None or w.global_rank in ranks
+        }
+        self._dumps.append((StackDump(context, boards, monotonic(), local), answer))
+
+    def _collect(self, dump: StackDump) -> list[dict[str, Any]]:
+        from phalanx.supervision import stacks
+
+        found = []
+        for worker in self._agent.get_worker_group().workers:
+            if worker.local_rank in dump.pids:
+                threads = stacks.parse(dump.text(worker.local_rank))
+                found.append(
+                    {
+                        "rank": worker.global_rank,
+                        "pid": dump.pids[worker.local_rank],
+                        "host": self._agent.host,
+                        "stopped": worker.local_rank in dump.stopped,
+                        "stack": list(threads[0][:_FRAMES]) if threads else [],
+                        "threads": len(threads),
+                    }
+                )
+        return found
+
+    # -- logs ---------------------------------------------------------------------------------------
+
+    def _logs(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """The ends of the log files of the current start, no more than fits into one answer."""
+        context = self._agent._pcontext
+        if context is None:
+            return []
+        ranks = _numbers(request.get("ranks"))
+        workers = [
+            w for w in self._agent.get_worker_group().workers if ranks is None or w.global_rank in ranks
+        ]
+        each = _MOST_BYTES // max(1, 2 * len(workers))
+        found = []
+        for worker in workers:
+            for stream, paths in (("stdout", context.stdouts), ("stderr", context.stderrs)):
+                text = tail(paths.get(worker.local_rank, ""), each)
+                if text:
+                    found.append(
+                        {"rank": worker.global_rank, "host": self._agent.host, "stream": stream, "text": text}
+                    )
+        return found
+
+    # -- deeds --------------------------------------------------------------------------------------
+
+    def _do(self, what: str) -> str:
+        agent = self._agent
+        if what == "restart":
+            agent.post(RestartRequested(f"a restart was asked for (uid {os.geteuid()})"))
+            return "the workers are being restarted"
+        if what == "drain":
+            return agent.drain()
+        agent.post(Signal(signal.SIGTERM))
+        return "the job is being stopped"
+
+    # -- a part of the loop -------------------------------------------------------------------------
+
+    def fds(self, phase: Phase) -> list[tuple[int, int]]:
+        return []
+
+    def deadline(self, phase: Phase) -> float | None:
+        if not self._dumps:
+            return None
+        from time import monotonic
+
+        from phalanx.supervision.stack_collection import RECHECK
+
+        return monotonic() + RECHECK
+
+    def look(self, phase: Phase, now: float) -> None:
+        """Answer those whose stacks have arrived."""
+        if not self._dumps:
+            return
+        ready = [one for one in self._dumps if one[0].answered(now)]
+        self._dumps = [one for one in self._dumps if one not in ready]
+        for dump, answer in ready:
+            answer({"stacks": self._collect(dump)})
+
+
+def _numbers(value: object) -> set[int] | None:
+    """Ranks of a request; None: all."""
+    if not isinstance(value, list):
+        return None
+    return {one for one in value if type(one) is int}
+
+
+def tail(path: str, most: int) -> str:
+    """The last whole lines of a log; empty for what is not a file, or not there."""
+    if not path or path == os.devnull:
+        return ""
+    try:
+        # Without O_NONBLOCK, a worker that replaced its log by a named pipe would stop the agent.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if status.st_mode & 0o170000 != 0o100000 or status.st_size == 0:
+            return ""
+        file.seek(max(0, status.st_size - most))
+        data = file.read(most)
+    if status.st_size > most:
+        data = data.partition(b"\n")[2] or data
+    return data.decode("utf-8", "replace")
