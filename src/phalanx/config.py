@@ -106,6 +106,17 @@ class JobSpec(Record):
     duplicate_stderr_filters: tuple[str, ...]
     logs_specs: LogsSpecs | str | None  # the name of a plug-in, or the object itself
     event_log_handler: str
+    log_format: str  # text, json
+    log_rotate: tuple[int, int | None] | None  # bytes of a part, and how many parts are kept (None: all)
+    keep_logs: float | None  # seconds that temporary logs stay; None: forever
+    termination_log: str  # empty: Kubernetes' default, if it is there
+    # Watching from outside.
+    expect: str  # a pattern, or empty
+    expect_every: float | None
+    expect_finite: bool
+    notify: str  # a command or a URL, which may hold a secret
+    metrics: bool
+    otel: bool
     # The screen of `phalanx run`.
     attach: int | None
     dry_run: bool
@@ -368,6 +379,7 @@ def _resolve(v: Sources, program: dict[str, Any]) -> JobSpec:
     values = {**program, **validation.workers(v), **validation.nodes(v), **validation.restarts(v)}
     values.update(validation.output(v, values))
     values.update(validation.supervision(v, values))
+    values.update(validation.outside(v))
     values.update(validation.preparation(v))
     values.update(validation.kept_state(v))
     values.update(validation.screen(v, values))

@@ -45,7 +45,9 @@ WORKER_BOARD = "PHALANX_WORKER"
 WORKER_STATE = "PHALANX_STATE"
 WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 
-SECRETS = (TOKEN, TOKEN_FILE, ETCD_PASSWORD)  # never handed to a worker
+NOTIFY = "PHALANX_NOTIFY"  # a command or a URL, which may hold a password
+
+SECRETS = (TOKEN, TOKEN_FILE, ETCD_PASSWORD, NOTIFY)  # never handed to a worker
 
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
@@ -54,6 +56,11 @@ DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 def variables() -> Mapping[str, str]:
     """The environment of this process."""
     return os.environ
+
+
+def without_secrets() -> dict[str, str]:
+    """The environment for a command of the user's that is not part of the job."""
+    return {name: value for name, value in os.environ.items() if name not in SECRETS}
 
 
 def export(name: str, value: str) -> None:

@@ -19,7 +19,7 @@ from phalanx.environment import DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATI
 
 TYPE_CHECKING = False  # type checkers take it as true; importing `typing` for it would cost milliseconds
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from phalanx.errors import UsageError
@@ -337,6 +337,53 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 env="PHALANX_",
             ),
         ),
+        "Watching from outside": (
+            Option(
+                "--expect",
+                "str",
+                "",
+                "pattern that the output must keep matching, as in 'loss: (\\S+)'; implies -t 3",
+                env="PHALANX_",
+                metavar="REGEX",
+            ),
+            Option(
+                "--expect-every",
+                "str",
+                "",
+                "treat this time without a line that matches --expect as a hang: 300s",
+                env="PHALANX_",
+                metavar="TIME",
+            ),
+            Option(
+                "--expect-finite",
+                "flag",
+                False,
+                "treat nan or inf in the first group of --expect as a hang",
+                env="PHALANX_",
+            ),
+            Option(
+                "--notify",
+                "str",
+                "",
+                "command (JSON on stdin) or URL (POST) to tell of failures, recoveries, hangs and the end",
+                env="PHALANX_",
+                metavar="CMD|URL",
+            ),
+            Option(
+                "--metrics",
+                "flag",
+                False,
+                "serve /metrics for Prometheus at --health-port",
+                env="PHALANX_",
+            ),
+            Option(
+                "--otel",
+                "flag",
+                False,
+                "send one OpenTelemetry trace per incident, as the OTEL_* variables say",
+                env="PHALANX_",
+            ),
+        ),
         "Output": (
             Option("--log-dir", "str", None, "directory for logs"),
             Option(
@@ -378,6 +425,38 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "null",
                 "where events go: null, console, file ($PHALANX_EVENTS_FILE) or a plug-in (an entry point in "
                 "phalanx.event_handlers)",
+            ),
+            Option(
+                "--log-format",
+                "str",
+                "text",
+                "lines of the launcher, and with -t of the workers, as text or as json objects",
+                env="PHALANX_",
+                choices=("text", "json"),
+            ),
+            Option(
+                "--log-rotate",
+                "str",
+                "",
+                "move the older part of a worker's log to files of this size, and keep that many: 100M:5",
+                env="PHALANX_",
+                metavar="SIZE[:KEEP]",
+            ),
+            Option(
+                "--keep-logs",
+                "str",
+                "7d",
+                "how long temporary logs of finished jobs stay; a later run removes them: 12h, 7d, forever",
+                env="PHALANX_",
+                metavar="TIME",
+            ),
+            Option(
+                "--termination-log",
+                "str",
+                "",
+                "write why the job failed into this file (/dev/termination-log, if there is one)",
+                env="PHALANX_",
+                metavar="FILE",
             ),
             Option("-q --quiet", "flag", False, "print failures only", env="PHALANX_"),
             Option("--verbose", "flag", False, "print every decision and its reason", env="PHALANX_"),
@@ -422,6 +501,16 @@ class Scan:
         self.values: dict[str, str] = {}
         self.script: str | None = None
         self.script_args: tuple[str, ...] = ()
+
+
+def peek(argv: Sequence[str], dest: str, environ: Mapping[str, str]) -> str:
+    """What a command line that is refused says for an option, as far as that can be told."""
+    option = BY_DEST[dest]
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name in option.flags:
+            return value if equals else following
+    return environ.get(option.env or "", "")
 
 
 def usage_error(message: str) -> UsageError:

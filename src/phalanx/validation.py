@@ -459,7 +459,53 @@ def output(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
         "duplicate_stderr_filters": v.words("duplicate_stderr_filters"),
         "logs_specs": specs,
         "event_log_handler": _event_handler(v),
+        "log_format": v.text("log_format"),
+        "log_rotate": _log_rotate(v, v.text("redirects") == v.text("tee") == "0"),
+        "keep_logs": _keep_logs(v),
+        "termination_log": _termination_log(v),
     }
+
+
+def _log_rotate(v: Sources, no_files: bool) -> tuple[int, int | None] | None:
+    """SIZE[:KEEP]; sizes in units of 1024."""
+    raw = v.text("log_rotate").strip()
+    if raw in ("", "off"):
+        return None
+    size, colon, keep = raw.partition(":")
+    number = size.rstrip("KMGTkmgtiB")
+    unit = size[len(number) :].lower().removesuffix("b").removesuffix("i")
+    factor = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(unit)
+    try:
+        bytes_ = int(float(number) * (factor or float("nan")))
+        kept = int(keep) if colon else None
+    except (ValueError, OverflowError):
+        raise v.bad("log_rotate", "write SIZE or SIZE:KEEP, as in 100M or 1G:5") from None
+    if not 4096 <= bytes_ <= 1 << 50:
+        raise v.bad("log_rotate", "a part has at least 4K")
+    if kept is not None and kept < 1:
+        raise v.bad("log_rotate", "keep at least one part, or leave out the number to keep all")
+    if no_files and not v.text("silence_timeout") and not v.text("expect"):
+        v.warnings.append(f"{v.label('log_rotate')}: no output goes to files; add -r 3 or -t 3")
+    return bytes_, kept
+
+
+def _keep_logs(v: Sources) -> float | None:
+    if v.text("keep_logs").strip().lower() == "forever":
+        return None
+    return _time(v, "keep_logs", 3650 * _DAY, "write a time, as in 12h or 7d, or forever")
+
+
+def _termination_log(v: Sources) -> str:
+    path = v.text("termination_log")
+    if path:
+        path = os.path.abspath(path)
+        if os.path.isdir(path):
+            raise v.bad("termination_log", "is a directory; name a file")
+        where = path if os.path.exists(path) else os.path.dirname(path)
+        if not os.access(where, os.W_OK):
+            what = "cannot be written by this user" if os.path.exists(where) else f"there is no {where}"
+            raise v.bad("termination_log", what)
+    return path
 
 
 def _event_handler(v: Sources) -> str:
@@ -509,9 +555,10 @@ def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
     """What counts as a hang and what follows from it; health and preemption."""
     names = ("heartbeat_timeout", "silence_timeout", "startup_timeout", "partial_exit_timeout")
     values: dict[str, Any] = {name: v.number(name, 0.001) for name in names}
-    if v.given("on_hang") and all(value is None for value in values.values()):
+    if v.given("on_hang") and all(value is None for value in values.values()) and not v.text("expect"):
         v.warnings.append(f"{v.label('on_hang')}: only matters for worker.expires(), as no timeout is given")
-    if values["silence_timeout"] is not None and known["redirects"] == known["tee"] == "0":
+    watched = values["silence_timeout"] is not None or v.text("expect")
+    if watched and known["redirects"] == known["tee"] == "0":
         values["tee"] = "3"  # output that goes straight to the terminal cannot be observed
         if known["local_world_size"] == known["max_nodes"] == 1 and not known["log_line_prefix_template"]:
             values["log_line_prefix_template"] = ""  # nothing else is to change for it
@@ -528,6 +575,66 @@ def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
 
         values["signals_to_handle"] = f"{known['signals_to_handle']},{signal.Signals(sig).name}"
     return values
+
+
+def outside(v: Sources) -> dict[str, Any]:
+    """What watches the output, and who is told of incidents."""
+    return {**_expectations(v), "notify": _notify(v), "metrics": _metrics(v), "otel": v.flag("otel")}
+
+
+def _expectations(v: Sources) -> dict[str, Any]:
+    pattern, finite = v.text("expect"), v.flag("expect_finite")
+    every = _time(v, "expect_every", 30 * _DAY, "write a time, as in 300s or 10m") or None
+    if not pattern:
+        for dest, given in (("expect_every", every), ("expect_finite", finite)):
+            if given:
+                raise v.bad(dest, f"needs a pattern; add {v.name('expect')} REGEX")
+    else:
+        import re
+
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise v.bad("expect", f"not a regular expression: {error}") from None
+        if every is None and not finite:
+            raise v.bad("expect", f"add {v.name('expect_every')} TIME, {v.name('expect_finite')}, or both")
+    return {"expect": pattern, "expect_every": every, "expect_finite": finite}
+
+
+def _notify(v: Sources) -> str:
+    target = v.text("notify").strip()
+    if target.startswith("@"):  # a file, so that no secret is in a command line
+        try:
+            with open(target[1:], encoding="utf-8") as file:
+                target = file.read(65536).strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise v.bad("notify", f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        if not target:
+            raise v.bad("notify", "the file is empty; write a command or a URL into it")
+    scheme, mark, rest = target.partition("://")
+    if mark and scheme.isalnum() and " " not in target:
+        # The value is not repeated: it may hold a password or a token.
+        if scheme not in ("http", "https"):
+            raise usage_error(f"{v.name('notify')} {scheme}://...: only http and https are known")
+        if not rest.partition("/")[0].rpartition("@")[2]:
+            raise usage_error(f"{v.name('notify')} {scheme}://...: the URL names no host")
+    return target
+
+
+def _metrics(v: Sources) -> bool:
+    asked = v.flag("metrics")
+    if asked and not v.text("health_port"):
+        raise v.bad(
+            "metrics", f"served at the health port, and there is none; add {v.name('health_port')} PORT"
+        )
+    if asked:
+        from importlib.util import find_spec
+
+        if find_spec("prometheus_client") is None:
+            from phalanx.web.metrics import MISSING
+
+            v.warnings.append(f"{v.label('metrics')}: {MISSING}")
+    return asked
 
 
 def _preempt_signal(v: Sources) -> int | None:
@@ -563,17 +670,24 @@ def preparation(v: Sources) -> dict[str, Any]:
 
 
 def _seconds(v: Sources, dest: str) -> float:
-    """A time as people write it: 90, 90s, 10m, 1.5h; off or 0: none."""
-    text = v.text(dest).strip().lower()
-    if text in ("", "off"):
+    """A time of up to a day; off or 0: none."""
+    if v.text(dest).strip().lower() == "off":
         return 0.0
-    factor = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
+    return _time(v, dest, _DAY, "write a time of up to a day, as in 90s, 10m or 1h, or off")
+
+
+def _time(v: Sources, dest: str, longest: float, advice: str) -> float:
+    """A time as people write it: 90, 90s, 10m, 1.5h, 7d; 0 where none is given."""
+    text = v.text(dest).strip().lower()
+    if not text:
+        return 0.0
+    factor = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": _DAY}.get(text[-1:])
     try:
         value = float(text if factor is None else text[:-1]) * (factor or 1.0)
     except ValueError:
         value = -1.0
-    if not 0 <= value <= 86400:  # false for nan as well
-        raise v.bad(dest, "write a time of up to a day, as in 90s, 10m or 1h, or off")
+    if not 0 <= value <= longest:  # false for nan as well
+        raise v.bad(dest, advice)
     return value
 
 

@@ -607,6 +607,58 @@ def test_a_flag_here_overrules_a_variable_that_says_the_opposite(script: str) ->
     assert (run.quiet, run.verbose) == (False, True)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--log-format", "xml"], "--log-format xml: choose one of text, json"),
+        (["--log-rotate", "big"], "--log-rotate big: write SIZE or SIZE:KEEP, as in 100M or 1G:5"),
+        (["--log-rotate", "10X"], "write SIZE or SIZE:KEEP"),
+        (["--log-rotate", "10M:x"], "write SIZE or SIZE:KEEP"),
+        (["--log-rotate", "infM"], "write SIZE or SIZE:KEEP"),
+        (["--log-rotate", "10"], "--log-rotate 10: a part has at least 4K"),
+        (["--log-rotate", "1M:0"], "--log-rotate 1M:0: keep at least one part"),
+        (["--keep-logs", "a week"], "--keep-logs a week: write a time, as in 12h or 7d, or forever"),
+        (["--termination-log", "/"], "--termination-log /: is a directory; name a file"),
+        (["--termination-log", "/no/such/file"], "there is no /no/such"),
+        (["--expect", "("], "--expect (: not a regular expression"),
+        (["--expect", "x"], "--expect x: add --expect-every TIME, --expect-finite, or both"),
+        (["--expect-every", "300s"], "--expect-every 300s: needs a pattern; add --expect REGEX"),
+        (["--expect-finite"], "--expect-finite: needs a pattern"),
+        (["--expect", "x", "--expect-every", "soon"], "--expect-every soon: write a time"),
+        (["--notify", "ftp://user:SECRET@host"], "--notify ftp://...: only http and https are known"),
+        (["--notify", "https:///SECRET"], "--notify https://...: the URL names no host"),
+        (["--notify", "@/no/such/file"], "--notify @/no/such/file: cannot be read: No such file"),
+        (["--metrics"], "--metrics: served at the health port, and there is none; add --health-port PORT"),
+    ],
+)
+def test_options_for_machines_that_are_refused(script: str, words: list[str], message: str) -> None:
+    said = refusal(*words, script)
+    assert message in said
+    assert "SECRET" not in said
+
+
+def test_options_for_machines(script: str, tmp_path: Path) -> None:
+    plain = ask(script)
+    assert (plain.log_format, plain.log_rotate, plain.keep_logs) == ("text", None, 7 * 86400)
+    assert (plain.expect, plain.notify, plain.metrics, plain.otel) == ("", "", False, False)
+    assert plain.termination_log == ""
+    secret = tmp_path / "hook"
+    secret.write_text("https://hooks.example/SECRET\n")
+    run = ask(
+        "--log-rotate", "1.5MiB:3", "-r", "3", "--keep-logs", "forever", "--notify", f"@{secret}",
+        "--expect", r"loss: (\S+)", "--expect-every", "5m", script, PHALANX_LOG_FORMAT="json",
+    )  # fmt: skip
+    assert (run.log_format, run.log_rotate, run.keep_logs) == ("json", (3 << 19, 3), None)
+    assert (run.expect_every, run.expect_finite, run.redirects, run.tee) == (300.0, False, "3", "0")
+    assert run.notify == "https://hooks.example/SECRET"
+    assert run.warnings == ()
+    # Output that goes straight to the terminal cannot be searched.
+    run = ask("--expect", "x", "--expect-finite", "--log-rotate", "4K", script)
+    assert (run.tee, run.log_rotate, run.warnings) == ("3", (4096, None), ())
+    (warning,) = ask("--log-rotate", "4K", script).warnings
+    assert "no output goes to files" in warning
+
+
 def test_import_stays_cheap() -> None:
     """The launcher's start is measured in milliseconds: none of the costly modules may creep in."""
     costly = "argparse dataclasses typing re inspect enum logging signal subprocess json asyncio"

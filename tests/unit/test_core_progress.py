@@ -13,11 +13,13 @@ from phalanx.core.progress import (
     WatchPolicy,
     alike,
     blame,
+    is_finite,
     judge,
     next_look,
 )
 
 ALL = WatchPolicy(5.0, 7.0, 10.0, 3.0)
+LOSS = WatchPolicy(expect=r"loss {1}: (\S+)", expect_every=30.0, expect_finite=True)
 
 
 def beats(*ages: float, now: float = 100.0) -> tuple[Beat, ...]:
@@ -65,6 +67,22 @@ def beats(*ages: float, now: float = 100.0) -> tuple[Beat, ...]:
         (View(0.0, beats(1, 1), output_at=94.0), ALL, None, ""),
         (View(0.0, beats(1, 1), output_at=None), ALL, None, ""),
         (View(0.0, (), finished=(0,), first_exit=1.0, output_at=0.0), ALL, None, ""),
+        (View(0.0, beats(1, 1), matched_at=71.0), LOSS, None, ""),
+        (View(0.0, beats(1, 1)), LOSS, None, ""),  # not expected yet
+        (View(0.0, beats(1, 1), matched_at=0.0), WatchPolicy(expect="x", expect_finite=True), None, ""),
+        (
+            View(0.0, beats(1, 1), matched_at=70.0),
+            LOSS,
+            "expect",
+            "no line of ranks 0, 1 matched 'loss {1}: (\\\\S+)' for 30.0 s",
+        ),
+        (
+            View(0.0, beats(1, 1), matched_at=99.0, bad_value=(1, "loss: {nan}")),
+            LOSS,
+            "value",
+            "rank 1 printed a value that is not finite: loss: {nan}",
+        ),
+        (View(0.0, beats(1), bad_value=(0, "nan")), WatchPolicy(expect="x", expect_every=9.0), None, ""),
     ],
 )
 def test_judge(view: View, policy: WatchPolicy, rule: str | None, reason: str) -> None:
@@ -83,10 +101,14 @@ views = st.builds(
     st.just((9,)),
     times,
     st.none() | times,
+    st.none() | times,
 )
 
 
-@given(views, st.builds(WatchPolicy, maybe, maybe, maybe, maybe))
+@given(
+    views,
+    st.builds(WatchPolicy, maybe, maybe, maybe, maybe, expect=st.just("x"), expect_every=maybe),
+)
 def test_nothing_hangs_before_the_next_look_and_a_rank_does_then(view: View, policy: WatchPolicy) -> None:
     due = next_look(view, policy)
     if due is None or not view.alive:
@@ -94,6 +116,30 @@ def test_nothing_hangs_before_the_next_look_and_a_rank_does_then(view: View, pol
         return
     assert judge(view, due - 1e-6, policy) is None or due <= 1e-6
     assert judge(view, due + 1e-6, policy) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "finite"),
+    [
+        ("0.3", True),
+        ("1e-7,", True),
+        ("-12)", True),
+        ("", True),
+        ("n/a", True),
+        ("information", True),
+        ("inference", True),
+        ("nan", False),
+        ("NaN", False),
+        ("-inf", False),
+        ("1e999", False),
+        ("nan,", False),
+        ("tensor(nan,", False),
+        ("tensor([0.1, inf])", False),
+        ("Infinity", False),
+    ],
+)
+def test_what_counts_as_finite(text: str, finite: bool) -> None:
+    assert is_finite(text) is finite
 
 
 IN_TRAIN, IN_REDUCE = (

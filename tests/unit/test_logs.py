@@ -217,6 +217,20 @@ def test_old_temporary_directories_are_removed(tmp_path: Path) -> None:
     temporary_logs.remove_old(str(tmp_path / "nowhere"))
 
 
+def test_temporary_logs_stay_as_long_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    old = tmp_path / f"phalanx_{gone.pid}_old"
+    for kept, stays in ((None, True), (7200.0, True), (1800.0, False)):
+        old.mkdir(exist_ok=True)
+        os.utime(old, (time.time() - 3600,) * 2)
+        specs = DefaultLogsSpecs(keep_logs=kept)
+        assert specs.root_log_dir.startswith(str(tmp_path))
+        specs.clean_up(succeeded=True)
+        assert old.exists() is stays
+
+
 def test_the_global_ranks_filter_limits_the_console(tmp_path: Path) -> None:
     specs = DefaultLogsSpecs(str(tmp_path), tee=Std.OUT, ranks_filter={5, 7})
     mine = {rank: {**env, "RANK": str(4 + rank)} for rank, env in envs(4).items()}

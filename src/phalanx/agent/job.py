@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from phalanx.agent.spec import WorkerSpec
     from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.config import JobSpec
+    from phalanx.logs.console import OutputOptions
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler
+    from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
     from phalanx.state.holder import StateHolder
     from phalanx.state.replicas import Replicas
@@ -44,6 +46,7 @@ def make_agent(
     reason: Callable[[str], None] | None = None,
     progress: Progress | None = None,
     stray_signals: tuple[Signals, ...] = (),
+    notifier: Notifier | None = None,
 ) -> LocalElasticAgent:
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
     from phalanx.agent.spec import AgentOptions
@@ -78,11 +81,13 @@ def make_agent(
                 helpers=helpers,
                 state=make_state(job, handler),
                 attach=job.attach,
+                output=make_output(job),
                 stray_signals=stray_signals,
                 job_name=job.name,
                 note=note,
                 reason=reason,
                 progress=progress,
+                notifier=notifier,
             ),
         )
     except BaseException:
@@ -160,10 +165,11 @@ def make_supervision(job: JobSpec) -> Supervision:
         job.heartbeat_timeout, job.silence_timeout, job.startup_timeout, job.partial_exit_timeout,
     )  # fmt: skip
     policy = None
-    if any(timeout is not None for timeout in timeouts) or job.on_hang != "restart":
+    if any(timeout is not None for timeout in timeouts) or job.on_hang != "restart" or job.expect:
         from phalanx.core.progress import WatchPolicy
 
-        policy = WatchPolicy(*timeouts, job.on_hang)
+        expected = (job.expect, job.expect_every, job.expect_finite) if job.expect else ()
+        policy = WatchPolicy(*timeouts, job.on_hang, *expected)
     return Supervision(
         policy,
         preempt_signal=job.preempt_signal or 0,
@@ -208,6 +214,31 @@ def make_replicas(job: JobSpec, handler: RendezvousHandler) -> Replicas:
         raise usage_error(f"{what}: {error}") from None
 
 
+def make_notifier(job: JobSpec) -> Notifier | None:
+    """What tells a command or a URL of incidents."""
+    if not job.notify:
+        return None
+    import os
+
+    from phalanx.observe.notifier import JobNames, Notifier
+
+    return Notifier(job.notify, JobNames(job.name, job.run_id, os.uname().nodename))
+
+
+def make_output(job: JobSpec) -> OutputOptions | None:
+    """How lines are shown and files rotated."""
+    if job.log_format == "text" and job.log_rotate is None:
+        return None
+    from phalanx.logs.console import OutputOptions
+
+    rotate = None
+    if job.log_rotate is not None:
+        from phalanx.logs.rotation import Rotation
+
+        rotate = Rotation(*job.log_rotate)
+    return OutputOptions(job.log_format == "json", rotate)
+
+
 def make_logs(job: JobSpec) -> LogsSpecs:
     """Where the workers' output goes: the given object, a plug-in, or the default."""
     from phalanx.logs.specs import DefaultLogsSpecs, Std
@@ -231,6 +262,7 @@ def make_logs(job: JobSpec) -> LogsSpecs:
             tee=Std.from_str(job.tee),
             local_ranks_filter=set(job.local_ranks_filter) if job.local_ranks_filter else None,
             **({"ranks_filter": set(job.ranks_filter)} if job.ranks_filter else {}),
+            **({} if job.logs_specs else {"keep_logs": job.keep_logs}),
         )
         if job.log_dir is None and not job.redirects == job.tee == "0":
             _ = made.root_log_dir  # made now, because the first line names it

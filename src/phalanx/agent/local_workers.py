@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from phalanx.agent.worker_store import WorkerStore
     from phalanx.core.group import Phase
     from phalanx.core.group_events import Event, SiblingStop, StartWorkers
+    from phalanx.logs.console import OutputOptions
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
     from phalanx.membership.network_interface import NetworkInterface
@@ -68,6 +69,7 @@ class LocalWorkers:
         start_method: str,
         prefix_template: str | None,
         attach: int | None,
+        output: OutputOptions | None,
         uninterruptible_timeout: float,
         at_failure: SiblingStop,
         helpers: HelperPool,
@@ -89,6 +91,7 @@ class LocalWorkers:
         self._start_method = start_method
         self._prefix_template = prefix_template
         self._attach = attach
+        self._output = output
         self._uninterruptible_timeout = uninterruptible_timeout
         self._at_failure = at_failure
         self._helpers = helpers
@@ -258,6 +261,8 @@ class LocalWorkers:
                     self._round_nodes(),
                 ),
                 attach=self._attach,
+                output=self._output,
+                host=self.host,
                 explains=False,
                 handles_signals=False,
                 take_helpers=self._helpers.take,

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.core.restarts import RestartPolicy
+    from phalanx.logs.console import OutputOptions
     from phalanx.membership.handler import RendezvousHandler
+    from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
     from phalanx.state.holder import StateHolder
     from phalanx.supervision.supervision import Supervision
@@ -203,8 +205,10 @@ class AgentOptions(Record):
     helpers: HelperPool | None = None  # prepares helper processes ahead; the agent closes it
     state: StateHolder | None = None  # what the workers keep; None: in memory only
     attach: int | None = None  # the local rank that reads the terminal's input
+    output: OutputOptions | None = None  # how lines are shown and files rotated
     stray_signals: tuple[Signals, ...] = ()  # stop the job as well, but are not sent to workers
     job_name: str = ""  # as the failure report calls the job; empty: the entrypoint's name
     note: Callable[[str], None] | None = None  # one line per incident
+    notifier: Notifier | None = None  # tells a command or a URL of incidents
     reason: Callable[[str], None] | None = None  # every decision
     progress: Progress | None = None  # the progress line of a terminal

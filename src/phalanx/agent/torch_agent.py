@@ -603,6 +603,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._own_context: PContext | None = None
         self._own_watchdog: FileTimerServer | None = None
         self._attach = options.attach
+        self._output = options.output
         self._meeting: WorkerStore | None = None  # what this node opened last for a round's workers
         self.helpers = options.helpers or HelperPool()
         self.kept_state = options.state or StateHolder()
@@ -627,6 +628,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             start_method=self._start_method,
             prefix_template=self._log_line_prefix_template,
             attach=self._attach,
+            output=self._output,
             uninterruptible_timeout=self._uninterruptible_timeout,
             at_failure=policy.at_failure,
             helpers=self.helpers,

@@ -13,7 +13,7 @@ import time
 
 from phalanx.config import parse
 from phalanx.environment import allows_colour, has_error_file
-from phalanx.log import write_stderr
+from phalanx.log import is_json, use_format, write_stderr
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,13 +24,19 @@ if TYPE_CHECKING:
     from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.config import JobSpec
     from phalanx.logs.specs import LogsSpecs
+    from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
+    from phalanx.warm.helper_pool import HelperPool
 
 
 def main(argv: Sequence[str]) -> int:
     """Run what a command line asks for; the exit code."""
     _open_standard_descriptors()
-    job = parse(argv)
+    try:
+        job = parse(argv)
+    except ValueError as error:
+        _refuse(argv, error)
+        raise
     if os.getpid() == 1:
         from phalanx.cli.init_process import stay_behind
 
@@ -38,8 +44,19 @@ def main(argv: Sequence[str]) -> int:
     return execute(job)
 
 
+def _refuse(argv: Sequence[str], error: ValueError) -> None:
+    """A command line is wrong: its message goes where that of a job that fails would go."""
+    from phalanx.environment import variables
+    from phalanx.observe import termination_log
+    from phalanx.options import peek
+
+    use_format(peek(argv, "log_format", variables()), os.uname().nodename)
+    termination_log.write(peek(argv, "termination_log", variables()), f"phalanx run: {error}")
+
+
 def execute(job: JobSpec, raises: bool = False) -> int:
     """Run a job from the terminal; the exit code. `raises`: for a caller in Python, a failure is raised."""
+    use_format(job.log_format, os.uname().nodename)
     for warning in job.warnings:
         say(f"warning: {warning}")
     if job.dry_run:
@@ -100,25 +117,41 @@ def say(line: str) -> None:
 
 def launch(job: JobSpec, raises: bool = False) -> int:
     """Start the agent, run it to the end, and report; `raises`: what went wrong, instead of an exit code."""
-    from phalanx.agent.job import export_environment, make_agent, make_helpers, make_logs
+    from phalanx.agent.job import export_environment, make_helpers, make_notifier
+    from phalanx.errors import UsageError
 
     export_environment(job)
     # First of all, so that the helpers come up while the rest of the agent is still being imported.
     try:
         helpers = make_helpers(job)
     except (OSError, RuntimeError) as error:  # too many descriptors or processes
+        why = error.strerror if isinstance(error, OSError) else error
+        line = f"the helper processes cannot be started: {why}; see `ulimit -n` and `ulimit -u`"
+        JobEnd(job, None).reach("FAILED", 1, line)
         if raises:
             raise
-        why = error.strerror if isinstance(error, OSError) else error
-        say(f"the helper processes cannot be started: {why}; see `ulimit -n` and `ulimit -u`")
+        say(line)
         return 1
     assert helpers is not None, "a program always has helpers"
     helpers.say = say
-    begin = time.time()
+    end = JobEnd(job, make_notifier(job))
+    try:
+        return _run_agent(job, helpers, end, raises)
+    except BaseException as error:
+        usage = isinstance(error, UsageError)
+        end.reach("FAILED", 2 if usage else 1, str(error) if usage else f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        end.close()
+
+
+def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> int:
+    from phalanx.agent.job import make_agent, make_logs
     from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
     from phalanx.workers.signals import SignalScope, signals_to_handle, stray_signals
 
+    begin = time.time()
     agent: LocalElasticAgent | None = None
     result: RunResult | None = None
     note, reason = _voices(job)
@@ -137,12 +170,16 @@ def launch(job: JobSpec, raises: bool = False) -> int:
                 reason=reason,
                 progress=_progress(job),
                 stray_signals=tuple(strays),
+                notifier=end.notifier,
             )
+            end.agent = agent
             _say_unless_quiet(job, _first_line(job, logs))
             result = agent.run()
     except SignalException as stop:
         verb = "preempted" if stop.sigval == job.preempt_signal else "stopped"
-        _say_unless_quiet(job, f"{verb} by {stop.sigval.name}{_took(begin)}")
+        line = f"{verb} by {stop.sigval.name}{_took(begin)}"
+        _say_unless_quiet(job, line)
+        end.reach("STOPPED", 128 + stop.sigval, line)
         if raises:
             raise
         return 128 + stop.sigval
@@ -150,6 +187,7 @@ def launch(job: JobSpec, raises: bool = False) -> int:
         if isinstance(error, ValueError):
             raise  # bad usage
         _tell_parent(str(error), 1)
+        end.reach("FAILED", 1, str(error))
         if raises:
             raise
         if job.quiet or agent is None or agent.outcome is None:  # else it was reported when it happened
@@ -162,19 +200,58 @@ def launch(job: JobSpec, raises: bool = False) -> int:
     if result.is_failed():
         report, code, path = _failure_report(job, agent, result, begin)
         _tell_parent(report, code, result)
+        end.reach("FAILED", code, report)
         if raises:
             from phalanx.agent.elastic_launch import failure_of
 
             raise failure_of(job.name, result, agent)
         _write_report(report, f"The same as JSON: {path}\n" if path and job.log_dir else "")
         return code
-    _say_unless_quiet(job, _last_line(agent, begin))
+    line = _last_line(agent, begin)
+    _say_unless_quiet(job, line)
+    end.reach("SUCCEEDED", 0, line)
     return 0
+
+
+class JobEnd:
+    """Where the end of a job is told beside the screen: the termination log and the notifier."""
+
+    def __init__(self, job: JobSpec, notifier: Notifier | None) -> None:
+        self._job = job
+        self.notifier = notifier
+        self.agent: LocalElasticAgent | None = None
+        self._reached = False
+
+    def reach(self, outcome: str, code: int, why: str) -> None:
+        """The job is over; the first call counts."""
+        if self._reached:
+            return
+        self._reached = True
+        if code:
+            from phalanx.observe import termination_log
+
+            termination_log.write(self._job.termination_log, why)
+        if self.notifier is not None and self._speaks_for_the_job():
+            headline = next((line for line in why.splitlines() if line.strip("=- ")), "").strip()
+            self.notifier.send("end", headline, outcome=outcome, exit_code=code, reason=why)
+
+    def _speaks_for_the_job(self) -> bool:
+        """Of a job of several nodes, node 0 tells of its end, and a node that never had a place in it."""
+        return self.agent is None or not self.agent.get_worker_group().group_rank
+
+    def close(self) -> None:
+        """Wait, not for long, until what is under way is done."""
+        if self.notifier is not None:
+            self.notifier.close()
+        if self._job.log_rotate is not None:
+            from phalanx.logs.rotation import wait_for_rotation
+
+            wait_for_rotation()
 
 
 def _progress(job: JobSpec) -> Progress | None:
     """The progress line, on a terminal that no worker reads."""
-    if job.quiet or job.attach is not None or sys.stderr is None or not sys.stderr.isatty():
+    if job.quiet or job.attach is not None or sys.stderr is None or not sys.stderr.isatty() or is_json():
         return None
     from phalanx.observe.progress_line import on_terminal
 
@@ -248,7 +325,7 @@ def _failure_report(
         everyone = {**result.failures, **result.stopped}
         kept = report_json(name, everyone, started_at=begin)
         if report is None:
-            colour = sys.stderr is not None and sys.stderr.isatty() and allows_colour()
+            colour = sys.stderr is not None and sys.stderr.isatty() and allows_colour() and not is_json()
             text = format_report(name, everyone, started_at=begin, colour=colour)
             report = text, diagnosis_of(everyone, begin).exit_code
     else:  # a hang, or the failure of another node: no worker here has failed

@@ -10,6 +10,8 @@ first that holds is the verdict):
    heartbeat on: how long a start may take is unrelated to how long a step may.
 4. *partial exit*: a rank has succeeded, and others still run after `partial_exit_timeout`.
 5. *silence*: no rank has written output for `silence_timeout`.
+6. *value*: a rank printed nan or infinity where the expected pattern has its value (`expect_finite`).
+7. *expect*: no line matched the expected pattern for `expect_every`.
 
 Which rank caused the hang is a separate question, because in a hung collective all ranks fall silent at once:
 see `blame`.
@@ -29,6 +31,10 @@ class WatchPolicy(Record):
     partial_exit_timeout: float | None = None
     on_hang: str = "restart"
     """restart, fail or warn."""
+    expect: str = ""
+    """A pattern in the output of the workers; the next two fields are about it."""
+    expect_every: float | None = None
+    expect_finite: bool = False
 
 
 class Beat(Record):
@@ -53,6 +59,10 @@ class View(Record):
     """When the first rank succeeded while others still ran."""
     output_at: float | None = None
     """When any rank last wrote output; None if unknown."""
+    matched_at: float | None = None
+    """When a line last matched the expected pattern, or the watch for it began; None if it has not begun."""
+    bad_value: tuple[int, str] | None = None
+    """The rank that printed a value that is not finite, and its line."""
 
 
 class Verdict(Record):
@@ -92,7 +102,28 @@ def judge(view: View, now: float, policy: WatchPolicy) -> Verdict | None:
     limit = policy.silence_timeout
     if limit is not None and view.output_at is not None and now >= view.output_at + limit:
         return _verdict("silence", view.alive, f"no output from {{}} for {now - view.output_at:.1f} s")
+    if policy.expect_finite and view.bad_value is not None:
+        rank, line = view.bad_value
+        return Verdict("value", (rank,), f"{ranks_text((rank,))} printed a value that is not finite: {line}")
+    limit = policy.expect_every
+    if limit is not None and view.matched_at is not None and now >= view.matched_at + limit:
+        ranks, silent = tuple(beat.rank for beat in view.alive), now - view.matched_at
+        text = f"no line of {ranks_text(ranks)} matched {policy.expect!r} for {silent:.1f} s"
+        return Verdict("expect", ranks, text)
     return None
+
+
+def is_finite(text: str) -> bool:
+    """Whether a value as a program prints it is finite; text without a number counts as finite.
+
+    `tensor(nan, device='cuda:0')` is not a number for Python, but has one that is not finite.
+    """
+    try:
+        value = float(text.strip().rstrip(",;)]}"))
+    except ValueError:
+        words = "".join(c if c.isalpha() or c == "_" else " " for c in text.lower()).split()
+        return not {"nan", "inf", "infinity"} & set(words)
+    return value - value == 0.0
 
 
 def next_look(view: View, policy: WatchPolicy) -> float | None:
@@ -106,6 +137,8 @@ def next_look(view: View, policy: WatchPolicy) -> float | None:
         times.append(view.first_exit + policy.partial_exit_timeout)
     if policy.silence_timeout is not None and view.output_at is not None:
         times.append(view.output_at + policy.silence_timeout)
+    if policy.expect_every is not None and view.matched_at is not None:
+        times.append(view.matched_at + policy.expect_every)
     return min(times, default=None)
 
 

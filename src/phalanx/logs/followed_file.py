@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from phalanx.logs.json_lines import JsonLines
     from phalanx.logs.sinks import Sink
 
 BLOCK = 256 * 1024  # longer lines are streamed in parts
@@ -65,8 +66,11 @@ class FollowedFile:
         sink: Sink,
         prefix: bytes,
         line_filter: Callable[[str], bool] | None,
+        json: JsonLines | None = None,
     ) -> None:
+        """`json`: makes an object of each line; then no line is ever open on the sink."""
         self.path = path
+        self.json = json
         self.sink = sink
         self.prefix = prefix
         self.line_filter = line_filter
@@ -146,6 +150,10 @@ class FollowedFile:
         elif show_rest:
             self.yields = not self.sink.tty
         used = len(data) if last or show_rest else cut
+        if self.json is not None and used > cut and not last:
+            from phalanx.logs.json_lines import whole_characters
+
+            used = whole_characters(data, used)
         if self.line_filter is None:
             body, judged = data, used
         else:
@@ -174,6 +182,8 @@ class FollowedFile:
     def _block(self, data: bytes, used: int) -> list[memoryview]:
         if not used:
             return []
+        if self.json is not None:
+            return [memoryview(self.json.of_bytes(data[:used]))]
         tty, prefix = self.sink.tty, self.prefix
         if tty and used < len(data):
             data = data[:used]

@@ -40,6 +40,7 @@ from phalanx.logs.sinks import Sink, open_sink
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
+    from phalanx.logs.json_lines import JsonLines
     from phalanx.logs.repeated_tracebacks import RepeatedTracebacks
 
 __all__ = ["Containing", "LogFollower"]
@@ -93,6 +94,7 @@ class LogFollower:
         self._sinks: dict[Hashable, Sink] = {}
         self._streams: list[TextIO] = []  # kept alive: sinks are identified by id()
         self._prefixes: dict[str, int] = {}
+        self._by_path: dict[str, list[FollowedFile]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._ending: Drain | None = None
         self._over_r = self._over_w = -1
@@ -113,8 +115,12 @@ class LogFollower:
         dst: TextIO | str | os.PathLike[str],
         prefix: str = "",
         line_filter: Callable[[str], bool] | None = None,
+        json: JsonLines | None = None,
     ) -> None:
-        """Shows the lines of a file (which need not exist yet) on a stream, or appends them to a path."""
+        """Shows the lines of a file (which need not exist yet) on a stream, or appends them to a path.
+
+        With `json`, as objects; the same for all files of a destination.
+        """
         if self._stopping:
             raise RuntimeError(f"log follower {self.name!r} is stopped; create another for {os.fspath(path)}")
         key, sink = open_sink(dst)
@@ -129,11 +135,19 @@ class LogFollower:
             else:
                 sink.close()
                 sink = known
+            if json is not None:
+                sink.ignore_terminal()
             number = self._prefixes.setdefault(prefix, len(self._prefixes))
-        source = FollowedFile(os.fspath(path), sink, _paint(prefix, number, sink), line_filter)
+        source = FollowedFile(os.fspath(path), sink, _paint(prefix, number, sink), line_filter, json)
+        self._by_path.setdefault(source.path, []).append(source)
         self._post(lambda: self._adopt(source))
         if self._started:
             self._run_thread()
+
+    def position(self, path: str) -> int | None:
+        """The first byte of a file that may still be read; None if nothing reads it. From any thread."""
+        reading = (s for s in self._by_path.get(path, ()) if not s.done and not s.sink.dead)
+        return min((source.offset for source in reading), default=None)
 
     def start(self) -> LogFollower:
         """Starts the thread, now or when the first file is added."""

@@ -54,6 +54,10 @@ class Sink:
         self.repeated_tracebacks: RepeatedTracebacks | None = None  # a console shows each only once
         self.lose: Callable[[Sink, FollowedFile | None, int, str], None] = lambda *_: None
 
+    def ignore_terminal(self) -> None:
+        """Write to a terminal as to a pipe: no colours, and a carriage return does not end a line."""
+        self.tty, self.hold = False, _HOLD_PIPE
+
     def put(self, source: FollowedFile, block: list[memoryview], raw: int) -> None:
         """Accepts the next block; the previous one must be written."""
         if self.torn:

@@ -24,6 +24,7 @@ from phalanx.trusted_files import make_directory
 
 __all__ = ["DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"]
 
+KEPT = 7 * 86400.0  # seconds that temporary directories stay
 _DEFAULT_RUN_ID = "none"
 _LONGEST_RUN_ID = 200  # leaves room for the unique part within the usual 255 bytes of a file name
 
@@ -118,8 +119,11 @@ class DefaultLogsSpecs(LogsSpecs):
         local_ranks_filter: set[int] | None = None,
         *,
         ranks_filter: set[int] | None = None,
+        keep_logs: float | None = KEPT,
     ) -> None:
-        """`ranks_filter` is that of torchrun by global rank; both must accept a rank."""
+        """`ranks_filter` is that of torchrun by global rank; both must accept a rank.
+
+        `keep_logs`: seconds after which temporary directories of other runs are removed; None: never."""
         # An empty name (for example of an unset variable) must not mean the current directory.
         log_dir = os.path.abspath(log_dir) if log_dir else None
         if log_dir is not None:
@@ -127,6 +131,7 @@ class DefaultLogsSpecs(LogsSpecs):
         super().__init__(log_dir, redirects, tee, local_ranks_filter)
         self._given = log_dir
         self._ranks_filter = ranks_filter
+        self._keep_logs = keep_logs
         self._run_dirs: dict[str, str] = {}
 
     @property
@@ -153,7 +158,8 @@ class DefaultLogsSpecs(LogsSpecs):
             temporary_logs.remove(self._root_log_dir)
         else:
             self.remove_empty()
-        temporary_logs.remove_old(os.path.dirname(self._root_log_dir))
+        if self._keep_logs is not None:
+            temporary_logs.remove_old(os.path.dirname(self._root_log_dir), kept=self._keep_logs)
 
     @property
     def root_log_dir(self) -> str:

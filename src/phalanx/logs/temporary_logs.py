@@ -4,8 +4,8 @@
 
 The records of failures that a run has recovered from are removed when it succeeds. Output stays, and so do
 the logs of a failed run, for a person to read. Each later run removes those that have not been written to for
-a week and whose launcher is gone, at its end, when nothing waits for it. Only directories of this user,
-directly in the temporary directory and with such a name, are looked at.
+`--keep-logs` (a week) and whose launcher is gone, at its end, when nothing waits for it. Only directories of
+this user, directly in the temporary directory and with such a name, are looked at.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import os
 import time
 
 from phalanx.kernel import stat_fields
+from phalanx.logs.specs import KEPT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NAME = "phalanx"
-_KEPT = 7 * 86400.0
 
 
-def remove_old(parent: str, now: float | None = None) -> None:
-    """Remove what old runs of this user have left in `parent`."""
+def remove_old(parent: str, now: float | None = None, kept: float = KEPT) -> None:
+    """Remove what runs of this user that are over since `kept` seconds have left in `parent`."""
     now = time.time() if now is None else now
     try:
         with os.scandir(parent) as entries:
@@ -36,10 +36,9 @@ def remove_old(parent: str, now: float | None = None) -> None:
             status = entry.stat(follow_symlinks=False)
         except OSError:
             continue
-        old = (
-            status.st_uid == os.geteuid() and status.st_mtime < now - _KEPT
-        )  # else nothing in it need be read
-        if old and stat_fields(_launcher(entry.name)) is None and _last_write(entry.path) < now - _KEPT:
+        # Else nothing in it need be read.
+        old = status.st_uid == os.geteuid() and status.st_mtime < now - kept
+        if old and stat_fields(_launcher(entry.name)) is None and _last_write(entry.path) < now - kept:
             remove(entry.path)
 
 

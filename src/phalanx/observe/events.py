@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from phalanx.core.record import Record
 from phalanx.environment import EVENTS_FILE, events_file
+from phalanx.log import write_stderr
 
 if TYPE_CHECKING:
     import logging
@@ -139,7 +140,7 @@ def incident_event(incident: Incident) -> Event:
 
 def _console(line: str) -> None:
     # Look the stream up for each line: it may have been replaced.
-    print(line, file=sys.stderr, flush=True)
+    write_stderr(f"{line}\n", styled=True)
 
 
 def _file(line: str) -> None:
@@ -220,7 +221,7 @@ def _send(destination: str, sink: Sink, line: str) -> None:
         sink(line)
     except Exception as error:  # noqa: BLE001 - a sink must not fail the job
         _broken.add(destination)
-        print(f"phalanx: events: {destination} is switched off: {error}", file=sys.stderr, flush=True)
+        write_stderr(f"phalanx: events: {destination} is switched off: {error}\n")
 
 
 def record(event: Event | Callable[[], Event], destination: str = "null") -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from phalanx.core.group_events import Event
     from phalanx.core.progress import Beat, Verdict, View, WatchPolicy
     from phalanx.core.stragglers import SlowHistory, StepCounts
+    from phalanx.supervision.expected_output import ExpectedOutput
     from phalanx.supervision.hang_consensus import HangConsensus
     from phalanx.supervision.heartbeat import Boards
     from phalanx.supervision.incident_log import IncidentLog
@@ -70,8 +71,27 @@ class HangDetector:
         self._output: OutputActivity | None = None
         self._output_elsewhere = self._output_queried = self._output_reported = 0.0
         self._consensus: HangConsensus | None = None
+        self._expected: ExpectedOutput | None = None
         if policy is not None:
             self._connect()
+            if policy.expect:
+                self._expected = self._search(policy)
+
+    def _search(self, policy: WatchPolicy) -> ExpectedOutput:
+        """Begin to search the output for the expected pattern."""
+        from phalanx.supervision.expected_output import ExpectedOutput
+
+        logs = (self._context.stdouts, self._context.stderrs)
+        found = [(self._global_ranks[rank], path) for files in logs for rank, path in files.items()]
+        files = [(rank, path) for rank, path in found if path not in ("", "/dev/null")]
+        return ExpectedOutput(policy.expect, policy.expect_finite, files, self._incidents.note)
+
+    def fds(self) -> list[int]:
+        """Descriptors that become readable when `look` has something to take in."""
+        fds = [self._boards.fileno()]
+        if self._expected is not None and self._expected.works:
+            fds.append(self._expected.fileno())
+        return fds
 
     def close(self) -> None:
         """Stop detecting: the workers have exited or are about to."""
@@ -79,6 +99,8 @@ class HangDetector:
             self._incident.abandon()
         if self._consensus is not None:
             self._consensus.close()
+        if self._expected is not None:
+            self._expected.close()
 
     def wait_for_verdict(self) -> None:
         """If the job ends because of a hang that another node reports, fetch that report."""
@@ -124,6 +146,8 @@ class HangDetector:
     def look(self, now: float) -> Event | None:
         """Check for a hang; the owner calls this whenever it is awake and workers run."""
         woken = self._boards.clear_bell()
+        if self._expected is not None and self._expected.look():
+            woken = True
         alive = len(self._context.running)
         exited = alive != self._alive
         self._alive = alive
@@ -154,6 +178,8 @@ class HangDetector:
             self._warn_of_missing_heartbeats(view, now),
             self._query_output(view, now),
         ]
+        if policy.expect_every is not None and self._expected is not None and view.matched_at is None:
+            times.append(now + policy.expect_every)  # for the first match
         self._due = min((at for at in times if at is not None), default=None)
         if verdict is not None:
             self._due = now + _RECHECK
@@ -191,7 +217,25 @@ class HangDetector:
             output_at = self._output.last(now)
             if output_at is not None:
                 output_at = max(output_at, self._output_elsewhere)
-        return View(self._started_at, tuple(beats), finished, self._first_exit, output_at)
+        matched_at = bad_value = None
+        if self._expected is not None and self._expected.works:
+            bad_value, matched_at = self._expected.take_bad(), self._last_match(self._expected, now, policy)
+        return View(
+            self._started_at, tuple(beats), finished, self._first_exit, output_at, matched_at, bad_value
+        )
+
+    def _last_match(self, expected: ExpectedOutput, now: float, policy: WatchPolicy) -> float | None:
+        """When the output of this node last matched; None: the pattern is not expected here yet.
+
+        With several nodes it is expected from the first match on: often, only one rank prints it.
+        """
+        at, busy = expected.matched()
+        if not at and (self._group.group_world_size or 1) > 1:
+            return None
+        at = max(at, self._started_at)
+        if busy and policy.expect_every is not None:  # what was written lately has not been searched
+            at = max(at, now + 1.0 - policy.expect_every)
+        return at
 
     def _finished(self) -> tuple[int, ...]:
         """The global ranks of this node that have succeeded."""
@@ -286,7 +330,7 @@ class HangDetector:
         self._incidents.add_hang(incident.as_data())
         if policy.on_hang == "warn":
             self._warned_rule = incident.verdict.rule
-            self._incidents.note(summary)
+            self._incidents.warn_of_hang(summary)
             return None
         return Hang(summary, final=policy.on_hang == "fail")
 

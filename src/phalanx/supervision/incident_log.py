@@ -15,6 +15,7 @@ class IncidentLog:
 
     def __init__(self) -> None:
         self.note: Callable[[str], None] = lambda _line: None
+        self.on_warning: Callable[[str], None] = lambda _line: None  # a hang that is only warned about
         self.findings: list[dict[str, Any]] = []
         self.last_hang: list[str] = []  # its report
 
@@ -28,6 +29,11 @@ class IncidentLog:
         """Keep a hang, given as `HangIncident.as_data` returns it."""
         self.last_hang = [str(line) for line in data["report"]]
         self._add({**data, "kind": "hang", "summary": str(data["summary"])})
+
+    def warn_of_hang(self, summary: str) -> None:
+        """A hang about which nothing is done (`--on-hang warn`)."""
+        self.note(summary)
+        self.on_warning(summary)
 
     def _add(self, finding: dict[str, Any]) -> None:
         self.findings.append(finding)

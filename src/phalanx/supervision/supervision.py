@@ -181,7 +181,7 @@ class Supervision:
         """The workers' boards, while workers run."""
         if phase != "RUNNING" or self._boards is None or self.detector is None:
             return []
-        return [(self._boards.fileno(), select.POLLIN)]
+        return [(fd, select.POLLIN) for fd in self.detector.fds()]
 
     def deadline(self, phase: Phase) -> float | None:
         """When progress must be judged next."""

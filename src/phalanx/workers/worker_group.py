@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-    from phalanx.logs.console import Console
+    from phalanx.logs.console import Console, JsonNames, OutputOptions
     from phalanx.logs.specs import LogsDest, LogsSpecs
     from phalanx.state.holder import StateFiles
     from phalanx.supervision.heartbeat import Boards
@@ -83,6 +83,8 @@ class GroupOptions(Record):
     boards: Boards | None = None  # memory shared with the workers (supervision/heartbeat.py)
     state: StateFiles | None = None  # what the workers keep (state/holder.py)
     attach: int | None = None  # only this rank gets the standard input, the others none
+    output: OutputOptions | None = None  # how lines are shown and files rotated; None: as torch does
+    host: str = ""  # this node, as JSON lines name it
     explains: bool = True  # False: the owner calls `explain` for the failures that it shows
     handles_signals: bool = True  # False: the owner has its own handlers
     take_helpers: Callable[[str | None], Spawner | None] = lambda _kind: None  # None: its own,
@@ -211,10 +213,12 @@ class PContext(abc.ABC):
             from phalanx.workers.exit_evidence import snapshot
 
             self._before = snapshot()
-            if self.logs.tee_stdouts or self.logs.tee_stderrs or any(self._filters):
+            rotate = self.options.output.rotate if self.options.output is not None else None
+            if self.logs.tee_stdouts or self.logs.tee_stderrs or any(self._filters) or rotate is not None:
                 from phalanx.logs.console import Console
 
-                self._console = Console(self.name, self.logs, self._prefixes, self._filters)
+                json = self._json_names()
+                self._console = Console(self.name, self.logs, self._prefixes, self._filters, json, rotate)
             require_files(self.nprocs, files_needed(jobs, self._console.files if self._console else 0))
             if self._console is not None:
                 self._console.start()
@@ -223,6 +227,14 @@ class PContext(abc.ABC):
         except BaseException:
             self.abandon()
             raise
+
+    def _json_names(self) -> JsonNames | None:
+        if self.options.output is None or not self.options.output.json:
+            return None
+        from phalanx.logs.console import JsonNames
+
+        ranks = tuple(int(self.envs[rank].get("RANK", rank)) for rank in range(self.nprocs))
+        return JsonNames(self.options.host or os.uname().nodename, ranks)
 
     def _launch(self) -> None:
         """Have helpers start the group."""

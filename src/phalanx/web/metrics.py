@@ -1,0 +1,1 @@
+MISSING = "needs the package prometheus-client; install phalanx[metrics]"

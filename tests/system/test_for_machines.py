@@ -1,0 +1,165 @@
+"""What a job tells machines: JSON lines, rotated logs, termination log, notifications, expected output."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.netns import free_port
+from tests.support.run_helpers import FOREVER, Ended, Running, plain_environment, run, script
+
+# Prints a good deal and some bytes that are not text; rank 1 fails in the first attempt.
+WORKER = r"""
+import os, sys
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+for number in range(3000):
+    print(f"line {number} of {rank} {'x' * 60}")
+sys.stdout.flush()
+os.write(2, b"not text: \xff\xc3\r\n10%\r100%")
+if rank == "1" and attempt == "0":
+    raise RuntimeError("boom in attempt " + attempt)
+"""
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def of(found: list[dict[str, Any]], rank: int | None) -> list[dict[str, Any]]:
+    return [one for one in found if one["rank"] == rank]
+
+
+def written(found: list[dict[str, Any]]) -> bytes:
+    pieces = [base64.b64decode(o["base64"]) if "base64" in o else o["line"].encode() for o in found]
+    ends = [b"" if one.get("partial") else b"\n" for one in found]
+    return b"".join(piece + end for piece, end in zip(pieces, ends, strict=True))
+
+
+def messages(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def told(tmp_path: Path, *flags: str) -> tuple[Ended, list[dict[str, Any]]]:
+    notes = tmp_path / "notes"
+    words = (
+        "--nproc-per-node", "2", "-t", "3", "--log-format", "json", "--log-rotate", "64K",
+        "--log-dir", str(tmp_path / "logs"), "--termination-log", str(tmp_path / "why"),
+        "--backoff", "0", "--notify", f"cat >> {notes}; echo >> {notes}",
+    )  # fmt: skip
+    done = run(*words, *flags, script(tmp_path, WORKER))
+    return done, messages(notes)
+
+
+def test_a_job_that_recovers(tmp_path: Path) -> None:
+    done, notes = told(tmp_path, "--max-restarts", "1")
+    assert done.code == 0, done
+    # Every line is an object, and every byte of every stream is in them.
+    shown, errors = objects(done.out), objects(done.err)
+    lines = [f"line {n} of {{}} {'x' * 60}" for n in range(3000)]
+    for rank in (0, 1):
+        mine = [one["line"] for one in of(shown, rank)]
+        # Rank 0 may have been stopped at any time in the first attempt.
+        assert mine[-3000:] == [line.format(rank) for line in lines]
+        assert {one["stream"] for one in of(shown, rank)} == {"stdout"}
+        assert written(of(errors, rank)).endswith(b"not text: \xff\xc3\r\n10%\r100%")
+    assert b"RuntimeError: boom in attempt 0\n" in written(of(errors, 1))
+    assert {one["stream"] for one in of(errors, None)} == {"phalanx"}
+    ours = [one["line"] for one in of(errors, None)]
+    assert "rank 1: RuntimeError: boom in attempt 0" in "\n".join(ours)
+    assert ours[-1].startswith("all workers succeeded")
+    # The files have the same, in parts.
+    folder = next((tmp_path / "logs").glob("*/attempt_1")) / "0"
+    parts = sorted(folder.glob("stdout.log.0*"))
+    assert len(parts) > 2
+    assert all(part.stat().st_size <= 65536 for part in parts)
+    whole = b"".join(path.read_bytes() for path in (*parts, folder / "stdout.log"))
+    assert whole.decode().splitlines() == [line.format(0) for line in lines]
+    # What was told of it.
+    assert [note["event"] for note in notes] == ["failure", "recovery", "end"]
+    assert "boom" in notes[0]["text"]
+    assert notes[0]["restarts"] == notes[1]["restarts"] == 1
+    assert (notes[2]["outcome"], notes[2]["exit_code"]) == ("SUCCEEDED", 0)
+    assert not (tmp_path / "why").exists()
+
+
+def test_a_job_that_fails(tmp_path: Path) -> None:
+    done, notes = told(tmp_path)
+    assert done.code == 1, done
+    why = (tmp_path / "why").read_bytes()
+    assert len(why) <= 4096
+    assert "boom in attempt 0" in why.decode()
+    report = [one["line"] for one in of(objects(done.err), None)]
+    assert why.decode().splitlines()[0] in report
+    assert [note["event"] for note in notes] == ["failure", "end"]
+    assert (notes[1]["outcome"], notes[1]["exit_code"]) == ("FAILED", 1)
+    assert "boom" in notes[1]["reason"]
+
+
+def test_every_other_end_reaches_the_termination_log(tmp_path: Path) -> None:
+    why = tmp_path / "why"
+    path = script(tmp_path, FOREVER)
+    with Running(["--termination-log", str(why), path]) as job:
+        job.workers(1)
+        job.signal(signal.SIGTERM)
+        assert job.end().code == 143
+    assert why.read_text().startswith("stopped by SIGTERM after ")
+    # Two nodes, and the other one never comes.
+    endpoint = ("--rdzv-backend", "phalanx", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--nnodes", "2")
+    environ = plain_environment(PHALANX_TERMINATION_LOG=str(why))
+    done = run(*endpoint, "--rdzv-conf", "join_timeout=1", path, env=environ)
+    assert done.code == 1, done
+    assert why.read_text().strip() in " ".join(done.said)
+    # A command line that is wrong, also as JSON.
+    done = run("--log-format=json", "--termination-log", str(why), "--nproc-per-node", "many", path)
+    assert done.code == 2
+    assert why.read_text() == "phalanx run: --nproc-per-node many: use a number, auto, gpu, xpu or cpu"
+    assert [one["line"] for one in objects(done.err)] == [why.read_text()]
+
+
+def test_output_that_stops_or_is_not_finite(tmp_path: Path) -> None:
+    body = (
+        "import os, time\n"
+        "first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "print('step 1 loss:', 'nan' if first else '0.5', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    done = run(
+        "--expect", r"loss: (\S+)", "--expect-every", "1.5s", "--expect-finite", "--max-restarts", "1",
+        "--backoff", "0", "--grace", "1", "--termination-log", str(tmp_path / "why"), script(tmp_path, body),
+    )  # fmt: skip
+    assert done.code == 1, done
+    assert "step 1 loss: nan" in done.out
+    assert "rank 0 printed a value that is not finite: step 1 loss: nan" in done.err
+    assert r"no line of rank 0 matched 'loss: (\\S+)' for 1." in done.err
+    assert r"no line of rank 0 matched 'loss: (\\S+)' for 1." in (tmp_path / "why").read_text()
+
+
+@pytest.mark.long
+def test_a_killed_launcher_leaves_every_byte(tmp_path: Path) -> None:
+    """SIGKILL of the agent at any moment of the rotation: each line is in the files, and in order."""
+    body = (
+        "import os\n"
+        "for number in range(10**9):\n"
+        "    os.write(1, b'%010d\\n' % number)\n"
+        "    if number == 20000: os.write(2, b'enough\\n')\n"
+    )
+    for turn in range(20):
+        logs = tmp_path / str(turn)
+        flags = ("-r", "1", "--log-rotate", "16K", "--log-dir", str(logs))
+        with Running([*flags, script(tmp_path, body)]) as job:
+            job.read_until("enough")
+            job.signal(signal.SIGKILL)
+            job.end()
+        folder = next(logs.glob("*/attempt_0/0"))
+        parts = [path.read_bytes() for path in sorted(folder.glob("stdout.log.0*"))]
+        live = (folder / "stdout.log").read_bytes().lstrip(b"\0")
+        if parts and live.startswith(parts[-1]):  # killed between copy and hole: it is in both
+            parts.pop()
+        lines = b"".join([*parts, live]).splitlines()
+        assert lines == [b"%010d" % number for number in range(len(lines))]
+        assert len(lines) > 20000
