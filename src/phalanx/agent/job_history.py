@@ -51,7 +51,10 @@ class JobHistory:
             return
         if self._ledger is None and not commands:
             return  # nothing has happened yet, and this changed nothing
-        self._tell(*seen, result)
+        try:
+            self._tell(*seen, result)
+        except OSError:  # of an import, where no descriptor is left; nothing has been told
+            self._kept.append(seen)
 
     def _open(self) -> tuple[IncidentBook, GoodputLedger]:
         if self._ledger is None or self._book is None:
