@@ -443,7 +443,7 @@ class Simulation:
             elif self.silence and self.random.random() < 1 - (1 - self.silence) ** 6:
                 if self.random.random() < 0.3:
                     self._greet(Connection(agent, self.epoch)).silent = True  # the Welcome was lost
-                again(self.now + agent.answer_time.opening(5.0))
+                again(self.now + agent.answer_time.seconds)
                 agent.answer_time.missed()
             else:
                 agent.dialling = False
@@ -514,7 +514,7 @@ class Simulation:
 
     def _miss(self, agent: Agent, connection: Connection, number: int) -> None:
         """No answer for long: the client makes another connection, and keeps this one open until then."""
-        if agent.connection is connection and number in agent.tags:
+        if agent.alive and agent.connection is connection and number in agent.tags:
             if agent.asleep:
                 self.at(agent.asleep_until + 0.001, lambda: self._miss(agent, connection, number))
             else:

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import pytest
 from phalanx.core.store_commands import Get, Put
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.token import Token
-from tests.conftest import gone, wait_until
+from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import TOKEN, Job, Node
 from tests.support.run_helpers import all_gone
 from tests.support.trials import few_or_many, play
@@ -40,7 +40,8 @@ class Line:
         self.port = self._listener.getsockname()[1]
         self._pairs: list[tuple[socket.socket, ...]] = []
         self._lost: list[tuple[socket.socket, ...]] = []
-        self._closed = False
+        self._all: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
         self._serve()
 
     @property
@@ -48,7 +49,12 @@ class Line:
         return f"127.0.0.1:{self.port}"
 
     def _serve(self) -> None:
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+        self._begin(self._accept, self._listener)
+
+    def _begin(self, what: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=what, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -63,8 +69,9 @@ class Line:
                 continue
             pair: tuple[socket.socket, ...] = near, far
             self._pairs.append(pair)
+            self._all += pair
             for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._carry, args=(source, sink, pair), daemon=True).start()
+                self._begin(self._carry, source, sink, pair)
 
     def _carry(self, source: socket.socket, sink: socket.socket, pair: tuple[socket.socket, ...]) -> None:
         try:
@@ -94,7 +101,6 @@ class Line:
             _hang_up(near)
             if told:
                 _hang_up(far)
-        self._kept = pairs  # open towards the store
 
     def allow(self) -> None:
         """Undo `refuse`."""
@@ -105,9 +111,12 @@ class Line:
         self._loss = 0.0
         _hang_up(self._listener)
         self._listener.close()
-        for pair in self._pairs:
-            for sock in pair:
-                _hang_up(sock)
+        for sock in self._all:
+            _hang_up(sock)
+        for thread in self._threads:
+            thread.join(HUNG)
+        for sock in self._all:
+            sock.close()
 
 
 def _hang_up(sock: socket.socket) -> None:
@@ -355,12 +364,12 @@ def test_connections_that_die_at_random_messages_only_take_time(
             for _ in range(3):
                 began = time.monotonic()
                 worlds(nodes)
-                assert time.monotonic() - began < 6 + FEW_SECONDS
+                assert silent or time.monotonic() - began < 6 + FEW_SECONDS
                 victim = nodes.pop()
                 victim.signal(signal.SIGKILL)
                 began = time.monotonic()
                 worlds(nodes)
-                assert time.monotonic() - began < 6 + FEW_SECONDS
+                assert silent or time.monotonic() - began < 6 + FEW_SECONDS
                 nodes.append(job.node("d", "--rdzv-endpoint", way.endpoint))
 
 

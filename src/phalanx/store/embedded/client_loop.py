@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 256 << 10
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+_MOST = 6  # attempts at a time: one that is not answered may be one that is answered late
 _AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 
@@ -48,7 +49,7 @@ class ClientLoop:
         self._line: Line | None = None  # the one in use
         self._offer: Line | None = None  # the newest one, without a Welcome yet
         self._kept: list[Line] = []  # older ones without a Welcome
-        self._attempt: handshake.Attempt | None = None
+        self._attempts: list[handshake.Attempt] = []
         self._away_since = client.clock()
         self._dial_at: float | None = self._away_since
         self._pause = _FIRST_PAUSE
@@ -63,8 +64,7 @@ class ClientLoop:
             while self._client.lost is None and not self._is_finished():
                 self._turn()
         finally:
-            if self._attempt is not None:
-                self._attempt.cancel()
+            self._cancel_attempts()
             for line in self._lines():
                 line.sock.close()
             self._selector.close()
@@ -84,7 +84,7 @@ class ClientLoop:
     @property
     def _is_looking(self) -> bool:
         """Whether another connection is wanted."""
-        return self._dial_at is not None or self._attempt is not None or self._offer is not None
+        return self._dial_at is not None or bool(self._attempts) or self._offer is not None
 
     def _turn(self) -> None:
         for line in (self._line, self._offer):
@@ -97,8 +97,8 @@ class ClientLoop:
                 self._read(key.data)
         if not self._client.closing:
             self._look_around(self._client.clock())  # first: the line in use may have answered
-            if self._attempt is not None and self._attempt.over:
-                self._take_up(self._attempt)
+            for attempt in [one for one in self._attempts if one.over]:
+                self._take_up(attempt)
 
     # Time
 
@@ -116,7 +116,7 @@ class ClientLoop:
         times = []
         if self._offer is not None:
             times.append(self._offer.since + self._time.seconds)
-        elif self._dial_at is not None and self._attempt is None:
+        elif self._dial_at is not None:
             times.append(self._dial_at)
         if not self._is_looking and (silent := self._silent_at()) is not None:
             times.append(silent)
@@ -135,11 +135,8 @@ class ClientLoop:
                 self._away_since, self._dial_at, self._pause = line.heard, now, _FIRST_PAUSE
         elif line is not None and offer is None and self._has_answered(line, now):
             self._stop_looking()
-        is_free = self._attempt is None and self._offer is None
-        if self._dial_at is not None and now >= self._dial_at and is_free:
-            self._dial_at = None
-            seconds = self._time.opening(handshake.CONNECT_TIME)
-            self._attempt = handshake.Attempt(self._client, seconds, self._client.wake)
+        if self._dial_at is not None and now >= self._dial_at and self._offer is None:
+            self._dial()
 
     def _has_answered(self, line: Line, now: float) -> bool:
         """Whether the line in use, which was silent, is not any more."""
@@ -149,21 +146,37 @@ class ClientLoop:
 
     def _stop_looking(self) -> None:
         """The line in use has answered after all."""
-        if self._attempt is not None:
-            self._attempt.cancel()
-        self._attempt = self._dial_at = None
+        self._cancel_attempts()
+        self._dial_at = None
         if self._has_failed:
             self._has_failed = False
             self._client.heard_again()
 
     # Opening
 
+    def _dial(self) -> None:
+        """Begin an attempt, and plan the next one beside it, in case that nothing comes of this one."""
+        if self._attempts:
+            self._time.missed()
+        self._attempts.append(handshake.Attempt(self._client, handshake.CONNECT_TIME, self._client.wake))
+        again = len(self._attempts) < _MOST
+        self._dial_at = self._client.clock() + self._time.seconds if again else None
+
+    def _cancel_attempts(self) -> None:
+        for attempt in self._attempts:
+            attempt.cancel()
+        self._attempts.clear()
+
     def _take_up(self, attempt: handshake.Attempt) -> None:
-        self._attempt = None
         if attempt.opened is None:
             assert attempt.error is not None
+            self._attempts.remove(attempt)
             self._fail(attempt.error, attempt.began)
             return
+        if self._offer is not None:
+            return  # this one comes next, if the one before it is silent
+        self._attempts.remove(attempt)
+        self._dial_at = None
         now = self._client.clock()
         opened = attempt.opened
         opened.sock.setblocking(False)
@@ -172,14 +185,13 @@ class ClientLoop:
         self._flush(self._offer)
 
     def _fail(self, error: Exception, began: float) -> None:
-        if isinstance(error, TimeoutError | handshake.Silent):
-            self._time.missed()
         self._has_failed = True
         self._client.failed(error, began, self._away_since)
         now = self._client.clock()
-        # One that took its time needs no rest after it.
-        again = max(now, began + self._pause)
-        self._dial_at = min(again, max(now, self._away_since + self._client.grace))
+        if self._offer is None and not self._attempts:
+            # One that took its time needs no rest after it.
+            again = max(now, began + self._pause)
+            self._dial_at = min(again, max(now, self._away_since + self._client.grace))
         self._pause = min(self._pause * 2, _LONGEST_PAUSE)
 
     def _take_welcome(self, line: Line, frame: wire.Frame) -> None:
@@ -188,6 +200,7 @@ class ClientLoop:
         line.frames.cap = wire.CAP
         old = [one for one in self._lines() if one is not line]
         self._line, self._offer, self._kept = line, None, []
+        self._cancel_attempts()
         self._dial_at, self._pause, self._has_failed = None, _FIRST_PAUSE, False
         for one in old:
             self._close(one, at_once=True)
