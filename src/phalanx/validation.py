@@ -579,7 +579,7 @@ def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def outside(v: Sources) -> dict[str, Any]:
     """What watches the output, and who is told of incidents."""
-    return {**_expectations(v), "notify": _notify(v), "metrics": _metrics(v), "otel": v.flag("otel")}
+    return {**_expectations(v), "notify": _notify(v), "metrics": _metrics(v), "otel": _otel(v)}
 
 
 def _expectations(v: Sources) -> dict[str, Any]:
@@ -634,6 +634,16 @@ def _metrics(v: Sources) -> bool:
             from phalanx.web.metrics import MISSING
 
             v.warnings.append(f"{v.label('metrics')}: {MISSING}")
+    return asked
+
+
+def _otel(v: Sources) -> bool:
+    asked = v.flag("otel")
+    if asked:
+        from phalanx.observe.trace_sender import MISSING, installed
+
+        if not installed():
+            v.warnings.append(f"{v.label('otel')}: {MISSING}")
     return asked
 
 

@@ -618,6 +618,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._loop.nodes.on_request = self.desk.answer
         self._loop.parts += [self.helpers, self.status, self.desk]
         self.history.ended = self._workers.ended_at
+        if options.metrics:
+            from phalanx.agent.metrics_view import MetricsView
+
+            self.supervision.services.pages["/metrics"] = MetricsView(self).page().answer
 
     def _new_workers(self, nodes: Nodes, policy: core.GroupPolicy) -> LocalWorkers:
         self._workers = LocalWorkers(
@@ -727,6 +731,11 @@ class LocalElasticAgent(SimpleElasticAgent):
     def post(self, event: Event) -> None:
         """Queue an event for the owner's thread; from any thread."""
         self._post(event)
+
+    @property
+    def worker_store(self) -> WorkerStore | None:
+        """The workers' store, if this agent serves it."""
+        return self._workers.store
 
     def place(self) -> dict[str, Any]:
         """This node among the others: id, address, lease_age, and whether it is a spare, where known."""

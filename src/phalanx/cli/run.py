@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx.logs.specs import LogsSpecs
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
+    from phalanx.observe.trace_sender import TraceSender
     from phalanx.warm.helper_pool import HelperPool
 
 
@@ -117,7 +118,7 @@ def say(line: str) -> None:
 
 def launch(job: JobSpec, raises: bool = False) -> int:
     """Start the agent, run it to the end, and report; `raises`: what went wrong, instead of an exit code."""
-    from phalanx.agent.job import export_environment, make_helpers, make_notifier
+    from phalanx.agent.job import export_environment, make_helpers, make_notifier, make_traces
     from phalanx.errors import UsageError
 
     export_environment(job)
@@ -127,14 +128,14 @@ def launch(job: JobSpec, raises: bool = False) -> int:
     except (OSError, RuntimeError) as error:  # too many descriptors or processes
         why = error.strerror if isinstance(error, OSError) else error
         line = f"the helper processes cannot be started: {why}; see `ulimit -n` and `ulimit -u`"
-        JobEnd(job, None).reach("FAILED", 1, line)
+        JobEnd(job).reach("FAILED", 1, line)
         if raises:
             raise
         say(line)
         return 1
     assert helpers is not None, "a program always has helpers"
     helpers.say = say
-    end = JobEnd(job, make_notifier(job))
+    end = JobEnd(job, make_notifier(job), make_traces(job))
     try:
         return _run_agent(job, helpers, end, raises)
     except BaseException as error:
@@ -171,6 +172,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
                 progress=_progress(job),
                 stray_signals=tuple(strays),
                 notifier=end.notifier,
+                traces=end.traces,
             )
             end.agent = agent
             _say_unless_quiet(job, _first_line(job, logs))
@@ -216,9 +218,11 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
 class JobEnd:
     """Where the end of a job is told beside the screen: the termination log and the notifier."""
 
-    def __init__(self, job: JobSpec, notifier: Notifier | None) -> None:
+    def __init__(
+        self, job: JobSpec, notifier: Notifier | None = None, traces: TraceSender | None = None
+    ) -> None:
         self._job = job
-        self.notifier = notifier
+        self.notifier, self.traces = notifier, traces
         self.agent: LocalElasticAgent | None = None
         self._reached = False
 
@@ -241,8 +245,9 @@ class JobEnd:
 
     def close(self) -> None:
         """Wait, not for long, until what is under way is done."""
-        if self.notifier is not None:
-            self.notifier.close()
+        for outbox in (self.notifier, self.traces):
+            if outbox is not None:
+                outbox.close()
         if self._job.log_rotate is not None:
             from phalanx.logs.rotation import wait_for_rotation
 
