@@ -624,6 +624,8 @@ def _notify(v: Sources) -> str:
 def _metrics(v: Sources) -> bool:
     asked = v.flag("metrics")
     if asked and not v.text("health_port"):
+        if "metrics" not in v.arguments:
+            return False  # a variable for all jobs, and this one has no port
         raise v.bad(
             "metrics", f"served at the health port, and there is none; add {v.name('health_port')} PORT"
         )

@@ -144,14 +144,18 @@ def test_an_agent_that_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None
     assert MetricsPage(sample, lambda _call: None).answer()[0] == 503
     assert time.monotonic() - began < 10
 
+
+def test_a_defect_in_a_sample_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_client()
+    said: list[str] = []
+    monkeypatch.setattr("phalanx.log.warn", said.append)
+
     def broken() -> MetricsSample:
         raise RuntimeError("a defect")
 
-    def post(call: Callable[[], None]) -> None:
-        with pytest.raises(RuntimeError):
-            call()
-
-    assert MetricsPage(broken, post).answer()[0] == 503
+    shown = page(broken)
+    assert [shown.answer()[0] for _ in range(3)] == [503] * 3
+    assert said == ["/metrics: RuntimeError: a defect"]
 
 
 def test_without_the_package_the_route_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,6 @@ def say(line: str) -> None:
 def launch(job: JobSpec, raises: bool = False) -> int:
     """Start the agent, run it to the end, and report; `raises`: what went wrong, instead of an exit code."""
     from phalanx.agent.job import export_environment, make_helpers, make_notifier, make_traces
-    from phalanx.errors import UsageError
 
     export_environment(job)
     # First of all, so that the helpers come up while the rest of the agent is still being imported.
@@ -139,6 +138,8 @@ def launch(job: JobSpec, raises: bool = False) -> int:
     try:
         return _run_agent(job, helpers, end, raises)
     except BaseException as error:
+        from phalanx.errors import UsageError
+
         usage = isinstance(error, UsageError)
         end.reach("FAILED", 2 if usage else 1, str(error) if usage else f"{type(error).__name__}: {error}")
         raise

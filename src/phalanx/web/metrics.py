@@ -69,6 +69,7 @@ class MetricsPage:
         self._last: MetricsSample | None = None
         self._taken_at = 0.0
         self._largest: dict[str, float] = {}
+        self._warned = False
 
     def answer(self, accept: str = "") -> Page:
         """The page; `accept`: what the client says it can read."""
@@ -95,6 +96,8 @@ class MetricsPage:
         def take() -> None:
             try:
                 taken.append(self._sample())
+            except Exception as error:  # noqa: BLE001 - this is the agent's loop: the job is more important
+                self._warn(f"/metrics: {type(error).__name__}: {error}")
             finally:
                 done.set()
 
@@ -103,6 +106,13 @@ class MetricsPage:
             return None
         self._last, self._taken_at = taken[0], time.monotonic()
         return taken[0]
+
+    def _warn(self, line: str) -> None:
+        if not self._warned:
+            from phalanx.log import warn
+
+            self._warned = True
+            warn(line)
 
     def _grown(self, seconds: dict[str, float]) -> dict[str, float]:
         """A counter never falls, but the ledger may book a moment elsewhere once it knows better."""
