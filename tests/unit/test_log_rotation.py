@@ -93,6 +93,20 @@ def test_only_the_newest_parts_are_kept(tmp_path: Path) -> None:
     assert whole(path) == data[8 * SIZE :]
 
 
+def test_a_log_that_its_worker_empties_keeps_what_comes_then(tmp_path: Path) -> None:
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"z" * 2 * SIZE)
+    log = RotatedLog(str(path), Rotation(SIZE))
+    assert log.move_front(2 * SIZE)
+    os.truncate(path, 0)
+    with open(path, "ab") as file:
+        file.write(b"new")
+    assert not log.move_front(2 * SIZE)
+    log.close_up()
+    log.close()
+    assert path.read_bytes() == b"new"
+
+
 def test_what_a_worker_puts_in_the_way_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "stdout.log"
     path.write_bytes(b"z" * 2 * SIZE)

@@ -229,15 +229,16 @@ class JobEnd:
 
     def reach(self, outcome: str, code: int, why: str) -> None:
         """The job is over; the first call counts."""
-        if self._reached:
+        if self._reached or not (code or self.notifier is not None):
             return
         self._reached = True
-        if code:
-            from phalanx.observe import termination_log
+        from phalanx.observe import termination_log
 
+        why = termination_log.bare(why)
+        if code:
             termination_log.write(self._job.termination_log, why)
         if self.notifier is not None and self._speaks_for_the_job():
-            headline = next((line for line in why.splitlines() if line.strip("=- ")), "").strip()
+            headline = why.partition("\n")[0]
             self.notifier.send("end", headline, outcome=outcome, exit_code=code, reason=why)
 
     def _speaks_for_the_job(self) -> bool:

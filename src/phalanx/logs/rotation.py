@@ -75,7 +75,10 @@ class RotatedLog:
 
     def due(self) -> bool:
         """Whether the log is larger than it may be."""
-        return os.fstat(self.fd).st_size - self.start > self._size
+        size = os.fstat(self.fd).st_size
+        if size < self.start:  # the worker has emptied it
+            self.start = 0
+        return size - self.start > self._size
 
     def move_front(self, limit: int) -> bool:
         """Move the next part out of the log, unless it goes beyond `limit`; False if nothing was moved."""
@@ -93,7 +96,7 @@ class RotatedLog:
 
     def close_up(self) -> None:
         """The writers have ended: leave a log that begins with its first byte of data."""
-        if self.start:
+        if self.start and not self.due():
             self._copy(os.fstat(self.fd).st_size, self.path)
 
     def _part(self, number: int) -> str:
