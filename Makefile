@@ -32,9 +32,11 @@ etcd: $(if $(TORCH),prometheus)
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
 	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y etcd-server iproute2 openssl gcc >/dev/null; }; } || true
 
-prometheus:
-	@command -v promtool >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
-	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends prometheus >/dev/null; }; } || true
+# Only unpacked: installed, it would run as a service.
+prometheus: $(READY)
+	@command -v promtool >/dev/null || test -x $(VENV)/prometheus/usr/bin/promtool || { \
+	  command -v apt-get >/dev/null && { test "$$(id -u)" != 0 || apt-get -qq update; } && cd $(VENV) && \
+	  apt-get -qq download prometheus >/dev/null 2>&1 && dpkg -x prometheus_*.deb prometheus && rm prometheus_*.deb; } || true
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -23,7 +24,8 @@ from tests.support.netns import free_port
 
 def program(name: str) -> str:
     """The path of a program; without it the test is skipped, except in CI."""
-    path = shutil.which(name)
+    unpacked = Path(sys.prefix, "prometheus", "usr", "bin")  # by `make prometheus`
+    path = shutil.which(name) or shutil.which(name, path=str(unpacked))
     if path is None:
         if os.environ.get("CI"):
             pytest.fail(f"{name} is not installed; in CI it has to be")
