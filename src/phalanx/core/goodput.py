@@ -394,7 +394,7 @@ class GoodputLedger:
 
     def _add(self, category: str, value: float, incident: int | None = None) -> None:
         self._seconds[category] += value
-        if incident is None or value <= 0.0:
+        if incident is None or value < 1e-6:
             return
         _add(self._lost, incident, category, value)
         if len(self._lost) > _KEPT:
