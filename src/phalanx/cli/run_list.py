@@ -49,7 +49,7 @@ def entries() -> list[dict[str, Any]]:
             "until": None,
             "state": job.state or job.phase.lower(),
             "restarts": job.restarts,
-            "goodput": round(totals_of(job).ratio, 6),
+            "goodput": round(totals_of(job).ratio, 6) if job.ledger.ranks else None,
             "logs": job.logs,
         }
         for job in (agent.job for agent in alive)
