@@ -57,7 +57,7 @@ def text(found: Sequence[dict[str, Any]], full: bool = False) -> str:
         return "no worker runs\n"
     by_rank = {one["rank"]: one for one in found}
     evidence = tuple(
-        Evidence(rank, tuple(map(str, _list(one.get("stack")))), bool(one.get("stopped")))
+        Evidence(rank, ("stopped",) if one.get("stopped") else tuple(map(str, _list(one.get("stack")))))
         for rank, one in by_rank.items()
     )
     lines = []
