@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from phalanx.core.group import GroupState
     from phalanx.core.group_events import Command, Event, Finish, ReportFailure
     from phalanx.core.restarts import RestartPolicy
+    from phalanx.observe.event_file import EventFile
     from phalanx.observe.run_log import RunLog
     from phalanx.supervision.supervision import Supervision
 
@@ -36,6 +37,7 @@ class RunRecord:
         self._supervision = supervision
         self._began = time.time()
         self.history = JobHistory(group.spec.local_world_size, supervision)
+        self.events: EventFile | None = None  # where this agent has logs of its own
         self._log: RunLog | None = None  # None where nothing records events or metrics
         self._notifier = options.notifier
         if self._notifier is not None:
@@ -85,10 +87,14 @@ class RunRecord:
     def settle(self) -> None:
         """Complete the record of an incident, where that is possible by now."""
         self.history.settle()
+        if self.events is not None and not self.history.is_recovering:
+            self.events.flush()
 
     def end(self, finish: Finish | None, result: RunResult, attempt: int) -> None:
         """The run is over."""
         self.history.end()
+        if self.events is not None:
+            self.events.flush()
         if self._log is not None:
             self._log.end(self._group, finish, result, attempt, self.workers_recorded)
             self._log = None
@@ -96,6 +102,8 @@ class RunRecord:
     def note(self, line: str) -> None:
         """One line per incident, for a person."""
         self.notes.append((time.time(), line))
+        if self.events is not None:
+            self.events.note(line)
         if self.progress is not None:
             self.progress.clear()
         if self._on_note is not None:

@@ -177,11 +177,13 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
             )
             end.agent = agent
             _say_unless_quiet(job, _first_line(job, logs))
+            agent.on_quiet = lambda: _register(agent, begin)
             result = agent.run()
     except SignalException as stop:
         verb = "preempted" if stop.sigval == job.preempt_signal else "stopped"
         line = f"{verb} by {stop.sigval.name}{_took(begin)}"
         _say_unless_quiet(job, line)
+        _sum_up(job, agent, begin, "stopped", 128 + stop.sigval)
         end.reach("STOPPED", 128 + stop.sigval, line)
         if raises:
             raise
@@ -195,6 +197,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
             raise
         if job.quiet or agent is None or agent.outcome is None:  # else it was reported when it happened
             say(str(error))
+        _sum_up(job, agent, begin, "failed", 1)
         return 1
     finally:
         helpers.close()
@@ -202,6 +205,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
             agent.clean_up_logs(result is not None and not result.is_failed())
     if result.is_failed():
         report, code, path = _failure_report(job, agent, result, begin)
+        _sum_up(job, agent, begin, "failed", code)
         _tell_parent(report, code, result)
         end.reach("FAILED", code, report)
         if raises:
@@ -212,7 +216,9 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
         return code
     line = _last_line(agent, begin)
     _say_unless_quiet(job, line)
-    end.reach("SUCCEEDED", 0, line)
+    left = agent.outcome is not None and agent.outcome.outcome in ("CLOSED", "LEFT")
+    _sum_up(job, agent, begin, "left" if left else "succeeded", 0)
+    end.reach("LEFT" if left else "SUCCEEDED", 0, line)
     return 0
 
 
@@ -254,6 +260,30 @@ class JobEnd:
             from phalanx.logs.rotation import wait_for_rotation
 
             wait_for_rotation()
+
+
+def _register(agent: LocalElasticAgent | None, begin: float) -> None:
+    """The workers have been running for a while: make the run known to `phalanx list` and `phalanx logs`."""
+    if agent is not None:
+        from phalanx.environment import variables
+        from phalanx.observe import run_registry, run_summary
+
+        run_registry.note(variables(), run_summary.describe(agent, begin))
+
+
+def _sum_up(job: JobSpec, agent: LocalElasticAgent | None, begin: float, outcome: str, code: int) -> None:
+    """The goodput line, where it means something, and the same as JSON beside the logs that are kept."""
+    if agent is None or not agent.history.is_known:
+        return
+    from phalanx.environment import variables
+    from phalanx.observe import run_registry, run_summary
+
+    summary = run_summary.conclude(agent, begin, outcome, code)
+    if run_summary.tells(agent):
+        _say_unless_quiet(job, summary["line"])
+    run_summary.keep(summary)
+    if agent.was_quiet or os.path.isdir(summary["logs"]):
+        run_registry.note(variables(), summary)
 
 
 def _progress(job: JobSpec) -> Progress | None:
@@ -376,6 +406,10 @@ def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:
 
     if agent.supervision is not None and agent.supervision.incidents.findings:
         report = {**report, "watch": agent.supervision.incidents.findings}
+    if agent.history.is_known:
+        from phalanx.agent.node_view import ledger
+
+        report = {**report, "goodput": ledger(agent.history.totals())}
     path = os.path.join(directory, "failure.json")
     try:
         with open(path, "w") as file:
