@@ -579,7 +579,7 @@ def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def outside(v: Sources) -> dict[str, Any]:
     """What watches the output, and who is told of incidents."""
-    return {**_expectations(v), "notify": _notify(v), "metrics": _metrics(v), "otel": v.flag("otel")}
+    return {**_expectations(v), "notify": _notify(v), "metrics": _metrics(v), "otel": _otel(v)}
 
 
 def _expectations(v: Sources) -> dict[str, Any]:
@@ -624,6 +624,8 @@ def _notify(v: Sources) -> str:
 def _metrics(v: Sources) -> bool:
     asked = v.flag("metrics")
     if asked and not v.text("health_port"):
+        if "metrics" not in v.arguments:
+            return False  # a variable for all jobs, and this one has no port
         raise v.bad(
             "metrics", f"served at the health port, and there is none; add {v.name('health_port')} PORT"
         )
@@ -634,6 +636,16 @@ def _metrics(v: Sources) -> bool:
             from phalanx.web.metrics import MISSING
 
             v.warnings.append(f"{v.label('metrics')}: {MISSING}")
+    return asked
+
+
+def _otel(v: Sources) -> bool:
+    asked = v.flag("otel")
+    if asked:
+        from phalanx.observe.trace_sender import MISSING, installed
+
+        if not installed():
+            v.warnings.append(f"{v.label('otel')}: {MISSING}")
     return asked
 
 

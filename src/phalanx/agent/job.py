@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from phalanx.membership.handler import RendezvousHandler
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
+    from phalanx.observe.trace_sender import TraceSender
     from phalanx.state.holder import StateHolder
     from phalanx.state.replicas import Replicas
     from phalanx.supervision.supervision import Supervision
@@ -47,6 +48,7 @@ def make_agent(
     progress: Progress | None = None,
     stray_signals: tuple[Signals, ...] = (),
     notifier: Notifier | None = None,
+    traces: TraceSender | None = None,
 ) -> LocalElasticAgent:
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
     from phalanx.agent.spec import AgentOptions
@@ -88,6 +90,8 @@ def make_agent(
                 reason=reason,
                 progress=progress,
                 notifier=notifier,
+                traces=traces,
+                metrics=job.metrics,
             ),
         )
     except BaseException:
@@ -223,6 +227,18 @@ def make_notifier(job: JobSpec) -> Notifier | None:
     from phalanx.observe.notifier import JobNames, Notifier
 
     return Notifier(job.notify, JobNames(job.name, job.run_id, os.uname().nodename))
+
+
+def make_traces(job: JobSpec) -> TraceSender | None:
+    """What sends a trace of each incident."""
+    if not job.otel:
+        return None
+    import os
+
+    from phalanx.observe.notifier import JobNames
+    from phalanx.observe.trace_sender import TraceSender
+
+    return TraceSender(JobNames(job.name, job.run_id, os.uname().nodename))
 
 
 def make_output(job: JobSpec) -> OutputOptions | None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from phalanx.core.incidents import Culprit, Incident, IncidentBook
     from phalanx.supervision.supervision import Supervision
 
+SHORT = 1.0
+"""Seconds; for a shorter job to which nothing happens, no ledger is made."""
 _ORDINARY = frozenset({"Start", "RoundReady", "Started", "AllSucceeded", "BarrierDone"})
 """Events of a job to which nothing happens; each comes once."""
 
@@ -122,8 +124,10 @@ class JobHistory:
         self._turn(reached(self._book, self._supervision.begun(), beats))
 
     def end(self) -> None:
-        """The job is over for this node, and the incident at hand with it."""
+        """The job is over for this node, and the incident at hand with it; the last look at the boards."""
         self.settle()
+        if time.monotonic() - self.began >= SHORT:
+            self._open()
         if self._book is not None:
             self._turn(self._book.close())
 
@@ -143,6 +147,17 @@ class JobHistory:
     def marks(self) -> Sequence[int | None]:
         """The step that each rank has reached in earlier starts."""
         return () if self._ledger is None else self._ledger.marks
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a ledger: not for a short job to which nothing happened."""
+        return self._ledger is not None
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether workers are being started again after an incident."""
+        current = None if self._book is None else self._book.current
+        return current is not None and current.at("started") is None
 
     @property
     def incident_count(self) -> int:

@@ -100,6 +100,9 @@ class LocalWorkers:
         self._place, self._setup = place, setup
         self._post = post
         self._stepped = stepped
+        self.on_quiet: Callable[[], None] = lambda: (
+            None
+        )  # workers have run for a while: time for this and that
         self.context: PContext | None = None
         self.store: WorkerStore | None = None
         self._has_address = False  # the round came with the address of a store
@@ -376,6 +379,7 @@ class LocalWorkers:
         if phase == "RUNNING" and self._quiet_at is not None and now >= self._quiet_at:
             self._quiet_at = None
             _prepare_for_a_failure()
+            self.on_quiet()
         if self._stepped():
             return None
         if self._stopping:

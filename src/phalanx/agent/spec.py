@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from phalanx.membership.handler import RendezvousHandler
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
+    from phalanx.observe.trace_sender import TraceSender
     from phalanx.state.holder import StateHolder
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
@@ -210,5 +211,7 @@ class AgentOptions(Record):
     job_name: str = ""  # as the failure report calls the job; empty: the entrypoint's name
     note: Callable[[str], None] | None = None  # one line per incident
     notifier: Notifier | None = None  # tells a command or a URL of incidents
+    traces: TraceSender | None = None  # sends a trace of each incident
+    metrics: bool = False  # serve /metrics beside the health endpoints
     reason: Callable[[str], None] | None = None  # every decision
     progress: Progress | None = None  # the progress line of a terminal

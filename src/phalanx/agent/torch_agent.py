@@ -61,6 +61,7 @@ from phalanx.errors import (
 )
 from phalanx.membership.handler import adapted
 from phalanx.membership.handler_nodes import HandlerNodes
+from phalanx.observe.event_file import EventFile
 from phalanx.state.holder import StateHolder
 from phalanx.supervision.supervision import Supervision
 from phalanx.warm.helper_pool import HelperPool
@@ -618,6 +619,16 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._loop.nodes.on_request = self.desk.answer
         self._loop.parts += [self.helpers, self.status, self.desk]
         self.history.ended = self._workers.ended_at
+        self._record.events = EventFile(lambda: self.run_dir, lambda: self.host)
+        self.history.listeners.append(self._record.events.incident)
+        self.was_quiet = False
+        self.on_quiet: Callable[[], None] = lambda: None
+        """Called once, when workers have run for two seconds and there is time for what is not urgent."""
+        self._workers.on_quiet = self._settled
+        if options.metrics:
+            from phalanx.agent.metrics_view import MetricsView
+
+            self.supervision.services.pages["/metrics"] = MetricsView(self).page().answer
 
     def _new_workers(self, nodes: Nodes, policy: core.GroupPolicy) -> LocalWorkers:
         self._workers = LocalWorkers(
@@ -724,9 +735,19 @@ class LocalElasticAgent(SimpleElasticAgent):
         rank_dir = os.path.dirname(next(iter(context.error_files.values())))
         return os.path.dirname(os.path.dirname(rank_dir))
 
+    def _settled(self) -> None:
+        if not self.was_quiet:
+            self.was_quiet = True
+            self.on_quiet()
+
     def post(self, event: Event) -> None:
         """Queue an event for the owner's thread; from any thread."""
         self._post(event)
+
+    @property
+    def worker_store(self) -> WorkerStore | None:
+        """The workers' store, if this agent serves it."""
+        return self._workers.store
 
     def place(self) -> dict[str, Any]:
         """This node among the others: id, address, lease_age, and whether it is a spare, where known."""

@@ -49,6 +49,11 @@ class WorkerStore:
             ) from None
         self.port = int(self._socket.getsockname()[1])
 
+    @property
+    def operations(self) -> int:
+        """Requests answered in this round."""
+        return 0 if self._server is None else int(self._server.operations)
+
     def new_round(self) -> None:
         """Every round begins with an empty store."""
         if self._server is not None:

@@ -101,6 +101,7 @@ class ElasticNodes:
             "address": membership.info.addr,
             "lease_age": membership.lease_age,
             "spare": membership.is_spare,
+            "operations": membership.operations,
         }
 
     def ask(

@@ -325,10 +325,11 @@ class PContext(abc.ABC):
     def abandon(self) -> None:
         """Kill what may be left, give everything back, and do not wait for it; idempotent."""
         with self._lock:
-            if self.spawner is not None and not self._owns_spawner and self._state != "done":
+            ended = self._state == "done"
+            if self.spawner is not None and not self._owns_spawner and not ended:
                 self.spawner.stop(signal.SIGKILL, 0)
             self._finish()
-        self._release()
+        self._release(ended)
 
     # -- wait -------------------------------------------------------------------------------------
 
@@ -720,12 +721,12 @@ class PContext(abc.ABC):
             self.learned = read_names(self._learn)
         return self.learned
 
-    def _release(self) -> None:
-        """Give back everything but the result; idempotent."""
+    def _release(self, ended: bool = True) -> None:
+        """Give back everything but the result; idempotent. `ended`: nothing of the group is left."""
         try:
             self.imported()
             if self._console is not None:
-                self._console.stop()
+                self._console.stop(ended)
             self._say_losses()
             self._remove_empty_stacks()
             if self._owns_spawner and self.spawner is not None:
