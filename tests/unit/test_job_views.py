@@ -88,9 +88,7 @@ def test_no_size_and_no_text_breaks_the_screen(width: int, height: int) -> None:
 
 
 def test_four_thousand_ranks_are_a_grid_of_a_quarter_of_the_screen() -> None:
-    began = time.monotonic()
     seen = lines(screen(job(4096), WatchView(), 80, 24))
-    assert time.monotonic() - began < 5.0
     assert len(seen) == 24
     assert any("more ranks, 0 of them behind or down" in line for line in seen)
 

@@ -60,4 +60,16 @@ def with_peers(run: str) -> list[LocalAgent]:
         first = job.run not in known
         job.peers = [one for one in job.peers if first and (one.run, one.pid, one.id) not in local]
         known.add(job.run)
+    add_devices(found)
     return found
+
+
+def add_devices(found: Sequence[LocalAgent]) -> None:
+    """What the workers of this machine use of its devices; other nodes' are not known here."""
+    from phalanx.observe.gpus import by_process
+    from phalanx.observe.snapshot import GpuSnapshot
+
+    used = by_process() if any(agent.job.workers for agent in found) else {}
+    for agent in found if used else ():
+        for worker in agent.job.workers:
+            worker.gpus = [GpuSnapshot(**device) for device in used.get(worker.pid or -1, [])]
