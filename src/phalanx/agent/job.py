@@ -77,6 +77,7 @@ def make_agent(
                 supervision=make_supervision(job),
                 helpers=helpers,
                 state=make_state(job, handler),
+                reenter_timeout=job.reenter_timeout,
                 attach=job.attach,
                 stray_signals=stray_signals,
                 job_name=job.name,

@@ -64,10 +64,10 @@ class RunRecord:
         if self._log is not None:
             self._log.step(event, state, commands, reason, result)
 
-    def started(self, attempt: int, placed_in: float, started_in: float) -> None:
-        """The workers run; seconds that their ranks and their start took."""
+    def started(self, attempt: int, placed_in: float, started_in: float, recovery: str = "") -> None:
+        """The workers run; seconds that their ranks and their start took; `recovery`: how they did again."""
         if self._log is not None:
-            self._log.started(self._group, attempt, placed_in, started_in)
+            self._log.started(self._group, attempt, placed_in, started_in, recovery)
 
     def settle(self) -> None:
         """Complete the record of an incident, where that is possible by now."""

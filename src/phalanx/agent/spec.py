@@ -202,6 +202,7 @@ class AgentOptions(Record):
     supervision: Supervision | None = None  # None: one that watches nothing
     helpers: HelperPool | None = None  # prepares helper processes ahead; the agent closes it
     state: StateHolder | None = None  # what the workers keep; None: in memory only
+    reenter_timeout: float = 5.0  # seconds for a worker that re-enters to unwind; 0: none does
     attach: int | None = None  # the local rank that reads the terminal's input
     stray_signals: tuple[Signals, ...] = ()  # stop the job as well, but are not sent to workers
     job_name: str = ""  # as the failure report calls the job; empty: the entrypoint's name

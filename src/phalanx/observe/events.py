@@ -128,6 +128,7 @@ class Incident(Record):
     pid: int | None = None
     exit_code: int | None = None
     timestamp: float = 0.0
+    recovery: str = ""  # "restarted", or in words which workers re-entered
     detect_ms: float | None = None
     stop_ms: float | None = None
     reform_ms: float | None = None
@@ -152,6 +153,7 @@ class IncidentMarks:
     def __init__(self, incident: Incident) -> None:
         self._incident = incident
         self._at: dict[str, float] = {}
+        self.recovery = ""
 
     def mark(self, stage: str, now: float) -> None:
         """Record the time of a stage; only the first call counts."""
@@ -164,6 +166,7 @@ class IncidentMarks:
         at = self._at
         ready = max((at[s] for s in ("stopped", "reformed") if s in at), default=None)
         return self._incident.replace(
+            recovery=self.recovery,
             detect_ms=_ms(at.get("failed"), at.get("detected")),
             stop_ms=_ms(at.get("detected"), at.get("stopped")),
             reform_ms=_ms(at.get("detected"), at.get("reformed")),

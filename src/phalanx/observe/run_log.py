@@ -93,9 +93,13 @@ class RunLog:
         self._duration("SimpleElasticAgent._rendezvous", took)
         self._record("RENDEZVOUS", restarts=state.attempt, duration_ms=took)
 
-    def started(self, group: WorkerGroup, attempt: int, placed_in: float, started_in: float) -> None:
-        """The workers run; seconds that their ranks and their start took."""
+    def started(
+        self, group: WorkerGroup, attempt: int, placed_in: float, started_in: float, recovery: str = ""
+    ) -> None:
+        """The workers run; seconds that their ranks and their start took; `recovery`: how they did again."""
         self._mark("started", time.monotonic())
+        if self._incident is not None:
+            self._incident.recovery = recovery or "restarted"
         self._restarted = self._incident is not None
         self.settle()
         self._duration("SimpleElasticAgent._assign_worker_ranks", placed_in * 1000)

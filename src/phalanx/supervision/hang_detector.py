@@ -288,7 +288,7 @@ class HangDetector:
             self._warned_rule = incident.verdict.rule
             self._incidents.note(summary)
             return None
-        return Hang(summary, final=policy.on_hang == "fail")
+        return Hang(summary, policy.on_hang == "fail", incident.guilty)
 
     # -- messages of the nodes ----------------------------------------------------------------------
 
