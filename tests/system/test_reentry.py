@@ -336,3 +336,63 @@ def test_gloo_works_again_in_the_same_processes(tmp_path: Path, lazy: str) -> No
         for rank in kept(done, number):
             before, now = found[number - 1][rank], found[number][rank]
             assert (now[1], now[3:]) == (before[1], before[3:]), "addresses, descriptors and threads"
+
+
+JOINED = (
+    BEGIN
+    + """
+@worker.reenter
+def train(round):
+    tell(round, round.world_size)
+    worker.ready()
+    if round.world_size == 2:
+        print("alone", flush=True)
+        time.sleep(1000)
+    worker.agree("here")
+
+train()
+"""
+)
+
+
+def test_a_node_that_joins_leaves_the_workers_of_the_others_as_they_are(tmp_path: Path) -> None:
+    with Job(tmp_path, "1:2") as job:
+        job.script.write_text(JOINED)
+        first = job.node("a", nproc=2)
+        first.read_until("alone", times=2)
+        second = job.node("b", nproc=2)
+        ends = [first.end(), second.end()]
+    assert [one.code for one in ends] == [0, 0], ends
+    pids = [{words[0] for ranks in calls(one).values() for words in ranks.values()} for one in ends]
+    assert [len(one) for one in pids] == [2, 2], ends
+    assert {words[1] for words in max(calls(ends[0]).items())[1].values()} == {"4"}
+
+
+FUNCTION = """
+import os, signal, sys, time
+from phalanx import LaunchConfig, elastic_launch
+
+def work(word):
+    from phalanx import worker
+
+    def train(round):
+        worker.agree("here")
+        if round.number == 1 and round.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if round.number == 1:
+            time.sleep(1000)
+        return round.rank, word, round.reentered
+
+    return worker.reenter(train)()
+
+if __name__ == "__main__":
+    config = LaunchConfig(1, 1, 2, max_restarts=1, start_method=sys.argv[1])
+    print(sorted(elastic_launch(config, work)("word").items()))
+"""
+
+
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+def test_functions_re_enter_and_return(tmp_path: Path, start: str) -> None:
+    done = ended([sys.executable, script(tmp_path, FUNCTION), start], plain_environment())
+    assert done.code == 0, done
+    assert "[(0, (0, 'word', True)), (1, (1, 'word', False))]" in done.out, done

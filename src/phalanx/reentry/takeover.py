@@ -33,18 +33,30 @@ class ReentryPlace:
         link, device, inode, known, timeout, number, cause = text.split(",", 6)
         self.fd = int(link)
         self.file = int(device), int(inode)
-        self.known = {name: int(fd) for name, _, fd in (one.partition("=") for one in known.split(";"))}
+        self.known: dict[str, int] = {}
+        for one in known.split(";"):
+            name, _, what = one.partition("=")
+            fd, file = (int(part) for part in what.split(":"))
+            if _inode(fd) == file:
+                self.known[name] = fd
         self.timeout = float(timeout)
         self.number = int(number)
         self.cause = cause
-        found = os.fstat(self.fd)
-        if (found.st_dev, found.st_ino) != self.file:
+        link_file = os.fstat(self.fd)
+        if (link_file.st_dev, link_file.st_ino) != self.file:
             raise ValueError("a child of a worker, where the descriptor is another file")
 
     def text(self, terms: str) -> str:
         """The variable of the next place."""
-        known = ";".join(f"{name}={fd}" for name, fd in self.known.items())
+        known = ";".join(f"{name}={fd}:{_inode(fd)}" for name, fd in self.known.items())
         return f"{self.fd},{self.file[0]},{self.file[1]},{known},{terms}"
+
+
+def _inode(fd: int) -> int:
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return -1
 
 
 def read_place() -> ReentryPlace | None:

@@ -299,7 +299,7 @@ class PContext(abc.ABC):
             job.fds = [*job.fds, *state.places(rank, executed=bool(job.argv))]
             env["PHALANX_STATE"] = state.variable(rank)
         terms = self.options.reentry
-        if terms is not None and (not job.argv or BOOTSTRAP in job.argv):
+        if terms is not None and self.spawner_kind and (not job.argv or BOOTSTRAP in job.argv):
             job.reentry = terms.text()
         job.env = env
         job.stdout = self.stdouts.get(rank) or ""

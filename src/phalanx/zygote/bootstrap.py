@@ -248,7 +248,9 @@ def _attach_reentry(places: dict[str, int]) -> None:
         if [os.fstat(fd).st_dev, os.fstat(fd).st_ino] != [int(device), int(inode)]:
             return  # inherited from a worker that started this process
         places["reentry"] = fd
-        known = ";".join(f"{name}={number}" for name, number in places.items() if not name.isdigit())
+        # With its inode: a program may close a descriptor, and get another file with this number.
+        own = {name: number for name, number in places.items() if not name.isdigit() and name != "entry"}
+        known = ";".join(f"{name}={number}:{os.fstat(number).st_ino}" for name, number in own.items())
         os.environ[REENTRY] = f"{fd},{device},{inode},{known},{rest}"
     except (ValueError, OSError):
         pass  # it cannot re-enter

@@ -95,7 +95,17 @@ class ForkedWorker:
 class StopRequest:
     """A stop in progress: its deadlines, and the processes that were signalled."""
 
-    __slots__ = ("began", "give_up_at", "kill_at", "look_at", "park_by", "recalled", "sig", "signalled")
+    __slots__ = (
+        "began",
+        "give_up_at",
+        "kill_at",
+        "look_at",
+        "park_by",
+        "recalled",
+        "sig",
+        "signalled",
+        "sweep_at",
+    )
 
     def __init__(self, sig: int, now: float, grace: float, patience: float = 0.0) -> None:
         self.sig = sig
@@ -103,6 +113,8 @@ class StopRequest:
         self.kill_at = now + grace
         self.park_by = now + patience
         self.recalled: set[int] = set()  # workers that are to park until then
+        # What dead workers left behind: those that re-enter wait for it no longer than for each other.
+        self.sweep_at = self.park_by if patience else self.kill_at
         self.give_up_at = max(self.kill_at, self.park_by) + _GIVE_UP
         self.look_at = now + (_FIRST_LOOK if sig else grace)  # signal 0: they exit by themselves
         self.signalled: set[int] = set()
@@ -111,6 +123,7 @@ class StopRequest:
         """A second request can only shorten the grace; nothing parks any more."""
         self.recalled = set()
         self.kill_at = min(self.kill_at, now + grace)
+        self.sweep_at = min(self.sweep_at, self.kill_at)
         self.give_up_at = self.kill_at + _GIVE_UP
 
 
@@ -603,6 +616,8 @@ class Zygote:
                 self._hear_worker(worker, message)
             if gone:
                 self._end_link(worker)
+                if worker.reenters:
+                    self._hear_worker(worker, ("leave",))
 
     def _hear_worker(self, worker: ForkedWorker, message: tuple[Any, ...]) -> None:
         kind = message[0]
@@ -717,9 +732,10 @@ class Zygote:
         self._signal_workers(stop, kill)
         if kill or now >= stop.look_at or not self.workers:
             stop.look_at = now + _LOOK_AGAIN
+            late = kill or now >= stop.sweep_at
             for pid in self._adopted():
-                if kill or pid not in stop.signalled:
-                    _signal_one(pid, signal.SIGKILL if kill else stop.sig or signal.SIGTERM)
+                if late or pid not in stop.signalled:
+                    _signal_one(pid, signal.SIGKILL if late else stop.sig or signal.SIGTERM)
                     stop.signalled.add(pid)
         if kill:
             self._reap()
