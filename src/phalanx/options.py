@@ -223,6 +223,14 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 metavar="S[:MAX]",
             ),
             Option(
+                "--reenter-timeout",
+                "float",
+                5.0,
+                "seconds for a worker that re-enters to unwind; 0: every restart has new processes",
+                env="PHALANX_",
+                metavar="S",
+            ),
+            Option(
                 "--grace",
                 "float",
                 None,

@@ -358,6 +358,7 @@ def restarts(v: Sources) -> dict[str, Any]:
         "restart_delay": v.number("restart_delay", 0, _DAY),
         "backoff": _backoff(v),
         "patience": _PATIENCE,
+        "reenter_timeout": v.number("reenter_timeout", 0, _DAY),
         "shutdown_timeout": _grace(v),
         "signals_to_handle": _signals(v),
         "monitor_interval": v.number("monitor_interval", 0.001),

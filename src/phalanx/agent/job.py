@@ -82,6 +82,7 @@ def make_agent(
                 supervision=make_supervision(job),
                 helpers=helpers,
                 state=make_state(job, handler),
+                reenter_timeout=job.reenter_timeout,
                 attach=job.attach,
                 output=make_output(job),
                 stray_signals=stray_signals,

@@ -37,6 +37,7 @@ class JobHistory:
         self.began = time.monotonic()
         self._ranks = ranks
         self._supervision = supervision
+        self._how = ""
         self._kept: list[tuple[Event, GroupState, bool, str, float, float]] = []
         self._book: IncidentBook | None = None
         self._ledger: GoodputLedger | None = None
@@ -57,6 +58,10 @@ class JobHistory:
             self._tell(*seen, result)
         except OSError:  # of an import, where no descriptor is left; nothing has been told
             self._kept.append(seen)
+
+    def recovered(self, how: str) -> None:
+        """In words, how workers that are about to be reported as started kept their processes; or empty."""
+        self._how = how
 
     def _open(self) -> tuple[IncidentBook, GoodputLedger]:
         if self._ledger is None or self._book is None:
@@ -93,6 +98,7 @@ class JobHistory:
             self.node,
             _culprit(result) if opens and type(event).__name__ == "WorkerFailed" else None,
             sum(1 for rank in self._supervision.progress() if rank.count) if opens else 0,
+            how=self._how if type(event).__name__ == "Started" else "",
         )
         self._turn(observe(book, step))
         current = self._book.current if self._book is not None else None

@@ -77,8 +77,9 @@ class RunRecord:
         if self._log is not None:
             self._log.step(event, state, commands)
 
-    def started(self, attempt: int, placed_in: float, started_in: float) -> None:
-        """The workers run; seconds that their ranks and their start took."""
+    def started(self, attempt: int, placed_in: float, started_in: float, recovery: str = "") -> None:
+        """The workers run; seconds that their ranks and their start took; `recovery`: how they did again."""
+        self.history.recovered(recovery)
         if self._log is not None:
             self._log.started(self._group, attempt, placed_in, started_in)
         if self._notifier is not None:

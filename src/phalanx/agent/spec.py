@@ -205,6 +205,7 @@ class AgentOptions(Record):
     supervision: Supervision | None = None  # None: one that watches nothing
     helpers: HelperPool | None = None  # prepares helper processes ahead; the agent closes it
     state: StateHolder | None = None  # what the workers keep; None: in memory only
+    reenter_timeout: float = 5.0  # seconds for a worker that re-enters to unwind; 0: none does
     attach: int | None = None  # the local rank that reads the terminal's input
     output: OutputOptions | None = None  # how lines are shown and files rotated
     stray_signals: tuple[Signals, ...] = ()  # stop the job as well, but are not sent to workers

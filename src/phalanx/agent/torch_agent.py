@@ -169,6 +169,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
             # that save their state.
             stop_by_helpers=not self.supervision.preemption.signal,
             preempt_signal=self.supervision.preemption.signal,
+            reenter_timeout=options.reenter_timeout,
         )
         nodes = self._new_nodes()
         workers = self._new_workers(nodes, policy)
@@ -650,6 +651,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             post=self._post,
             stepped=lambda: self._loop.stepped,
             state=self.kept_state,
+            reenter_timeout=policy.reenter_timeout,
         )
         return self._workers
 

@@ -59,6 +59,10 @@ class WorkerStore:
         if self._server is not None:
             self._server.reset()
 
+    def end_round(self) -> None:
+        """Drop the connections of workers that are recalled: one that waits for a key is freed by it."""
+        self.new_round()
+
     def serve(self) -> None:
         """Answer; connections made since the bind wait in the backlog."""
         if self._server is None and self._socket is not None:

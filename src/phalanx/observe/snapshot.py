@@ -92,6 +92,7 @@ class IncidentSnapshot(msgspec.Struct):
     first_step: Seconds | None = None
     total: Seconds | None = None
     over: bool = False
+    how: str = ""
 
 
 class LedgerSnapshot(msgspec.Struct):
