@@ -160,10 +160,11 @@ def make_supervision(job: JobSpec) -> Supervision:
         job.heartbeat_timeout, job.silence_timeout, job.startup_timeout, job.partial_exit_timeout,
     )  # fmt: skip
     policy = None
-    if any(timeout is not None for timeout in timeouts) or job.on_hang != "restart":
+    watches = any(timeout is not None for timeout in (*timeouts, job.hang_timeout))
+    if watches or job.on_hang != "restart":
         from phalanx.core.progress import WatchPolicy
 
-        policy = WatchPolicy(*timeouts, job.on_hang)
+        policy = WatchPolicy(*timeouts, job.on_hang, job.hang_timeout)
     return Supervision(
         policy,
         preempt_signal=job.preempt_signal or 0,

@@ -10,6 +10,8 @@ first that holds is the verdict):
    heartbeat on: how long a start may take is unrelated to how long a step may.
 4. *partial exit*: a rank has succeeded, and others still run after `partial_exit_timeout`.
 5. *silence*: no rank has written output for `silence_timeout`.
+6. *collectives*: ranks wait in collectives, and for `hang_timeout` no rank has entered or left one, and none
+   has used a processor outside of one. `why_not_hung` has the reason where only the first half holds.
 
 Which rank caused the hang is a separate question, because in a hung collective all ranks fall silent at once:
 see `blame`.
@@ -29,6 +31,8 @@ class WatchPolicy(Record):
     partial_exit_timeout: float | None = None
     on_hang: str = "restart"
     """restart, fail or warn."""
+    hang_timeout: float | None = None
+    """Of the collectives."""
 
 
 class Beat(Record):
@@ -41,6 +45,12 @@ class Beat(Record):
     ready_at: float = 0.0
     deadline: float = 0.0
     section: str = ""
+    waits: bool = False
+    """It is inside a collective."""
+    numbers_at: float = 0.0
+    """When it last entered or left a collective."""
+    ran_at: float = 0.0
+    """When it last used a processor outside of a collective."""
 
 
 class View(Record):
@@ -53,6 +63,8 @@ class View(Record):
     """When the first rank succeeded while others still ran."""
     output_at: float | None = None
     """When any rank last wrote output; None if unknown."""
+    progress_elsewhere: float = 0.0
+    """When ranks of other nodes last progressed, by their own samples; 0.0: not asked."""
 
 
 class Verdict(Record):
@@ -92,7 +104,36 @@ def judge(view: View, now: float, policy: WatchPolicy) -> Verdict | None:
     limit = policy.silence_timeout
     if limit is not None and view.output_at is not None and now >= view.output_at + limit:
         return _verdict("silence", view.alive, f"no output from {{}} for {now - view.output_at:.1f} s")
+    limit, last = policy.hang_timeout, last_progress(view)
+    if limit is not None and last and now >= last + limit and any(beat.waits for beat in view.alive):
+        return _verdict(
+            "collectives", view.alive, f"no collective of {{}} has progressed for {now - last:.1f} s"
+        )
     return None
+
+
+def why_not_hung(view: View, now: float, policy: WatchPolicy) -> str:
+    """Why a group whose collectives have not progressed for `hang_timeout` does not hang; empty: it does."""
+    limit, numbers_at = policy.hang_timeout, max((beat.numbers_at for beat in view.alive), default=0.0)
+    if limit is None or not numbers_at or now < numbers_at + limit:
+        return ""
+    waiting = tuple(beat.rank for beat in view.alive if beat.waits)
+    still = f"no collective has progressed for {now - numbers_at:.0f} s"
+    if not waiting:
+        return f"{still}, and no rank waits in one; not a hang"
+    running = tuple(beat.rank for beat in view.alive if beat.ran_at and now < beat.ran_at + limit)
+    if not running:
+        return ""
+    wait = "waits" if len(waiting) == 1 else "wait"
+    run = "is running" if len(running) == 1 else "are running"
+    who = f"{ranks_text(waiting)} {wait} in one, and {ranks_text(running)} {run} outside of it"
+    return f"{still}: {who}; not a hang"
+
+
+def last_progress(view: View) -> float:
+    """When a rank last entered or left a collective, or ran outside of one; 0.0: not known."""
+    times = [max(beat.numbers_at, beat.ran_at) for beat in view.alive]
+    return max([view.progress_elsewhere, *times])
 
 
 def next_look(view: View, policy: WatchPolicy) -> float | None:
@@ -106,6 +147,9 @@ def next_look(view: View, policy: WatchPolicy) -> float | None:
         times.append(view.first_exit + policy.partial_exit_timeout)
     if policy.silence_timeout is not None and view.output_at is not None:
         times.append(view.output_at + policy.silence_timeout)
+    last = last_progress(view)
+    if policy.hang_timeout is not None and last and any(beat.waits for beat in view.alive):
+        times.append(last + policy.hang_timeout)
     return min(times, default=None)
 
 
