@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from phalanx.core.collectives import RankTrace
 
-_RUNS = 0.2
-"""The share of one processor from which on a rank runs; waiting threads of libraries use a few hundredths."""
+_RUNS = 0.05
+"""The share of one processor from which on a rank runs; the waiting threads of libraries use less."""
 
 
 class RankPulse(Record):
@@ -27,6 +27,8 @@ class RankPulse(Record):
     waits: bool = False
     cpu: float = 0.0
     """Seconds of processor time of the rank and its children so far."""
+    runnable: bool = False
+    """One of them has work to do at this moment, although it may not get a processor."""
 
 
 class RankProgress(Record):
@@ -60,6 +62,7 @@ def observe(
         span = now - old.sampled_at
         # It must have been outside at both ends: else the time may have been spent inside.
         outside = not pulse.waits and not old.pulse.waits
-        ran = outside and span > 0 and pulse.cpu - old.pulse.cpu >= _RUNS * span
+        used = span > 0 and pulse.cpu - old.pulse.cpu >= _RUNS * span
+        ran = outside and (used or pulse.runnable)
         found[pulse.rank] = RankProgress(pulse, now, numbers_at, now if ran else old.ran_at)
     return found

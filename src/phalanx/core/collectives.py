@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _UNEVEN = ("all_to_all", "alltoall", "scatter", "gather", "send", "recv", "barrier", "coalesced")
 """Operations whose members may have different sizes; all_gather is decided by its library."""
 _ENOUGH = 3  # operations that all members have left, to say who comes last
-_USUALLY = 0.7  # of those
+_USUALLY = 0.6  # of those
 _LATE = 0.1  # seconds: who comes last by less is not slow; nodes do not read at exactly the same moment
 _AS_USUAL = 4.0  # times its usual delay: a slow rank is not yet missing
 _REASONS = {
@@ -174,7 +174,7 @@ def explain(
     others = tuple(
         f"{one.who_waits(one.lacking)} in {one.what}"
         for one in blocked
-        if (one.label, one.number) != (found.group, found.number)
+        if one.what not in found.what + found.then
     )
     return found.replace(others=others)
 

@@ -34,6 +34,7 @@ _MAX_GROUPS_FILE = 16 << 20  # bytes
 _MAX_TEXT = 100
 _MAX_TENSORS = 8  # of one operation
 _MAX_NUMBER = 1 << 62
+_KEPT = 32  # complete operations of each group that are looked at
 _LATEST = 10  # operations of each group that other nodes get
 _LATEST_GROUPS = 24  # of each rank, the most recently used first
 MALFORMED = (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError)
@@ -142,9 +143,13 @@ def parse(rank: int, dump: Mapping[str, Any], now: int) -> RankTrace:
     operations: dict[str, list[Operation]] = {}
     ids: dict[str, str] = {}  # of the groups in the status
     entries = dump.get("entries")
-    for entry in (entries if isinstance(entries, list) else [])[-_MAX_ENTRIES:]:
+    for entry in (entries if isinstance(entries, list) else [])[: -_MAX_ENTRIES - 1 : -1]:
         try:
-            name, label = (_text(word) for word in entry["process_group"])
+            name, label = entry["process_group"]
+            known = operations.get(name, ())
+            if len(known) >= _KEPT and _is_done(entry):
+                continue  # most of the thousands
+            name, label = _text(name), _text(label)
             found = _operation(entry, members.get(name, ()), now)
             operations.setdefault(name, []).append(found)
             labels.setdefault(name, label)
@@ -162,17 +167,17 @@ def parse(rank: int, dump: Mapping[str, Any], now: int) -> RankTrace:
     return RankTrace(
         rank,
         tuple(
-            _group(name, labels[name], members.get(name, ()), operations.get(name, ()), entered.get(name, 0))
+            _group(name, labels[name], members.get(name, ()), operations.get(name, []), entered.get(name, 0))
             for name in labels
         )[:_MAX_GROUPS],
     )
 
 
 def _group(
-    name: str, desc: str, members: tuple[int, ...], operations: Iterable[Operation], entered: int
+    name: str, desc: str, members: tuple[int, ...], latest_first: list[Operation], entered: int
 ) -> GroupTrace:
     label = "" if desc == DEFAULT_GROUP else name if desc in ("", "undefined") else desc
-    found = tuple(operations)
+    found = tuple(reversed(latest_first))
     highest = max((one.number for one in found if one.peer is None), default=0)
     return GroupTrace(name, label, members, found, max(entered, highest))
 
@@ -184,13 +189,17 @@ def _operation(entry: Mapping[str, Any], members: tuple[int, ...], now: int) -> 
     return Operation(
         number=_number(entry["p2p_seq_id" if pair else "collective_seq_id"]),
         name=name.lstrip("_").partition(" ")[0],
-        done=bool(entry.get("retired")) or entry.get("state") == "completed",
+        done=_is_done(entry),
         inputs=tuple(tuple(map(_number, shape)) for shape in entry.get("input_sizes", ())[:_MAX_TENSORS]),
         types=tuple(_text(word) for word in entry.get("input_dtypes", ())[:_MAX_TENSORS]),
         age=max(0.0, (now - created) / 1e9) if isinstance(created, int) and created > 0 else None,
         library=library,
         peer=_peer(name, members) if pair else None,
     )
+
+
+def _is_done(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
 def _peer(name: str, members: tuple[int, ...]) -> int:

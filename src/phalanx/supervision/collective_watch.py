@@ -73,7 +73,7 @@ class CollectiveWatch:
             answered = bool(found)
             for rank, pid in pids.items():
                 marks, waits = found.get(rank, ((), False))
-                pulses.append(RankPulse(self._global_ranks[rank], marks, waits, processor_time(pid)))
+                pulses.append(RankPulse(self._global_ranks[rank], marks, waits, *activity(pid)))
         finally:
             self._post(lambda: self._take(pulses, answered))
 
@@ -88,17 +88,18 @@ class CollectiveWatch:
         self._changed()
 
 
-def processor_time(pid: int) -> float:
-    """Seconds that a process and its descendants have used, as far as they still run or were waited for."""
+def activity(pid: int) -> tuple[float, bool]:
+    """Seconds that a process and its descendants have used so far, and whether one of them wants to run."""
     from phalanx.kernel import stat_fields
 
-    ticks, left, seen = 0, [pid], 0
+    ticks, runnable, left, seen = 0, False, [pid], 0
     while left and seen < 10000:
         seen += 1
         one = left.pop()
         fields = stat_fields(one)
         if fields is None:
             continue
+        runnable = runnable or fields[0] == "R"
         ticks += sum(int(fields[index]) for index in (11, 12, 13, 14))  # utime, stime, cutime, cstime
         try:
             for task in os.listdir(f"/proc/{one}/task"):
@@ -106,4 +107,4 @@ def processor_time(pid: int) -> float:
                     left += map(int, file.read().split())
         except OSError:
             continue  # it has ended, or this kernel does not list children
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return ticks / os.sysconf("SC_CLK_TCK"), runnable

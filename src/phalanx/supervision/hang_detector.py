@@ -277,15 +277,22 @@ class HangDetector:
         from phalanx.core.progress import why_not_hung
 
         why_not = why_not_hung(view, now, policy)
+        if not watch.recorded:
+            why_not = self._why_nothing_is_watched(now)
         if why_not and not self._said_why_not:
-            self._incidents.note(
-                why_not
-                if watch.recorded
-                else "no rank has called torch.distributed.init_process_group() yet; "
-                "--hang-timeout watches the collectives of torch's process groups"
-            )
+            self._incidents.note(why_not)
         self._said_why_not = bool(why_not)
         return watch.look(now)
+
+    def _why_nothing_is_watched(self, now: float) -> str:
+        assert self.policy is not None
+        assert self.policy.hang_timeout is not None
+        if now < self._started_at + max(self.policy.hang_timeout, 60.0):
+            return ""
+        return (
+            "no rank has called torch.distributed.init_process_group() yet; "
+            "--hang-timeout watches the collectives of torch's process groups"
+        )
 
     def _judge_soon(self) -> None:
         if self._incident is None:
