@@ -92,6 +92,7 @@ class JobSpec(Record):
     silence_timeout: float | None
     startup_timeout: float | None
     partial_exit_timeout: float | None
+    hang_timeout: float | None
     on_hang: str  # restart, fail, warn
     health_port: str  # [ADDR:]PORT, or empty
     health_check: str

@@ -312,6 +312,14 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 env="PHALANX_",
             ),
             Option(
+                "--hang-timeout",
+                "float",
+                None,
+                "treat S seconds without progress of torch's collectives as a hang; needs no code",
+                metavar="S",
+                env="PHALANX_",
+            ),
+            Option(
                 "--on-hang",
                 "str",
                 "restart",

@@ -554,7 +554,13 @@ def _ranks(v: Sources, dest: str, count: int, plugin: object = None) -> frozense
 
 def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
     """What counts as a hang and what follows from it; health and preemption."""
-    names = ("heartbeat_timeout", "silence_timeout", "startup_timeout", "partial_exit_timeout")
+    names = (
+        "heartbeat_timeout",
+        "silence_timeout",
+        "startup_timeout",
+        "partial_exit_timeout",
+        "hang_timeout",
+    )
     values: dict[str, Any] = {name: v.number(name, 0.001) for name in names}
     if v.given("on_hang") and all(value is None for value in values.values()) and not v.text("expect"):
         v.warnings.append(f"{v.label('on_hang')}: only matters for worker.expires(), as no timeout is given")

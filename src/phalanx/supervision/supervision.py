@@ -13,6 +13,7 @@ from phalanx.core.group_events import RoundFailed
 from phalanx.supervision.hang_detector import HangDetector
 from phalanx.supervision.incident_log import IncidentLog
 from phalanx.supervision.preemption import Preemption
+from phalanx.supervision.trace_sockets import TraceSockets
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Supervision:
         self.node_check = NodeCheck(health_check) if health_check else None
         self.unfit: NodeUnfit | None = None  # why this node stays out
         self.incidents = IncidentLog()
+        self.trace_sockets = TraceSockets()
         self.detector: HangDetector | None = None  # while workers run, and until the next ones do
         self._post: Callable[[Any], None] = lambda _event: None
         self._boards: Boards | None = None
@@ -84,6 +86,7 @@ class Supervision:
         if self._boards is not None:
             self._boards.close()
             self._boards = None
+        self.trace_sockets.close()
         self.services.close()
 
     def job_failed(self) -> None:
@@ -160,6 +163,7 @@ class Supervision:
             self.policy,
             self.incidents,
             self._post,
+            trace_sockets=self.trace_sockets,
             number=number,
             host=host,
             now=now,
