@@ -1,8 +1,7 @@
 """`phalanx run`: what the user sees of a job.
 
 One line at the start, one per incident and one at the end, all on stderr; stdout belongs to the workers.
-When the job fails, the report comes last. Exit codes: 0, the first failing worker's code (128+n for a
-signal), 128+n when interrupted, 2 for bad usage, 1 for the rest.
+When the job fails, the report comes last. What it returns is in core/exit_codes.py.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import sys
 import time
 
 from phalanx.config import parse
-from phalanx.environment import allows_colour, has_error_file
+from phalanx.environment import allows_colour, has_error_file, outcomes_directory
 from phalanx.log import write_stderr
 
 TYPE_CHECKING = False
@@ -35,6 +34,12 @@ def main(argv: Sequence[str]) -> int:
         from phalanx.cli.init_process import stay_behind
 
         stay_behind()
+    if job.hosts and not job.dry_run:
+        from phalanx.integrations.ssh.starter import start
+
+        for warning in job.warnings:
+            say(f"warning: {warning}")
+        return start(job, argv, say)
     return execute(job)
 
 
@@ -100,6 +105,24 @@ def say(line: str) -> None:
 
 def launch(job: JobSpec, raises: bool = False) -> int:
     """Start the agent, run it to the end, and report; `raises`: what went wrong, instead of an exit code."""
+    made: list[LocalElasticAgent] = []
+    code = _launch(job, raises, made)
+    directory = outcomes_directory()
+    if directory:
+        _leave_outcome(directory, job, made[0] if made else None, code)
+    return code
+
+
+def _leave_outcome(directory: str, job: JobSpec, agent: LocalElasticAgent | None, code: int) -> None:
+    from phalanx.integrations.outcomes import AgentOutcome, write_outcome
+
+    name = str(job.rdzv_conf.get("name") or os.uname().nodename)
+    finish = agent.outcome if agent is not None else None
+    word, reason = (str(finish.outcome), finish.message) if finish is not None else ("", "")
+    write_outcome(directory, AgentOutcome(name, word, code, reason), f"{name}.{os.getpid()}")
+
+
+def _launch(job: JobSpec, raises: bool, made: list[LocalElasticAgent]) -> int:
     from phalanx.agent.job import export_environment, make_agent, make_helpers, make_logs
 
     export_environment(job)
@@ -138,6 +161,7 @@ def launch(job: JobSpec, raises: bool = False) -> int:
                 progress=_progress(job),
                 stray_signals=tuple(strays),
             )
+            made.append(agent)
             _say_unless_quiet(job, _first_line(job, logs))
             result = agent.run()
     except SignalException as stop:
@@ -149,12 +173,15 @@ def launch(job: JobSpec, raises: bool = False) -> int:
     except PhalanxError as error:
         if isinstance(error, ValueError):
             raise  # bad usage
-        _tell_parent(str(error), 1)
+        from phalanx.core.exit_codes import of_error
+
+        code = of_error(error)
+        _tell_parent(str(error), code)
         if raises:
             raise
         if job.quiet or agent is None or agent.outcome is None:  # else it was reported when it happened
             say(str(error))
-        return 1
+        return code
     finally:
         helpers.close()
         if agent is not None:
@@ -217,7 +244,12 @@ def _first_line(job: JobSpec, logs: LogsSpecs) -> str:
     # A temporary directory is named; a given one is known.
     hidden = job.log_dir is None and not job.redirects == job.tee == "0"
     where = f", output in {logs.root_log_dir}" if hidden else ""
-    return f"{job.name}: {workers}{omp} (run {job.run_id[:12]}){where}"
+    return f"{job.name}: {workers}{omp} (run {job.run_id[:12]}){where}{_taken(job)}"
+
+
+def _taken(job: JobSpec) -> str:
+    words = " ".join(f"{option} {value}" for option, value, _ in job.taken)
+    return f"; taken from {job.scheduler}: {words}" if words else ""
 
 
 def _last_line(agent: LocalElasticAgent, begin: float) -> str:
@@ -252,7 +284,8 @@ def _failure_report(
             text = format_report(name, everyone, started_at=begin, colour=colour)
             report = text, diagnosis_of(everyone, begin).exit_code
     else:  # a hang, or the failure of another node: no worker here has failed
-        report = report or (agent.supervision.report() if agent.supervision is not None else "", 1)
+        own = agent.supervision.report() if agent.supervision is not None else ""
+        report = report or (own, agent.outcome.code if agent.outcome is not None else 1)
         reason = agent.outcome.message if agent.outcome is not None else ""
         text, code = report
         kept = {"name": name, "exit_code": code, "started_at": begin, "reason": reason, "report": text}

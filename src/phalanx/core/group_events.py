@@ -249,6 +249,8 @@ class ReportFailure(Record):
     final: bool
     delay: float = 0.0
     unfit: bool = False
+    code: int = 1
+    """The job's exit code, should this failure end it and no worker have one."""
 
 
 class EnterBarrier(Record):
@@ -289,6 +291,8 @@ class Finish(Record):
     state: WorkerState
     message: str = ""
     sig: int | None = None
+    code: int = 1
+    """The exit code of a failure without one of a worker."""
 
 
 Command: TypeAlias = (
