@@ -11,6 +11,7 @@ import select
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -212,10 +213,9 @@ class SlurmCluster:
     @property
     def environment(self) -> dict[str, str]:
         """For the commands of a user."""
-        return {
-            **plain_environment(), "PATH": _path(), "SLURM_CONF": str(self.conf), "HOME": str(self.home),
-            "XDG_CACHE_HOME": str(self.home / "cache"),
-        }  # fmt: skip
+        own = {"PATH": f"{Path(sys.executable).parent}:{_path()}", "SLURM_CONF": str(self.conf)}
+        home = {"HOME": str(self.home), "XDG_CACHE_HOME": str(self.home / "cache")}
+        return {**plain_environment(), **own, **home}
 
     def command(self, *words: str, check: bool = True, cwd: Path | None = None, **more: str) -> str:
         """The output of a command of Slurm, or of ours."""

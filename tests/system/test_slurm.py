@@ -16,7 +16,10 @@ PHALANX = (sys.executable, "-m", "phalanx")
 TRAIN = """\
 import os, select, sys
 from phalanx import worker
-e, name = os.environ, f"state.{sys.argv[1]}.{os.environ['RANK']}"
+e = os.environ
+if len(sys.argv) == 1:
+    sys.exit(print("world of", e["WORLD_SIZE"]))
+name = f"state.{sys.argv[1]}.{e['RANK']}"
 steps = int(open(name).read()) if os.path.exists(name) else 0
 about = e["RANK"], e["WORLD_SIZE"], os.getpid(), e["TORCHELASTIC_RUN_ID"], steps
 print("ready", sys.argv[1], *about, flush=True)
@@ -28,6 +31,16 @@ while not os.path.exists(f"end.{sys.argv[1]}"):
     select.select([], [], [], 0.05)
 sys.exit(int(open(f"end.{sys.argv[1]}").read()))
 """
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "slurm.md"
+# Commands of the page, and how often their output has which text.
+COMMANDS = {
+    "srun phalanx run --dry-run train.py": ("# from Slurm: --nnodes 2 (SLURM_STEP_NUM_TASKS=2)", 2),
+    "srun phalanx run train.py": ("world of 2", 2),
+    "phalanx slurm submit -N 4 --print train.py": ("#SBATCH --nodes=4", 1),
+    "phalanx slurm status": ("COMPLETED", 0),
+}
 
 
 class Jobs:
@@ -116,3 +129,11 @@ def test_arrays_and_scancel(folder: Path) -> None:
         settle(lambda: cluster.state(f"{array}_1") == "COMPLETED", "the end of the other")
         settle(lambda: not cluster.processes(), "the end of everything")
         assert cluster.field(f"{array}_0", "Restarts") == "0", "a cancelled job does not come back"
+        # The commands of the documentation, as they stand there.
+        page = PAGE.read_text()
+        for command, shows in COMMANDS.items():
+            assert f"    {command}\n" in page or f"`{command}`" in page, command
+            said = cluster.command(
+                "salloc", "-N2", "--ntasks-per-node=1", "bash", "-c", command, cwd=jobs.folder
+            )
+            assert said.count(shows[0]) == shows[1], said

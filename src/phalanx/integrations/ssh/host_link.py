@@ -80,6 +80,11 @@ class HostLink:
         """Whether something is still to come from this host."""
         return self.code is None and not self.lost
 
+    @property
+    def leaving(self) -> bool:
+        """Whether the agent has ended, and the steward is about to."""
+        return self.code is not None and self._process is not None
+
     def _connect(self, words: Sequence[str], first: bytes = b"") -> None:
         command = "exec " + shlex.join([self._python, "-m", _STEWARD, *words])
         self._greeting = GreetingReader()

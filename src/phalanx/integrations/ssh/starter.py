@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from phalanx.config import JobSpec
     from phalanx.integrations.ssh.host_names import HostSlots
 
-PATIENCE = 60.0  # seconds that an agent runs on without a connection to the starter
+_PATIENCE = 60.0  # seconds that an agent runs on without a connection to the starter, as without the store
 _LOCAL = ("hosts", "hostfile", "ssh", "dry_run")
 _OURS = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "nproc_per_node")
+_LONGEST = 85  # bytes of a control socket's path, of the 107 that the system allows
+_FAREWELL = 5.0  # seconds for the stewards to end, once their agents have
 _LAST = 10.0  # seconds that the other hosts have to end after a second signal
 
 
@@ -64,13 +66,13 @@ class _Starter:
                 "environment": carried_variables(),
                 "token": token,
                 "key": secrets.token_hex(8),
-                "patience": PATIENCE,
+                "patience": float(job.rdzv_conf.get("store_grace", _PATIENCE)),
                 "grace": job.shutdown_timeout,
             }
             self._links.append(
                 HostLink(
                     host,
-                    [*ssh, *_options(settings, directory)],
+                    [*ssh, *_options(settings, f"{directory}/{rank}")],
                     sys.executable,
                     described,
                     say=say,
@@ -87,8 +89,11 @@ class _Starter:
         wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         try:
             while any(link.open for link in self._links):
-                self._turn()
+                self._turn(self._forced_at)
                 self._judge()
+            until = time.monotonic() + _FAREWELL
+            while any(link.leaving for link in self._links) and time.monotonic() < until:
+                self._turn(until)
             return self._code()
         finally:
             for link in self._links:
@@ -99,10 +104,10 @@ class _Starter:
             os.close(self._wake_read)
             os.close(self._wake_write)
 
-    def _turn(self) -> None:
+    def _turn(self, until: float | None) -> None:
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
-        times = [] if self._forced_at is None else [self._forced_at]
+        times = [] if until is None else [until]
         for link in self._links:
             read, write = link.fds()
             for fd in read:
@@ -128,7 +133,7 @@ class _Starter:
         dead = [link for link in self._links if link.lost and not link.begun]
         left = len(self._links) - len(dead)
         if dead and (left < self._job.min_nodes or self._links[0] in dead) and self._forced_at is None:
-            self._say(f"{left} of {len(self._links)} hosts cannot run the job; stopping")
+            self._say(f"{len(dead)} of {len(self._links)} hosts cannot run the job; stopping")
             self._stop(signal.SIGTERM)
             self._forced_at = time.monotonic() + self._job.shutdown_timeout + _LAST
         if self._forced_at is not None and time.monotonic() >= self._forced_at:
@@ -171,12 +176,13 @@ def _settings_of(ssh: Sequence[str], host: HostSlots) -> Mapping[str, str]:
     return {key: value for key, _, value in rows}
 
 
-def _options(settings: Mapping[str, str], directory: str) -> list[str]:
+def _options(settings: Mapping[str, str], control: str) -> list[str]:
     """One connection for all sessions with a host; no agent and nothing else is forwarded."""
     words = ["-T", "-o", "ForwardAgent=no", "-o", "ForwardX11=no", "-o", "ClearAllForwardings=yes"]
     words += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
-    if settings.get("controlpath", "none") == "none":  # else the user has set it up
-        words += ["-o", "ControlMaster=auto", "-o", f"ControlPath={directory}/%C", "-o", "ControlPersist=no"]
+    # Else the user has set it up, or the name is too long for a socket while ssh makes it.
+    if settings.get("controlpath", "none") == "none" and len(os.fsencode(control)) < _LONGEST:
+        words += ["-o", "ControlMaster=auto", "-o", f"ControlPath={control}", "-o", "ControlPersist=no"]
     return words
 
 
@@ -225,6 +231,3 @@ def _writer(fd: int) -> Callable[[bytes], None]:
             pass  # nobody reads it any more
 
     return write
-
-
-__all__ = ["start"]
