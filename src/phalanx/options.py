@@ -165,6 +165,16 @@ OPTIONS: tuple[Option, ...] = _grouped(
         "Nodes": (
             Option("--standalone", "flag", False, "one node, no address needed; ignores --rdzv-*"),
             Option("--nnodes", "str", "1:1", "number of nodes, or MIN:MAX", metavar="N"),
+            Option(
+                "--hosts",
+                "str",
+                "",
+                "start on these hosts over ssh: a,b,c:8 (with the number of workers)",
+                env=None,
+                metavar="LIST",
+            ),
+            Option("--hostfile", "str", "", "the same from a file, a host on each line", env=None),
+            Option("--ssh", "str", "ssh", "the ssh command for --hosts", env="PHALANX_", metavar="CMD"),
             Option("--node-rank", "int", 0, "rank of this node, from 0"),
             Option("--master-addr", "str", "127.0.0.1", "static: address of node 0"),
             Option("--master-port", "int", None, f"static: port on node 0 ({STATIC_PORT})"),

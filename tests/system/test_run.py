@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx.core.exit_codes import UNFIT_NODE
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.run_helpers import (
     FOREVER,
@@ -146,7 +147,7 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         ended = run("--master-port", str(port), script(tmp_path, "print('started')"))
-    assert ended.code == 1, ended
+    assert ended.code == UNFIT_NODE, ended
     assert ended.out == ""
     assert len([line for line in ended.said if str(port) in line]) == 1, ended
     assert "Traceback" not in ended.err

@@ -17,6 +17,7 @@ from phalanx import __version__, cli
 from phalanx.cli import completion, env, main
 from phalanx.cli import help as help_module
 from phalanx.config import parse
+from phalanx.core.exit_codes import TABLE
 from phalanx.options import OPTIONS
 
 
@@ -106,7 +107,7 @@ def test_the_version_of_run(words: list[str], capsys: pytest.CaptureFixture[str]
 
 def test_the_exit_codes_are_in_the_help_and_in_the_reference() -> None:
     page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-    for code, meaning in help_module.EXIT_CODES:
+    for code, meaning in TABLE:
         assert f"| {code} | {meaning} |" in page
         for text in (help_module.run_help(), help_module.manual()):
             assert f"\n  {code:<20}"[:-1] in text.replace("\n    ", "\n  ")

@@ -246,7 +246,7 @@ def test_identical_stacks_are_grouped_with_the_odd_ones_first() -> None:
 
 @pytest.mark.parametrize("final", [True, False])
 def test_a_final_hang_ends_the_job_whatever_restarts_are_left(final: bool) -> None:
-    from phalanx.core import group, group_events
+    from phalanx.core import exit_codes, group, group_events
 
     policy, state = group.GroupPolicy(), group.GroupState()
     for event in (
@@ -263,5 +263,5 @@ def test_a_final_hang_ends_the_job_whatever_restarts_are_left(final: bool) -> No
     if final:
         state, commands, _ = group.step(state, group_events.Stopped(), 10.0, policy)
         assert commands[-1] == group_events.Finish(
-            group_events.Outcome.FAILED, group_events.WorkerState.FAILED, "rank 1 hangs"
+            group_events.Outcome.FAILED, group_events.WorkerState.FAILED, "rank 1 hangs", code=exit_codes.HANG
         )

@@ -192,7 +192,7 @@ def make_state(job: JobSpec, handler: RendezvousHandler) -> StateHolder:
     if job.keep_spill:
         from phalanx.state.spill import SpillDirectory
 
-        spill = SpillDirectory(job.keep_spill, job.run_id)
+        spill = SpillDirectory(job.keep_spill, job.keep_id or job.run_id)
         try:
             spill.prepare()
         except OSError as error:

@@ -122,7 +122,7 @@ class RunRecord:
     def report(self, command: ReportFailure, result: RunResult) -> tuple[str, int]:
         """The report that all nodes show should this failure end the job, and the exit code."""
         if not result.failures:
-            return self._supervision.report(command.summary) or command.summary, 1
+            return self._supervision.report(command.summary) or command.summary, command.code
         from phalanx.observe.report import diagnosis_of, format_report
 
         everyone = {**result.failures, **result.stopped}

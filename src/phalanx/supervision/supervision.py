@@ -8,7 +8,7 @@ from __future__ import annotations
 import select
 import time
 
-from phalanx.agent.agent_services import NodeCheck, NodeUnfit, Services
+from phalanx.agent.agent_services import NodeCheck, Services
 from phalanx.core.group_events import RoundFailed
 from phalanx.supervision.hang_detector import HangDetector
 from phalanx.supervision.incident_log import IncidentLog
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx.core.group import Phase
     from phalanx.core.group_events import Event, RecallWorkers
     from phalanx.core.progress import WatchPolicy
+    from phalanx.errors import NodeUnfit
     from phalanx.supervision.heartbeat import Boards, BoardSnapshot
     from phalanx.workers.worker_group import PContext
 
