@@ -160,7 +160,7 @@ def complete(words: list[str], tmp_path: Path) -> set[str]:
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
 def test_bash_completion(tmp_path: Path) -> None:
-    assert complete(["phalanx", "r"], tmp_path) == {"run"}
+    assert complete(["phalanx", "r"], tmp_path) == {"run", "restart"}
     assert complete(["phalanx", "run", "--nproc"], tmp_path) == {"--nproc-per-node"}
     assert complete(["phalanx", "run", "--nproc-per-node", ""], tmp_path) == {"auto", "gpu", "xpu", "cpu"}
     assert complete(["phalanx", "run", "--tee", "3", "--numa-binding", "s"], tmp_path) == {"socket"}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from phalanx.core.collective_progress import RankProgress, RankPulse, observe
+from phalanx.core.collective_progress import CollectiveProgress, RankPulse, observe
 
 
-def sampled(*pulses: tuple[int, bool, float]) -> RankProgress:
+def sampled(*pulses: tuple[int, bool, float]) -> CollectiveProgress:
     """The progress of a rank sampled every ten seconds, from 10 on: number, waits, processor time."""
-    known: dict[int, RankProgress] = {}
+    known: dict[int, CollectiveProgress] = {}
     for index, (number, waits, cpu) in enumerate(pulses, 1):
         known = observe(known, [RankPulse(0, (number,), waits, cpu)], 10.0 * index)
     return known[0]

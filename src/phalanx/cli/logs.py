@@ -36,7 +36,7 @@ _POLL = 0.3
 _LOOK = 2.0  # seconds between two looks for new starts, or the end of the run
 
 
-class LogFile(NamedTuple):
+class WrittenLog(NamedTuple):
     """A log file of this machine."""
 
     path: str
@@ -91,7 +91,7 @@ def _parser() -> Parser:
 # ---- files of this machine ---------------------------------------------------------------------------
 
 
-def files(run: RunFile) -> list[LogFile]:
+def files(run: RunFile) -> list[WrittenLog]:
     """The log files of a run, by start and rank; only regular files directly where they belong."""
     found = []
     for entry in _folders(run.logs):
@@ -106,7 +106,7 @@ def files(run: RunFile) -> list[LogFile]:
             for stream in ("stdout", "stderr"):
                 path = os.path.join(rank.path, f"{stream}.log")
                 if os.path.isfile(path) and not os.path.islink(path):
-                    found.append(LogFile(path, int(attempt[1]), int(attempt[2] or 0), everywhere, stream))
+                    found.append(WrittenLog(path, int(attempt[1]), int(attempt[2] or 0), everywhere, stream))
     return sorted(found, key=lambda one: (one.attempt, one.again, one.rank, one.stream))
 
 
@@ -120,7 +120,7 @@ def _folders(path: str) -> list[os.DirEntry[str]]:
 
 def chosen(
     run: RunFile, ranks: set[int] | None, attempt: int | None, since: float | None = None
-) -> list[LogFile]:
+) -> list[WrittenLog]:
     """Those that were asked for; of the latest start unless one is named."""
     found = files(run)
     if attempt is None and found and since is None:
@@ -143,7 +143,7 @@ def _written(path: str) -> float:
 class LogReader:
     """New whole lines of one file, from its begin on."""
 
-    def __init__(self, log: LogFile) -> None:
+    def __init__(self, log: WrittenLog) -> None:
         self.log = log
         self._at = 0
         self._rest = b""

@@ -31,7 +31,7 @@ class RankPulse(Record):
     """One of them has work to do at this moment, although it may not get a processor."""
 
 
-class RankProgress(Record):
+class CollectiveProgress(Record):
     """A rank's last sample, and when it last moved or ran."""
 
     pulse: RankPulse
@@ -49,14 +49,14 @@ def marks(trace: RankTrace) -> tuple[object, ...]:
 
 
 def observe(
-    before: Mapping[int, RankProgress], pulses: Iterable[RankPulse], now: float
-) -> dict[int, RankProgress]:
+    before: Mapping[int, CollectiveProgress], pulses: Iterable[RankPulse], now: float
+) -> dict[int, CollectiveProgress]:
     """The progress of the ranks of a new sample; a rank that is not in it is no longer known."""
     found = {}
     for pulse in pulses:
         old = before.get(pulse.rank)
         if old is None:
-            found[pulse.rank] = RankProgress(pulse, now, now)
+            found[pulse.rank] = CollectiveProgress(pulse, now, now)
             continue
         numbers_at = now if pulse.marks != old.pulse.marks else old.numbers_at
         span = now - old.sampled_at
@@ -64,5 +64,5 @@ def observe(
         outside = not pulse.waits and not old.pulse.waits
         used = span > 0 and pulse.cpu - old.pulse.cpu >= _RUNS * span
         ran = outside and (used or pulse.runnable)
-        found[pulse.rank] = RankProgress(pulse, now, numbers_at, now if ran else old.ran_at)
+        found[pulse.rank] = CollectiveProgress(pulse, now, numbers_at, now if ran else old.ran_at)
     return found

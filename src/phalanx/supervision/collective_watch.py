@@ -10,7 +10,7 @@ import _thread
 import os
 import time
 
-from phalanx.core.collective_progress import RankProgress, RankPulse, observe
+from phalanx.core.collective_progress import CollectiveProgress, RankPulse, observe
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class CollectiveWatch:
         self._interval = min(max(timeout * _SHARE, _SHORTEST), _LONGEST)
         self._due = now + self._interval
         self._asking = self._closed = False
-        self.progress: dict[int, RankProgress] = {}
+        self.progress: dict[int, CollectiveProgress] = {}
         self.recorded = False  # a rank has answered
 
     def look(self, now: float) -> float | None:
