@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx.cli.events import in_words
-from phalanx.cli.logs import WrittenLog, LogReader, chosen, files
+from phalanx.cli.logs import LogReader, WrittenLog, chosen, files
 from phalanx.cli.run_list import table
 from phalanx.cli.runs import ranks_of, since_of
 from phalanx.cli.stacks import text

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from phalanx.cli.logs import WrittenLog, LogReader
+from phalanx.cli.logs import LogReader, WrittenLog
 from phalanx.cli.runs import NoSuchRun, add_run, is_alive, one_run
 from phalanx.cli.store import Parser
 from phalanx.log import printable, write_stderr
