@@ -26,7 +26,8 @@ for _signal in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, signal.default_int_handler if _signal is signal.SIGINT else signal.SIG_DFL)
 
-HUNG = 30.0  # seconds; no claim about speed, only about ever coming back
+# Seconds; no claim about speed, only about ever coming back. More where many trials share a busy machine.
+HUNG = float(os.environ.get("HUNG", "30"))
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = HUNG) -> None:
