@@ -28,9 +28,9 @@ from phalanx.cli.runs import (
 from phalanx.cli.store import Parser
 from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
+from phalanx.logs.rotation import read_log
 from phalanx.observe.snapshot import RunFile
 
-_BLOCK = 1 << 18
 _LINE = 1 << 16  # bytes after which a line without an end is shown
 _POLL = 0.3
 _LOOK = 2.0  # seconds between two looks for new starts, or the end of the run
@@ -150,19 +150,16 @@ class LogReader:
 
     def lines(self, last: bool = False) -> Iterator[str]:
         """Lines since the last call; `last`: what has no end is a line as well."""
-        try:
-            fd = os.open(self.log.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return
-        with open(fd, "rb") as file:
-            file.seek(self._at)
-            while data := file.read(_BLOCK):
-                self._at += len(data)
-                *whole, self._rest = (self._rest + data).split(b"\n")
-                if len(self._rest) > _LINE:
-                    whole, self._rest = [*whole, self._rest], b""
-                for line in whole:
-                    yield line.decode("utf-8", "replace")
+        while True:
+            self._at, data = read_log(self.log.path, self._at)
+            if not data:
+                break
+            self._at += len(data)
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > _LINE:
+                whole, self._rest = [*whole, self._rest], b""
+            for line in whole:
+                yield line.decode("utf-8", "replace")
         if last and self._rest:
             rest, self._rest = self._rest, b""
             yield rest.decode("utf-8", "replace")
