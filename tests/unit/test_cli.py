@@ -159,13 +159,13 @@ def complete(words: list[str], tmp_path: Path) -> set[str]:
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
 def test_bash_completion(tmp_path: Path) -> None:
-    assert complete(["phalanx", "r"], tmp_path) == {"run"}
+    assert complete(["phalanx", "r"], tmp_path) == {"restart", "run"}
     assert complete(["phalanx", "run", "--nproc"], tmp_path) == {"--nproc-per-node"}
     assert complete(["phalanx", "run", "--nproc-per-node", ""], tmp_path) == {"auto", "gpu", "xpu", "cpu"}
     assert complete(["phalanx", "run", "--tee", "3", "--numa-binding", "s"], tmp_path) == {"socket"}
     assert complete(["phalanx", "run", "--warm", "st"], tmp_path) == {"standby"}
     assert complete(["phalanx", "completion", "z"], tmp_path) == {"zsh"}
-    assert complete(["phalanx", "help", "st"], tmp_path) == {"store", "status"}
+    assert complete(["phalanx", "help", "st"], tmp_path) == {"store", "status", "stacks", "stop"}
     assert complete(["phalanx", "store", "--jou"], tmp_path) == {"--journal"}
     (tmp_path / "train.py").touch()
     assert complete(["phalanx", "run", "--standalone", "tr"], tmp_path) == {"train.py"}
