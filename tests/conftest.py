@@ -95,6 +95,7 @@ def nothing_left_behind(
     monkeypatch.setenv("TMPDIR", str(private))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(private / "cache"))  # no lists of modules in somebody's home
+    monkeypatch.setenv("XDG_STATE_HOME", str(private / "state"))  # nor lists of runs
     # With it every piece of a print is a write of its own, and those of two ranks end up in one line.
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     if request.node.get_closest_marker("untraced"):

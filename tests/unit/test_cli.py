@@ -166,7 +166,7 @@ def test_bash_completion(tmp_path: Path) -> None:
     assert complete(["phalanx", "run", "--tee", "3", "--numa-binding", "s"], tmp_path) == {"socket"}
     assert complete(["phalanx", "run", "--warm", "st"], tmp_path) == {"standby"}
     assert complete(["phalanx", "completion", "z"], tmp_path) == {"zsh"}
-    assert complete(["phalanx", "help", "st"], tmp_path) == {"store", "status"}
+    assert complete(["phalanx", "help", "st"], tmp_path) == {"store", "status", "stacks", "stop"}
     assert complete(["phalanx", "store", "--jou"], tmp_path) == {"--journal"}
     (tmp_path / "train.py").touch()
     assert complete(["phalanx", "run", "--standalone", "tr"], tmp_path) == {"train.py"}

@@ -200,6 +200,11 @@ class HangDetector:
         if verdict is not None:
             self._due = now + _RECHECK
 
+    def quiet_since(self, now: float) -> float | None:
+        """When any rank last wrote output, where that is watched."""
+        last = self._output.last(now) if self._output is not None else None
+        return None if last is None else max(last, self._output_elsewhere)
+
     def beats(self) -> list[Beat]:
         """The current state of every running worker."""
         from phalanx.core.progress import Beat

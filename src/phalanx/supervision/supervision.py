@@ -135,6 +135,10 @@ class Supervision:
         boards = self._boards
         return [] if boards is None else [boards.read(rank) for rank in range(boards.count)]
 
+    def quiet_since(self, now: float) -> float | None:
+        """When any worker last wrote output, where that is watched (--silence-timeout)."""
+        return None if self.detector is None else self.detector.quiet_since(now)
+
     def progress(self) -> list[RankProgress]:
         """What the goodput ledger wants to know of every worker of the last start; empty: no boards."""
         boards = self._boards
