@@ -110,7 +110,7 @@ EXPECTED = {
     "loader": "rank {} never entered all_reduce #4 of the default group (last was all_reduce #3)",
     "evaluation": "rank {} never entered all_reduce #5 of the default group (last was all_reduce #4)",
     "slow": "rank {} is slow: it comes to all_reduce #8 of the default group last, as to ",
-    "dead": "rank {} (signal 9 (SIGKILL)",
+    "dead": "rank {}: SIGKILL",
 }
 """What a line of the launcher contains; with three ranks or more, because of two none is the odd one."""
 OF_TWO = {

@@ -145,8 +145,15 @@ for step in range(1000):
     with nodes("elastic", tmp_path, body, "--heartbeat-timeout", "2") as running:
         for end in ends(running):
             assert end.code == HANG, end
-            assert "rank 2 differs (the others wait for it), at train.py" in end.err, end
+            never = "rank 2 never entered all_reduce #6 of the default group (last was all_reduce #5)"
+            assert f"{never}, at train.py:" in end.err, end
+            assert "; the other 3 wait in it: no heartbeat from ranks " in end.err, end
             assert " on b, step 4" in end.err, end
+    # The node that decided keeps the records of all ranks, the other one those of its own.
+    kept = [sorted(path.name for path in (tmp_path / name).glob("*/*/flight_recorder/*")) for name in "ab"]
+    own = [["rank_0", "rank_1"], ["rank_2", "rank_3"]]
+    everyone = sorted(own[0] + own[1])
+    assert kept in ([everyone, own[1]], [own[0], everyone]), kept
 
 
 @both

@@ -259,10 +259,16 @@ def test_a_collective_that_waits_for_a_lost_peer(tmp_path: Path, workers: int) -
     assert ended.code == HANG, ended
     (line,) = [line for line in ended.said if "heartbeat" in line]
     everybody = "ranks 0, 1" if workers == 2 else "ranks 0-2"
-    assert line.startswith(f"no heartbeat from {everybody} for 2."), ended
-    assert "rank 1 differs (the others wait for it), at train.py" in line, ended
-    assert "in lost" in line
+    assert f": no heartbeat from {everybody} for 2." in line, ended
+    never = "rank 1 never entered all_reduce #6 of the default group (last was all_reduce #5), at train.py:"
+    assert line.startswith(never), ended
+    assert "in lost; " + ("rank 0 waits in it" if workers == 2 else "the other 2 wait in it") in line
+    assert "  rank 1 (the others wait for it): pid " in ended.err, ended
     assert "in all_reduce" in ended.err
+    (path,) = (tmp_path / "logs").glob("*/failure.json")
+    (found,) = json.loads(path.read_text())["watch"]
+    told = [found["collectives"][key] for key in ("kind", "ranks", "operation", "number")]
+    assert told == ["missing", [1], "all_reduce", 6]
 
 
 def test_slow_ranks_are_reported_and_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

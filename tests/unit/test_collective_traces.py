@@ -23,6 +23,7 @@ from phalanx.supervision.collective_traces import (
     condense,
     decode,
     dump_of,
+    join,
     parse,
     read_dumps,
     restore,
@@ -225,7 +226,8 @@ def test_only_complete_answers_count(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with _servers(tmp_path, answers) as paths:
         paths[7] = str(tmp_path / "missing")
         paths[8] = "/" + "long" * 40
-        assert trace_reader.ask(paths, "/", 20.0) == {0: b"{}", 1: large}
+        found = trace_reader.ask({(key, "/"): path for key, path in paths.items()}, 20.0)
+        assert found == {(0, "/"): b"{}", (1, "/"): large}
 
 
 @contextmanager
@@ -241,7 +243,49 @@ def test_a_server_that_does_not_end_its_answer_delays_no_other(tmp_path: Path) -
         server(tmp_path / "0", http(b"{}"), hold=True) as held,
         server(tmp_path / "1", http(b"{}")) as good,
     ):
-        assert trace_reader.ask({0: held, 1: good}, "/", 0.3) == {1: b"{}"}
+        assert trace_reader.ask({(0, "/"): held, (1, "/"): good}, 0.3) == {(1, "/"): b"{}"}
+
+
+NCCL = {
+    "comm_lib_version": "2.28.9",
+    "pg_config": {"0": {"desc": "default_pg", "name": "0", "ranks": "[0, 1]"}},
+    "pg_status": {"0": {"last_completed_collective": "2", "last_enqueued_collective": "3"}},
+    "version": "2.10",
+}
+"""As torch 2.11 answers on a machine with a GPU."""
+
+
+def nccl(number: int, done: bool, created: int) -> dict[str, Any]:
+    return {
+        "collective_seq_id": number, "input_dtypes": ["Float"], "input_sizes": [[4]], "is_p2p": False,
+        "op_id": number, "output_dtypes": ["Float"], "output_sizes": [[4]], "p2p_seq_id": 0, "pg_id": 0,
+        "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce", "record_id": number,
+        "retired": done, "state": "completed" if done else "scheduled", "time_created_ns": created,
+        "time_discovered_completed_ns": 0, "time_discovered_started_ns": 0, "timeout_ms": 600000,
+    }  # fmt: skip
+
+
+def test_the_recorder_of_nccl_is_another_one() -> None:
+    empty = {"entries": [], "pg_config": {}, "pg_status": {}, "version": "2.10"}
+    waits = join([empty, {**NCCL, "entries": [nccl(2, True, 10), nccl(3, False, 20)]}])
+    lacks = join([empty, {**NCCL, "entries": [nccl(2, True, 10)]}])
+    assert waits is not None
+    assert lacks is not None
+    lacks["pg_status"] = {}  # this rank has not enqueued the third
+    found = explain({0: parse(0, waits, 30), 1: parse(1, lacks, 30)})
+    assert found is not None
+    assert found.what == "rank 1 never entered all_reduce #3 of the default group (last was all_reduce #2)"
+    assert join([]) is None
+    assert join([empty]) == empty
+
+
+def test_a_rank_with_two_libraries_has_one_dump() -> None:
+    _, _, dumps = load("missing")
+    latest = max(entry["time_created_ns"] for entry in dumps[0]["entries"])
+    both = join([dumps[0], {**NCCL, "entries": [nccl(9, False, latest - 1)]}])
+    assert both is not None
+    assert [entry["record_id"] for entry in both["entries"]] == list(range(len(dumps[0]["entries"]) + 1))
+    assert both["entries"][-2]["profiling_name"] == "nccl:all_reduce"
 
 
 def test_groups_that_the_recorder_does_not_know_come_from_the_file(tmp_path: Path) -> None:

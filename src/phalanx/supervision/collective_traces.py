@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from typing import Any
 
-_TARGET = "/handler/fr_trace_json"
+# The recorder of libraries for CPUs, and that of NCCL, which torch has only with CUDA.
+_TARGETS = ("/handler/fr_trace_json", "/handler/dump_nccl_trace_json")
 _MAX_ENTRIES = 20_000
 _MAX_GROUPS = 1000
 _MAX_MEMBERS = 1 << 20
@@ -63,13 +64,33 @@ class TraceCollection:
 
 def read_dumps(paths: Mapping[int, str], timeout: float) -> dict[int, dict[str, Any]]:
     """The dumps of all ranks that answer in time, with the members of their groups; waits."""
+    answers = ask({(rank, target): path for rank, path in paths.items() for target in _TARGETS}, timeout)
     dumps = {}
-    for rank, answer in ask(paths, _TARGET, timeout).items():
-        dump = decode(answer)
+    for rank, path in paths.items():
+        found = [decode(answers[rank, target]) for target in _TARGETS if (rank, target) in answers]
+        dump = join([dump for dump in found if dump is not None])
         if dump is not None:
-            _add_groups(dump, paths[rank] + GROUPS_SUFFIX)
+            _add_groups(dump, path + GROUPS_SUFFIX)
             dumps[rank] = dump
     return dumps
+
+
+def join(dumps: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """One dump of a rank that uses several libraries; None of none."""
+    used = [dump for dump in dumps if dump.get("entries")] or dumps[:1]
+    if len(used) < 2:
+        return used[0] if used else None
+    entries: list[Any] = []
+    config: dict[str, Any] = {}
+    for dump in used:
+        found, groups = dump.get("entries"), dump.get("pg_config")
+        entries += [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+        config |= groups if isinstance(groups, dict) else {}
+    entries.sort(key=_created)
+    for number, entry in enumerate(entries):
+        entry["record_id"] = number
+    # Without the status of the groups: each recorder has numbers of its own for them.
+    return {**used[0], "entries": entries, "pg_config": config, "pg_status": {}}
 
 
 def parse_all(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, RankTrace]:
@@ -391,7 +412,8 @@ def _entry(index: int, group: GroupTrace, one: Operation, now: int) -> dict[str,
 
 
 def _created(entry: Mapping[str, Any]) -> int:
-    return int(entry["time_created_ns"])
+    created = entry.get("time_created_ns")
+    return created if isinstance(created, int) else 0
 
 
 def _complete(dump: Mapping[str, Any]) -> dict[str, Any]:

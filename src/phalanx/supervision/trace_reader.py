@@ -19,19 +19,19 @@ MAX_ANSWER = 32 << 20
 """Bytes; the recorder's default of 2,000 entries makes about 2 MB."""
 
 
-def ask(paths: Mapping[int, str], target: str, timeout: float) -> dict[int, bytes]:
-    """The bodies of the answers to a request for `target`, by key of `paths`; waits for at most `timeout`."""
+TraceKey = tuple[int, str]
+"""A rank, and what it is asked for: the path of a handler."""
+
+
+def ask(sockets: Mapping[TraceKey, str], timeout: float) -> dict[TraceKey, bytes]:
+    """The bodies of the answers of the servers at these paths; waits for at most `timeout`."""
     end = time.monotonic() + timeout
-    # HTTP/1.0: the answer is complete when the connection ends, and comes in one piece.
-    request = (
-        f"POST {target} HTTP/1.0\r\nHost: worker\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
-    )
     open_: dict[int, TraceConnection] = {}
-    found: dict[int, bytes] = {}
+    found: dict[TraceKey, bytes] = {}
     poll = select.poll()
     try:
-        for key, path in paths.items():
-            connection = TraceConnection.to(path, key, request)
+        for key, path in sockets.items():
+            connection = TraceConnection.to(path, key)
             if connection is not None:
                 open_[connection.fileno()] = connection
                 poll.register(connection.fileno(), select.POLLIN | select.POLLOUT)
@@ -56,13 +56,15 @@ def ask(paths: Mapping[int, str], target: str, timeout: float) -> dict[int, byte
 class TraceConnection:
     """One request to one worker."""
 
-    def __init__(self, link: socket.socket, key: int, request: bytes) -> None:
-        self._link, self.key, self._left = link, key, request
+    def __init__(self, link: socket.socket, key: TraceKey) -> None:
+        self._link, self.key = link, key
+        # HTTP/1.0: the answer is complete when the connection ends, and comes in one piece.
+        self._left = f"POST {key[1]} HTTP/1.0\r\nHost: worker\r\nContent-Length: 0\r\n\r\n".encode()
         self._answer = bytearray()
         self._failed = False
 
     @classmethod
-    def to(cls, path: str, key: int, request: bytes) -> TraceConnection | None:
+    def to(cls, path: str, key: TraceKey) -> TraceConnection | None:
         """A connection to the server at `path`; None if there is none."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -71,7 +73,7 @@ class TraceConnection:
         except (OSError, ValueError):
             link.close()
             return None
-        return cls(link, key, request)
+        return cls(link, key)
 
     def fileno(self) -> int:
         return self._link.fileno()
