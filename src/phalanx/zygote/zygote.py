@@ -573,9 +573,10 @@ class Zygote:
             if worker:
                 self._end_link(worker)
                 ended.append((worker, os.waitstatus_to_exitcode(status), time.time()))
-        reenter = any(worker.reenters for worker in self.workers.values())
-        if self.at_failure and not self.stop and not reenter and any(code for _, code, _ in ended):
-            self._stop_others(*self.at_failure)
+        if self.at_failure and not self.stop and any(code for _, code, _ in ended):
+            self._hear_workers()  # one may have said a moment ago that it re-enters
+            if not any(worker.reenters for worker in self.workers.values()):
+                self._stop_others(*self.at_failure)
         for worker, code, when in ended:
             self._report(("exit", worker.rank, worker.pid, code, when, worker.signalled_at))
 
@@ -604,10 +605,10 @@ class Zygote:
         if closes:
             channel.close()
 
-    def _hear_workers(self, ready: set[int]) -> None:
+    def _hear_workers(self, ready: set[int] | None = None) -> None:
         """Workers tell that they re-enter, that they have parked, or that they cannot."""
         for worker in list(self.workers.values()):
-            if worker.channel is None or worker.channel.fileno() not in ready:
+            if worker.channel is None or (ready is not None and worker.channel.fileno() not in ready):
                 continue
             messages, gone = worker.channel.pending()
             for message, fds in messages:
