@@ -118,6 +118,14 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 choices=("node", "socket", "exclusive", "core-complex"),
                 metavar="MODE",
             ),
+            Option(
+                "--omp",
+                "str",
+                "",
+                "OMP_NUM_THREADS of each worker: a number, or auto for its share of the usable cores",
+                env="PHALANX_",
+                metavar="N",
+            ),
             Option("--virtual-local-rank", "flag", False, "each worker sees one GPU, as LOCAL_RANK 0"),
             Option(
                 "--start-method",

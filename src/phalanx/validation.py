@@ -194,10 +194,26 @@ def workers(v: Sources) -> dict[str, Any]:
         "local_world_size": count,
         "virtual_local_rank": virtual,
         "role": role,
-        "omp_num_threads": 1 if count > 1 and OMP_THREADS not in v.environ else None,
+        "omp_num_threads": _omp_threads(v, count),
         "numa_options": _numa(v),
         "start_method": v.text("start_method"),
     }
+
+
+def _omp_threads(v: Sources, count: int) -> int | None:
+    """Threads of each worker; None: OMP_NUM_THREADS is left alone, as the user has set it, or has not."""
+    asked = v.text("omp").strip()
+    if OMP_THREADS in v.environ and "omp" not in v.arguments:
+        return None
+    if asked == "auto":
+        from phalanx.devices import usable_cpus
+
+        return max(1, usable_cpus() // count)
+    if asked:
+        if not (asked.isascii() and asked.isdigit() and int(asked) > 0):
+            raise v.bad("omp", "use auto or a number of threads")
+        return int(asked)
+    return 1 if count > 1 else None
 
 
 def _numa(v: Sources) -> Any:

@@ -348,7 +348,8 @@ def _say_unless_quiet(job: JobSpec, line: str) -> None:
 
 def _first_line(job: JobSpec, logs: LogsSpecs) -> str:
     workers = "1 worker" if job.local_world_size == 1 else f"{job.local_world_size} workers"
-    omp = ", OMP_NUM_THREADS=1 each" if job.omp_num_threads is not None else ""
+    threads = job.omp_num_threads
+    omp = f", OMP_NUM_THREADS={threads} each" if threads is not None else ""
     # A temporary directory is named; a given one is known.
     hidden = job.log_dir is None and not job.redirects == job.tee == "0"
     where = f", output in {logs.root_log_dir}" if hidden else ""

@@ -41,15 +41,21 @@ class JobRecord:
         self.key = key
         self.path = os.path.join(directory, key)
 
+    def _make(self) -> None:
+        if not os.path.isabs(self.path):
+            raise FileNotFoundError(2, "this user has no home directory")
+        make_directory(self.path)
+
     def outcomes(self, attempt: int) -> str:
         """The directory for the outcomes of an attempt's agents, made if need be."""
+        self._make()
         path = os.path.join(self.path, f"attempt{attempt}")
         make_directory(path)
         return path
 
     def describe(self, what: Mapping[str, Any]) -> None:
         """Write what was submitted."""
-        make_directory(self.path)
+        self._make()
         write_trusted(os.path.join(self.path, "job.json"), json.dumps(what).encode())
 
     def add_attempt(self, what: Mapping[str, Any]) -> None:
