@@ -50,6 +50,8 @@ class RunRecord:
         self._told_of_incident = False  # through the notifier; its recovery is told of, too
         if options.notifier is not None:
             supervision.incidents.on_warning = lambda summary: self._notify("hang", summary, 0)
+        self._last_failure: tuple[float, RunResult, str] | None = None  # when, and the summary of a hang
+        self._cause = "", 0.0
         self.workers_recorded = False  # their last states and the totals, by torch's methods of a subclass
 
     def open(self) -> None:
@@ -79,6 +81,8 @@ class RunRecord:
         if self._on_reason is not None:
             self._on_reason(f"{type(event).__name__}: {reason}")
         self.history.step(event, state, commands, reason, result)
+        if commands and type(event).__name__ in _NOTIFIED:
+            self._last_failure = time.time(), result, getattr(event, "summary", "") or reason
         if self._log is not None:
             self._log.step(event, state, commands)
         if self._notifier is not None and commands:
@@ -127,10 +131,22 @@ class RunRecord:
         if self.progress is None:
             self.note(line)
 
+    def cause(self) -> tuple[str, float]:
+        """The report of the last failure or hang of this node, and when; made when it is asked for."""
+        if self._last_failure is None:
+            return "", 0.0
+        when, result, summary = self._last_failure
+        if self._cause[1] != when:
+            self._cause = self._describe(result, summary)[0], when
+        return self._cause
+
     def report(self, command: ReportFailure, result: RunResult) -> tuple[str, int]:
         """The report that all nodes show should this failure end the job, and the exit code."""
+        return self._describe(result, command.summary)
+
+    def _describe(self, result: RunResult, summary: str) -> tuple[str, int]:
         if not result.failures:
-            return self._supervision.report(command.summary) or command.summary, 1
+            return self._supervision.report(summary) or summary, 1
         from phalanx.observe.report import diagnosis_of, format_report
 
         everyone = {**result.failures, **result.stopped}

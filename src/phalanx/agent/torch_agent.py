@@ -82,6 +82,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ROLE = "default"
 
+_LONGEST_CAUSE = 32768  # characters of the report of a failure in an answer
 _FAREWELL = 30.0  # seconds for a rendezvous to be left or closed; a plug-in may hang
 
 STEPS = (
@@ -618,6 +619,14 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._loop.nodes.on_request = self.desk.answer
         self._loop.parts += [self.helpers, self.status, self.desk]
         self.history.ended = self._workers.ended_at
+        self.dashboard = options.dashboard
+        if self.dashboard is not None:
+            self.dashboard.attach(
+                lambda: self.status.name,
+                lambda: self.state.round is not None and self.state.round.node_rank == 0,
+                self._rdzv_handler.get_run_id,
+            )
+            self._loop.parts.append(self.dashboard)
 
     def _new_workers(self, nodes: Nodes, policy: core.GroupPolicy) -> LocalWorkers:
         self._workers = LocalWorkers(
@@ -727,6 +736,11 @@ class LocalElasticAgent(SimpleElasticAgent):
     def post(self, event: Event) -> None:
         """Queue an event for the owner's thread; from any thread."""
         self._post(event)
+
+    def cause(self) -> dict[str, Any]:
+        """The report of the last failure or hang that this node saw, and when."""
+        text, when = self._record.cause()
+        return {"cause": text[:_LONGEST_CAUSE], "cause_at": when}
 
     def place(self) -> dict[str, Any]:
         """This node among the others: id, address, lease_age, and whether it is a spare, where known."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
     from phalanx.warm.helper_pool import HelperPool
+    from phalanx.web.dashboard_process import DashboardProcess
 
 
 def main(argv: Sequence[str]) -> int:
@@ -146,7 +147,7 @@ def launch(job: JobSpec, raises: bool = False) -> int:
 
 
 def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> int:
-    from phalanx.agent.job import make_agent, make_logs
+    from phalanx.agent.job import make_agent, make_dashboard, make_logs
     from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
     from phalanx.workers.signals import SignalScope, signals_to_handle, stray_signals
@@ -161,6 +162,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
         handled = signals_to_handle(job.signals_to_handle)
         strays = stray_signals(handled)
         with KeptModes(), SignalScope([*handled, *strays]):
+            end.dashboard = make_dashboard(job, say)
             logs = make_logs(job)
             agent = make_agent(
                 job,
@@ -171,6 +173,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
                 progress=_progress(job),
                 stray_signals=tuple(strays),
                 notifier=end.notifier,
+                dashboard=end.dashboard,
             )
             end.agent = agent
             _say_unless_quiet(job, _first_line(job, logs))
@@ -219,6 +222,7 @@ class JobEnd:
     def __init__(self, job: JobSpec, notifier: Notifier | None) -> None:
         self._job = job
         self.notifier = notifier
+        self.dashboard: DashboardProcess | None = None
         self.agent: LocalElasticAgent | None = None
         self._reached = False
 
@@ -227,6 +231,8 @@ class JobEnd:
         if self._reached:
             return
         self._reached = True
+        if self.dashboard is not None:
+            self.dashboard.finish(outcome, code, why)
         if code:
             from phalanx.observe import termination_log
 
@@ -241,6 +247,8 @@ class JobEnd:
 
     def close(self) -> None:
         """Wait, not for long, until what is under way is done."""
+        if self.dashboard is not None:
+            self.dashboard.close()
         if self.notifier is not None:
             self.notifier.close()
         if self._job.log_rotate is not None:
