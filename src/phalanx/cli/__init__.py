@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "store": ("phalanx.cli.store", "serve the store that the nodes of jobs meet at"),
     "drain": ("phalanx.cli.drain", "let a node leave a running job"),
     "status": ("phalanx.cli.status", "show the state of the jobs on this machine"),
+    "dashboard": ("phalanx.cli.dashboard", "print the link to the page of a job (run --dashboard)"),
     "warm": ("phalanx.cli.warm", "list what --keep-warm left behind; explain which packages are preloaded"),
     "env": ("phalanx.cli.env", "print what belongs in a bug report"),
     "doctor": ("phalanx.cli.doctor", "check this machine and its connection to the others"),
