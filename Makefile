@@ -9,7 +9,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: demo test coverage test-long check format bench chaos clean etcd
+.PHONY: demo test coverage test-long check format bench chaos clean etcd prometheus
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -21,14 +21,22 @@ $(READY): pyproject.toml
 $(VENV)/.torch: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' numpy
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' jax accelerate lightning
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[otel]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris || echo "no atheris for this Python"
 	@touch $@
 
 # A real etcd for the tests, where it can be had; without one they are skipped, except in CI, where they fail.
-etcd:
+# With TORCH=1 a real Prometheus, too.
+etcd: $(if $(TORCH),prometheus)
 	@command -v etcd >/dev/null && command -v ip >/dev/null && command -v openssl >/dev/null || { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
 	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y etcd-server iproute2 openssl gcc >/dev/null; }; } || true
+
+# Only unpacked: installed, it would run as a service.
+prometheus: $(READY)
+	@command -v promtool >/dev/null || test -x $(VENV)/prometheus/usr/bin/promtool || { \
+	  command -v apt-get >/dev/null && { test "$$(id -u)" != 0 || apt-get -qq update; } && cd $(VENV) && \
+	  apt-get -qq download prometheus >/dev/null 2>&1 && dpkg -x prometheus_*.deb prometheus && rm prometheus_*.deb; } || true
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py

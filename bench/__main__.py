@@ -50,6 +50,7 @@ GROUPS = (
     Group(("helper-ready",), "bench.warm", "ready", needs_torch=True),
     Group(("first-line", "help"), "bench.warm", "first_lines", needs_torch=True),
     Group(("wait-for-rank",), "bench.wait_for_rank", needs_torch=True),
+    Group(("reenter",), "bench.reenter", needs_torch=True),
     Group(("keep-warm",), "bench.keep_warm", needs_torch=True),
     Group(("memory", "idle"), "bench.idle"),
     Group(("orphans",), "bench.launch", "orphans"),

@@ -11,10 +11,13 @@ atomically; the batch of a step is a function of the step and the rank, not of a
 be saved; and gradients are added in rank order. (DDP regroups its buckets after the first step of a process,
 and with three or more workers another grouping is another order of addition, which changes the last bits.)
 
-With `--keep`, every rank holds its checkpoint in memory that outlives it, and no file is written.
+With `--keep`, every rank holds its checkpoint in memory that outlives it, and no file is written. With
+`--reenter`, the ranks that were not killed also keep their processes: each builds its model once, and all go
+back to the newest step that every rank has kept.
 """
 
 import argparse
+import copy
 import hashlib
 import io
 import json
@@ -73,7 +76,6 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.path = os.path.join(args.out, "checkpoint.pt")
         with open(__file__) as file:
             source = file.read()
@@ -84,9 +86,20 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.losses: list[float] = []
         self.restarts: list[int] = []  # the steps at which training continued
+        self.first = copy.deepcopy(self.state())
+
+    def join(self) -> None:
+        """Take part in a round, from the last checkpoint on."""
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        if self.losses:  # of an earlier round of this process; there may be no checkpoint yet
+            self.take(copy.deepcopy(self.first))
         self.load()
         self.parallel = DistributedDataParallel(self.model)
         self.parallel.register_comm_hook(None, add_in_rank_order)
+
+    def leave(self) -> None:
+        """The round is over: nothing may hold its process group."""
+        self.__dict__.pop("parallel", None)
 
     @property
     def step(self) -> int:
@@ -111,14 +124,18 @@ class Trainer:
         dist.all_reduce(mean)
         self.losses.append(mean.item() / self.world)
 
-    def save(self) -> None:
-        """Atomic: a kill leaves the old checkpoint or the new one, never a partial one."""
-        state = {
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on."""
+        return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "losses": self.losses,
             "restarts": self.restarts,
         }
+
+    def save(self) -> None:
+        """Atomic: a kill leaves the old checkpoint or the new one, never a partial one."""
+        state = self.state()
         if self.args.keep:
             worker.keep("training", state, step=self.step)
             return
@@ -134,7 +151,7 @@ class Trainer:
             step = worker.agree("training")  # the same on all ranks, whichever were killed while they saved
             kept = worker.kept("training", step) if step is not None else None
             if kept is not None:
-                self.take(kept.tree)
+                self.take(copy.deepcopy(kept.tree))  # an optimizer takes tensors over as they are
             return
         found: list[Any] = [None]
         if self.rank == 0 and os.path.exists(self.path):
@@ -167,9 +184,9 @@ def add_in_rank_order(_: None, bucket: dist.GradBucket) -> torch.futures.Future[
     return work.get_future().then(lambda _: torch.stack(parts).sum(0) / len(parts))
 
 
-def train(args: argparse.Namespace) -> None:
+def train(trainer: Trainer) -> None:
     """Train from the last checkpoint to the last step."""
-    trainer = Trainer(args)
+    args = trainer.args
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     kills = [int(step) for step in args.kill_at.split(",") if step]
     kill = kills[attempt] if attempt < len(kills) else -1
@@ -239,17 +256,31 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--kill-at", default="", help="steps in which the last rank is SIGKILLed: 40,90")
     parser.add_argument("--keep", action="store_true", help="checkpoints in memory, by worker.keep")
+    parser.add_argument("--reenter", action="store_true", help="survivors of a kill keep their processes")
     parser.add_argument("--plot", help="write the loss curve to this PNG file")
     args = parser.parse_args()
+    args.keep = args.keep or args.reenter
     os.makedirs(args.out, exist_ok=True)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    trainer = Trainer(args)  # once per process
+    if args.reenter:
+        worker.reenter(lambda _round: take_part(trainer))()
+    else:
+        take_part(trainer)
+
+
+def take_part(trainer: Trainer) -> None:
+    """One round: join the group, train."""
     dist.init_process_group("gloo")
     try:
-        train(args)
+        trainer.join()
+        train(trainer)
         dist.barrier()
     finally:
-        dist.destroy_process_group()
+        trainer.leave()
+        if not trainer.args.reenter:
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

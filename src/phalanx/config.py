@@ -81,6 +81,7 @@ class JobSpec(Record):
     restart_delay: float
     backoff: tuple[float, float]  # the first delay and the longest; 0: none
     patience: float  # seconds from the first failure of a crash loop to the last restart
+    reenter_timeout: float  # 0: no worker re-enters
     shutdown_timeout: float
     signals_to_handle: str  # the preemption signal is one of them
     monitor_interval: float

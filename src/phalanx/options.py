@@ -225,6 +225,14 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 metavar="S[:MAX]",
             ),
             Option(
+                "--reenter-timeout",
+                "float",
+                5.0,
+                "seconds for a worker that re-enters to unwind; 0: every restart has new processes",
+                env="PHALANX_",
+                metavar="S",
+            ),
+            Option(
                 "--grace",
                 "float",
                 None,
@@ -516,7 +524,7 @@ class Scan:
 def peek(argv: Sequence[str], dest: str, environ: Mapping[str, str]) -> str:
     """What a command line that is refused says for an option, as far as that can be told."""
     option = BY_DEST[dest]
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         if name in option.flags:
             return value if equals else following

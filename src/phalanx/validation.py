@@ -358,6 +358,7 @@ def restarts(v: Sources) -> dict[str, Any]:
         "restart_delay": v.number("restart_delay", 0, _DAY),
         "backoff": _backoff(v),
         "patience": _PATIENCE,
+        "reenter_timeout": v.number("reenter_timeout", 0, _DAY),
         "shutdown_timeout": _grace(v),
         "signals_to_handle": _signals(v),
         "monitor_interval": v.number("monitor_interval", 0.001),
@@ -580,7 +581,7 @@ def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def outside(v: Sources) -> dict[str, Any]:
     """What watches the output, and who is told of incidents."""
-    told = {"notify": _notify(v), "metrics": _metrics(v), "otel": v.flag("otel")}
+    told = {"notify": _notify(v), "metrics": _metrics(v), "otel": _otel(v)}
     return {**_expectations(v), **told, "dashboard": _dashboard(v)}
 
 
@@ -646,6 +647,8 @@ def _notify(v: Sources) -> str:
 def _metrics(v: Sources) -> bool:
     asked = v.flag("metrics")
     if asked and not v.text("health_port"):
+        if "metrics" not in v.arguments:
+            return False  # a variable for all jobs, and this one has no port
         raise v.bad(
             "metrics", f"served at the health port, and there is none; add {v.name('health_port')} PORT"
         )
@@ -656,6 +659,16 @@ def _metrics(v: Sources) -> bool:
             from phalanx.web.metrics import MISSING
 
             v.warnings.append(f"{v.label('metrics')}: {MISSING}")
+    return asked
+
+
+def _otel(v: Sources) -> bool:
+    asked = v.flag("otel")
+    if asked:
+        from phalanx.observe.trace_sender import MISSING, installed
+
+        if not installed():
+            v.warnings.append(f"{v.label('otel')}: {MISSING}")
     return asked
 
 

@@ -18,6 +18,13 @@ State that outlives the worker, in memory that belongs to its agent (docs/state.
     worker.keep("model", {"model": model.state_dict(), "step": step}, step=step)
     found = worker.kept("model")         # in the next start of this rank: found.tree, found.step; or None
 
+A function that keeps its process when another rank fails, and is called again (docs/reentry.md):
+
+    @worker.reenter
+    def train(round): ...                # round.rank, .world_size, .local_rank, .number, .cause, …
+
+    train()
+
 Invariants
 - A heartbeat is a copy into memory shared with the agent (supervision/heartbeat.py): no system call, no lock.
 - The calls have no effect in processes that the worker forks or starts, so that a data loader can neither
@@ -63,12 +70,14 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import TypeVar
 
+    from phalanx.reentry.reenter import Reentry, reenter
     from phalanx.state.pending_save import PendingSave
     from phalanx.state.rank_state import Kept, RankState
 
     Callback = TypeVar("Callback", bound=Callable[[], object])
 
 __all__ = [
+    "Reentry",
     "agree",
     "expires",
     "heartbeat",
@@ -76,6 +85,7 @@ __all__ = [
     "kept",
     "on_preempt",
     "ready",
+    "reenter",
     "section",
     "should_checkpoint",
     "supervised",
@@ -292,11 +302,15 @@ def supervised() -> bool:
 
 
 def __getattr__(name: str) -> object:
-    """`record`, imported on first use."""
+    """`record`, `reenter` and `Reentry`, imported on first use."""
     if name == "record":
         from phalanx.workers.record import record
 
         return record
+    if name in ("reenter", "Reentry"):
+        from phalanx.reentry import reenter
+
+        return getattr(reenter, name)
     raise AttributeError(f"module 'phalanx.worker' has no attribute {name!r}")
 
 
@@ -441,6 +455,17 @@ def _connect() -> None:
         page.close()
         return
     _board, _bell = page, bell
+
+
+def _move() -> None:
+    """This process has another place: map its board, and repeat there what still holds."""
+    global _board, _count, _agent_deadline
+    _board, _count, _agent_deadline = None, 0, 0.0
+    _sections.clear()
+    _deadlines.clear()
+    _connect()
+    _make_good()
+    wait_for_rank()
 
 
 def _claimed(page: mmap.mmap) -> bool:

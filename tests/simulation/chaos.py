@@ -59,6 +59,7 @@ class Chaos:
         self.sim.kill_time = pick.choice([0.0, 0.08])
         self.loss = self.sim.loss = pick.choice([0.0, 0.0, 0.02, 0.08])
         self.newer = pick.choice([0.0, 0.0, 0.5])  # how many nodes are of a later version
+        self.sim.silence = pick.choice([0.0, 0.0, 0.02, 0.08])
         self.born = 0
 
     def run(self) -> Outcome:
@@ -108,7 +109,8 @@ class Chaos:
             self.sim.at(self.sim.now + self.sim.random.choice([0.1, 5.0]), lambda: self._new_node(rank))
 
     def _calm(self) -> None:
-        self.fail_chance = self.sim.duplicates = self.sim.reorder = self.sim.loss = 0.0
+        self.fail_chance = self.sim.duplicates = self.sim.reorder = 0.0
+        self.sim.loss = self.sim.silence = 0.0
 
     def _workers(self, agent: Agent, start: StartRound) -> None:
         chance, run = self.sim.random, agent.run_number

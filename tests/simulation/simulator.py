@@ -7,7 +7,9 @@ The network: each agent has one connection at a time. What the store sends on a 
 order (TCP), what agents send may be delayed past each other and delivered twice, also on
 connections that the agent has long given up. A cut holds messages back until it heals, in one
 direction or both. A connection that an agent closes is closed for the store a little later. One may
-break at any message, on both sides at once. An address may refuse connections while the store lives.
+break at any message, on both sides at once, or pass nothing from then on, which no side is told. An address
+may refuse connections while the store lives. A connection that does not answer is replaced by another one
+beside it, as the client does it: it is not closed before.
 
 The store may be killed and come back with its journal, or with a journal that has lost its tail. Other
 programs, and nodes of other versions, write where the job's records are.
@@ -66,6 +68,7 @@ from phalanx.core.round_records import (
 )
 from phalanx.core.rounds import Options
 from phalanx.core.store_commands import Command, Delete, Notice, Put, Reply, Txn, Watch, When
+from phalanx.store.embedded.answer_time import AnswerTime
 from phalanx.store.embedded.client_session import Request, Session
 from phalanx.store.model import Model
 
@@ -80,6 +83,7 @@ class Connection:
     def __init__(self, agent: Agent, epoch: int) -> None:
         self.agent, self.epoch = agent, epoch
         self.client_open = self.server_open = True
+        self.silent = False  # it passes nothing any more, in either direction
         self.queue: deque[tuple[float, Callable[[], None]]] = deque()  # from the store, in order
 
 
@@ -109,6 +113,10 @@ class Agent:
         self.last = 0  # the last round it started
         self.restarts = 0  # as counted in that round
         self.locked_out = 0.0  # until when it gets no new connection
+        self.dialling = False
+        self.missed = 0  # a request without an answer, for which another connection is looked for
+        self.answer_time = AnswerTime(min(5.0, max(1.0, options.ttl / 2)))
+        self.sent: dict[int, float] = {}
         self.timer = 0
         self.at_once = 0  # how often in a row it asked to be woken without any time passing
         self.run_number = 0
@@ -144,6 +152,7 @@ class Simulation:
         self.current: dict[str, Connection] = {}
         self.duplicates = self.reorder = 0.0
         self.loss = 0.0  # how often a message breaks its connection
+        self.silence = 0.0  # how often a message is the last one that its connection passes
         self.kill_time = 0.0  # the most that killing workers takes, as a part of lease or linger
         self.went_back = 0
         self.forgot = False  # the store has lost rounds: it went back, or another program wrote there
@@ -414,22 +423,33 @@ class Simulation:
         return self.random.uniform(*self.latency)
 
     def _connect(self, agent: Agent) -> None:
+        if agent.dialling:
+            return
+        agent.dialling = True
+
+        def again(when: float) -> None:
+            self.at(when, lambda: self.at(self.now + self._delay(), arrive))
+
         def arrive() -> None:
-            if not agent.alive or agent.ended is not None:
-                return
-            if agent.asleep:
-                self.at(agent.asleep_until + 0.001, lambda: self._connect(agent))
+            answered = agent.connection is not None and agent.missed not in agent.tags
+            if not agent.alive or agent.ended is not None or answered:
+                agent.dialling = False
+            elif agent.asleep:
+                again(agent.asleep_until + 0.001)
             elif max(agent.cut_up, agent.cut_down, agent.locked_out) > self.now:
-                self.at(self.now + 0.5, lambda: self._connect(agent))
+                again(self.now + 0.5)
             elif not self.store_up or self.random.random() < 1 - (1 - self.loss) ** 4:
-                self.at(self.now + 0.2, lambda: self._connect(agent))
+                again(self.now + 0.2)
+            elif self.silence and self.random.random() < 1 - (1 - self.silence) ** 6:
+                if self.random.random() < 0.3:
+                    self._greet(Connection(agent, self.epoch)).silent = True  # the Welcome was lost
+                again(self.now + agent.answer_time.seconds)
+                agent.answer_time.missed()
             else:
-                agent.connection = Connection(agent, self.epoch)
-                old = self.current.get(agent.id)
-                if old is not None:
-                    old.server_open = False
-                    self.store.hang_up(agent.id)
-                self.current[agent.id] = agent.connection
+                agent.dialling = False
+                if agent.connection is not None:
+                    agent.connection.client_open = False
+                agent.connection = self._greet(Connection(agent, self.epoch))
                 if agent.history != self.went_back:
                     agent.history = self.went_back
                     self._tell(agent, StoreWentBack())
@@ -438,6 +458,16 @@ class Simulation:
                 self._tell(agent, Connected())
 
         self.at(self.now + self._delay(), arrive)
+
+    def _greet(self, connection: Connection) -> Connection:
+        """The store takes this for the session's connection and drops the one before, whose leases stay."""
+        name = connection.agent.id
+        old = self.current.get(name)
+        if old is not None:
+            old.server_open = False
+            self.store.hang_up(name)
+        self.current[name] = connection
+        return connection
 
     def break_connection(self, agent: Agent) -> None:
         """The agent finds its connection dead and makes a new one."""
@@ -479,12 +509,17 @@ class Simulation:
             self.messages["requests"] += 1
             self._up(agent, connection, lambda: self._serve(connection, request))
         watched = request.number
-        self.at(self.now + self.options.ttl / 2, lambda: self._miss(agent, connection, watched))
+        agent.sent[watched] = self.now
+        self.at(self.now + agent.answer_time.seconds, lambda: self._miss(agent, connection, watched))
 
     def _miss(self, agent: Agent, connection: Connection, number: int) -> None:
-        """No answer for long: the client gives the connection up."""
-        if agent.connection is connection and number in agent.tags and not agent.asleep:
-            self.break_connection(agent)
+        """No answer for long: the client makes another connection, and keeps this one open until then."""
+        if agent.alive and agent.connection is connection and number in agent.tags:
+            if agent.asleep:
+                self.at(agent.asleep_until + 0.001, lambda: self._miss(agent, connection, number))
+            else:
+                agent.missed = number
+                self._connect(agent)
 
     def _up(self, agent: Agent, connection: Connection, what: Callable[[], None]) -> None:
         delay = self._delay() + (self.random.uniform(0, 0.5) if self.random.random() < self.reorder else 0)
@@ -492,12 +527,21 @@ class Simulation:
         def arrive() -> None:
             if self.loss and self.random.random() < self.loss:
                 self._both_hang_up(connection)
+            elif self._is_lost(connection):
+                pass
             elif agent.cut_up > self.now:
                 self.at(agent.cut_up + self._delay(), arrive)
             elif connection.server_open and connection.epoch == self.epoch and self.store_up:
                 what()
 
         self.at(self.now + delay, arrive)
+
+    def _is_lost(self, connection: Connection) -> bool:
+        """Whether this message does not arrive, and none after it."""
+        if self.silence and not connection.silent and self.random.random() < self.silence:
+            self.say(connection.agent.id, "connection silent")
+            connection.silent = True
+        return connection.silent
 
     # The store's end
 
@@ -619,12 +663,15 @@ class Simulation:
             if agent.asleep or agent.cut_down > self.now:
                 self.at(max(agent.cut_down, agent.asleep_until) + 0.001, lambda: self._pump(connection))
                 return
-            queue.popleft()[1]()
+            arrived = queue.popleft()[1]
+            if not self._is_lost(connection):
+                arrived()
 
     def _answered(self, connection: Connection, number: int, reply: Reply) -> None:
         agent = connection.agent
         if not connection.client_open or agent.ended is not None:
             return
+        agent.answer_time.answered(self.now - agent.sent.pop(number, self.now))
         requests, result = agent.session.answered(number, reply)
         for request in requests:
             self._transmit(agent, request)

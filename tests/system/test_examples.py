@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.jobs import EXAMPLES, Job, job, python_with
@@ -84,6 +89,59 @@ def test_ddp_continues_from_memory(tmp_path: Path) -> None:
     assert killed == plain
     assert "from step 5 to 12" in running.out
     assert not (tmp_path / "killed" / "checkpoint.pt").exists()
+
+
+def test_ddp_continues_in_the_processes_that_were_not_killed(tmp_path: Path) -> None:
+    python = python_with("torch")
+    words = ("--steps", "16", "--every", "5", "--batch", "4", "--reenter")
+    plain, _ = train(tmp_path / "plain", python, "train_ddp.py", *words)
+    killed, running = train(
+        tmp_path / "killed", python, "train_ddp.py", *words, "--kill-at", "3,8", restarts=2
+    )
+    assert killed == plain
+    assert running.err.count("re-entered: 1 of 2 workers kept") == 2, running.err
+    assert "from step 5 to 16" in running.out
+
+
+@pytest.mark.long
+def test_ddp_is_killed_twenty_times_at_random(tmp_path: Path) -> None:
+    python = python_with("torch")
+    words = ("--steps", "4000", "--every", "3", "--batch", "2", "--reenter")
+    plain, _ = train(tmp_path / "plain", python, "train_ddp.py", *words)
+    dice = random.Random(14)
+    options = ("--nproc-per-node", "2", "--max-restarts", "60", "--backoff", "0", "--warm", "standby")
+    path, out = str(EXAMPLES / "train_ddp.py"), str(tmp_path / "killed")
+    with Job(tmp_path / "job", *options, path, "--out", out, *words, python=python) as running:
+        for count in range(20):
+            running.until(lambda count=count: running.out.count("from step") > count, "the next round")  # type: ignore[misc]
+            time.sleep(3 * dice.random())  # a random moment, not a wait for something
+            agent = psutil.Process(running.process.pid)
+            titles = {one.pid: " ".join(one.cmdline()) for one in agent.children(recursive=True)}
+            workers = [pid for pid, title in titles.items() if "[rank " in title]
+            if workers:
+                os.kill(dice.choice(workers), signal.SIGKILL)
+        running.succeeds()
+    assert json.loads((tmp_path / "killed" / "result.json").read_text()) == plain
+    assert running.err.count("re-entered") > 15, running.err
+
+
+def test_reentry_without_a_framework_and_with_jax(tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "3", "--max-restarts", "1")
+    with Job(tmp_path / "plain", *options, str(EXAMPLES / "reenter_plain.py")) as running:
+        running.succeeds()
+    assert "the sum is 2470" in running.out
+    assert "re-entered: 2 of 3 workers kept" in running.err
+    python = python_with("jax")
+    found = []
+    for kill in ("-1", "5"):
+        words = (*options, str(EXAMPLES / "reenter_jax.py"), "--steps", "12", "--kill-at", kill)
+        with Job(tmp_path / f"jax{kill}", *words, python=python) as running:
+            running.succeeds()
+        found.append(
+            {row.rpartition(" ")[2] for row in running.out.splitlines() if "compiled 1 times" in row}
+        )
+    assert len(found[0]) == 1
+    assert found[0] == found[1], "every process compiles once, and the weights are the same"
 
 
 def check_png(path: Path, red_columns: int) -> None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import signal
+import threading
+import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from phalanx.observe.trace_sender import installed
+from tests.conftest import HUNG, wait_until
 from tests.support.netns import free_port
+from tests.support.prometheus_process import check_metrics, needs_client, prometheus
 from tests.support.run_helpers import FOREVER, Ended, Running, plain_environment, run, script
 
 # Prints a good deal and some bytes that are not text; rank 1 fails in the first attempt.
@@ -71,7 +79,7 @@ def test_a_job_that_recovers(tmp_path: Path) -> None:
     assert {one["stream"] for one in of(errors, None)} == {"phalanx"}
     ours = [one["line"] for one in of(errors, None)]
     assert "rank 1: RuntimeError: boom in attempt 0" in "\n".join(ours)
-    assert ours[-1].startswith("all workers succeeded")
+    assert any(line.startswith("all workers succeeded") for line in ours)
     # The files have the same, in parts.
     folder = next((tmp_path / "logs").glob("*/attempt_1")) / "0"
     parts = sorted(folder.glob("stdout.log.0*"))
@@ -163,3 +171,145 @@ def test_a_killed_launcher_leaves_every_byte(tmp_path: Path) -> None:
         lines = b"".join([*parts, live]).splitlines()
         assert lines == [b"%010d" % number for number in range(len(lines))]
         assert len(lines) > 20000
+
+
+# Heartbeats; rank 0 fails in the first attempt when it is told to.
+STEPS = r"""
+import os, sys, time
+from phalanx import worker
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+for step in range(10**9):
+    worker.heartbeat(step)
+    time.sleep(0.01)
+    if first and os.environ["RANK"] == "0" and os.path.exists(sys.argv[1]): os.kill(os.getpid(), 9)
+"""
+
+
+def port_of(agent: int) -> int:
+    """Where an agent that was given port 0 listens for probes."""
+    found = [
+        one.laddr.port
+        for one in psutil.Process(agent).net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.ip == "127.0.0.2"
+    ]
+    return found[0] if found else 0
+
+
+def page(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=HUNG) as answer:
+        return str(answer.read().decode())
+
+
+def test_metrics_of_a_job_that_is_killed_in_a_real_prometheus(tmp_path: Path) -> None:
+    needs_client()
+    kill = tmp_path / "kill"
+    flags = ("--health-port", "127.0.0.2:0", "--metrics", "--max-restarts", "1", "-t", "1", "--grace", "1")
+    words = ["--nproc-per-node", "2", *flags, script(tmp_path, STEPS), str(kill)]
+    rules = Path(__file__).parents[2] / "docs" / "prometheus_rules.yml"
+    with Running(words) as job:
+        job.read_until("attempt 0", 2)
+        wait_until(lambda: port_of(job.agent), "the health port")
+        port = port_of(job.agent)
+        wait_until(lambda: 'last_step_timestamp_seconds{rank="1"}' in page(port), "a step")
+        wait_until(lambda: 'phalanx_workers{state="ready"} 2.0' in page(port), "both workers")
+        with prometheus(tmp_path, f"127.0.0.2:{port}", rules) as server:
+            wait_until(lambda: (server.value("phalanx_worker_steps_total") or 0) > 0, "a scrape")
+            kill.touch()
+            job.read_until("attempt 1", 2)
+            count = 'sum(phalanx_restarts_total{cause="failure",kind="restart"})'
+            wait_until(lambda: server.value(count) == 1, "the restart")
+            stage = 'phalanx_recovery_seconds_count{phase="first_step"}'
+            wait_until(lambda: server.value(stage) == 1, "the first step")
+            # A scrape that took too long has no values: the next one has.
+            lost = 'phalanx_lost_seconds_total{reason="recovering"}'
+            wait_until(lambda: (server.value(lost) or 0) > 0, "the time that it cost")
+            wait_until(lambda: 0 < (server.value("phalanx_goodput_ratio") or 0) < 1, "the goodput")
+            # Rules and dashboard are understood.
+            (group,) = server.get("/api/v1/rules")["data"]["groups"]
+            assert [rule["name"] for rule in group["rules"]] == [
+                "PhalanxNoStep", "PhalanxLowGoodput", "PhalanxRestartStorm",
+            ]  # fmt: skip
+            assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
+            dashboard = json.loads((rules.parent / "grafana_dashboard.json").read_text())
+            for panel in dashboard["panels"]:
+                for target in panel["targets"]:
+                    answer = server.get("/api/v1/query", query=target["expr"].replace("$instance", ".*"))
+                    assert answer["status"] == "success", (panel["title"], answer)
+        assert check_metrics(page(port)) == ""
+        job.signal(signal.SIGTERM)
+        assert job.end().code == 143
+
+
+class Collector:
+    """An OTLP receiver: keeps the requests, decoded with the protocol's own definitions."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[str, Any, Any]] = []
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                request = ExportTraceServiceRequest.FromString(body)
+                collector.got.append((self.path, dict(self.headers), request))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+
+    def __enter__(self) -> Collector:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+def test_a_trace_per_incident(tmp_path: Path) -> None:
+    if not installed():
+        assert not os.environ.get("CI"), "the OpenTelemetry SDK has to be there in CI"
+        pytest.skip("needs the OpenTelemetry SDK")
+    body = (
+        "import os\n"
+        "if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    raise RuntimeError('boom')\n"
+    )
+    with Collector() as collector:
+        environ = plain_environment(
+            OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{collector.server.server_address[1]}",
+            OTEL_EXPORTER_OTLP_HEADERS="x-key=SECRET",
+            OTEL_RESOURCE_ATTRIBUTES="team=vision",
+            OTEL_SERVICE_NAME="training",
+        )
+        flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--otel", "--backoff", "0")
+        done = run(*flags, script(tmp_path, body), env=environ)
+    assert done.code == 0, done
+    assert "SECRET" not in done.err
+    ((path, headers, request),) = collector.got
+    assert path == "/v1/traces"
+    assert headers["x-key"] == "SECRET"
+    (resource,) = request.resource_spans
+    about = {one.key: one.value.string_value for one in resource.resource.attributes}
+    assert (about["service.name"], about["team"]) == ("training", "vision")
+    spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
+    root = spans.pop("incident: failure")
+    assert {span.trace_id for span in spans.values()} == {root.trace_id}
+    assert {span.parent_span_id for span in spans.values()} == {root.span_id}
+    assert {"detect", "stop", "reform", "start", "first_line"} <= spans.keys()
+    for span in spans.values():
+        assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.end_time_unix_nano <= root.end_time_unix_nano
+    facts = {one.key.removeprefix("phalanx.incident."): one.value for one in root.attributes}
+    assert (facts["rank"].int_value, facts["exit_code"].int_value) == (1, 1)
+    assert "RuntimeError: boom" in facts["reason"].string_value
+    assert facts["recovery"].string_value == "restart"
+    assert root.status.code == 2

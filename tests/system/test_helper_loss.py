@@ -26,6 +26,8 @@ from phalanx.zygote import job_cgroup
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.fault_agent import KINDS, family
 from tests.support.run_helpers import FOREVER, Running, all_gone, helpers_of, script
+from tests.support.trials import few_or_many as few_or_200
+from tests.support.trials import play
 from tests.system.test_faults import PROMISE, Agent, agent, all_gone_in_time, few_or_many, zygote_of
 from tests.system.test_loop import PAUSE, Waiting, agent_of, idle_in, is_in
 
@@ -175,11 +177,12 @@ def test_killed_before_a_group_without_a_loop(victims: str, tmp_path: Path) -> N
 PROMPTLY = 15.0  # far below the grace of these jobs (30 s) and above every step of the escalation
 
 
-@few_or_many
+@few_or_200(ways=3)
 @pytest.mark.parametrize("victims", VICTIMS)
 def test_a_failure_is_noticed_although_helpers_are_stopped(victims: str, times: int, tmp_path: Path) -> None:
     main = script(tmp_path, FOREVER)
-    for _ in range(max(1, times // 3)):
+
+    def trial(_: Path) -> None:
         with Running(["--nproc-per-node", "2", "--max-restarts", "1", main]) as job:
             workers = job.workers(2)
             stop_helpers(job.agent, victims)
@@ -193,22 +196,24 @@ def test_a_failure_is_noticed_although_helpers_are_stopped(victims: str, times: 
             assert job.end().code == 143
             assert all_gone(again)
 
+    play(times, tmp_path, trial)
 
-@few_or_many
+
+@few_or_200(ways=3)
 @pytest.mark.parametrize("victims", VICTIMS)
 def test_sigterm_ends_the_agent_although_helpers_are_stopped(
     victims: str, times: int, tmp_path: Path
 ) -> None:
     """The workers still get their grace: the one that saves its state does so."""
-    saved = tmp_path / "saved"
-    main = script(
-        tmp_path,
-        "import signal, sys\n"
-        f"def save(*_):\n    open({str(saved)!r}, 'w').close()\n    sys.exit(0)\n"
-        f"signal.signal(signal.SIGTERM, save)\n{FOREVER}",
-    )
-    for _ in range(max(1, times // 3)):
-        saved.unlink(missing_ok=True)
+
+    def trial(folder: Path) -> None:
+        saved = folder / "saved"
+        main = script(
+            folder,
+            "import signal, sys\n"
+            f"def save(*_):\n    open({str(saved)!r}, 'w').close()\n    sys.exit(0)\n"
+            f"signal.signal(signal.SIGTERM, save)\n{FOREVER}",
+        )
         with Running(["--grace", "30", main]) as job:
             workers = job.workers(1)
             helpers = stop_helpers(job.agent, victims)
@@ -218,7 +223,9 @@ def test_sigterm_ends_the_agent_although_helpers_are_stopped(
             assert time.monotonic() - begin < PROMPTLY
             assert saved.exists()
             assert all_gone(workers)
-            wait_until(lambda: all_gone(helpers), "the end of the helpers")  # noqa: B023
+            wait_until(lambda: all_gone(helpers), "the end of the helpers")
+
+    play(times, tmp_path, trial)
 
 
 @few_or_many
@@ -259,22 +266,21 @@ def test_a_workers_children_end_although_no_process_of_ours_is_left(
                 os.kill(pid, signal.SIGKILL)
 
 
-@few_or_many
+@few_or_200()
 def test_pkill_by_name_leaves_a_process_that_cleans_up(times: int, tmp_path: Path) -> None:
     """`pkill -9 phalanx` ends the agent; keeper and zygote have other names."""
-    folder = tmp_path / "pids"
-    folder.mkdir()
-    for _ in range(times):
+
+    def trial(folder: Path) -> None:
         with Running(["--no-python", "sh", "-c", family(folder)]) as job:
             files = {kind: folder / f"{kind}.0" for kind in KINDS}
-            wait_until(lambda: all(f.exists() and f.read_text().strip() for f in files.values()), "all pids")  # noqa: B023
+            wait_until(lambda: all(f.exists() and f.read_text().strip() for f in files.values()), "all pids")
             pids = {kind: int(file.read_text()) for kind, file in files.items()}
             names = [psutil.Process(pid).name() for pid in (job.agent, *helpers_of(job.agent))]
             assert [name for name in names if "phalanx" in name] == names[:1]
             os.kill(job.agent, signal.SIGKILL)
             all_gone_in_time(pids, time.monotonic())
-            for file in files.values():
-                file.unlink()
+
+    play(times, tmp_path, trial, at_once=3)  # a second is promised, to each of them
 
 
 def cgroup_of(pid: int) -> str:
@@ -294,16 +300,15 @@ needs_cgroups = pytest.mark.skipif(not job_cgroup.base(), reason="control groups
 
 
 @needs_cgroups
-@few_or_many
+@few_or_200(ways=2)
 @pytest.mark.parametrize("victims", ["helpers", "all"])
 def test_the_control_group_catches_strays(victims: str, times: int, tmp_path: Path) -> None:
     """Zygote and keeper killed: the agent ends the strays before it restarts. All killed: the next job."""
-    folder = tmp_path / "pids"
-    folder.mkdir()
-    for _ in range(max(1, times // 3)):
+
+    def trial(folder: Path) -> None:
         with Running(["--no-python", "--max-restarts", "1", "sh", "-c", family(folder)]) as job:
             files = {kind: folder / f"{kind}.0" for kind in KINDS}
-            wait_until(lambda: all(f.exists() and f.read_text().strip() for f in files.values()), "all pids")  # noqa: B023
+            wait_until(lambda: all(f.exists() and f.read_text().strip() for f in files.values()), "all pids")
             pids = {kind: int(file.read_text()) for kind, file in files.items()}
             for pid in pids.values():
                 wait_until(lambda: "/phalanx-" in cgroup_of(pid), "the control group")  # noqa: B023
@@ -312,12 +317,14 @@ def test_the_control_group_catches_strays(victims: str, times: int, tmp_path: Pa
             for pid in [*([job.agent] if victims == "all" else []), *helpers_of(job.agent)]:
                 os.kill(pid, signal.SIGKILL)
             if victims == "helpers":
-                wait_until(lambda: files["worker"].exists(), "the restart")  # noqa: B023
+                wait_until(lambda: files["worker"].exists(), "the restart")
                 assert all(gone(pid) for pid in pids.values()), "nothing is started over leftovers"
         if victims == "all":
-            with Running([script(tmp_path, FOREVER)]) as job:
+            with Running([script(folder, FOREVER)]) as job:
                 job.workers(1)
-                wait_until(lambda: all(gone(pid) for pid in pids.values()), "the end of the strays")  # noqa: B023
+                wait_until(lambda: all(gone(pid) for pid in pids.values()), "the end of the strays")
+
+    play(times, tmp_path, trial, at_once=3)
 
 
 BOMB = """

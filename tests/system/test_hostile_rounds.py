@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,28 +18,30 @@ import pytest
 from phalanx.core.store_commands import Get, Put
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.token import Token
-from tests.conftest import gone, wait_until
+from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import TOKEN, Job, Node
 from tests.support.run_helpers import all_gone
+from tests.support.trials import few_or_many, play
 from tests.system.test_cluster import everybody, separate_store, succeed
 
-few_or_many = pytest.mark.parametrize(
-    "times", [pytest.param(1, id="few"), pytest.param(200, id="many", marks=pytest.mark.long)]
-)
 FEW_SECONDS = 9.0  # beyond a lease: time to re-form on a machine that is busy
 
 
 class Line:
-    """A way to the store that can refuse, or break connections at random messages."""
+    """A way to the store that can refuse, or lose connections at random messages.
 
-    def __init__(self, endpoint: str, loss: float = 0.0, seed: int = 0) -> None:
+    `silent`: a lost connection stays open and passes nothing any more; each message takes 20 ms."""
+
+    def __init__(self, endpoint: str, loss: float = 0.0, seed: int = 0, silent: bool = False) -> None:
         host, _, port = endpoint.rpartition(":")
         self._target = host, int(port)
-        self._loss, self._chance = loss, random.Random(seed)
+        self._loss, self._chance, self._silent = loss, random.Random(seed), silent
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._closed = False
+        self._pairs: list[tuple[socket.socket, ...]] = []
+        self._lost: list[tuple[socket.socket, ...]] = []
+        self._all: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
         self._serve()
 
     @property
@@ -47,7 +49,12 @@ class Line:
         return f"127.0.0.1:{self.port}"
 
     def _serve(self) -> None:
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+        self._begin(self._accept, self._listener)
+
+    def _begin(self, what: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=what, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -60,20 +67,28 @@ class Line:
             except OSError:
                 near.close()
                 continue
-            pair = near, far
+            pair: tuple[socket.socket, ...] = near, far
             self._pairs.append(pair)
+            self._all += pair
             for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._carry, args=(source, sink, pair), daemon=True).start()
+                self._begin(self._carry, source, sink, pair)
 
     def _carry(self, source: socket.socket, sink: socket.socket, pair: tuple[socket.socket, ...]) -> None:
         try:
             while data := source.recv(1 << 16):
+                if self._silent:
+                    time.sleep(0.02)  # the way is that long
+                    if pair in self._lost:
+                        continue
                 if self._loss and self._chance.random() < self._loss:
-                    break
+                    if not self._silent:
+                        break
+                    self._lost.append(pair)
+                    continue
                 sink.sendall(data)
         except OSError:
             pass
-        if pair in self._pairs:
+        if pair in self._pairs and pair not in self._lost:
             for sock in pair:
                 _hang_up(sock)
 
@@ -86,7 +101,6 @@ class Line:
             _hang_up(near)
             if told:
                 _hang_up(far)
-        self._kept = pairs  # open towards the store
 
     def allow(self) -> None:
         """Undo `refuse`."""
@@ -97,9 +111,12 @@ class Line:
         self._loss = 0.0
         _hang_up(self._listener)
         self._listener.close()
-        for pair in self._pairs:
-            for sock in pair:
-                _hang_up(sock)
+        for sock in self._all:
+            _hang_up(sock)
+        for thread in self._threads:
+            thread.join(HUNG)
+        for sock in self._all:
+            sock.close()
 
 
 def _hang_up(sock: socket.socket) -> None:
@@ -110,8 +127,8 @@ def _hang_up(sock: socket.socket) -> None:
 
 
 @contextmanager
-def line(endpoint: str, loss: float = 0.0, seed: int = 0) -> Iterator[Line]:
-    made = Line(endpoint, loss, seed)
+def line(endpoint: str, loss: float = 0.0, seed: int = 0, silent: bool = False) -> Iterator[Line]:
+    made = Line(endpoint, loss, seed, silent)
     try:
         yield made
     finally:
@@ -121,15 +138,13 @@ def line(endpoint: str, loss: float = 0.0, seed: int = 0) -> Iterator[Line]:
 # -- refused is not down ----------------------------------------------------------------------------------
 
 
-@few_or_many
+@few_or_many(ways=4)
 @pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
 @pytest.mark.parametrize("journal", [True, False], ids=["with a journal", "without"])
 def test_a_node_that_a_living_store_refuses_stops_before_the_others_go_on(
     tmp_path: Path, journal: bool, told: bool, times: int
 ) -> None:
-    for turn in range(times):
-        folder = tmp_path / str(turn)
-        folder.mkdir()
+    def trial(folder: Path) -> None:
         with Job(folder, "2:3", conf="is_host=0,ttl=3,linger=1") as job:
             separate_store(job, *(["--journal", str(folder / "journal")] if journal else []))
             with line(job.endpoint) as way:
@@ -140,6 +155,8 @@ def test_a_node_that_a_living_store_refuses_stops_before_the_others_go_on(
                 nodes[0].up(2)
                 assert gone(workers[2].pid), "two worlds at the same time"
                 nodes[1].up(2)
+
+    play(times, tmp_path, trial)
 
 
 # -- a newcomer that cannot start workers -----------------------------------------------------------------
@@ -153,16 +170,22 @@ def bad_program(folder: Path) -> str:
     return str(path)
 
 
-@few_or_many
+@few_or_many(ways=3)
 @pytest.mark.parametrize("how", ["program", "descriptors", "disk"])
 def test_a_newcomer_that_cannot_start_workers_leaves_and_the_others_go_on(
     tmp_path: Path, how: str, times: int
 ) -> None:
-    with Job(tmp_path, "1:3", "", "--max-restarts", "10") as job:
+    jobs = min(4, times)
+    play(jobs, tmp_path, lambda folder: let_in(folder, how, -(-times // jobs)))
+
+
+def let_in(folder: Path, how: str, times: int) -> None:
+    """Newcomers that cannot start workers, one after the other."""
+    with Job(folder, "1:3", "", "--max-restarts", "10") as job:
         nodes = [job.node(name) for name in "ab"]
         workers = everybody(nodes, 2)
         words, before = {
-            "program": (["--no-python", bad_program(tmp_path)], []),
+            "program": (["--no-python", bad_program(folder)], []),
             "descriptors": (["--nproc-per-node", "64"], ["prlimit", "--nofile=60"]),
             "disk": ([], ["prlimit", "--fsize=0"]),
         }[how]
@@ -225,14 +248,12 @@ print("saved", e["RANK"], flush=True)
 """
 
 
-@few_or_many
+@few_or_many(ways=4)
 @pytest.mark.parametrize("apart", [None, 0.0, 0.05, 0.5], ids=["one node", "together", "0.05 s", "0.5 s"])
 def test_a_preemption_of_one_node_lets_every_rank_of_the_job_save(
     tmp_path: Path, apart: float | None, times: int
 ) -> None:
-    for turn in range(times):
-        folder = tmp_path / str(turn)
-        folder.mkdir()
+    def trial(folder: Path) -> None:
         words = ["--preempt-signal", "SIGUSR1", "--grace", "20"]
         with Job(folder, "1:3", "", *words) as job:
             job.script.write_text(SAVES)
@@ -254,6 +275,8 @@ def test_a_preemption_of_one_node_lets_every_rank_of_the_job_save(
                 again = everybody(nodes[:2], 2)
                 assert {w.attempt for w in again} == {0}, "no restart was used"
 
+    play(times, tmp_path, trial)
+
 
 # -- records of others ------------------------------------------------------------------------------------
 
@@ -273,9 +296,15 @@ KEYS = ("node/NODE", "node/x", "result/1/NODE", "result/1/x", "members", "ctl/ro
         "place/NODE", "place/x", "status", "ctl/meeting/1")  # fmt: skip
 
 
+@few_or_many(ways=len(KEYS))
 @pytest.mark.parametrize("key", KEYS)
-def test_a_record_of_another_program_ends_and_hangs_nothing(tmp_path: Path, key: str) -> None:
-    with Job(tmp_path, "2", "", "--max-restarts", "2", conf="ttl=3") as job:
+def test_a_record_of_another_program_ends_and_hangs_nothing(tmp_path: Path, key: str, times: int) -> None:
+    play(times, tmp_path, lambda folder: write_records(folder, key))
+
+
+def write_records(folder: Path, key: str) -> None:
+    """Each of the records, under one of the keys of a job that runs."""
+    with Job(folder, "2", "", "--max-restarts", "2", conf="ttl=3") as job:
         nodes = [job.node(name) for name in "ab"]
         everybody(nodes, 2)
         host, _, port = job.endpoint.rpartition(":")
@@ -323,20 +352,24 @@ def test_a_record_of_another_program_ends_and_hangs_nothing(tmp_path: Path, key:
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 13))])
-def test_connections_that_break_at_random_messages_only_take_time(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.long)], ids=["cut", "silent"])
+def test_connections_that_die_at_random_messages_only_take_time(
+    tmp_path: Path, seed: int, silent: bool
+) -> None:
+    """Every connection, also one that is being opened, is lost with a chance of 8 % per message."""
     with Job(tmp_path, "2:3", conf="is_host=0,ttl=6") as job:
         separate_store(job)
-        with line(job.endpoint, 0.08, seed) as way:
+        with line(job.endpoint, 0.08, seed, silent) as way:
             nodes = [job.node(name, "--rdzv-endpoint", way.endpoint) for name in "abc"]
             for _ in range(3):
                 began = time.monotonic()
                 worlds(nodes)
-                assert time.monotonic() - began < 6 + FEW_SECONDS
+                assert silent or time.monotonic() - began < 6 + FEW_SECONDS
                 victim = nodes.pop()
                 victim.signal(signal.SIGKILL)
                 began = time.monotonic()
                 worlds(nodes)
-                assert time.monotonic() - began < 6 + FEW_SECONDS
+                assert silent or time.monotonic() - began < 6 + FEW_SECONDS
                 nodes.append(job.node("d", "--rdzv-endpoint", way.endpoint))
 
 

@@ -31,6 +31,7 @@ from phalanx.warm.helper_pool import HelperPool
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import free_port
 from tests.support.run_helpers import Running, plain_environment, script
+from tests.support.trials import few_or_many, play
 
 PROMPT = 10.0  # far below what the helper of these tests would take, and below every grace
 PAUSE = "import signal; signal.pause()"
@@ -260,23 +261,23 @@ def idle_in(agent: LocalElasticAgent, phase: str, then: Callable[[], None]) -> R
     return results[0] if results else None
 
 
-def test_joining_is_idle(tmp_path: Path) -> None:
+def joining_is_idle(tmp_path: Path) -> None:
     handler = Waiting()
     assert idle_in(agent_of("", tmp_path, handler), "JOINING", handler.go.set) is not None
 
 
-def test_starting_is_idle(tmp_path: Path) -> None:
+def starting_is_idle(tmp_path: Path) -> None:
     with stopped_zygote() as pool:
         agent = agent_of(PAUSE, tmp_path, helpers=pool)
         idle_in(agent, "STARTING", lambda: agent._post(Signal(signal.SIGTERM)))
 
 
-def test_running_is_idle(tmp_path: Path) -> None:
+def running_is_idle(tmp_path: Path) -> None:
     agent = agent_of(PAUSE, tmp_path)
     idle_in(agent, "RUNNING", lambda: agent._post(Signal(signal.SIGTERM)))
 
 
-def test_a_stop_is_idle_after_the_helpers_deadline(tmp_path: Path) -> None:
+def a_stop_is_idle(tmp_path: Path) -> None:
     """The pool's look at the imports falls into the grace, where nothing can be done about it."""
     mark = tmp_path / "mark"
     ignore = (
@@ -296,7 +297,7 @@ def test_a_stop_is_idle_after_the_helpers_deadline(tmp_path: Path) -> None:
     thread.join(HUNG)
 
 
-def test_back_off_is_idle(tmp_path: Path) -> None:
+def back_off_is_idle(tmp_path: Path) -> None:
     policy = RestartPolicy(max_restarts=1, free=0, backoff_first=4.0, patience=0.0)
     code = "import os, sys; sys.exit(1 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)"
     agent = agent_of(code, tmp_path, restart_policy=policy)
@@ -305,8 +306,7 @@ def test_back_off_is_idle(tmp_path: Path) -> None:
     assert (result.state, agent.attempt) == (WorkerState.SUCCEEDED, 1)
 
 
-def test_the_exit_barrier_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+def the_exit_barrier_is_idle(tmp_path: Path) -> None:
     server = TorchStoreServer("localhost", 0)
     server.start()
     try:
@@ -318,6 +318,19 @@ def test_the_exit_barrier_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         server.close()
     assert result is not None
     assert result.state is WorkerState.SUCCEEDED
+
+
+PHASES = [joining_is_idle, starting_is_idle, running_is_idle, a_stop_is_idle, back_off_is_idle,
+          the_exit_barrier_is_idle]  # fmt: skip
+
+
+@few_or_many(ways=len(PHASES))
+@pytest.mark.parametrize("phase", PHASES, ids=[phase.__name__ for phase in PHASES])
+def test_a_phase_is_idle(
+    phase: Callable[[Path], None], times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")  # of the exit barrier
+    play(times, tmp_path, phase)
 
 
 def test_a_signal_that_another_thread_receives_ends_the_wait(tmp_path: Path) -> None:

@@ -12,11 +12,9 @@ import pytest
 from tests.conftest import gone, wait_until
 from tests.support.netns import Job, Node, Worker, tell
 from tests.support.run_helpers import PHALANX
+from tests.support.trials import few_or_many, play
 from tests.system.test_cluster import everybody, separate_store, succeed
 
-few_or_many = pytest.mark.parametrize(
-    "times", [pytest.param(1, id="few"), pytest.param(200, id="many", marks=pytest.mark.long)]
-)
 STORE = [PHALANX[0], "store"]
 
 
@@ -55,12 +53,10 @@ def in_one_world(nodes: list[Node], old: list[Worker]) -> list[Worker]:
     return [w for node in nodes if (w := node.latest())]
 
 
-@few_or_many
+@few_or_many(ways=5)
 @pytest.mark.parametrize("state", ["before the job", "before the last round", "no log", "empty", "removed"])
 def test_a_job_survives_a_journal_that_went_back(tmp_path: Path, state: str, times: int) -> None:
-    for turn in range(times):
-        folder = tmp_path / str(turn)
-        folder.mkdir()
+    def trial(folder: Path) -> None:
         journal, old = folder / "journal", folder / "old"
         with Job(folder, "1:2", "", "--max-restarts", "5", conf="is_host=0,last_call_timeout=20") as job:
             store = separate_store(job, "--journal", str(journal))
@@ -95,6 +91,8 @@ def test_a_job_survives_a_journal_that_went_back(tmp_path: Path, state: str, tim
             workers = in_one_world(nodes, workers)
             assert {w.attempt for w in workers} == {1}, "no restart was used, and none forgotten"
             succeed(nodes, workers)
+
+    play(times, tmp_path, trial)
 
 
 def test_a_damaged_journal_is_refused_and_the_job_waits_for_another(tmp_path: Path) -> None:

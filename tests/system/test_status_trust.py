@@ -161,11 +161,11 @@ def test_a_name_that_is_not_text_is_skipped() -> None:
 
 
 def test_a_job_of_an_older_agent_is_shown() -> None:
-    from phalanx.cli.status import _read
+    from phalanx.observe.local_agents import LocalAgent, as_dict
+    from phalanx.observe.snapshot import decode
 
     few = {key: a_job()[key] for key in ("run", "name", "host", "pid", "since", "now", "phase")}
-    found = _read(os.geteuid(), json.dumps({**few, "news": 1}).encode())
-    assert found is not None
+    found = as_dict(LocalAgent("", os.geteuid(), decode(json.dumps({**few, "news": 1}).encode())))
     assert format_status(found).startswith("train.py (run job7) on node-a, pid 42, running")
 
 

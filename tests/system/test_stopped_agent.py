@@ -10,11 +10,9 @@ import pytest
 from tests.conftest import gone, wait_until
 from tests.support.netns import Job, Node, Worker, tell
 from tests.support.run_helpers import all_gone
+from tests.support.trials import few_or_many, play
 from tests.system.test_cluster import everybody, separate_store, static_node, succeed
 
-few_or_many = pytest.mark.parametrize(
-    "times", [pytest.param(1, id="few"), pytest.param(200, id="many", marks=pytest.mark.long)]
-)
 warmth = pytest.mark.parametrize("warm", ["auto", "standby"])
 
 
@@ -31,15 +29,13 @@ def again(nodes: list[Node], world: int) -> None:
     succeed(nodes, workers)
 
 
-@few_or_many
+@few_or_many(ways=4)
 @warmth
 @pytest.mark.parametrize("journal", [False, True], ids=["embedded", "journal"])
 def test_workers_of_a_stopped_agent_end_before_the_others_go_on(
     tmp_path: Path, warm: str, journal: bool, times: int
 ) -> None:
-    for turn in range(times):
-        folder = tmp_path / str(turn)
-        folder.mkdir()
+    def trial(folder: Path) -> None:
         with Job(folder, "1:2", "", "--warm", warm, conf="is_host=0" if journal else "") as job:
             if journal:
                 separate_store(job, "--journal", str(folder / "journal"))
@@ -53,23 +49,26 @@ def test_workers_of_a_stopped_agent_end_before_the_others_go_on(
             again(nodes, 2)
             assert gone(alone.pid)
 
+    play(times, tmp_path, trial)
 
-@few_or_many
+
+@few_or_many(ways=4)
 @warmth
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_static_job_goes_on_when_a_stopped_agent_continues(
     tmp_path: Path, warm: str, rank: int, times: int
 ) -> None:
     """Node 0 has the store: while it is stopped, nothing runs anywhere."""
-    for turn in range(times):
-        folder = tmp_path / str(turn)
-        folder.mkdir()
+
+    def trial(folder: Path) -> None:
         with Job(folder, "2") as job:
             nodes = [static_node(job, n, 2, "join_timeout=25,ttl=2", warm=warm) for n in (0, 1)]
             workers = everybody(nodes, 2)
             stop(nodes[rank], workers)
             nodes[rank].signal(signal.SIGCONT)
             again(nodes, 2)
+
+    play(times, tmp_path, trial)
 
 
 def test_an_agent_stopped_in_the_grace_of_its_workers_does_not_keep_them_alive(tmp_path: Path) -> None:

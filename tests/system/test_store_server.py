@@ -24,7 +24,7 @@ from phalanx.store.embedded.client import Client, State
 from phalanx.store.embedded.server import Server
 from phalanx.store.embedded.token import Token
 from phalanx.store.torch.torch_store_adapter import StoreFacade
-from tests.conftest import HUNG
+from tests.conftest import HUNG, wait_until
 from tests.support.store_contract import StoreContract
 
 TOKEN = Token(b"test secret", "the test")
@@ -90,6 +90,11 @@ class Proxy:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
         self.swallow = threading.Event()  # replies vanish, the connection then breaks
+        self.passing = [threading.Event(), threading.Event()]  # of the first connection, and of the others
+        for passing in self.passing:
+            passing.set()
+        self._hushed: set[socket.socket] = set()
+        self._hush_next = 0
         self.links: list[socket.socket] = []
         self.threads = [threading.Thread(target=self._accept)]
         self.threads[0].start()
@@ -99,12 +104,19 @@ class Proxy:
 
     def __exit__(self, *_: object) -> None:
         self.listener.shutdown(socket.SHUT_RDWR)
+        for passing in self.passing:
+            passing.set()
         self.cut()
         for thread in self.threads:
             thread.join(HUNG)
         self.listener.close()
         for link in self.links:
             link.close()
+
+    def hush(self, more: int) -> None:
+        """No connection passes anything any more, nor do the next ones; all stay open."""
+        self._hush_next = more
+        self._hushed |= set(self.links)
 
     def cut(self) -> None:
         for link in self.links:
@@ -120,6 +132,9 @@ class Proxy:
             except OSError:
                 return
             far = socket.create_connection(self.target)
+            if self._hush_next:
+                self._hush_next -= 1
+                self._hushed |= {near, far}
             self.links += [near, far]
             for source, sink in ((near, far), (far, near)):
                 thread = threading.Thread(target=self._pump, args=(source, sink, source is far))
@@ -132,9 +147,13 @@ class Proxy:
                 if is_reply and self.swallow.is_set():
                     self.swallow.clear()
                     break
-                sink.sendall(data)
+                self.passing[source not in self.links[:2]].wait()
+                if source not in self._hushed:
+                    sink.sendall(data)
         except OSError:
             pass
+        if source in self._hushed:
+            return
         for link in (source, sink):
             try:
                 link.shutdown(socket.SHUT_RDWR)
@@ -178,6 +197,58 @@ def test_coming_back_keeps_the_lease_and_staying_away_ends_it(server: Server, cl
     # Both ends of the proxy are closed: to the server that is a process that died.
     assert ended.wait(HUNG)
     assert client.get("held") is None
+
+
+def told_by(states: queue.Queue[State]) -> list[str]:
+    """What the client has reported so far."""
+    return [states.get().what for _ in range(states.qsize())]
+
+
+def test_a_silent_connection_is_replaced_while_the_lease_lasts(server: Server) -> None:
+    """One that passes nothing and stays open, and so does the next one, in its handshake."""
+    states: queue.Queue[State] = queue.Queue()
+    with Proxy(server.address) as proxy:
+        with Client(*proxy.address, token=TOKEN, patience=3.0, on_state=states.put) as holder:
+            lease = holder.request(Grant(6.0)).number
+            proxy.hush(1)
+            assert holder.request(KeepAlive(lease), HUNG).ok, "the lease is over"
+            told = told_by(states)
+        assert "disconnected" not in told, "the store has not seen the end of a connection"
+        assert told[-1] == "connected"
+
+
+def test_a_store_that_is_slow_keeps_its_connections(server: Server) -> None:
+    states: queue.Queue[State] = queue.Queue()
+    with (
+        Proxy(server.address) as proxy,
+        Client(*proxy.address, token=TOKEN, patience=3.0, on_state=states.put) as client,
+    ):
+        assert told_by(states) == ["connected"]
+        for passing in proxy.passing:
+            passing.clear()
+        asked = threading.Event()
+        client.send(Put("k", b""), lambda reply: asked.set())
+        wait_until(lambda: len(proxy.links) > 2, "another connection")
+        proxy.passing[0].set()
+        assert asked.wait(HUNG)
+        proxy.passing[1].set()
+        client.request(Put("k", b""), HUNG)
+        assert not told_by(states)
+
+
+def test_the_end_of_a_silent_connection_is_told_although_another_is_being_opened(server: Server) -> None:
+    """The store may have seen it as well, and the lease is shorter from then on."""
+    states: queue.Queue[State] = queue.Queue()
+    with (
+        Proxy(server.address) as proxy,
+        Client(*proxy.address, token=TOKEN, patience=1.5, on_state=states.put) as client,
+    ):
+        proxy.hush(1000)
+        client.send(Put("k", b""), lambda reply: None)
+        wait_until(lambda: len(proxy.links) > 2, "another connection")
+        proxy.cut()
+        while states.get(timeout=HUNG).what != "disconnected":
+            pass
 
 
 def test_wrong_token_names_where_ours_is_from(server: Server) -> None:

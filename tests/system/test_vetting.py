@@ -165,6 +165,21 @@ def test_a_module_that_a_package_only_looks_for_is_not_recorded(packages: Path, 
     assert "large" not in known.stdout.split()
 
 
+def test_a_module_that_only_looks_for_an_unsuitable_one_is_preloaded(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    """Many packages see what is installed; that is no import. Here it comes first, and so is never blamed."""
+    looks = "import importlib.util\nassert importlib.util.find_spec('threads')\n"
+    write(packages, tmp_path / "log", looks=looks, threads=THREAD, user="import looks, threads\n")
+    names = ["user", "looks", "threads"]
+    spawner = preloaded(*names)
+    assert spawner.log.unsuitable == {"threads": "leaves 1 thread running"}
+    assert set(spawner.log.importers) == {"user"}
+    assert loaded(spawner, tmp_path, *names) == ["looks"]
+    vetted = preloaded("-threads", "-user", "looks", vetting="vetted")
+    assert loaded(vetted, tmp_path, *names) == ["looks"]
+
+
 def test_a_module_that_was_found_unsuitable_before_is_not_imported_again(
     preloaded: Any, packages: Path, tmp_path: Path
 ) -> None:

@@ -620,7 +620,8 @@ def test_imports_in_the_background_step_aside_for_workers_that_start(
     packages = tmp_path / "site-packages"
     packages.mkdir()
     began, go_on, late = tmp_path / "began", tmp_path / "go on", tmp_path / "late"
-    (packages / "slow.py").write_text(SLOW_IN_HELPERS.format(began=str(began), go_on=str(go_on)))
+    slow = SLOW_IN_HELPERS.format(began=str(began), go_on=str(go_on))
+    (packages / "slow.py").write_text(slow.replace('"w").close()', '"a").write("!")'))
     (packages / "later.py").write_text(f"open({str(late)!r}, 'w').close()\n")
     monkeypatch.setenv("PYTHONPATH", str(packages))
     learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
@@ -637,7 +638,9 @@ def test_imports_in_the_background_step_aside_for_workers_that_start(
         helpers.look(Phase.RUNNING, 2.5)
         better = helpers._next
         assert better is not None
-        wait_until(began.exists, "the import in the background")
+        wait_until(
+            lambda: began.exists() and began.read_text() == "!!", "the import in the helper and its twin"
+        )
         assert helpers.take("python") is first
         assert first is not None
         go_on.touch()

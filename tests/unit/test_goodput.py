@@ -293,6 +293,13 @@ def test_a_long_wait_for_a_round_is_a_wait_for_nodes() -> None:
     assert job.totals(71.0) == {"productive": 10.0, "recovering": 6.0, "nodes": 55.0}
 
 
+def test_the_first_wait_for_a_round_is_a_wait_for_nodes() -> None:
+    job = Job(1)
+    job(0.0, Start())
+    job(4.0, RoundReady(GroupRound(1)))
+    assert job.totals(4.0) == {"nodes": 4.0}
+
+
 def test_a_spare_begins_with_its_first_round() -> None:
     job = Job(1)
     job(0.0, Start())

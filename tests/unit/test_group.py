@@ -29,6 +29,7 @@ from phalanx.core.group_events import (
     MembershipChanged,
     Outcome,
     PeerFailed,
+    RecallWorkers,
     ReportFailure,
     RoundFailed,
     RoundOver,
@@ -62,7 +63,8 @@ def parse_policy(words: list[str]) -> GroupPolicy:
         else:
             values[key] = float(value) if "." in value or key == "grace" else int(value)
     grace, preempt = values.pop("grace", 30.0), int(values.pop("preempt_signal", 0))
-    return GroupPolicy(RestartPolicy(**values), grace=grace, preempt_signal=preempt)
+    reenter = float(values.pop("reenter_timeout", 0))
+    return GroupPolicy(RestartPolicy(**values), grace=grace, preempt_signal=preempt, reenter_timeout=reenter)
 
 
 def replay(script: str) -> str:
@@ -285,6 +287,10 @@ class World:
                 assert self.round not in self.failed, "started a round that has failed"
                 assert not self.unkillable, "started over a worker that cannot be killed"
                 self.start = self.alive = True
+            case RecallWorkers():
+                assert self.alive
+                assert self.state.ending is None, "an ending recalls nobody"
+                self.stop = True
             case StopWorkers():
                 assert command.grace >= 0
                 self.stop = True
@@ -390,7 +396,8 @@ class World:
 def test_any_world_that_keeps_the_contract_is_served_and_ends(
     seed: int, budget: int, window: float | None, free: int
 ) -> None:
-    world = World(seed, GroupPolicy(RestartPolicy(budget, window=window, free=free)))
+    reenter = 5.0 if seed % 2 else 0.0
+    world = World(seed, GroupPolicy(RestartPolicy(budget, window=window, free=free), reenter_timeout=reenter))
     try:
         world.run(60)
         # Whatever the state, two signals and the answers still owed lead to the end.

@@ -433,3 +433,23 @@ def test_what_a_client_of_the_socket_may_send(sent: bytes, got: bytes) -> None:
             received += data
     status.close()
     assert received == got
+
+
+def test_an_answer_that_comes_later_ends_its_client() -> None:
+    waiting: list[Any] = []
+    status = StatusSocket(lambda _request, answer: waiting.append(answer))
+    if not status.fds(Phase.RUNNING):
+        pytest.skip("needs abstract sockets")
+    assert status._socket is not None
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(HUNG)
+        client.connect(status._socket.getsockname())
+        client.sendall(b"{}\n")
+        status.look(Phase.RUNNING, 100.0)
+        assert len(status.fds(Phase.RUNNING)) == 1, "nothing is awaited from a client whose answer is made"
+        waiting[0]({"later": True})
+        assert all(fd >= 0 for fd, _ in status.fds(Phase.RUNNING))
+        assert status.deadline(Phase.RUNNING) is None
+        waiting[0]({"again": True})
+        assert client.recv(100) == b'{"later": true}'
+    status.close()

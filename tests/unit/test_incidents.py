@@ -35,10 +35,12 @@ class Life:
         self.book = IncidentBook()
         self.policy = group.GroupPolicy(RestartPolicy(max_restarts=max_restarts))
 
-    def __call__(self, now: float, event: Event, culprit: Culprit | None = None, beats: int = 0) -> None:
+    def __call__(
+        self, now: float, event: Event, culprit: Culprit | None = None, beats: int = 0, how: str = ""
+    ) -> None:
         self.state, commands, reason = group.step(self.state, event, now, self.policy)
         step = GroupStep(event, self.state, bool(commands), reason, now, WALL + now, "here", culprit, beats)
-        self.book = observe(self.book, step)
+        self.book = observe(self.book, step.replace(how=how))
 
     def up(self, number: int = 1, now: float = 0.0) -> Life:
         if self.state.phase is group.Phase.NEW:
@@ -128,6 +130,16 @@ def test_a_change_of_members_prolongs_a_recovery_and_a_failure_begins_another() 
     life(5.5, WorkerFailed("second"))
     assert [one.reason.partition(";")[0] for one in life.book.incidents()] == ["first", "second"]
     assert [one.over for one in life.book.incidents()] == [True, False]
+
+
+def test_workers_that_kept_their_process_are_a_recovery_of_their_own_kind() -> None:
+    life = Life().up()
+    life(5.0, WorkerFailed("first"))
+    life(5.1, Stopped())
+    life(5.2, RoundReady(GroupRound(2)))
+    life(5.3, Started(), how="re-entered: 7 of 8 workers kept")
+    (incident,) = life.book.incidents()
+    assert (incident.recovery, incident.how) == ("re-entry", "re-entered: 7 of 8 workers kept")
 
 
 def test_a_recovery_that_fails_is_the_end() -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.agent.requests import tail
 from phalanx.logs import rotation
 from phalanx.logs.log_follower import LogFollower
 from phalanx.logs.rotation import LogRotation, RotatedLog, Rotation, punch, wait_for_rotation
+from phalanx.workers.result import tail_of
 from tests.conftest import wait_until
 
 SIZE = 64 * 1024
@@ -89,6 +91,42 @@ def test_only_the_newest_parts_are_kept(tmp_path: Path) -> None:
     log.close()
     assert [part.name for part in parts(path)] == ["stdout.log.000009", "stdout.log.000010"]
     assert whole(path) == data[8 * SIZE :]
+
+
+def test_a_log_that_its_worker_empties_keeps_what_comes_then(tmp_path: Path) -> None:
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"z" * 2 * SIZE)
+    log = RotatedLog(str(path), Rotation(SIZE))
+    assert log.move_front(2 * SIZE)
+    os.truncate(path, 0)
+    with open(path, "ab") as file:
+        file.write(b"new")
+    assert not log.move_front(2 * SIZE)
+    log.close_up()
+    log.close()
+    assert path.read_bytes() == b"new"
+
+
+def test_what_a_worker_puts_in_the_way_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"z" * 2 * SIZE)
+    (tmp_path / "elsewhere").write_text("kept")
+    for make in (os.mkfifo, lambda where: os.symlink(tmp_path / "elsewhere", where)):
+        log = RotatedLog(str(path), Rotation(SIZE))
+        make(f"{path}.new")
+        assert log.move_front(2 * SIZE)
+        log.close()
+    assert (tmp_path / "elsewhere").read_text() == "kept"
+
+
+def test_the_tail_of_a_rotated_log_has_no_hole(tmp_path: Path) -> None:
+    path = tmp_path / "stderr.log"
+    path.write_bytes(b"old\n" * SIZE + b"the error\n")
+    log = RotatedLog(str(path), Rotation(4 * SIZE))
+    assert log.move_front(5 * SIZE)
+    log.close()
+    assert tail_of(str(path)) == "the error"
+    assert tail(str(path), 2048).strip() in ("the error", "")
 
 
 def test_what_the_console_has_not_read_stays(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.observe import notifier as module
+from phalanx.observe import outbox
 from phalanx.observe.notifier import JobNames, Notifier
 from tests.conftest import HUNG, wait_until
 
@@ -64,8 +64,8 @@ def receiver() -> Iterator[Receiver]:
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(module, "warn", lines.append)
-    monkeypatch.setattr(module, "_PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(outbox, "warn", lines.append)
+    monkeypatch.setattr(outbox, "_PAUSES", (0.01, 0.02))
     return lines
 
 

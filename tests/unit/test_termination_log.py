@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.observe import termination_log
-from phalanx.observe.termination_log import LIMIT, cut, write
+from phalanx.observe.termination_log import LIMIT, bare, cut, write
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "€", "😀"])
@@ -21,6 +21,10 @@ def test_no_character_is_cut(letter: str, more: int) -> None:
 
 def test_short_text_is_whole_and_bytes_that_are_no_text_are_escaped() -> None:
     assert cut("no \udcff") == b"no \\udcff"
+
+
+def test_rules_and_colours_are_left_out() -> None:
+    assert bare("\n====\n\x1b[1;31mt.py FAILED\x1b[0m\n-----\n  a = 1\n\n") == "t.py FAILED\n  a = 1"
 
 
 def test_only_an_existing_default_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from phalanx.supervision.timers.file_timer import FileTimerServer
     from phalanx.web.health import HealthServer
+    from phalanx.web.metrics import Page
 
 
 _CHECK_PATIENCE = 60.0
@@ -45,6 +46,7 @@ class Services:
         self.health: HealthServer | None = None
         self.timers: FileTimerServer | None = None
         self.environment: dict[str, str] = {}
+        self.pages: dict[str, Callable[[str], Page]] = {}  # served beside the health endpoints
         self._given: Any = None  # a server that the caller brought
         self._own_folder = ""
         self._probe: tuple[Callable[[threading.Event], None], Callable[[], bool]] | None = None
@@ -102,7 +104,7 @@ class Services:
             raise ValueError(f"{environment.HEALTH_PORT}={error}") from None
         watchdog_progress = self.timers.get_last_progress_time if self.timers is not None else None
         probe = LoopProbe(knock, watchdog_progress)
-        server = HealthServer(host, port, probe.live, ready)
+        server = HealthServer(host, port, probe.live, ready, self.pages)
         try:
             server.start()
         except PhalanxError as error:

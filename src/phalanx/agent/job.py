@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from phalanx.membership.handler import RendezvousHandler
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
+    from phalanx.observe.trace_sender import TraceSender
     from phalanx.state.holder import StateHolder
     from phalanx.state.replicas import Replicas
     from phalanx.supervision.supervision import Supervision
@@ -49,6 +50,7 @@ def make_agent(
     stray_signals: tuple[Signals, ...] = (),
     notifier: Notifier | None = None,
     dashboard: DashboardProcess | None = None,
+    traces: TraceSender | None = None,
 ) -> LocalElasticAgent:
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
     from phalanx.agent.spec import AgentOptions
@@ -82,6 +84,7 @@ def make_agent(
                 supervision=make_supervision(job),
                 helpers=helpers,
                 state=make_state(job, handler),
+                reenter_timeout=job.reenter_timeout,
                 attach=job.attach,
                 output=make_output(job),
                 stray_signals=stray_signals,
@@ -91,6 +94,8 @@ def make_agent(
                 progress=progress,
                 notifier=notifier,
                 dashboard=dashboard,
+                traces=traces,
+                metrics=job.metrics,
             ),
         )
     except BaseException:
@@ -239,6 +244,18 @@ def make_dashboard(job: JobSpec, say: Callable[[str], None]) -> DashboardProcess
         return DashboardProcess(DashboardPlan(*job.dashboard, job.max_nodes == 1, job.quiet), say)
     except PhalanxError as error:
         raise usage_error(str(error)) from None
+
+
+def make_traces(job: JobSpec) -> TraceSender | None:
+    """What sends a trace of each incident."""
+    if not job.otel:
+        return None
+    import os
+
+    from phalanx.observe.notifier import JobNames
+    from phalanx.observe.trace_sender import TraceSender
+
+    return TraceSender(JobNames(job.name, job.run_id, os.uname().nodename))
 
 
 def make_output(job: JobSpec) -> OutputOptions | None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from phalanx.core.incidents import Culprit, Incident, IncidentBook
     from phalanx.supervision.supervision import Supervision
 
+SHORT = 1.0
+"""Seconds; for a shorter job to which nothing happens, no ledger is made."""
 _ORDINARY = frozenset({"Start", "RoundReady", "Started", "AllSucceeded", "BarrierDone"})
 """Events of a job to which nothing happens; each comes once."""
 
@@ -35,6 +37,7 @@ class JobHistory:
         self.began = time.monotonic()
         self._ranks = ranks
         self._supervision = supervision
+        self._how = ""
         self._kept: list[tuple[Event, GroupState, bool, str, float, float]] = []
         self._book: IncidentBook | None = None
         self._ledger: GoodputLedger | None = None
@@ -51,7 +54,14 @@ class JobHistory:
             return
         if self._ledger is None and not commands:
             return  # nothing has happened yet, and this changed nothing
-        self._tell(*seen, result)
+        try:
+            self._tell(*seen, result)
+        except OSError:  # of an import, where no descriptor is left; nothing has been told
+            self._kept.append(seen)
+
+    def recovered(self, how: str) -> None:
+        """In words, how workers that are about to be reported as started kept their processes; or empty."""
+        self._how = how
 
     def _open(self) -> tuple[IncidentBook, GoodputLedger]:
         if self._ledger is None or self._book is None:
@@ -88,6 +98,7 @@ class JobHistory:
             self.node,
             _culprit(result) if opens and type(event).__name__ == "WorkerFailed" else None,
             sum(1 for rank in self._supervision.progress() if rank.count) if opens else 0,
+            how=self._how if type(event).__name__ == "Started" else "",
         )
         self._turn(observe(book, step))
         current = self._book.current if self._book is not None else None
@@ -119,8 +130,10 @@ class JobHistory:
         self._turn(reached(self._book, self._supervision.begun(), beats))
 
     def end(self) -> None:
-        """The job is over for this node, and the incident at hand with it."""
+        """The job is over for this node, and the incident at hand with it; the last look at the boards."""
         self.settle()
+        if time.monotonic() - self.began >= SHORT:
+            self._open()
         if self._book is not None:
             self._turn(self._book.close())
 
@@ -140,6 +153,17 @@ class JobHistory:
     def marks(self) -> Sequence[int | None]:
         """The step that each rank has reached in earlier starts."""
         return () if self._ledger is None else self._ledger.marks
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a ledger: not for a short job to which nothing happened."""
+        return self._ledger is not None
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether workers are being started again after an incident."""
+        current = None if self._book is None else self._book.current
+        return current is not None and current.at("started") is None
 
     @property
     def incident_count(self) -> int:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from phalanx.agent.spec import WorkerGroup
     from phalanx.agent.worker_store import WorkerStore
     from phalanx.core.group import Phase
-    from phalanx.core.group_events import Event, SiblingStop, StartWorkers
+    from phalanx.core.group_events import Event, RecallWorkers, SiblingStop, StartWorkers
     from phalanx.logs.console import OutputOptions
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
     from phalanx.workers.failure import ProcessFailure
-    from phalanx.workers.worker_group import PContext
+    from phalanx.workers.worker_group import PContext, ReentryTerms
     from phalanx.zygote.lease_timer import LeaseTimer
 
 _LOOK_AT_STATES = 1.0  # uninterruptible sleep is not an event; it is looked for this often, when asked for
@@ -80,6 +80,7 @@ class LocalWorkers:
         post: Callable[[Callable[[], None]], None],
         stepped: Callable[[], bool],
         state: StateHolder,
+        reenter_timeout: float,
     ) -> None:
         """`place` gives the group its ranks, `setup` completes the variables of its workers.
 
@@ -100,6 +101,9 @@ class LocalWorkers:
         self._place, self._setup = place, setup
         self._post = post
         self._stepped = stepped
+        self.on_quiet: Callable[[], None] = lambda: (
+            None
+        )  # workers have run for a while: time for this and that
         self.context: PContext | None = None
         self.store: WorkerStore | None = None
         self._has_address = False  # the round came with the address of a store
@@ -125,6 +129,9 @@ class LocalWorkers:
         self._told_of_stop = False
         self._interrupted_at: float | None = None  # when the attached rank last got a Ctrl-C
         self._state = state
+        self._reenter_timeout = reenter_timeout
+        self._cause = ""  # why the next round begins, where that is known
+        self._reentry: ReentryRecord | None = None  # since a recall
 
     # -- the lease ----------------------------------------------------------------------------------
 
@@ -260,6 +267,7 @@ class LocalWorkers:
                     self._number,
                     self._round_nodes(),
                 ),
+                reentry=self._terms(),
                 attach=self._attach,
                 output=self._output,
                 host=self.host,
@@ -273,6 +281,13 @@ class LocalWorkers:
             return SubprocessContext(entrypoint=spec.entrypoint, **common)
         assert spec.entrypoint is not None
         return MultiprocessContext(entrypoint=spec.entrypoint, start_method=self._start_method, **common)
+
+    def _terms(self) -> ReentryTerms | None:
+        from phalanx.workers.worker_group import ReentryTerms
+
+        if not self._reenter_timeout:
+            return None
+        return ReentryTerms(self._reenter_timeout, self._number, self._cause)
 
     def _round_nodes(self) -> RoundNodes | None:
         from phalanx.state.holder import RoundNodes
@@ -343,7 +358,11 @@ class LocalWorkers:
         if self.store is not None:
             self.store.serve()  # no worker waits for its import: connections wait in the backlog
         self._quiet_at = now + _QUIET_AFTER
-        self._record.started(self._attempt, self._placed_in, now - self._begin_at)
+        reentry, self._reentry, self._cause = self._reentry, None, ""
+        recovery = "" if reentry is None else reentry.in_words(pids, self._group, now)
+        if recovery:
+            self._record.note(recovery)
+        self._record.started(self._attempt, self._placed_in, now - self._begin_at, recovery)
         return pids
 
     # -- the loop's view ----------------------------------------------------------------------------
@@ -376,6 +395,7 @@ class LocalWorkers:
         if phase == "RUNNING" and self._quiet_at is not None and now >= self._quiet_at:
             self._quiet_at = None
             _prepare_for_a_failure()
+            self.on_quiet()
         if self._stepped():
             return None
         if self._stopping:
@@ -399,7 +419,9 @@ class LocalWorkers:
         if not self.idle:
             return None
         self._stopping = False
-        return Stopped(self.take_stop())
+        unkillable = self.take_stop()
+        parked = 0 if self.context is None else len(self.context.parked)
+        return Stopped(unkillable, parked)
 
     def _running_event(self) -> Event | None:
         if self.context is not None and self.context.fenced:
@@ -437,8 +459,9 @@ class LocalWorkers:
         if self._is_fenced():
             return RunResult(WorkerState.HEALTHY)
         if context.any_failed:
-            # They are signalled before anything is read or written.
-            context.ask_stop(self._at_failure.sig, self._at_failure.grace)
+            if not context.reenters:  # those that re-enter are recalled, if the core decides for a restart
+                # They are signalled before anything is read or written.
+                context.ask_stop(self._at_failure.sig, self._at_failure.grace)
             return RunResult(WorkerState.FAILED, failures=self._by_global_rank(context.failed()))
         if context.all_succeeded:
             if not self._swept:
@@ -484,8 +507,26 @@ class LocalWorkers:
 
     # -- stopping -----------------------------------------------------------------------------------
 
+    def recall(self, command: RecallWorkers) -> None:
+        """Have the workers that re-enter park, and stop the others."""
+        context = self.context
+        self._cause = command.cause
+        if context is None or self._waits or not context.reenters:
+            self.stop(command.sig, command.grace)
+            return
+        now = time.monotonic()
+        self._stop_sig, self._stop_began, self._stop_by = command.sig, now, now + command.timeout
+        self._told_of_stop = True  # it is short
+        self._stopping, self._starting = True, False
+        guilty = tuple(w.local_rank for w in self._group.workers if w.global_rank in command.ranks)
+        self._reentry = ReentryRecord(context, self._helpers.parked, now)
+        self._supervision.recall(context, command, guilty)
+        if self.store is not None:
+            self.store.end_round()  # workers that wait for a key are freed
+
     def stop(self, sig: int, grace: float) -> None:
         now = time.monotonic()
+        self._reentry = None
         if not self._stopping:
             self._stop_sig, self._stop_began, self._stop_by = sig, now, now + grace
             self._told_of_stop = False
@@ -621,6 +662,35 @@ class LocalWorkers:
             failure.host = self.host
             found[failure.global_rank] = failure
         return found
+
+
+class ReentryRecord:
+    """One recovery in which workers keep their processes, for the words about it."""
+
+    def __init__(self, context: PContext, standbys: list[int], now: float) -> None:
+        self._context = context
+        self._standbys = set(standbys)
+        self._before = context.pids()
+        self._began = now
+
+    def in_words(self, pids: dict[int, int], group: WorkerGroup, now: float) -> str:
+        """What became of each worker; empty if none was kept."""
+        kept = [rank for rank, pid in pids.items() if self._before.get(rank) == pid]
+        if not kept:
+            return ""
+        names = {worker.local_rank: worker.global_rank for worker in group.workers}
+        parts = [f"{len(kept)} of {len(pids)} workers kept"]
+        new = {rank: pid for rank, pid in pids.items() if rank not in kept}
+        ready = [names[rank] for rank, pid in new.items() if pid in self._standbys]
+        others = [names[rank] for rank, pid in new.items() if pid not in self._standbys]
+        for ranks, how in ((ready, "from a standby"), (others, "started anew")):
+            if ranks:
+                from phalanx.core.failures import ranks_text
+
+                parts.append(f"{ranks_text(ranks)} {how}")
+        for rank, why in sorted(self._context.unfit.items()):
+            parts.append(f"rank {names[rank]} {why}")
+        return f"re-entered: {', '.join(parts)}, {now - self._began:.2f} s"
 
 
 def worker_event(

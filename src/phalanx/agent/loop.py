@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from phalanx.agent.protocols import LoopPart, Nodes, NodeWorkers
     from phalanx.agent.run_record import RunRecord
     from phalanx.core.group import GroupPolicy, Phase
-    from phalanx.core.group_events import Command, Event, Finish, StartWorkers
+    from phalanx.core.group_events import Command, Event, Finish, RecallWorkers, StartWorkers
     from phalanx.membership.handler import RendezvousInfo
     from phalanx.observe.progress_line import Progress
     from phalanx.supervision.supervision import Supervision
@@ -108,6 +108,9 @@ class OwnerLoop:
                 self._announce_ending()
                 self._stopping = True
                 self.workers.stop(command.sig, command.grace)
+            case events.RecallWorkers():
+                self._stopping = True
+                self.workers.recall(command)
             case events.EnterBarrier():
                 self.nodes.finished(command.round)
             case events.ReportFailure():
@@ -271,7 +274,7 @@ class SteppedLoop(OwnerLoop):
             super()._carry_out(command)
             return
         match command:
-            case events.StopWorkers():
+            case events.StopWorkers() | events.RecallWorkers():
                 self._announce_ending()
                 self.stop_signal, self.stop_grace = command.sig or signal.SIGTERM, command.grace
             case events.Join():
@@ -314,6 +317,9 @@ class StepWorkers:
         raise NotImplementedError("`_start_workers` starts them")
 
     def stop(self, sig: int, grace: float) -> None:
+        raise NotImplementedError("`_stop_workers` stops them")
+
+    def recall(self, command: RecallWorkers) -> None:
         raise NotImplementedError("`_stop_workers` stops them")
 
     def lease_until(self, when: float) -> None:

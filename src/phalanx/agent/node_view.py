@@ -71,7 +71,7 @@ class NodeView:
             "restarts": state.attempt,
             "max_restarts": agent.restart_policy.max_restarts,
             "world_size": max((worker.world_size for worker in group.workers), default=0),
-            "workers": self._workers(),
+            "workers": self.workers(),
             "standbys": self._standbys(),
             "slow": [one["summary"] for one in findings if one["kind"] == "straggler"],
             "hangs": [one["summary"] for one in findings if one["kind"] == "hang"],
@@ -90,7 +90,8 @@ class NodeView:
         words = _STATES[state.phase.value]
         return "spare" if words == "waiting" and self._agent.place().get("spare") else words
 
-    def _workers(self) -> list[dict[str, Any]]:
+    def workers(self) -> list[dict[str, Any]]:
+        """The workers of this node now."""
         agent = self._agent
         context, detector = agent._pcontext, agent.supervision.detector
         if context is None:

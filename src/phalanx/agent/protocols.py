@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from phalanx.agent.spec import RunResult
     from phalanx.core.group import Ending, Phase
-    from phalanx.core.group_events import CloseRendezvous, Event, ReportFailure, StartWorkers
+    from phalanx.core.group_events import (
+        CloseRendezvous,
+        Event,
+        RecallWorkers,
+        ReportFailure,
+        StartWorkers,
+    )
     from phalanx.core.ranks import WorkerRanks
     from phalanx.membership.handler import RendezvousInfo
 
@@ -52,7 +58,10 @@ class NodeWorkers(LoopPart, Protocol):
         """Start the workers of a round: `Started` or `StartFailed`."""
 
     def stop(self, sig: int, grace: float) -> None:
-        """Stop them, or hurry a stop that has begun: one `Stopped`."""
+        """Stop them, or hurry a stop or a recall that has begun: one `Stopped`."""
+
+    def recall(self, command: RecallWorkers) -> None:
+        """Have the workers that re-enter park, and stop the others: one `Stopped`."""
 
     def lease_until(self, when: float) -> None:
         """Workers may run until then (CLOCK_BOOTTIME), whatever becomes of this agent, unless it is renewed.
@@ -123,7 +132,7 @@ class Nodes(Protocol):
         """How many nodes wait to join, for an owner that asks; may take the time of a request."""
 
     def workers_gone(self, number: int) -> None:
-        """Nothing of this round is alive on this node."""
+        """Nothing of this round is alive on this node, or it is parked."""
 
     def failed(self, command: ReportFailure, report: Callable[[], tuple[str, int]]) -> None:
         """A failure on this node; `report` makes text and exit code for all nodes, should it end the job."""

@@ -202,7 +202,7 @@ def tail(path: str, most: int) -> str:
         if status.st_mode & 0o170000 != 0o100000 or status.st_size == 0:
             return ""
         file.seek(max(0, status.st_size - most))
-        data = file.read(most)
+        data = file.read(most).lstrip(b"\0")  # a rotated log begins with a hole
     if status.st_size > most:
         data = data.partition(b"\n")[2] or data
     return data.decode("utf-8", "replace")

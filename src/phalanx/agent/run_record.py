@@ -11,22 +11,17 @@ from phalanx.agent.job_history import JobHistory
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
 
     from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup
     from phalanx.core.group import GroupState
     from phalanx.core.group_events import Command, Event, Finish, ReportFailure
     from phalanx.core.restarts import RestartPolicy
+    from phalanx.observe.event_file import EventFile
     from phalanx.observe.run_log import RunLog
     from phalanx.supervision.supervision import Supervision
 
-# Of the node where it happened: the other nodes learn of it as PeerFailed.
-_NOTIFIED = {
-    "WorkerFailed": "failure",
-    "StartFailed": "failure",
-    "Uninterruptible": "failure",
-    "Hang": "hang",
-}
+_FAILURES = frozenset({"WorkerFailed", "StartFailed", "Uninterruptible", "Hang"})
+"""Events of the node where it happened; the others learn of it as PeerFailed."""
 
 
 class RunRecord:
@@ -45,11 +40,14 @@ class RunRecord:
         self._supervision = supervision
         self._began = time.time()
         self.history = JobHistory(group.spec.local_world_size, supervision)
+        self.events: EventFile | None = None  # where this agent has logs of its own
         self._log: RunLog | None = None  # None where nothing records events or metrics
         self._notifier = options.notifier
-        self._told_of_incident = False  # through the notifier; its recovery is told of, too
-        if options.notifier is not None:
-            supervision.incidents.on_warning = lambda summary: self._notify("hang", summary, 0)
+        if self._notifier is not None:
+            self._notifier.listen(self.history, supervision.incidents)
+        if options.traces is not None:
+            options.traces.node_rank = lambda: group.group_rank
+            self.history.listeners.append(options.traces.incident)
         self._last_failure: tuple[float, RunResult, str] | None = None  # when, and the summary of a hang
         self._cause = "", 0.0
         self.workers_recorded = False  # their last states and the totals, by torch's methods of a subclass
@@ -81,35 +79,30 @@ class RunRecord:
         if self._on_reason is not None:
             self._on_reason(f"{type(event).__name__}: {reason}")
         self.history.step(event, state, commands, reason, result)
-        if commands and type(event).__name__ in _NOTIFIED:
+        if commands and type(event).__name__ in _FAILURES:
             self._last_failure = time.time(), result, getattr(event, "summary", "") or reason
         if self._log is not None:
             self._log.step(event, state, commands)
-        if self._notifier is not None and commands:
-            kind = _NOTIFIED.get(type(event).__name__)
-            if kind is not None:
-                self._told_of_incident = True
-                self._notify(kind, getattr(event, "summary", "") or reason, state.attempt, reason=reason)
 
-    def started(self, attempt: int, placed_in: float, started_in: float) -> None:
-        """The workers run; seconds that their ranks and their start took."""
+    def started(self, attempt: int, placed_in: float, started_in: float, recovery: str = "") -> None:
+        """The workers run; seconds that their ranks and their start took; `recovery`: how they did again."""
+        self.history.recovered(recovery)
         if self._log is not None:
             self._log.started(self._group, attempt, placed_in, started_in)
-        if self._told_of_incident:
-            self._told_of_incident = False
-            self._notify("recovery", "all workers run again", attempt)
-
-    def _notify(self, kind: str, text: str, attempt: int, **more: Any) -> None:
-        assert self._notifier is not None
-        self._notifier.send(kind, text, restarts=attempt, node_rank=self._group.group_rank, **more)
+        if self._notifier is not None:
+            self._notifier.started(attempt)
 
     def settle(self) -> None:
         """Complete the record of an incident, where that is possible by now."""
         self.history.settle()
+        if self.events is not None and not self.history.is_recovering:
+            self.events.flush()
 
     def end(self, finish: Finish | None, result: RunResult, attempt: int) -> None:
         """The run is over."""
         self.history.end()
+        if self.events is not None:
+            self.events.flush()
         if self._log is not None:
             self._log.end(self._group, finish, result, attempt, self.workers_recorded)
             self._log = None
@@ -117,6 +110,8 @@ class RunRecord:
     def note(self, line: str) -> None:
         """One line per incident, for a person."""
         self.notes.append((time.time(), line))
+        if self.events is not None:
+            self.events.note(line)
         if self.progress is not None:
             self.progress.clear()
         if self._on_note is not None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from phalanx.membership.handler import RendezvousHandler
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
+    from phalanx.observe.trace_sender import TraceSender
     from phalanx.state.holder import StateHolder
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
@@ -205,6 +206,7 @@ class AgentOptions(Record):
     supervision: Supervision | None = None  # None: one that watches nothing
     helpers: HelperPool | None = None  # prepares helper processes ahead; the agent closes it
     state: StateHolder | None = None  # what the workers keep; None: in memory only
+    reenter_timeout: float = 5.0  # seconds for a worker that re-enters to unwind; 0: none does
     attach: int | None = None  # the local rank that reads the terminal's input
     output: OutputOptions | None = None  # how lines are shown and files rotated
     stray_signals: tuple[Signals, ...] = ()  # stop the job as well, but are not sent to workers
@@ -212,5 +214,7 @@ class AgentOptions(Record):
     note: Callable[[str], None] | None = None  # one line per incident
     dashboard: DashboardProcess | None = None  # the page of the job
     notifier: Notifier | None = None  # tells a command or a URL of incidents
+    traces: TraceSender | None = None  # sends a trace of each incident
+    metrics: bool = False  # serve /metrics beside the health endpoints
     reason: Callable[[str], None] | None = None  # every decision
     progress: Progress | None = None  # the progress line of a terminal

@@ -78,6 +78,7 @@ class StatusSocket:
                 self._open_at = time.monotonic() + _QUICK
         if self._socket is None:
             return []
+        self._forget()
         found = [(one.peer.fileno(), one.mask) for one in self._clients if one.mask]
         if len(self._clients) < _MOST:
             found.append((self._socket.fileno(), select.POLLIN))
@@ -92,7 +93,12 @@ class StatusSocket:
         self._accept(now)
         for client in self._clients:
             client.advance(now)
-        self._clients = [one for one in self._clients if not one.closed]
+        self._forget()
+
+    def _forget(self) -> None:
+        """Those that are done with; an answer may also end outside of `look`."""
+        if any(one.closed for one in self._clients):
+            self._clients = [one for one in self._clients if not one.closed]
 
     def _accept(self, now: float) -> None:
         while self._socket is not None and len(self._clients) < _MOST:

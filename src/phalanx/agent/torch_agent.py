@@ -61,6 +61,7 @@ from phalanx.errors import (
 )
 from phalanx.membership.handler import adapted
 from phalanx.membership.handler_nodes import HandlerNodes
+from phalanx.observe.event_file import EventFile
 from phalanx.state.holder import StateHolder
 from phalanx.supervision.supervision import Supervision
 from phalanx.warm.helper_pool import HelperPool
@@ -169,6 +170,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
             # that save their state.
             stop_by_helpers=not self.supervision.preemption.signal,
             preempt_signal=self.supervision.preemption.signal,
+            reenter_timeout=options.reenter_timeout,
         )
         nodes = self._new_nodes()
         workers = self._new_workers(nodes, policy)
@@ -627,6 +629,16 @@ class LocalElasticAgent(SimpleElasticAgent):
                 self._rdzv_handler.get_run_id,
             )
             self._loop.parts.append(self.dashboard)
+        self._record.events = EventFile(lambda: self.run_dir, lambda: self.host)
+        self.history.listeners.append(self._record.events.incident)
+        self.was_quiet = False
+        self.on_quiet: Callable[[], None] = lambda: None
+        """Called once, when workers have run for two seconds and there is time for what is not urgent."""
+        self._workers.on_quiet = self._settled
+        if options.metrics:
+            from phalanx.agent.metrics_view import MetricsView
+
+            self.supervision.services.pages["/metrics"] = MetricsView(self).page().answer
 
     def _new_workers(self, nodes: Nodes, policy: core.GroupPolicy) -> LocalWorkers:
         self._workers = LocalWorkers(
@@ -648,6 +660,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             post=self._post,
             stepped=lambda: self._loop.stepped,
             state=self.kept_state,
+            reenter_timeout=policy.reenter_timeout,
         )
         return self._workers
 
@@ -733,6 +746,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         rank_dir = os.path.dirname(next(iter(context.error_files.values())))
         return os.path.dirname(os.path.dirname(rank_dir))
 
+    def _settled(self) -> None:
+        if not self.was_quiet:
+            self.was_quiet = True
+            self.on_quiet()
+
     def post(self, event: Event) -> None:
         """Queue an event for the owner's thread; from any thread."""
         self._post(event)
@@ -741,6 +759,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         """The report of the last failure or hang that this node saw, and when."""
         text, when = self._record.cause()
         return {"cause": text[:_LONGEST_CAUSE], "cause_at": when}
+
+    @property
+    def worker_store(self) -> WorkerStore | None:
+        """The workers' store, if this agent serves it."""
+        return self._workers.store
 
     def place(self) -> dict[str, Any]:
         """This node among the others: id, address, lease_age, and whether it is a spare, where known."""

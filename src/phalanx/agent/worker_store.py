@@ -49,10 +49,19 @@ class WorkerStore:
             ) from None
         self.port = int(self._socket.getsockname()[1])
 
+    @property
+    def operations(self) -> int:
+        """Requests answered in this round."""
+        return 0 if self._server is None else int(self._server.operations)
+
     def new_round(self) -> None:
         """Every round begins with an empty store."""
         if self._server is not None:
             self._server.reset()
+
+    def end_round(self) -> None:
+        """Drop the connections of workers that are recalled: one that waits for a key is freed by it."""
+        self.new_round()
 
     def serve(self) -> None:
         """Answer; connections made since the bind wait in the backlog."""

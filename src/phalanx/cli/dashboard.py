@@ -5,19 +5,14 @@ The link holds the page's token, so it is in no log and no file: the agent tells
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from phalanx.agent.status import user_of
 from phalanx.cli.store import Parser
 from phalanx.log import printable
+from phalanx.observe.local_agents import agents, put
 
 _PATIENCE = 5.0
-_LONGEST = 4 << 20
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,43 +35,8 @@ def main(argv: Sequence[str]) -> int:
 def pages() -> list[tuple[str, str, str]]:
     """Run id, name and link of every job of this user that has a page."""
     found = []
-    for name in _sockets():
-        link = _ask(name, {"ask": "dashboard"}).get("link")
+    for agent in agents():
+        link = put(agent, {"ask": "dashboard"}, _PATIENCE).get("link")
         if isinstance(link, str) and link:
-            job = _ask(name, {"ask": "status"})
-            found.append((str(job.get("run", "")), str(job.get("name", "")), printable(link)))
+            found.append((agent.job.run, agent.job.name, printable(link)))
     return found
-
-
-def _sockets() -> list[str]:
-    from phalanx.agent.status import PREFIX
-
-    wanted = f"@{PREFIX}{os.geteuid()}/"
-    try:
-        with open("/proc/net/unix", errors="surrogateescape") as file:
-            rows = [line.split() for line in file]
-    except OSError:
-        return []
-    return [
-        "\0" + row[7][1:]
-        for row in rows
-        if row[3:4] == ["00010000"] and row[7:] and row[7].startswith(wanted)
-    ]
-
-
-def _ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
-    """An agent's answer; empty if there is none, or the socket is another user's."""
-    data = bytearray()
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-            peer.settimeout(_PATIENCE)
-            peer.connect(name)
-            if user_of(peer) != os.geteuid():
-                return {}
-            peer.sendall(json.dumps(request).encode() + b"\n")
-            while (more := peer.recv(1 << 16)) and len(data) < _LONGEST:
-                data += more
-        found = json.loads(data)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

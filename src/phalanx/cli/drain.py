@@ -1,4 +1,4 @@
-"""`phalanx drain NODE|--self`: let a node leave a running job; the others re-form without it.
+"""`phalanx drain NODE|RUN|--self`: let a node leave a running job; the others re-form without it.
 
 Returns when the node has left, or reports why it cannot know.
 """
@@ -30,6 +30,10 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if bool(options.node) == options.self:
         raise UsageError("name one node, or --self for the nodes of this machine")
+    if options.node and not options.rdzv_endpoint and _runs_here(options.node):
+        from phalanx.cli.control import leave
+
+        return leave(options.node)
     if options.rdzv_backend not in BACKENDS:  # from the variable; argparse checks arguments only
         raise UsageError(
             f"PET_RDZV_BACKEND={options.rdzv_backend}: nodes leave {', '.join(BACKENDS)} jobs only"
@@ -44,6 +48,12 @@ def main(argv: Sequence[str]) -> int:
             raise
         write_stderr(f"phalanx drain: {error}\n")
         return 1
+
+
+def _runs_here(word: str) -> bool:
+    from phalanx.observe.local_agents import agents
+
+    return bool(agents(word))
 
 
 def _settings(words: str) -> dict[str, str]:
@@ -108,7 +118,11 @@ def _nodes(client: Client, prefix: str) -> dict[str, NodeRecord]:
 def _parser() -> Parser:
     parser = Parser(prog="phalanx drain", description="Let a node leave a running job.")
     parser.add_argument(
-        "node", nargs="?", metavar="NODE", help="the node's name, as the job's messages call it"
+        "node",
+        nargs="?",
+        metavar="NODE",
+        help="the node's name, as the job's messages call it; or, without an endpoint, a run of this "
+        "machine, which this node then leaves",
     )
     parser.add_argument("--self", action="store_true", help="the nodes of this machine")
     add_options(parser, "rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)

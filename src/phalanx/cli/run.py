@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx.logs.specs import LogsSpecs
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
+    from phalanx.observe.trace_sender import TraceSender
     from phalanx.warm.helper_pool import HelperPool
     from phalanx.web.dashboard_process import DashboardProcess
 
@@ -118,8 +119,7 @@ def say(line: str) -> None:
 
 def launch(job: JobSpec, raises: bool = False) -> int:
     """Start the agent, run it to the end, and report; `raises`: what went wrong, instead of an exit code."""
-    from phalanx.agent.job import export_environment, make_helpers, make_notifier
-    from phalanx.errors import UsageError
+    from phalanx.agent.job import export_environment, make_helpers, make_notifier, make_traces
 
     export_environment(job)
     # First of all, so that the helpers come up while the rest of the agent is still being imported.
@@ -128,17 +128,19 @@ def launch(job: JobSpec, raises: bool = False) -> int:
     except (OSError, RuntimeError) as error:  # too many descriptors or processes
         why = error.strerror if isinstance(error, OSError) else error
         line = f"the helper processes cannot be started: {why}; see `ulimit -n` and `ulimit -u`"
-        JobEnd(job, None).reach("FAILED", 1, line)
+        JobEnd(job).reach("FAILED", 1, line)
         if raises:
             raise
         say(line)
         return 1
     assert helpers is not None, "a program always has helpers"
     helpers.say = say
-    end = JobEnd(job, make_notifier(job))
+    end = JobEnd(job, make_notifier(job), make_traces(job))
     try:
         return _run_agent(job, helpers, end, raises)
     except BaseException as error:
+        from phalanx.errors import UsageError
+
         usage = isinstance(error, UsageError)
         end.reach("FAILED", 2 if usage else 1, str(error) if usage else f"{type(error).__name__}: {error}")
         raise
@@ -174,14 +176,17 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
                 stray_signals=tuple(strays),
                 notifier=end.notifier,
                 dashboard=end.dashboard,
+                traces=end.traces,
             )
             end.agent = agent
             _say_unless_quiet(job, _first_line(job, logs))
+            agent.on_quiet = lambda: _register(agent, begin)
             result = agent.run()
     except SignalException as stop:
         verb = "preempted" if stop.sigval == job.preempt_signal else "stopped"
         line = f"{verb} by {stop.sigval.name}{_took(begin)}"
         _say_unless_quiet(job, line)
+        _sum_up(job, agent, begin, "stopped", 128 + stop.sigval)
         end.reach("STOPPED", 128 + stop.sigval, line)
         if raises:
             raise
@@ -195,6 +200,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
             raise
         if job.quiet or agent is None or agent.outcome is None:  # else it was reported when it happened
             say(str(error))
+        _sum_up(job, agent, begin, "failed", 1)
         return 1
     finally:
         helpers.close()
@@ -202,6 +208,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
             agent.clean_up_logs(result is not None and not result.is_failed())
     if result.is_failed():
         report, code, path = _failure_report(job, agent, result, begin)
+        _sum_up(job, agent, begin, "failed", code)
         _tell_parent(report, code, result)
         end.reach("FAILED", code, report)
         if raises:
@@ -212,33 +219,38 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
         return code
     line = _last_line(agent, begin)
     _say_unless_quiet(job, line)
-    end.reach("SUCCEEDED", 0, line)
+    left = agent.outcome is not None and agent.outcome.outcome in ("CLOSED", "LEFT")
+    _sum_up(job, agent, begin, "left" if left else "succeeded", 0)
+    end.reach("LEFT" if left else "SUCCEEDED", 0, line)
     return 0
 
 
 class JobEnd:
     """Where the end of a job is told beside the screen: the termination log and the notifier."""
 
-    def __init__(self, job: JobSpec, notifier: Notifier | None) -> None:
+    def __init__(
+        self, job: JobSpec, notifier: Notifier | None = None, traces: TraceSender | None = None
+    ) -> None:
         self._job = job
-        self.notifier = notifier
+        self.notifier, self.traces = notifier, traces
         self.dashboard: DashboardProcess | None = None
         self.agent: LocalElasticAgent | None = None
         self._reached = False
 
     def reach(self, outcome: str, code: int, why: str) -> None:
         """The job is over; the first call counts."""
-        if self._reached:
+        if self._reached or not (code or self.notifier is not None or self.dashboard is not None):
             return
         self._reached = True
+        from phalanx.observe import termination_log
+
+        why = termination_log.bare(why)
         if self.dashboard is not None:
             self.dashboard.finish(outcome, code, why)
         if code:
-            from phalanx.observe import termination_log
-
             termination_log.write(self._job.termination_log, why)
         if self.notifier is not None and self._speaks_for_the_job():
-            headline = next((line for line in why.splitlines() if line.strip("=- ")), "").strip()
+            headline = why.partition("\n")[0]
             self.notifier.send("end", headline, outcome=outcome, exit_code=code, reason=why)
 
     def _speaks_for_the_job(self) -> bool:
@@ -249,12 +261,37 @@ class JobEnd:
         """Wait, not for long, until what is under way is done."""
         if self.dashboard is not None:
             self.dashboard.close()
-        if self.notifier is not None:
-            self.notifier.close()
+        for outbox in (self.notifier, self.traces):
+            if outbox is not None:
+                outbox.close()
         if self._job.log_rotate is not None:
             from phalanx.logs.rotation import wait_for_rotation
 
             wait_for_rotation()
+
+
+def _register(agent: LocalElasticAgent | None, begin: float) -> None:
+    """The workers have been running for a while: make the run known to `phalanx list` and `phalanx logs`."""
+    if agent is not None:
+        from phalanx.environment import variables
+        from phalanx.observe import run_registry, run_summary
+
+        run_registry.note(variables(), run_summary.describe(agent, begin))
+
+
+def _sum_up(job: JobSpec, agent: LocalElasticAgent | None, begin: float, outcome: str, code: int) -> None:
+    """The goodput line, where it means something, and the same as JSON beside the logs that are kept."""
+    if agent is None or not agent.history.is_known:
+        return
+    from phalanx.environment import variables
+    from phalanx.observe import run_registry, run_summary
+
+    summary = run_summary.conclude(agent, begin, outcome, code)
+    if run_summary.tells(agent):
+        _say_unless_quiet(job, summary["line"])
+    run_summary.keep(summary)
+    if agent.was_quiet or os.path.isdir(summary["logs"]):
+        run_registry.note(variables(), summary)
 
 
 def _progress(job: JobSpec) -> Progress | None:
@@ -377,6 +414,10 @@ def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:
 
     if agent.supervision is not None and agent.supervision.incidents.findings:
         report = {**report, "watch": agent.supervision.incidents.findings}
+    if agent.history.is_known:
+        from phalanx.agent.node_view import ledger
+
+        report = {**report, "goodput": ledger(agent.history.totals())}
     path = os.path.join(directory, "failure.json")
     try:
         with open(path, "w") as file:

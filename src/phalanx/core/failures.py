@@ -145,10 +145,16 @@ def echo_of(ending: WorkerExit) -> str:
         text = ending.tail
     else:
         return ""
+    meaning = echo_in(text)
+    return "" if meaning == _BROKEN_PIPE and _was_printing(ending) else meaning
+
+
+def echo_in(text: str) -> str:
+    """How this text reports a lost peer; empty: it does not."""
     # Compiled on first use: the import of this module delays the first worker.
     for pattern, meaning in ECHOES:
         if re.search(pattern, text, re.IGNORECASE | re.MULTILINE):
-            return "" if meaning == _BROKEN_PIPE and _was_printing(ending) else meaning
+            return meaning
     return ""
 
 

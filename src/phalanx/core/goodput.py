@@ -266,10 +266,8 @@ class GoodputLedger:
         """One step of the group led to `phase`; `incident`: the one at hand or 0; `look` reads the boards."""
         before, self._phase = self._phase, phase
         now = max(now, self._since)
-        if isinstance(event, events.RoundReady):
-            self._rounds += 1
-            if self._rounds == 1 and event.round.number > 1:
-                self._since = now  # a spare, or a late node: what it waited for was not this job's loss
+        if isinstance(event, events.RoundReady) and self._rounds == 0 and event.round.number > 1:
+            self._since = now  # a spare, or a late node: what it waited for was not this job's loss
         if before in _ALIVE:
             self._leave(event, phase, now, incident)
             closes = isinstance(event, events.Stopped | events.StartFailed | events.AllSucceeded)
@@ -283,6 +281,7 @@ class GoodputLedger:
             if phase in _ALIVE:
                 self._incident = incident or self._incident
                 self._open()
+        self._rounds += isinstance(event, events.RoundReady)
         if isinstance(event, events.Started):
             self._started_at = now
 
@@ -394,7 +393,7 @@ class GoodputLedger:
 
     def _add(self, category: str, value: float, incident: int | None = None) -> None:
         self._seconds[category] += value
-        if incident is None or value <= 0.0:
+        if incident is None or value < 1e-6:
             return
         _add(self._lost, incident, category, value)
         if len(self._lost) > _KEPT:

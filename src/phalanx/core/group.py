@@ -5,8 +5,8 @@ the owner loop, and the reason in words. It has no clock and does nothing itself
 
 The rules:
 
-- A group is started only when it holds a round *and* every old worker is gone *and* its back-off has
-  passed. The first two overlap: on a failure the rendezvous is entered while the old workers still
+- A group is started only when it holds a round *and* every old worker is gone *or parked* *and* its back-off
+  has passed. The first two overlap: on a failure the rendezvous is entered while the old workers still
   die (REFORMING). Whichever ends first leads to JOINING (workers gone, no round yet) or CLEARING
   (round there, workers not yet gone). Joining only after the stop was rejected: it adds the slowest
   worker's grace on this node to the waiting time of all nodes.
@@ -17,6 +17,11 @@ The rules:
 - Membership changes use no restart. They matter only for the current round; older ones are stale. A
   rendezvous that decides for all nodes reports it with `RoundOver`, which also brings back a node that has
   finished: the others need it. `at_once` kills, even where a stop with a grace is under way.
+- A stop that leads to another round is a *recall*: workers that can re-enter keep their process and park. It
+  uses a restart exactly as the failure does; a membership change uses none. The ranks that a hang is due to
+  are killed at once. Not recalled: workers that save a checkpoint (preemption), a node that may have been
+  replaced (`at_once`), and any ending. The same error three times in a row means that two re-entries did not
+  help: then all processes are new. The node that fails decides this for all nodes, too.
 - All workers succeeded: exit barrier, then the end. A barrier that takes too long fails no job. Another
   node's failure or loss re-forms this node too: the others need it. An end of the rendezvous before all
   nodes have reported success is a failure: it stops the workers of the others, or what they did is not known.
@@ -67,6 +72,7 @@ from phalanx.core.group_events import (
     Note,
     Outcome,
     PeerFailed,
+    RecallWorkers,
     ReportFailure,
     RestartRequested,
     RoundFailed,
@@ -119,6 +125,8 @@ class GroupPolicy(Record):
     stop_by_helpers: bool = False
     preempt_signal: int = 0
     """Announces a preemption; 0: none does on this node."""
+    reenter_timeout: float = 0.0
+    """Seconds for a worker to re-enter; 0: every stop ends all workers."""
 
     @property
     def at_failure(self) -> SiblingStop:
@@ -149,6 +157,8 @@ class GroupState(Record):
     not_before: float = 0.0
     cause: str = ""
     """The failure that the group recovers from; empty once the workers run again."""
+    same: tuple[str, int] = ("", 0)
+    """The last error, and how many recalls in a row were due to it."""
     ending: Ending | None = None
     signals: int = 0
     recent: tuple[str, ...] = ()
@@ -168,6 +178,8 @@ class Step(NamedTuple):
 
 
 _ALIVE = frozenset({Phase.STARTING, Phase.RUNNING})
+_RECALLS = 2
+"""Recalls for the same error in a row."""
 _DYING = frozenset({Phase.REFORMING, Phase.CLEARING, Phase.ENDING})
 
 
@@ -286,10 +298,21 @@ def on_unhealthy(state: GroupState, event: Hang | Uninterruptible, now: float, p
         summary = f"workers in uninterruptible sleep (pid {pids})"
     state = state.replace(worker_state=WorkerState.UNHEALTHY)
     # Ready: it ran for long enough to hang, so this is not a crash at the start.
-    return _failure(state, now, policy, summary, Failure(now, summary, None, now - state.started_at, True))
+    failure = Failure(now, summary, None, now - state.started_at, True)
+    if isinstance(event, Uninterruptible):
+        policy = policy.replace(reenter_timeout=0.0)  # a recall would wait for it in vain
+        return _failure(state, now, policy, summary, failure)
+    return _failure(state, now, policy, summary, failure, event.ranks)
 
 
-def _failure(state: GroupState, now: float, policy: GroupPolicy, summary: str, failure: Failure) -> Step:
+def _failure(
+    state: GroupState,
+    now: float,
+    policy: GroupPolicy,
+    summary: str,
+    failure: Failure,
+    guilty: tuple[int, ...] = (),
+) -> Step:
     """This node's own failure: decide for the job, and tell the others."""
     number = _number(state)
     verdict = restarts.decide(state.history, failure, now, policy.restarts)
@@ -298,9 +321,18 @@ def _failure(state: GroupState, now: float, policy: GroupPolicy, summary: str, f
         report = ReportFailure(number, state.attempt, summary, final=True)
         return _end(state, now, policy, Ending(Outcome.FAILED, line), report, Note(line))
     history = restarts.record(state.history, failure, policy.restarts)
-    report = ReportFailure(number, history.attempt, summary, final=False, delay=verdict.delay)
+    times = state.same[1] + 1 if failure.error == state.same[0] else 1
+    anew = bool(policy.reenter_timeout) and times > _RECALLS
+    same = ("", 0) if anew else (failure.error, times)
+    if anew:
+        line += f", in new processes: {_RECALLS} re-entries in a row ended with the same error"
+    report = ReportFailure(
+        number, history.attempt, summary, final=False, delay=verdict.delay, anew=anew, ranks=guilty
+    )
     state = state.replace(history=history, void=number, cause=summary, not_before=now + verdict.delay)
-    return _reform(state, now, policy, line, report)
+    return _recall(
+        state.replace(same=same), now, policy, line, report, cause=summary, guilty=guilty, anew=anew
+    )
 
 
 def on_peer_failed(state: GroupState, event: PeerFailed, now: float, policy: GroupPolicy) -> Step:
@@ -322,7 +354,7 @@ def on_peer_failed(state: GroupState, event: PeerFailed, now: float, policy: Gro
     if state.phase in (Phase.JOINING, Phase.REFORMING):
         # A round that this node does not know yet: its RoundReady, if it still comes, is void.
         return _stay(state, line)
-    return _reform(state, now, policy, line)
+    return _recall(state, now, policy, line, cause=what, guilty=event.ranks, anew=event.anew)
 
 
 def on_peer_failed_late(state: GroupState, event: PeerFailed, now: float, policy: GroupPolicy) -> Step:
@@ -350,7 +382,8 @@ def on_membership(state: GroupState, event: MembershipChanged, now: float, polic
         causes.append(f"{event.waiting} waiting to join")
     if not causes:
         return _stay(state, "membership is unchanged")
-    return _reform(state, now, policy, f"{' and '.join(causes)}; re-forming, which uses no restart")
+    why = " and ".join(causes)
+    return _recall(state, now, policy, f"{why}; re-forming, which uses no restart", cause=why)
 
 
 def on_round_over(state: GroupState, event: RoundOver, now: float, policy: GroupPolicy) -> Step:
@@ -364,9 +397,12 @@ def on_round_over(state: GroupState, event: RoundOver, now: float, policy: Group
         return _go(state, state.phase, f"{event.reason}; {what}", *kill)
     if event.round != _number(state):
         return _go(state, state.phase, f"the end of round {event.round} is out of date", *kill)
-    if event.preempted and not event.at_once:
+    line = f"{event.reason}; re-forming, which uses no restart"
+    if not event.at_once and not event.preempted:
+        return _recall(state, now, policy, line, cause=event.reason)
+    if not event.at_once:
         policy = policy.replace(stop_signal=policy.preempt_signal)
-    return _reform(state, now, policy, f"{event.reason}; re-forming, which uses no restart", *kill)
+    return _reform(state, now, policy, line, *kill)
 
 
 def on_restart_requested(state: GroupState, event: RestartRequested, now: float, policy: GroupPolicy) -> Step:
@@ -431,9 +467,12 @@ def on_stopped(state: GroupState, event: Stopped, now: float, policy: GroupPolic
         assert state.ending is not None, "ENDING knows how it ends"
         return _finish(state.replace(worker_state=WorkerState.STOPPED), state.ending)
     state = state.replace(worker_state=WorkerState.STOPPED)
+    if not event.parked:
+        state = state.replace(same=("", 0))  # no worker re-enters, so the error cannot be due to that
     if state.phase is Phase.CLEARING:
         return _start_or_wait(state, now)
-    return _go(state, Phase.JOINING, "the old workers are gone; waiting for the round")
+    parked = f" or parked ({event.parked})" * bool(event.parked)
+    return _go(state, Phase.JOINING, f"the old workers are gone{parked}; waiting for the round")
 
 
 def _unkillable(state: GroupState, event: Stopped, now: float, policy: GroupPolicy) -> Step:
@@ -460,6 +499,29 @@ def _reform(state: GroupState, now: float, policy: GroupPolicy, reason: str, *te
     if state.phase is Phase.CLEARING:
         return _go(state, Phase.REFORMING, reason, *tell, join, note)
     return _go(state, Phase.JOINING, reason, *tell, join, note, worker_state=WorkerState.STOPPED)
+
+
+def _recall(
+    state: GroupState,
+    now: float,
+    policy: GroupPolicy,
+    reason: str,
+    *tell: Command,
+    cause: str,
+    guilty: tuple[int, ...] = (),
+    anew: bool = False,
+) -> Step:
+    """As `_reform`, but workers that can re-enter keep their process, unless all are to be `anew`."""
+    step = _reform(state, now, policy, reason, *tell)
+    if not policy.reenter_timeout or anew:
+        return step
+    commands = tuple(
+        RecallWorkers(one.sig, one.grace, policy.reenter_timeout, cause, guilty)
+        if isinstance(one, StopWorkers)
+        else one
+        for one in step.commands
+    )
+    return step._replace(commands=commands)
 
 
 def _end(

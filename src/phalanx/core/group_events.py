@@ -5,8 +5,8 @@ The contract the shell keeps:
   `CloseRendezvous` came first (then an answer may still come, or not); a rendezvous that watches the
   job may post `RoundFailed` later too: the round was there, and now the job is over for this node;
 - every `StartWorkers` is answered by `Started` or `StartFailed`; after `StartFailed` nothing is alive;
-- a stop, however often its `StopWorkers` is repeated to hurry it, is answered by exactly one
-  `Stopped`, even if nothing was alive or the start had not finished;
+- a stop or a recall, however often `StopWorkers` is repeated to hurry it, is answered by exactly one
+  `Stopped`, even if nothing was alive or the start had not finished; `StopWorkers` ends parked workers, too;
 - round numbers only grow; `Leave`, `CloseRendezvous` and `Note` need no answer and never fail.
 """
 
@@ -115,9 +115,10 @@ class AllSucceeded(Record):
 
 
 class Stopped(Record):
-    """The stop is over; `unkillable` names what outlived SIGKILL."""
+    """The stop is over; `unkillable` names what outlived SIGKILL, `parked` workers wait to re-enter."""
 
     unkillable: tuple[str, ...] = ()
+    parked: int = 0
 
 
 class MembershipChanged(Record):
@@ -141,7 +142,9 @@ class RoundOver(Record):
 
 
 class PeerFailed(Record):
-    """Another node's failure, with its verdict for the job: `final`, or a restart after `delay`."""
+    """Another node's failure, with its verdict for the job: `final`, or a restart after `delay`.
+
+    `anew`: in new processes on every node; `ranks`: those that a hang is due to."""
 
     node: str
     round: int
@@ -149,6 +152,8 @@ class PeerFailed(Record):
     summary: str = ""
     final: bool = False
     delay: float = 0.0
+    anew: bool = False
+    ranks: tuple[int, ...] = ()
 
 
 class Signal(Record):
@@ -173,10 +178,13 @@ class Uninterruptible(Record):
 
 
 class Hang(Record):
-    """The watchdog reports a worker without progress; `final`: whatever restarts are left."""
+    """The watchdog reports a worker without progress; `final`: whatever restarts are left.
+
+    `ranks`: those that the others wait for, by global rank, where they are known."""
 
     summary: str
     final: bool = False
+    ranks: tuple[int, ...] = ()
 
 
 class RestartRequested(Record):
@@ -234,6 +242,19 @@ class StopWorkers(Record):
     grace: float
 
 
+class RecallWorkers(Record):
+    """Have the workers that re-enter unwind and park; stop the others with `sig` and `grace`.
+
+    A worker that is not parked after `timeout` seconds is killed; those of `ranks` (global) at once. Where no
+    worker re-enters, this is `StopWorkers`. `cause` is what the workers are told."""
+
+    sig: int
+    grace: float
+    timeout: float
+    cause: str
+    ranks: tuple[int, ...] = ()
+
+
 class SiblingStop(Record):
     """How the other workers of a node end when one fails: the policy that agent and helpers carry out.
 
@@ -248,7 +269,8 @@ class SiblingStop(Record):
 class ReportFailure(Record):
     """Tell the other nodes at once (they get `PeerFailed`).
 
-    `unfit`: the failure is this node's own, and it leaves; where the job can go on without it, it does."""
+    `unfit`: the failure is this node's own, and it leaves; where the job can go on without it, it does.
+    `anew`: no worker re-enters."""
 
     round: int
     attempt: int
@@ -256,6 +278,8 @@ class ReportFailure(Record):
     final: bool
     delay: float = 0.0
     unfit: bool = False
+    anew: bool = False
+    ranks: tuple[int, ...] = ()
 
 
 class EnterBarrier(Record):
@@ -302,6 +326,7 @@ Command: TypeAlias = (
     Join
     | StartWorkers
     | StopWorkers
+    | RecallWorkers
     | ReportFailure
     | EnterBarrier
     | Leave

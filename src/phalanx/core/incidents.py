@@ -63,7 +63,8 @@ class Incident(Record):
     `request`. `recovery`: restart, re-entry, membership or end. `round` and `attempt`: the round that it
     ended, and the restarts used with it. `timestamp`: of the failure, by the wall clock. `node`, `rank`,
     `pid`, `exit_code`: of the root cause, where it is known. `total` runs from the failure to the first
-    line, `first_step` from the first line to the first step."""
+    line, `first_step` from the first line to the first step. `how`: which workers kept their process, in
+    words."""
 
     number: int
     reason: str
@@ -84,6 +85,7 @@ class Incident(Record):
     first_step: float | None = None
     total: float | None = None
     over: bool = False
+    how: str = ""
 
 
 class Culprit(Record):
@@ -100,7 +102,8 @@ class GroupStep(Record):
     """One step of the group: its event and reason, the state after it, and whether it had commands.
 
     `now`: the monotonic clock, `wall`: the other one. `node`: this node's name. `beats`: how many workers of
-    this node had sent a heartbeat by then. `recovery`: where the shell knows better than the event."""
+    this node had sent a heartbeat by then. `recovery`: where the shell knows better than the event. `how`: of
+    workers that are started, which of them kept their process, in words."""
 
     event: events.Event
     state: GroupState
@@ -112,6 +115,7 @@ class GroupStep(Record):
     culprit: Culprit | None = None
     beats: int = 0
     recovery: str = ""
+    how: str = ""
 
 
 class OpenIncident(Record):
@@ -184,6 +188,8 @@ def observe(book: IncidentBook, step: GroupStep) -> IncidentBook:
             current = current.mark("reformed", step.now)
         case events.Started():
             current = current.mark("started", step.now)
+            if step.how:
+                current = current.replace(incident=current.incident.replace(recovery=REENTRY, how=step.how))
         case _:
             pass
     if step.state.phase in _ENDS and current.incident.recovery != END and current.at("started") is None:

@@ -120,13 +120,13 @@ class Console:
         if self._follower is not None:
             self._follower.hurry(_HURRIED)
 
-    def stop(self) -> None:
-        """Free everything; idempotent."""
+    def stop(self, ended: bool = True) -> None:
+        """Free everything; idempotent. `ended`: no worker is left that could write."""
         self.over = True
         if self._follower is not None:
             self._follower.stop()
         if self._rotation is not None:
-            self._rotation.stop()
+            self._rotation.stop(ended)
 
     def _objects(self, rank: int, stream: str) -> JsonLines | None:
         if self._json is None:

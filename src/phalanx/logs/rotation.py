@@ -75,7 +75,10 @@ class RotatedLog:
 
     def due(self) -> bool:
         """Whether the log is larger than it may be."""
-        return os.fstat(self.fd).st_size - self.start > self._size
+        size = os.fstat(self.fd).st_size
+        if size < self.start:  # the worker has emptied it
+            self.start = 0
+        return size - self.start > self._size
 
     def move_front(self, limit: int) -> bool:
         """Move the next part out of the log, unless it goes beyond `limit`; False if nothing was moved."""
@@ -93,7 +96,7 @@ class RotatedLog:
 
     def close_up(self) -> None:
         """The writers have ended: leave a log that begins with its first byte of data."""
-        if self.start:
+        if self.start and not self.due():
             self._copy(os.fstat(self.fd).st_size, self.path)
 
     def _part(self, number: int) -> str:
@@ -106,8 +109,9 @@ class RotatedLog:
 
     def _copy(self, end: int, path: str) -> None:
         unfinished = f"{self.path}.new"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        out = os.open(unfinished, flags, 0o600)
+        _unlink(unfinished)
+        # Exclusively: what a worker may have put there (a link, a pipe) is neither followed nor waited for.
+        out = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             at = self.start
             while at < end:
@@ -138,6 +142,7 @@ class LogRotation:
         self._wake_r, self._wake_w = os.pipe()
         self._lock = threading.Lock()
         self._over = False
+        self._ended = False
         self._told = False
         self._thread = threading.Thread(target=self._main, name="log-rotation", daemon=True)
 
@@ -145,9 +150,13 @@ class LogRotation:
         _running.add(self._thread)
         self._thread.start()
 
-    def stop(self) -> None:
-        """The writers have ended; returns at once, and the thread finishes its work. Idempotent."""
+    def stop(self, ended: bool = True) -> None:
+        """No more is rotated; returns at once, and the thread finishes its work. Idempotent.
+
+        `ended`: the writers have; else the logs stay as they are, with their holes.
+        """
         with self._lock:
+            self._ended = ended
             if not self._over and self._wake_w >= 0:
                 os.write(self._wake_w, b"!")
             self._over = True
@@ -161,7 +170,8 @@ class LogRotation:
             if self._can_punch():
                 while not self._over:
                     self._sleep(watcher, self._rotate())
-                self._rotate(ended=True)
+                if self._ended:
+                    self._rotate(ended=True)
         except OSError as error:
             warn(f"--log-rotate: logs are not rotated any more: {error.filename or ''} {error.strerror}")
         finally:

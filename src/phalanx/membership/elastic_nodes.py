@@ -101,6 +101,7 @@ class ElasticNodes:
             "address": membership.info.addr,
             "lease_age": membership.lease_age,
             "spare": membership.is_spare,
+            "operations": membership.operations,
         }
 
     def ask(
@@ -161,7 +162,9 @@ class ElasticNodes:
         final = command.summary if command.final else ""
         # With the host of the store the job would lose its store: its failure is the job's.
         self._unfit = command.unfit and not self._membership.hosting
-        failure = NodeFailure(command.summary, final, text, code, command.delay)
+        failure = NodeFailure(
+            command.summary, final, text, code, command.delay, command.anew, command.ranks[:64]
+        )
         self._membership.failed(command.round, failure, self._unfit)
 
     def fenced(self, number: int) -> None:
@@ -270,7 +273,15 @@ class ElasticNodes:
         if now.restarts > over.was.restarts:
             failure = NodeFailure.read(now.cause[2])
             name = now.cause[1]
-            return events.PeerFailed(name, number, now.restarts, failure.summary, delay=failure.delay)
+            return events.PeerFailed(
+                name,
+                number,
+                now.restarts,
+                failure.summary,
+                delay=failure.delay,
+                anew=failure.anew,
+                ranks=failure.ranks,
+            )
         return events.RoundOver(number, over.reason)
 
     def _failure_of(self, number: int, now: Round, outcome: str) -> events.Event | None:

@@ -124,6 +124,7 @@ class Membership:
         self._finished_by: float | None = None
         self._refused_since: float | None = None
         self._dialling_until = 0.0
+        self.operations = 0  # commands sent to the store
         self._leaving = ""
         self._preempted = False
         self._unfit = ""  # why this node cannot be part of any round
@@ -371,6 +372,7 @@ class Membership:
             self._calls.put(lambda: answered(reply) if number == self._connections else None)
 
         try:
+            self.operations += 1
             self.client.send(command, deliver)
         except StoreError:
             pass  # the connection has ended for good, and `lost` is in the queue

@@ -64,6 +64,8 @@ class NodeFailure(NamedTuple):
     report: str = ""
     exit_code: int = 1
     delay: float = 0.0  # seconds before the restart, on every node
+    anew: bool = False  # no worker re-enters
+    ranks: tuple[int, ...] = ()  # that a hang is due to
 
     def text(self) -> str:
         """For the round's record."""
@@ -87,15 +89,22 @@ class NodeFailure(NamedTuple):
             found = json.loads(text)
             words = {key: found.get(key, "") for key in ("summary", "final", "report")}
             code, delay = found.get("exit_code", 1), found.get("delay", 0.0)
+            anew, ranks = found.get("anew", False), found.get("ranks", [])
             if not all(isinstance(one, str) for one in words.values()) or type(code) is not int:
                 raise TypeError
             if type(delay) not in (int, float) or not 0 <= delay < _LONGEST_DELAY:
                 raise TypeError
+            if type(anew) is not bool or not all(type(rank) is int for rank in ranks[:_MOST_RANKS]):
+                raise TypeError
         except (ValueError, TypeError, AttributeError, RecursionError):
             return NodeFailure(printable(text))
         cleaned = {key: printable(one, lines=key == "report") for key, one in words.items()}
-        return NodeFailure(**cleaned, exit_code=code if 0 < code < 256 else 1, delay=delay)
+        code = code if 0 < code < 256 else 1
+        return NodeFailure(
+            **cleaned, exit_code=code, delay=delay, anew=anew, ranks=tuple(ranks[:_MOST_RANKS])
+        )
 
 
 _LONGEST_DELAY = 86400.0 + 1
+_MOST_RANKS = 64
 NO_FAILURE = NodeFailure("")

@@ -128,6 +128,7 @@ def incident_event(incident: Incident) -> Event:
         **{name: values[name] for name in ("recovery", "round", "attempt", "node", "rank", "pid")},
         "exit_code": values["exit_code"],
         "timestamp": values["timestamp"],
+        "how": values["how"],
     }
     for name in ("detect", "stop", "reform", "start", "first_line", "first_step", "total"):
         value = values[name]

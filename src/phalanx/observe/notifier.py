@@ -5,9 +5,7 @@ Each message is one JSON object, on the stdin of the command or as the body of a
     {"event": "failure", "text": "train.py on a1: rank 1: RuntimeError: boom; restart 1 of 3", "time": …,
      "job": "train.py", "run_id": "…", "host": "a1", "round": 2, "restarts": 1, "reason": "…", …}
 
-`text` is for people (it is what chat services show). Messages are sent in order by a thread that is started
-with the first of them, three attempts each, and a queue that is full loses the newest. The job never waits,
-but for its last message: the end of the launcher waits for at most ten seconds in all.
+`text` is for people (it is what chat services show).
 
 A URL or a command may hold a secret: neither is ever printed, and the variable is not handed to workers.
 """
@@ -15,26 +13,22 @@ A URL or a command may hold a secret: neither is ever printed, and the variable 
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.record import Record
-from phalanx.environment import without_secrets
-from phalanx.log import warn
 from phalanx.logs.json_lines import timestamp
+from phalanx.observe.outbox import Outbox, Undelivered
 
 if TYPE_CHECKING:
-    import subprocess
+    from phalanx.agent.job_history import JobHistory
+    from phalanx.core.incidents import Incident
+    from phalanx.supervision.incident_log import IncidentLog
 
-_ATTEMPTS = 3
-_PAUSES = (1.0, 4.0)  # seconds before the second and the third attempt
 _ANSWER = 5.0  # seconds for a server
-_RUN = 15.0  # seconds for a command
-_LAST = 10.0  # seconds that the end of the job waits
-_QUEUE = 64
 _NOT_WORTH_ANOTHER = frozenset(range(400, 500)) - {408, 425, 429}
+_TOLD = {"failure": "failure", "start": "failure", "uninterruptible": "failure", "hang": "hang"}
+"""The incidents that are told of, by trigger: those of this node, and nothing that was meant to happen."""
 
 
 class JobNames(Record):
@@ -45,28 +39,41 @@ class JobNames(Record):
     host: str
 
 
-class Undelivered(Exception):
-    """An attempt failed; `final`: another one would, too."""
-
-    def __init__(self, why: str, final: bool = False) -> None:
-        super().__init__(why)
-        self.final = final
-
-
-class Notifier:
-    """Sends messages from a thread of its own."""
+class Notifier(Outbox):
+    """Makes the messages, and sends them to a command or a URL."""
 
     def __init__(self, target: str, names: JobNames) -> None:
+        super().__init__("--notify", "message")
         self._target = target
         self._names = names
-        self._queue: deque[bytes] = deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._sending = False
-        self._closed = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._failed = 0
-        self._told = False
+        self._recovers = False  # from an incident that was told of
+
+    def listen(self, history: JobHistory, hangs: IncidentLog) -> None:
+        """Tell of the incidents of an agent, and of hangs that it only warns about."""
+        history.listeners.append(self.incident)
+        hangs.on_warning = lambda summary: self.send("hang", summary, reason=summary)
+
+    def incident(self, incident: Incident) -> None:
+        """An incident has opened, or is over."""
+        event = _TOLD.get(incident.trigger)
+        if event is None or incident.over:
+            return
+        self._recovers = True
+        self.send(
+            event,
+            incident.reason,
+            reason=incident.reason,
+            rank=incident.rank,
+            exit_code=incident.exit_code,
+            round=incident.round,
+            restarts=incident.attempt,
+        )
+
+    def started(self, attempt: int) -> None:
+        """The workers run."""
+        if self._recovers:
+            self._recovers = False
+            self.send("recovery", "all workers run again", restarts=attempt)
 
     def send(self, event: str, text: str, **more: Any) -> None:
         """Queue a message; returns at once."""
@@ -78,99 +85,15 @@ class Notifier:
             **names.as_dict(),
             **more,
         }
-        body = json.dumps(message, default=str).encode()
-        with self._changed:
-            if self._closed or len(self._queue) >= _QUEUE:
-                self._failed += 1
-                return
-            self._queue.append(body)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._main, name="phalanx-notify", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        self.put(json.dumps(message, default=str).encode())
 
-    def close(self, patience: float = _LAST) -> None:
-        """Wait until everything is sent, but not for long; what is not, is counted in one line."""
-        end = time.monotonic() + patience
-        with self._changed:
-            while (self._queue or self._sending) and time.monotonic() < end:
-                self._changed.wait(end - time.monotonic())
-            self._closed = True
-            left = self._failed + len(self._queue) + self._sending
-            self._changed.notify_all()
-            process = self._process
-        if process is not None:
-            _kill(process)
-        if self._thread is not None:
-            self._thread.join(1.0)
-        if left:
-            warn(f"--notify: {left} message{'s' * (left != 1)} could not be delivered")
-
-    def _main(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                body = self._queue.popleft()
-                self._sending = True
-            delivered = self._deliver(body)
-            with self._changed:
-                self._sending = False
-                self._failed += not delivered and not self._closed
-                self._changed.notify_all()
-
-    def _deliver(self, body: bytes) -> bool:
-        for attempt in range(_ATTEMPTS):
-            try:
-                if self._target.startswith(("http://", "https://")):
-                    post(self._target, body)
-                else:
-                    self._run(body)
-                return True
-            except Undelivered as error:
-                if not self._told and not self._closed:
-                    self._told = True
-                    warn(f"--notify: {error}")
-                if error.final or attempt == _ATTEMPTS - 1:
-                    return False
-            with self._changed:
-                if self._closed or self._changed.wait_for(lambda: self._closed, _PAUSES[attempt]):
-                    return False
-        return False
-
-    def _run(self, body: bytes) -> None:
-        import subprocess
-
-        try:
-            process = subprocess.Popen(
-                ["/bin/sh", "-c", self._target],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=without_secrets(),
-                start_new_session=True,  # a Ctrl-C is for the job
-            )
-        except OSError as error:
-            raise Undelivered(f"the command cannot be started: {error.strerror}") from None
-        with self._changed:
-            self._process = process
-            if self._closed:
-                _kill(process)
-        try:
-            process.communicate(body, timeout=_RUN)
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            process.communicate()
-            raise Undelivered(f"the command did not end within {_RUN:g} s") from None
-        except OSError:
-            process.wait()
-        finally:
-            with self._changed:
-                self._process = None
-        if process.returncode:
-            raise Undelivered(f"the command failed with exit code {process.returncode}")
+    def deliver(self, body: bytes) -> None:
+        if self._target.startswith(("http://", "https://")):
+            post(self._target, body)
+            return
+        code = self.run(["/bin/sh", "-c", self._target], body)
+        if code:
+            raise Undelivered(f"the command failed with exit code {code}")
 
 
 def post(url: str, body: bytes) -> None:
@@ -206,13 +129,3 @@ def post(url: str, body: bytes) -> None:
         cause = getattr(error, "reason", error)  # not its text, which may quote the URL
         why = getattr(cause, "strerror", None) or type(cause).__name__
         raise Undelivered(f"the server cannot be reached: {why}") from None
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    import os
-    import signal
-
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except OSError:
-        pass

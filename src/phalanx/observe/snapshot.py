@@ -92,6 +92,7 @@ class IncidentSnapshot(msgspec.Struct):
     first_step: Seconds | None = None
     total: Seconds | None = None
     over: bool = False
+    how: str = ""
 
 
 class LedgerSnapshot(msgspec.Struct):
@@ -146,6 +147,28 @@ class JobSnapshot(msgspec.Struct):
     silent: Count = 0
 
 
+class RunFile(msgspec.Struct):
+    """A run in the registry (`observe.run_registry`) and, complete, in the `summary.json` of its logs.
+
+    `outcome`: empty while it runs (or if it was killed), then succeeded, failed, stopped or left. `ranks`:
+    the global ranks of this node's workers, by local rank."""
+
+    run: str
+    name: str
+    host: str
+    pid: Count
+    since: Seconds
+    logs: str = ""
+    until: Seconds | None = None
+    outcome: str = ""
+    exit_code: Count | None = None
+    restarts: Count = 0
+    ranks: list[Count] = []
+    goodput: LedgerSnapshot | None = None
+    line: str = ""
+    incidents: list[IncidentSnapshot] = []
+
+
 READABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What `decode` raises for what is not a snapshot."""
 
@@ -153,6 +176,14 @@ READABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 def decode(data: bytes) -> JobSnapshot:
     """An answer of an agent; `READABLE` otherwise."""
     return msgspec.json.decode(data, type=JobSnapshot)
+
+
+def decode_run(data: bytes) -> RunFile | None:
+    """A run of the registry; None for anything else."""
+    try:
+        return msgspec.json.decode(data, type=RunFile)
+    except READABLE:
+        return None
 
 
 def as_json(snapshot: JobSnapshot) -> dict[str, Any]:

@@ -77,6 +77,7 @@ def _table(workers: list[dict[str, Any]]) -> list[str]:
         ("steps/s", ["" if one["rate"] is None else f"{one['rate']:.3g}" for one in workers]),
         ("last beat", ["" if one["quiet"] is None else f"{one['quiet']:.1f} s ago" for one in workers]),
         ("section", [one["section"] for one in workers]),
+        ("gpu", [_gpus(one) for one in workers]),
     ]
     shown = [(name, cells) for name, cells in columns if any(cells)]
     widths = [max(len(name), *map(len, cells)) for name, cells in shown]
@@ -85,6 +86,14 @@ def _table(workers: list[dict[str, Any]]) -> list[str]:
         "  " + "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _gpus(worker: dict[str, Any]) -> str:
+    """`0: 12.3 GB, 97 %` for every device of a worker."""
+    found = worker.get("gpus") or []
+    return "; ".join(
+        f"{one['index']}: {_bytes(one['memory'] or 0)}, {one['busy'] or 0:.0f} %" for one in found
+    )
 
 
 def _state(worker: dict[str, Any]) -> str:

@@ -15,6 +15,15 @@ DEFAULT = "/dev/termination-log"
 LIMIT = 4096
 
 
+def bare(text: str) -> str:
+    """A report without colours and rules, which a terminal needs and a small file has no room for."""
+    if "\x1b" in text:
+        import re
+
+        text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return "\n".join(line for line in text.splitlines() if line.strip("=-")).strip()
+
+
 def cut(text: str, limit: int = LIMIT) -> bytes:
     """The start of a text as UTF-8, at most `limit` bytes, without half a character at its end."""
     data = text.encode("utf-8", "backslashreplace")

@@ -38,7 +38,7 @@ def agree(state: RankState, name: str, timeout: float) -> int | None:
     if place.world_size == 1:
         found = newest_common([moments])
     else:
-        with _store(timeout) as store:
+        with round_store("agree()", "phalanx/state/", timeout) as store:
             found = _exchange(store, name, place.rank, place.world_size, moments, timeout)
     if found is None:
         return None
@@ -46,16 +46,17 @@ def agree(state: RankState, name: str, timeout: float) -> int | None:
     return found[0]
 
 
-def _store(timeout: float) -> TorchStoreClient:
+def round_store(what: str, prefix: str, timeout: float) -> TorchStoreClient:
+    """The store of this round, which is empty when it begins; `what` asks for it."""
     from phalanx.store.torch.client import TorchStoreClient
 
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not port.isdigit():
         raise StateError(
-            "agree() needs the store that the agents serve: unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE, "
+            f"{what} needs the store that the agents serve: unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE, "
             "or agree through a collective of your own"
         )
-    return TorchStoreClient(host, int(port), timeout, prefix="phalanx/state/")
+    return TorchStoreClient(host, int(port), timeout, prefix=prefix)
 
 
 def _exchange(

@@ -39,7 +39,7 @@ class ExpectedOutput:
         """`files`: the global rank and the path of every log."""
         self._note = note
         self._page = anonymous_file("phalanx-expect")
-        os.pwrite(self._page, PAGE.pack(0.0, 0, 0), 0)
+        os.pwrite(self._page, PAGE.pack(0.0, 0, 1), 0)  # as long as it starts, everything waits
         self._news = b""
         self._bad: tuple[int, str] | None = None
         self._process: subprocess.Popen[bytes] | None = None

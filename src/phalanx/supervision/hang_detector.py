@@ -332,7 +332,7 @@ class HangDetector:
             self._warned_rule = incident.verdict.rule
             self._incidents.warn_of_hang(summary)
             return None
-        return Hang(summary, final=policy.on_hang == "fail")
+        return Hang(summary, policy.on_hang == "fail", incident.guilty)
 
     # -- messages of the nodes ----------------------------------------------------------------------
 

@@ -81,6 +81,7 @@ class HangIncident:
         self.verdict = verdict
         self.view, self._at = view, now
         self.summary = verdict.reason
+        self.guilty: tuple[int, ...] = ()  # global ranks that the others wait for, once that is known
         self.report: list[str] = []
         self._context = context
         self._global_ranks = global_ranks
@@ -155,6 +156,8 @@ class HangIncident:
         if again is not None and again.rule == self.verdict.rule:
             self.verdict = again
         blamed = blame(findings.view, self.verdict, tuple(findings.found.values()))
+        if len(blamed.ranks) < len(findings.view.alive):
+            self.guilty = blamed.ranks
         who = stacks.in_one_line(blamed, findings.found)
         joint = ", " if who.startswith("at ") else ": "
         self.summary = f"{self.verdict.reason}{joint}{who}" if who else self.verdict.reason

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx.agent.spec import WorkerGroup
     from phalanx.core.goodput import RankProgress
     from phalanx.core.group import Phase
-    from phalanx.core.group_events import Event
+    from phalanx.core.group_events import Event, RecallWorkers
     from phalanx.core.progress import WatchPolicy
     from phalanx.supervision.heartbeat import Boards, BoardSnapshot
     from phalanx.workers.worker_group import PContext
@@ -208,3 +208,7 @@ class Supervision:
             self.preemption.stop(context, self._boards, grace, self.incidents.note)
         else:
             context.ask_stop(sig, grace)
+
+    def recall(self, context: PContext, command: RecallWorkers, guilty: tuple[int, ...]) -> None:
+        """Have the workers that re-enter park, and stop the others; `guilty`: local ranks to kill at once."""
+        context.ask_recall(command.sig, command.grace, command.timeout, command.cause, guilty)

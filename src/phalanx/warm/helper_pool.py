@@ -131,6 +131,8 @@ class HelperPool:
         if kind is None:
             return None
         self._drop_lost()
+        if self._now is not None and self._now.survivors and self._now.how == kind:
+            return self._now  # the parent of the workers that re-enter
         self._drop_outdated()
         now = self._now
         if self._next is not None and self._next.how == kind and not self._next.importing:
@@ -171,7 +173,7 @@ class HelperPool:
 
     def prepare(self, count: int) -> None:
         """Nothing runs and a round is awaited (a spare, a first node): park processes for it."""
-        ready = self._next or self._now
+        ready = self._for_standbys
         if (
             ready is not None
             and self.mode == "standby"
@@ -194,9 +196,15 @@ class HelperPool:
         if ranks - self._waiting_now:
             self._waiting_now = ranks
             self._waits_for_rank |= ranks
-            ready = self._next or self._now
+            ready = self._for_standbys
             if ready is not None and ready.how.startswith("python"):
                 self._park(ready, context.nprocs)
+
+    @property
+    def _for_standbys(self) -> Spawner | None:
+        """The helpers of the next start: where workers re-enter, their own."""
+        now = self._now
+        return now if now is not None and (now.reenter or now.survivors) else self._next or now
 
     @property
     def parked(self) -> list[int]:
@@ -333,7 +341,8 @@ class HelperPool:
                 ready = self._next = self._make_better()
         if ready is None:
             return
-        if self.mode == "standby" and self.kind.startswith("python"):
+        ready = self._for_standbys
+        if ready is not None and self.mode == "standby" and self.kind.startswith("python"):
             self._park(ready, context.nprocs)
 
     def _is_quiet(self, context: PContext, now: float) -> bool:

@@ -48,7 +48,7 @@ class ImportJudge:
         spoiled: Callable[[], None],
         progress: Callable[[], None],
     ) -> None:
-        """`forbidden`: why a module must not be imported here; None: it may. `spoiled`: one was blamed."""
+        """`forbidden`: why a module must not be loaded here; None: it may. `spoiled`: one was blamed."""
         self._log = log
         self._homes = homes
         self._checks = checks
@@ -74,13 +74,9 @@ class ImportJudge:
             finally:
                 end(spec.name)
 
-        if self.each_module:
-            self._patch(self._machinery, "_load_unlocked", _load_unlocked)
-        sys.meta_path.insert(0, self)  # it finds nothing
+        self._patch(self._machinery, "_load_unlocked", _load_unlocked)
 
     def __exit__(self, *error: object) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
         for owner, name, original in reversed(self._originals):
             setattr(owner, name, original)
         self._originals.clear()
@@ -109,13 +105,13 @@ class ImportJudge:
 
     # -- events of the import system ----------------------------------------------------------------
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """A module is about to be loaded."""
-        why = self._forbidden(name)
-        if why is not None:
-            self._blame(name, why)
-
     def _begin(self, name: str) -> None:
+        """A module is about to be loaded; packages also look for some that they do not load."""
+        forbidden = self._forbidden(name)
+        if forbidden is not None:
+            self._blame(name, forbidden)
+        if not self.each_module:
+            return
         if self._stack:
             why = self.look(self._stack[-1])
             if why:
@@ -126,6 +122,8 @@ class ImportJudge:
         self._progress()
 
     def _end(self, name: str) -> None:
+        if not self.each_module:
+            return
         why = self.look(name)
         self._stack.pop()
         own = self._own_place(name)

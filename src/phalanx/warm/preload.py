@@ -212,6 +212,7 @@ class Preload:
         left_out = self._ahead is not None or self._log.unsuitable or self._log.importers
         if not self._log.hung and (not found.all_there or (random and left_out)):
             reserve.start_twin()
+            del found  # it refers to values whose references are counted
             found = reserve.compare(lambda: self._report(""))
             random = self._random(found)
         if random:

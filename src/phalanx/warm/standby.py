@@ -13,6 +13,9 @@ other ranks, its log and its environment with the hand-over. Until then it waits
   in one line and not tried again: starts go on without them.
 * A standby that is not ready when a start needs it, or that has loaded a file of the user's that was edited
   since, is killed: the start does not wait.
+
+A *parked worker* (reentry/) is a standby that has run before: it waits for the next place of its local rank
+with all of its memory, and takes it before any other standby of this rank does.
 """
 
 from __future__ import annotations
@@ -156,6 +159,14 @@ class Standby:
             os.close(self.printed)
 
 
+class ParkedWorker(Standby):
+    """A worker that has unwound, and waits to re-enter."""
+
+    def __init__(self, rank: int, pid: int, channel: Channel) -> None:
+        super().__init__(rank, pid, channel, StandbyPlan([StandbyRank() for _ in range(rank + 1)]), -1)
+        self.ready = True
+
+
 class StandbyPool:
     """The zygote's standbys, by pid."""
 
@@ -171,8 +182,13 @@ class StandbyPool:
         return set(self._all)
 
     def parked(self) -> list[int]:
-        """Those that wait."""
-        return [one.pid for one in self._all.values() if one.ready and not one.dropped]
+        """Those that wait, workers that re-enter excepted."""
+        fresh = [one for one in self._all.values() if not isinstance(one, ParkedWorker)]
+        return [one.pid for one in fresh if one.ready and not one.dropped]
+
+    def survivors(self) -> set[int]:
+        """Workers that wait to re-enter."""
+        return {one.pid for one in self._all.values() if isinstance(one, ParkedWorker) and not one.dropped}
 
     def channels(self) -> list[Channel]:
         return [one.channel for one in self._all.values()]
@@ -188,13 +204,24 @@ class StandbyPool:
 
     # -- making them ------------------------------------------------------------------------------
 
+    def take_in(self, worker: ParkedWorker) -> None:
+        """A worker has parked."""
+        self._all[worker.pid] = worker
+        self._poll.register(worker.channel.fileno(), select.POLLIN)
+
+    def drop_survivors(self) -> None:
+        """No worker re-enters after all."""
+        for one in self._all.values():
+            if isinstance(one, ParkedWorker):
+                self._drop(one)
+
     def missing(self, plan: StandbyPlan) -> list[int]:
         """The ranks that have none of the kind that is wanted; others are killed."""
         if self._refused or self._lost >= _MOST_LOST:
             return []
         have = set()
         for one in self._all.values():
-            if one.dropped:
+            if one.dropped or isinstance(one, ParkedWorker):
                 continue
             if one.rank < len(plan.ranks) and one.runs_script == plan.ranks[one.rank].runs_script:
                 have.add(one.rank)
@@ -271,7 +298,7 @@ class StandbyPool:
             return False
         if not one.dropped:
             self._read(one)
-        if not one.dropped:
+        if not one.dropped and not isinstance(one, ParkedWorker):
             if not one.ready and one.runs_script:
                 self._refuse(one, one.how_it_ended(status))
             elif not one.ready and one.plan.warm_up:
@@ -323,13 +350,21 @@ class StandbyPool:
     # -- using them -------------------------------------------------------------------------------
 
     def hand_over(
-        self, request: dict[str, Any], spec: dict[str, Any], fds: list[int], gate_read: int, status: int
-    ) -> int:
-        """Give the standby of a rank its work; returns its pid, or 0 if there is none that does."""
+        self,
+        request: dict[str, Any],
+        spec: dict[str, Any],
+        fds: list[int],
+        gate_read: int,
+        status: int,
+        parked: bool = False,
+    ) -> Standby | None:
+        """Give the standby of a rank its work, or the worker that is `parked`; None if none suits.
+
+        The channel of what is returned is the caller's to close."""
         for one in list(self._all.values()):
-            if one.rank != spec["rank"] or one.dropped:
+            if one.rank != spec["rank"] or one.dropped or isinstance(one, ParkedWorker) != parked:
                 continue
-            if not self._suits(one, request, spec):
+            if not parked and not self._suits(one, request, spec):
                 self._drop(one)
                 continue
             self._forget(one.pid)
@@ -339,9 +374,8 @@ class StandbyPool:
                 self._all[one.pid] = one  # it has died, and is about to be reaped
                 one.dropped = True
                 continue
-            one.close()
-            return one.pid
-        return 0
+            return one
+        return None
 
     def _suits(self, one: Standby, request: dict[str, Any], spec: dict[str, Any]) -> bool:
         if not one.ready:

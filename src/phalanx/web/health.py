@@ -1,7 +1,7 @@
 """Health over HTTP: `/healthz` (alive and making progress) and `/readyz` (workers have started).
 
 Answers are 200 or 503 and nothing else: any client that reaches the port may ask, so versions, names and
-reasons go to the log only.
+reasons go to the log only. A page that tells more (`/metrics`) is there only if it was asked for.
 
 Invariants
 - No wake-ups without requests: the server sleeps in `accept`, and probes the agent's loop only on request.
@@ -15,11 +15,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
+
+if TYPE_CHECKING:
+    from phalanx.web.metrics import Page
 
 LOOPBACK = "127.0.0.1"
 _CLIENT_TIMEOUT = 2.0  # for each piece of a request
@@ -41,8 +44,11 @@ class HealthServer:
         port: int,
         live: Callable[[], bool],
         ready: Callable[[], bool] | None = None,
+        pages: Mapping[str, Callable[[str], Page]] | None = None,
     ) -> None:
+        """`pages` make a text of what the client says it can read; they are asked for, unlike the others."""
         self._address = (host or LOOPBACK, port)
+        self._pages = pages or {}
         self._answers = {"/healthz": live, "/": live, "/readyz": ready or live}
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
@@ -57,7 +63,7 @@ class HealthServer:
         """Bind and serve; PhalanxError if the address cannot be bound."""
         host, port = self._address
         try:
-            self._server = _Server(self._address, self._answers)
+            self._server = _Server(self._address, self._answers, self._pages)
         except OSError as error:
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             raise PhalanxError(
@@ -101,11 +107,16 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], answers: dict[str, Callable[[], bool]]) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        answers: dict[str, Callable[[], bool]],
+        pages: Mapping[str, Callable[[str], Page]],
+    ) -> None:
         import socket
 
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.answers = answers
+        self.answers, self.pages = answers, pages
         self._free_threads = threading.BoundedSemaphore(_MAX_CLIENTS)
         self._lock = threading.Lock()
         self._clients: dict[
@@ -169,7 +180,12 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        answer = self.server.answers.get(self.path.partition("?")[0])
+        path = self.path.partition("?")[0]
+        page = self.server.pages.get(path)
+        if page is not None:
+            self._show(page)
+            return
+        answer = self.server.answers.get(path)
         try:
             code = 404 if answer is None else 200 if answer() else 503
         except Exception:  # noqa: BLE001 - a user's callback that fails counts as unhealthy
@@ -178,6 +194,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
+
+    def _show(self, page: Callable[[str], Page]) -> None:
+        code, kind, body = page(self.headers.get("Accept", ""))
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     do_HEAD = do_GET
 

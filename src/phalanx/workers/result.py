@@ -50,7 +50,8 @@ def tail_of(path: str) -> str:
             data = file.read(_TAIL_BYTES)
     except OSError:
         return ""
-    lines = data.decode("utf-8", "replace").splitlines()
-    if size > _TAIL_BYTES and len(lines) > 1:
+    text = data.lstrip(b"\0")  # a rotated log begins with a hole
+    lines = text.decode("utf-8", "replace").splitlines()
+    if size > _TAIL_BYTES and len(lines) > 1 and len(text) == len(data):
         lines = lines[1:]  # the first one is cut
     return "\n".join(lines[-_TAIL_LINES:])

@@ -31,6 +31,7 @@ from phalanx.core.group_events import SiblingStop
 from phalanx.core.record import Record
 from phalanx.errors import StartError
 from phalanx.log import warn
+from phalanx.workers.program import BOOTSTRAP
 from phalanx.workers.result import RunProcsResult, tail_of
 from phalanx.workers.signals import SignalScope
 from phalanx.zygote.bootstrap import ERROR_FILE, TALLY_FD
@@ -42,8 +43,10 @@ from phalanx.zygote.spawner import (
     Spawner,
     StartRefused,
     WorkerLaunch,
+    WorkerParked,
     WorkersFenced,
     WorkersStarted,
+    WorkerUnfit,
     files_needed,
     require_files,
 )
@@ -74,6 +77,18 @@ _CLEARED = 2.0  # for the keeper to kill the zygote, and for SIGKILL to end both
 _START_TRIES = 3  # helpers that may end while they start a group; after that, something else is wrong
 
 
+class ReentryTerms(Record):
+    """What a worker that re-enters is told of its round."""
+
+    timeout: float  # seconds for a worker to park
+    number: int  # of the round
+    cause: str = ""  # why there is another round
+
+    def text(self) -> str:
+        """As it travels, in a variable: one line."""
+        return f"{self.timeout:g},{self.number},{' '.join(self.cause.split())[:1000]}"
+
+
 class GroupOptions(Record):
     """What an owner with a loop of its own chooses beyond torch's arguments."""
 
@@ -82,6 +97,7 @@ class GroupOptions(Record):
     lease: int = -1  # a file with the time until which the workers may run (supervision/heartbeat.py)
     boards: Boards | None = None  # memory shared with the workers (supervision/heartbeat.py)
     state: StateFiles | None = None  # what the workers keep (state/holder.py)
+    reentry: ReentryTerms | None = None  # what workers that re-enter are told; None: none does
     attach: int | None = None  # only this rank gets the standard input, the others none
     output: OutputOptions | None = None  # how lines are shown and files rotated; None: as torch does
     host: str = ""  # this node, as JSON lines name it
@@ -147,6 +163,8 @@ class PContext(abc.ABC):
         self._lost_by: float | None = None  # the helpers are gone: when their workers must have ended
         self._unreported: dict[int, tuple[float, float]] = {}  # rank → report due by, time of the exit
         self._stop_signal = 0
+        self.parked: set[int] = set()  # ranks that wait to re-enter in the next group
+        self.unfit: dict[int, str] = {}  # ranks that were recalled and do not, and why
         self.fenced = False  # the zygote killed the workers, because their lease was not renewed
         self._stop_by = 0.0
         self._stopped_at = 0.0  # by the wall clock, as exits are
@@ -292,6 +310,9 @@ class PContext(abc.ABC):
         if state is not None:
             job.fds = [*job.fds, *state.places(rank, executed=bool(job.argv))]
             env["PHALANX_STATE"] = state.variable(rank)
+        terms = self.options.reentry
+        if terms is not None and self.spawner_kind and (not job.argv or BOOTSTRAP in job.argv):
+            job.reentry = terms.text()
         job.env = env
         job.stdout = self.stdouts.get(rank) or ""
         job.stderr = self.stderrs.get(rank) or ""
@@ -325,10 +346,11 @@ class PContext(abc.ABC):
     def abandon(self) -> None:
         """Kill what may be left, give everything back, and do not wait for it; idempotent."""
         with self._lock:
-            if self.spawner is not None and not self._owns_spawner and self._state != "done":
+            ended = self._state == "done"
+            if self.spawner is not None and not self._owns_spawner and not ended:
                 self.spawner.stop(signal.SIGKILL, 0)
             self._finish()
-        self._release()
+        self._release(ended)
 
     # -- wait -------------------------------------------------------------------------------------
 
@@ -494,6 +516,29 @@ class PContext(abc.ABC):
             elif self._console is not None and grace <= 0:
                 self._console.hurry()
 
+    @property
+    def reenters(self) -> bool:
+        """Whether workers can be recalled."""
+        return self.spawner is not None and self._state == "running" and bool(self.spawner.reenter)
+
+    def ask_recall(
+        self, sig: int, grace: float, timeout: float, cause: str, guilty: tuple[int, ...] = ()
+    ) -> None:
+        """Begin to stop, except for the workers that re-enter: they have `timeout` seconds to park."""
+        if not self.reenters:
+            self.ask_stop(sig, grace)
+            return
+        with self._lock:
+            assert self.spawner is not None
+            now = time.monotonic()
+            others = self.running - self.spawner.reenter
+            self._stop_by = now + max(timeout, grace if others else 0.0)
+            self._stopped_at = self._stopped_at or time.time()
+            self._state, self._stop_signal = "stopping", sig
+            self._answer_by = self._stop_by + _ANSWER
+            self._alive_by = now + _SIGN_OF_LIFE if self.running else None
+            self.spawner.recall(sig, grace, timeout, cause, list(guilty))
+
     def outcome(self, patience: float = 0.0) -> RunProcsResult | None:
         """The result once nothing of the group is left and its output is shown; then all is given back."""
         if self._state != "done" or not self._shown(patience):
@@ -521,6 +566,10 @@ class PContext(abc.ABC):
                     self._exits.setdefault(event.rank, event)
                 elif isinstance(event, WorkersFenced):
                     self.fenced = True
+                elif isinstance(event, WorkerParked):
+                    self.parked.add(event.rank)
+                elif isinstance(event, WorkerUnfit):
+                    self.unfit[event.rank] = event.why
                 elif isinstance(event, WorkersStarted):
                     self._answered = True
                     self._pids = dict(event.pids)
@@ -548,6 +597,7 @@ class PContext(abc.ABC):
         if unanswered and self._tries < _START_TRIES:
             self._launch_again()
             return
+        self.parked = set()
         for rank, pid in self._pids.items():
             self._exits.setdefault(rank, Exit(rank, pid, -signal.SIGKILL, time.time(), self._stopped_at))
         if unanswered:
@@ -594,6 +644,7 @@ class PContext(abc.ABC):
         self._stopped_at = self._stopped_at or time.time()
         self._state = "stopping"
         self._stop_signal = sig
+        self.parked = set()
         self.spawner.stop(sig, grace)
         if self._escalation:
             return
@@ -675,8 +726,8 @@ class PContext(abc.ABC):
 
     @property
     def running(self) -> set[int]:
-        """The local ranks that have not ended."""
-        return self._pids.keys() - self._exits.keys()
+        """The local ranks that have not ended, and have not parked."""
+        return self._pids.keys() - self._exits.keys() - self.parked
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
         """Stop everything: `death_sig` (SIGTERM), then SIGKILL after `timeout` seconds. Idempotent.
@@ -720,12 +771,12 @@ class PContext(abc.ABC):
             self.learned = read_names(self._learn)
         return self.learned
 
-    def _release(self) -> None:
-        """Give back everything but the result; idempotent."""
+    def _release(self, ended: bool = True) -> None:
+        """Give back everything but the result; idempotent. `ended`: nothing of the group is left."""
         try:
             self.imported()
             if self._console is not None:
-                self._console.stop()
+                self._console.stop(ended)
             self._say_losses()
             self._remove_empty_stacks()
             if self._owns_spawner and self.spawner is not None:

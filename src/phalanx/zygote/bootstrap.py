@@ -24,6 +24,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WORKER = "PHALANX_WORKER"
 DEBUGGER = "PHALANX_DEBUGGER"  # as in workers/debugger.py
 STATE = "PHALANX_STATE"
+REENTRY = "PHALANX_REENTRY"
 
 ENTRY_FD = 10  # a function worker: the pickled function
 BOX_FD = 11  # a function worker: its arguments, later replaced by its result
@@ -119,9 +120,12 @@ def connect(options: str, places: dict[str, int]) -> None:
     """Set up what belongs to one incarnation of a worker: crash stacks, board and tally."""
     error_file = os.environ.get(ERROR_FILE)
     if error_file:
-        _catch_crashes(error_file + ".stack")
+        stack = _catch_crashes(error_file + ".stack")
+        if stack >= 0:
+            places["stack"] = stack
     _attach_board(places)
     _attach_state(places)
+    _attach_reentry(places)
     for fd in places.values():
         os.set_inheritable(fd, fd < 3)
     tally = options.partition(":")[2]
@@ -178,15 +182,17 @@ def _given_fds(mode: str, options: str) -> dict[str, int]:
     return {name: _FDS[name] for name in names}
 
 
-def _catch_crashes(path: str) -> None:
+def _catch_crashes(path: str) -> int:
     faulthandler = _borrowed("faulthandler")
     if faulthandler.is_enabled():  # PYTHONFAULTHANDLER or -X: the user wants it on stderr
-        return
+        return -1
     try:
         # A bare descriptor: a file object would be reported as unclosed at exit.
-        faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        faulthandler.enable(fd)
     except OSError:
-        pass
+        return -1
+    return fd
 
 
 def _attach_board(places: dict[str, int]) -> None:
@@ -231,6 +237,23 @@ def _attach_state(places: dict[str, int]) -> None:
         places |= {"state": file} | ({"state-bell": bell} if bell >= 0 else {})
     except (ValueError, OSError):
         pass  # no state is kept
+
+
+def _attach_reentry(places: dict[str, int]) -> None:
+    """Find the connection for re-entry (reentry/), and note where the launcher's descriptors are."""
+    try:
+        text = os.environ.get(REENTRY, "")
+        link, device, inode, rest = text.split(",", 3)
+        fd = places.get("reentry", int(link))
+        if [os.fstat(fd).st_dev, os.fstat(fd).st_ino] != [int(device), int(inode)]:
+            return  # inherited from a worker that started this process
+        places["reentry"] = fd
+        # With its inode: a program may close a descriptor, and get another file with this number.
+        own = {name: number for name, number in places.items() if not name.isdigit() and name != "entry"}
+        known = ";".join(f"{name}={number}:{os.fstat(number).st_ino}" for name, number in own.items())
+        os.environ[REENTRY] = f"{fd},{device},{inode},{known},{rest}"
+    except (ValueError, OSError):
+        pass  # it cannot re-enter
 
 
 def _borrowed(name: str) -> "Any":

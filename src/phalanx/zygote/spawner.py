@@ -76,6 +76,7 @@ class WorkerLaunch:
         self.stdout = ""
         self.stderr = ""
         self.cpus: list[int] = []
+        self.reentry = ""  # what a worker that can re-enter is told of its round; empty: it cannot
 
 
 class Exit(Record):
@@ -114,7 +115,37 @@ class HelpersLost(Record):
     """Keeper and zygote are gone: so are all workers, by the parent-death signal."""
 
 
-Event = WorkersStarted | StartRefused | Exit | GroupStopped | WorkersFenced | HelpersLost
+class WorkerReenters(Record):
+    """A worker can be recalled from now on, or cannot any more."""
+
+    rank: int
+    can: bool
+
+
+class WorkerParked(Record):
+    """A worker that was recalled waits for its next place."""
+
+    rank: int
+
+
+class WorkerUnfit(Record):
+    """A worker that was recalled does not park, and why."""
+
+    rank: int
+    why: str
+
+
+Event = (
+    WorkersStarted
+    | StartRefused
+    | Exit
+    | GroupStopped
+    | WorkersFenced
+    | HelpersLost
+    | WorkerReenters
+    | WorkerParked
+    | WorkerUnfit
+)
 
 
 class Spawner:
@@ -149,6 +180,8 @@ class Spawner:
         self.preload = preload or []
         self.importing = preload is not None
         self.parked: list[int] = []  # the pids of standbys that wait
+        self.reenter: set[int] = set()  # ranks of the group that can be recalled
+        self.survivors: set[int] = set()  # ranks that wait to re-enter: the next group has to be started here
         self.standby_lines: list[str] = []  # for the user: standbys that do not work out
         self.witness: Witness | None = None  # of the workers of the last start
         self._wishes = -1  # the file with the list and its log
@@ -251,6 +284,7 @@ class Spawner:
             fds.append(number)
         self._group += 1
         self.in_use = True
+        self.reenter, self.survivors = self.survivors, set()
         self._early = [event for event in self._early if isinstance(event, HelpersLost)]  # not of this group
         self._end_watch()
         leased = -1
@@ -352,6 +386,14 @@ class Spawner:
             self.standby_lines.append(message[1])
         elif message[0] == "stopped" and message[1] == self._group:
             self._early.append(GroupStopped(tuple(message[2])))
+        elif message[0] == "reenters" and message[1] == self._group:
+            self.reenter = self.reenter | {message[2]} if message[3] else self.reenter - {message[2]}
+            self._early.append(WorkerReenters(message[2], message[3]))
+        elif message[0] == "survivor" and message[1] == self._group:
+            self.survivors.add(message[2])
+            self._early.append(WorkerParked(message[2]))
+        elif message[0] == "unfit" and message[1] == self._group:
+            self._early.append(WorkerUnfit(message[2], message[3]))
 
     def _watch(self, pids: Mapping[int, int], fds: list[int]) -> None:
         self._end_watch()
@@ -375,8 +417,16 @@ class Spawner:
         Only sends, so that it can be called from a signal handler and from a poll.
         """
         self.silent = True
+        self.survivors = set()
         self._send(("stop", self._group, int(sig), float(max(0.0, grace))))
         os.sched_yield()  # the zygote may wait for this very processor, and the caller has work to do
+
+    def recall(self, sig: int, grace: float, timeout: float, cause: str, guilty: list[int]) -> None:
+        """As `stop`, but workers that can re-enter have `timeout` seconds to park; the `guilty` have none."""
+        self.silent = True
+        grace = float(max(0.0, grace))
+        self._send(("recall", self._group, int(sig), grace, float(timeout), cause, guilty))
+        os.sched_yield()
 
     def park(
         self,
@@ -556,6 +606,7 @@ def signal_keeper(pid: int, adopted: int | None, sig: int) -> None:
 def files_needed(jobs: list[WorkerLaunch], followed: int = 0) -> int:
     """About how many descriptors the helper or, with this many files to follow, the agent has at a time."""
     helper = len(jobs) + len({fd for job in jobs for _, fd, _ in job.fds})
+    helper += sum(bool(job.reentry) for job in jobs)
     agent = followed + len(os.listdir("/proc/self/fd" if kernel.LINUX else "/dev/fd")) if followed else 0
     return max(helper, agent)
 
@@ -588,6 +639,7 @@ def _wire(job: WorkerLaunch, known: dict[int, int]) -> dict[str, Any]:
         "name": job.name,
         "options": job.options,
         "program": job.program,
+        "reentry": job.reentry,
     }
 
 

@@ -12,16 +12,22 @@
 * All or nothing: workers are forked, set up, and held at a gate; none of them runs the user's program until
   all have arrived there.
 * If the agent asked for it at the start, the zygote stops the rest of a group as soon as one worker fails,
-  and reports it afterwards; the agent decides what happens next.
+  and reports it afterwards; the agent decides what happens next. Not if workers of the group re-enter.
+* A recall is a stop that workers may outlive: one that unwinds and parks in time is a standby from then on,
+  with its memory, and gets its next place as any standby does (warm/standby.py, reentry/).
 * Single-threaded, standard library only: it must be safe to fork at any time.
 
 Messages from the agent:  ("spawn", request) ("stop", group, signal, grace) ("park", plan)
+                          ("recall", group, signal, grace, timeout, cause, ranks)
                           ("signal", number, ranks, alone) ("keep", terms)
 Messages to the agent:    ("forked", {rank: pid}), with pidfds, then ("started", {rank: pid}),
                           or ("refused", rank or None, text)
                           ("stopping", group) ("stopped", group, [text, …]) ("fenced", group)
                           ("exit", rank, pid, code, when, signalled_at) ("parked", pids) ("standby", text)
-                          ("kept", whether)
+                          ("kept", whether) ("reenters", group, rank, whether) ("survivor", group, rank)
+                          ("unfit", group, rank, text)
+Messages from a worker:   ("reenter",) ("leave",) ("parked",) ("unfit", text)
+Messages to a worker:     ("recall", cause) ("go", request, spec)
 
 A *standby* is a fork made in advance: it waits before the first line of the program, or in it, without rank
 or log, until a spawn supplies both (warm/standby.py).
@@ -36,7 +42,7 @@ import select
 import time
 
 from phalanx import kernel
-from phalanx.warm.standby import StandbyPlan, StandbyPool, replay, wait_for_handover
+from phalanx.warm.standby import ParkedWorker, StandbyPlan, StandbyPool, replay, wait_for_handover
 from phalanx.zygote.channel import Channel, TooManyFilesError
 from phalanx.zygote.fork_setup import default_signals, describe_failure, leave_zygote, move_above, place
 from phalanx.zygote.guard import GroupGuard, guards_for
@@ -59,6 +65,8 @@ _LOOK_AGAIN = 0.25  # and then at this interval, because a check may scan /proc
 _OWN_GROUP_AFTER = 0.25  # a zygote whose children do not end kills its control group, where it has one
 _LONG = 1e6  # seconds; `poll` takes not much more
 _TAKE_OVER = 1.0  # seconds for a standby to accept its work; it may be stopped
+REENTRY = "PHALANX_REENTRY"  # as in bootstrap.py and reentry/
+REENTRY_FD = 17  # in an executed worker
 _GIVE_UP = 5.0  # a process that survives SIGKILL for this long is in uninterruptible sleep
 
 
@@ -73,11 +81,13 @@ class Become(Exception):  # not an error: it unwinds the zygote's stack
 class ForkedWorker:
     """One child that runs user code."""
 
-    __slots__ = ("pid", "rank", "signalled_at", "was_standby")
+    __slots__ = ("channel", "pid", "rank", "reenters", "signalled_at", "was_standby")
 
-    def __init__(self, rank: int, pid: int) -> None:
+    def __init__(self, rank: int, pid: int, channel: Channel | None = None) -> None:
         self.rank = rank
         self.pid = pid
+        self.channel = channel  # for re-entry
+        self.reenters = False  # it can be recalled
         self.was_standby = False
         self.signalled_at = 0.0
 
@@ -85,19 +95,56 @@ class ForkedWorker:
 class StopRequest:
     """A stop in progress: its deadlines, and the processes that were signalled."""
 
-    __slots__ = ("give_up_at", "kill_at", "look_at", "sig", "signalled")
+    __slots__ = (
+        "began",
+        "give_up_at",
+        "kill_at",
+        "look_at",
+        "park_by",
+        "recalled",
+        "sig",
+        "signalled",
+        "sweep_at",
+    )
 
-    def __init__(self, sig: int, now: float, grace: float) -> None:
+    def __init__(self, sig: int, now: float, grace: float, patience: float = 0.0) -> None:
         self.sig = sig
+        self.began = now
         self.kill_at = now + grace
-        self.give_up_at = self.kill_at + _GIVE_UP
+        self.park_by = now + patience
+        self.recalled: set[int] = set()  # workers that are to park until then
+        # What dead workers left behind: those that re-enter wait for it no longer than for each other.
+        self.sweep_at = self.park_by if patience else self.kill_at
+        self.give_up_at = max(self.kill_at, self.park_by) + _GIVE_UP
         self.look_at = now + (_FIRST_LOOK if sig else grace)  # signal 0: they exit by themselves
         self.signalled: set[int] = set()
 
     def hurry(self, now: float, grace: float) -> None:
-        """A second request can only shorten the grace."""
+        """A second request can only shorten the grace; nothing parks any more."""
+        self.recalled = set()
         self.kill_at = min(self.kill_at, now + grace)
+        self.sweep_at = min(self.sweep_at, self.kill_at)
         self.give_up_at = self.kill_at + _GIVE_UP
+
+
+class ReentryLink:
+    """The connection by which a worker can be told to re-enter."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+
+    def added(self, spec: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        """The worker's own end among its descriptors, and in its environment."""
+        file = os.fstat(self.theirs.fileno())
+        number = REENTRY_FD if spec["argv"] else -1
+        place = ("reentry", len(fds), number)
+        value = f"{REENTRY_FD},{file.st_dev},{file.st_ino},{spec['reentry']}"
+        added = {"fds": [*spec["fds"], place], "env": {**spec["env"], REENTRY: value}}
+        return {**spec, **added}, [*fds, self.theirs.fileno()]
+
+    def close(self) -> None:
+        self.ours.close()
+        self.theirs.close()
 
 
 class Zygote:
@@ -136,6 +183,7 @@ class Zygote:
             if self._wake_read in ready:
                 _drain(self._wake_read)
             self._reap()
+            self._hear_workers(ready)
             self._look_at_standbys(ready)
             if self.keeper_fd in ready:
                 break
@@ -151,11 +199,13 @@ class Zygote:
 
     def _patience(self) -> float | None:
         now = time.monotonic()
-        if self.stop and now >= self.stop.kill_at:
-            return _KILL_TICK * 1000
         times = [self.standbys.deadline()]
         if self.stop:
-            times += [self.stop.kill_at, self.stop.look_at]
+            unwinding = bool(self.stop.recalled)
+            if now >= self.stop.kill_at and not (unwinding and now < self.stop.park_by):
+                return _KILL_TICK * 1000
+            times += [max(self.stop.kill_at, now + _KILL_TICK), self.stop.look_at]
+            times += [self.stop.park_by] if unwinding else []
         until = min((when for when in times if when is not None), default=None)
         return None if until is None else min(_LONG, max(0.0, until - now)) * 1000 + 1
 
@@ -172,6 +222,8 @@ class Zygote:
                 self._spawn(message[1], fds)
             elif message[0] == "stop":
                 self._stop(message[1], message[2], message[3])
+            elif message[0] == "recall":
+                self._recall(*message[1:])
             elif message[0] == "signal":
                 self._signal(message[1], set(message[2]), message[3])
             elif message[0] == "park":
@@ -212,14 +264,15 @@ class Zygote:
                     # It died while it was waiting, and was not reaped yet.
                     rank = worker.rank
                     self._kill_all([worker.pid])
-                    self.standbys.died_at_handover()
+                    if not worker.reenters:
+                        self.standbys.died_at_handover()
                     made[index] = self._fork(request, specs[index], fds, gate_read, gate_write, fresh=True)
         except OSError as error:
             what = str(error.strerror)
             refusal = (rank, what if error.errno == errno.EMFILE else f"cannot fork: {what}")
         refusal = refusal or _first_refusal(made, b"ready")
         if refusal is None:
-            self._guards = guards_for(worker.pid for worker, _ in made)
+            self._guards |= guards_for(worker.pid for worker, _ in made if worker.pid not in self._guards)
             self._show_workers(made)
             os.write(gate_write, b"g" * len(made))
             refusal = _first_refusal(made, b"")
@@ -229,8 +282,8 @@ class Zygote:
         if refusal is None:
             self.channel.send(("started", {worker.rank: worker.pid for worker, _ in made}))
             return
-        self._release_guards()
         self._kill_all([worker.pid for worker, _ in made])
+        self._release_guards()
         self.channel.send(("refused", *refusal))
 
     def _show_workers(self, made: list[tuple[ForkedWorker, int]]) -> None:
@@ -244,9 +297,12 @@ class Zygote:
                 os.close(fd)
 
     def _release_guards(self) -> None:
-        for guard in self._guards.values():
-            guard.release()
-        self._guards = {}
+        """Of processes that are gone; workers that re-enter keep theirs."""
+        kept = self.standbys.survivors()
+        for pid, guard in self._guards.items():
+            if pid not in kept:
+                guard.release()
+        self._guards = {pid: guard for pid, guard in self._guards.items() if pid in kept}
 
     def _fork_standbys(self, plan: StandbyPlan) -> None:
         """Have one standby of the kind that is wanted for each rank."""
@@ -299,7 +355,8 @@ class Zygote:
     def _own_fds(self) -> set[int]:
         """Descriptors of the zygote itself, for a fork to close."""
         ours = {self.keeper_fd, self._wake_read, self._wake_write, self._lease, *self.standbys.fds()}
-        return ours | {channel.detach() for channel in (self.channel, *self.standbys.channels())}
+        links = [worker.channel for worker in self.workers.values() if worker.channel is not None]
+        return ours | {channel.detach() for channel in (self.channel, *self.standbys.channels(), *links)}
 
     def _look_at_standbys(self, ready: set[int]) -> None:
         self.standbys.hear(ready)
@@ -319,6 +376,8 @@ class Zygote:
     def _of_this_group(self) -> list[int]:
         """Descriptors that a standby, which belongs to the next group, must not keep open."""
         fds = [fd for guard in self._guards.values() for fd in guard.fds()]
+        links = [worker.channel for worker in self.workers.values() if worker.channel is not None]
+        fds += [channel.detach() for channel in links]
         return fds if self._lease < 0 else [*fds, self._lease]
 
     def _fork(
@@ -332,24 +391,43 @@ class Zygote:
     ) -> tuple[ForkedWorker, int]:
         status_read, status_write = os.pipe()
         zygote = os.getpid()
+        link: ReentryLink | None = None
         try:
-            standby = 0
-            if spec["program"] and not fresh:
+            standby = None
+            if not fresh:
+                standby = self.standbys.hand_over(request, spec, fds, gate_read, status_write, parked=True)
+            parked = standby is not None
+            if not parked and spec["reentry"]:
+                link = ReentryLink()
+                spec, fds = link.added(spec, fds)
+            if standby is None and spec["program"] and not fresh:
                 standby = self.standbys.hand_over(request, spec, fds, gate_read, status_write)
-            pid = standby or os.fork()
+            pid = standby.pid if standby is not None else os.fork()
         except OSError:
             os.close(status_read)
             os.close(status_write)
+            if link is not None:
+                link.close()
             raise
         if pid == 0:
             os.close(status_read)
             os.close(gate_write)  # or this child would keep the gate open for itself
+            if link is not None:
+                link.ours.close()
             leave_zygote(zygote)
             self._in_fork(request, spec, fds, gate_read, status_write)
         os.close(status_write)
-        worker = ForkedWorker(spec["rank"], pid)
-        worker.was_standby = standby > 0
+        channel = standby.channel if standby is not None and parked else None
+        if standby is not None and not parked:
+            standby.close()
+        if link is not None:
+            link.theirs.close()
+            channel = Channel(link.ours)
+        worker = ForkedWorker(spec["rank"], pid, channel)
+        worker.was_standby, worker.reenters = standby is not None, parked
         self.workers[pid] = worker
+        if channel is not None:
+            self._poll.register(channel.fileno(), select.POLLIN)
         self._statuses.add(status_read)
         return worker, status_read
 
@@ -491,10 +569,12 @@ class Zygote:
     def _reap(self) -> None:
         ended = []
         for pid, status in reap():
-            worker = None if self.standbys.lost(pid, status) else self.workers.pop(pid, None)
+            worker = None if self.standbys.lost(pid, status) else self._take_out(pid)
             if worker:
+                self._end_link(worker)
                 ended.append((worker, os.waitstatus_to_exitcode(status), time.time()))
-        if self.at_failure and not self.stop and any(code for _, code, _ in ended):
+        reenter = any(worker.reenters for worker in self.workers.values())
+        if self.at_failure and not self.stop and not reenter and any(code for _, code, _ in ended):
             self._stop_others(*self.at_failure)
         for worker, code, when in ended:
             self._report(("exit", worker.rank, worker.pid, code, when, worker.signalled_at))
@@ -505,6 +585,55 @@ class Zygote:
             self.at_failure = None
             self.stop = StopRequest(sig, time.monotonic(), grace)
             self._signal_workers(self.stop, kill=False)
+
+    def _take_out(self, pid: int) -> ForkedWorker | None:
+        """A worker has ended, or parks."""
+        if self.stop:
+            self.stop.recalled.discard(pid)
+        return self.workers.pop(pid, None)
+
+    def _end_link(self, worker: ForkedWorker, closes: bool = True) -> None:
+        """Read no more from this worker."""
+        channel, worker.channel = worker.channel, None
+        if channel is None:
+            return
+        try:
+            self._poll.unregister(channel.fileno())
+        except KeyError:
+            pass
+        if closes:
+            channel.close()
+
+    def _hear_workers(self, ready: set[int]) -> None:
+        """Workers tell that they re-enter, that they have parked, or that they cannot."""
+        for worker in list(self.workers.values()):
+            if worker.channel is None or worker.channel.fileno() not in ready:
+                continue
+            messages, gone = worker.channel.pending()
+            for message, fds in messages:
+                for fd in fds:
+                    os.close(fd)
+                self._hear_worker(worker, message)
+            if gone:
+                self._end_link(worker)
+                if worker.reenters:
+                    self._hear_worker(worker, ("leave",))
+
+    def _hear_worker(self, worker: ForkedWorker, message: tuple[Any, ...]) -> None:
+        kind = message[0]
+        if kind in ("reenter", "leave"):
+            worker.reenters = kind == "reenter"
+            self._report(("reenters", self.group, worker.rank, worker.reenters))
+            if self.stop and not worker.reenters:
+                self.stop.recalled.discard(worker.pid)  # stopped like the others
+        elif kind == "unfit":
+            self._report(("unfit", self.group, worker.rank, str(message[1])))
+        elif kind == "parked" and self.stop and worker.pid in self.stop.recalled and worker.channel:
+            channel = worker.channel
+            self._take_out(worker.pid)
+            self._end_link(worker, closes=False)
+            self.standbys.take_in(ParkedWorker(worker.rank, worker.pid, channel))
+            self._report(("survivor", self.group, worker.rank))
 
     def _report(self, message: tuple[Any, ...]) -> bool:
         try:
@@ -548,10 +677,48 @@ class Zygote:
         now = time.monotonic()
         if self.workers:
             self._report(("stopping", group))
+        self.standbys.drop_survivors()
         if self.stop:
             self.stop.hurry(now, grace)
         else:
             self.stop = StopRequest(sig, now, grace)
+
+    def _recall(
+        self, group: int, sig: int, grace: float, timeout: float, cause: str, guilty: list[int]
+    ) -> None:
+        """A stop that workers may outlive."""
+        if group != self.group:
+            return
+        self.at_failure = None
+        self._reap()
+        now = time.monotonic()
+        if self.workers:
+            self._report(("stopping", group))
+        if self.stop:
+            self.stop.hurry(now, grace)
+            return
+        self.stop = StopRequest(sig, now, grace, timeout)
+        for worker in self.workers.values():
+            if worker.rank in guilty:
+                worker.signalled_at = time.time()
+                _signal_group(worker.pid, signal.SIGKILL)
+                self.stop.signalled.add(worker.pid)
+            elif worker.reenters and worker.channel is not None:
+                try:
+                    worker.channel.post(("recall", cause))
+                except OSError:
+                    continue  # it ends
+                worker.signalled_at = time.time()
+                self.stop.recalled.add(worker.pid)
+
+    def _kill_late(self, stop: StopRequest) -> None:
+        """Workers that have not parked in time."""
+        for pid in stop.recalled & self.workers.keys():
+            text = f"did not re-enter within {stop.park_by - stop.began:g} s"
+            self._report(("unfit", self.group, self.workers[pid].rank, text))
+            _signal_group(pid, signal.SIGKILL)
+            stop.signalled.add(pid)
+        stop.recalled = set()
 
     def _advance(self, stop: StopRequest) -> None:
         """Signal new processes, kill after the grace, and report when no process is left."""
@@ -559,13 +726,16 @@ class Zygote:
             self._report_stopped([])
             return
         now = time.monotonic()
+        if stop.recalled and now >= stop.park_by:
+            self._kill_late(stop)
         kill = now >= stop.kill_at
         self._signal_workers(stop, kill)
         if kill or now >= stop.look_at or not self.workers:
             stop.look_at = now + _LOOK_AGAIN
+            late = kill or now >= stop.sweep_at
             for pid in self._adopted():
-                if kill or pid not in stop.signalled:
-                    _signal_one(pid, signal.SIGKILL if kill else stop.sig or signal.SIGTERM)
+                if late or pid not in stop.signalled:
+                    _signal_one(pid, signal.SIGKILL if late else stop.sig or signal.SIGTERM)
                     stop.signalled.add(pid)
         if kill:
             self._reap()
@@ -575,7 +745,8 @@ class Zygote:
             self._report_stopped([kernel.describe(pid) for pid in [*self.workers, *self._adopted()]])
 
     def _signal_workers(self, stop: StopRequest, kill: bool) -> None:
-        pending = [worker for worker in self.workers.values() if kill or worker.pid not in stop.signalled]
+        workers = [worker for worker in self.workers.values() if worker.pid not in stop.recalled]
+        pending = [worker for worker in workers if kill or worker.pid not in stop.signalled]
         for worker in pending:
             worker.signalled_at = worker.signalled_at or time.time()
             _signal_group(worker.pid, signal.SIGKILL if kill else stop.sig)
@@ -587,7 +758,7 @@ class Zygote:
         if kill:
             # What is left of the groups whose leaders are reaped, all of it at once: single processes could
             # fork faster than they are killed.
-            for pid in self._guards.keys() - self.workers.keys():
+            for pid in self._guards.keys() - self.workers.keys() - self.standbys.survivors():
                 self._guards.pop(pid).fire()
 
     def _is_anything_left(self) -> bool:
@@ -599,7 +770,9 @@ class Zygote:
     def _adopted(self) -> list[int]:
         """Descendants of workers whose own parents have exited."""
         known = self.workers.keys() | self.standbys.pids()
-        return [pid for pid in kernel.children() if pid not in known]
+        found = [pid for pid in kernel.children() if pid not in known]
+        kept = self.standbys.survivors() | (self.stop.recalled if self.stop else set())
+        return [pid for pid in found if _session(pid) not in kept] if kept else found
 
     def _report_stopped(self, unkillable: list[str]) -> None:
         self.stop = None
@@ -612,11 +785,21 @@ class Zygote:
             _signal_group(pid, signal.SIGKILL)
             _signal_one(pid, signal.SIGKILL)  # it may not have its own session yet
         for pid in pids:
-            self.workers.pop(pid, None)
+            worker = self.workers.pop(pid, None)
+            if worker is not None:
+                self._end_link(worker)
             try:
                 os.waitpid(pid, 0)
             except ChildProcessError:
                 pass
+
+
+def _session(pid: int) -> int:
+    """The worker whose session a process is in."""
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return 0
 
 
 def kill_everything(sessions: list[int]) -> None:

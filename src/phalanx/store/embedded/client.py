@@ -4,9 +4,9 @@
     client.connect(timeout=30)
     client.request(Put("key", b"value"))
 
-The thread owns the socket. Callers number their requests (store.session) and wait; when the
-connection breaks, what is unanswered is asked again on the next one, and watches go on where they
-were. Only after `grace` seconds without a connection, a token that is refused at the first one, or a
+The thread owns the socket (client_loop). Callers number their requests (store.session) and wait; when the
+connection breaks or is silent, what is unanswered is asked again on the next one, and watches go on where
+they were. Only after `grace` seconds without a connection, a token that is refused at the first one, or a
 store without a journal that was restarted do requests fail. Callbacks run in the client's thread and must not
 block or wait for replies.
 
@@ -19,7 +19,6 @@ again.
 from __future__ import annotations
 
 import os
-import selectors
 import socket
 import threading
 import time
@@ -30,16 +29,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from phalanx.core.store_commands import Command, Entry, Get, Notice, Put, Reply, Unwatch, Watch
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError
 from phalanx.store.embedded import wire
+from phalanx.store.embedded.answer_time import AnswerTime
 from phalanx.store.embedded.client_session import Request, Session
 from phalanx.store.embedded.token import Token, key_of
 
 if TYPE_CHECKING:
     import ssl
 
-    from phalanx.store.embedded.handshake import Connection
     from phalanx.store.embedded.tls import Tls
 
-_CHUNK = 256 << 10
 OWN_WATCHES = 1_000_000  # numbers of `Client.watch`; callers that number their own watches stay below
 
 
@@ -84,6 +82,7 @@ class Client:
         self.tls, self.sealing = tls, _sealing(tls)
         self.session = os.urandom(12).hex()
         self.welcome: wire.Welcome | None = None
+        self.answer_time = AnswerTime(patience)
         self.lost: StoreError | None = None
         self._talk = Session()
         self._lock = threading.Lock()
@@ -120,7 +119,7 @@ class Client:
         """End the session's connection; requests that wait fail; idempotent."""
         if not self._closing:
             self._closing = True
-            self._wake()
+            self.wake()
             if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join()
             self._give_up(StoreConnectionError(f"the connection to {self.where} was closed by this side"))
@@ -204,10 +203,11 @@ class Client:
             if self._online:
                 self._out.append(packed)
                 self._sent[request.number] = self.clock()
-        self._wake()
+        self.wake()
         return request.number
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Make the thread look at everything again; from any thread."""
         try:
             self._wake_out.send(b"x")
         except OSError:
@@ -223,47 +223,68 @@ class Client:
             self._give_up(StoreError(f"the store's client failed: {type(error).__name__}: {error}"))
 
     def _stay_connected(self) -> None:
-        from phalanx.store.embedded.handshake import Dialling
+        from phalanx.store.embedded.client_loop import ClientLoop
 
-        away_since, pause = self.clock(), 0.05
-        while not self._closing and self.lost is None:
-            began = self.clock()
-            try:
-                connection = Dialling(self).connect()
-            except (OSError, wire.WireError, StoreAuthError) as error:
-                rejection = error if isinstance(error, StoreAuthError) else None
-                if rejection is not None and self.welcome is None:
-                    self._give_up(rejection)
-                    break
-                refused = isinstance(error, ConnectionRefusedError)
-                self.on_state(State("refused" if refused else "failed", began, _words(error)))
-                if self.clock() - away_since >= self.grace:
-                    self._give_up(rejection or self._unreachable(error))
-                    break
-                self._rest(min(pause, max(0.0, away_since + self.grace - self.clock())))
-                pause = min(pause * 2, 1.0)
-                continue
-            before, welcome = self.welcome, connection.welcome
-            another = before is not None and welcome.store != before.store
-            if before is not None and another and not (before.durable and welcome.durable):
-                connection.sock.close()
-                self._give_up(StoreConnectionError(
-                    f"the store at {self.where} was restarted and has lost its data: start it with a journal "
-                    "(phalanx store --journal FILE) to let jobs outlive it"
-                ))  # fmt: skip
-                break
-            self.welcome = welcome
-            self._come_online(another or (before is not None and welcome.epoch != before.epoch))
-            try:
-                self._converse(connection)
-            except (OSError, wire.WireError):
-                pass  # whatever it was, the answer is a new connection
-            finally:
-                connection.sock.close()
-                self._online = False
-            away_since, pause = self.clock(), 0.05
-            if not self._closing:
-                self.on_state(State("disconnected", away_since))
+        ClientLoop(self).run()
+
+    @property
+    def closing(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing
+
+    @property
+    def wakes(self) -> socket.socket:
+        """Readable when the thread is to look at everything again."""
+        return self._wake_in
+
+    def failed(self, error: Exception, began: float, away_since: float) -> None:
+        """A connection could not be opened: report it, or give up."""
+        rejection = error if isinstance(error, StoreAuthError) else None
+        if rejection is not None and self.welcome is None:
+            self._give_up(rejection)
+            return
+        if not isinstance(error, OSError | wire.WireError | StoreAuthError):
+            raise error
+        refused = isinstance(error, ConnectionRefusedError)
+        self.on_state(State("refused" if refused else "failed", began, _words(error)))
+        if self.clock() - away_since >= self.grace:
+            self._give_up(rejection or self._unreachable(error))
+
+    def welcomed(self, welcome: wire.Welcome) -> None:
+        """A new connection is the session's."""
+        before = self.welcome
+        another = before is not None and welcome.store != before.store
+        if before is not None and another and not (before.durable and welcome.durable):
+            self._give_up(StoreConnectionError(
+                f"the store at {self.where} was restarted and has lost its data: start it with a journal "
+                "(phalanx store --journal FILE) to let jobs outlive it"
+            ))  # fmt: skip
+            return
+        self.welcome = welcome
+        self._come_online(another or (before is not None and welcome.epoch != before.epoch))
+
+    def hung_up(self, *, offline: bool) -> None:
+        """A connection of the session has ended, so that the store may count the session's last seconds."""
+        if offline:
+            self._online = False
+        if not self._closing:
+            self.on_state(State("disconnected", self.clock()))
+
+    def heard_again(self) -> None:
+        """A connection that was silent is not any more."""
+        self.on_state(State("connected", self.clock()))
+
+    def to_send(self) -> list[bytes]:
+        """The frames that callers have asked to send since the last time."""
+        found = []
+        while self._out:
+            found.append(self._out.popleft())
+        return found
+
+    def asked_at(self) -> float | None:
+        """When the oldest request without an answer was sent on this connection."""
+        with self._lock:
+            return next(iter(self._sent.values()), None)
 
     def _unreachable(self, error: Exception) -> StoreConnectionError:
         return StoreConnectionError(
@@ -271,16 +292,8 @@ class Client:
             "is it running, and is the address right?"
         )
 
-    def _rest(self, seconds: float) -> None:
-        """Back off, unless closed meanwhile."""
-        end = self.clock() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_in, selectors.EVENT_READ)
-            while not self._closing and (left := end - self.clock()) > 0:
-                if selector.select(left):
-                    self._drain_wake()
-
-    def _drain_wake(self) -> None:
+    def drain_wakes(self) -> None:
+        """Take notice of what woke the thread."""
         try:
             while self._wake_in.recv(4096):
                 pass
@@ -315,45 +328,8 @@ class Client:
         self._out.append(wire.encode(*request))
         self._sent[request.number] = now
 
-    def _converse(self, connection: Connection) -> None:
-        sock, _, frames, seal = connection
-        unsent = bytearray()
-        sock.setblocking(False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_in, selectors.EVENT_READ)
-            selector.register(sock, selectors.EVENT_READ)
-            while True:
-                while self._out:
-                    unsent += seal.sealed(self._out.popleft())
-                if unsent:
-                    try:
-                        del unsent[: sock.send(unsent[:_CHUNK])]
-                    except BlockingIOError:
-                        pass
-                if self._closing and not unsent:
-                    return
-                selector.modify(sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0))
-                for key, mask in selector.select(self._patience_left()):
-                    if key.fileobj is self._wake_in:
-                        self._drain_wake()
-                    elif mask & selectors.EVENT_READ:
-                        try:
-                            data = sock.recv(_CHUNK)
-                        except BlockingIOError:
-                            continue  # part of a TLS record
-                        if not data:
-                            return
-                        for frame in frames.feed(data):
-                            self._take_in(frame)
-                if self._patience_left() == 0.0:
-                    return
-
-    def _patience_left(self) -> float | None:
-        with self._lock:
-            oldest = next(iter(self._sent.values()), None)
-        return None if oldest is None else max(0.0, oldest + self.patience - self.clock())
-
-    def _take_in(self, frame: wire.Frame) -> None:
+    def take_in(self, frame: wire.Frame) -> None:
+        """Hand a frame of the store to whom it is for; WireError if it is for no client."""
         body = frame.body
         if isinstance(body, Notice):
             with self._lock:
@@ -364,11 +340,13 @@ class Client:
         if not isinstance(body, Reply):
             raise wire.WireError(f"{type(body).__name__} is not for a client")
         with self._lock:
-            self._sent.pop(frame.number, None)
+            now = self.clock()
+            if (sent := self._sent.pop(frame.number, None)) is not None:
+                self.answer_time.answered(now - sent)
             requests, result = self._talk.answered(frame.number, body)
             waiting = self._waiting.pop(frame.number, None)
             for request in requests:
-                self._queue(request, self.clock())
+                self._queue(request, now)
         if isinstance(result, Notice):
             self._watches.get(result.watch, self.on_notice)(result)
         elif result is not None and waiting is not None:

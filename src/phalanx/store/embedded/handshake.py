@@ -1,9 +1,15 @@
-"""The client's half of opening a connection: connect, prove the token, name the session."""
+"""The client's half of opening a connection: connect, and prove the token.
+
+What is opened belongs to no session yet: only the client's Hello makes it the session's connection. So an
+attempt can be made in a thread, beside a connection that may still be alive, and be given up at no cost.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,25 +24,84 @@ CONNECT_TIME = 5.0
 _TLS_ALERT = b"\x15\x03"  # how a store with TLS turns down what is not TLS
 
 
-class Connection(NamedTuple):
-    """An open connection: what came first, how to read from it, and how to write to it."""
+class Opened(NamedTuple):
+    """A connection on which both sides have proved the token: how to read from it, and how to write to it."""
 
     sock: socket.socket
-    welcome: wire.Welcome
     frames: wire.Frames
     seal: wire.Seal
 
 
-class Dialling:
-    """One attempt to open a connection for a client."""
+class Silent(wire.WireError):
+    """It accepts connections, and that is all."""
 
-    def __init__(self, client: Client) -> None:
-        self.client = client
 
-    def connect(self) -> Connection:
-        """A connection that has passed the handshake; OSError, WireError or StoreAuthError."""
-        sock = socket.create_connection((self.client.host, self.client.port), timeout=CONNECT_TIME)
+class Attempt:
+    """Opens a connection in a thread of its own; `done` is called there when `opened` or `error` is set."""
+
+    def __init__(self, client: Client, seconds: float, done: Callable[[], None]) -> None:
+        self.began = client.clock()
+        self.opened: Opened | None = None
+        self.error: Exception | None = None
+        self._client, self._until, self._done = client, time.monotonic() + seconds, done
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._cancelled = False
+        threading.Thread(target=self._run, name="phalanx-store-dial", daemon=True).start()
+
+    @property
+    def over(self) -> bool:
+        """Whether there is a result."""
+        return self.opened is not None or self.error is not None
+
+    def cancel(self) -> None:
+        """End it, and whatever it has opened; does not wait."""
+        with self._lock:
+            self._cancelled = True
+            if self.opened is not None:
+                self.opened.sock.close()
+            elif self._sock is not None:
+                try:
+                    self._sock.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass  # not connected
+
+    def _run(self) -> None:
+        opened: Opened | None = None
+        error: Exception | None = None
         try:
+            opened = Dialling(self._client, self._until, self._connected).open()
+        except Exception as problem:  # noqa: BLE001 - the client's thread deals with it
+            error = problem
+        with self._lock:
+            self._sock = None
+            if self._cancelled:
+                if opened is not None:
+                    opened.sock.close()
+                return
+            self.opened, self.error = opened, error
+        self._done()
+
+    def _connected(self, sock: socket.socket) -> None:
+        with self._lock:
+            if self._cancelled:
+                raise ConnectionAbortedError("given up")
+            self._sock = sock
+
+
+class Dialling:
+    """One attempt to open a connection for a client, until a time by the monotonic clock."""
+
+    def __init__(
+        self, client: Client, until: float, connected: Callable[[socket.socket], None] = lambda sock: None
+    ) -> None:
+        self.client, self._until, self._connected = client, until, connected
+
+    def open(self) -> Opened:
+        """A connection that has passed the handshake; OSError, WireError or StoreAuthError."""
+        sock = socket.create_connection((self.client.host, self.client.port), timeout=self._left())
+        try:
+            self._connected(sock)
             if sock.getsockname() == sock.getpeername():
                 # A loopback connection to a free port can meet itself, and would keep the port from the
                 # server.
@@ -47,28 +112,38 @@ class Dialling:
                 nonce = os.urandom(wire.NONCE)
                 sock.sendall(wire.greeting(nonce))
                 return self._shake_hands(sock, nonce, self._greeted(sock), None)
-            return self._connect_sealed(sock)
+            return self._open_sealed(sock)
+        except Silent:
+            sock.close()
+            raise
         except (ConnectionResetError, BrokenPipeError, wire.WireError):
             sock.close()
+            self._connected(sock)  # raises if the attempt was given up
             self._recognise()
             raise
         except BaseException:
             sock.close()
             raise
 
+    def _left(self) -> float:
+        return max(0.001, self._until - time.monotonic())
+
     def _recognise(self) -> None:
         """A server that does not want our greeting may be torch's, of a node that runs torchrun."""
         from phalanx.store.torch.client import answers
 
-        if self.client.sealing is None and answers(self.client.host, self.client.port, CONNECT_TIME / 2):
+        if self.client.welcome is not None or self.client.sealing is not None:
+            return
+        if answers(self.client.host, self.client.port, CONNECT_TIME / 2):
             raise wire.SpeaksTorch("the server there")
 
-    def _connect_sealed(self, raw: socket.socket) -> Connection:
+    def _open_sealed(self, raw: socket.socket) -> Opened:
         from phalanx.store.embedded import tls
 
         assert self.client.sealing is not None
         assert self.client.tls is not None
         try:
+            raw.settimeout(self._left())
             sock, binding = tls.dial(self.client.sealing, raw)
             try:
                 # Read before the first write: a server that refuses the certificate would answer bytes
@@ -85,12 +160,12 @@ class Dialling:
 
     def _greeted(self, sock: socket.socket) -> bytes:
         try:
-            wire.read_greeting(_read(sock, len(wire.MAGIC), self._plain_to_tls))
+            wire.read_greeting(self._read(sock, len(wire.MAGIC), self._plain_to_tls))
         except TimeoutError:
-            raise wire.WireError(
+            raise Silent(
                 "it accepts connections and sends nothing: another service, or a store that is stopped"
             ) from None
-        return _read(sock, wire.NONCE)
+        return self._read(sock, wire.NONCE)
 
     def _plain_to_tls(self, data: bytes) -> None:
         if self.client.sealing is None and data.startswith(_TLS_ALERT):
@@ -101,28 +176,19 @@ class Dialling:
 
     def _shake_hands(
         self, sock: socket.socket, nonce: bytes, theirs: bytes, certificate: bytes | None
-    ) -> Connection:
+    ) -> Opened:
         """`certificate`: what identifies the server under TLS."""
         key = key_of(self.client.token)
         binding = certificate or b""
         sock.sendall(wire.proof(key, "client", theirs + binding, nonce))
-        given = _read(sock, wire.PROOF)
+        given = self._read(sock, wire.PROOF)
         if not wire.proves(given, key, "server", nonce + binding, theirs):
             raise self._refusal(given)
         outgoing, incoming = wire.seals(key, nonce, theirs)
         if certificate is not None:
             outgoing = wire.NoSeal()
-        sock.sendall(outgoing.sealed(wire.encode(0, 0, self.client.hello())))
         frames = wire.Frames(wire.HELLO_CAP, incoming if certificate is None else None)
-        size = int.from_bytes(head := _read(sock, wire.HEADER), "big")
-        if size > wire.HELLO_CAP:
-            raise wire.WireError(f"a welcome of {size} bytes")
-        rest = _read(sock, size + (wire.TAG if frames.seal is not None else 0))
-        (frame,) = frames.feed(head + rest)
-        if not isinstance(frame.body, wire.Welcome):
-            raise wire.WireError(f"{type(frame.body).__name__} instead of a welcome")
-        frames.cap = wire.CAP
-        return Connection(sock, frame.body, frames, outgoing)
+        return Opened(sock, frames, outgoing)
 
     def _refusal(self, given: bytes) -> StoreAuthError:
         token, where = self.client.token, self.client.where
@@ -140,14 +206,16 @@ class Dialling:
         what = "refused our token" if given == wire.REFUSED else "does not have our token"
         return StoreAuthError(f"the store at {where} {what}: {ours}; both sides need the same one")
 
-
-def _read(sock: socket.socket, size: int, look: Callable[[bytes], None] = lambda data: None) -> bytes:
-    """Exactly so many bytes; `look` may object to what came before it is complete."""
-    data = b""
-    while len(data) < size:
-        more = sock.recv(size - len(data))
-        look(data + more)
-        if not more:
-            raise ConnectionResetError("the store closed the connection during the handshake")
-        data += more
-    return data
+    def _read(
+        self, sock: socket.socket, size: int, look: Callable[[bytes], None] = lambda data: None
+    ) -> bytes:
+        """Exactly so many bytes; `look` may object to what came before it is complete."""
+        data = b""
+        while len(data) < size:
+            sock.settimeout(self._left())
+            more = sock.recv(size - len(data))
+            look(data + more)
+            if not more:
+                raise ConnectionResetError("the store closed the connection during the handshake")
+            data += more
+        return data

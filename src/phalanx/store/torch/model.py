@@ -74,6 +74,7 @@ class TorchStoreModel:
         self._values: dict[bytes, bytes | bytearray] = {}
         self._queues: dict[bytes, deque[bytes]] = {}  # never an empty queue
         self._stored = 0  # bytes, of both
+        self.operations = 0  # requests carried out
         self._waits: dict[int, set[bytes]] = {}  # connection → keys it still waits for
         self._waiters: dict[bytes, dict[int, None]] = {}  # key → connections, first come first
         self._barriers: dict[bytes, dict[int, int]] = {}  # key → connection → arrivals it waits for
@@ -104,6 +105,7 @@ class TorchStoreModel:
     def step(self, conn: int, request: Request) -> Replies:
         """Carry out one request; raises `TorchProtocolError` when its connection is to be closed for it."""
         op, args = request
+        self.operations += 1
         if self._granted and conn in self._granted:
             handed_on = self._use_grant(conn, op, args)
             try:

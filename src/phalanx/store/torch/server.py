@@ -104,6 +104,11 @@ class TorchStoreServer:
         return self._address
 
     @property
+    def operations(self) -> int:
+        """Requests answered since the store was last emptied."""
+        return self._loop.operations
+
+    @property
     def port(self) -> int:
         """The port to announce as MASTER_PORT."""
         return self._address[1]

@@ -116,6 +116,11 @@ class StoreLoop:
                 else:
                     self._read(conn)
 
+    @property
+    def operations(self) -> int:
+        """Requests carried out since the last reset."""
+        return self._model.operations
+
     def step(self, number: int, request: Request) -> None:
         """Carry out a request of this process; raises `TorchProtocolError` when it makes no sense."""
         self._deliver(self._model.step(number, request))

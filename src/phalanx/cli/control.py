@@ -1,0 +1,53 @@
+"""`phalanx restart RUN`, `phalanx stop RUN`: for a running job, on all its nodes.
+
+A restart stops the workers as after a failure and starts them again; in a job of several nodes it uses one of
+the restarts. A stop is SIGTERM for every agent: workers get the signal and their grace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.cli.runs import NoSuchRun, add_run, request, running
+from phalanx.cli.store import Parser
+from phalanx.log import printable, write_stderr
+
+
+def restart(argv: Sequence[str]) -> int:
+    """`phalanx restart`."""
+    return _do("restart", "Restart the workers of a running job.", argv, everywhere=False)
+
+
+def stop(argv: Sequence[str]) -> int:
+    """`phalanx stop`."""
+    return _do("stop", "Stop a running job on all its nodes.", argv, everywhere=True)
+
+
+def leave(run: str) -> int:
+    """`phalanx drain RUN`: the node of this machine leaves the job."""
+    return _put("drain", run, everywhere=False)
+
+
+def _do(what: str, description: str, argv: Sequence[str], everywhere: bool) -> int:
+    parser = Parser(prog=f"phalanx {what}", description=description)
+    add_run(parser, "the one that runs")
+    return _put(what, parser.parse_args(argv).run, everywhere)
+
+
+def _put(what: str, run: str, everywhere: bool) -> int:
+    try:
+        agents = running(run)
+        # A restart on one node restarts all of them.
+        answer = request(agents[0], {"do": what, **({"all": True} if everywhere else {})})
+    except NoSuchRun as error:
+        write_stderr(f"phalanx {what}: {error}\n")
+        return 1
+    refused = [
+        str(one["error"]) for one in answer.get("peers") or [] if isinstance(one, dict) and "error" in one
+    ]
+    print(printable(f"{agents[0].job.name} (run {agents[0].job.run}): {answer.get('done', 'asked')}"))
+    for line in refused:
+        write_stderr(f"phalanx {what}: another node: {printable(line)}\n")
+    if answer.get("silent"):
+        write_stderr(f"phalanx {what}: {answer['silent']} nodes did not answer\n")
+    return 1 if refused or answer.get("silent") else 0

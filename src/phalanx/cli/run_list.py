@@ -1,0 +1,92 @@
+"""`phalanx list [--json]`: this user's runs on this machine, those that run and those that have ended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.cli.store import Parser
+from phalanx.environment import variables
+from phalanx.log import printable
+from phalanx.observe.duration import duration
+from phalanx.observe.local_agents import agents
+from phalanx.observe.run_registry import runs
+from phalanx.observe.snapshot import totals_of
+
+_SHOWN = 20
+
+
+def main(argv: Sequence[str]) -> int:
+    """Ask the agents, read the registry, print."""
+    parser = Parser(prog="phalanx list", description="This user's runs on this machine, the latest last.")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--all", action="store_true", help=f"all runs that are known, not the last {_SHOWN}")
+    options = parser.parse_args(argv)
+    rows = entries()
+    rows = rows if options.all else rows[-_SHOWN:]
+    if options.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        print(table(rows), end="")
+    return 0
+
+
+def entries() -> list[dict[str, Any]]:
+    """Running jobs and finished ones, by their begin."""
+    alive = agents()
+    here = {(agent.job.run, agent.job.pid) for agent in alive}
+    found: list[dict[str, Any]] = [
+        {
+            "run": job.run,
+            "name": job.name,
+            "host": job.host,
+            "pid": job.pid,
+            "since": job.since,
+            "until": None,
+            "state": job.state or job.phase.lower(),
+            "restarts": job.restarts,
+            "goodput": round(totals_of(job).ratio, 6) if job.ledger.ranks else None,
+            "logs": job.logs,
+        }
+        for job in (agent.job for agent in alive)
+    ]
+    found += [
+        {
+            "run": run.run,
+            "name": run.name,
+            "host": run.host,
+            "pid": run.pid,
+            "since": run.since,
+            "until": run.until,
+            "state": run.outcome or "killed",
+            "restarts": run.restarts,
+            "goodput": None if run.goodput is None else run.goodput.goodput,
+            "logs": run.logs,
+        }
+        for run in runs(variables())
+        if (run.run, run.pid) not in here
+    ]
+    return sorted(found, key=lambda row: (row["since"], row["pid"]))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For a person."""
+    if not rows:
+        return "no runs\n"
+    cells = [["RUN", "NAME", "STATE", "BEGAN", "TOOK", "RESTARTS", "GOODPUT", "LOGS"]]
+    for row in rows:
+        took = (row["until"] or time.time()) - row["since"]
+        unknown = row["until"] is None and row["state"] == "killed"
+        good = "" if row["goodput"] is None else f"{100 * row['goodput']:.1f} %"
+        began = time.strftime("%m-%d %H:%M", time.localtime(row["since"]))
+        words = [row["run"][:16], row["name"], row["state"], began, "" if unknown else duration(took)]
+        cells.append([*words, str(row["restarts"]), good, row["logs"]])
+    cells = [[printable(cell).replace("\n", "\\n").replace("\t", " ") for cell in line] for line in cells]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    width = shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 100_000
+    lines = ["  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)) for line in cells]
+    return "".join(line.rstrip()[:width] + "\n" for line in lines)

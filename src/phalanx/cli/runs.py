@@ -1,0 +1,118 @@
+"""The runs that a command may mean: those that run on this machine, and those that have ended.
+
+A word selects runs by the beginning of their id or by the name of their script. Commands about one run take
+the latest that fits; with several running jobs and no word, they ask for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+
+from phalanx.environment import variables
+from phalanx.errors import UsageError
+from phalanx.log import printable
+from phalanx.observe.local_agents import LocalAgent, agents, put
+from phalanx.observe.run_registry import runs
+from phalanx.observe.snapshot import RunFile
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def running(word: str) -> list[LocalAgent]:
+    """The agents of the one running job that fits; UsageError if there is none, or several."""
+    found = agents(word)
+    if not found:
+        what = f"no job {word!r}" if word else "no job"
+        raise NoSuchRun(f"{what} of this user runs on this machine")
+    ids = sorted({agent.job.run for agent in found})
+    if len(ids) > 1:
+        raise UsageError(f"several jobs fit; name one: {' '.join(map(printable, ids))}")
+    return found
+
+
+class NoSuchRun(Exception):
+    """There is no such run; the message is for the user."""
+
+
+def one_run(word: str) -> tuple[RunFile, LocalAgent | None]:
+    """The latest run that fits, and its agent if it runs."""
+    alive = agents(word)
+    if alive:
+        agent = alive[-1]
+        job = agent.job
+        ranks = [worker.rank for worker in sorted(job.workers, key=lambda one: one.local_rank)]
+        return RunFile(job.run, job.name, job.host, job.pid, job.since, job.logs, ranks=ranks), agent
+    ended = [run for run in runs(variables()) if run.run.startswith(word) or run.name == word]
+    if not ended:
+        what = f"no run {word!r}" if word else "no run"
+        raise NoSuchRun(f"{what} of this user is known on this machine; see phalanx list")
+    return ended[-1], None
+
+
+def request(agent: LocalAgent, what: dict[str, Any]) -> dict[str, Any]:
+    """Put a request to an agent; NoSuchRun with its words where it cannot answer."""
+    answer = put(agent, what)
+    if "error" in answer:
+        raise NoSuchRun(printable(str(answer["error"])))
+    return answer
+
+
+def add_run(parser: argparse.ArgumentParser, what: str = "the latest by default") -> None:
+    """The argument RUN."""
+    parser.add_argument(
+        "run",
+        nargs="?",
+        default="",
+        metavar="RUN",
+        help=f"a run id, or its beginning, or a script's name [{what}]",
+    )
+
+
+def ranks_of(text: str) -> set[int] | None:
+    """`0,3-7` as ranks; None: all."""
+    if not text:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UsageError(f"--rank {text}: write ranks as 0,3-7")
+        begin, end = int(first), int(last) if dash else int(first)
+        if end < begin or end - begin > 1 << 20:
+            raise UsageError(f"--rank {text}: {part.strip()} is not a range")
+        found.update(range(begin, end + 1))
+    return found
+
+
+def since_of(text: str) -> float | None:
+    """`10m`, `2h` or a time such as `2026-11-16T05:00` as seconds of the wall clock."""
+    if not text:
+        return None
+    span = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
+    if span:
+        return time.time() - float(span[1]) * _UNITS[span[2]]
+    from datetime import datetime
+
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise UsageError(f"--since {text}: write a span (10m, 2h) or a time (2026-11-16T05:00)") from None
+
+
+def is_alive(run: RunFile) -> bool:
+    """Whether the agent of a run is still there."""
+    return any(agent.job.pid == run.pid and agent.job.run == run.run for agent in agents(run.run))
+
+
+def check_directory(run: RunFile) -> str:
+    """The directory of a run's logs; NoSuchRun if it is gone."""
+    if not run.logs or not os.path.isdir(run.logs):
+        raise NoSuchRun(f"run {printable(run.run)} has no logs (any more)")
+    return run.logs

@@ -1,0 +1,81 @@
+"""How a run went, at its end: the goodput line, `summary.json` beside the logs, and the registry of runs.
+
+A short run to which nothing happened says nothing of it: its goodput would mostly be the time of its start.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from phalanx.agent.torch_agent import LocalElasticAgent
+
+FILE = "summary.json"
+_LONG = 60.0  # seconds after which the figure means something
+_EVENTFUL = 10.0  # the same for a job that had an incident
+
+
+def tells(agent: LocalElasticAgent) -> bool:
+    """Whether the goodput of this job is worth a line."""
+    lasted = time.monotonic() - agent.history.began
+    return lasted >= (_EVENTFUL if agent.history.incident_count else _LONG)
+
+
+def line(agent: LocalElasticAgent) -> str:
+    """`goodput 97.3 %: 41 s lost to 3 restarts, 12 s to a hang`; of several nodes, that of this one."""
+    from phalanx.core.goodput import goodput_line
+
+    text = goodput_line(agent.history.totals(), agent.history.incidents())
+    current = agent.state.round
+    if current is not None and len(current.members) > 1:
+        head, colon, rest = text.partition(":")
+        return f"{head} on {agent.host}{colon}{rest}"
+    return text
+
+
+def describe(agent: LocalElasticAgent, since: float) -> dict[str, Any]:
+    """The run as `observe.snapshot.RunFile` has it, while it runs."""
+    return {
+        "run": agent._rdzv_handler.get_run_id(),
+        "name": agent.job_name,
+        "host": agent.host,
+        "pid": os.getpid(),
+        "since": since,
+        "logs": agent.run_dir or "",
+        "ranks": [worker.global_rank for worker in agent.get_worker_group().workers],
+    }
+
+
+def conclude(agent: LocalElasticAgent, since: float, outcome: str, exit_code: int) -> dict[str, Any]:
+    """The same at its end."""
+    from phalanx.agent.node_view import ledger
+
+    return {
+        **describe(agent, since),
+        "until": time.time(),
+        "outcome": outcome,
+        "exit_code": exit_code,
+        "restarts": agent.attempt,
+        "goodput": ledger(agent.history.totals()),
+        "line": line(agent),
+        "incidents": [one.as_dict() for one in agent.history.incidents()],
+    }
+
+
+def keep(run: dict[str, Any]) -> None:
+    """Write `summary.json` beside the logs, if they are still there; a full disk must cost nothing else."""
+    import json
+
+    directory = run["logs"]
+    if not directory or not os.path.isdir(directory):
+        return
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(os.path.join(directory, FILE), flags, 0o600), "w") as file:
+            json.dump(run, file, indent=2)
+    except OSError:
+        pass

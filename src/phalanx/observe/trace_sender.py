@@ -1,0 +1,62 @@
+"""`--otel`: one OpenTelemetry trace per incident, sent by a process of its own.
+
+The SDK takes half a second and tens of megabytes to load. The agent stays what it is: when an incident is
+over, a process (trace_process.py) gets it as JSON, sends it by OTLP over HTTP as the `OTEL_*` variables say,
+and exits. Of a job of several nodes, the node where something failed sends the trace, and node 0 those of
+changes of members.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from phalanx.observe.outbox import Outbox, Undelivered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.core.incidents import Incident
+    from phalanx.observe.notifier import JobNames
+
+MISSING = "needs the OpenTelemetry SDK; install phalanx[otel]"
+ABSENT = 78  # exit code: the SDK is not there
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_COMMAND = "import sys; sys.path.append(sys.argv[1]); from phalanx.observe.trace_process import main; main()"
+_OF_ALL_NODES = ("membership", "preemption", "request")
+
+
+class TraceSender(Outbox):
+    """Sends the incidents of an agent; `node_rank` tells its place in the current round."""
+
+    def __init__(self, names: JobNames, node_rank: Callable[[], int | None] = lambda: 0) -> None:
+        super().__init__("--otel", "trace")
+        self._names = names
+        self.node_rank = node_rank
+
+    def incident(self, incident: Incident) -> None:
+        """An incident has opened, or is over."""
+        if not incident.over or incident.trigger == "peer failure":
+            return
+        if incident.trigger in _OF_ALL_NODES and self.node_rank():
+            return
+        self.put(json.dumps({"names": self._names.as_dict(), "incident": incident.as_dict()}).encode())
+
+    def deliver(self, body: bytes) -> None:
+        code = self.run([sys.executable, "-I", "-c", _COMMAND, _PACKAGE], body)
+        if code == ABSENT:
+            raise Undelivered(MISSING, final=True)
+        if code:
+            raise Undelivered("the collector did not accept a trace; see OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+def installed() -> bool:
+    """Whether the SDK and its exporter are there."""
+    from importlib.util import find_spec
+
+    try:
+        return all(find_spec(f"opentelemetry.{name}") for name in ("sdk", "exporter.otlp.proto.http"))
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,96 @@
+"""Debian's Prometheus for tests: `promtool`, and a server that scrapes a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import HUNG
+from tests.support.netns import free_port
+
+
+def program(name: str) -> str:
+    """The path of a program; without it the test is skipped, except in CI."""
+    unpacked = Path(sys.prefix, "prometheus", "usr", "bin")  # by `make prometheus`
+    path = shutil.which(name) or shutil.which(name, path=str(unpacked))
+    if path is None:
+        if os.environ.get("CI"):
+            pytest.fail(f"{name} is not installed; in CI it has to be")
+        pytest.skip(f"needs {name}")
+    return path
+
+
+def needs_client() -> None:
+    """Skip the test without prometheus-client, except in CI."""
+    if find_spec("prometheus_client") is None:
+        if os.environ.get("CI"):
+            pytest.fail("prometheus-client is not installed; in CI it has to be")
+        pytest.skip("needs prometheus-client")
+
+
+def check_metrics(text: str) -> str:
+    """What `promtool check metrics` has to say; empty if nothing."""
+    done = subprocess.run(
+        [program("promtool"), "check", "metrics"],
+        input=text, capture_output=True, text=True, timeout=HUNG, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr + (f"exit code {done.returncode}" if done.returncode else "")
+
+
+class Prometheus:
+    """A server that runs."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str, **query: str) -> Any:
+        """An answer of its API; None while it does not answer."""
+        words = f"?{urllib.parse.urlencode(query)}" if query else ""
+        try:
+            with urllib.request.urlopen(f"{self._url}{path}{words}", timeout=HUNG) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return json.loads(error.read()) if error.code == 400 else None  # 503: it is starting
+        except (OSError, ValueError):
+            return None
+
+    def value(self, expression: str) -> float | None:
+        """The value of an expression with one result; None if it has none."""
+        answer = self.get("/api/v1/query", query=expression)
+        found = answer["data"]["result"] if answer and answer["status"] == "success" else []
+        return float(found[0]["value"][1]) if found else None
+
+
+@contextmanager
+def prometheus(folder: Path, target: str, rules: Path) -> Iterator[Prometheus]:
+    """A server that scrapes one target all the time and has these rules."""
+    config = folder / "prometheus.yml"
+    config.write_text(
+        "global: {scrape_interval: 500ms, evaluation_interval: 500ms}\n"
+        f"rule_files: [{json.dumps(str(rules))}]\n"
+        f"scrape_configs: [{{job_name: phalanx, static_configs: [{{targets: [{json.dumps(target)}]}}]}}]\n"
+    )
+    port = free_port()
+    command = [
+        program("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
+    ]  # fmt: skip
+    with open(folder / "prometheus.log", "wb") as log, subprocess.Popen(command, stderr=log) as server:
+        try:
+            yield Prometheus(port)
+        finally:
+            server.kill()
