@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -119,9 +120,9 @@ def test_the_page_of_a_job(tmp_path: Path) -> None:
             assert page.token not in json.dumps(one.environ())
         # Every route and method.
         for path in ("/", "/static/page.js", "/api/events", "/api/rank/0", "/api/files", "/api/drain", "/x"):
-            for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
-                for wrong in ("", "phalanx_page=0", f"phalanx_page={page.token}"):
-                    assert page.ask(path, method, wrong)[0] == 401
+            assert page.ask(path, cookie="")[0] == 401
+        for method in ("HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
+            assert page.ask("/api/drain", method, f"phalanx_page={page.token}")[0] == 401
         assert page.ask("/", Host="evil.example")[0] == 421
         assert page.ask("/", Origin="http://evil.example")[0] == 403
         assert page.ask("/api/drain", "POST", body={"node": "", "confirm": True})[0] == 403
@@ -196,8 +197,8 @@ def test_the_page_ends_with_the_agent_and_the_job_goes_on_without_it(tmp_path: P
                 one.close()
         # Nobody looks: nothing wakes the agent.
         before = wakes(job.agent)
-        subprocess.run(["sleep", "1.5"], check=True)
-        assert wakes(job.agent) - before <= 2
+        select.select([], [], [], 2.5)
+        assert wakes(job.agent) - before <= 3, "a page that asks every second would wake it twice as often"
         # Stopped, it still goes with the agent, however that ends.
         os.kill(process, signal.SIGSTOP)
         job.signal(signal.SIGKILL)

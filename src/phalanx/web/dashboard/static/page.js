@@ -44,7 +44,10 @@ function take(sections) {
   if (sections.incidents || sections.clock) showIncidents(told.incidents ?? [], told.job, now());
   if (sections.nodes) showNodes();
   if ("cause" in sections || sections.end) showCause();
-  document.body.dataset.ready = "yes";
+  if (!document.body.dataset.ready) {
+    document.body.dataset.ready = "yes";
+    performance.mark("ready");
+  }
 }
 
 const now = () => Date.now() / 1000 - ahead;
