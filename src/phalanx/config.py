@@ -15,6 +15,7 @@ from phalanx.core.record import Record
 from phalanx.environment import HEALTH_PORT, variables
 from phalanx.options import (
     BY_DEST,
+    ON,
     OPTIONS,
     InformationRequested,
     Option,
@@ -123,6 +124,7 @@ class JobSpec(Record):
     expect_every: float | None
     expect_finite: bool
     notify: str  # a command or a URL, which may hold a secret
+    dashboard: tuple[str, int] | None  # where the page is served
     metrics: bool
     otel: bool
     # The screen of `phalanx run`.
@@ -396,7 +398,7 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
     import argparse
 
     environ = variables() if environ is None else environ
-    types: dict[str, Any] = {"str": str, "int": int, "float": float, "list": split_list}
+    types: dict[str, Any] = {"str": str, "address": str, "int": int, "float": float, "list": split_list}
     parser = argparse.ArgumentParser(prog="phalanx run", description="Run a script as a group of workers.")
     groups: dict[str, Any] = {}
     for option in OPTIONS:
@@ -413,6 +415,7 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
                 *option.flags, dest=option.dest, action="store_true", default=default, help=note
             )
             continue
+        more = {"nargs": "?", "const": ON} if option.kind == "address" else {}
         default = raw or (list(option.default) if option.kind == "list" else option.default)
         group.add_argument(
             *option.flags,
@@ -422,6 +425,7 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
             choices=list(option.choices) or None,
             metavar=option.metavar,
             help=note,
+            **more,
         )
     parser.add_argument("training_script", type=str, help="what every worker runs")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from phalanx.errors import UsageError
 
+ON = "on"
+"""The value of an option whose address is left out."""
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 # Options of other launchers, too different from these names for a spelling suggestion.
@@ -67,7 +69,7 @@ class Option:
         self.flags = tuple(spelled)
         long = next(flag for flag in spelled if flag.startswith("--"))
         self.dest = long[2:].replace("-", "_")
-        self.kind = kind  # str | int | float | flag | list
+        self.kind = kind  # str | int | float | flag | list | address (which may be left out)
         self.default = default
         self.help = help
         self.env = env + self.dest.upper() if env in ("PET_", "PHALANX_") else env
@@ -404,6 +406,14 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 metavar="CMD|URL",
             ),
             Option(
+                "--dashboard",
+                "address",
+                "",
+                "serve a page about the job, on loopback and behind a link with a token",
+                env="PHALANX_",
+                metavar="[HOST:PORT]",
+            ),
+            Option(
                 "--metrics",
                 "flag",
                 False,
@@ -576,6 +586,11 @@ def scan(argv: Sequence[str]) -> Scan:
             if equals:
                 raise usage_error(f"{word}: {option.name} takes no value; write {option.name} alone")
             value = "1"
+        elif option.kind == "address" and not equals:
+            value = ON
+            if position < len(rest) and _is_address(rest[position]):
+                value = rest[position]
+                position += 1
         elif not equals:
             value = _take_value(option, rest, position)
             position += 1
@@ -635,6 +650,12 @@ def _is_option(word: str) -> bool:
     if word.partition("=")[0] in _BY_FLAG:
         return True
     return not _is_number(word) and " " not in word.partition("=")[0]
+
+
+def _is_address(word: str) -> bool:
+    """`[HOST:]PORT`, which no script is called."""
+    host, _, port = word.rpartition(":")
+    return port.isascii() and port.isdigit() and (not host or "/" not in host)
 
 
 def _is_number(word: str) -> bool:

@@ -13,7 +13,7 @@ import sys
 from phalanx.devices import resolve_nproc
 from phalanx.environment import DEFAULT_SIGNALS, OMP_THREADS, PYTHON_EXEC, STATIC_PORT, STORE_PORT
 from phalanx.environment import shutdown_timeout as default_grace
-from phalanx.options import usage_error
+from phalanx.options import truth, usage_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -616,7 +616,8 @@ def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {name: v.number(name, 0.001) for name in names}
     if v.given("on_hang") and all(value is None for value in values.values()) and not v.text("expect"):
         v.warnings.append(f"{v.label('on_hang')}: only matters for worker.expires(), as no timeout is given")
-    watched = values["silence_timeout"] is not None or v.text("expect")
+    shown = truth(v.text("dashboard").strip()) is not False  # on the page
+    watched = values["silence_timeout"] is not None or v.text("expect") or shown
     if watched and known["redirects"] == known["tee"] == "0":
         values["tee"] = "3"  # output that goes straight to the terminal cannot be observed
         if known["local_world_size"] == known["max_nodes"] == 1 and not known["log_line_prefix_template"]:
@@ -638,7 +639,28 @@ def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def outside(v: Sources) -> dict[str, Any]:
     """What watches the output, and who is told of incidents."""
-    return {**_expectations(v), "notify": _notify(v), "metrics": _metrics(v), "otel": _otel(v)}
+    told = {"notify": _notify(v), "metrics": _metrics(v), "otel": _otel(v)}
+    return {**_expectations(v), **told, "dashboard": _dashboard(v)}
+
+
+def _dashboard(v: Sources) -> tuple[str, int] | None:
+    text = v.text("dashboard").strip()
+    asked = truth(text)
+    if asked is False:
+        return None
+    from importlib.util import find_spec
+
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        from phalanx.web.dashboard_process import MISSING
+
+        raise v.bad("dashboard", MISSING)
+    if text == "1" or (asked and not text.isdecimal()):
+        return "127.0.0.1", 0
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535) or (colon and not host):
+        raise v.bad("dashboard", "write PORT or ADDRESS:PORT, with a port between 0 and 65535")
+    return host or "127.0.0.1", int(port)
 
 
 def _expectations(v: Sources) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def test_every_torchrun_option_has_the_same_names_default_and_choices() -> None:
 
 
 def test_every_torchrun_option_reads_the_same_variable(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    samples = {"int": "7", "float": "7.5", "flag": "1", "list": "a,b", "str": "7"}
+    samples = {"int": "7", "float": "7.5", "flag": "1", "list": "a,b", "str": "7", "address": "7"}
     names = {option.dest: samples[option.kind] for option in OPTIONS}
     pretend = {f"PET_{dest.upper()}": value for dest, value in names.items()}
     for name, value in pretend.items():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from phalanx.state.replicas import Replicas
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
+    from phalanx.web.dashboard_process import DashboardProcess
 
 
 def export_environment(job: JobSpec) -> None:
@@ -48,6 +49,7 @@ def make_agent(
     progress: Progress | None = None,
     stray_signals: tuple[Signals, ...] = (),
     notifier: Notifier | None = None,
+    dashboard: DashboardProcess | None = None,
     traces: TraceSender | None = None,
 ) -> LocalElasticAgent:
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
@@ -91,6 +93,7 @@ def make_agent(
                 reason=reason,
                 progress=progress,
                 notifier=notifier,
+                dashboard=dashboard,
                 traces=traces,
                 metrics=job.metrics,
             ),
@@ -229,6 +232,19 @@ def make_notifier(job: JobSpec) -> Notifier | None:
     from phalanx.observe.notifier import JobNames, Notifier
 
     return Notifier(job.notify, JobNames(job.name, job.run_id, os.uname().nodename))
+
+
+def make_dashboard(job: JobSpec, say: Callable[[str], None]) -> DashboardProcess | None:
+    """The page of the job; a single node opens its address now, so that a bad one is refused."""
+    if job.dashboard is None:
+        return None
+    from phalanx.errors import PhalanxError
+    from phalanx.web.dashboard_process import DashboardPlan, DashboardProcess
+
+    try:
+        return DashboardProcess(DashboardPlan(*job.dashboard, job.max_nodes == 1, job.quiet), say)
+    except PhalanxError as error:
+        raise usage_error(str(error)) from None
 
 
 def make_traces(job: JobSpec) -> TraceSender | None:

@@ -80,6 +80,7 @@ class NodeView:
             "records": [one.as_dict() for one in history.incidents()[-_RECORDS:]],
             "ledger": ledger(history.totals()),
             "logs": agent.run_dir or "",
+            **agent.cause(),
         }
         told.update(agent.place())
         return told

@@ -5,6 +5,8 @@
 | `{}` or `{"ask": "status"}` | the node, as `observe.snapshot` has it |
 | `{"ask": "stacks", "ranks": [0, 3]}` | `{"stacks": [...]}`: the Python stack of these ranks now, or of all |
 | `{"ask": "logs", "ranks": [0, 3]}` | `{"logs": [...]}`: the end of each log file of the current start |
+| `{"ask": "read_logs", "ranks": [0, 3], "places": {...}}` | `{"logs": …}`: what is new in them |
+| `{"ask": "dashboard"}` | `{"link": "..."}`: the page of the job, with its token; only on this machine |
 | `{"do": "restart"}`, `{"do": "stop"}`, `{"do": "drain"}` | `{"done": "..."}`, once it has been begun |
 
 With `"all": true` the request goes to every node of the job: the answers of the others come in `peers`, and
@@ -46,13 +48,21 @@ class RequestDesk:
 
     def handle(self, request: dict[str, Any], answer: Answer) -> None:
         """Answer a request of this machine."""
-        if request.get("all") is True:
+        if request.get("ask") == "dashboard":  # a secret: not for the other nodes
+            from phalanx.web.dashboard_process import describe
+
+            answer(describe(self._agent.dashboard))
+        elif request.get("all") is True:
             self._ask_everyone({key: value for key, value in request.items() if key != "all"}, answer)
         else:
             self.answer(request, answer)
 
     def answer(self, request: dict[str, Any], answer: Answer) -> None:
-        """Answer for this node alone; also what another node asked."""
+        """Answer for this node alone; also what another node asked. One for another `node` is left to it."""
+        wanted = request.get("node")
+        if wanted is not None and wanted != self._agent.place().get("id", ""):
+            answer({})
+            return
         match request.get("ask", "" if "do" in request else "status"), request.get("do"):
             case "status", _:
                 answer(self._view.tell())
@@ -60,6 +70,10 @@ class RequestDesk:
                 self._stacks(_numbers(request.get("ranks")), answer)
             case "logs", _:
                 answer({"logs": self._logs(request)})
+            case "read_logs", _:
+                from phalanx.agent.log_reader import read_logs
+
+                answer({"logs": read_logs(self._agent, request)})
             case _, ("restart" | "stop" | "drain") as what:
                 answer({"done": self._do(what)})
             case _:

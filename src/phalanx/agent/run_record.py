@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from phalanx.observe.run_log import RunLog
     from phalanx.supervision.supervision import Supervision
 
+_FAILURES = frozenset({"WorkerFailed", "StartFailed", "Uninterruptible", "Hang"})
+"""Events of the node where it happened; the others learn of it as PeerFailed."""
+
 
 class RunRecord:
     """The records of one agent."""
@@ -45,6 +48,8 @@ class RunRecord:
         if options.traces is not None:
             options.traces.node_rank = lambda: group.group_rank
             self.history.listeners.append(options.traces.incident)
+        self._last_failure: tuple[float, RunResult, str] | None = None  # when, and the summary of a hang
+        self._cause = "", 0.0
         self.workers_recorded = False  # their last states and the totals, by torch's methods of a subclass
 
     def open(self) -> None:
@@ -74,6 +79,8 @@ class RunRecord:
         if self._on_reason is not None:
             self._on_reason(f"{type(event).__name__}: {reason}")
         self.history.step(event, state, commands, reason, result)
+        if commands and type(event).__name__ in _FAILURES:
+            self._last_failure = time.time(), result, getattr(event, "summary", "") or reason
         if self._log is not None:
             self._log.step(event, state, commands)
 
@@ -119,10 +126,22 @@ class RunRecord:
         if self.progress is None:
             self.note(line)
 
+    def cause(self) -> tuple[str, float]:
+        """The report of the last failure or hang of this node, and when; made when it is asked for."""
+        if self._last_failure is None:
+            return "", 0.0
+        when, result, summary = self._last_failure
+        if self._cause[1] != when:
+            self._cause = self._describe(result, summary)[0], when
+        return self._cause
+
     def report(self, command: ReportFailure, result: RunResult) -> tuple[str, int]:
         """The report that all nodes show should this failure end the job, and the exit code."""
+        return self._describe(result, command.summary, command.code)
+
+    def _describe(self, result: RunResult, summary: str, code: int = 1) -> tuple[str, int]:
         if not result.failures:
-            return self._supervision.report(command.summary) or command.summary, command.code
+            return self._supervision.report(summary) or summary, code
         from phalanx.observe.report import diagnosis_of, format_report
 
         everyone = {**result.failures, **result.stopped}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx.state.holder import StateHolder
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
+    from phalanx.web.dashboard_process import DashboardProcess
     from phalanx.workers.failure import ProcessFailure
     from phalanx.workers.numa import NumaOptions
 
@@ -211,6 +212,7 @@ class AgentOptions(Record):
     stray_signals: tuple[Signals, ...] = ()  # stop the job as well, but are not sent to workers
     job_name: str = ""  # as the failure report calls the job; empty: the entrypoint's name
     note: Callable[[str], None] | None = None  # one line per incident
+    dashboard: DashboardProcess | None = None  # the page of the job
     notifier: Notifier | None = None  # tells a command or a URL of incidents
     traces: TraceSender | None = None  # sends a trace of each incident
     metrics: bool = False  # serve /metrics beside the health endpoints

@@ -50,6 +50,8 @@ class StatusSocket:
         self._socket: socket.socket | None = None
         self._open_at: float | None = 0.0  # None: it has been opened
         self._clients: list[StatusClient] = []
+        self.name = ""
+        """Of the socket, once it listens."""
 
     def _open(self) -> None:
         import socket
@@ -60,9 +62,10 @@ class StatusSocket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             # A random part: two agents in different containers may have one pid and one network.
-            listener.bind(f"\0{PREFIX}{os.geteuid()}/{os.getpid()}-{os.urandom(4).hex()}")
+            name = f"\0{PREFIX}{os.geteuid()}/{os.getpid()}-{os.urandom(4).hex()}"
+            listener.bind(name)
             listener.listen(16)
-            self._socket = listener
+            self._socket, self.name = listener, name
         except OSError:
             listener.close()
 

@@ -83,6 +83,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ROLE = "default"
 
+_LONGEST_CAUSE = 32768  # characters of the report of a failure in an answer
 _FAREWELL = 30.0  # seconds for a rendezvous to be left or closed; a plug-in may hang
 
 STEPS = (
@@ -620,6 +621,14 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._loop.nodes.on_request = self.desk.answer
         self._loop.parts += [self.helpers, self.status, self.desk]
         self.history.ended = self._workers.ended_at
+        self.dashboard = options.dashboard
+        if self.dashboard is not None:
+            self.dashboard.attach(
+                lambda: self.status.name,
+                lambda: self.state.round is not None and self.state.round.node_rank == 0,
+                self._rdzv_handler.get_run_id,
+            )
+            self._loop.parts.append(self.dashboard)
         self._record.events = EventFile(lambda: self.run_dir, lambda: self.host)
         self.history.listeners.append(self._record.events.incident)
         self.was_quiet = False
@@ -745,6 +754,11 @@ class LocalElasticAgent(SimpleElasticAgent):
     def post(self, event: Event) -> None:
         """Queue an event for the owner's thread; from any thread."""
         self._post(event)
+
+    def cause(self) -> dict[str, Any]:
+        """The report of the last failure or hang that this node saw, and when."""
+        text, when = self._record.cause()
+        return {"cause": text[:_LONGEST_CAUSE], "cause_at": when}
 
     @property
     def worker_store(self) -> WorkerStore | None:

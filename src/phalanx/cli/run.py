@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from phalanx.observe.progress_line import Progress
     from phalanx.observe.trace_sender import TraceSender
     from phalanx.warm.helper_pool import HelperPool
+    from phalanx.web.dashboard_process import DashboardProcess
 
 
 def main(argv: Sequence[str]) -> int:
@@ -154,7 +155,7 @@ def launch(job: JobSpec, raises: bool = False) -> int:
 
 
 def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> int:
-    from phalanx.agent.job import make_agent, make_logs
+    from phalanx.agent.job import make_agent, make_dashboard, make_logs
     from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
     from phalanx.workers.signals import SignalScope, signals_to_handle, stray_signals
@@ -169,6 +170,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
         handled = signals_to_handle(job.signals_to_handle)
         strays = stray_signals(handled)
         with KeptModes(), SignalScope([*handled, *strays]):
+            end.dashboard = make_dashboard(job, say)
             logs = make_logs(job)
             agent = make_agent(
                 job,
@@ -179,6 +181,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
                 progress=_progress(job),
                 stray_signals=tuple(strays),
                 notifier=end.notifier,
+                dashboard=end.dashboard,
                 traces=end.traces,
             )
             end.agent = agent
@@ -239,17 +242,20 @@ class JobEnd:
     ) -> None:
         self._job = job
         self.notifier, self.traces = notifier, traces
+        self.dashboard: DashboardProcess | None = None
         self.agent: LocalElasticAgent | None = None
         self._reached = False
 
     def reach(self, outcome: str, code: int, why: str) -> None:
         """The job is over; the first call counts."""
-        if self._reached or not (code or self.notifier is not None):
+        if self._reached or not (code or self.notifier is not None or self.dashboard is not None):
             return
         self._reached = True
         from phalanx.observe import termination_log
 
         why = termination_log.bare(why)
+        if self.dashboard is not None:
+            self.dashboard.finish(outcome, code, why)
         if code:
             termination_log.write(self._job.termination_log, why)
         if self.notifier is not None and self._speaks_for_the_job():
@@ -274,6 +280,8 @@ class JobEnd:
 
     def close(self) -> None:
         """Wait, not for long, until what is under way is done."""
+        if self.dashboard is not None:
+            self.dashboard.close()
         for outbox in (self.notifier, self.traces):
             if outbox is not None:
                 outbox.close()

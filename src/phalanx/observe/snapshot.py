@@ -109,7 +109,8 @@ class JobSnapshot(msgspec.Struct):
 
     `state`: waiting, spare, forming, starting, running, finished, ending. `lease_age`: seconds since the
     store last confirmed that this node is there. `nodes`: the names of the round's members. `notes`: lines;
-    `records`: the incidents themselves. `peers`: the other nodes, where they were asked for; `silent`: how
+    `records`: the incidents themselves. `cause`: the report of the last failure or
+    hang that this node saw, and when. `peers`: the other nodes, where they were asked for; `silent`: how
     many of them did not answer."""
 
     run: str
@@ -140,6 +141,8 @@ class JobSnapshot(msgspec.Struct):
     records: list[IncidentSnapshot] = []
     ledger: LedgerSnapshot = msgspec.field(default_factory=LedgerSnapshot)
     logs: str = ""
+    cause: str = ""
+    cause_at: Seconds = 0.0
     peers: list[JobSnapshot] = []
     silent: Count = 0
 
