@@ -506,7 +506,7 @@ class Scan:
 def peek(argv: Sequence[str], dest: str, environ: Mapping[str, str]) -> str:
     """What a command line that is refused says for an option, as far as that can be told."""
     option = BY_DEST[dest]
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name in option.flags:
             return value if equals else following
