@@ -300,9 +300,10 @@ def test_a_trace_per_incident(tmp_path: Path) -> None:
         assert not os.environ.get("CI"), "the OpenTelemetry SDK has to be there in CI"
         pytest.skip("needs the OpenTelemetry SDK")
     body = (
-        "import os\n"
-        "if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-        "    raise RuntimeError('boom')\n"
+        "import os, time\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    if os.environ['RANK'] == '1': raise RuntimeError('boom')\n"
+        "while True: time.sleep(1000)\n"
     )
     with Collector() as collector:
         environ = plain_environment(
@@ -312,8 +313,12 @@ def test_a_trace_per_incident(tmp_path: Path) -> None:
             OTEL_SERVICE_NAME="training",
         )
         flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--otel", "--backoff", "0")
-        done = run(*flags, script(tmp_path, body), env=environ)
-    assert done.code == 0, done
+        with Running([*flags, script(tmp_path, body)], env=environ) as job:
+            # While the job runs: its end would not wait for a machine that is this busy.
+            wait_until(lambda: collector.got, "the trace", 3 * HUNG)
+            job.signal(signal.SIGTERM)
+            done = job.end()
+    assert done.code == 143, done
     assert "SECRET" not in done.err
     ((path, headers, request),) = collector.got
     assert path == "/v1/traces"
