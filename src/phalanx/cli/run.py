@@ -312,7 +312,7 @@ def _sum_up(job: JobSpec, agent: LocalElasticAgent | None, begin: float, outcome
         _say_unless_quiet(job, summary["line"])
     run_summary.keep(summary)
     if agent.was_quiet or os.path.isdir(summary["logs"]):
-        run_registry.note(variables(), summary)
+        run_registry.note(variables(), run_summary.in_short(summary))
 
 
 def _progress(job: JobSpec) -> Progress | None:
