@@ -301,10 +301,17 @@ class HangDetector:
     # -- a hang -------------------------------------------------------------------------------------
 
     def _collect(self, verdict: Verdict, view: View, now: float) -> None:
-        from phalanx.supervision.stack_collection import RECHECK, HangIncident
+        from phalanx.supervision.stack_collection import RECHECK, TIMEOUT, TIMEOUT_ALONE, HangIncident
 
         self._incident = HangIncident(
-            verdict, view, self._context, self._boards, self._global_ranks, now, self._trace_sockets
+            verdict,
+            view,
+            self._context,
+            self._boards,
+            self._global_ranks,
+            now,
+            self._trace_sockets,
+            TIMEOUT_ALONE if self._consensus is None else TIMEOUT,
         )
         self._findings = None
         self._due = now + RECHECK

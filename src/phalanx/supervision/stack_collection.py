@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 TIMEOUT = 0.6
 """Seconds for all workers to answer: the handler is C code, and slow only on an overloaded machine."""
+TIMEOUT_ALONE = 0.9
+"""The same if no other node waits for the answers."""
 RECHECK = 0.02
 _NATIVE_TIMEOUT = 8.0
 _SAVE_TIMEOUT = 0.3
@@ -50,6 +52,7 @@ class HangIncident:
         global_ranks: dict[int, int],
         now: float,
         trace_sockets: TraceSockets | None = None,
+        timeout: float = TIMEOUT,
     ) -> None:
         self.verdict = verdict
         self.view, self._at = view, now
@@ -68,7 +71,7 @@ class HangIncident:
             for rank, pid in self._pids.items()
             if rank not in self._stopped and STACK_SIGNAL and stacks.catches(pid, STACK_SIGNAL)
         }
-        self._deadline = now + TIMEOUT
+        self._deadline, self._timeout = now + timeout, timeout
         context.send_signal(STACK_SIGNAL, self._asked, alone=True)
         self.explanation: Explanation | None = None
         self._traces = self._ask_for_traces(trace_sockets)
@@ -101,7 +104,7 @@ class HangIncident:
             return None
         from phalanx.supervision.collective_traces import TraceCollection
 
-        return TraceCollection(paths, TIMEOUT, self._attempt_path("flight_recorder"))
+        return TraceCollection(paths, self._timeout, self._attempt_path("flight_recorder"))
 
     # -- native stacks ------------------------------------------------------------------------------
 
