@@ -325,6 +325,12 @@ class HangDetector:
             if not incident.answered(now):
                 return None
             self._findings = incident.collect()
+            if self._collectives is not None:
+                # Of ranks that have not answered now, on a machine that is busy.
+                stopped = {rank for rank, one in self._findings.found.items() if one.stopped}
+                for rank, trace in self._collectives.recent_traces(now).items():
+                    if rank not in stopped:
+                        self._findings.traces.setdefault(rank, trace)
         native = incident.native_done(now)  # takes longer, and needs the workers alive
         if self._consensus is None and not native:
             return None
