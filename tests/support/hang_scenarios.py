@@ -16,10 +16,12 @@ from pathlib import Path
 
 BEGIN = """
 import ctypes, os, signal, sys, threading, time
-import torch, torch.distributed as dist
 plan = PLAN
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 if attempt >= len(plan): sys.exit(0)
+print("started", flush=True)
+import torch, torch.distributed as dist
+print("imported", flush=True)
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 name, guilty = plan[attempt]
 dist.init_process_group("gloo")
@@ -28,6 +30,7 @@ def step(group=None): dist.all_reduce(torch.ones(4), group=group)
 def wait_for_ever(): threading.Event().wait()
 for _ in range(3): step()
 for _ in range(2): step(pairs)
+print("stepped", flush=True)
 """
 SCENARIOS = {
     "missing": """

@@ -551,8 +551,8 @@ def test_dry_run_shows_what_would_be_started(tmp_path: Path) -> None:
     really = next(env for env in told if env["RANK"] == "1")
     known = {name: value for name, value in listed.items() if value != "'?'"}
     assert {name: really[name] for name in known} == known
-    descriptors = {"PHALANX_WORKER", "PHALANX_STATE"}
-    ours = {name for name in really if name not in plain_environment()} - descriptors
+    of_a_start = {"PHALANX_WORKER", "PHALANX_STATE", "PHALANX_COLLECTIVES"}
+    ours = {name for name in really if name not in plain_environment()} - of_a_start
     assert ours - {"LC_CTYPE"} == listed.keys()  # which Python sets by itself
     assert {"RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"} <= known.keys()
     assert f"{path} --x=1" in shown[1]

@@ -16,8 +16,7 @@ import _thread
 import os
 import time
 
-from phalanx.core.collective_progress import marks
-from phalanx.core.collectives import GroupTrace, Operation, RankTrace, is_waiting
+from phalanx.core.collectives import GroupTrace, Operation, RankTrace
 from phalanx.integrations.torch_collectives import GROUPS_SUFFIX, runs
 from phalanx.supervision.trace_reader import ask
 
@@ -102,12 +101,6 @@ def parse_all(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, RankTrace]:
 def read_traces(paths: Mapping[int, str], timeout: float) -> dict[int, RankTrace]:
     """The collectives of all ranks that answer in time; waits."""
     return parse_all(read_dumps(paths, timeout))
-
-
-def read_pulses(paths: Mapping[int, str], timeout: float) -> dict[int, tuple[tuple[object, ...], bool]]:
-    """What changes as a rank enters and leaves collectives, and whether it waits in one; waits."""
-    traces = read_traces(paths, timeout)
-    return {rank: (marks(trace), is_waiting(trace)) for rank, trace in traces.items()}
 
 
 # ---- torch's JSON ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.core.collectives import RankTrace
     from phalanx.supervision.trace_sockets import TraceSockets
     from phalanx.workers.worker_group import PContext
 
@@ -45,6 +46,7 @@ class CollectiveWatch:
         self._asking = self._closed = False
         self.progress: dict[int, CollectiveProgress] = {}
         self.recorded = False  # a rank has answered
+        self._traces: dict[int, tuple[RankTrace, float]] = {}  # by global rank, with the time of the sample
 
     def look(self, now: float) -> float | None:
         """Begin a sample if it is time; returns when the next one begins, None while one is under way."""
@@ -64,28 +66,44 @@ class CollectiveWatch:
 
     def _sample(self, pids: dict[int, int]) -> None:
         pulses: list[RankPulse] = []
-        answered = False
+        found: dict[int, RankTrace] = {}
         try:
-            from phalanx.supervision.collective_traces import read_pulses
+            from phalanx.supervision.collective_traces import read_traces
 
-            paths = {rank: self._sockets.path(rank) for rank in pids}
-            found = read_pulses({rank: path for rank, path in paths.items() if path}, _ANSWER_TIMEOUT)
-            answered = bool(found)
+            paths = {self._global_ranks[rank]: path for rank in pids if (path := self._sockets.path(rank))}
+            found = read_traces(paths, _ANSWER_TIMEOUT)
+            before = {rank: trace for rank, (trace, _) in self._traces.items()}
+            known = before | found  # one that does not answer this time has not moved
             for rank, pid in pids.items():
-                marks, waits = found.get(rank, ((), False))
-                pulses.append(RankPulse(self._global_ranks[rank], marks, waits, *activity(pid)))
+                pulses.append(pulse(self._global_ranks[rank], known.get(self._global_ranks[rank]), pid))
         finally:
-            self._post(lambda: self._take(pulses, answered))
+            self._post(lambda: self._take(pulses, found))
 
-    def _take(self, pulses: list[RankPulse], answered: bool) -> None:
+    def _take(self, pulses: list[RankPulse], found: dict[int, RankTrace]) -> None:
         self._asking = False
         if self._closed:
             return
         now = time.monotonic()
         self._due = now + self._interval
-        self.recorded = self.recorded or answered
+        self.recorded = self.recorded or bool(found)
+        self._traces = {**self._traces, **{rank: (trace, now) for rank, trace in found.items()}}
         self.progress = observe(self.progress, pulses, now)
         self._changed()
+
+    def recent_traces(self, now: float) -> dict[int, RankTrace]:
+        """What ranks had recorded at the last samples: in a hang, they have recorded nothing since."""
+        since = now - 2.5 * self._interval
+        return {rank: trace for rank, (trace, at) in self._traces.items() if at >= since}
+
+
+def pulse(rank: int, trace: RankTrace | None, pid: int) -> RankPulse:
+    """One sample of one rank; a rank without a record waits in no collective."""
+    from phalanx.core.collective_progress import marks
+    from phalanx.core.collectives import is_waiting
+
+    if trace is None:
+        return RankPulse(rank, (), False, *activity(pid))
+    return RankPulse(rank, marks(trace), is_waiting(trace), *activity(pid))
 
 
 def activity(pid: int) -> tuple[float, bool]:

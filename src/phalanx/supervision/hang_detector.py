@@ -355,10 +355,17 @@ class HangDetector:
     # -- a hang -------------------------------------------------------------------------------------
 
     def _collect(self, verdict: Verdict, view: View, now: float) -> None:
-        from phalanx.supervision.stack_collection import RECHECK, HangIncident
+        from phalanx.supervision.stack_collection import RECHECK, TIMEOUT, TIMEOUT_ALONE, HangIncident
 
         self._incident = HangIncident(
-            verdict, view, self._context, self._boards, self._global_ranks, now, self._trace_sockets
+            verdict,
+            view,
+            self._context,
+            self._boards,
+            self._global_ranks,
+            now,
+            self._trace_sockets,
+            TIMEOUT_ALONE if self._consensus is None else TIMEOUT,
         )
         self._findings = None
         self._due = now + RECHECK
@@ -372,6 +379,12 @@ class HangDetector:
             if not incident.answered(now):
                 return None
             self._findings = incident.collect()
+            if self._collectives is not None:
+                # Of ranks that have not answered now, on a machine that is busy.
+                stopped = {rank for rank, one in self._findings.found.items() if one.stopped}
+                for rank, trace in self._collectives.recent_traces(now).items():
+                    if rank not in stopped:
+                        self._findings.traces.setdefault(rank, trace)
         native = incident.native_done(now)  # takes longer, and needs the workers alive
         if self._consensus is None and not native:
             return None

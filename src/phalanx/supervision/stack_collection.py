@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 TIMEOUT = 0.6
 """Seconds for all workers to answer: the handler is C code, and slow only on an overloaded machine."""
+TIMEOUT_ALONE = 0.9
+"""The same if no other node waits for the answers."""
 RECHECK = 0.02
 _NATIVE_TIMEOUT = 8.0
 _SAVE_TIMEOUT = 0.3
@@ -41,7 +43,14 @@ class Findings:
 class StackDump:
     """The stacks of running workers, requested now; by local rank."""
 
-    def __init__(self, context: PContext, boards: Boards, now: float, ranks: set[int] | None = None) -> None:
+    def __init__(
+        self,
+        context: PContext,
+        boards: Boards,
+        now: float,
+        ranks: set[int] | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
         running = context.running if ranks is None else context.running & ranks
         self.pids = {rank: pid for rank, pid in context.pids().items() if rank in running}
         self.stopped = {rank for rank, pid in self.pids.items() if stacks.is_stopped(pid)}
@@ -53,7 +62,7 @@ class StackDump:
             for rank, pid in self.pids.items()
             if rank not in self.stopped and STACK_SIGNAL and stacks.catches(pid, STACK_SIGNAL)
         }
-        self._deadline = now + TIMEOUT
+        self._deadline = now + timeout
         context.send_signal(STACK_SIGNAL, self._asked, alone=True)
 
     def answered(self, now: float) -> bool:
@@ -83,6 +92,7 @@ class HangIncident:
         global_ranks: dict[int, int],
         now: float,
         trace_sockets: TraceSockets | None = None,
+        timeout: float = TIMEOUT,
     ) -> None:
         self.verdict = verdict
         self.view, self._at = view, now
@@ -91,10 +101,10 @@ class HangIncident:
         self.report: list[str] = []
         self._context = context
         self._global_ranks = global_ranks
-        self._dump = StackDump(context, boards, now)
+        self._dump = StackDump(context, boards, now, timeout=timeout)
         self._pids, self._stopped = self._dump.pids, self._dump.stopped
         self.explanation: Explanation | None = None
-        self._deadline = now + TIMEOUT
+        self._deadline, self._timeout = now + timeout, timeout
         self._traces = self._ask_for_traces(trace_sockets)
         self._native: dict[int, Any] = self._start_py_spy()
         self._native_deadline = now + _NATIVE_TIMEOUT
@@ -119,7 +129,7 @@ class HangIncident:
             return None
         from phalanx.supervision.collective_traces import TraceCollection
 
-        return TraceCollection(paths, TIMEOUT, self._attempt_path("flight_recorder"))
+        return TraceCollection(paths, self._timeout, self._attempt_path("flight_recorder"))
 
     # -- native stacks ------------------------------------------------------------------------------
 
