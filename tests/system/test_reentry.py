@@ -359,10 +359,10 @@ def test_gloo_works_again_in_the_same_processes(tmp_path: Path, lazy: str, sig: 
     """Ranks are killed or stopped, rank 0 as well; sockets of the program stay as they are."""
     python = python_with("torch")
     words = ("--nproc-per-node", "3", "--max-restarts", "3", "--backoff", "0", "--preload", "torch")
-    env = plain_environment(TORCH_GLOO_LAZY_INIT=lazy, XDG_CACHE_HOME=str(tmp_path / "cache"))
     hang = ("--heartbeat-timeout", "3") if sig == "SIGSTOP" else ()
-    done = ended([python, "-m", "phalanx", "run", *words, *hang, script(tmp_path, GLOO), sig], env)
-    assert done.code == 0, done
+    words = (*words, *hang, script(tmp_path, GLOO), sig)
+    with jobs.Job(tmp_path / "job", *words, python=python, TORCH_GLOO_LAZY_INIT=lazy) as job:
+        done = Ended(0, job.succeeds(100.0), job.err)
     assert [kept(done, number) for number in (2, 3, 4)] == [{0, 2}, {0, 1}, {1, 2}], done
     found = calls(done)
     assert {words[2] for ranks in found.values() for words in ranks.values()} == {"3"}
