@@ -218,6 +218,36 @@ def test_outside_of_a_worker_the_function_is_called_once(tmp_path: Path) -> None
     assert (bad.code, len(bad.err.splitlines())) == (2, 1), bad
 
 
+HANGS = (
+    BEGIN
+    + """
+@worker.reenter
+def train(round):
+    tell(round)
+    worker.agree("here")
+    for step in range(10**9 if round.number == 1 else 3):
+        worker.heartbeat(step)
+        if round.number == 1 and round.rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.05)
+
+train()
+"""
+)
+
+
+def test_the_rank_that_a_hang_is_due_to_is_not_waited_for(tmp_path: Path) -> None:
+    words = ("--nproc-per-node", "3", "--max-restarts", "1", "--heartbeat-timeout", "2")
+    done = run(*words, "--reenter-timeout", "25", script(tmp_path, HANGS))
+    assert done.code == 0, done
+    assert kept(done, 2) == {0, 2}, done
+    found = re.search(
+        r"re-entered: 2 of 3 workers kept, rank 1 started anew, ([\d.]+) s", "\n".join(done.said)
+    )
+    assert found, done
+    assert float(found[1]) < 20, done
+
+
 @pytest.mark.parametrize("warm", ["off", "standby"])
 def test_executed_workers_and_standbys_take_part(tmp_path: Path, warm: str) -> None:
     text = LATE.replace("SIGSTOP", "SIGURG").replace("< 4", "< 2")
@@ -313,7 +343,7 @@ def train(round):
         if step == 3 and (round.number, round.rank) in ((1, 1), (3, 0)):
             die()
         if step == 3 and (round.number, round.rank) == (2, 2):
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     dist.destroy_process_group()
 
 train()
@@ -321,15 +351,18 @@ train()
 )
 
 
-@pytest.mark.parametrize("lazy", ["0", pytest.param("1", marks=pytest.mark.long)])
-def test_gloo_works_again_in_the_same_processes(tmp_path: Path, lazy: str) -> None:
-    """A rank is killed, one is stopped, and rank 0 is killed; sockets of the program stay as they are."""
+@pytest.mark.parametrize(
+    ("lazy", "sig"),
+    [("0", "SIGKILL"), *(pytest.param(lazy, "SIGSTOP", marks=pytest.mark.long) for lazy in "01")],
+)
+def test_gloo_works_again_in_the_same_processes(tmp_path: Path, lazy: str, sig: str) -> None:
+    """Ranks are killed or stopped, rank 0 as well; sockets of the program stay as they are."""
     python = python_with("torch")
     words = ("--nproc-per-node", "3", "--max-restarts", "3", "--backoff", "0", "--preload", "torch")
-    env = plain_environment(TORCH_GLOO_LAZY_INIT=lazy, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    command = [python, "-m", "phalanx", "run", *words, "--heartbeat-timeout", "3", script(tmp_path, GLOO)]
-    done = ended(command, env)
-    assert done.code == 0, done
+    hang = ("--heartbeat-timeout", "3") if sig == "SIGSTOP" else ()
+    words = (*words, *hang, script(tmp_path, GLOO), sig)
+    with jobs.Job(tmp_path / "job", *words, python=python, TORCH_GLOO_LAZY_INIT=lazy) as job:
+        done = Ended(0, job.succeeds(100.0), job.err)
     assert [kept(done, number) for number in (2, 3, 4)] == [{0, 2}, {0, 1}, {1, 2}], done
     found = calls(done)
     assert {words[2] for ranks in found.values() for words in ranks.values()} == {"3"}
@@ -392,7 +425,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+@pytest.mark.parametrize("start", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_functions_re_enter_and_return(tmp_path: Path, start: str) -> None:
     done = ended([sys.executable, script(tmp_path, FUNCTION), start], plain_environment())
     assert done.code == 0, done

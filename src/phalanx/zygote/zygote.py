@@ -499,6 +499,7 @@ class Zygote:
         for pid, status in reap():
             worker = None if self.standbys.lost(pid, status) else self._take_out(pid)
             if worker:
+                self._hear(worker)  # its last words
                 self._end_link(worker)
                 ended.append((worker, os.waitstatus_to_exitcode(status), time.time()))
         if self.at_failure and not self.stop and any(code for _, code, _ in ended):
@@ -538,15 +539,21 @@ class Zygote:
         for worker in list(self.workers.values()):
             if worker.channel is None or (ready is not None and worker.channel.fileno() not in ready):
                 continue
-            messages, gone = worker.channel.pending()
-            for message, fds in messages:
-                for fd in fds:
-                    os.close(fd)
-                self._hear_worker(worker, message)
-            if gone:
+            if self._hear(worker):
                 self._end_link(worker)
                 if worker.reenters:
                     self._hear_worker(worker, ("leave",))
+
+    def _hear(self, worker: ForkedWorker) -> bool:
+        """Take in what a worker has sent; whether its end of the channel is closed."""
+        if worker.channel is None:
+            return False
+        messages, gone = worker.channel.pending()
+        for message, fds in messages:
+            for fd in fds:
+                os.close(fd)
+            self._hear_worker(worker, message)
+        return gone
 
     def _hear_worker(self, worker: ForkedWorker, message: tuple[Any, ...]) -> None:
         kind = message[0]
