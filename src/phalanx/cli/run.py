@@ -134,7 +134,9 @@ def _launch(job: JobSpec, raises: bool, made: list[LocalElasticAgent]) -> int:
             raise
         why = error.strerror if isinstance(error, OSError) else error
         say(f"the helper processes cannot be started: {why}; see `ulimit -n` and `ulimit -u`")
-        return 1
+        from phalanx.core.exit_codes import UNFIT_NODE
+
+        return UNFIT_NODE
     assert helpers is not None, "a program always has helpers"
     helpers.say = say
     begin = time.time()
