@@ -131,14 +131,16 @@ def launch(job: JobSpec, raises: bool = False) -> int:
     try:
         helpers = make_helpers(job)
     except (OSError, RuntimeError) as error:  # too many descriptors or processes
+        from phalanx.core.exit_codes import UNFIT_NODE
+
         why = error.strerror if isinstance(error, OSError) else error
         line = f"the helper processes cannot be started: {why}; see `ulimit -n` and `ulimit -u`"
         failed = JobEnd(job)
-        failed.reach("FAILED", 1, line)
+        failed.reach("FAILED", UNFIT_NODE, line)
         if raises:
             raise
         say(line)
-        return failed.leave_outcome(1)
+        return failed.leave_outcome(UNFIT_NODE)
     assert helpers is not None, "a program always has helpers"
     helpers.say = say
     end = JobEnd(job, make_notifier(job), make_traces(job))
