@@ -136,7 +136,8 @@ function showCause() {
   panel.classList.toggle("hot", Boolean(failed || (cause && !cause.over)));
   setText("cause-headline", plain(cause?.headline ?? firstLine(end.why)));
   setText("cause-when", cause ? `${clock(cause.at)}${cause.host ? ` on ${plain(cause.host)}` : ""}` : "");
-  const text = (failed ? end.why : cause.text).split("\n").filter((line) => !/^([=-]{20,}|\s*[~^]+)$/.test(line)).map(plain).join("\n").trim();
+  const report = (failed ? end.why : cause.text).replace(/^[=\s]*\S+ FAILED[^\n]*\n/, ""); // it may have recovered
+  const text = report.split("\n").filter((line) => !/^([=-]{20,}|\s*[~^]+)$/.test(line)).map(plain).join("\n").replace(/\n\n+/g, "\n\n").trim();
   full.hidden = !text || text === cause?.headline;
   if (full.textContent !== text) full.textContent = text;
 }
