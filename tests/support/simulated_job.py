@@ -1,6 +1,6 @@
 """A job of any size that does not exist, for the page: what its agents would answer, made from a clock.
 
-`python -m tests.support.simulated_job 4096` serves its page and prints the link; with `agent` as one more word
+`python -m tests.support.simulated_job 4096` serves its page and prints the link; with one more word, `agent`,
 it is the agent of node 0 instead, and prints its socket.
 """
 
