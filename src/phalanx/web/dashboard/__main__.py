@@ -58,10 +58,9 @@ async def _serve(listener: socket.socket, task: dict[str, Any]) -> None:
     serving = asyncio.create_task(server.serve())
     listening = asyncio.create_task(_listen(feed))
     await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)
-    if listening.done():
-        if feed.viewers:
-            await feed.part(_FAREWELL)
-            await asyncio.sleep(_FLUSH)
+    if listening.done() and feed.viewers:
+        await feed.part(_FAREWELL)
+        await asyncio.sleep(_FLUSH)
     os._exit(0)  # connections that are still open end with it
 
 

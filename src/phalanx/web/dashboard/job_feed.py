@@ -111,11 +111,7 @@ class JobFeed:
     async def end(self, outcome: str, code: int, why: str) -> None:
         """The job is over; viewers part once they know."""
         self._ended = True
-        self._ended = True
-        told = {"end": {"outcome": outcome, "exit_code": code, "why": why}}
-        self._last = asyncio.ensure_future(
-            self._publish(told)
-        )  # kept: a task without a reference may be lost
+        await self._publish({"end": {"outcome": outcome, "exit_code": code, "why": why}})
 
     async def _publish(self, found: dict[str, Any]) -> None:
         async with self._changed:
@@ -142,7 +138,7 @@ class JobFeed:
                 data = self._news(viewer)
                 if data:
                     yield b"event: state\ndata: " + data + b"\n\n"
-                    if self._ended and not self._is_behind(viewer):
+                    if "end" in viewer.seen:
                         return
                     continue
                 try:
