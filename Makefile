@@ -9,7 +9,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: demo test coverage test-long check format bench chaos clean etcd prometheus platforms
+.PHONY: demo test coverage test-long check format bench chaos clean etcd prometheus chromium platforms
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -22,6 +22,7 @@ $(VENV)/.torch: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' numpy
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' jax accelerate lightning
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[otel]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps axe-core-python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris || echo "no atheris for this Python"
 	@touch $@
 
@@ -32,11 +33,15 @@ platforms:
 	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y slurm-wlm munge openssh-server >/dev/null; }; } || true
 
 # A real etcd for the tests, where it can be had; without one they are skipped, except in CI, where they fail.
-# With TORCH=1 a real Prometheus, too.
-etcd: $(if $(TORCH),prometheus)
+# With TORCH=1 a real Prometheus and a browser, too.
+etcd: $(if $(TORCH),prometheus chromium)
 	@command -v etcd >/dev/null && command -v ip >/dev/null && command -v openssl >/dev/null || { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
 	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y etcd-server iproute2 openssl gcc >/dev/null; }; } || true
+
+chromium:
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
+	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium >/dev/null; }; } || true
 
 # Only unpacked: installed, it would run as a service.
 prometheus: $(READY)

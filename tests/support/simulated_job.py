@@ -1,12 +1,14 @@
 """A job of any size that does not exist, for the page: what its agents would answer, made from a clock.
 
-python -m tests.support.simulated_job 4096       serves its page, and prints the link
+`python -m tests.support.simulated_job 4096` serves its page and prints the link; with one more word, `agent`,
+it is the agent of node 0 instead, and prints its socket.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import sys
 import time
@@ -92,5 +94,31 @@ async def serve(ranks: int) -> None:
     await PageServer(app, listener).serve()
 
 
+def be_agent(ranks: int) -> None:
+    """The real socket of an agent; the answers of the other nodes are read and written as they would be."""
+    from phalanx.agent.status import StatusSocket
+    from phalanx.core.group import Phase
+
+    job = SimulatedJob(ranks)
+    told = [json.dumps(job.node(number, time.time())).encode() for number in range(1, -(-ranks // PER_NODE))]
+
+    def handle(_request: dict[str, Any], answer: Any) -> None:
+        answer({**job.node(0, time.time()), "peers": [json.loads(one) for one in told], "silent": 0})
+
+    status, known = StatusSocket(handle), False
+    while True:
+        poll = select.poll()
+        for fd, mask in status.fds(Phase.RUNNING):
+            poll.register(fd, mask)
+        if not known:
+            known = True
+            print(status.name[1:], flush=True)
+        until = status.deadline(Phase.RUNNING)
+        poll.poll(None if until is None else max(0.0, until - time.monotonic()) * 1000 + 1)
+        status.look(Phase.RUNNING, time.monotonic())
+
+
 if __name__ == "__main__":
+    if "agent" in sys.argv:
+        be_agent(int(sys.argv[1]))
     asyncio.run(serve(int(sys.argv[1])))

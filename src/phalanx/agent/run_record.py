@@ -112,14 +112,18 @@ class RunRecord:
         self.notes.append((time.time(), line))
         if self.events is not None:
             self.events.note(line)
-        if self.progress is not None:
-            self.progress.clear()
+        self.clear_progress()
         if self._on_note is not None:
             self._on_note(line)
             return
         import logging
 
         logging.getLogger("phalanx").info(line)
+
+    def clear_progress(self) -> None:
+        """Make room for a line on the terminal."""
+        if self.progress is not None:
+            self.progress.clear()
 
     def show_waiting(self, line: str) -> None:
         """What the nodes wait for, where there is no terminal to draw it on; from another thread."""

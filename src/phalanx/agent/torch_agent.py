@@ -627,6 +627,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 lambda: self.status.name,
                 lambda: self.state.round is not None and self.state.round.node_rank == 0,
                 self._rdzv_handler.get_run_id,
+                self._record.clear_progress,
             )
             self._loop.parts.append(self.dashboard)
         self._record.events = EventFile(lambda: self.run_dir, lambda: self.host)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 MISSING = "needs the packages starlette and uvicorn; install phalanx[dashboard]"
 _BACKLOG = 128
-_LAST_WORDS = 0.4  # seconds in which viewers are told of the end
+_LAST_WORDS = 5.0  # seconds at most, in which viewers are told of the end; without viewers none
+_VANISHED = 60_000  # milliseconds that sent data may stay unread
 _LONGEST_REPORT = 32768
 
 
@@ -60,19 +61,27 @@ class DashboardProcess:
         self._socket_name: Callable[[], str] = lambda: ""
         self._is_first: Callable[[], bool] = lambda: False
         self._run_id: Callable[[], str] = lambda: ""
+        self._clear: Callable[[], None] = lambda: None
         if plan.early:
             self._listen()
 
     def attach(
-        self, socket_name: Callable[[], str], is_first: Callable[[], bool], run_id: Callable[[], str]
+        self,
+        socket_name: Callable[[], str],
+        is_first: Callable[[], bool],
+        run_id: Callable[[], str],
+        clear: Callable[[], None],
     ) -> None:
-        """`socket_name`: of the agent's socket, empty while it has none; `is_first`: it is node 0 now."""
+        """`socket_name`: of the agent's socket, empty while it has none; `is_first`: it is node 0 now;
+        `clear`: makes room for a line on the terminal."""
         self._socket_name, self._is_first, self._run_id = socket_name, is_first, run_id
+        self._clear = clear
 
     @property
     def link(self) -> str:
         """The address with the token; empty while the page is not open. A secret."""
-        return f"{self._origin()}/?token={self._token}" if self._process is not None else ""
+        lives = self._process is not None and self._process.poll() is None
+        return f"{self._origin()}/?token={self._token}" if lives else ""
 
     def _origin(self) -> str:
         assert self._listener is not None or self._opened
@@ -95,6 +104,9 @@ class DashboardProcess:
             raise PhalanxError(f"--dashboard {where}: {error.strerror or error}") from None
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Inherited by connections: one whose browser has vanished, or takes nothing, ends.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _VANISHED)
             listener.bind(address)
             listener.listen(_BACKLOG)
         except OSError as error:
@@ -168,6 +180,7 @@ class DashboardProcess:
     def _introduce(self) -> None:
         if self._plan.quiet:
             return
+        self._clear()
         if sys.stderr is not None and sys.stderr.isatty():
             self._say(f"dashboard: {self.link}")
         else:

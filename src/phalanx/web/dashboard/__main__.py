@@ -15,7 +15,8 @@ from typing import Any
 
 from phalanx.kernel import die_with_parent, set_name
 
-_FAREWELL = 0.2  # seconds for the last words to viewers
+_FAREWELL = 4.0  # seconds for the last words to viewers
+_FLUSH = 0.05
 _DESCRIPTORS = 4096
 
 
@@ -57,8 +58,9 @@ async def _serve(listener: socket.socket, task: dict[str, Any]) -> None:
     serving = asyncio.create_task(server.serve())
     listening = asyncio.create_task(_listen(feed))
     await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)
-    if listening.done():
-        await asyncio.sleep(_FAREWELL)  # viewers get the last event
+    if listening.done() and feed.viewers:
+        await feed.part(_FAREWELL)
+        await asyncio.sleep(_FLUSH)
     os._exit(0)  # connections that are still open end with it
 
 
@@ -71,9 +73,9 @@ async def _listen(feed: Any) -> None:
     while line := await reader.readline():
         ending = json.loads(line)
         said = True
-        feed.end(str(ending["outcome"]), int(ending["exit_code"]), str(ending["why"]))
+        await feed.end(str(ending["outcome"]), int(ending["exit_code"]), str(ending["why"]))
     if not said:
-        feed.end("", 1, "the agent of node 0 has ended")
+        await feed.end("", 1, "the agent of node 0 has ended")
 
 
 main()

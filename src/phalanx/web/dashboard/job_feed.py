@@ -1,7 +1,7 @@
 """Asks the agent while somebody looks, and tells every viewer what has changed since the last event.
 
 One look serves all viewers. Its price is kept below one percent of a processor: the time between two looks is
-a hundred times what the last ones cost the agent's loop, within bounds. Nobody looking: no question, and no
+125 times what the last ones cost the agent's loop, within bounds. Nobody looking: no question, and no
 task of this process that wakes up.
 
 A viewer has no queue: it gets the sections that are newer than the last event it took, so that a slow one
@@ -26,7 +26,7 @@ from phalanx.web.dashboard.rate_history import RateHistory
 VIEWERS = 64
 """Viewers at a time; one more ends the oldest."""
 _SOONEST, _LATEST = 1.0, 15.0  # seconds between two looks
-_SHARE = 100.0
+_SHARE = 125.0
 _SILENCE = 15.0  # seconds without an event, after which a comment shows that the connection lives
 
 
@@ -108,13 +108,10 @@ class JobFeed:
         found["clock"] = {"now": job.now, "pause": round(self.pause, 1)}
         await self._publish(found)
 
-    def end(self, outcome: str, code: int, why: str) -> None:
-        """The job is over."""
+    async def end(self, outcome: str, code: int, why: str) -> None:
+        """The job is over; viewers part once they know."""
         self._ended = True
-        told = {"end": {"outcome": outcome, "exit_code": code, "why": why}}
-        self._last = asyncio.ensure_future(
-            self._publish(told)
-        )  # kept: a task without a reference may be lost
+        await self._publish({"end": {"outcome": outcome, "exit_code": code, "why": why}})
 
     async def _publish(self, found: dict[str, Any]) -> None:
         async with self._changed:
@@ -141,6 +138,8 @@ class JobFeed:
                 data = self._news(viewer)
                 if data:
                     yield b"event: state\ndata: " + data + b"\n\n"
+                    if "end" in viewer.seen:
+                        return
                     continue
                 try:
                     async with self._changed:
@@ -151,6 +150,12 @@ class JobFeed:
         finally:
             if viewer in self._viewers:
                 self._viewers.remove(viewer)
+
+    async def part(self, patience: float) -> None:
+        """Wait until every viewer has taken the last event, but not long."""
+        end = time.monotonic() + patience
+        while self._viewers and time.monotonic() < end:
+            await asyncio.sleep(0.01)
 
     def _is_behind(self, viewer: Viewer) -> bool:
         return any(viewer.seen.get(name) != version for name, (version, _) in self._sections.items())

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from phalanx.web.dashboard.agent_link import AgentGone
-from phalanx.web.dashboard.job_feed import AgentSource
+from phalanx.web.dashboard.job_feed import AgentSource, Viewer
 
 RANKS = 32
 """Ranks that one stream follows."""
 STREAMS = 16
-"""Streams at a time."""
+"""Streams at a time; one more ends the oldest."""
 _SOONEST, _LATEST, _SHARE = 0.5, 4.0, 200.0
 _LONGEST_LINE = 8192
 _SILENCE = 15.0
@@ -39,11 +39,11 @@ def parse_ranks(text: str, world: int) -> list[int]:
     return sorted(found)[:RANKS] if found else list(range(min(world, RANKS)))
 
 
-async def follow(source: AgentSource, ranks: list[int]) -> AsyncIterator[bytes]:
+async def follow(source: AgentSource, ranks: list[int], viewer: Viewer) -> AsyncIterator[bytes]:
     """Events with new lines, as they are sent."""
     places: dict[str, list[Any]] = {}
     pause, silence = 0.0, 0.0
-    while True:
+    while not viewer.over:
         request = {"ask": "read_logs", "ranks": ranks, "places": places, "all": True}
         before = source.time_used()
         try:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from phalanx.web.dashboard import log_files, log_stream
 from phalanx.web.dashboard.agent_link import AgentGone
 from phalanx.web.dashboard.guard import Guard
-from phalanx.web.dashboard.job_feed import JobFeed
+from phalanx.web.dashboard.job_feed import JobFeed, Viewer
 from phalanx.web.dashboard.page_state import rank_detail
 
 _KINDS = {
@@ -47,7 +47,7 @@ class PageRoutes:
             for entry in files("phalanx.web.dashboard").joinpath("static").iterdir()
             if entry.name.rpartition(".")[2] in _KINDS
         }
-        self._streams = 0
+        self._streams: list[Viewer] = []
         self.app = Starlette(
             routes=[
                 Route("/", self.index),
@@ -90,17 +90,19 @@ class PageRoutes:
             ranks = log_stream.parse_ranks(request.query_params.get("ranks", ""), world)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
-        if self._streams >= log_stream.STREAMS:
-            raise HTTPException(503, "too many viewers of logs")
         return StreamingResponse(self._follow(ranks), media_type="text/event-stream")
 
     async def _follow(self, ranks: list[int]) -> Any:
-        self._streams += 1
+        viewer = Viewer()
+        self._streams.append(viewer)
+        while len(self._streams) > log_stream.STREAMS:
+            self._streams.pop(0).over = True
         try:
-            async for event in log_stream.follow(self._feed.source, ranks):
+            async for event in log_stream.follow(self._feed.source, ranks, viewer):
                 yield event
         finally:
-            self._streams -= 1
+            if viewer in self._streams:
+                self._streams.remove(viewer)
 
     def _log_directory(self) -> str:
         return self._feed.job.logs if self._feed.job else ""

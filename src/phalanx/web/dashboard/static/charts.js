@@ -80,7 +80,8 @@ function path(times, values, top) {
   let down = false;
   values.forEach((value, index) => {
     if (value === null) { down = false; return; }
-    made += `${down ? "L" : "M"}${place(times, index, value, top)}`;
+    const alone = !down && (values[index + 1] ?? null) === null;
+    made += `${down ? "L" : "M"}${place(times, index, value, top)}${alone ? "h1" : ""}`;
     down = true;
   });
   return made;

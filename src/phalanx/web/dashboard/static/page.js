@@ -136,7 +136,8 @@ function showCause() {
   panel.classList.toggle("hot", Boolean(failed || (cause && !cause.over)));
   setText("cause-headline", plain(cause?.headline ?? firstLine(end.why)));
   setText("cause-when", cause ? `${clock(cause.at)}${cause.host ? ` on ${plain(cause.host)}` : ""}` : "");
-  const text = (failed ? end.why : cause.text).split("\n").filter((line) => !/^([=-]{20,}|\s*[~^]+)$/.test(line)).map(plain).join("\n").trim();
+  const report = (failed ? end.why : cause.text).replace(/^[=\s]*\S+ FAILED[^\n]*\n/, ""); // it may have recovered
+  const text = report.split("\n").filter((line) => !/^([=-]{20,}|\s*[~^]+)$/.test(line)).map(plain).join("\n").replace(/\n\n+/g, "\n\n").trim();
   full.hidden = !text || text === cause?.headline;
   if (full.textContent !== text) full.textContent = text;
 }
@@ -179,8 +180,9 @@ async function drain(node, name) {
     : "Its workers are stopped, and the others re-form without it. A spare takes its place, if there is one.";
   if (!(await confirmed(`Drain node ${name} on ${plain(node.host)}?`, what, "Drain"))) return;
   const answer = await post("/api/drain", { node: node.id, confirm: true });
-  const done = [answer, ...(answer.peers ?? [])].map((one) => one.done ?? one.error).filter(Boolean);
-  notice(plain(done[0] ?? "The node did not answer."), true);
+  const told = [answer, ...(answer.peers ?? [])];
+  const done = told.find((one) => one.done)?.done ?? told.find((one) => one.error)?.error;
+  notice(plain(done ?? "The node did not answer."), true);
 }
 
 async function post(path, body) {
