@@ -23,8 +23,8 @@ TIMES = 200
 
 
 def verdicts(end: Ended) -> list[str]:
-    """One line for each restart."""
-    return [line for line in end.said if re.search(r"; restart \d+ of \d+", line)]
+    """One line for each restart, on the node that decided or on another one."""
+    return [line for line in end.said if re.search(r"; (restart \d+ of|re-forming for attempt) \d+", line)]
 
 
 def check(plan: Plan, size: int, end: Ended) -> None:
