@@ -69,8 +69,8 @@ def train(round, word):
     assert not round.reentered or (state.pop("aborted") and state.pop("final"))
     worker.keep("rounds", round.number, step=round.number)
     worker.heartbeat(round.number)
-    worker.agree("rounds")  # all have come this far
     try:
+        worker.agree("rounds")  # all have come this far
         if (round.number, round.rank) in ((1, 1), (3, 0)):
             die()
         if (round.number, round.rank) == (2, 2):
