@@ -87,8 +87,13 @@ def cluster_in(folder: Path, nodes: int, proctrack: str = "proctrack/linuxproc")
     return SlurmCluster(nodes, proctrack, home=folder / "home")
 
 
-def test_a_job_outlives_a_node_a_preemption_and_nothing_outlives_it(folder: Path) -> None:
-    with cluster_in(folder, 3) as cluster:
+# How Slurm itself finds the processes of a job: by parents, by process group.
+TRACKERS = ["proctrack/linuxproc", pytest.param("proctrack/pgid", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("proctrack", TRACKERS)
+def test_a_job_outlives_a_node_a_preemption_and_nothing_outlives_it(folder: Path, proctrack: str) -> None:
+    with cluster_in(folder, 3, proctrack) as cluster:
         jobs = Jobs(cluster, folder / "work")
         job = jobs.submit("a", "-N", "2", "--spares", "1", "--requeues", "1")
         first = jobs.ready("a", 2)
