@@ -20,7 +20,7 @@ from phalanx.errors import UsageError
 from phalanx.observe import snapshot
 from phalanx.web.dashboard import job_feed, log_files, log_stream, page_state
 from phalanx.web.dashboard.agent_link import AgentLink
-from phalanx.web.dashboard.guard import COOKIE, Guard
+from phalanx.web.dashboard.guard import COOKIE, PageGuard
 from phalanx.web.dashboard.rate_history import POINTS, RateHistory
 from tests.support.jobs import python_with
 from tests.support.simulated_job import SimulatedJob
@@ -246,7 +246,7 @@ def ask(
     sent += [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": sent}
     with pytest.raises(StopIteration):  # nothing in it waits, so it needs no loop
-        Guard(behind, TOKEN, served)(scope, None, send).send(None)
+        PageGuard(behind, TOKEN, served)(scope, None, send).send(None)
     return answer
 
 

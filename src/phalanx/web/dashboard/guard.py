@@ -42,7 +42,7 @@ _WELCOME = (
 )
 
 
-class Guard:
+class PageGuard:
     """The application behind its checks (ASGI)."""
 
     def __init__(self, app: Any, token: str, host: str) -> None:

@@ -1,4 +1,4 @@
-"""The routes of the page. Every one is behind `guard.Guard`.
+"""The routes of the page. Every one is behind `guard.PageGuard`.
 
 Files are read once and served from memory by their names: no path of a client is ever joined to one.
 """
@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from phalanx.web.dashboard import log_files, log_stream
 from phalanx.web.dashboard.agent_link import AgentGone
-from phalanx.web.dashboard.guard import Guard
+from phalanx.web.dashboard.guard import PageGuard
 from phalanx.web.dashboard.job_feed import JobFeed, Viewer
 from phalanx.web.dashboard.page_state import rank_detail
 
@@ -32,9 +32,9 @@ _LONGEST_BODY = 4096
 _ASKING = 5.0  # seconds for the body of a request
 
 
-def make_app(feed: JobFeed, *, token: str, host: str) -> Guard:
+def make_app(feed: JobFeed, *, token: str, host: str) -> PageGuard:
     """The application of one job."""
-    return Guard(PageRoutes(feed).app, token, host)
+    return PageGuard(PageRoutes(feed).app, token, host)
 
 
 class PageRoutes:
