@@ -9,7 +9,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: demo test coverage test-long check format bench chaos clean etcd prometheus chromium
+.PHONY: demo test coverage test-long check format bench chaos clean etcd prometheus chromium platforms
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -25,6 +25,12 @@ $(VENV)/.torch: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps axe-core-python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris || echo "no atheris for this Python"
 	@touch $@
+
+# Slurm and sshd for the tests, with torch only: large, and not on a newcomer's way.
+platforms:
+	@test -z "$(TORCH)" || { command -v slurmd && command -v munged && command -v sshd; } >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
+	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y slurm-wlm munge openssh-server >/dev/null; }; } || true
 
 # A real etcd for the tests, where it can be had; without one they are skipped, except in CI, where they fail.
 # With TORCH=1 a real Prometheus and a browser, too.
@@ -47,16 +53,16 @@ demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 TESTS  ?=
-test: $(READY) $(EXTRAS) etcd
+test: $(READY) $(EXTRAS) etcd platforms
 	$(BIN)/python -m pytest -q -n $(JOBS) $(TESTS)
 
 # Coverage of all processes, by the tests named in COVER; no module of the core may be below 95 %.
 COVER  ?= tests/unit tests/simulation
-coverage: $(READY) $(EXTRAS) etcd
+coverage: $(READY) $(EXTRAS) etcd platforms
 	$(BIN)/python -m pytest -q -n $(JOBS) $(COVER) --cov
 	$(BIN)/python .ci/core_coverage.py
 
-test-long: $(READY) $(EXTRAS) etcd
+test-long: $(READY) $(EXTRAS) etcd platforms
 	$(BIN)/python -m pytest -q -m long --timeout 3600
 
 check: $(READY)

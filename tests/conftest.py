@@ -26,7 +26,8 @@ for _signal in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, signal.default_int_handler if _signal is signal.SIGINT else signal.SIG_DFL)
 
-HUNG = 30.0  # seconds; no claim about speed, only about ever coming back
+# Seconds; no claim about speed, only about ever coming back. More where many trials share a busy machine.
+HUNG = float(os.environ.get("HUNG", "30"))
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = HUNG) -> None:
@@ -94,6 +95,7 @@ def nothing_left_behind(
     monkeypatch.setenv("TMPDIR", str(private))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(private / "cache"))  # no lists of modules in somebody's home
+    monkeypatch.setenv("XDG_STATE_HOME", str(private / "state"))  # nor lists of runs
     # With it every piece of a print is a write of its own, and those of two ranks end up in one line.
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     if request.node.get_closest_marker("untraced"):

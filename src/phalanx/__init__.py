@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from phalanx import run, worker
     from phalanx.errors import (
         ChildFailedError,
+        NodeUnfit,
         PhalanxError,
         ProgramNotExecutableError,
         ProgramNotFoundError,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ChildFailedError",
     "LaunchConfig",
+    "NodeUnfit",
     "PhalanxError",
     "ProgramNotExecutableError",
     "ProgramNotFoundError",

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from phalanx.agent.elastic_launch import LaunchConfig
     from phalanx.errors import UsageError
+    from phalanx.integrations.ssh.host_names import HostSlots
+    from phalanx.integrations.surroundings import Surroundings, Taken
     from phalanx.logs.specs import LogsSpecs
     from phalanx.workers.numa import NumaOptions
 
@@ -73,6 +75,9 @@ class JobSpec(Record):
     master_addr: str | None  # None: this node, or the one that the rendezvous chooses
     master_port: int | None
     local_addr: str | None
+    hosts: tuple[HostSlots, ...]  # started from here over ssh; none: this node alone
+    hosts_endpoint: str  # the endpoint that the user has given for them; empty: the first host
+    ssh: str
     # Restarts and stopping.
     max_restarts: int
     restart_window: float | None
@@ -87,12 +92,14 @@ class JobSpec(Record):
     monitor_interval: float
     # Kept state.
     keep_spill: str  # a directory, or empty
+    keep_id: str  # the job's name over its attempts; empty: the run ID
     keep_replicas: int  # nodes that have a copy of each node's state
     # Supervision.
     heartbeat_timeout: float | None
     silence_timeout: float | None
     startup_timeout: float | None
     partial_exit_timeout: float | None
+    hang_timeout: float | None
     on_hang: str  # restart, fail, warn
     health_port: str  # [ADDR:]PORT, or empty
     health_check: str
@@ -126,6 +133,8 @@ class JobSpec(Record):
     detach: bool
     quiet: bool
     verbose: bool
+    scheduler: str  # whose variables were read; empty: none
+    taken: tuple[tuple[str, str, str], ...]  # from it: option, value, origin
     warnings: tuple[str, ...]  # worth one line each, not worth stopping
 
 
@@ -135,11 +144,50 @@ class Sources:
     def __init__(self, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         self.arguments = arguments
         self.environ = environ
+        self.around: Surroundings | None = None  # below the variables of the options
         self.warnings: list[str] = []
 
     def from_environment(self, dest: str) -> str:
         name = BY_DEST[dest].env
-        return self.environ.get(name, "") if name else ""
+        value = self.environ.get(name, "") if name else ""
+        taken = self._taken(dest)
+        return value or (taken.value if taken is not None else "")
+
+    def _taken(self, dest: str) -> Taken | None:
+        return self.around.settings.get(dest) if self.around is not None else None
+
+    def look_around(self) -> None:
+        """Take from the scheduler, if there is one, what the user has not given."""
+        if self.given("hosts") or self.given("hostfile"):
+            from phalanx.integrations.ssh.host_names import look_at_hosts
+
+            found = look_at_hosts(validation.host_list(self))
+            kept = {dest: taken for dest, taken in found.settings.items() if not self.given(dest)}
+            self.around = found.replace(settings=kept)
+            return
+        if not self.environ.get("SLURM_JOB_ID"):
+            return  # most often: nothing is imported for it
+        from phalanx.integrations.slurm.allocation import look
+
+        given = {dest: str(value) for dest, value in self.arguments.items()}
+        for dest, option in BY_DEST.items():
+            value = self.environ.get(option.env, "") if option.env else ""
+            if value and dest not in given and not (option.kind == "flag" and not truth(value)):
+                given[dest] = value
+        self.around = look(self.environ, given)
+        if self.around is None:
+            return
+        if self.around.refusal:
+            raise usage_error(self.around.refusal)
+        self.warnings += self.around.warnings
+
+    @property
+    def taken(self) -> tuple[tuple[str, str, str], ...]:
+        """What was taken from the scheduler: the option, its value, and where it comes from."""
+        if self.around is None:
+            return ()
+        found = self.around.settings.items()
+        return tuple((BY_DEST[dest].name, taken.value, taken.origin) for dest, taken in found)
 
     def given(self, dest: str) -> bool:
         return dest in self.arguments or bool(self.from_environment(dest))
@@ -152,7 +200,9 @@ class Sources:
         """The value as the user wrote it."""
         if dest in self.arguments:
             return self._written(dest)
-        option = BY_DEST[dest]
+        option, taken = BY_DEST[dest], self._taken(dest)
+        if taken is not None:
+            return f"{option.name} {taken.value} (from {taken.origin})"
         return f"{option.env}={self.from_environment(dest)}" if self.given(dest) else self.name(dest)
 
     def _written(self, dest: str) -> str:
@@ -210,7 +260,7 @@ class Sources:
 
     def settings(self) -> dict[str, Any]:
         """--rdzv-conf as a dictionary; quotes that came through a YAML file or a variable are taken off."""
-        conf: dict[str, Any] = {}
+        conf: dict[str, Any] = dict(self.around.conf) if self.around is not None else {}
         text = self.text("rdzv_conf").strip()
         if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
             text = text[1:-1]
@@ -263,6 +313,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> JobS
         why = f" ({argv[-1]} is the value of {BY_DEST[took[-1]].name})" if took else ""
         raise usage_error(f"no script given{why}; write: phalanx run [options] script.py [arguments]")
     v = Sources(found.values, variables() if environ is None else environ)
+    v.look_around()
     return _resolve(v, validation.program(v, found.script, found.script_args))
 
 
@@ -276,6 +327,7 @@ def from_namespace(namespace: Namespace, environ: Mapping[str, str] | None = Non
         if value is not None and value != option.default:
             arguments[option.dest] = _written(option, value)
     v = Sources(arguments, _without_options(variables() if environ is None else environ))
+    v.look_around()
     script_args = tuple(namespace.training_script_args)
     if not getattr(namespace, "use_env", True):  # of phalanx.launch
         script_args = ("--local-rank=${local_rank}", *script_args)
@@ -382,10 +434,12 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
 
 def _resolve(v: Sources, program: dict[str, Any]) -> JobSpec:
     values = {**program, **validation.workers(v), **validation.nodes(v), **validation.restarts(v)}
+    values.update(validation.hosts(v))
     values.update(validation.output(v, values))
     values.update(validation.supervision(v, values))
     values.update(validation.outside(v))
     values.update(validation.preparation(v))
     values.update(validation.kept_state(v))
     values.update(validation.screen(v, values))
-    return JobSpec(**values, warnings=tuple(v.warnings))
+    scheduler = v.around.scheduler if v.around is not None else ""
+    return JobSpec(**values, scheduler=scheduler, taken=v.taken, warnings=tuple(v.warnings))

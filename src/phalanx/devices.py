@@ -46,6 +46,32 @@ def count_cpus() -> int:
         return os.cpu_count() or 1
 
 
+def cpu_quota(root: str = "/") -> float | None:
+    """The CPUs' worth of time that control groups allow this process, of both versions; None: no limit."""
+    found = []
+    top = os.path.join(root, "sys/fs/cgroup")
+    for line in read_text(os.path.join(root, "proc/self/cgroup")).splitlines():
+        _, kinds, path = [*line.split(":", 2), "", ""][:3]
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        names = [name for name in path.split("/") if name not in ("", ".", "..")]
+        for depth in range(len(names), -1, -1):  # the groups above limit, too
+            where = "/".join([f"{top}/cpu" if kinds else top, *names[:depth]])
+            if kinds:
+                share = [read_text(f"{where}/cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+            else:
+                share = read_text(f"{where}/cpu.max").split()
+            if len(share) == 2 and all(one.isdigit() for one in share) and int(share[1]):
+                found.append(int(share[0]) / int(share[1]))
+    return min(found) if found else None
+
+
+def usable_cpus(root: str = "/") -> int:
+    """CPUs that this process can keep busy: those it may run on, at most its quota, and at least one."""
+    quota = cpu_quota(root)
+    return count_cpus() if quota is None else max(1, min(count_cpus(), int(quota)))
+
+
 def count_gpus(environ: Mapping[str, str], root: str = "/", one_each: bool = False) -> int:
     """GPUs that a worker started with this environment would see.
 
@@ -97,9 +123,9 @@ def resolve_nproc(value: str, environ: Mapping[str, str], root: str = "/", one_e
     if value == "xpu":
         return count_xpus(environ, root)
     if value == "cpu":
-        return count_cpus()
+        return usable_cpus(root)
     if value == "auto":
-        return count_gpus(environ, root, one_each) or count_xpus(environ, root) or count_cpus()
+        return count_gpus(environ, root, one_each) or count_xpus(environ, root) or usable_cpus(root)
     return int(value)
 
 

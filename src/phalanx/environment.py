@@ -34,16 +34,19 @@ EVENTS_FILE = "PHALANX_EVENTS_FILE"
 TOKEN = "PHALANX_TOKEN"
 TOKEN_FILE = "PHALANX_TOKEN_FILE"
 ETCD_PASSWORD = "PHALANX_ETCD_PASSWORD"
+OUTCOMES = "PHALANX_OUTCOMES"
 PYTHON_EXEC = "PYTHON_EXEC"
 LOG_LEVEL = "LOGLEVEL"
 OMP_THREADS = "OMP_NUM_THREADS"
 NODE_INDEXES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # this node's index, set by its scheduler
 # Of the workers, set by the launcher or by the user.
+RUN_ID = "TORCHELASTIC_RUN_ID"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WORKER_BOARD = "PHALANX_WORKER"
 WORKER_STATE = "PHALANX_STATE"
 WORKER_REENTRY = "PHALANX_REENTRY"
+WORKER_COLLECTIVES = "PHALANX_COLLECTIVES"
 WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 
 NOTIFY = "PHALANX_NOTIFY"  # a command or a URL, which may hold a password
@@ -84,6 +87,27 @@ def drop_python_path(directory: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(left)
     if not left:
         del os.environ["PYTHONPATH"]
+
+
+def own_environment() -> dict[str, str]:
+    """A copy of this process's environment, for a child that gets it with changes."""
+    return dict(os.environ)
+
+
+_OF_A_HOST = (
+    "HOME", "HOSTNAME", "LOGNAME", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM", "TMPDIR", "USER", "_",
+    "DISPLAY", "WAYLAND_DISPLAY", "KRB5CCNAME", "COLORTERM", "LS_COLORS",
+)  # fmt: skip
+_OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "SLURM_", "SLURMD_", "TMUX", "STY")
+
+
+def carried_variables() -> dict[str, str]:
+    """What an agent on another host gets: everything but what belongs to this host, session or secret."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_A_HOST and name not in SECRETS and not name.startswith(_OF_A_SESSION)
+    }
 
 
 def pet_variable(dest: str) -> str | None:
@@ -140,6 +164,11 @@ def shares_store() -> bool:
 def events_file() -> str:
     """The file that the event handler `file` appends to; empty: none is set."""
     return os.environ.get(EVENTS_FILE, "")
+
+
+def outcomes_directory() -> str:
+    """Where this agent leaves how it ended; empty: nowhere, as in a worker of another job."""
+    return "" if RUN_ID in os.environ else os.environ.get(OUTCOMES, "")
 
 
 def worker_server_socket() -> str:

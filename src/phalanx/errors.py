@@ -5,6 +5,7 @@
     ├── StartError (RuntimeError)           workers could not be started; nothing is left half-started
     │   ├── ProgramNotFoundError (FileNotFoundError)
     │   └── ProgramNotExecutableError (PermissionError)
+    ├── NodeUnfit                           this node failed its health check and stays out of the job
     ├── UnkillableError (RuntimeError)      a worker survived SIGKILL (uninterruptible sleep)
     ├── SignalException                     a signal asked the agent to stop
     ├── ChildFailedError                    workers failed; carries the failures and prints the report
@@ -111,6 +112,10 @@ class ProgramNotExecutableError(StartError, PermissionError):
         return str(self.args[0])
 
 
+class NodeUnfit(PhalanxError):
+    """This node failed its health check and stays out of the job."""
+
+
 class UnkillableError(PhalanxError, RuntimeError):
     """Processes survived SIGKILL; the message names pid and state."""
 
@@ -195,6 +200,8 @@ class RendezvousTimeoutError(RendezvousError):
 
 class RendezvousConnectionError(RendezvousError):
     """The rendezvous backend cannot be reached."""
+
+    lasting = False  # whether another attempt would end the same way: another token, a foreign protocol
 
 
 class RendezvousStateError(RendezvousError):

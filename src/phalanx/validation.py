@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.config import Sources
+    from phalanx.integrations.ssh.host_names import HostSlots
 
 # What the built-in backends know of --rdzv-conf; the last line is torch's and has no effect here.
 _CONF = frozenset(
@@ -193,10 +194,26 @@ def workers(v: Sources) -> dict[str, Any]:
         "local_world_size": count,
         "virtual_local_rank": virtual,
         "role": role,
-        "omp_num_threads": 1 if count > 1 and OMP_THREADS not in v.environ else None,
+        "omp_num_threads": _omp_threads(v, count),
         "numa_options": _numa(v),
         "start_method": v.text("start_method"),
     }
+
+
+def _omp_threads(v: Sources, count: int) -> int | None:
+    """Threads of each worker; None: OMP_NUM_THREADS is left alone, as the user has set it, or has not."""
+    asked = v.text("omp").strip()
+    if OMP_THREADS in v.environ and "omp" not in v.arguments:
+        return None
+    if asked == "auto":
+        from phalanx.devices import usable_cpus
+
+        return max(1, usable_cpus() // count)
+    if asked:
+        if not (asked.isascii() and asked.isdigit() and int(asked) > 0):
+            raise v.bad("omp", "use auto or a number of threads")
+        return int(asked)
+    return 1 if count > 1 else None
 
 
 def _numa(v: Sources) -> Any:
@@ -226,6 +243,41 @@ def nodes(v: Sources) -> dict[str, Any]:
             )
         most = 1
     return {"min_nodes": least, "max_nodes": most, **_rendezvous(v, least, most)}
+
+
+def host_list(v: Sources) -> tuple[HostSlots, ...]:
+    """The hosts of --hosts or --hostfile; none: neither is given."""
+    if not (v.given("hosts") or v.given("hostfile")):
+        return ()
+    from phalanx.integrations.ssh.host_names import parse_host_file, parse_hosts
+
+    if v.given("hosts") and v.given("hostfile"):
+        raise usage_error(f"{v.label('hosts')} and {v.label('hostfile')}: both name the hosts; drop one")
+    dest = "hosts" if v.given("hosts") else "hostfile"
+    try:
+        if dest == "hosts":
+            return tuple(parse_hosts(v.text(dest)))
+        with open(v.text(dest), encoding="utf-8", errors="replace") as file:
+            return tuple(parse_host_file(file.read(1 << 20)))
+    except OSError as error:
+        raise v.bad(dest, error.strerror or "cannot be read") from None
+    except ValueError as error:
+        raise v.bad(dest, str(error)) from None
+
+
+def hosts(v: Sources) -> dict[str, Any]:
+    """Where agents are started from here, and how."""
+    found = host_list(v)
+    for dest in ("standalone", "node_rank", "master_addr", "master_port", "detach", "attach"):
+        if found and dest in v.arguments:
+            raise v.bad(dest, "not with --hosts, which starts every node by itself; drop one")
+    backend = v.arguments.get("rdzv_backend", "phalanx")
+    if found and backend not in ("phalanx", "c10d"):
+        raise v.bad("rdzv_backend", "--hosts starts a store of its own; use phalanx or leave it out")
+    if not v.text("ssh").split():
+        raise v.bad("ssh", "name the ssh command")
+    given = v.arguments.get("rdzv_endpoint", "") if found else ""
+    return {"hosts": found, "hosts_endpoint": given, "ssh": v.text("ssh")}
 
 
 def _trust(v: Sources) -> dict[str, Any]:
@@ -554,7 +606,13 @@ def _ranks(v: Sources, dest: str, count: int, plugin: object = None) -> frozense
 
 def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
     """What counts as a hang and what follows from it; health and preemption."""
-    names = ("heartbeat_timeout", "silence_timeout", "startup_timeout", "partial_exit_timeout")
+    names = (
+        "heartbeat_timeout",
+        "silence_timeout",
+        "startup_timeout",
+        "partial_exit_timeout",
+        "hang_timeout",
+    )
     values: dict[str, Any] = {name: v.number(name, 0.001) for name in names}
     if v.given("on_hang") and all(value is None for value in values.values()) and not v.text("expect"):
         v.warnings.append(f"{v.label('on_hang')}: only matters for worker.expires(), as no timeout is given")
@@ -734,7 +792,10 @@ def kept_state(v: Sources) -> dict[str, Any]:
     replicas = v.integer("keep_replicas", 0)
     if replicas not in (0, 1):
         raise v.bad("keep_replicas", "write 0 or 1")
-    return {"keep_spill": spill, "keep_replicas": replicas}
+    # A requeued job has another run ID, and finds what the last attempt left all the same.
+    taken = v.around is not None and "rdzv_id" in v.around.settings
+    lasting = v.around.lasting_id if v.around is not None and taken else ""
+    return {"keep_spill": spill, "keep_id": lasting, "keep_replicas": replicas}
 
 
 def screen(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,9 +43,18 @@ def needs_client() -> None:
 
 def check_metrics(text: str) -> str:
     """What `promtool check metrics` has to say; empty if nothing."""
+    return _promtool("check", "metrics", stdin=text)
+
+
+def check_rules(path: Path) -> str:
+    """What `promtool check rules` has to say."""
+    return _promtool("check", "rules", str(path))
+
+
+def _promtool(*words: str, stdin: str = "") -> str:
     done = subprocess.run(
-        [program("promtool"), "check", "metrics"],
-        input=text, capture_output=True, text=True, timeout=HUNG, check=False,
+        [program("promtool"), *words],
+        input=stdin, capture_output=True, text=True, timeout=HUNG, check=False,
     )  # fmt: skip
     return done.stdout + done.stderr + (f"exit code {done.returncode}" if done.returncode else "")
 
@@ -80,7 +89,7 @@ def prometheus(folder: Path, target: str, rules: Path) -> Iterator[Prometheus]:
     """A server that scrapes one target all the time and has these rules."""
     config = folder / "prometheus.yml"
     config.write_text(
-        "global: {scrape_interval: 500ms, evaluation_interval: 500ms}\n"
+        "global: {scrape_interval: 2s, scrape_timeout: 2s, evaluation_interval: 1s}\n"
         f"rule_files: [{json.dumps(str(rules))}]\n"
         f"scrape_configs: [{{job_name: phalanx, static_configs: [{{targets: [{json.dumps(target)}]}}]}}]\n"
     )

@@ -34,7 +34,8 @@ def script(directory: Path, text: str, name: str = "train.py") -> str:
 
 def plain_environment(**more: str) -> dict[str, str]:
     """What a worker may inherit, without what a test runner or a CI machine adds."""
-    traced = {name: os.environ[name] for name in ("COVERAGE_PROCESS_CONFIG",) if name in os.environ}
+    passed_on = ("COVERAGE_PROCESS_CONFIG", "XDG_STATE_HOME")
+    traced = {name: os.environ[name] for name in passed_on if name in os.environ}
     return {**IN_PLACE, **traced, "TMPDIR": os.environ.get("TMPDIR", "/tmp"), **more}
 
 

@@ -6,6 +6,7 @@ directory of its own. All of them are played, and the failures are reported with
 
 from __future__ import annotations
 
+import os
 import shutil
 import traceback
 from collections.abc import Callable
@@ -14,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-TRIALS = 200
-AT_ONCE = 6
+TRIALS = int(os.environ.get("TRIALS", "200"))  # fewer where there is no time for them
+AT_ONCE = 4
 
 
 def few_or_many(ways: int = 1, few: int = 1) -> pytest.MarkDecorator:
@@ -45,5 +46,9 @@ def play(times: int, folder: Path, trial: Callable[[Path], None], at_once: int =
         trial(folder / "0")
         return
     with ThreadPoolExecutor(min(at_once, times)) as pool:
-        list(pool.map(one, range(times)))
+        try:
+            list(pool.map(one, range(times)))
+        except BaseException:  # an interrupt
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     assert not failed, f"{len(failed)} of {times} trials failed\n" + "\n".join(failed[:5])

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from phalanx.core.exit_codes import NO_MEETING
 from phalanx.errors import RendezvousClosedError
 from phalanx.membership.handler import RendezvousHandler, RendezvousParameters
 from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over
@@ -258,7 +259,7 @@ def test_a_job_that_cannot_go_on_without_a_node_that_did_not_report_fails(tmp_pa
         nodes[0].read_until(IN_BARRIER)
         nodes[1].signal(signal.SIGKILL)
         ended = nodes[0].end()
-        assert ended.code == 1, ended
+        assert ended.code == NO_MEETING, ended
         assert "lost b, which had not reported success" in ended.said[-1], ended
 
 
@@ -275,7 +276,7 @@ def test_a_store_lost_in_the_exit_barrier_is_not_a_success(tmp_path: Path, where
         (store or nodes[0]).signal(signal.SIGKILL)
         for node in nodes[1:] if store is None else nodes:
             ended = node.end()
-            assert ended.code == 1, ended
+            assert ended.code == NO_MEETING, ended
             assert f"the store at {job.endpoint}" in ended.said[-1], ended
 
 
@@ -300,7 +301,7 @@ def test_a_node_waits_aloud_and_gives_up_with_what_to_check(tmp_path: Path) -> N
         nodes = [job.node(name) for name in "ab"]
         for node in nodes:
             ended = node.end()
-            assert ended.code == 1, ended
+            assert ended.code == NO_MEETING, ended
             # On a busy machine the other node may come after the first line.
             aloud = r"(2 of 3 nodes here \(a b\)|1 of 3 nodes here \(a\)), waiting for [12] more, \d s left"
             assert re.search(f"phalanx: {aloud}", ended.err), ended
@@ -348,7 +349,7 @@ def test_nodes_with_given_ranks_wait_aloud(tmp_path: Path) -> None:
 def test_a_node_with_a_given_rank_gives_up_with_who_is_missing(tmp_path: Path) -> None:
     with Job(tmp_path, "2") as job:
         ended = static_node(job, 0, 2, "join_timeout=2").end()
-        assert ended.code == 1, ended
+        assert ended.code == NO_MEETING, ended
         assert re.search(r"1 of 2 nodes here \(\S+\), waiting for node 1, [012] s left", ended.err), ended
         assert "node 1 of 2 did not come within 2 s" in ended.said[-1]
 
@@ -401,7 +402,7 @@ def test_a_static_node_lost_before_it_reported_is_not_a_success(tmp_path: Path, 
         lost = f"lost node 2 ({os.uname().nodename})"
         for node in nodes[:2]:
             ended = node.end()
-            assert ended.code == 1, ended
+            assert ended.code == NO_MEETING, ended
             assert "node 2 of 3 did not come within 3 s" in ended.said[-1], ended
             assert lost in ended.said[-1], ended
 
@@ -416,7 +417,7 @@ def test_node_0_of_a_static_job_lost_before_it_reported_is_not_a_success(tmp_pat
             wait_until(lambda: gone(workers[1].pid), "the end of the other worker")
         zero.signal(signal.SIGKILL)
         ended = one.end()
-        assert ended.code == 1, ended
+        assert ended.code == NO_MEETING, ended
         assert f"node 0 at {job.endpoint} is gone and did not return" in ended.said[-1], ended
 
 
@@ -435,7 +436,7 @@ def test_node_0_of_a_static_job_is_killed_and_comes_back(tmp_path: Path) -> None
 def test_nobody_at_the_endpoint_is_told_with_the_addresses(tmp_path: Path) -> None:
     with Job(tmp_path, "2", conf="join_timeout=1,is_host=0") as job:
         ended = job.node("a").end()
-        assert ended.code == 1
+        assert ended.code == NO_MEETING
         assert f"the store at {job.endpoint} could not be reached for 1 s" in ended.said[-1]
         assert "Tried 127.0.0.1" in ended.said[-1]
 
@@ -480,7 +481,7 @@ def test_the_store_is_killed_under_a_running_job(tmp_path: Path, journal: bool) 
         else:
             for node in nodes:
                 ended = node.end()
-                assert ended.code == 1
+                assert ended.code == NO_MEETING
                 assert "kept no journal" in ended.said[-1], ended
             assert all_gone([w.pid for w in workers])
 
@@ -510,7 +511,7 @@ def test_the_host_of_the_store_is_killed_and_nobody_is_orphaned(tmp_path: Path) 
         workers = everybody([host, other], 2)
         host.signal(signal.SIGKILL)
         ended = other.end()
-        assert ended.code == 1
+        assert ended.code == NO_MEETING
         assert "kept no journal" in ended.said[-1], ended
         wait_until(lambda: all_gone([w.pid for w in workers]), "the end of all workers")
 

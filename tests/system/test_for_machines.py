@@ -18,7 +18,7 @@ import pytest
 from phalanx.observe.trace_sender import installed
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import free_port
-from tests.support.prometheus_process import check_metrics, needs_client, prometheus
+from tests.support.prometheus_process import check_metrics, check_rules, needs_client, prometheus
 from tests.support.run_helpers import FOREVER, Ended, Running, plain_environment, run, script
 
 # Prints a good deal and some bytes that are not text; rank 1 fails in the first attempt.
@@ -201,42 +201,63 @@ def page(port: int) -> str:
         return str(answer.read().decode())
 
 
-def test_metrics_of_a_job_that_is_killed_in_a_real_prometheus(tmp_path: Path) -> None:
-    needs_client()
-    kill = tmp_path / "kill"
+RULES = Path(__file__).parents[2] / "docs" / "prometheus_rules.yml"
+
+
+def measured(tmp_path: Path) -> Running:
+    """A job of two workers that fails once, when the file `kill` is there."""
     flags = ("--health-port", "127.0.0.2:0", "--metrics", "--max-restarts", "1", "-t", "1", "--grace", "1")
-    words = ["--nproc-per-node", "2", *flags, script(tmp_path, STEPS), str(kill)]
-    rules = Path(__file__).parents[2] / "docs" / "prometheus_rules.yml"
-    with Running(words) as job:
+    return Running(["--nproc-per-node", "2", *flags, script(tmp_path, STEPS), str(tmp_path / "kill")])
+
+
+def test_metrics_of_a_job_that_is_killed(tmp_path: Path) -> None:
+    needs_client()
+    with measured(tmp_path) as job:
         job.read_until("attempt 0", 2)
         wait_until(lambda: port_of(job.agent), "the health port")
         port = port_of(job.agent)
         wait_until(lambda: 'last_step_timestamp_seconds{rank="1"}' in page(port), "a step")
         wait_until(lambda: 'phalanx_workers{state="ready"} 2.0' in page(port), "both workers")
-        with prometheus(tmp_path, f"127.0.0.2:{port}", rules) as server:
-            wait_until(lambda: (server.value("phalanx_worker_steps_total") or 0) > 0, "a scrape")
-            kill.touch()
+        assert 'phalanx_lost_seconds_total{reason="recovering"} 0.0' in page(port)
+        (tmp_path / "kill").touch()
+        job.read_until("attempt 1", 2)
+        stage = 'phalanx_recovery_seconds_count{phase="first_step"} 1.0'
+        wait_until(lambda: stage in page(port), "the first step after the restart")
+        text = page(port)
+        assert 'phalanx_restarts_total{cause="failure",kind="restart"} 1.0' in text
+        assert 'phalanx_lost_seconds_total{reason="recovering"} 0.0' not in text
+        assert "phalanx_goodput_ratio 0." in text
+        assert 'phalanx_log_bytes_total{stream="stdout"} 20.0' in text
+        job.signal(signal.SIGTERM)
+        assert job.end().code == 143
+    assert check_metrics(text) == ""
+    assert "3 rules found" in check_rules(RULES)
+
+
+@pytest.mark.long
+def test_a_real_prometheus_with_the_rules_and_the_dashboard(tmp_path: Path) -> None:
+    needs_client()
+    with measured(tmp_path) as job:
+        job.read_until("attempt 0", 2)
+        wait_until(lambda: port_of(job.agent), "the health port")
+        with prometheus(tmp_path, f"127.0.0.2:{port_of(job.agent)}", RULES) as server:
+            wait_until(lambda: (server.value("phalanx_worker_steps_total") or 0) > 0, "a scrape", 120)
+            (tmp_path / "kill").touch()
             job.read_until("attempt 1", 2)
+            # A scrape that took too long has no values: the next one has.
             count = 'sum(phalanx_restarts_total{cause="failure",kind="restart"})'
             wait_until(lambda: server.value(count) == 1, "the restart")
-            stage = 'phalanx_recovery_seconds_count{phase="first_step"}'
-            wait_until(lambda: server.value(stage) == 1, "the first step")
-            # A scrape that took too long has no values: the next one has.
-            lost = 'phalanx_lost_seconds_total{reason="recovering"}'
-            wait_until(lambda: (server.value(lost) or 0) > 0, "the time that it cost")
             wait_until(lambda: 0 < (server.value("phalanx_goodput_ratio") or 0) < 1, "the goodput")
-            # Rules and dashboard are understood.
             (group,) = server.get("/api/v1/rules")["data"]["groups"]
             assert [rule["name"] for rule in group["rules"]] == [
                 "PhalanxNoStep", "PhalanxLowGoodput", "PhalanxRestartStorm",
             ]  # fmt: skip
             assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
-            dashboard = json.loads((rules.parent / "grafana_dashboard.json").read_text())
+            dashboard = json.loads((RULES.parent / "grafana_dashboard.json").read_text())
             for panel in dashboard["panels"]:
                 for target in panel["targets"]:
                     answer = server.get("/api/v1/query", query=target["expr"].replace("$instance", ".*"))
                     assert answer["status"] == "success", (panel["title"], answer)
-        assert check_metrics(page(port)) == ""
         job.signal(signal.SIGTERM)
         assert job.end().code == 143
 
@@ -279,9 +300,10 @@ def test_a_trace_per_incident(tmp_path: Path) -> None:
         assert not os.environ.get("CI"), "the OpenTelemetry SDK has to be there in CI"
         pytest.skip("needs the OpenTelemetry SDK")
     body = (
-        "import os\n"
-        "if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-        "    raise RuntimeError('boom')\n"
+        "import os, time\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    if os.environ['RANK'] == '1': raise RuntimeError('boom')\n"
+        "while True: time.sleep(1000)\n"
     )
     with Collector() as collector:
         environ = plain_environment(
@@ -291,8 +313,12 @@ def test_a_trace_per_incident(tmp_path: Path) -> None:
             OTEL_SERVICE_NAME="training",
         )
         flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--otel", "--backoff", "0")
-        done = run(*flags, script(tmp_path, body), env=environ)
-    assert done.code == 0, done
+        with Running([*flags, script(tmp_path, body)], env=environ) as job:
+            # While the job runs: its end would not wait for a machine that is this busy.
+            wait_until(lambda: collector.got, "the trace", 3 * HUNG)
+            job.signal(signal.SIGTERM)
+            done = job.end()
+    assert done.code == 143, done
     assert "SECRET" not in done.err
     ((path, headers, request),) = collector.got
     assert path == "/v1/traces"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.exit_codes import HANG
 from tests.support.netns import Job, Node, free_port
 from tests.support.run_helpers import Ended, plain_environment, script
 
@@ -101,7 +102,7 @@ wait_for_the_others()
     with nodes(backend, tmp_path, body, "--heartbeat-timeout", "1.5") as running:
         found = ends(running)
     for end in found:
-        assert end.code == 1, end
+        assert end.code == HANG, end
         assert re.search(r"no heartbeat from ranks 0-3 for \d", end.err), end
         assert "rank 3 differs (behind the others)" in end.err, end
         assert "in lost" in end.err, end
@@ -124,7 +125,7 @@ while True:
 """
     with nodes("elastic", tmp_path, body, "--heartbeat-timeout", "1.5", b=IGNORES_VERDICTS) as running:
         for end in ends(running):
-            assert end.code == 1, end
+            assert end.code == HANG, end
     for name in "ab":
         (kept,) = (tmp_path / name).glob("*/*/hang.txt")
         assert "no heartbeat from ranks 0, 1" in kept.read_text()
@@ -143,9 +144,16 @@ for step in range(1000):
 """
     with nodes("elastic", tmp_path, body, "--heartbeat-timeout", "2") as running:
         for end in ends(running):
-            assert end.code == 1, end
-            assert "rank 2 differs (the others wait for it), at train.py" in end.err, end
+            assert end.code == HANG, end
+            never = "rank 2 never entered all_reduce #6 of the default group (last was all_reduce #5)"
+            assert f"{never}, at train.py:" in end.err, end
+            assert "; the other 3 wait in it: no heartbeat from ranks " in end.err, end
             assert " on b, step 4" in end.err, end
+    # The node that decided keeps the records of all ranks, the other one those of its own.
+    kept = [sorted(path.name for path in (tmp_path / name).glob("*/*/flight_recorder/*")) for name in "ab"]
+    own = [["rank_0", "rank_1"], ["rank_2", "rank_3"]]
+    everyone = sorted(own[0] + own[1])
+    assert kept in ([everyone, own[1]], [own[0], everyone]), kept
 
 
 @both
@@ -200,7 +208,7 @@ quiet()
     with nodes(backend, tmp_path, body, "--silence-timeout", "1", "--redirects", "3") as running:
         found = ends(running)
     for end in found:
-        assert end.code == 1, end
+        assert end.code == HANG, end
         assert "no output from ranks 0-3 for 1." in end.err, end
     (log,) = (tmp_path / "a").glob("*/*/0/stdout.log")
     assert "loss 29" in log.read_text()
@@ -215,7 +223,7 @@ if rank == 2: late()
     with nodes(backend, tmp_path, body, "--partial-exit-timeout", "1") as running:
         a, b = ends(running)
     for end in (a, b):
-        assert end.code == 1, end
+        assert end.code == HANG, end
     assert re.search(r"rank 2 still runs \d+\.\d s after .* finished", b.err), b
     assert "in late" in b.err
 
@@ -255,7 +263,7 @@ threading.Event().wait()
         b.signal(signal.SIGSTOP)
         a.read_until("no answer")
         assert "node 1: no answer" in a.text
-        assert a.end().code == 1
+        assert a.end().code == HANG
         b.signal(signal.SIGCONT)
         b.signal(signal.SIGTERM)
         assert b.end().code in (1, 143)  # it hears of the failed job and gets the signal in the same moment
@@ -282,5 +290,5 @@ threading.Event().wait()
 """
     with nodes("static", tmp_path, body, "--heartbeat-timeout", "1.5") as running:
         for end in ends(running):
-            assert end.code == 1, end
+            assert end.code == HANG, end
             assert "no heartbeat from ranks 0-3" in end.err, end

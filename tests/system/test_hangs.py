@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.exit_codes import HANG, UNFIT_NODE
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.run_helpers import Ended, Running, all_gone, plain_environment, run, script
 
@@ -85,7 +86,7 @@ def kept(directory: Path, name: str) -> list[str]:
 )
 def test_the_guilty_rank_is_named(tmp_path: Path, body: str, at: str) -> None:
     ended = hang(tmp_path, body, "--heartbeat-timeout", "1")
-    assert ended.code == 1, ended
+    assert ended.code == HANG, ended
     lines = [line for line in ended.said if "heartbeat" in line]
     assert len(lines) == 1, ended
     assert lines[0].startswith("no heartbeat from rank 1 for 1."), ended
@@ -114,7 +115,7 @@ def test_native_stacks_where_the_tool_is_installed(tmp_path: Path) -> None:
     env["PATH"] = f"{tool.parent}:{env['PATH']}"
     logs = ("--log-dir", str(tmp_path / "logs"), "--grace", "1")
     ended = run("--nproc-per-node", "3", *logs, "--heartbeat-timeout", "1", path, env=env)
-    assert ended.code == 1, ended
+    assert ended.code == HANG, ended
     found = kept(tmp_path, "*/native-stacks.txt")
     assert len(found) == 3
     assert all(text.startswith("native stacks of ") for text in found)
@@ -138,10 +139,10 @@ def test_a_restart_after_a_hang(tmp_path: Path) -> None:
 
 def test_a_hang_that_ends_the_job_is_kept_as_json(tmp_path: Path) -> None:
     ended = hang(tmp_path, SPIN, "--heartbeat-timeout", "1", "--on-hang", "fail")
-    assert ended.code == 1, ended
+    assert ended.code == HANG, ended
     (path,) = (tmp_path / "logs").glob("*/failure.json")
     kept = json.loads(path.read_text())
-    assert kept["exit_code"] == 1
+    assert kept["exit_code"] == HANG
     assert kept["root_rank"] is None
     assert kept["reason"].startswith("no heartbeat from rank 1")
     assert "in spin" in kept["report"]
@@ -152,7 +153,7 @@ def test_a_hang_that_ends_the_job_is_kept_as_json(tmp_path: Path) -> None:
 
 def test_fail_uses_no_restart(tmp_path: Path) -> None:
     ended = hang(tmp_path, SPIN, "--heartbeat-timeout", "1", "--max-restarts", "5", "--on-hang", "fail")
-    assert ended.code == 1, ended
+    assert ended.code == HANG, ended
     assert not any("restart" in line for line in ended.said), ended
     assert "HANG: " in ended.err
 
@@ -187,7 +188,7 @@ def test_a_worker_stuck_in_import(tmp_path: Path) -> None:
     time.sleep(1000)
     """
     ended = hang(tmp_path, body, "--startup-timeout", "2", begin="")
-    assert ended.code == 1, ended
+    assert ended.code == HANG, ended
     (line,) = [line for line in ended.said if "not ready" in line]
     assert line.startswith("rank 1 not ready 2 s after the start, at slow_module.py:2 in <module>"), ended
 
@@ -205,7 +206,7 @@ def test_no_output_at_all(tmp_path: Path) -> None:
     """
     begin = time.monotonic()
     ended = hang(tmp_path, body, "--silence-timeout", "1", workers=2, begin="")
-    assert ended.code == 1, ended
+    assert ended.code == HANG, ended
     assert time.monotonic() - begin >= 2.5
     assert any(line.startswith("no output from ranks 0, 1 for 1.") for line in ended.said), ended
     assert "hello 1" in ended.out  # implied tee
@@ -221,7 +222,7 @@ def test_a_scope_that_is_not_left(tmp_path: Path) -> None:
     time.sleep(1000)
     """
     ended = hang(tmp_path, body)
-    assert ended.code == 1, ended
+    assert ended.code == HANG, ended
     assert any(line.startswith("rank 1 did not leave expires() in time") for line in ended.said), ended
     assert "in section 'load'" in ended.err
 
@@ -230,7 +231,7 @@ def test_some_ranks_finish_and_others_still_run(tmp_path: Path) -> None:
     ended = hang(
         tmp_path, "def late(): time.sleep(1000)\nif rank == 2: late()\n", "--partial-exit-timeout", "1"
     )
-    assert ended.code == 1, ended
+    assert ended.code == HANG, ended
     (line,) = [line for line in ended.said if "finished" in line]
     assert line.startswith("rank 2 still runs 1."), ended
     assert "after ranks 0, 1 have finished" in line
@@ -255,13 +256,19 @@ for step in range(1000):
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_collective_that_waits_for_a_lost_peer(tmp_path: Path, workers: int) -> None:
     ended = hang(tmp_path, COLLECTIVE, "--heartbeat-timeout", "2", workers=workers, begin="")
-    assert ended.code == 1, ended
+    assert ended.code == HANG, ended
     (line,) = [line for line in ended.said if "heartbeat" in line]
     everybody = "ranks 0, 1" if workers == 2 else "ranks 0-2"
-    assert line.startswith(f"no heartbeat from {everybody} for 2."), ended
-    assert "rank 1 differs (the others wait for it), at train.py" in line, ended
-    assert "in lost" in line
+    assert f": no heartbeat from {everybody} for 2." in line, ended
+    never = "rank 1 never entered all_reduce #6 of the default group (last was all_reduce #5), at train.py:"
+    assert line.startswith(never), ended
+    assert "in lost; " + ("rank 0 waits in it" if workers == 2 else "the other 2 wait in it") in line
+    assert "  rank 1 (the others wait for it): pid " in ended.err, ended
     assert "in all_reduce" in ended.err
+    (path,) = (tmp_path / "logs").glob("*/failure.json")
+    (found,) = json.loads(path.read_text())["watch"]
+    told = [found["collectives"][key] for key in ("kind", "ranks", "operation", "number")]
+    assert told == ["missing", [1], "all_reduce", 6]
 
 
 def test_slow_ranks_are_reported_and_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,11 +384,11 @@ def test_a_health_port_in_use(tmp_path: Path) -> None:
 def test_a_node_that_fails_its_check_stays_out(tmp_path: Path) -> None:
     path = script(tmp_path, "print('never')")
     ended = run("--health-check", "echo GPU 3 is lost; exit 7", path)
-    assert ended.code == 1, ended
+    assert ended.code == UNFIT_NODE, ended
     assert ended.out == ""
     assert "failed (exit code 7): GPU 3 is lost" in ended.said[-1]
     quiet = run("-q", "--health-check", "echo GPU 3 is lost; exit 7", path)
-    assert (quiet.code, len(quiet.said)) == (1, 1), quiet
+    assert (quiet.code, len(quiet.said)) == (UNFIT_NODE, 1), quiet
 
 
 def test_the_node_is_checked_before_every_round(tmp_path: Path) -> None:
@@ -439,7 +446,7 @@ def test_uninterruptible_sleep_is_noticed(tmp_path: Path) -> None:
     with Running(["--nproc-per-node", "2", "--grace", "1", script(tmp_path, VFORK)], env=env) as job:
         workers = job.workers(2)
         ended = job.end()
-    assert ended.code == 1, ended
+    assert ended.code == HANG, ended
     assert f"workers in uninterruptible sleep (pid {workers[1]})" in ended.err
     assert all_gone(workers)
 

@@ -89,12 +89,12 @@ def workers_again(job: Running, count: int) -> dict[int, int]:
 # ---- killed while idle ---------------------------------------------------------------------------------
 
 
-@few_or_many
+@few_or_200(ways=12)
 @pytest.mark.parametrize("kind", ["exec", "python"])
 @pytest.mark.parametrize("victims", VICTIMS)
 def test_killed_while_joining(victims: str, kind: str, times: int, tmp_path: Path) -> None:
     """A spare, or a first node: helpers wait for a round that comes later."""
-    for turn in range(max(1, times // 3)):
+    for turn in range(times):
         handler, pool = Waiting(), HelperPool(kind)
         agent = agent_of("", tmp_path / str(turn), handler, helpers=pool)
         first = pool.current
@@ -109,12 +109,12 @@ def test_killed_while_joining(victims: str, kind: str, times: int, tmp_path: Pat
         assert (result.state, agent.attempt) == (WorkerState.SUCCEEDED, 0)
 
 
-@few_or_many
+@few_or_200(ways=6)
 @pytest.mark.parametrize("victims", VICTIMS)
 def test_killed_between_a_failure_and_its_restart(victims: str, times: int, tmp_path: Path) -> None:
     policy = RestartPolicy(max_restarts=1, free=0, backoff_first=0.5, patience=0.0)
     code = "import os, sys; sys.exit(1 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)"
-    for turn in range(max(1, times // 3)):
+    for turn in range(times):
         pool = HelperPool("exec")
         agent = agent_of(code, tmp_path / str(turn), helpers=pool, restart_policy=policy)
 
@@ -126,7 +126,7 @@ def test_killed_between_a_failure_and_its_restart(victims: str, times: int, tmp_
         assert (result.state, agent.attempt) == (WorkerState.SUCCEEDED, 1)
 
 
-@few_or_many
+@few_or_200(ways=6, few=3)
 @pytest.mark.parametrize("victims", VICTIMS)
 def test_killed_just_before_the_start(victims: str, times: int, tmp_path: Path) -> None:
     """The loop has not seen it yet, or the request is on its way: at any moment of the start."""
@@ -340,14 +340,14 @@ time.sleep(1000)
 
 
 @needs_cgroups
-@few_or_many
+@few_or_200(ways=3)
 @pytest.mark.parametrize("victim", ["agent", "agent+keeper", "agent+zygote"])
 def test_what_forks_faster_than_it_can_be_killed_ends_with_the_agent(
     victim: str, times: int, tmp_path: Path
 ) -> None:
     mark = f"bomb{os.getpid()}"
     main = script(tmp_path, BOMB)
-    for _ in range(max(1, times // 3)):
+    for _ in range(times):
         with Running(["--warm", "off", main, mark]) as job:
             (worker,) = job.workers(1).values()
             wait_until(lambda: "/phalanx-" in cgroup_of(worker), "the control group")  # noqa: B023

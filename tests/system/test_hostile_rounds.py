@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.exit_codes import UNFIT_NODE
 from phalanx.core.store_commands import Get, Put
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.token import Token
@@ -192,7 +193,7 @@ def let_in(folder: Path, how: str, times: int) -> None:
         for turn in range(times):
             bad = job.node(f"c{turn}", *words, before=before)
             ended = bad.end()
-            assert ended.code == 1, ended
+            assert ended.code == UNFIT_NODE, ended
             for node in nodes:
                 wait_until(lambda node=node: node.latest() is not None, "output")  # type: ignore[misc]
         last = [worker for node in nodes if (worker := node.latest()) is not None]
@@ -222,7 +223,7 @@ def test_a_node_that_is_needed_and_cannot_start_ends_the_job_with_its_reason(
         nodes = [job.node("a", *(words if hosts else [])), job.node("b", *([] if hosts else words))]
         for node in nodes:
             ended = node.end()
-            assert ended.code == 1, ended
+            assert ended.code == UNFIT_NODE, ended
             assert "bad: No such file" in ended.err
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.exit_codes import NO_MEETING
 from phalanx.store.torch.client import TorchStoreClient
 from phalanx.store.torch.server import TorchStoreServer
 from tests.support.netns import Job, Node, tell
@@ -85,7 +86,7 @@ def test_a_node_finds_torchruns_store_at_the_endpoint(tmp_path: Path) -> None:
                     "the server there speaks the protocol of torch's store: does that node run torchrun?"
                 )
                 ended = late.end()
-                assert ended.code == 1
+                assert ended.code == NO_MEETING
                 assert "Start every node with phalanx run" in ended.said[-1], ended
         finally:
             server.close()

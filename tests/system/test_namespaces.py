@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from phalanx.core.exit_codes import NO_MEETING
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import Host, Job, Network, free_port, possible
 from tests.support.run_helpers import all_gone
@@ -178,7 +179,7 @@ def test_a_static_job_without_one_of_its_hosts_is_not_a_success(tmp_path: Path, 
             if (number, rank, when) == (0, 0, "in the exit barrier"):
                 continue  # node 1 may have reported success before the cut, and then node 0 misses nothing
             ended = node.end()
-            assert ended.code == 1, ended
+            assert ended.code == NO_MEETING, ended
             missing = "lost node 1 (" if number == 0 else "node 0 at"
             assert missing in ended.said[-1], ended
             assert gone(workers[number].pid)

@@ -163,7 +163,7 @@ print("saved", os.environ["RANK"], flush=True)
 
 @pytest.mark.parametrize("warm", ["auto", "off"])
 @pytest.mark.parametrize("first", ["agent first", "agent last"])
-@pytest.mark.parametrize("sig", ["SIGUSR1", "SIGTERM"])
+@pytest.mark.parametrize("sig", ["SIGUSR1", "SIGUSR2", "SIGTERM"])
 def test_the_signal_may_come_to_every_process_of_the_job(
     tmp_path: Path, sig: str, first: str, warm: str
 ) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import jobs
 from tests.support.jobs import python_with
-from tests.support.netns import Job, Node, free_port
+from tests.support.netns import Job, Network, Node, free_port, possible
 from tests.support.run_helpers import Ended, ended, plain_environment, run, script
 
 # Each call writes one line: round, rank, pid, and more.
@@ -217,6 +218,36 @@ def test_outside_of_a_worker_the_function_is_called_once(tmp_path: Path) -> None
     assert (bad.code, len(bad.err.splitlines())) == (2, 1), bad
 
 
+HANGS = (
+    BEGIN
+    + """
+@worker.reenter
+def train(round):
+    tell(round)
+    worker.agree("here")
+    for step in range(10**9 if round.number == 1 else 3):
+        worker.heartbeat(step)
+        if round.number == 1 and round.rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.05)
+
+train()
+"""
+)
+
+
+def test_the_rank_that_a_hang_is_due_to_is_not_waited_for(tmp_path: Path) -> None:
+    words = ("--nproc-per-node", "3", "--max-restarts", "1", "--heartbeat-timeout", "2")
+    done = run(*words, "--reenter-timeout", "25", script(tmp_path, HANGS))
+    assert done.code == 0, done
+    assert kept(done, 2) == {0, 2}, done
+    found = re.search(
+        r"re-entered: 2 of 3 workers kept, rank 1 started anew, ([\d.]+) s", "\n".join(done.said)
+    )
+    assert found, done
+    assert float(found[1]) < 20, done
+
+
 @pytest.mark.parametrize("warm", ["off", "standby"])
 def test_executed_workers_and_standbys_take_part(tmp_path: Path, warm: str) -> None:
     text = LATE.replace("SIGSTOP", "SIGURG").replace("< 4", "< 2")
@@ -312,7 +343,7 @@ def train(round):
         if step == 3 and (round.number, round.rank) in ((1, 1), (3, 0)):
             die()
         if step == 3 and (round.number, round.rank) == (2, 2):
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     dist.destroy_process_group()
 
 train()
@@ -320,15 +351,18 @@ train()
 )
 
 
-@pytest.mark.parametrize("lazy", ["0", pytest.param("1", marks=pytest.mark.long)])
-def test_gloo_works_again_in_the_same_processes(tmp_path: Path, lazy: str) -> None:
-    """A rank is killed, one is stopped, and rank 0 is killed; sockets of the program stay as they are."""
+@pytest.mark.parametrize(
+    ("lazy", "sig"),
+    [("0", "SIGKILL"), *(pytest.param(lazy, "SIGSTOP", marks=pytest.mark.long) for lazy in "01")],
+)
+def test_gloo_works_again_in_the_same_processes(tmp_path: Path, lazy: str, sig: str) -> None:
+    """Ranks are killed or stopped, rank 0 as well; sockets of the program stay as they are."""
     python = python_with("torch")
     words = ("--nproc-per-node", "3", "--max-restarts", "3", "--backoff", "0", "--preload", "torch")
-    env = plain_environment(TORCH_GLOO_LAZY_INIT=lazy, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    command = [python, "-m", "phalanx", "run", *words, "--heartbeat-timeout", "3", script(tmp_path, GLOO)]
-    done = ended(command, env)
-    assert done.code == 0, done
+    hang = ("--heartbeat-timeout", "3") if sig == "SIGSTOP" else ()
+    words = (*words, *hang, script(tmp_path, GLOO), sig)
+    with jobs.Job(tmp_path / "job", *words, python=python, TORCH_GLOO_LAZY_INIT=lazy) as job:
+        done = Ended(0, job.succeeds(100.0), job.err)
     assert [kept(done, number) for number in (2, 3, 4)] == [{0, 2}, {0, 1}, {1, 2}], done
     found = calls(done)
     assert {words[2] for ranks in found.values() for words in ranks.values()} == {"3"}
@@ -391,8 +425,94 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+@pytest.mark.parametrize("start", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_functions_re_enter_and_return(tmp_path: Path, start: str) -> None:
     done = ended([sys.executable, script(tmp_path, FUNCTION), start], plain_environment())
     assert done.code == 0, done
     assert "[(0, (0, 'word', True)), (1, (1, 'word', False))]" in done.out, done
+
+
+MANY = (
+    BEGIN
+    + """
+import torch, torch.distributed as dist
+
+torch.set_num_threads(1)
+weights = torch.ones(1000)
+count = int(sys.argv[1])
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
+
+@worker.reenter
+def train(round):
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    own = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+    tell(round, weights.data_ptr(), int(total), *own, resident(), time.monotonic())
+    for step in range(3):
+        dist.all_reduce(torch.ones(10_000))
+    if round.number <= count:
+        if round.rank == 1 + round.number % (round.world_size - 1):
+            print("killed", round.number, round.rank, time.monotonic(), flush=True)
+            die()
+        while True:
+            dist.all_reduce(torch.ones(10_000))
+
+train()
+"""
+)
+
+
+@pytest.mark.parametrize("count", [pytest.param(2, id="few"), pytest.param(20, id="many")])
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_gloo_over_two_hosts(tmp_path: Path, count: int) -> None:
+    """Ranks of both hosts are killed in turn; all the others keep their processes."""
+    if not possible():
+        pytest.skip("needs root and network namespaces, to have two hosts")
+    python = python_with("torch")
+    path = script(tmp_path, MANY)
+    with Network("a", "b") as network:
+        words = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "phalanx", "--rdzv-id", "job"]
+        words += ["--rdzv-endpoint", f"{network.hosts['a'].address}:29400", "--rdzv-conf", "ttl=4"]
+        words += ["--max-restarts", str(count), "--backoff", "0", "--preload", "torch"]
+        made = [
+            jobs.Job(
+                tmp_path / name, *words, path, str(count),
+                python=python, before=host.inside, PHALANX_TOKEN="secret",
+            )
+            for name, host in network.hosts.items()
+        ]  # fmt: skip
+        try:
+            out = "".join(job.succeeds(800.0) for job in made)
+        finally:
+            for job in made:
+                job.__exit__()
+    done = Ended(0, out, "")
+    for number in range(2, count + 2):
+        assert kept(done, number) == set(range(4)) - {1 + (number - 1) % 3}, number
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_two_hundred_kills_in_a_row(tmp_path: Path) -> None:
+    """Rank 0 lives through all of them: same process, same address, and no growth."""
+    python, count = python_with("torch"), 200
+    words = ("--nproc-per-node", "8", "--max-restarts", str(count), "--backoff", "0", "--preload", "torch")
+    path = script(tmp_path, MANY)
+    with jobs.Job(tmp_path / "job", "--warm", "standby", *words, path, str(count), python=python) as job:
+        done = Ended(0, job.succeeds(1400.0), job.err)
+    found = calls(done)
+    assert set(found) == set(range(1, count + 2))
+    for number in range(2, count + 2):
+        assert kept(done, number) == set(range(8)) - {1 + (number - 1) % 7}
+        assert {words[2] for words in found[number].values()} == {"8"}
+    lives = [found[number][0] for number in sorted(found)]
+    assert {(words[0], words[1], words[3], words[4]) for words in lives[2:]} == {
+        (lives[0][0], lives[0][1], lives[2][3], lives[2][4])
+    }, "process, address, descriptors and threads"
+    early, late = int(lives[count // 2][5]), int(lives[-1][5])
+    assert late <= 1.01 * early, (early, late)

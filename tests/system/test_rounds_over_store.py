@@ -6,6 +6,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from phalanx.core.participant import Participant
 from phalanx.core.participant_events import (
@@ -25,13 +28,15 @@ from phalanx.core.participant_events import (
     WorkersEnded,
     WorkersStopped,
 )
-from phalanx.core.round_records import NodeInfo
+from phalanx.core.round_records import NodeInfo, Round
 from phalanx.core.rounds import Options
 from phalanx.core.store_commands import Notice
 from phalanx.store.embedded.client import Client, State
 from phalanx.store.embedded.server import Server
 from phalanx.store.embedded.token import Token
-from tests.conftest import HUNG
+from tests.conftest import HUNG, wait_until
+from tests.support.trials import play
+from tests.system.test_hostile_rounds import line
 
 TOKEN = Token(b"test secret", "the test")
 
@@ -40,13 +45,18 @@ class Node(threading.Thread):
     """The thinnest shell around a participant: one queue in, `said` out; workers are pretended."""
 
     def __init__(
-        self, name: str, server: Server, options: Options, said: queue.Queue[tuple[str, object]]
+        self, name: str, address: tuple[str, int], options: Options, said: queue.Queue[tuple[str, object]]
     ) -> None:
         super().__init__(name=name)
+        self.running: Round | None = None
+        self.killed = False
         self.inbox: queue.Queue[Event] = queue.Queue()
         self.said = said
         self.participant = Participant(NodeInfo(name, name), options)
-        self.client = Client(*server.address, token=TOKEN, on_state=self.state, on_notice=self.notice)
+        patience = min(5.0, options.ttl / 2)
+        self.client = Client(
+            *address, token=TOKEN, patience=patience, on_state=self.state, on_notice=self.notice
+        )
         self.start()
 
     def state(self, state: State) -> None:
@@ -67,7 +77,7 @@ class Node(threading.Thread):
         while True:
             for action in actions:
                 self.act(action)
-            if self.participant.ended is not None:
+            if self.participant.ended is not None or self.killed:
                 break
             wake = self.participant.wake_at()
             try:
@@ -83,9 +93,16 @@ class Node(threading.Thread):
             case Send(tag, command):
                 self.client.send(command, lambda reply: self.inbox.put(Answer(tag, reply)))
             case StopRound(number):
+                self.running = None
                 self.inbox.put(WorkersStopped(number))
             case StartRound() | End():
+                self.running = action.round if isinstance(action, StartRound) else None
                 self.said.put((self.name, action))
+
+    def kill(self) -> None:
+        """End it as SIGKILL would; its connection may be one that passes nothing."""
+        self.killed = True
+        self.inbox.put(ClockTick())
 
 
 def starts(said: queue.Queue[tuple[str, object]], number: int, nodes: int) -> list[str]:
@@ -104,8 +121,8 @@ def test_form_fail_re_form_lose_one_and_succeed() -> None:
     options = Options(min_nodes=2, max_nodes=8, last_call=HUNG, prefix="job/", ttl=HUNG)
     said: queue.Queue[tuple[str, object]] = queue.Queue()
     with Server(token=TOKEN) as server:
-        nodes = {name: Node(name, server, options, said) for name in (f"node{n}" for n in range(8, 0, -1))}
         names = [f"node{n}" for n in range(1, 9)]
+        nodes = {name: Node(name, server.address, options, said) for name in reversed(names)}
         assert starts(said, 1, 8) == names
         nodes["node3"].inbox.put(WorkersEnded(1, False, "exit code 1"))
         assert starts(said, 2, 8) == names
@@ -119,3 +136,38 @@ def test_form_fail_re_form_lose_one_and_succeed() -> None:
         assert ends[0].round.restarts == 1  # type: ignore[attr-defined]
         for node in nodes.values():
             node.join(HUNG)
+
+
+def in_one_round(nodes: list[Node]) -> bool:
+    found = [node.running for node in nodes]
+    return all(one and one.nodes == len(nodes) and one.number == found[0].number for one in found)  # type: ignore[union-attr]
+
+
+@pytest.mark.long
+def test_connections_that_pass_nothing_any_more_only_take_time(tmp_path: Path) -> None:
+    """At any message, with a chance of 8 %, also in the handshake; 12 jobs, each of which forms six times."""
+    options = Options(min_nodes=2, max_nodes=3, last_call=0.3, prefix="job/", ttl=6.0)
+
+    def trial(folder: Path) -> None:
+        said: queue.Queue[tuple[str, object]] = queue.Queue()
+        with (
+            Server(token=TOKEN) as server,
+            line("{}:{}".format(*server.address), 0.08, int(folder.name), silent=True) as way,
+        ):
+            every = [Node(name, ("127.0.0.1", way.port), options, said) for name in "abc"]
+            nodes = list(every)
+            try:
+                for turn in range(6):
+                    wait_until(lambda: in_one_round(nodes), f"a round of {len(nodes)}")
+                    if turn % 2 == 0:
+                        nodes.pop().kill()
+                    else:
+                        every.append(Node(f"d{turn}", ("127.0.0.1", way.port), options, said))
+                        nodes.append(every[-1])
+            finally:
+                for node in every:
+                    node.kill()
+                for node in every:
+                    node.join(HUNG)
+
+    play(12, tmp_path, trial)

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx.core.exit_codes import UNFIT_NODE
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.run_helpers import (
     FOREVER,
@@ -146,7 +147,7 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         ended = run("--master-port", str(port), script(tmp_path, "print('started')"))
-    assert ended.code == 1, ended
+    assert ended.code == UNFIT_NODE, ended
     assert ended.out == ""
     assert len([line for line in ended.said if str(port) in line]) == 1, ended
     assert "Traceback" not in ended.err
@@ -550,8 +551,8 @@ def test_dry_run_shows_what_would_be_started(tmp_path: Path) -> None:
     really = next(env for env in told if env["RANK"] == "1")
     known = {name: value for name, value in listed.items() if value != "'?'"}
     assert {name: really[name] for name in known} == known
-    descriptors = {"PHALANX_WORKER", "PHALANX_STATE"}
-    ours = {name for name in really if name not in plain_environment()} - descriptors
+    of_a_start = {"PHALANX_WORKER", "PHALANX_STATE", "PHALANX_COLLECTIVES"}
+    ours = {name for name in really if name not in plain_environment()} - of_a_start
     assert ours - {"LC_CTYPE"} == listed.keys()  # which Python sets by itself
     assert {"RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"} <= known.keys()
     assert f"{path} --x=1" in shown[1]

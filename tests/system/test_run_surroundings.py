@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.exit_codes import UNFIT_NODE
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.run_helpers import PHALANX, READY, Ended, Running, ended, plain_environment, run, script
 
@@ -36,7 +37,7 @@ def test_files_that_nobody_named_are_named_at_the_start(option: str, tmp_path: P
     assert log.read_text() == "text\n"
 
 
-@pytest.mark.parametrize(("words", "code"), [([], 1), (["-t", "3"], 2)])
+@pytest.mark.parametrize(("words", "code"), [([], UNFIT_NODE), (["-t", "3"], 2)])
 def test_a_temporary_directory_that_cannot_be_used_is_named_with_what_to_do(
     words: list[str], code: int, tmp_path: Path
 ) -> None:
@@ -162,7 +163,7 @@ def test_the_terminal_is_left_as_it_was(end: str, tmp_path: Path) -> None:
 
 def test_too_few_descriptors_are_said_in_one_line(tmp_path: Path) -> None:
     ended = in_shell("ulimit -n 9; exec RUN", script(tmp_path, ""), cwd=tmp_path)
-    assert ended.code == 1, ended
+    assert ended.code == UNFIT_NODE, ended
     (line,) = ended.err.splitlines()
     assert "cannot be started" in line
     assert "ulimit -n" in line
@@ -173,7 +174,7 @@ def test_too_few_descriptors_for_so_many_workers(limit: int, tmp_path: Path) -> 
     """With the limits here the agent itself, its helper, or only its console would run out of them."""
     words = ["--nproc-per-node=40", "-t3", script(tmp_path, "print('ran')")]
     ended = in_shell(f"ulimit -n {limit}; exec RUN", *words, cwd=tmp_path)
-    assert (ended.code, ended.out) == (1, ""), ended
+    assert (ended.code, ended.out) == (UNFIT_NODE, ""), ended
     (line,) = [line for line in ended.said if "40 workers" not in line] or [ended.err]
     assert re.match(rf"too many open files: raise ulimit -n \({limit} here, about \d+ needed\)", line), ended
     enough = re.search(r"about (\d+) needed", line)
@@ -221,3 +222,23 @@ def test_a_static_endpoint_is_the_workers_too(tmp_path: Path) -> None:
     ended = run(*words)
     assert (ended.code, ended.out) == (0, f"localhost {port}\n"), ended
     assert f"MASTER_PORT={port} " in run("--dry-run", *words).out
+
+
+# A container: nothing can be written but a small /tmp, /dev/shm has 64 MB, and there is no home.
+CONTAINER = """
+mount --make-rprivate / && mount -t tmpfs -o size=64m tmpfs /dev/shm &&
+mount -t tmpfs -o size=8m tmpfs "$1" && mount -o remount,ro,bind / && cd / && shift && exec "$@"
+"""
+
+
+def test_a_container_with_a_read_only_root(tmp_path: Path) -> None:
+    enter = ["unshare", "--mount", "bash", "-c", CONTAINER, "-", str(tmp_path)]
+    if os.geteuid() or subprocess.run([*enter, "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    text = "import os; print('wrote', os.access('/', os.W_OK), flush=True)"
+    words = ["--nproc-per-node", "2", "--no-python", sys.executable, "-c", text]
+    env = plain_environment(TMPDIR=str(tmp_path), HOME="/nonexistent", XDG_CACHE_HOME="/nonexistent/cache")
+    done = ended([*enter, *PHALANX, "-t", "3", *words], env)
+    assert done.code == 0, done
+    assert done.out.count("wrote False") == 2, done
+    assert len(done.said) == 2, "the first line and the last"

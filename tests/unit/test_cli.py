@@ -17,6 +17,7 @@ from phalanx import __version__, cli
 from phalanx.cli import completion, env, main
 from phalanx.cli import help as help_module
 from phalanx.config import parse
+from phalanx.core.exit_codes import TABLE
 from phalanx.options import OPTIONS
 
 
@@ -106,7 +107,7 @@ def test_the_version_of_run(words: list[str], capsys: pytest.CaptureFixture[str]
 
 def test_the_exit_codes_are_in_the_help_and_in_the_reference() -> None:
     page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-    for code, meaning in help_module.EXIT_CODES:
+    for code, meaning in TABLE:
         assert f"| {code} | {meaning} |" in page
         for text in (help_module.run_help(), help_module.manual()):
             assert f"\n  {code:<20}"[:-1] in text.replace("\n    ", "\n  ")
@@ -159,13 +160,13 @@ def complete(words: list[str], tmp_path: Path) -> set[str]:
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
 def test_bash_completion(tmp_path: Path) -> None:
-    assert complete(["phalanx", "r"], tmp_path) == {"run"}
+    assert complete(["phalanx", "r"], tmp_path) == {"run", "restart"}
     assert complete(["phalanx", "run", "--nproc"], tmp_path) == {"--nproc-per-node"}
     assert complete(["phalanx", "run", "--nproc-per-node", ""], tmp_path) == {"auto", "gpu", "xpu", "cpu"}
     assert complete(["phalanx", "run", "--tee", "3", "--numa-binding", "s"], tmp_path) == {"socket"}
     assert complete(["phalanx", "run", "--warm", "st"], tmp_path) == {"standby"}
     assert complete(["phalanx", "completion", "z"], tmp_path) == {"zsh"}
-    assert complete(["phalanx", "help", "st"], tmp_path) == {"store", "status"}
+    assert complete(["phalanx", "help", "st"], tmp_path) == {"store", "status", "stacks", "stop"}
     assert complete(["phalanx", "store", "--jou"], tmp_path) == {"--journal"}
     (tmp_path / "train.py").touch()
     assert complete(["phalanx", "run", "--standalone", "tr"], tmp_path) == {"train.py"}

@@ -671,3 +671,31 @@ def test_import_stays_cheap() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert not set(costly.split()) & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "threads"),
+    [
+        ("--nproc-per-node 2", {}, 1),  # as torchrun
+        ("", {}, None),
+        ("--nproc-per-node 2", {"OMP_NUM_THREADS": "5"}, None),
+        ("--nproc-per-node 2 --omp auto", {}, 4),
+        ("--nproc-per-node 3 --omp auto", {}, 2),
+        ("--nproc-per-node 20 --omp auto", {}, 1),
+        ("--omp auto", {}, 8),
+        ("--omp 3", {}, 3),
+        ("--omp auto", {"OMP_NUM_THREADS": "5"}, 8),  # an argument overrides a variable
+        ("", {"OMP_NUM_THREADS": "5", "PHALANX_OMP": "auto"}, None),
+        ("", {"PHALANX_OMP": "auto"}, 8),
+    ],
+)
+def test_threads_of_each_worker(
+    words: str, environ: dict[str, str], threads: int | None, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.devices.usable_cpus", lambda: 8)
+    assert ask(*words.split(), script, **environ).omp_num_threads == threads
+
+
+def test_threads_that_are_none(script: str) -> None:
+    assert refusal("--omp", "many", script) == "--omp many: use auto or a number of threads"
+    assert refusal("--omp", "0", script).startswith("--omp 0: ")

@@ -16,6 +16,7 @@ from phalanx.core.progress import (
     is_finite,
     judge,
     next_look,
+    why_not_hung,
 )
 
 ALL = WatchPolicy(5.0, 7.0, 10.0, 3.0)
@@ -25,6 +26,35 @@ LOSS = WatchPolicy(expect=r"loss {1}: (\S+)", expect_every=30.0, expect_finite=T
 def beats(*ages: float, now: float = 100.0) -> tuple[Beat, ...]:
     """One rank for each age of its last heartbeat."""
     return tuple(Beat(rank, now - age, 40 + rank, 1) for rank, age in enumerate(ages))
+
+
+HANG = WatchPolicy(hang_timeout=5.0)
+
+
+def inside(numbers_at: float, ran_at: float, waits: bool = True) -> tuple[Beat, ...]:
+    """Rank 0 is inside a collective, rank 1 is not."""
+    return Beat(0, waits=waits, numbers_at=numbers_at), Beat(1, numbers_at=numbers_at, ran_at=ran_at)
+
+
+@pytest.mark.parametrize(
+    ("view", "text"),
+    [
+        (View(0.0, inside(95.0, 0.0)), ""),  # it is one
+        (View(0.0, inside(96.0, 0.0)), ""),  # the time is not over
+        (
+            View(0.0, inside(60.0, 99.0)),
+            "no collective has progressed for 40 s: rank 0 waits in one, and rank 1 is running outside of it"
+            "; not a hang",
+        ),
+        (
+            View(0.0, inside(60.0, 0.0, waits=False)),
+            "no collective has progressed for 40 s, and no rank waits in one; not a hang",
+        ),
+    ],
+)
+def test_why_it_is_not_a_hang(view: View, text: str) -> None:
+    assert why_not_hung(view, 100.0, HANG) == text
+    assert not text or judge(view, 100.0, HANG) is None
 
 
 @pytest.mark.parametrize(
@@ -83,6 +113,18 @@ def beats(*ages: float, now: float = 100.0) -> tuple[Beat, ...]:
             "rank 1 printed a value that is not finite: loss: {nan}",
         ),
         (View(0.0, beats(1), bad_value=(0, "nan")), WatchPolicy(expect="x", expect_every=9.0), None, ""),
+        # Collectives: rank 0 waits in one since 95.
+        (
+            View(0.0, inside(95.0, 0.0)),
+            HANG,
+            "collectives",
+            "no collective of ranks 0, 1 has progressed for 5.0 s",
+        ),
+        (View(0.0, inside(95.1, 0.0)), HANG, None, ""),
+        (View(0.0, inside(80.0, 99.0)), HANG, None, ""),  # rank 1 runs
+        (View(0.0, inside(80.0, 0.0, waits=False)), HANG, None, ""),
+        (View(0.0, inside(80.0, 0.0), progress_elsewhere=96.0), HANG, None, ""),
+        (View(0.0, inside(0.0, 0.0)), HANG, None, ""),  # not sampled yet
     ],
 )
 def test_judge(view: View, policy: WatchPolicy, rule: str | None, reason: str) -> None:
@@ -93,7 +135,17 @@ def test_judge(view: View, policy: WatchPolicy, rule: str | None, reason: str) -
 
 times = st.floats(0.0, 100.0)
 maybe = st.none() | st.floats(0.1, 50.0)
-some_beats = st.builds(Beat, st.integers(0, 3), times, st.integers(0, 9), st.integers(0, 2), times, times)
+some_beats = st.builds(
+    Beat,
+    st.integers(0, 3),
+    times,
+    st.integers(0, 9),
+    st.integers(0, 2),
+    times,
+    times,
+    waits=st.booleans(),
+    numbers_at=times,
+)
 views = st.builds(
     View,
     times,
@@ -107,7 +159,9 @@ views = st.builds(
 
 @given(
     views,
-    st.builds(WatchPolicy, maybe, maybe, maybe, maybe, expect=st.just("x"), expect_every=maybe),
+    st.builds(
+        WatchPolicy, maybe, maybe, maybe, maybe, expect=st.just("x"), expect_every=maybe, hang_timeout=maybe
+    ),
 )
 def test_nothing_hangs_before_the_next_look_and_a_rank_does_then(view: View, policy: WatchPolicy) -> None:
     due = next_look(view, policy)
@@ -192,7 +246,7 @@ def test_identical_stacks_are_grouped_with_the_odd_ones_first() -> None:
 
 @pytest.mark.parametrize("final", [True, False])
 def test_a_final_hang_ends_the_job_whatever_restarts_are_left(final: bool) -> None:
-    from phalanx.core import group, group_events
+    from phalanx.core import exit_codes, group, group_events
 
     policy, state = group.GroupPolicy(), group.GroupState()
     for event in (
@@ -209,5 +263,5 @@ def test_a_final_hang_ends_the_job_whatever_restarts_are_left(final: bool) -> No
     if final:
         state, commands, _ = group.step(state, group_events.Stopped(), 10.0, policy)
         assert commands[-1] == group_events.Finish(
-            group_events.Outcome.FAILED, group_events.WorkerState.FAILED, "rank 1 hangs"
+            group_events.Outcome.FAILED, group_events.WorkerState.FAILED, "rank 1 hangs", code=exit_codes.HANG
         )

@@ -11,8 +11,10 @@ from phalanx.devices import (
     count_cpus,
     count_gpus,
     count_xpus,
+    cpu_quota,
     nvidia_gpus,
     resolve_nproc,
+    usable_cpus,
     visible_gpus,
 )
 
@@ -172,3 +174,28 @@ def test_cpus_follow_the_affinity_of_this_process() -> None:
     finally:
         os.sched_setaffinity(0, before)
     assert count_cpus() == len(before)
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "400000 100000",
+          "sys/fs/cgroup/a/cpu.max": "200000 100000"}, 2.0),
+        ({"proc/self/cgroup": "3:cpu,cpuacct:/x\n0::/\n", "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "50000",
+          "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000"}, 0.5),
+        ({"proc/self/cgroup": "3:cpu:/x\n", "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "-1",
+          "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000"}, None),
+    ],
+)  # fmt: skip
+def test_the_quota_of_control_groups(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpu_quota(str(tmp_path)) == quota
+    assert usable_cpus(str(tmp_path)) == (
+        count_cpus() if quota is None else max(1, min(count_cpus(), int(quota)))
+    )
+    assert resolve_nproc("cpu", {}, str(tmp_path)) == usable_cpus(str(tmp_path))

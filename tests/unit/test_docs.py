@@ -29,12 +29,15 @@ OF_OTHER_COMMANDS = {
     "--keep", "--keep-going",
     # phalanx warm
     "--explain", "--forget",
+    # phalanx slurm
+    "--spares", "--requeues", "--notice", "--print", "--sbatch",
     # benchmarks and tests
     "--quick", "--runs", "--settle", "--python",
 }  # fmt: skip
 OF_OTHER_PROGRAMS = {
     # accelerate launch, sbatch, etcd, mypy, docker
     "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port",
+    "--no-kill", "--kill-on-bad-exit", "--wait", "--gpus-per-node", "--nice",
     "--mixed_precision", "--cpu", "--signal", "--data-dir", "--strict", "--shm-size",
     # a training script, and how options may be shortened
     "--lr", "--device", "--redirect",

@@ -25,6 +25,7 @@ ALLOWED = {
     # Runs in a helper or in a worker, whose own environment it is.
     "chaos/chaos_worker.py": "the worker's own",
     "integrations/jax.py": "the worker's own",
+    "integrations/torch_collectives.py": "the worker's own",
     "integrations/torch_functions.py": "a function of torch's that reads any variable",
     "reentry/reenter.py": "the worker's own",
     "reentry/takeover.py": "the worker's own, set anew for every round",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -124,7 +125,7 @@ def test_real_oom_kill_is_told_as_surely_as_it_is_known(
     if log and any(f"Killed process {pid} " in line for line in log):
         assert "out of memory" in text
         assert f"pid {pid}" in text
-        assert "its cgroup's memory limit, using" in text
+        assert re.search(r"its cgroup's memory limit of \d+ MiB, using", text)
     # From here on as if the kernel log could not be read: the counters alone.
     monkeypatch.setattr(exit_evidence, "oom_lines", lambda _since: None)
     text = explain(code, pid, before)
@@ -161,3 +162,14 @@ def test_a_bus_error_looks_at_shared_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(os, "statvfs", lambda _path: Full)
     assert explain(-7, 1) == "/dev/shm is full (64 MiB, 0 KiB free): a common cause of SIGBUS"
+
+
+def test_the_smallest_limit_of_the_groups_is_named(tmp_path: Path) -> None:
+    inner, outer = tmp_path / "outer" / "inner", tmp_path / "outer"
+    inner.mkdir(parents=True)
+    (outer / "memory.max").write_text(f"{64 << 20}\n")
+    (inner / "memory.max").write_text("max\n")
+    counters = [str(inner / "memory.events"), str(outer / "memory.events")]
+    assert exit_evidence.memory_limit(counters) == " of 64 MiB"
+    (inner / "memory.limit_in_bytes").write_text(str(9223372036854771712))  # version 1: none
+    assert exit_evidence.memory_limit(counters[:1]) == ""

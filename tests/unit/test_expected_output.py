@@ -36,7 +36,7 @@ class Search:
         self.file.write(data)
 
     def wait_for_news(self) -> None:
-        assert select.select([self.output.fileno()], [], [], HUNG)[0]
+        assert select.select([self.output.fileno()], [], [], 3 * HUNG)[0]  # a second of processor time
         self.output.look()
 
     def close(self) -> None:

@@ -131,6 +131,12 @@ CASES = [
         {"how": "failure", "left": 120.0},
         {"starting": 1.0, "unmarked": 19.0, "recovering": 1.0},
     ),
+    (
+        "no heartbeat, hangs",
+        RankProgress(101.0),
+        {"how": "hang", "left": 120.0, "quiet_since": 111.0},
+        {"starting": 1.0, "unmarked": 10.0, "hung": 9.0, "recovering": 1.0},
+    ),
     ("clocks apart", STEADY.replace(first_at=99.0, beat_at=130.0), {}, {"productive": 19.5, "starting": 1.5}),
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx.cli.events import in_words
-from phalanx.cli.logs import LogFile, LogReader, chosen, files
+from phalanx.cli.logs import LogReader, WrittenLog, chosen, files
 from phalanx.cli.run_list import table
 from phalanx.cli.runs import ranks_of, since_of
 from phalanx.cli.stacks import text
@@ -207,7 +207,7 @@ def test_the_log_files_of_a_run_are_those_where_they_belong(tmp_path: Path) -> N
 
 def test_a_log_is_read_line_by_line_as_it_grows(tmp_path: Path) -> None:
     path = tmp_path / "stdout.log"
-    reader = LogReader(LogFile(str(path), 0, 0, 0, "stdout"))
+    reader = LogReader(WrittenLog(str(path), 0, 0, 0, "stdout"))
     assert list(reader.lines()) == []
     path.write_bytes(b"one\ntw")
     assert list(reader.lines()) == ["one"]

@@ -15,7 +15,7 @@ import pytest
 from phalanx.agent.requests import tail
 from phalanx.logs import rotation
 from phalanx.logs.log_follower import LogFollower
-from phalanx.logs.rotation import LogRotation, RotatedLog, Rotation, punch, wait_for_rotation
+from phalanx.logs.rotation import LogRotation, RotatedLog, Rotation, punch, read_log, wait_for_rotation
 from phalanx.workers.result import tail_of
 from tests.conftest import wait_until
 
@@ -55,6 +55,16 @@ def whole(log: Path) -> bytes:
     return b"".join(path.read_bytes() for path in (*parts(log), log))
 
 
+def read_all(log: Path) -> tuple[bytes, int]:
+    """The whole output, and the offset at which it begins."""
+    first, block = read_log(str(log), 0)
+    data, at = block, first + len(block)
+    while block:
+        at, block = read_log(str(log), at)
+        data, at = data + block, at + len(block)
+    return data, first
+
+
 def numbers(data: bytes) -> list[int]:
     assert data.endswith(b"\n")
     return [int(line.split()[1]) for line in data.splitlines()]
@@ -89,8 +99,10 @@ def test_only_the_newest_parts_are_kept(tmp_path: Path) -> None:
         pass
     log.close_up()
     log.close()
-    assert [part.name for part in parts(path)] == ["stdout.log.000009", "stdout.log.000010"]
+    assert [int(part.suffix[1:]) for part in parts(path)] == [8 * SIZE, 9 * SIZE, 10 * SIZE]
+    assert parts(path)[-1].read_bytes() == b""
     assert whole(path) == data[8 * SIZE :]
+    assert read_all(path) == (data[8 * SIZE :], 8 * SIZE)
 
 
 def test_a_log_that_its_worker_empties_keeps_what_comes_then(tmp_path: Path) -> None:
@@ -149,6 +161,21 @@ def test_a_writer_at_full_speed_loses_no_byte(tmp_path: Path, killed: bool) -> N
     logs = LogRotation([str(path)], Rotation(SIZE), follower.position)
     logs.start()
     count = 10_000_000 if killed else 60_000
+    seen: list[bytes] = []
+    over = threading.Event()
+
+    def read() -> None:  # as `phalanx logs -f` does
+        at = 0
+        while not over.is_set():
+            ended = over.is_set()
+            at, block = read_log(str(path), at)
+            at += len(block)
+            seen.append(block)
+            if not block and not ended:
+                over.wait(0.01)
+
+    reader = threading.Thread(target=read)
+    reader.start()
     with subprocess.Popen([sys.executable, "-S", "-c", WRITER, str(path), str(count)]) as writer:
         if killed:
             wait_until(lambda: len(parts(path)) > 20, "twenty parts")
@@ -166,6 +193,11 @@ def test_a_writer_at_full_speed_loses_no_byte(tmp_path: Path, killed: bool) -> N
     assert killed or numbers(data)[-1] == count - 1
     assert path.stat().st_size <= SIZE
     assert not list(tmp_path.glob("*.new"))
+    wait_until(lambda: sum(map(len, seen)) >= written, "the end, for a reader")
+    over.set()
+    reader.join()
+    assert b"".join(seen) == data
+    assert read_all(path) == (data, 0)
 
 
 def test_a_full_disk_keeps_the_log_whole_and_is_reported_once(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.core.exit_codes import NO_MEETING
 from phalanx.core.store_commands import Get, Put
 from phalanx.errors import (
     RendezvousClosedError,
@@ -567,5 +568,5 @@ def test_an_agent_says_who_is_missing(agents: Agents) -> None:
         timeout=2 * HUNG,
         check=False,
     )
-    assert process.returncode == 1
+    assert process.returncode == NO_MEETING
     assert "node 1 of 2 did not come within 1 s" in process.stderr

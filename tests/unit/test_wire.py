@@ -148,3 +148,9 @@ def test_first_users_at_the_same_time_get_the_same_token(tmp_path: Path) -> None
     ]
     assert len({user.communicate(timeout=60)[0] for user in users}) == 1
     assert [p.name for p in (tmp_path / ".phalanx").iterdir()] == ["token"]
+
+
+def test_a_user_without_a_home_is_told_what_to_set() -> None:
+    """Not a directory named `~` where the job runs."""
+    with pytest.raises(StoreAuthError, match="has no home directory for one; set PHALANX_TOKEN"):
+        find_token({"HOME": "~"})

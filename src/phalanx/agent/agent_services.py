@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from phalanx import environment
-from phalanx.errors import PhalanxError
+from phalanx.errors import NodeUnfit, PhalanxError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 _CHECK_PATIENCE = 60.0
 _LAST_WORDS = 300
-
-
-class NodeUnfit(PhalanxError):
-    """This node failed its health check and stays out of the job."""
 
 
 def split_address(text: str) -> tuple[str, int]:

@@ -173,11 +173,12 @@ def make_supervision(job: JobSpec) -> Supervision:
         job.heartbeat_timeout, job.silence_timeout, job.startup_timeout, job.partial_exit_timeout,
     )  # fmt: skip
     policy = None
-    if any(timeout is not None for timeout in timeouts) or job.on_hang != "restart" or job.expect:
+    watches = any(timeout is not None for timeout in (*timeouts, job.hang_timeout))
+    if watches or job.on_hang != "restart" or job.expect:
         from phalanx.core.progress import WatchPolicy
 
-        expected = (job.expect, job.expect_every, job.expect_finite) if job.expect else ()
-        policy = WatchPolicy(*timeouts, job.on_hang, *expected)
+        expected = (job.expect, job.expect_every, job.expect_finite) if job.expect else ("", None, False)
+        policy = WatchPolicy(*timeouts, job.on_hang, *expected, job.hang_timeout)
     return Supervision(
         policy,
         preempt_signal=job.preempt_signal or 0,
@@ -194,7 +195,7 @@ def make_state(job: JobSpec, handler: RendezvousHandler) -> StateHolder:
     if job.keep_spill:
         from phalanx.state.spill import SpillDirectory
 
-        spill = SpillDirectory(job.keep_spill, job.run_id)
+        spill = SpillDirectory(job.keep_spill, job.keep_id or job.run_id)
         try:
             spill.prepare()
         except OSError as error:

@@ -103,7 +103,8 @@ class JobHistory:
         self._turn(observe(book, step))
         current = self._book.current if self._book is not None else None
         number = current.incident.number if current is not None else 0
-        ledger.step(event, state.phase.value, now, number, self.progress)
+        quiet = self._supervision.quiet_since(now) if type(event).__name__ == "Hang" else None
+        ledger.step(event, state.phase.value, now, number, self.progress, quiet or 0.0)
 
     def _turn(self, book: IncidentBook) -> None:
         """The next book; tells the listeners what is new in it."""

@@ -24,6 +24,7 @@ from phalanx.core.group_events import (
     WorkerFailed,
     WorkerState,
 )
+from phalanx.environment import WORKER_COLLECTIVES
 from phalanx.errors import RendezvousError, StartError
 
 TYPE_CHECKING = False
@@ -229,6 +230,9 @@ class LocalWorkers:
             )
             if several and interface is not None:
                 envs[rank].update(interface.environment)
+            traces = self._supervision.trace_sockets.path(rank) if worker.world_size > 1 else ""
+            if traces or WORKER_COLLECTIVES in os.environ:  # of a worker that runs this agent
+                envs[rank][WORKER_COLLECTIVES] = traces
             args[rank] = substitute(spec.args, rank)
             if self._prefix_template is not None:
                 prefixes[rank] = line_prefix(

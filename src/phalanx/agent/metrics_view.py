@@ -42,7 +42,7 @@ class MetricsView:
             totals.ratio,
             dict(totals.seconds),
             dict(self._counters.restarts),
-            self._counters.recovery,
+            {phase: counts.copy() for phase, counts in self._counters.recovery.items()},
             self._workers(),
             0 if current is None else current.number,
             0 if current is None else len(current.members),

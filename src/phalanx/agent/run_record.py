@@ -141,11 +141,11 @@ class RunRecord:
 
     def report(self, command: ReportFailure, result: RunResult) -> tuple[str, int]:
         """The report that all nodes show should this failure end the job, and the exit code."""
-        return self._describe(result, command.summary)
+        return self._describe(result, command.summary, command.code)
 
-    def _describe(self, result: RunResult, summary: str) -> tuple[str, int]:
+    def _describe(self, result: RunResult, summary: str, code: int = 1) -> tuple[str, int]:
         if not result.failures:
-            return self._supervision.report(summary) or summary, 1
+            return self._supervision.report(summary) or summary, code
         from phalanx.observe.report import diagnosis_of, format_report
 
         everyone = {**result.failures, **result.stopped}

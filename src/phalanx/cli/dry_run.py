@@ -72,4 +72,6 @@ def _settings(job: JobSpec) -> list[str]:
         ("redirects", f"{job.redirects} (tee {job.tee})"),
         ("directory", os.getcwd()),
     ]
-    return [f"# {name + ':':<14}{value}" for name, value in rows]
+    lines = [f"# {name + ':':<14}{value}" for name, value in rows]
+    # What an option or a PET_* variable gives is not here: it was known.
+    return lines + [f"# from {job.scheduler}: {option} {value} ({why})" for option, value, why in job.taken]

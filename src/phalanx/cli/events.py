@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from phalanx.cli.logs import LogFile, LogReader
+from phalanx.cli.logs import LogReader, WrittenLog
 from phalanx.cli.runs import NoSuchRun, add_run, is_alive, one_run
 from phalanx.cli.store import Parser
 from phalanx.log import printable, write_stderr
@@ -50,7 +50,7 @@ def _events(run: RunFile, agent: LocalAgent | None, follow: bool) -> Iterator[di
         for note in agent.job.incidents:
             yield {"time": note.at, "host": agent.job.host, "kind": "note", "text": note.what}
         return
-    reader, look_at, ended = LogReader(LogFile(path, 0, 0, 0, "")), 0.0, False
+    reader, look_at, ended = LogReader(WrittenLog(path, 0, 0, 0, "")), 0.0, False
     while True:
         if time.monotonic() >= look_at:
             look_at = time.monotonic() + _LOOK

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from phalanx.cli import COMMANDS
+from phalanx.core.exit_codes import TABLE
 from phalanx.options import OPTIONS, Option, usage_error
 
 WIDTH = 80
@@ -28,23 +29,6 @@ Any option may be spelled with _ for - and shortened while it stays unique. A
 variable sets a default: PET_NNODES=2 is --nnodes 2 and PHALANX_GRACE=5 is
 --grace 5. What follows the script belongs to the script.
 """
-
-# What `phalanx run` returns to the shell; docs/api.md has the same table.
-EXIT_CODES = (
-    ("0", "all workers succeeded"),
-    ("the code of a worker", "the exit code of the worker that failed first"),
-    (
-        "128+n",
-        "that worker was killed by signal n; or signal n stopped the launcher (130 for Ctrl-C, 143 for "
-        "SIGTERM), or was the signal in `--preempt-signal`",
-    ),
-    (
-        "1",
-        "a failure without an exit code of a worker: a hang, a rendezvous that failed, helpers that could "
-        "not be started",
-    ),
-    ("2", "wrong usage; nothing was started"),
-)
 
 ABOUT = """\
 Starts the script once for each worker of this node, gives every worker its
@@ -154,7 +138,7 @@ def _show(text: str) -> None:
 
 def _exit_codes() -> list[str]:
     lines: list[str] = []
-    for code, meaning in EXIT_CODES:
+    for code, meaning in TABLE:
         wrapped = textwrap.wrap(meaning.replace("`", ""), WIDTH - 24 - 2, break_on_hyphens=False)
         lines += [f"  {code if i == 0 else '':<22}{line}" for i, line in enumerate(wrapped)]
     return lines

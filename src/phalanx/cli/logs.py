@@ -28,15 +28,15 @@ from phalanx.cli.runs import (
 from phalanx.cli.store import Parser
 from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
+from phalanx.logs.rotation import read_log
 from phalanx.observe.snapshot import RunFile
 
-_BLOCK = 1 << 18
 _LINE = 1 << 16  # bytes after which a line without an end is shown
 _POLL = 0.3
 _LOOK = 2.0  # seconds between two looks for new starts, or the end of the run
 
 
-class LogFile(NamedTuple):
+class WrittenLog(NamedTuple):
     """A log file of this machine."""
 
     path: str
@@ -91,7 +91,7 @@ def _parser() -> Parser:
 # ---- files of this machine ---------------------------------------------------------------------------
 
 
-def files(run: RunFile) -> list[LogFile]:
+def files(run: RunFile) -> list[WrittenLog]:
     """The log files of a run, by start and rank; only regular files directly where they belong."""
     found = []
     for entry in _folders(run.logs):
@@ -106,7 +106,7 @@ def files(run: RunFile) -> list[LogFile]:
             for stream in ("stdout", "stderr"):
                 path = os.path.join(rank.path, f"{stream}.log")
                 if os.path.isfile(path) and not os.path.islink(path):
-                    found.append(LogFile(path, int(attempt[1]), int(attempt[2] or 0), everywhere, stream))
+                    found.append(WrittenLog(path, int(attempt[1]), int(attempt[2] or 0), everywhere, stream))
     return sorted(found, key=lambda one: (one.attempt, one.again, one.rank, one.stream))
 
 
@@ -120,7 +120,7 @@ def _folders(path: str) -> list[os.DirEntry[str]]:
 
 def chosen(
     run: RunFile, ranks: set[int] | None, attempt: int | None, since: float | None = None
-) -> list[LogFile]:
+) -> list[WrittenLog]:
     """Those that were asked for; of the latest start unless one is named."""
     found = files(run)
     if attempt is None and found and since is None:
@@ -143,26 +143,23 @@ def _written(path: str) -> float:
 class LogReader:
     """New whole lines of one file, from its begin on."""
 
-    def __init__(self, log: LogFile) -> None:
+    def __init__(self, log: WrittenLog) -> None:
         self.log = log
         self._at = 0
         self._rest = b""
 
     def lines(self, last: bool = False) -> Iterator[str]:
         """Lines since the last call; `last`: what has no end is a line as well."""
-        try:
-            fd = os.open(self.log.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return
-        with open(fd, "rb") as file:
-            file.seek(self._at)
-            while data := file.read(_BLOCK):
-                self._at += len(data)
-                *whole, self._rest = (self._rest + data).split(b"\n")
-                if len(self._rest) > _LINE:
-                    whole, self._rest = [*whole, self._rest], b""
-                for line in whole:
-                    yield line.decode("utf-8", "replace")
+        while True:
+            self._at, data = read_log(self.log.path, self._at)
+            if not data:
+                break
+            self._at += len(data)
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > _LINE:
+                whole, self._rest = [*whole, self._rest], b""
+            for line in whole:
+                yield line.decode("utf-8", "replace")
         if last and self._rest:
             rest, self._rest = self._rest, b""
             yield rest.decode("utf-8", "replace")

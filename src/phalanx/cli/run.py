@@ -1,8 +1,7 @@
 """`phalanx run`: what the user sees of a job.
 
 One line at the start, one per incident and one at the end, all on stderr; stdout belongs to the workers.
-When the job fails, the report comes last. Exit codes: 0, the first failing worker's code (128+n for a
-signal), 128+n when interrupted, 2 for bad usage, 1 for the rest.
+When the job fails, the report comes last. What it returns is in core/exit_codes.py.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import sys
 import time
 
 from phalanx.config import parse
-from phalanx.environment import allows_colour, has_error_file
+from phalanx.environment import allows_colour, has_error_file, outcomes_directory
 from phalanx.log import is_json, use_format, write_stderr
 
 TYPE_CHECKING = False
@@ -43,6 +42,12 @@ def main(argv: Sequence[str]) -> int:
         from phalanx.cli.init_process import stay_behind
 
         stay_behind()
+    if job.hosts and not job.dry_run:
+        from phalanx.integrations.ssh.starter import start
+
+        for warning in job.warnings:
+            say(f"warning: {warning}")
+        return start(job, argv, say)
     return execute(job)
 
 
@@ -126,18 +131,21 @@ def launch(job: JobSpec, raises: bool = False) -> int:
     try:
         helpers = make_helpers(job)
     except (OSError, RuntimeError) as error:  # too many descriptors or processes
+        from phalanx.core.exit_codes import UNFIT_NODE
+
         why = error.strerror if isinstance(error, OSError) else error
         line = f"the helper processes cannot be started: {why}; see `ulimit -n` and `ulimit -u`"
-        JobEnd(job).reach("FAILED", 1, line)
+        failed = JobEnd(job)
+        failed.reach("FAILED", UNFIT_NODE, line)
         if raises:
             raise
         say(line)
-        return 1
+        return failed.leave_outcome(UNFIT_NODE)
     assert helpers is not None, "a program always has helpers"
     helpers.say = say
     end = JobEnd(job, make_notifier(job), make_traces(job))
     try:
-        return _run_agent(job, helpers, end, raises)
+        return end.leave_outcome(_run_agent(job, helpers, end, raises))
     except BaseException as error:
         from phalanx.errors import UsageError
 
@@ -194,14 +202,17 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
     except PhalanxError as error:
         if isinstance(error, ValueError):
             raise  # bad usage
-        _tell_parent(str(error), 1)
-        end.reach("FAILED", 1, str(error))
+        from phalanx.core.exit_codes import of_error
+
+        code = of_error(error)
+        _tell_parent(str(error), code)
+        end.reach("FAILED", code, str(error))
         if raises:
             raise
         if job.quiet or agent is None or agent.outcome is None:  # else it was reported when it happened
             say(str(error))
-        _sum_up(job, agent, begin, "failed", 1)
-        return 1
+        _sum_up(job, agent, begin, "failed", code)
+        return code
     finally:
         helpers.close()
         if agent is not None:
@@ -226,7 +237,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
 
 
 class JobEnd:
-    """Where the end of a job is told beside the screen: the termination log and the notifier."""
+    """Where the end of a job is told beside the screen: termination log, notifier, batch script."""
 
     def __init__(
         self, job: JobSpec, notifier: Notifier | None = None, traces: TraceSender | None = None
@@ -252,6 +263,18 @@ class JobEnd:
         if self.notifier is not None and self._speaks_for_the_job():
             headline = why.partition("\n")[0]
             self.notifier.send("end", headline, outcome=outcome, exit_code=code, reason=why)
+
+    def leave_outcome(self, code: int) -> int:
+        """For a batch script that decides over a requeue: how this node ended; returns the code."""
+        directory = outcomes_directory()
+        if directory:
+            from phalanx.integrations.outcomes import AgentOutcome, write_outcome
+
+            name = str(self._job.rdzv_conf.get("name") or os.uname().nodename)
+            finish = self.agent.outcome if self.agent is not None else None
+            word, reason = (str(finish.outcome), finish.message) if finish is not None else ("", "")
+            write_outcome(directory, AgentOutcome(name, word, code, reason), f"{name}.{os.getpid()}")
+        return code
 
     def _speaks_for_the_job(self) -> bool:
         """Of a job of several nodes, node 0 tells of its end, and a node that never had a place in it."""
@@ -291,7 +314,7 @@ def _sum_up(job: JobSpec, agent: LocalElasticAgent | None, begin: float, outcome
         _say_unless_quiet(job, summary["line"])
     run_summary.keep(summary)
     if agent.was_quiet or os.path.isdir(summary["logs"]):
-        run_registry.note(variables(), summary)
+        run_registry.note(variables(), run_summary.in_short(summary))
 
 
 def _progress(job: JobSpec) -> Progress | None:
@@ -335,11 +358,17 @@ def _say_unless_quiet(job: JobSpec, line: str) -> None:
 
 def _first_line(job: JobSpec, logs: LogsSpecs) -> str:
     workers = "1 worker" if job.local_world_size == 1 else f"{job.local_world_size} workers"
-    omp = ", OMP_NUM_THREADS=1 each" if job.omp_num_threads is not None else ""
+    threads = job.omp_num_threads
+    omp = f", OMP_NUM_THREADS={threads} each" if threads is not None else ""
     # A temporary directory is named; a given one is known.
     hidden = job.log_dir is None and not job.redirects == job.tee == "0"
     where = f", output in {logs.root_log_dir}" if hidden else ""
-    return f"{job.name}: {workers}{omp} (run {job.run_id[:12]}){where}"
+    return f"{job.name}: {workers}{omp} (run {job.run_id[:12]}){where}{_taken(job)}"
+
+
+def _taken(job: JobSpec) -> str:
+    words = " ".join(f"{option} {value}" for option, value, _ in job.taken)
+    return f"; taken from {job.scheduler}: {words}" if words else ""
 
 
 def _last_line(agent: LocalElasticAgent, begin: float) -> str:
@@ -374,7 +403,8 @@ def _failure_report(
             text = format_report(name, everyone, started_at=begin, colour=colour)
             report = text, diagnosis_of(everyone, begin).exit_code
     else:  # a hang, or the failure of another node: no worker here has failed
-        report = report or (agent.supervision.report() if agent.supervision is not None else "", 1)
+        own = agent.supervision.report() if agent.supervision is not None else ""
+        report = report or (own, agent.outcome.code if agent.outcome is not None else 1)
         reason = agent.outcome.message if agent.outcome is not None else ""
         text, code = report
         kept = {"name": name, "exit_code": code, "started_at": begin, "reason": reason, "report": text}

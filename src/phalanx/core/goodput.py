@@ -85,7 +85,7 @@ class StartBounds(Record):
 
     `how`: empty while they run; success, hang, stop (nothing failed) or failure. `left`: when that was
     noticed; `end`: when they were gone. `mark`: the step reached before, `typical`: seconds of a step in an
-    earlier start, 0.0 where that is not known."""
+    earlier start, `quiet_since`: when output was last written before a hang; 0.0 where that is not known."""
 
     begin: float
     started_at: float
@@ -94,6 +94,7 @@ class StartBounds(Record):
     left: float = 0.0
     mark: int | None = None
     typical: float = 0.0
+    quiet_since: float = 0.0
 
 
 class GoodputTotals(Record):
@@ -163,6 +164,9 @@ def _split_unmarked(parts: dict[str, float], rank: RankProgress, start: StartBou
     # What came after the end was noticed is lost; how much work was, nobody knows.
     left = until if start.how in ("", "success") else min(max(start.left, line), until)
     parts[RECOVERING] = until - left
+    if start.how == "hang" and start.quiet_since:
+        parts[HUNG] = left - min(max(start.quiet_since, line), left)
+        left -= parts[HUNG]
     parts[_UNMARKED] = max(0.0, left - line - parts[CHECKPOINTING])
 
 
@@ -250,6 +254,7 @@ class GoodputLedger:
         self._left: tuple[str, float] = ("", 0.0)  # how and when the workers of this start were left
         self._incident = 0  # the one that the next start, or the current one, recovers from
         self._ends_with = 0  # the one that ended the current start
+        self._quiet_since = 0.0
         self.marks: list[int | None] = [None] * ranks
         """The step that each rank had reached before the start at hand."""
         self._typical = [0.0] * ranks
@@ -262,8 +267,12 @@ class GoodputLedger:
         now: float,
         incident: int,
         look: Callable[[], Sequence[RankProgress]],
+        quiet_since: float = 0.0,
     ) -> None:
-        """One step of the group led to `phase`; `incident`: the one at hand or 0; `look` reads the boards."""
+        """One step of the group led to `phase`; `incident`: the one at hand or 0; `look` reads the boards.
+
+        `quiet_since`: of a hang, when the workers last wrote output, where that is known."""
+        self._quiet_since = quiet_since or self._quiet_since
         before, self._phase = self._phase, phase
         now = max(now, self._since)
         if isinstance(event, events.RoundReady) and self._rounds == 0 and event.round.number > 1:
@@ -324,7 +333,7 @@ class GoodputLedger:
         return twin
 
     def _open(self) -> None:
-        self._started_at, self._left, self._ends_with = 0.0, ("", 0.0), 0
+        self._started_at, self._left, self._ends_with, self._quiet_since = 0.0, ("", 0.0), 0, 0.0
 
     def _leave(self, event: events.Event, phase: str, now: float, incident: int) -> None:
         """Remember what ended the start at hand, once."""
@@ -358,7 +367,13 @@ class GoodputLedger:
         parts = []
         for rank, board in enumerate(boards):
             bounds = StartBounds(
-                begin, self._started_at or now, now, *self._left, self.marks[rank], self._typical[rank]
+                begin,
+                self._started_at or now,
+                now,
+                *self._left,
+                self.marks[rank],
+                self._typical[rank],
+                self._quiet_since,
             )
             parts.append(split(board, bounds))
         leader = next((one for one, board in zip(parts, boards, strict=True) if board.count), None)

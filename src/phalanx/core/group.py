@@ -55,7 +55,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
-from phalanx.core import restarts
+from phalanx.core import exit_codes, restarts
 from phalanx.core.group_events import (
     AllSucceeded,
     BarrierDone,
@@ -141,6 +141,8 @@ class Ending(Record):
     message: str
     sig: int | None = None
     preempted: bool = False
+    code: int = exit_codes.FAILURE
+    """Of a failure without an exit code of a worker."""
 
 
 class GroupState(Record):
@@ -258,7 +260,8 @@ def on_round_failed(state: GroupState, event: RoundFailed, now: float, policy: G
         return _end(state, now, policy, Ending(Outcome.CLOSED, f"the rendezvous is closed{told}"))
     what = {"closed": "the rendezvous was closed", "timeout": "the rendezvous timed out"}
     message = f"{what.get(event.kind, 'the rendezvous failed')}{told}{after}"
-    return _end(state, now, policy, Ending(Outcome.FAILED, message), Note(message))
+    code = exit_codes.NO_MEETING if event.kind == "timeout" else exit_codes.FAILURE
+    return _end(state, now, policy, Ending(Outcome.FAILED, message, code=code), Note(message))
 
 
 def on_started(state: GroupState, event: Started, now: float, policy: GroupPolicy) -> Step:
@@ -273,9 +276,10 @@ def on_start_failed(state: GroupState, event: StartFailed, now: float, policy: G
     idle = state.replace(phase=Phase.JOINING)
     if event.retry:
         return _failure(idle, now, policy, event.message, Failure(now, event.message))
-    report = ReportFailure(_number(state), state.attempt, event.message, final=True, unfit=True)
+    code = exit_codes.UNFIT_NODE
+    report = ReportFailure(_number(state), state.attempt, event.message, final=True, unfit=True, code=code)
     message = f"{event.message}; not restarted: a start that fails would fail again"
-    return _end(idle, now, policy, Ending(Outcome.FAILED, message), report, Note(message))
+    return _end(idle, now, policy, Ending(Outcome.FAILED, message, code=code), report, Note(message))
 
 
 def on_worker_failed(state: GroupState, event: WorkerFailed, now: float, policy: GroupPolicy) -> Step:
@@ -290,9 +294,10 @@ def on_unhealthy(state: GroupState, event: Hang | Uninterruptible, now: float, p
     if isinstance(event, Hang):
         summary = event.summary
         if event.final:
-            report = ReportFailure(_number(state), state.attempt, summary, final=True)
+            code = exit_codes.HANG
+            report = ReportFailure(_number(state), state.attempt, summary, final=True, code=code)
             state = state.replace(worker_state=WorkerState.UNHEALTHY)
-            return _end(state, now, policy, Ending(Outcome.FAILED, summary), report, Note(summary))
+            return _end(state, now, policy, Ending(Outcome.FAILED, summary, code=code), report, Note(summary))
     else:
         pids = ", ".join(map(str, event.pids))
         summary = f"workers in uninterruptible sleep (pid {pids})"
@@ -301,8 +306,8 @@ def on_unhealthy(state: GroupState, event: Hang | Uninterruptible, now: float, p
     failure = Failure(now, summary, None, now - state.started_at, True)
     if isinstance(event, Uninterruptible):
         policy = policy.replace(reenter_timeout=0.0)  # a recall would wait for it in vain
-        return _failure(state, now, policy, summary, failure)
-    return _failure(state, now, policy, summary, failure, event.ranks)
+        return _failure(state, now, policy, summary, failure, exit_codes.HANG)
+    return _failure(state, now, policy, summary, failure, exit_codes.HANG, event.ranks)
 
 
 def _failure(
@@ -311,15 +316,16 @@ def _failure(
     policy: GroupPolicy,
     summary: str,
     failure: Failure,
+    code: int = exit_codes.FAILURE,
     guilty: tuple[int, ...] = (),
 ) -> Step:
-    """This node's own failure: decide for the job, and tell the others."""
+    """This node's own failure: decide for the job, and tell the others; `code`: where no worker has one."""
     number = _number(state)
     verdict = restarts.decide(state.history, failure, now, policy.restarts)
     line = f"{summary}; {verdict.reason}"
     if not verdict.restart:
-        report = ReportFailure(number, state.attempt, summary, final=True)
-        return _end(state, now, policy, Ending(Outcome.FAILED, line), report, Note(line))
+        report = ReportFailure(number, state.attempt, summary, final=True, code=code)
+        return _end(state, now, policy, Ending(Outcome.FAILED, line, code=code), report, Note(line))
     history = restarts.record(state.history, failure, policy.restarts)
     times = state.same[1] + 1 if failure.error == state.same[0] else 1
     anew = bool(policy.reenter_timeout) and times > _RECALLS
@@ -327,7 +333,14 @@ def _failure(
     if anew:
         line += f", in new processes: {_RECALLS} re-entries in a row ended with the same error"
     report = ReportFailure(
-        number, history.attempt, summary, final=False, delay=verdict.delay, anew=anew, ranks=guilty
+        number,
+        history.attempt,
+        summary,
+        final=False,
+        delay=verdict.delay,
+        anew=anew,
+        ranks=guilty,
+        code=code,
     )
     state = state.replace(history=history, void=number, cause=summary, not_before=now + verdict.delay)
     return _recall(
@@ -549,7 +562,7 @@ def _finish(state: GroupState, ending: Ending, *tell: Command) -> Step:
         final = WorkerState.FAILED
     elif final not in (WorkerState.SUCCEEDED, WorkerState.UNHEALTHY):
         final = WorkerState.STOPPED
-    finish = Finish(ending.outcome, final, ending.message, ending.sig)
+    finish = Finish(ending.outcome, final, ending.message, ending.sig, ending.code)
     return _go(state, Phase.DONE, ending.message, *tell, *farewell, finish, ending=ending, worker_state=final)
 
 

@@ -280,6 +280,8 @@ class ReportFailure(Record):
     unfit: bool = False
     anew: bool = False
     ranks: tuple[int, ...] = ()
+    code: int = 1
+    """The job's exit code, should this failure end it and no worker have one."""
 
 
 class EnterBarrier(Record):
@@ -320,6 +322,8 @@ class Finish(Record):
     state: WorkerState
     message: str = ""
     sig: int | None = None
+    code: int = 1
+    """The exit code of a failure without one of a worker."""
 
 
 Command: TypeAlias = (

@@ -115,7 +115,6 @@ class Participant:
         self._preempted = False
         self._unreadable = False  # the store has a round, and this node cannot read it
         self._skipped: dict[str, None] = {}  # keys that this node has named as not readable
-        self._try_at = 0.0  # when to register again, where another node holds this one's key
         self.lease = self._old_lease = 0
         self._generation = 1
         self._incarnation = self._node_mod = self._ready = 0
@@ -184,8 +183,6 @@ class Participant:
             times.append(self.fence_at)
             if not self._asking("beat"):
                 times.append(self._next_beat)
-            if self._try_at:
-                times.append(self._try_at)
         # Not while an answer is awaited before anything can be decided: it would wake this node all the time.
         if self._lead_wake is not None and self._incarnation and self._view_complete and not self._publishing:
             times.append(self._lead_wake)
@@ -293,11 +290,12 @@ class Participant:
             if mine.lease == self.lease:
                 self._incarnation = mine.create
                 self._node_mod = mine.mod
-            elif mine.mod and not mine.lease:  # not on a lease, so not a node's: another program wrote it
-                foreign = When(mine.key, "mod", mine.mod)
-                self._send(now, "register", Txn((foreign,), deletes=(Delete(mine.key),)))
             elif mine.mod:
-                self._try_at = now + self.options.ttl / 3
+                # Not on a lease: another program wrote it. On another one: a store that went back has it from
+                # an incarnation of this node that is long over. Either is in the way, and this node must be
+                # known before the leader decides: it knows rounds that the store forgot.
+                stale = When(mine.key, "mod", mine.mod)
+                self._send(now, "register", Txn((stale,), deletes=(Delete(mine.key),)))
         elif kind == "update":
             self._node_mod = mine.mod
             if not reply.ok:  # the known revision of the key was old: write again
@@ -553,9 +551,8 @@ class Participant:
         return self.round.number + (self.round.phase == ACTIVE)
 
     def _register(self, now: float) -> None:
-        if self._asking("register") or now < self._try_at:
+        if self._asking("register"):
             return
-        self._try_at = 0.0
         self._ready = self._wanted_ready()
         key = self._key("node/" + self.info.id)
         record = encode(self._record())

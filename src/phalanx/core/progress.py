@@ -12,6 +12,8 @@ first that holds is the verdict):
 5. *silence*: no rank has written output for `silence_timeout`.
 6. *value*: a rank printed nan or infinity where the expected pattern has its value (`expect_finite`).
 7. *expect*: no line matched the expected pattern for `expect_every`.
+8. *collectives*: ranks wait in collectives, and for `hang_timeout` no rank has entered or left one, and none
+   has used a processor outside of one. `why_not_hung` has the reason where only the first half holds.
 
 Which rank caused the hang is a separate question, because in a hung collective all ranks fall silent at once:
 see `blame`.
@@ -35,6 +37,8 @@ class WatchPolicy(Record):
     """A pattern in the output of the workers; the next two fields are about it."""
     expect_every: float | None = None
     expect_finite: bool = False
+    hang_timeout: float | None = None
+    """Of the collectives."""
 
 
 class Beat(Record):
@@ -47,6 +51,12 @@ class Beat(Record):
     ready_at: float = 0.0
     deadline: float = 0.0
     section: str = ""
+    waits: bool = False
+    """It is inside a collective."""
+    numbers_at: float = 0.0
+    """When it last entered or left a collective."""
+    ran_at: float = 0.0
+    """When it last used a processor outside of a collective."""
 
 
 class View(Record):
@@ -63,6 +73,8 @@ class View(Record):
     """When a line last matched the expected pattern, or the watch for it began; None if it has not begun."""
     bad_value: tuple[int, str] | None = None
     """The rank that printed a value that is not finite, and its line."""
+    progress_elsewhere: float = 0.0
+    """When ranks of other nodes last progressed, by their own samples; 0.0: not asked."""
 
 
 class Verdict(Record):
@@ -110,6 +122,11 @@ def judge(view: View, now: float, policy: WatchPolicy) -> Verdict | None:
         ranks, silent = tuple(beat.rank for beat in view.alive), now - view.matched_at
         text = f"no line of {ranks_text(ranks)} matched {policy.expect!r} for {silent:.1f} s"
         return Verdict("expect", ranks, text)
+    limit, last = policy.hang_timeout, last_progress(view)
+    if limit is not None and last and now >= last + limit and any(beat.waits for beat in view.alive):
+        return _verdict(
+            "collectives", view.alive, f"no collective of {{}} has progressed for {now - last:.1f} s"
+        )
     return None
 
 
@@ -126,6 +143,30 @@ def is_finite(text: str) -> bool:
     return value - value == 0.0
 
 
+def why_not_hung(view: View, now: float, policy: WatchPolicy) -> str:
+    """Why a group whose collectives have not progressed for `hang_timeout` does not hang; empty: it does."""
+    limit, numbers_at = policy.hang_timeout, max((beat.numbers_at for beat in view.alive), default=0.0)
+    if limit is None or not numbers_at or now < numbers_at + limit:
+        return ""
+    waiting = tuple(beat.rank for beat in view.alive if beat.waits)
+    still = f"no collective has progressed for {now - numbers_at:.0f} s"
+    if not waiting:
+        return f"{still}, and no rank waits in one; not a hang"
+    running = tuple(beat.rank for beat in view.alive if beat.ran_at and now < beat.ran_at + limit)
+    if not running:
+        return ""
+    wait = "waits" if len(waiting) == 1 else "wait"
+    run = "is running" if len(running) == 1 else "are running"
+    who = f"{ranks_text(waiting)} {wait} in one, and {ranks_text(running)} {run} outside of it"
+    return f"{still}: {who}; not a hang"
+
+
+def last_progress(view: View) -> float:
+    """When a rank last entered or left a collective, or ran outside of one; 0.0: not known."""
+    times = [max(beat.numbers_at, beat.ran_at) for beat in view.alive]
+    return max([view.progress_elsewhere, *times])
+
+
 def next_look(view: View, policy: WatchPolicy) -> float | None:
     """The earliest time at which `judge` can find a hang if nothing changes until then."""
     times = [beat.deadline for beat in view.alive if beat.deadline > 0]
@@ -139,6 +180,9 @@ def next_look(view: View, policy: WatchPolicy) -> float | None:
         times.append(view.output_at + policy.silence_timeout)
     if policy.expect_every is not None and view.matched_at is not None:
         times.append(view.matched_at + policy.expect_every)
+    last = last_progress(view)
+    if policy.hang_timeout is not None and last and any(beat.waits for beat in view.alive):
+        times.append(last + policy.hang_timeout)
     return min(times, default=None)
 
 

@@ -3,7 +3,8 @@
 The rules, in the order in which they are asked:
 
 1. A failure named in `no_restart_on`, by its exit code or by the name of its exception (or of a class that
-   it derives from), is final: its owner knows that a retry cannot help.
+   it derives from), is final: its owner knows that a retry cannot help. So is exit code 93, by which a
+   worker says so itself.
 2. A failure named in `hopeless` is final too, but only for a worker that made no progress and died within
    `hopeless_within` seconds. These are guesses (a missing module, a wrong argument), and a guess must not
    end a job that has been training for hours. An error of the operating system is never hopeless, whatever
@@ -36,9 +37,10 @@ newcomer end a healthy job. The list is bounded, so a loop of any length costs n
 
 from __future__ import annotations
 
+from phalanx.core.exit_codes import DO_NOT_RETRY, SIGNALED
 from phalanx.core.record import Record
 
-_KILLED = 128 + 9
+_KILLED = SIGNALED + 9
 _KEEP = 32
 """Failures remembered beyond the budget: enough for any back-off to have reached its ceiling."""
 
@@ -164,6 +166,8 @@ def _listed(failure: Failure, names: frozenset[int | str]) -> str:
 
 def _final(history: History, failure: Failure, policy: RestartPolicy) -> str:
     """Why a restart cannot help, whatever budget is left; empty where it may."""
+    if failure.exit_code == DO_NOT_RETRY:
+        return f"not restarted: exit code {DO_NOT_RETRY} says 'do not retry'"
     listed = _listed(failure, policy.no_restart_on)
     if listed:
         return f"not restarted: {listed} is listed as not worth a restart"

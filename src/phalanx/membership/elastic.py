@@ -259,7 +259,9 @@ def error_of(ended: Ended, settings: Settings) -> RendezvousError:
             f"{reason} Tried {tried}; check that {'etcd' if etcd else 'the node with that address'} runs, "
             f"that the port is open, and the {secret} ({doctor})"
         )
-    return RendezvousConnectionError(reason)
+    made = RendezvousConnectionError(reason)
+    made.lasting = outcome == "error"
+    return made
 
 
 def _blob_error(outcome: str, reason: str, settings: Settings) -> RendezvousError:

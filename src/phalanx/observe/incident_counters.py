@@ -29,6 +29,12 @@ class DurationCounts:
         self.counts[sum(1 for bound in BOUNDS if seconds > bound)] += 1
         self.sum += seconds
 
+    def copy(self) -> DurationCounts:
+        """The same at this moment."""
+        other = DurationCounts()
+        other.counts, other.sum = list(self.counts), self.sum
+        return other
+
     def cumulative(self) -> list[tuple[str, float]]:
         """How many were at most that long, as Prometheus counts."""
         found, total = [], 0

@@ -22,6 +22,7 @@ from phalanx.observe.snapshot import JobSnapshot
 _PATIENCE = 5.0  # seconds, for all answers together
 _LONGEST = 32 << 20  # bytes of one answer: a job of many nodes
 _MOST = 500  # agents of one user
+_TRIES = 5
 
 
 class LocalAgent(NamedTuple):
@@ -55,14 +56,17 @@ def as_dict(agent: LocalAgent) -> dict[str, Any]:
 
 def put(agent: LocalAgent, request: dict[str, Any], patience: float = 30.0) -> dict[str, Any]:
     """Put one request to an agent: its answer, or `{"error": ...}`."""
-    for _, _, data in ask([agent.name], request, patience):
-        try:
-            found = json.loads(data)
-        except (ValueError, RecursionError):
-            break
-        if isinstance(found, dict):
-            return found
-    return {"error": "the agent did not answer"}
+    for _ in range(_TRIES):
+        for _, _, data in ask([agent.name], request, patience):
+            try:
+                found = json.loads(data)
+            except (ValueError, RecursionError):
+                continue
+            # An agent that heard nothing in time tells its state: this process was held up, or the agent is
+            # of a version that knows no requests.
+            if isinstance(found, dict) and ("phase" not in found or request.get("ask") == "status"):
+                return found
+    return {"error": "the agent did not answer, or is of an older version"}
 
 
 def names() -> Iterator[str]:

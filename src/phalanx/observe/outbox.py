@@ -115,8 +115,8 @@ class Outbox(abc.ABC):
                     return False
         return False
 
-    def run(self, command: Sequence[str], body: bytes) -> int:
-        """Run a command with the message on its stdin; its exit code."""
+    def run(self, command: Sequence[str], body: bytes, limit: float = _RUN) -> int:
+        """Run a command with the message on its stdin, for `limit` seconds at most; its exit code."""
         import subprocess
 
         try:
@@ -135,11 +135,11 @@ class Outbox(abc.ABC):
             if self._closed:
                 _kill(process)
         try:
-            process.communicate(body, timeout=_RUN)
+            process.communicate(body, timeout=limit)
         except subprocess.TimeoutExpired:
             _kill(process)
             process.communicate()
-            raise Undelivered(f"the command did not end within {_RUN:g} s") from None
+            raise Undelivered(f"the command did not end within {limit:g} s") from None
         except OSError:  # it does not read its stdin
             process.wait()
         finally:

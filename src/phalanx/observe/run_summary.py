@@ -66,6 +66,11 @@ def conclude(agent: LocalElasticAgent, since: float, outcome: str, exit_code: in
     }
 
 
+def in_short(run: dict[str, Any]) -> dict[str, Any]:
+    """The same without what grows with the number of incidents, for the registry."""
+    return {**run, "incidents": [], "goodput": {**run["goodput"], "lost": {}}}
+
+
 def keep(run: dict[str, Any]) -> None:
     """Write `summary.json` beside the logs, if they are still there; a full disk must cost nothing else."""
     import json

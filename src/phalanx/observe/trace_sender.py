@@ -25,6 +25,7 @@ MISSING = "needs the OpenTelemetry SDK; install phalanx[otel]"
 ABSENT = 78  # exit code: the SDK is not there
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _COMMAND = "import sys; sys.path.append(sys.argv[1]); from phalanx.observe.trace_process import main; main()"
+_LIMIT = 60.0  # seconds; its imports take one, and any time on a busy machine
 _OF_ALL_NODES = ("membership", "preemption", "request")
 
 
@@ -45,7 +46,7 @@ class TraceSender(Outbox):
         self.put(json.dumps({"names": self._names.as_dict(), "incident": incident.as_dict()}).encode())
 
     def deliver(self, body: bytes) -> None:
-        code = self.run([sys.executable, "-I", "-c", _COMMAND, _PACKAGE], body)
+        code = self.run([sys.executable, "-I", "-c", _COMMAND, _PACKAGE], body, _LIMIT)
         if code == ABSENT:
             raise Undelivered(MISSING, final=True)
         if code:

@@ -83,7 +83,7 @@ class ReentryHooks:
 
 
 def _listed(name: str, hooks: Hooks) -> list[Hook]:
-    given = [] if hooks is None else [hooks] if callable(hooks) else list(hooks)
+    given: list[Any] = [] if hooks is None else list(hooks) if isinstance(hooks, list | tuple) else [hooks]
     for hook in given:
         if not callable(hook):
             raise TypeError(f"worker.reenter({name}={hook!r}): give a function, or a list of functions")

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 _THREAD = "gloo_tcp_loop"
+_MAPS = (
+    "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config",
+    "pg_to_tag", "tags_to_pg", "pg_coalesce_state",
+)  # fmt: skip
 _TRIES = 20  # a thread that is not in a system call is looked at again
 
 
@@ -44,9 +48,17 @@ def _uses_nccl(c10d: Any) -> bool:
 def destroy() -> None:
     """Destroy all process groups, also those that an abort has left in disorder."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None or c10d.GroupMember.WORLD is None:
+    if c10d is None:
         return
-    c10d.destroy_process_group()
+    if c10d.GroupMember.WORLD is not None:
+        c10d.destroy_process_group()
+    # A set-up that was interrupted has counted its group: the next one would have another name than in a new
+    # process, and wait for the others under it.
+    world = c10d._world
+    for name in _MAPS:
+        getattr(world, name).clear()
+    world.group_count = 0
+    c10d._unregister_all_process_groups()
 
 
 # ---- gloo's connections ------------------------------------------------------------------------------

@@ -203,6 +203,12 @@ class HangConsensus:
                 self._broadcast.put(f"{case.name}/verdict", data)
             self._broadcast.publish({"kind": "verdict", "node": self.node, "hang": data})
 
+    def publish_no_hang(self, age: float) -> None:
+        """Close the case: ranks of the job progressed `age` seconds ago."""
+        case, self._case = self._case, None
+        if case is not None and case.publisher in (self.node, -1):
+            self._broadcast.publish({"kind": "no hang", "node": self.node, "age": age})
+
     def wait_for_verdict(self) -> dict[str, Any] | None:
         """The pending verdict of another node, now that the job ends: the end may arrive before it."""
         case, self._case = self._case, None
@@ -269,9 +275,17 @@ def make_report(findings: Findings, host: str) -> dict[str, Any]:
                 "ready_age": now - beat.ready_at if beat.ready_at else None,
                 "deadline_in": beat.deadline - now if beat.deadline else None,
                 "section": beat.section,
+                "waits": beat.waits,
+                "numbers_age": now - beat.numbers_at if beat.numbers_at else None,
+                "ran_age": now - beat.ran_at if beat.ran_at else None,
             }
         )
-    return {"ranks": ranks, "finished": list(findings.view.finished)}
+    report = {"ranks": ranks, "finished": list(findings.view.finished)}
+    if findings.traces:
+        from phalanx.supervision.collective_traces import condense
+
+        report["collectives"] = condense(findings.traces)
+    return report
 
 
 def merge_report(findings: Findings, report: dict[str, Any]) -> bool:
@@ -285,7 +299,13 @@ def merge_report(findings: Findings, report: dict[str, Any]) -> bool:
             deadline = 0.0 if one["deadline_in"] is None else now + one["deadline_in"]
             step = None if one["step"] is None else int(one["step"])
             count, section = int(one["count"]), str(one["section"])
-            beats.append(Beat(rank, beat_at, step, count, ready_at, deadline, section))
+            beat = Beat(rank, beat_at, step, count, ready_at, deadline, section, bool(one.get("waits")))
+            numbers_age, ran_age = one.get("numbers_age"), one.get("ran_age")
+            if numbers_age is not None:
+                beat = beat.replace(numbers_at=now - numbers_age)
+            if ran_age is not None:
+                beat = beat.replace(ran_at=now - ran_age)
+            beats.append(beat)
             stack = tuple(map(str, one["stack"]))
             found[rank] = Evidence(rank, stack, bool(one["stopped"]), bool(one["waiting"]))
             where[rank] = str(one["where"])
@@ -297,4 +317,8 @@ def merge_report(findings: Findings, report: dict[str, Any]) -> bool:
     findings.view = view.replace(alive=tuple(alive), finished=tuple(sorted(finished.union(view.finished))))
     findings.found.update(found)
     findings.where.update(where)
+    if report.get("collectives"):
+        from phalanx.supervision.collective_traces import restore
+
+        findings.traces.update(restore(report["collectives"]))
     return True

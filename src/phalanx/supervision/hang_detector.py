@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from phalanx.core.group_events import Event
     from phalanx.core.progress import Beat, Verdict, View, WatchPolicy
     from phalanx.core.stragglers import SlowHistory, StepCounts
+    from phalanx.supervision.collective_watch import CollectiveWatch
     from phalanx.supervision.expected_output import ExpectedOutput
     from phalanx.supervision.hang_consensus import HangConsensus
     from phalanx.supervision.heartbeat import Boards
     from phalanx.supervision.incident_log import IncidentLog
     from phalanx.supervision.output_activity import OutputActivity
     from phalanx.supervision.stack_collection import Findings, HangIncident
+    from phalanx.supervision.trace_sockets import TraceSockets
     from phalanx.workers.worker_group import PContext
 
 _RECHECK = 5.0  # seconds between checks after a hang that was only warned about
@@ -47,6 +49,7 @@ class HangDetector:
         incidents: IncidentLog,
         post: Callable[[Any], None],
         *,
+        trace_sockets: TraceSockets | None = None,
         number: int,
         host: str,
         now: float,
@@ -55,6 +58,7 @@ class HangDetector:
         self._context, self._boards, self._group = context, boards, group
         self._incidents, self._post = incidents, post
         self._number, self._host = number, host
+        self._trace_sockets = trace_sockets
         self._global_ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         self._started_at = now
         self._alive = len(self._global_ranks)
@@ -70,8 +74,17 @@ class HangDetector:
         self.rates: dict[int, float] = {}  # steps per second in the last window, by global rank
         self._output: OutputActivity | None = None
         self._output_elsewhere = self._output_queried = self._output_reported = 0.0
+        self._collectives: CollectiveWatch | None = None
+        self._progress_elsewhere = 0.0
+        self._said_why_not = False  # in this stall
         self._consensus: HangConsensus | None = None
         self._expected: ExpectedOutput | None = None
+        if policy is not None and policy.hang_timeout is not None and trace_sockets is not None:
+            from phalanx.supervision.collective_watch import CollectiveWatch
+
+            self._collectives = CollectiveWatch(
+                context, self._global_ranks, trace_sockets, policy.hang_timeout, post, self._judge_soon, now
+            )
         if policy is not None:
             self._connect()
             if policy.expect:
@@ -95,6 +108,8 @@ class HangDetector:
 
     def close(self) -> None:
         """Stop detecting: the workers have exited or are about to."""
+        if self._collectives is not None:
+            self._collectives.close()
         if self._incident is not None:
             self._incident.abandon()
         if self._consensus is not None:
@@ -177,6 +192,7 @@ class HangDetector:
             self._find_stragglers(view, now),
             self._warn_of_missing_heartbeats(view, now),
             self._query_output(view, now),
+            self._watch_collectives(view, now),
         ]
         if policy.expect_every is not None and self._expected is not None and view.matched_at is None:
             times.append(now + policy.expect_every)  # for the first match
@@ -184,24 +200,31 @@ class HangDetector:
         if verdict is not None:
             self._due = now + _RECHECK
 
+    def quiet_since(self, now: float) -> float | None:
+        """When any rank last wrote output, where that is watched."""
+        last = self._output.last(now) if self._output is not None else None
+        return None if last is None else max(last, self._output_elsewhere)
+
     def beats(self) -> list[Beat]:
         """The current state of every running worker."""
         from phalanx.core.progress import Beat
 
         found = []
         for rank in sorted(self._context.running):
-            board = self._boards.read(rank)
-            found.append(
-                Beat(
-                    self._global_ranks[rank],
-                    board.beat_at,
-                    board.step,
-                    board.count,
-                    board.ready_at,
-                    board.deadline,
-                    board.section,
-                )
+            board, global_rank = self._boards.read(rank), self._global_ranks[rank]
+            beat = Beat(
+                global_rank,
+                board.beat_at,
+                board.step,
+                board.count,
+                board.ready_at,
+                board.deadline,
+                board.section,
             )
+            moved = self._collectives.progress.get(global_rank) if self._collectives is not None else None
+            if moved is not None:
+                beat = beat.replace(waits=moved.pulse.waits, numbers_at=moved.numbers_at, ran_at=moved.ran_at)
+            found.append(beat)
         return found
 
     def _view(self, now: float, policy: WatchPolicy) -> View:
@@ -221,7 +244,14 @@ class HangDetector:
         if self._expected is not None and self._expected.works:
             bad_value, matched_at = self._expected.take_bad(), self._last_match(self._expected, now, policy)
         return View(
-            self._started_at, tuple(beats), finished, self._first_exit, output_at, matched_at, bad_value
+            self._started_at,
+            tuple(beats),
+            finished,
+            self._first_exit,
+            output_at,
+            matched_at,
+            bad_value,
+            self._progress_elsewhere,
         )
 
     def _last_match(self, expected: ExpectedOutput, now: float, policy: WatchPolicy) -> float | None:
@@ -293,12 +323,50 @@ class HangDetector:
         )
         return None
 
+    def _watch_collectives(self, view: View, now: float) -> float | None:
+        """Sample the collectives, and say once why a stall is not a hang; returns when to look again."""
+        watch, policy = self._collectives, self.policy
+        if watch is None or policy is None:
+            return None
+        from phalanx.core.progress import why_not_hung
+
+        why_not = why_not_hung(view, now, policy)
+        if not watch.recorded:
+            why_not = self._why_nothing_is_watched(now)
+        if why_not and not self._said_why_not:
+            self._incidents.note(why_not)
+        self._said_why_not = bool(why_not)
+        return watch.look(now)
+
+    def _why_nothing_is_watched(self, now: float) -> str:
+        assert self.policy is not None
+        assert self.policy.hang_timeout is not None
+        if now < self._started_at + max(self.policy.hang_timeout, 60.0):
+            return ""
+        return (
+            "no rank has called torch.distributed.init_process_group() yet; "
+            "--hang-timeout watches the collectives of torch's process groups"
+        )
+
+    def _judge_soon(self) -> None:
+        if self._incident is None:
+            self._due = time.monotonic()
+
     # -- a hang -------------------------------------------------------------------------------------
 
     def _collect(self, verdict: Verdict, view: View, now: float) -> None:
-        from phalanx.supervision.stack_collection import RECHECK, HangIncident
+        from phalanx.supervision.stack_collection import RECHECK, TIMEOUT, TIMEOUT_ALONE, HangIncident
 
-        self._incident = HangIncident(verdict, view, self._context, self._boards, self._global_ranks, now)
+        self._incident = HangIncident(
+            verdict,
+            view,
+            self._context,
+            self._boards,
+            self._global_ranks,
+            now,
+            self._trace_sockets,
+            TIMEOUT_ALONE if self._consensus is None else TIMEOUT,
+        )
         self._findings = None
         self._due = now + RECHECK
 
@@ -311,6 +379,12 @@ class HangDetector:
             if not incident.answered(now):
                 return None
             self._findings = incident.collect()
+            if self._collectives is not None:
+                # Of ranks that have not answered now, on a machine that is busy.
+                stopped = {rank for rank, one in self._findings.found.items() if one.stopped}
+                for rank, trace in self._collectives.recent_traces(now).items():
+                    if rank not in stopped:
+                        self._findings.traces.setdefault(rank, trace)
         native = incident.native_done(now)  # takes longer, and needs the workers alive
         if self._consensus is None and not native:
             return None
@@ -323,6 +397,9 @@ class HangDetector:
                 self._incident, self._due = None, now
                 return None
         policy = self.policy or WatchPolicy()
+        if not incident.is_confirmed(self._findings, policy):
+            self._withdraw(self._findings, now)
+            return None
         summary = incident.conclude(self._findings, policy, self._host if self._consensus is not None else "")
         self._incident, self._due = None, now
         if self._consensus is not None:
@@ -333,6 +410,15 @@ class HangDetector:
             self._incidents.warn_of_hang(summary)
             return None
         return Hang(summary, policy.on_hang == "fail", incident.guilty)
+
+    def _withdraw(self, findings: Findings, now: float) -> None:
+        """Ranks of other nodes progress, so those of this node wait for a reason."""
+        from phalanx.core.progress import last_progress
+
+        self._incident, self._due = None, now
+        self._progress_elsewhere = last_progress(findings.view)
+        if self._consensus is not None:
+            self._consensus.publish_no_hang(now - self._progress_elsewhere)
 
     # -- messages of the nodes ----------------------------------------------------------------------
 
@@ -359,6 +445,14 @@ class HangDetector:
                 self._output_elsewhere = max(self._output_elsewhere, now - max(0.0, float(message["age"])))
             case "hang" if consensus.open_case(message, now) and self._incident is None:
                 self._investigate(consensus, message, now)
+            case "no hang":
+                consensus.close_case(verdict=True)
+                self._progress_elsewhere = max(
+                    self._progress_elsewhere, now - max(0.0, float(message["age"]))
+                )
+                if message["node"] != consensus.node and self._incident is not None:
+                    self._incident.abandon()
+                    self._incident, self._due = None, now
             case "verdict":
                 consensus.close_case(verdict=True)
                 if message["node"] != consensus.node:

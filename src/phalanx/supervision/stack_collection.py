@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.core.progress import Evidence, Verdict, View, WatchPolicy, blame, judge
+from phalanx.core.progress import Blame, Evidence, Verdict, View, WatchPolicy, blame, judge
 from phalanx.supervision import stacks
 from phalanx.supervision.heartbeat import STACK_SIGNAL
 
@@ -16,13 +16,19 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from phalanx.core.collectives import Explanation, RankTrace
+    from phalanx.supervision.collective_traces import TraceCollection
     from phalanx.supervision.heartbeat import Boards
+    from phalanx.supervision.trace_sockets import TraceSockets
     from phalanx.workers.worker_group import PContext
 
 TIMEOUT = 0.6
 """Seconds for all workers to answer: the handler is C code, and slow only on an overloaded machine."""
+TIMEOUT_ALONE = 0.9
+"""The same if no other node waits for the answers."""
 RECHECK = 0.02
 _NATIVE_TIMEOUT = 8.0
+_SAVE_TIMEOUT = 0.3
 
 
 class Findings:
@@ -30,13 +36,21 @@ class Findings:
 
     def __init__(self, view: View, at: float, found: dict[int, Evidence], where: dict[int, str]) -> None:
         self.view, self.at, self.found, self.where = view, at, found, where
+        self.traces: dict[int, RankTrace] = {}  # of torch's collectives
         self.silent: list[str] = []  # nodes that did not answer
 
 
 class StackDump:
     """The stacks of running workers, requested now; by local rank."""
 
-    def __init__(self, context: PContext, boards: Boards, now: float, ranks: set[int] | None = None) -> None:
+    def __init__(
+        self,
+        context: PContext,
+        boards: Boards,
+        now: float,
+        ranks: set[int] | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
         running = context.running if ranks is None else context.running & ranks
         self.pids = {rank: pid for rank, pid in context.pids().items() if rank in running}
         self.stopped = {rank for rank, pid in self.pids.items() if stacks.is_stopped(pid)}
@@ -48,7 +62,7 @@ class StackDump:
             for rank, pid in self.pids.items()
             if rank not in self.stopped and STACK_SIGNAL and stacks.catches(pid, STACK_SIGNAL)
         }
-        self._deadline = now + TIMEOUT
+        self._deadline = now + timeout
         context.send_signal(STACK_SIGNAL, self._asked, alone=True)
 
     def answered(self, now: float) -> bool:
@@ -77,6 +91,8 @@ class HangIncident:
         boards: Boards,
         global_ranks: dict[int, int],
         now: float,
+        trace_sockets: TraceSockets | None = None,
+        timeout: float = TIMEOUT,
     ) -> None:
         self.verdict = verdict
         self.view, self._at = view, now
@@ -85,14 +101,35 @@ class HangIncident:
         self.report: list[str] = []
         self._context = context
         self._global_ranks = global_ranks
-        self._dump = StackDump(context, boards, now)
+        self._dump = StackDump(context, boards, now, timeout=timeout)
         self._pids, self._stopped = self._dump.pids, self._dump.stopped
+        self.explanation: Explanation | None = None
+        self._deadline, self._timeout = now + timeout, timeout
+        self._traces = self._ask_for_traces(trace_sockets)
         self._native: dict[int, Any] = self._start_py_spy()
         self._native_deadline = now + _NATIVE_TIMEOUT
 
     def answered(self, now: float) -> bool:
         """Whether all workers have answered, or the timeout is over."""
-        return self._dump.answered(now)
+        told = self._traces is None or self._traces.parsed or now >= self._deadline
+        return self._dump.answered(now) and told
+
+    # -- collectives --------------------------------------------------------------------------------
+
+    def _ask_for_traces(self, sockets: TraceSockets | None) -> TraceCollection | None:
+        """Ask for the collectives of all ranks that have a server; a stopped process would not answer."""
+        if sockets is None:
+            return None
+        paths = {
+            self._global_ranks[rank]: path
+            for rank in self._pids
+            if rank not in self._stopped and os.path.exists(path := sockets.path(rank))
+        }
+        if not paths:
+            return None
+        from phalanx.supervision.collective_traces import TraceCollection
+
+        return TraceCollection(paths, self._timeout, self._attempt_path("flight_recorder"))
 
     # -- native stacks ------------------------------------------------------------------------------
 
@@ -122,14 +159,15 @@ class HangIncident:
         return found
 
     def native_done(self, now: float) -> bool:
-        """Whether py-spy has ended for every worker; it is killed after its timeout."""
+        """Whether py-spy has ended for every worker, and the traces are saved; both have a timeout."""
         for rank, process in list(self._native.items()):
             if process.poll() is None and now >= self._native_deadline:
                 process.kill()
                 process.wait()
             if process.returncode is not None:
                 del self._native[rank]
-        return not self._native
+        saved = self._traces is None or self._traces.saved or now >= self._deadline + _SAVE_TIMEOUT
+        return not self._native and saved
 
     def abandon(self) -> None:
         """Stop collecting: the workers have exited."""
@@ -147,7 +185,14 @@ class HangIncident:
             found[global_rank] = stacks.evidence(global_rank, text, rank in self._stopped)
             self._append(self._path(rank, "stacks.txt"), text)
         where = {self._global_ranks[rank]: f"pid {pid}" for rank, pid in self._pids.items()}
-        return Findings(self.view, self._at, found, where)
+        findings = Findings(self.view, self._at, found, where)
+        if self._traces is not None:
+            findings.traces.update(self._traces.traces)
+        return findings
+
+    def is_confirmed(self, findings: Findings, policy: WatchPolicy) -> bool:
+        """Whether it is a hang with the findings of the other nodes, too: their ranks may progress."""
+        return self.verdict.rule != "collectives" or (judge(findings.view, findings.at, policy) is not None)
 
     def conclude(self, findings: Findings, policy: WatchPolicy, host: str = "") -> str:
         """One line that says what hangs and which rank differs; the full report goes to the log directory."""
@@ -155,23 +200,56 @@ class HangIncident:
         again = judge(findings.view, findings.at, policy)
         if again is not None and again.rule == self.verdict.rule:
             self.verdict = again
-        blamed = blame(findings.view, self.verdict, tuple(findings.found.values()))
+        blamed = self._explain(findings)
         if len(blamed.ranks) < len(findings.view.alive):
             self.guilty = blamed.ranks
-        who = stacks.in_one_line(blamed, findings.found)
-        joint = ", " if who.startswith("at ") else ": "
-        self.summary = f"{self.verdict.reason}{joint}{who}" if who else self.verdict.reason
         headline = f"HANG: {self.summary}"
         self.report = stacks.in_full(headline, findings.view, blamed, findings.found, findings.where)
+        if self.explanation is not None:
+            self.report[1:1] = [f"  {line}" for line in self.explanation.others]
         self.report += [f"  {node}: no answer" for node in findings.silent]
+        if findings.traces and self._save_traces(findings):
+            self.report.append(
+                f"  flight recorder{f' on {host}' if host else ''}: {self._attempt_path('flight_recorder')}"
+            )
         self.write_report(host)
         return self.summary
 
+    def _save_traces(self, findings: Findings) -> str:
+        """Save what other nodes have sent beside the traces of this node; returns the directory."""
+        directory = self._attempt_path("flight_recorder")
+        own = self._traces.traces if self._traces is not None else {}
+        others = [trace for rank, trace in findings.traces.items() if rank not in own]
+        if directory and others:
+            from phalanx.supervision.collective_traces import save_condensed
+
+            save_condensed(directory, others)
+        return directory
+
+    def _explain(self, findings: Findings) -> Blame:
+        """Set the summary, by the collectives if they tell, else by the stacks."""
+        reason = self.verdict.reason
+        if findings.traces:
+            from phalanx.core.collectives import explain
+
+            stopped = {rank for rank, one in findings.found.items() if one.stopped}
+            self.explanation = explain(findings.traces, stopped=stopped, exited=findings.view.finished)
+        if self.explanation is None:
+            blamed = blame(findings.view, self.verdict, tuple(findings.found.values()))
+            who = stacks.in_one_line(blamed, findings.found)
+            joint = ", " if who.startswith("at ") else ": "
+            self.summary = f"{reason}{joint}{who}" if who else reason
+            return blamed
+        blamed = Blame(self.explanation.ranks, self.explanation.reason)
+        at = stacks.place(blamed.ranks, findings.found)
+        words = [self.explanation.what + (f", at {at}" if at else ""), self.explanation.then]
+        self.summary = f"{'; '.join(filter(None, words))}: {reason}"
+        return blamed
+
     def write_report(self, host: str = "") -> None:
         """Write the report beside the logs of this attempt; with several nodes, `host` names this one."""
-        worker_directory = self._path(next(iter(self._pids), 0), "")
-        if worker_directory:
-            directory = os.path.dirname(os.path.dirname(worker_directory))
+        directory = self._attempt_path("")
+        if directory:
             on = f" on {host}" if host else ""
             self.report.append(f"  full stacks{on}: {os.path.join(directory, '*', 'stacks.txt')}")
             self._append(os.path.join(directory, "hang.txt"), "\n".join(self.report) + "\n")
@@ -184,11 +262,18 @@ class HangIncident:
             "ranks": list(self.verdict.ranks),
             "summary": self.summary,
             "report": self.report,
-        }
+        } | ({} if self.explanation is None else {"collectives": self.explanation.as_dict()})
 
     def _path(self, rank: int, name: str) -> str:
         error_file = self._context.error_files.get(rank, "")
         return os.path.join(os.path.dirname(error_file), name) if error_file else ""
+
+    def _attempt_path(self, name: str) -> str:
+        """A file beside the directories of the workers; empty if they have none."""
+        worker_directory = self._path(next(iter(self._pids), 0), "")
+        return (
+            os.path.join(os.path.dirname(os.path.dirname(worker_directory)), name) if worker_directory else ""
+        )
 
     @staticmethod
     def _append(path: str, text: str) -> None:

@@ -108,14 +108,18 @@ def _in_library(frame: str) -> bool:
 
 def in_one_line(blame: Blame, found: Mapping[int, Evidence]) -> str:
     """`rank 1 differs (the others wait for it), at train.py:12 in load`."""
-    stacks = {found[rank].stack for rank in blame.ranks if rank in found}
-    places = {innermost(stack) for stack in stacks}
-    where = places.pop() if len(places) == 1 else ""
+    where = place(blame.ranks, found)
     at = f", at {where}" if where else ""
     if not blame.reason:
         return f"all of them{at}" if at and len(blame.ranks) > 1 else at.removeprefix(", ")
     verb = "differ" if len(blame.ranks) > 1 else "differs"
     return f"{ranks_text(blame.ranks)} {verb} ({blame.reason}){at}"
+
+
+def place(ranks: tuple[int, ...], found: Mapping[int, Evidence]) -> str:
+    """Where these ranks are, if all are at the same place."""
+    places = {innermost(stack) for stack in {found[rank].stack for rank in ranks if rank in found}}
+    return places.pop() if len(places) == 1 else ""
 
 
 def in_full(

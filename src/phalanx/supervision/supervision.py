@@ -8,11 +8,12 @@ from __future__ import annotations
 import select
 import time
 
-from phalanx.agent.agent_services import NodeCheck, NodeUnfit, Services
+from phalanx.agent.agent_services import NodeCheck, Services
 from phalanx.core.group_events import RoundFailed
 from phalanx.supervision.hang_detector import HangDetector
 from phalanx.supervision.incident_log import IncidentLog
 from phalanx.supervision.preemption import Preemption
+from phalanx.supervision.trace_sockets import TraceSockets
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx.core.group import Phase
     from phalanx.core.group_events import Event, RecallWorkers
     from phalanx.core.progress import WatchPolicy
+    from phalanx.errors import NodeUnfit
     from phalanx.supervision.heartbeat import Boards, BoardSnapshot
     from phalanx.workers.worker_group import PContext
 
@@ -46,6 +48,7 @@ class Supervision:
         self.node_check = NodeCheck(health_check) if health_check else None
         self.unfit: NodeUnfit | None = None  # why this node stays out
         self.incidents = IncidentLog()
+        self.trace_sockets = TraceSockets()
         self.detector: HangDetector | None = None  # while workers run, and until the next ones do
         self._post: Callable[[Any], None] = lambda _event: None
         self._boards: Boards | None = None
@@ -84,6 +87,7 @@ class Supervision:
         if self._boards is not None:
             self._boards.close()
             self._boards = None
+        self.trace_sockets.close()
         self.services.close()
 
     def job_failed(self) -> None:
@@ -131,6 +135,10 @@ class Supervision:
         boards = self._boards
         return [] if boards is None else [boards.read(rank) for rank in range(boards.count)]
 
+    def quiet_since(self, now: float) -> float | None:
+        """When any worker last wrote output, where that is watched (--silence-timeout)."""
+        return None if self.detector is None else self.detector.quiet_since(now)
+
     def progress(self) -> list[RankProgress]:
         """What the goodput ledger wants to know of every worker of the last start; empty: no boards."""
         boards = self._boards
@@ -160,6 +168,7 @@ class Supervision:
             self.policy,
             self.incidents,
             self._post,
+            trace_sockets=self.trace_sockets,
             number=number,
             host=host,
             now=now,

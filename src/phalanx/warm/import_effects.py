@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 # The helpers ignore these or have handlers of their own (keeper.py); a script finds the defaults.
 _HELD = tuple(
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGALRM", "SIGTSTP", "SIGCHLD")
+    getattr(signal, f"SIG{name}")
+    for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "ALRM", "TSTP", "CHLD")
 )
 # Attributes of `__main__` that name the script, and modules of the standard library that look at them in all
 # modules without keeping what they see.

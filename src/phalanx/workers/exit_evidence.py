@@ -19,9 +19,14 @@ import time
 from phalanx.core.record import Record
 from phalanx.kernel import read_text
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 SIGKILL = 9
 _INIT_PID_NAMESPACE = "pid:[4026531836]"
 _KMSG_LIMIT = 20_000
+_UNLIMITED = 1 << 60  # bytes; version 1 writes a number where there is no limit
 # printk uses the scheduler's clock, which drifts a little from CLOCK_MONOTONIC.
 _KMSG_SLACK_US = 2_000_000
 
@@ -42,6 +47,18 @@ def snapshot(pid: int | None = None) -> Snapshot:
     who = "self" if pid is None else str(pid)
     counters = {path: count for path in _counter_files(who) if (count := _oom_kills(path)) is not None}
     return Snapshot(counters, _oom_kills("/proc/vmstat"), time.monotonic_ns() // 1000)
+
+
+def memory_limit(counters: Iterable[str]) -> str:
+    """The smallest memory limit of the control groups with these counters, in words; empty: none is known."""
+    found = []
+    for path in counters:
+        folder = os.path.dirname(path)
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = read_text(os.path.join(folder, name)).strip()
+            if text.isdigit() and int(text) < _UNLIMITED:
+                found.append(int(text))
+    return f" of {min(found) / (1 << 20):.0f} MiB" if found else ""
 
 
 def _oom_kills(path: str) -> int | None:
@@ -164,7 +181,8 @@ def _explain_kill(pid: int, before: Snapshot) -> str:
     if named:
         held = next((text for line in named if (text := _memory_of(line))), "")
         limited = any("emory cgroup" in line or "CONSTRAINT_MEMCG" in line for line in named)
-        where = "its cgroup's memory limit" if limited else "the end of the machine's memory"
+        size = memory_limit(before.cgroups)
+        where = f"its cgroup's memory limit{size}" if limited else "the end of the machine's memory"
         if _own_pid_namespace():
             # The log uses pids of the outermost namespace, where this number may be another process.
             return f"probably out of memory: the kernel log names pid {pid} as killed at {where}{held}"
@@ -175,7 +193,7 @@ def _explain_kill(pid: int, before: Snapshot) -> str:
         if near:
             return (
                 "probably out of memory: the kernel's count of OOM kills in its cgroup went up "
-                f"({os.path.dirname(grown[0])})"
+                f"({os.path.dirname(grown[0])}{_with_limit(before)})"
             )
         return (
             "possibly out of memory: the OOM killer killed a process in an enclosing cgroup "
@@ -188,6 +206,11 @@ def _explain_kill(pid: int, before: Snapshot) -> str:
         return "SIGKILL from outside Phalanx; cannot check for an OOM kill here"
     unread = "" if log is not None else " (the kernel log is not readable)"
     return f"SIGKILL from outside Phalanx; no sign of an OOM kill{unread}"
+
+
+def _with_limit(before: Snapshot) -> str:
+    size = memory_limit(before.cgroups)
+    return f", with a limit{size}" if size else ""
 
 
 def _own_pid_namespace() -> bool:

@@ -140,7 +140,11 @@ def _attach_debugger() -> None:
 
 
 def _hook_imports(places: dict[str, int]) -> None:
-    """Make JAX find its job, and record what the program imports."""
+    """Make JAX find its job, let torch's collectives be read, and record what the program imports."""
+    if os.environ.get("PHALANX_COLLECTIVES") and (
+        "torch" in sys.modules or any(os.path.isdir(p + "/torch/distributed") for p in sys.path)
+    ):
+        _load("integrations.torch_collectives")["offer"]()
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ and any(os.path.isdir(p + "/jax/_src") for p in sys.path):
         _load("integrations.jax")["offer"]()  # JAX finds its job through a class, not through the environment
     if "learn" in places:

@@ -34,7 +34,7 @@ _ZYGOTE_GRACE = 0.3  # for the zygote's clean-up after the agent's death; the to
 
 # Stopping a whole control group (systemd, a scheduler) signals keeper and zygote as well. They must survive
 # it: the agent receives the same signal and gives the workers their grace.
-_IGNORED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGALRM", "SIGTSTP")
+_IGNORED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTSTP")
 
 
 # Not `phalanx`: `pkill phalanx` must not end the agent and both of these at the same moment.

@@ -45,6 +45,7 @@ from phalanx import kernel
 from phalanx.warm.standby import ParkedWorker, StandbyPlan, StandbyPool, replay, wait_for_handover
 from phalanx.zygote.channel import Channel, TooManyFilesError
 from phalanx.zygote.fork_setup import default_signals, describe_failure, leave_zygote, move_above, place
+from phalanx.zygote.forked_worker import GIVE_UP, ForkedWorker, ReentryLink, StopRequest
 from phalanx.zygote.guard import GroupGuard, guards_for
 from phalanx.zygote.rawsignal import signal
 from phalanx.zygote.witness import pidfds
@@ -60,14 +61,10 @@ if TYPE_CHECKING:
     Runner = Callable[[dict[str, Any]], NoReturn]
 
 _KILL_TICK = 0.02  # how often SIGKILL is repeated while descendants are being adopted
-_FIRST_LOOK = 0.05  # adoption raises no event, so a stop checks for adopted children, first after this time,
-_LOOK_AGAIN = 0.25  # and then at this interval, because a check may scan /proc
+_LOOK_AGAIN = 0.25  # between two checks of a stop for adopted children: a check may scan /proc
 _OWN_GROUP_AFTER = 0.25  # a zygote whose children do not end kills its control group, where it has one
 _LONG = 1e6  # seconds; `poll` takes not much more
 _TAKE_OVER = 1.0  # seconds for a standby to accept its work; it may be stopped
-REENTRY = "PHALANX_REENTRY"  # as in bootstrap.py and reentry/
-REENTRY_FD = 17  # in an executed worker
-_GIVE_UP = 5.0  # a process that survives SIGKILL for this long is in uninterruptible sleep
 
 
 class Become(Exception):  # not an error: it unwinds the zygote's stack
@@ -76,75 +73,6 @@ class Become(Exception):  # not an error: it unwinds the zygote's stack
     def __init__(self, spec: dict[str, Any]) -> None:
         super().__init__(spec)
         self.spec = spec
-
-
-class ForkedWorker:
-    """One child that runs user code."""
-
-    __slots__ = ("channel", "pid", "rank", "reenters", "signalled_at", "was_standby")
-
-    def __init__(self, rank: int, pid: int, channel: Channel | None = None) -> None:
-        self.rank = rank
-        self.pid = pid
-        self.channel = channel  # for re-entry
-        self.reenters = False  # it can be recalled
-        self.was_standby = False
-        self.signalled_at = 0.0
-
-
-class StopRequest:
-    """A stop in progress: its deadlines, and the processes that were signalled."""
-
-    __slots__ = (
-        "began",
-        "give_up_at",
-        "kill_at",
-        "look_at",
-        "park_by",
-        "recalled",
-        "sig",
-        "signalled",
-        "sweep_at",
-    )
-
-    def __init__(self, sig: int, now: float, grace: float, patience: float = 0.0) -> None:
-        self.sig = sig
-        self.began = now
-        self.kill_at = now + grace
-        self.park_by = now + patience
-        self.recalled: set[int] = set()  # workers that are to park until then
-        # What dead workers left behind: those that re-enter wait for it no longer than for each other.
-        self.sweep_at = self.park_by if patience else self.kill_at
-        self.give_up_at = max(self.kill_at, self.park_by) + _GIVE_UP
-        self.look_at = now + (_FIRST_LOOK if sig else grace)  # signal 0: they exit by themselves
-        self.signalled: set[int] = set()
-
-    def hurry(self, now: float, grace: float) -> None:
-        """A second request can only shorten the grace; nothing parks any more."""
-        self.recalled = set()
-        self.kill_at = min(self.kill_at, now + grace)
-        self.sweep_at = min(self.sweep_at, self.kill_at)
-        self.give_up_at = self.kill_at + _GIVE_UP
-
-
-class ReentryLink:
-    """The connection by which a worker can be told to re-enter."""
-
-    def __init__(self) -> None:
-        self.ours, self.theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
-
-    def added(self, spec: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
-        """The worker's own end among its descriptors, and in its environment."""
-        file = os.fstat(self.theirs.fileno())
-        number = REENTRY_FD if spec["argv"] else -1
-        place = ("reentry", len(fds), number)
-        value = f"{REENTRY_FD},{file.st_dev},{file.st_ino},{spec['reentry']}"
-        added = {"fds": [*spec["fds"], place], "env": {**spec["env"], REENTRY: value}}
-        return {**spec, **added}, [*fds, self.theirs.fileno()]
-
-    def close(self) -> None:
-        self.ours.close()
-        self.theirs.close()
 
 
 class Zygote:
@@ -571,11 +499,13 @@ class Zygote:
         for pid, status in reap():
             worker = None if self.standbys.lost(pid, status) else self._take_out(pid)
             if worker:
+                self._hear(worker)  # its last words
                 self._end_link(worker)
                 ended.append((worker, os.waitstatus_to_exitcode(status), time.time()))
-        reenter = any(worker.reenters for worker in self.workers.values())
-        if self.at_failure and not self.stop and not reenter and any(code for _, code, _ in ended):
-            self._stop_others(*self.at_failure)
+        if self.at_failure and not self.stop and any(code for _, code, _ in ended):
+            self._hear_workers()  # one may have said a moment ago that it re-enters
+            if not any(worker.reenters for worker in self.workers.values()):
+                self._stop_others(*self.at_failure)
         for worker, code, when in ended:
             self._report(("exit", worker.rank, worker.pid, code, when, worker.signalled_at))
 
@@ -604,20 +534,26 @@ class Zygote:
         if closes:
             channel.close()
 
-    def _hear_workers(self, ready: set[int]) -> None:
+    def _hear_workers(self, ready: set[int] | None = None) -> None:
         """Workers tell that they re-enter, that they have parked, or that they cannot."""
         for worker in list(self.workers.values()):
-            if worker.channel is None or worker.channel.fileno() not in ready:
+            if worker.channel is None or (ready is not None and worker.channel.fileno() not in ready):
                 continue
-            messages, gone = worker.channel.pending()
-            for message, fds in messages:
-                for fd in fds:
-                    os.close(fd)
-                self._hear_worker(worker, message)
-            if gone:
+            if self._hear(worker):
                 self._end_link(worker)
                 if worker.reenters:
                     self._hear_worker(worker, ("leave",))
+
+    def _hear(self, worker: ForkedWorker) -> bool:
+        """Take in what a worker has sent; whether its end of the channel is closed."""
+        if worker.channel is None:
+            return False
+        messages, gone = worker.channel.pending()
+        for message, fds in messages:
+            for fd in fds:
+                os.close(fd)
+            self._hear_worker(worker, message)
+        return gone
 
     def _hear_worker(self, worker: ForkedWorker, message: tuple[Any, ...]) -> None:
         kind = message[0]
@@ -804,7 +740,7 @@ def _session(pid: int) -> int:
 
 def kill_everything(sessions: list[int]) -> None:
     """Send SIGKILL to every child, including those adopted meanwhile, until none is left."""
-    give_up_at = time.monotonic() + _GIVE_UP
+    give_up_at = time.monotonic() + GIVE_UP
     own_group_at: float | None = time.monotonic() + _OWN_GROUP_AFTER
     for pid in sessions:
         _signal_group(pid, signal.SIGKILL)

@@ -70,6 +70,11 @@ def find_token(environ: Mapping[str, str] | None = None, *, make: bool = True) -
     if (given := given_token(env)) is not None:
         return given
     home = env.get("HOME") or os.path.expanduser("~")
+    if not os.path.isabs(home):  # a user that the system does not know, as in a container: `~` stays as it is
+        raise StoreAuthError(
+            f"no token: this user has no home directory for one; set {TOKEN}, or {TOKEN_FILE} to a file that "
+            "all nodes can read"
+        )
     path = os.path.join(home, ".phalanx", "token")
     if make and not os.path.lexists(path):
         _make(path)

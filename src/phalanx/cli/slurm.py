@@ -1,0 +1,304 @@
+"""`phalanx slurm submit|status`: jobs for Slurm, written, submitted, and looked at.
+
+`phalanx slurm batch` is what the script of a submitted job runs; it is not for people.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.environment import variables
+from phalanx.errors import StoreAuthError, UsageError
+from phalanx.integrations.slurm.batch_script import BatchJob, batch_script, name_of
+from phalanx.integrations.slurm.job_record import JobRecord, all_records, forget_old, records_directory
+from phalanx.log import printable, write_stderr
+from phalanx.options import InformationRequested, find_option, usage_error
+
+# Options of sbatch that submit knows: spelling → name; a name alone is a flag where it is in _FLAGS.
+SBATCH = {
+    "-t": "time", "--time": "time", "-p": "partition", "--partition": "partition", "-A": "account",
+    "--account": "account", "-J": "job-name", "--job-name": "job-name", "-a": "array", "--array": "array",
+    "-o": "output", "--output": "output", "-c": "cpus-per-task", "--cpus-per-task": "cpus-per-task",
+    "-C": "constraint", "--constraint": "constraint", "-w": "nodelist", "--nodelist": "nodelist",
+    "-x": "exclude", "--exclude": "exclude", "--qos": "qos", "--mem": "mem", "--gres": "gres",
+    "--gpus-per-node": "gpus-per-node", "--dependency": "dependency", "--exclusive": "exclusive",
+    "--reservation": "reservation", "--begin": "begin", "--mail-type": "mail-type",
+}  # fmt: skip
+_FLAGS = ("exclusive",)
+_OWN = {
+    "-N": "nodes", "--nodes": "nodes", "--spares": "spares", "--requeues": "requeues", "--notice": "notice",
+    "--sbatch": "sbatch",
+}  # fmt: skip
+
+HELP = """\
+usage: phalanx slurm submit -N NODES [options] SCRIPT [arguments of the script]
+       phalanx slurm status [JOB]
+
+submit writes an sbatch script that runs SCRIPT on NODES nodes, and submits it.
+  -N, --nodes N          nodes that run workers
+      --spares N         nodes that wait and replace lost ones [0]
+      --requeues K       go back into the queue at most K times [10]: after a
+                         preemption, the notice before the time limit, and
+                         failures of the infrastructure; never after exit code 93
+      --notice SECONDS   how long before the time limit workers are told [120]
+      --print            print the script, and submit nothing
+      --sbatch OPTION    any other option of sbatch, as in --sbatch=--nice=10
+  -t, --time; -p, --partition; -A, --account; -J, --job-name; -a, --array;
+  -o, --output; -c, --cpus-per-task; -C, --constraint; -w, --nodelist;
+  -x, --exclude; --gpus-per-node; --gres; --mem; --qos; --exclusive;
+  --dependency; --reservation; --begin; --mail-type
+                         as for sbatch
+Every other option is one of `phalanx run`, with its long name: --max-restarts 3.
+
+status shows the jobs that were submitted: their state, attempts and nodes.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Submit, show, or be the batch step."""
+    words = list(argv)
+    command = words.pop(0) if words else ""
+    if command in ("-h", "--help") or words[:1] in (["-h"], ["--help"]):
+        print(HELP, end="")
+        return 0
+    if command == "submit":
+        return submit(words)
+    if command == "status":
+        return status(words)
+    if command == "batch":
+        return _batch(words)
+    what = f"{command}: no such command" if command else "no command given"
+    raise usage_error(f"{what}; there are submit and status")
+
+
+def _say(line: str) -> None:
+    write_stderr(f"phalanx slurm: {line}\n")
+
+
+# ---- submit ------------------------------------------------------------------------------------------
+
+
+def submit(words: Sequence[str]) -> int:
+    """Write the script, and give it to sbatch."""
+    job, only_print = parse_submit(words)
+    _check(job)
+    text = batch_script(job, ["phalanx", "slurm", "submit", *words])
+    if only_print:
+        print(text, end="")
+        return 0
+    if shutil.which("sbatch") is None:
+        raise usage_error("no sbatch on PATH; run this on a login node of a Slurm cluster, or add --print")
+    _make_token(job)
+    done = subprocess.run(
+        ["sbatch", "--parsable"],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=_clean(variables()),
+    )
+    if done.returncode:
+        _say(f"sbatch: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        return 1
+    number = done.stdout.strip().partition(";")[0]
+    directory = records_directory(variables())
+    try:
+        forget_old(directory)
+        about = {"name": dict(job.sbatch).get("job-name") or name_of(job), "nodes": job.nodes}
+        about |= {"spares": job.spares, "command": shlex.join([job.script, *job.script_args])}
+        JobRecord(directory, number).describe({**about, "submitted": time.time(), "directory": os.getcwd()})
+    except OSError as error:
+        _say(f"no record of the job: {error.strerror}")
+    print(printable(f"job {number} is submitted; `phalanx slurm status {number}` shows it"))
+    return 0
+
+
+def _clean(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without the variables of an allocation that this shell may be in: sbatch takes them for options."""
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    return {n: v for n, v in environ.items() if n in kept or not n.startswith(("SLURM_", "SLURMD_"))}
+
+
+def parse_submit(words: Sequence[str]) -> tuple[BatchJob, bool]:
+    """The job that the words describe, and whether to print it only."""
+    rest = list(words)
+    own: dict[str, str] = {}
+    sbatch: list[tuple[str, str | None]] = []
+    run: list[str] = []
+    only_print = False
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") and len(name) > 2 and name[:2] in {**SBATCH, **_OWN}:
+            name, equals, value = name[:2], "=", word[2:]  # -N4
+        if name == "--print":
+            only_print = True
+            continue
+        if name in ("-h", "--help"):
+            raise InformationRequested("help")
+        if name in SBATCH and SBATCH[name] in _FLAGS:
+            sbatch.append((SBATCH[name], value if equals else None))
+            continue
+        if name not in SBATCH and name not in _OWN:
+            option = find_option(name)
+            run.append(word)
+            if option.kind != "flag" and not equals:
+                run.append(_value(name, rest))
+            continue
+        if not equals:
+            value = _value(name, rest)
+        if name in SBATCH:
+            sbatch.append((SBATCH[name], value))
+        elif _OWN[name] == "sbatch":
+            key, sign, text = value.lstrip("-").partition("=")
+            sbatch.append((key, text if sign else None))
+        else:
+            own[_OWN[name]] = value
+    rest = rest[1:] if rest[:1] == ["--"] else rest
+    if not rest:
+        raise usage_error("no script given; write: phalanx slurm submit -N NODES [options] script.py …")
+    if "nodes" not in own:
+        raise usage_error("-N NODES is missing: how many nodes run workers?")
+    for key, words_of in sbatch:
+        if "\n" in key or "\n" in (words_of or ""):
+            raise usage_error(f"--{key}: a line break would end the line of the script")
+    job = BatchJob(
+        nodes=_count(own, "nodes", 1),
+        spares=_count(own, "spares", 0),
+        requeues=_count(own, "requeues", 0, 10),
+        notice=_count(own, "notice", 1, 120),
+        script=rest[0],
+        script_args=tuple(rest[1:]),
+        run_words=tuple(run),
+        sbatch=tuple(sbatch),
+        phalanx=(sys.executable, "-m", "phalanx"),
+    )
+    return job, only_print
+
+
+def _value(name: str, rest: list[str]) -> str:
+    if not rest:
+        raise usage_error(f"{name} needs a value")
+    return rest.pop(0)
+
+
+def _count(own: Mapping[str, str], name: str, least: int, default: int | None = None) -> int:
+    text = own.get(name, str(least if default is None else default))
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise usage_error(f"--{name} {text}: use a whole number, {least} or more")
+    return int(text)
+
+
+def _check(job: BatchJob) -> None:
+    """What `phalanx run` would refuse on the nodes is refused here, as far as this machine can tell."""
+    from phalanx.config import parse
+
+    words, skip = [], False
+    for word in job.run_words:
+        name = word.partition("=")[0].replace("_", "-")
+        if skip:
+            skip = False
+        elif name == "--nproc-per-node":  # this machine may have no GPU
+            skip = "=" not in word
+        else:
+            words.append(word)
+    parse([*words, job.script, *job.script_args], _clean(variables()))
+
+
+def _make_token(job: BatchJob) -> None:
+    """The agents read it from the user's home, which the nodes share; it is made here, before they start."""
+    if job.nodes + job.spares == 1:
+        return
+    from phalanx.store.embedded.token import find_token
+
+    try:
+        find_token()
+    except StoreAuthError as error:
+        raise UsageError(str(error)) from None
+
+
+# ---- status ------------------------------------------------------------------------------------------
+
+
+def status(words: Sequence[str]) -> int:
+    """The jobs that were submitted, with their attempts."""
+    wanted = words[0] if words else ""
+    if len(words) > 1 or wanted.startswith("-"):
+        raise usage_error("write: phalanx slurm status [JOB]")
+    queue = _queue()
+    shown = []
+    for record in all_records(records_directory(variables())):
+        if wanted and record.key != wanted and not record.key.startswith(f"{wanted}_"):
+            continue
+        lines = _lines(record, queue)
+        if lines:
+            shown.append("\n".join(lines))
+    if not shown:
+        _say(f"no job {wanted} is known" if wanted else "no job is known; phalanx slurm submit makes one")
+        return 1
+    print("\n".join(shown))
+    return 0
+
+
+def _lines(record: JobRecord, queue: Mapping[str, Mapping[str, str]]) -> list[str]:
+    about, attempts = record.description(), record.attempts()
+    now = queue.get(record.key, {})
+    if not about and not attempts and not now:
+        return []
+    last = attempts[-1] if attempts else {}
+    state = now.get("state") or ("ended" if last and not last.get("again") else "unknown to the queue")
+    what = about.get("command") or now.get("name", "")
+    lines = [f"{record.key}  {state}  {what}"]
+    if now:
+        where = now["nodes"] if now["nodes"] else now["reason"]
+        lines.append(f"    {now['state'].lower()} for {now['elapsed']} of {now['limit']}, on {where}")
+    for one in attempts:
+        number, code, reason = one.get("attempt"), one.get("code"), one.get("reason", "")
+        lines.append(f"    attempt {number}: exit code {code}; {reason}{_excluded(one)}")
+    return lines
+
+
+def _excluded(attempt: Mapping[str, Any]) -> str:
+    names = attempt.get("exclude")
+    if not isinstance(names, list) or not names:
+        return ""
+    return f"; without {printable(' '.join(map(str, names)))} from then on"
+
+
+def _queue() -> dict[str, dict[str, str]]:
+    """This user's jobs as squeue has them; empty where there is no Slurm."""
+    names = ("job", "state", "elapsed", "limit", "nodes", "reason", "name")
+    try:
+        done = subprocess.run(
+            ["squeue", "--me", "--noheader", "--array", "--format", "%i|%T|%M|%l|%N|%R|%j"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+            env=_clean(variables()),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    rows = [printable(line).split("|", len(names) - 1) for line in done.stdout.splitlines()]
+    return {row[0]: dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)}
+
+
+# ---- the batch step ----------------------------------------------------------------------------------
+
+
+def _batch(words: list[str]) -> int:
+    from phalanx.integrations.slurm.batch_step import run_batch
+
+    if words[:1] != ["--requeues"] or words[2:3] != ["--wait"] or words[4:5] != ["--"] or len(words) < 6:
+        raise usage_error("slurm batch is run by the script that `phalanx slurm submit` writes")
+    if not variables().get("SLURM_JOB_ID"):
+        raise usage_error("slurm batch: not in a job of Slurm; submit the script with sbatch")
+    given = {"requeues": words[1], "wait": words[3]}
+    return run_batch(words[5:], _count(given, "requeues", 0), _count(given, "wait", 0), _say)

@@ -1,0 +1,103 @@
+"""What `phalanx run` returns to whatever started it: one table for people, schedulers and scripts.
+
+The code of a worker that failed is passed on unchanged, so the codes of our own must not be ones that
+programs use: not 1 and 2, not sysexits.h's (64 to 78), not Python's 120, not those of shells, `timeout` and
+containers (124 to 127), not 128+n for signals, not 255. 93 is the one that a worker chooses itself, to say
+that trying again cannot help; the three after it are infrastructure, where another attempt may help.
+"""
+
+from __future__ import annotations
+
+from phalanx.core.record import Record
+from phalanx.errors import (
+    NodeUnfit,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+    StartError,
+    UsageError,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SUCCESS = 0
+FAILURE = 1
+USAGE = 2
+DO_NOT_RETRY = 93
+NO_MEETING = 94
+UNFIT_NODE = 95
+HANG = 96
+SIGNALED = 128
+
+INFRASTRUCTURE = {
+    NO_MEETING: "the nodes did not meet in time, or lost their store",
+    UNFIT_NODE: "a node is unfit",
+    HANG: "the job hung",
+}
+"""Why another attempt may help, perhaps on other machines."""
+
+TABLE: tuple[tuple[str, str], ...] = (
+    ("0", "all workers succeeded"),
+    ("the code of a worker", "the exit code of the worker that failed first"),
+    (
+        str(DO_NOT_RETRY),
+        "the same; a worker that exits with it says 'do not retry': it is not restarted, and the job should "
+        "not be submitted again",
+    ),
+    (
+        "128+n",
+        "that worker was killed by signal n; or signal n stopped the launcher (130 for Ctrl-C, 143 for "
+        "SIGTERM), or was the signal in `--preempt-signal`",
+    ),
+    (
+        str(NO_MEETING),
+        "the nodes did not meet within `join_timeout`, or the store that they share was lost or could not be "
+        "reached",
+    ),
+    (
+        str(UNFIT_NODE),
+        "this node is unfit: its `--health-check` failed, or it could not start its workers",
+    ),
+    (str(HANG), "a hang ended the job (`--on-hang fail`, or no restart was left)"),
+    ("1", "a failure without an exit code of a worker, other than these"),
+    ("2", "wrong usage; nothing was started"),
+)
+"""For help and manual; docs/api.md has the same rows."""
+
+
+class Retry(Record):
+    """Whether a job is worth another attempt, and why."""
+
+    again: bool
+    reason: str
+
+
+def of_error(error: BaseException) -> int:
+    """The exit code for an exception that ended the launcher."""
+    if isinstance(error, UsageError):
+        return USAGE
+    if isinstance(error, RendezvousConnectionError) and error.lasting:
+        return FAILURE
+    if isinstance(error, RendezvousTimeoutError | RendezvousConnectionError):
+        return NO_MEETING
+    if isinstance(error, NodeUnfit | StartError):
+        return UNFIT_NODE
+    return FAILURE
+
+
+def retry(code: int, preempted_by: Iterable[int] = ()) -> Retry:
+    """For a scheduler: whether a job that ended with this code should run again.
+
+    `preempted_by`: the signals that announce a preemption. Any other code is the program's own, and the
+    restarts of `--max-restarts` were its chances.
+    """
+    if code == SUCCESS:
+        return Retry(False, "all workers succeeded")
+    if code == DO_NOT_RETRY:
+        return Retry(False, f"exit code {code} says 'do not retry'")
+    if code in INFRASTRUCTURE:
+        return Retry(True, f"{INFRASTRUCTURE[code]} (exit code {code})")
+    if code - SIGNALED in preempted_by:
+        return Retry(True, f"preempted (exit code {code})")
+    return Retry(False, f"exit code {code} is the program's own")

@@ -1,0 +1,233 @@
+"""`phalanx run --hosts …`: starts an agent on every host over ssh, relays output, and stops them all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from phalanx.core.exit_codes import NO_MEETING, SIGNALED
+from phalanx.environment import carried_variables
+from phalanx.integrations.outcomes import AgentOutcome, job_code
+from phalanx.integrations.ssh.host_link import HostLink
+from phalanx.options import BY_DEST, scan, usage_error
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from phalanx.config import JobSpec
+    from phalanx.integrations.ssh.host_names import HostSlots
+
+_PATIENCE = 60.0  # seconds that an agent runs on without a connection to the starter, as without the store
+_LOCAL = ("hosts", "hostfile", "ssh", "dry_run")
+_OURS = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "nproc_per_node")
+_LONGEST = 85  # bytes of a control socket's path, of the 107 that the system allows
+_FAREWELL = 5.0  # seconds for the stewards to end, once their agents have
+_LAST = 10.0  # seconds that the other hosts have to end after a second signal
+
+
+def start(job: JobSpec, argv: Sequence[str], say: Callable[[str], None]) -> int:
+    """Run the job on its hosts; the exit code of the job."""
+    ssh = job.ssh.split()
+    if shutil.which(ssh[0]) is None:
+        raise usage_error(f"--ssh {job.ssh}: no such program; --hosts needs an ssh client")
+    directory = tempfile.mkdtemp(prefix="phalanx-ssh-")  # for the control sockets: for this user only
+    try:
+        return _Starter(job, argv, ssh, directory, say).run()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class _Starter:
+    def __init__(
+        self, job: JobSpec, argv: Sequence[str], ssh: list[str], directory: str, say: Callable[[str], None]
+    ) -> None:
+        self._job, self._say = job, say
+        self._got: list[int] = []
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        os.set_blocking(self._wake_read, False)
+        self._links: list[HostLink] = []
+        self._forced_at: float | None = None
+        settings = _settings_of(ssh, job.hosts[0])
+        endpoint = _endpoint(job, settings)
+        token = secrets.token_hex(32)
+        for rank, host in enumerate(job.hosts):
+            described = {
+                "argv": [sys.executable, "-m", "phalanx", "run", *_words(job, argv, rank, host, endpoint)],
+                "directory": os.getcwd(),
+                "environment": carried_variables(),
+                "token": token,
+                "key": secrets.token_hex(8),
+                "patience": float(job.rdzv_conf.get("store_grace", _PATIENCE)),
+                "grace": job.shutdown_timeout,
+            }
+            self._links.append(
+                HostLink(
+                    host,
+                    [*ssh, *_options(settings, f"{directory}/{rank}")],
+                    sys.executable,
+                    described,
+                    say=say,
+                    out=_writer(1),
+                    err=_writer(2),
+                )
+            )
+
+    def run(self) -> int:
+        """Until all hosts have ended or are given up."""
+        handled = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
+        handled += [signal.Signals(self._job.preempt_signal)] if self._job.preempt_signal else []
+        before = {number: signal.signal(number, lambda got, _: self._got.append(got)) for number in handled}
+        wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        try:
+            while any(link.open for link in self._links):
+                self._turn(self._forced_at)
+                self._judge()
+            until = time.monotonic() + _FAREWELL
+            while any(link.leaving for link in self._links) and time.monotonic() < until:
+                self._turn(until)
+            return self._code()
+        finally:
+            for link in self._links:
+                link.give_up()
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _turn(self, until: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._wake_read, select.POLLIN)
+        times = [] if until is None else [until]
+        for link in self._links:
+            read, write = link.fds()
+            for fd in read:
+                poll.register(fd, select.POLLIN)
+            for fd in write:
+                poll.register(fd, select.POLLOUT)
+            due = link.deadline()
+            if due is not None:
+                times.append(due)
+        left = max(0.0, min(times) - time.monotonic()) * 1000 + 1 if times else None
+        ready = {fd for fd, _ in poll.poll(left)}
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
+        now = time.monotonic()
+        for link in self._links:
+            link.look(ready, now)
+
+    def _judge(self) -> None:
+        """Pass signals on, and end what cannot go on."""
+        while self._got:
+            number = self._got.pop(0)
+            self._stop(number)
+        dead = [link for link in self._links if link.lost and not link.begun]
+        left = len(self._links) - len(dead)
+        if dead and (left < self._job.min_nodes or self._links[0] in dead) and self._forced_at is None:
+            self._say(f"{len(dead)} of {len(self._links)} hosts cannot run the job; stopping")
+            self._stop(signal.SIGTERM)
+            self._forced_at = time.monotonic() + self._job.shutdown_timeout + _LAST
+        if self._forced_at is not None and time.monotonic() >= self._forced_at:
+            for link in self._links:
+                if link.open:
+                    self._say(f"{link.host.name}: did not end; given up")
+                    link.give_up()
+
+    def _stop(self, number: int) -> None:
+        self._signalled = number
+        for link in self._links:
+            if link.open:
+                link.pass_on(number)
+
+    _signalled = 0
+
+    def _code(self) -> int:
+        ended = [link for link in self._links if link.code is not None]
+        outcomes = [
+            AgentOutcome(link.host.name, "" if link.code else "SUCCEEDED", link.code or 0) for link in ended
+        ]
+        if any(link.lost and not link.begun for link in self._links) and not any(
+            one.succeeded for one in outcomes
+        ):
+            return NO_MEETING
+        if self._signalled and not any(one.succeeded for one in outcomes):
+            return SIGNALED + self._signalled
+        return job_code(outcomes, NO_MEETING if not ended else 0, self._job.preempt_signal or 0)
+
+
+def _settings_of(ssh: Sequence[str], host: HostSlots) -> Mapping[str, str]:
+    """What the user's configuration says about a host (`ssh -G`); empty where ssh cannot tell."""
+    try:
+        done = subprocess.run(
+            [*ssh, "-G", host.target], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    rows = [line.partition(" ") for line in done.stdout.splitlines()]
+    return {key: value for key, _, value in rows}
+
+
+def _options(settings: Mapping[str, str], control: str) -> list[str]:
+    """One connection for all sessions with a host; no agent and nothing else is forwarded."""
+    words = ["-T", "-o", "ForwardAgent=no", "-o", "ForwardX11=no", "-o", "ClearAllForwardings=yes"]
+    words += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+    # Else the user has set it up, or the name is too long for a socket while ssh makes it.
+    if settings.get("controlpath", "none") == "none" and len(os.fsencode(control)) < _LONGEST:
+        words += ["-o", "ControlMaster=auto", "-o", f"ControlPath={control}", "-o", "ControlPersist=no"]
+    return words
+
+
+def _endpoint(job: JobSpec, settings: Mapping[str, str]) -> str:
+    """Where the store is: on the first host, under the name that its ssh connection goes to."""
+    if job.hosts_endpoint:
+        return job.hosts_endpoint
+    name = settings.get("hostname") or job.hosts[0].name
+    port = job.rdzv_endpoint.rpartition(":")[2]
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
+def _words(job: JobSpec, argv: Sequence[str], rank: int, host: HostSlots, endpoint: str) -> list[str]:
+    """The words of `phalanx run` on one host: the user's own, less those that are ours."""
+    found = scan(argv)
+    words = []
+    for dest, value in found.values.items():
+        option = BY_DEST[dest]
+        if dest in _LOCAL or dest in _OURS:
+            continue
+        words += [option.name] if option.kind == "flag" else [f"{option.name}={value}"]
+    conf = f"is_host={int(rank == 0)},name={host.name}"
+    given = found.values.get("rdzv_conf", "")
+    ours = {
+        "nnodes": f"{job.min_nodes}:{job.max_nodes}",
+        "node_rank": str(rank),
+        "rdzv_backend": "phalanx",
+        "rdzv_endpoint": endpoint,
+        "rdzv_id": job.run_id,
+        "rdzv_conf": f"{conf},{given}" if given else conf,
+    }
+    workers = str(host.slots) if host.slots else found.values.get("nproc_per_node", "")
+    if workers:
+        ours["nproc_per_node"] = workers
+    words += [f"{BY_DEST[dest].name}={value}" for dest, value in ours.items()]
+    assert found.script is not None
+    return [*words, "--", found.script, *found.script_args]
+
+
+def _writer(fd: int) -> Callable[[bytes], None]:
+    def write(data: bytes) -> None:
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
+        except OSError:
+            pass  # nobody reads it any more
+
+    return write

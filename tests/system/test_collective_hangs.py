@@ -1,0 +1,107 @@
+"""Hangs in torch's collectives, without a line of code in the job: the rank and the collective are named."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import HUNG
+from tests.support.hang_scenarios import Plan, expected, program
+from tests.support.netns import Job
+from tests.support.run_helpers import Ended, Running, plain_environment
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+
+KINDS = ("missing", "operation", "group", "ahead", "stopped", "locked", "loader", "dead")
+TIMES = 200
+
+
+def verdicts(end: Ended) -> list[str]:
+    """One line for each restart."""
+    return [line for line in end.said if re.search(r"; restart \d+ of \d+", line)]
+
+
+def check(plan: Plan, size: int, end: Ended) -> None:
+    """Every line of the launcher names the rank and the collective of its turn."""
+    assert end.code == 0, end
+    found = verdicts(end)
+    assert len(found) == len(plan), end
+    wrong = [
+        (name, guilty, line)
+        for (name, guilty), line in zip(plan, found, strict=True)
+        if expected(name, guilty, size) not in line
+    ]
+    assert not wrong, wrong
+
+
+def flags(plan: Plan, timeout: float) -> list[str]:
+    restarts = ["--max-restarts", str(len(plan)), "--backoff", "0", "--grace", "0.2"]
+    return [*restarts, "--hang-timeout", str(timeout)]
+
+
+@pytest.mark.timeout(300)
+def test_which_rank_and_which_collective(tmp_path: Path) -> None:
+    """First a long evaluation on one rank, which is not a hang."""
+    plan: Plan = [("evaluation", 2), ("missing_in_group", 0)]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    path = tmp_path / "train.py"
+    path.write_text(program(plan))
+    logs = tmp_path / "logs"
+    words = ["--nproc-per-node", "3", "--log-dir", str(logs), *flags(plan, 1.0), str(path)]
+    with Running(words, env=plain_environment(TMPDIR=str(scratch))) as running:
+        for turn in range(len(plan)):
+            for what in ("started", "imported", "stepped"):  # each may take long on a busy machine
+                running.read_until(what, times=3 * (turn + 1))
+            running.read_until(f"; restart {turn + 1} of ")
+        end = running.end()
+    check(plan, 3, end)
+    assert "and rank 2 is running outside of it; not a hang" in end.err, end
+    assert "WorkerServer" not in end.err, end  # torch's own line
+    assert list(scratch.iterdir()) == []
+    # torch's own tool comes to the same result.
+    (recorded,) = logs.glob("*/attempt_1/flight_recorder")
+    assert sorted(os.listdir(recorded)) == ["rank_0", "rank_1", "rank_2"]
+    tool = [str(Path(sys.executable).with_name("torchfrtrace")), str(recorded)]
+    done = subprocess.run(tool, capture_output=True, text=True, timeout=3 * HUNG, check=True)
+    assert "missing ranks: {0}" in done.stdout + done.stderr, done
+    assert "group info: 1:tp" in done.stdout + done.stderr, done
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("kind", [*KINDS, "slow"])
+def test_many_hangs_of_one_kind(tmp_path: Path, kind: str, size: int) -> None:
+    plan: Plan = [(kind, turn % size) for turn in range(TIMES if size == 3 else TIMES // 4)]
+    path = tmp_path / "train.py"
+    path.write_text(program(plan))
+    launcher = [str(Path(sys.executable).with_name("phalanx")), "run", "--nproc-per-node", str(size)]
+    timeout = 4.0 if kind == "slow" else 2.0
+    command = [*launcher, "--log-dir", str(tmp_path / "logs"), *flags(plan, timeout), str(path)]
+    done = subprocess.run(
+        command, env=plain_environment(), capture_output=True, text=True, timeout=7000, check=False
+    )
+    check(plan, size, Ended(done.returncode, done.stdout, done.stderr))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_hangs_of_one_kind_on_two_nodes(tmp_path: Path, kind: str) -> None:
+    plan: Plan = [(kind, turn % 4) for turn in range(TIMES)]
+    with Job(tmp_path, "2", "", *flags(plan, 2.0)) as job:
+        job.script.write_text(program(plan))
+        nodes = [job.node(name, "--log-dir", str(tmp_path / name), nproc=2) for name in "ab"]
+        for node in nodes:
+            while "all workers succeeded" not in node.text:
+                node.read_on()
+            check(plan, 4, node.end())
+    (kept,) = (tmp_path / "a").glob("*/attempt_0/flight_recorder")
+    assert len(os.listdir(kept)) >= 3

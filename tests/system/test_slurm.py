@@ -1,0 +1,139 @@
+"""Jobs in a real Slurm: submitted, running, with a lost node, preempted, requeued, cancelled; no orphan."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.core.exit_codes import DO_NOT_RETRY
+from tests.support.slurm import SlurmCluster, read_until, settle, slurm_programs
+
+PHALANX = (sys.executable, "-m", "phalanx")
+# Counts the attempts in a file, as a checkpoint would; ends as the file "end" says.
+TRAIN = """\
+import os, select, sys
+from phalanx import worker
+e = os.environ
+if len(sys.argv) == 1:
+    sys.exit(print("world of", e["WORLD_SIZE"]))
+name = f"state.{sys.argv[1]}.{e['RANK']}"
+steps = int(open(name).read()) if os.path.exists(name) else 0
+about = e["RANK"], e["WORLD_SIZE"], os.getpid(), e["TORCHELASTIC_RUN_ID"], steps
+print("ready", sys.argv[1], *about, flush=True)
+while not os.path.exists(f"end.{sys.argv[1]}"):
+    if worker.should_checkpoint():
+        open(name, "w").write(str(steps + 1))
+        print("saved", e["RANK"], flush=True)
+        sys.exit(0)
+    select.select([], [], [], 0.05)
+sys.exit(int(open(f"end.{sys.argv[1]}").read()))
+"""
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "slurm.md"
+# Commands of the page, and how often their output has which text.
+COMMANDS = {
+    "srun phalanx run --dry-run train.py": ("# from Slurm: --nnodes 2 (SLURM_STEP_NUM_TASKS=2)", 2),
+    "srun phalanx run train.py": ("world of 2", 2),
+    "phalanx slurm submit -N 4 --print train.py": ("#SBATCH --nodes=4", 1),
+    "phalanx slurm status": ("COMPLETED", 0),
+}
+
+
+class Jobs:
+    """Submits the script above, and reads what the jobs print."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        (folder / "train.py").write_text(TRAIN)
+
+    def submit(self, name: str, *words: str) -> str:
+        said = self.cluster.command(
+            *PHALANX, "slurm", "submit", "-o", f"{name}.out", *words, "train.py", name, cwd=self.folder
+        )
+        found = re.match(r"job (\d+) is submitted", said)
+        assert found is not None, said
+        return found[1]
+
+    def ready(self, name: str, count: int) -> list[list[str]]:
+        """What the workers say about themselves: rank, world size, pid, run id, steps."""
+        read_until(self.folder / f"{name}.out", f"ready {name} ", count)
+        read_until(self.folder / f"{name}.out", "\n", 1)
+        return re.findall(
+            rf"ready {name} (\d+) (\d+) (\d+) (\S+) (\d+)\n", (self.folder / f"{name}.out").read_text()
+        )
+
+    def end(self, name: str, code: int) -> None:
+        draft = self.folder / f"draft.{name}"
+        draft.write_text(str(code))
+        draft.rename(self.folder / f"end.{name}")
+
+    def status(self, job: str) -> str:
+        return self.cluster.command(*PHALANX, "slurm", "status", job, cwd=self.folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    slurm_programs()
+    for name in ("home", "work"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def cluster_in(folder: Path, nodes: int, proctrack: str = "proctrack/linuxproc") -> SlurmCluster:
+    return SlurmCluster(nodes, proctrack, home=folder / "home")
+
+
+def test_a_job_outlives_a_node_a_preemption_and_nothing_outlives_it(folder: Path) -> None:
+    with cluster_in(folder, 3) as cluster:
+        jobs = Jobs(cluster, folder / "work")
+        job = jobs.submit("a", "-N", "2", "--spares", "1", "--requeues", "1")
+        first = jobs.ready("a", 2)
+        assert {(world, run) for _, world, _, run, _ in first} == {("2", job)}
+        assert "RUNNING" in jobs.status(job)
+        # A node is lost: the spare takes its place, and Slurm neither ends nor requeues the job.
+        # Not the first one, which has the batch step and the store.
+        lost = cluster.node_of(int(next(pid for rank, _, pid, *_ in first if rank == "1")))
+        cluster.lose_node(lost)
+        again = jobs.ready("a", 4)[2:]
+        assert sorted(rank for rank, *_ in again) == ["0", "1"]
+        assert cluster.field(job, "Restarts") == "0"
+        # Slurm's notice before the time limit: workers save, the job goes back into the queue, and resumes.
+        cluster.command("scancel", "--batch", "--signal=USR2", job)
+        text = read_until(folder / "work" / "a.out", "requeue 1 of 1")
+        assert text.count("saved") == 2
+        cluster.start_node(lost)
+        cluster.start_now(job)
+        resumed = jobs.ready("a", 6)[4:]
+        assert {(run, steps) for *_, run, steps in resumed} == {(f"{job}-r1", "1")}
+        jobs.end("a", DO_NOT_RETRY)
+        cluster.wait_state(job, "FAILED")
+        assert cluster.field(job, "ExitCode") == f"{DO_NOT_RETRY}:0"
+        said = jobs.status(job)
+        assert "attempt 0: exit code 140; preempted" in said
+        assert f"attempt 1: exit code {DO_NOT_RETRY}; exit code {DO_NOT_RETRY} says 'do not retry'" in said
+        settle(lambda: not cluster.processes(), "the end of everything")
+
+
+def test_arrays_and_scancel(folder: Path) -> None:
+    with cluster_in(folder, 2) as cluster:
+        jobs = Jobs(cluster, folder / "work")
+        array = jobs.submit("b", "-N", "2", "-a", "0-1")
+        assert {run for *_, run, _ in jobs.ready("b", 4)} == {f"{array}_0", f"{array}_1"}
+        cluster.command("scancel", f"{array}_0")
+        settle(lambda: cluster.state(f"{array}_0") == "CANCELLED", "the end of one task")
+        jobs.end("b", 0)
+        settle(lambda: cluster.state(f"{array}_1") == "COMPLETED", "the end of the other")
+        settle(lambda: not cluster.processes(), "the end of everything")
+        assert cluster.field(f"{array}_0", "Restarts") == "0", "a cancelled job does not come back"
+        # The commands of the documentation, as they stand there.
+        page = PAGE.read_text()
+        for command, shows in COMMANDS.items():
+            assert f"    {command}\n" in page or f"`{command}`" in page, command
+            said = cluster.command(
+                "salloc", "-N2", "--ntasks-per-node=1", "bash", "-c", command, cwd=jobs.folder
+            )
+            assert said.count(shows[0]) == shows[1], said

@@ -1,0 +1,276 @@
+"""Slurm's variables and lists: what `phalanx run` makes of them, case by case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.dry_run import plan
+from phalanx.config import parse
+from phalanx.errors import UsageError
+from phalanx.integrations.slurm.allocation import look, run_id
+from phalanx.integrations.slurm.host_list import first_host, parse_counts, parse_host_list
+
+LISTS = [
+    ("", []),
+    ("n1", ["n1"]),
+    ("n1,n2", ["n1", "n2"]),
+    (" n1, n2 ,", ["n1", "n2"]),
+    ("login,n[1-3]", ["login", "n1", "n2", "n3"]),
+    ("n[1-3,7]", ["n1", "n2", "n3", "n7"]),
+    ("n[9-11]", ["n9", "n10", "n11"]),
+    ("n[09-11]", ["n09", "n10", "n11"]),
+    ("n[001,010-012]", ["n001", "n010", "n011", "n012"]),
+    ("n[1-2],m[5,8-9],x", ["n1", "n2", "m5", "m8", "m9", "x"]),
+    ("n[1-2]-ib", ["n1-ib", "n2-ib"]),
+    ("n[1-2].cluster.org,gpu", ["n1.cluster.org", "n2.cluster.org", "gpu"]),
+    ("rack[1-2]n[01-02]", ["rack1n01", "rack1n02", "rack2n01", "rack2n02"]),
+    ("r[1,3]c[0-1]s[7-8]x", [f"r{r}c{c}s{s}x" for r in (1, 3) for c in (0, 1) for s in (7, 8)]),
+    ("[1-3]", ["1", "2", "3"]),
+    ("10.0.0.[1-2]", ["10.0.0.1", "10.0.0.2"]),
+    ("node[1-1]", ["node1"]),
+    ("dgx-a100-[08-10]", ["dgx-a100-08", "dgx-a100-09", "dgx-a100-10"]),
+]
+
+
+@pytest.mark.parametrize(("text", "hosts"), LISTS, ids=[text for text, _ in LISTS])
+def test_host_lists(text: str, hosts: list[str]) -> None:
+    assert parse_host_list(text) == hosts
+    assert first_host(text) == (hosts[0] if hosts else "")
+
+
+@pytest.mark.parametrize(
+    "text", ["n[1", "n1]", "n[[1]]", "n[3-1]", "n[a-b]", "n[]", "n[1-]", "n[1-99999999]"]
+)
+def test_lists_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ValueError, match="host list"):
+        parse_host_list(text)
+
+
+def test_a_huge_list_is_not_made_for_its_first_host() -> None:
+    assert first_host("n[1-999999999]m[1-999999999]") == "n1m1"
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("", []), ("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("1(x2),4(x1)", [1, 1, 4])]
+)
+def test_counts(text: str, counts: list[int]) -> None:
+    assert parse_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["x", "2(x", "2(xa)", "1(x99999999)"])
+def test_counts_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ValueError, match="not a list of counts"):
+        parse_counts(text)
+
+
+ALLOCATION = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NODELIST": "n[07-08]",
+    "SLURM_NODELIST": "n[07-08]",
+}
+STEP = {
+    **ALLOCATION,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "n[07-08]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURMD_NODENAME": "n08",
+}
+ENDPOINT = f"n07:{16384 + 1234 * 31 % 13000}"
+NINE = ENDPOINT.replace("n07", "n09")
+MEET = {
+    "nnodes": "2",
+    "node_rank": "1",
+    "rdzv_id": "1234",
+    "rdzv_backend": "phalanx",
+    "rdzv_endpoint": ENDPOINT,
+}
+HET = {
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID_HET_GROUP_0": "1234",
+    "SLURM_JOB_ID_HET_GROUP_1": "1235",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n09",  # the first task is there, although the step's list is sorted
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[07-08]",
+    "SLURM_STEP_NODELIST": "n[07-09]",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+}
+ONE = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+SOLO = {"SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n07", "SLURM_NODELIST": "n07"}
+BATCH = {**ALLOCATION, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n07"}
+
+# What it is, the variables, the options that the user gave, and the settings that follow.
+CASES: list[tuple[str, dict[str, str], dict[str, str], dict[str, str]]] = [
+    ("one task on each node", STEP, {}, MEET),
+    ("GPUs of the node", {**STEP, "SLURM_GPUS_ON_NODE": "8"}, {}, {**MEET, "nproc_per_node": "8"}),
+    (
+        "GPUs, typed, for each task",
+        {**STEP, "SLURM_GPUS_PER_TASK": "a100:2", "SLURM_GPUS_ON_NODE": "4"},
+        {},
+        {**MEET, "nproc_per_node": "2"},
+    ),
+    (
+        "GPUs for each task, as newer versions write them",
+        {**STEP, "SLURM_TRES_PER_TASK": "cpu=4,gres/gpu:a100=4"},
+        {},
+        {**MEET, "nproc_per_node": "4"},
+    ),
+    (
+        "two tasks on one node",
+        {**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0",
+         "SLURM_LOCALID": "1"},
+        {},
+        MEET,
+    ),
+    (
+        "two tasks on one node, each with its GPU",
+        {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_GPUS_PER_TASK": "1",
+         "SLURM_GPUS_ON_NODE": "2"},
+        {},
+        {**MEET, "nproc_per_node": "1"},
+    ),
+    (
+        "fewer tasks than nodes",
+        {**STEP, "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[05-08]"},
+        {},
+        MEET,
+    ),
+    ("an array", {**STEP, "SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7"}, {},
+     {**MEET, "rdzv_id": "1200_7"}),
+    ("requeued", {**STEP, "SLURM_RESTART_COUNT": "2"}, {},
+     {**MEET, "rdzv_id": "1234-r2", "rdzv_endpoint": f"n07:{16384 + (1234 * 31 + 14) % 13000}"}),
+    (
+        "the second step",
+        {**STEP, "SLURM_STEP_ID": "1"},
+        {},
+        {**MEET, "rdzv_id": "1234.1", "rdzv_endpoint": f"n07:{16384 + (1234 * 31 + 1) % 13000}"},
+    ),
+    (
+        "components of a heterogeneous job",
+        {**STEP, **HET, "SLURM_PROCID": "2"},
+        {},
+        {**MEET, "nnodes": "3", "node_rank": "2", "role": "group1", "rdzv_endpoint": NINE},
+    ),
+    (
+        "components of an allocation by srun itself",
+        {**STEP, **{name.replace("HET_GROUP", "PACK_GROUP"): value for name, value in HET.items()},
+         "SLURMD_NODENAME": "n09", "SLURM_PROCID": "0", "SLURM_NODEID": "0"},
+        {},
+        {**MEET, "nnodes": "3", "node_rank": "0", "role": "group0", "rdzv_endpoint": NINE},
+    ),
+    (
+        "a step in one component",
+        {**STEP, **HET, "SLURM_STEP_NODELIST": "n[07-08]", "SLURM_STEP_NUM_TASKS": "2"},
+        {},
+        MEET,
+    ),
+    ("options win", STEP, {"nnodes": "1:2", "rdzv_id": "mine", "nproc_per_node": "2"},
+     {k: v for k, v in MEET.items() if k not in ("nnodes", "rdzv_id")}),
+    ("a meeting of one's own", STEP, {"rdzv_backend": "c10d", "rdzv_endpoint": "head:29400"},
+     {"nnodes": "2", "node_rank": "1"}),
+    ("torchrun's static line without its rank", STEP, {"nnodes": "2", "master_addr": "head"},
+     {"node_rank": "1"}),
+    ("a step of one task", {**STEP, **ONE}, {}, {"rdzv_id": "1234"}),
+    ("one task, one node", {**STEP, **ONE, **SOLO, "SLURM_GPUS_ON_NODE": "4"}, {},
+     {"rdzv_id": "1234", "nproc_per_node": "4"}),
+    ("one task of several steps that meet elsewhere", {**STEP, **ONE},
+     {"nnodes": "2", "rdzv_backend": "c10d", "rdzv_endpoint": "h:1"}, {}),
+    ("a batch script on one node", {**BATCH, **SOLO, "SLURM_GPUS_ON_NODE": "2"}, {}, {"nproc_per_node": "2"}),
+    ("a shell of salloc", {**ALLOCATION, **SOLO, "SLURM_GPUS_ON_NODE": "2"}, {}, {}),
+    ("standalone", STEP, {"standalone": "1"}, {}),
+    ("a batch script that says how", BATCH, {"standalone": "1"}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("environ", "given", "wanted"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_settings(environ: dict[str, str], given: dict[str, str], wanted: dict[str, str]) -> None:
+    found = look(environ, given)
+    assert found is not None
+    assert found.refusal == ""
+    assert {dest: taken.value for dest, taken in found.settings.items()} == wanted
+    for taken in found.settings.values():
+        name, _, value = taken.origin.partition("=")
+        assert environ[name] == value
+
+
+REFUSED = [
+    ("a batch script on several nodes without srun", BATCH, "has 2 nodes, and this is not a task of srun"),
+    ("a shell of salloc on several nodes", ALLOCATION, "has 2 nodes, and this is not a task of srun"),
+    ("an interactive step", {**STEP, "SLURM_STEP_ID": "4294967290"}, "this is not a task of srun"),
+    (
+        "tasks that share the GPUs of a node",
+        {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "8"},
+        "2 tasks of srun share the 8 GPUs",
+    ),
+]
+
+
+@pytest.mark.parametrize(("environ", "why"), [c[1:] for c in REFUSED], ids=[c[0] for c in REFUSED])
+def test_refusals(environ: dict[str, str], why: str, script: str) -> None:
+    with pytest.raises(UsageError, match=why) as caught:
+        parse([script], environ)
+    assert "\n" not in str(caught.value)
+
+
+WARNED = [
+    ("standalone", STEP, ["--standalone"], "--standalone in a step of 2 tasks"),
+    ("one node", STEP, ["--nnodes", "1"], "--nnodes 1 in a step of 2 tasks"),
+    ("too many", STEP, ["--nnodes", "4"], "--nnodes 4: this step of Slurm has 2 tasks only"),
+    ("one task", {**STEP, **ONE}, [], "one of the 2 nodes of Slurm job 1234 is used"),
+    ("a shell", {**ALLOCATION, **SOLO}, [], "Slurm job 1234 is not used"),
+    ("not Slurm's", {**STEP, "SLURM_PROCID": "x"}, [], "SLURM_PROCID=x: not a number; nothing is taken"),
+    ("no hosts", {**STEP, "SLURM_STEP_NODELIST": "n[1"}, [], "brackets do not match; nothing is taken"),
+]
+
+
+@pytest.mark.parametrize(("environ", "words", "line"), [c[1:] for c in WARNED], ids=[c[0] for c in WARNED])
+def test_lines(environ: dict[str, str], words: list[str], line: str, script: str) -> None:
+    assert any(line in warning for warning in parse([*words, script], environ).warnings)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text("")
+    return str(tmp_path / "train.py")
+
+
+def test_a_launch_in_a_worker_of_the_job_is_a_job_of_its_own(script: str) -> None:
+    job = parse([script], {**STEP, "TORCHELASTIC_RUN_ID": "1234"})
+    assert (job.max_nodes, job.taken, job.warnings) == (1, (), ())
+
+
+def test_the_job_and_its_plan(script: str) -> None:
+    job = parse([script], {**STEP, "SLURM_RESTART_COUNT": "1", "SLURM_GPUS_ON_NODE": "3"})
+    assert (job.min_nodes, job.max_nodes, job.local_world_size) == (2, 2, 3)
+    assert (job.run_id, job.keep_id) == ("1234-r1", "1234")
+    assert job.rdzv_conf == {"is_host": "0", "name": "n08", "rank": 1}
+    text = plan(job)
+    assert "# from Slurm: --nnodes 2 (SLURM_STEP_NUM_TASKS=2)" in text
+    assert "# from Slurm: --nproc-per-node 3 (SLURM_GPUS_ON_NODE=3)" in text
+    assert "# from Slurm: --rdzv-endpoint n07:" in text
+    assert "(SLURM_STEP_NODELIST=n[07-08])" in text
+
+
+def test_variables_of_options_win(script: str) -> None:
+    job = parse([script], {**STEP, "PET_NNODES": "1:2", "PET_RDZV_ID": "mine", "PET_NPROC_PER_NODE": "2"})
+    assert (job.min_nodes, job.max_nodes, job.local_world_size, job.run_id) == (1, 2, 2, "mine")
+    assert "--rdzv-id" not in [option for option, _, _ in job.taken]
+
+
+def test_a_bad_value_of_slurm_is_named_with_its_origin(script: str) -> None:
+    with pytest.raises(UsageError, match=r"--rdzv-id 1/2 \(from SLURM_JOB_ID=1/2\)"):
+        parse([script], {**STEP, **ONE, **SOLO, "SLURM_JOB_ID": "1/2"})
+
+
+def test_the_run_id_of_an_array_that_was_requeued() -> None:
+    environ = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"}
+    assert run_id({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "2", **environ}) == "9_3.2-r1"

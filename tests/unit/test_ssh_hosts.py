@@ -1,0 +1,103 @@
+"""`--hosts` and what starter and steward say to each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.config import parse
+from phalanx.errors import UsageError
+from phalanx.integrations.ssh.frames import GREETING, GreetingReader, LinkFrameReader, SentFrames, frame
+from phalanx.integrations.ssh.host_names import parse_host_file, parse_hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", [("a", 0)]),
+        ("a,b:8, me@c:2 ,", [("a", 0), ("b", 8), ("me@c", 2)]),
+        ("[::1]:4,[fe80::1]", [("::1", 4), ("fe80::1", 0)]),
+        ("::1", [("::1", 0)]),
+    ],
+)
+def test_hosts(text: str, hosts: list[tuple[str, int]]) -> None:
+    assert [(host.target, host.slots) for host in parse_hosts(text)] == hosts
+
+
+def test_a_host_file() -> None:
+    found = parse_host_file("# nodes\na slots=4 max_slots=8\n\nb:2  # the other\nc\n")
+    assert [(host.target, host.slots) for host in found] == [("a", 4), ("b", 2), ("c", 0)]
+
+
+@pytest.mark.parametrize("text", ["", ",", "a:0", "a:x", "a,a", "-oProxyCommand=x", "a b", "[::1", "a:99999"])
+def test_hosts_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_hosts(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--hosts", "a,a"], "--hosts a,a: a is named twice"),
+        (["--hosts", "a", "--hostfile", "f"], "both name the hosts"),
+        (["--hostfile", "/absent"], "--hostfile /absent: No such file"),
+        (["--hosts", "a,b", "--node-rank", "1"], "--node-rank 1: not with --hosts"),
+        (["--hosts", "a,b", "--rdzv-backend", "etcd", "--rdzv-endpoint", "e:1"], "a store of its own"),
+    ],
+)
+def test_refusals(words: list[str], why: str, tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    with pytest.raises(UsageError, match=why):
+        parse([*words, str(tmp_path / "t.py")], {})
+
+
+def test_the_job_of_some_hosts(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    job = parse(["--hosts", "a,b:2,c", str(tmp_path / "t.py")], {"SLURM_JOB_ID": "1"})
+    assert (job.min_nodes, job.max_nodes, job.rdzv_backend) == (3, 3, "phalanx")
+    assert job.rdzv_endpoint.startswith("a:")
+    spares = parse(["--hosts", "a,b,c", "--nnodes", "2", str(tmp_path / "t.py")], {})
+    assert (spares.min_nodes, spares.max_nodes, len(spares.hosts)) == (2, 2, 3)
+
+
+@given(st.lists(st.tuples(st.sampled_from([b"o", b"e"]), st.binary(max_size=50)), max_size=20), st.data())
+def test_a_new_connection_goes_on_where_the_last_one_ended(
+    messages: list[tuple[bytes, bytes]], data: st.DataObject
+) -> None:
+    sent = SentFrames(1 << 20)
+    for kind, body in messages:
+        sent.add(kind, body)
+    whole = sent.since(0)[1]
+    cut = data.draw(st.integers(0, len(whole)))
+    reader = LinkFrameReader()
+    found = reader.feed(whole[:cut])
+    begin, rest = sent.since(cut)
+    assert begin == cut
+    assert found + reader.feed(rest) == messages
+
+
+def test_what_is_kept_for_a_new_connection_is_bounded() -> None:
+    sent = SentFrames(100)
+    for number in range(50):
+        sent.add(b"o", b"%03d" % number)
+    begin, rest = sent.since(3)
+    assert (begin, begin + len(rest)) == (sent.start, sent.end)
+    assert LinkFrameReader().feed(rest)[-1] == (b"o", b"049")
+
+
+def test_a_login_shell_may_print_before() -> None:
+    reader = GreetingReader()
+    assert reader.feed(b"Welcome!\n" + GREETING[:5]) == b""
+    assert reader.feed(GREETING[5:] + b"17\nrest") == b"rest"
+    assert reader.offset == 17
+    with pytest.raises(ValueError):
+        GreetingReader().feed(b"x" * (1 << 17))
+
+
+def test_a_message_that_is_too_long() -> None:
+    with pytest.raises(ValueError, match="bytes"):
+        LinkFrameReader().feed(b"o" + b"\xff" * 4)
+    assert LinkFrameReader().feed(frame(b"D")) == [(b"D", b"")]
