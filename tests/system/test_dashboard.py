@@ -113,6 +113,7 @@ def test_the_page_of_a_job(tmp_path: Path) -> None:
     with Running([*words, script(tmp_path, WORKER)]) as job:
         workers = job.workers(2)
         page = Page(link_of(job))
+        process = page_process(job.agent)
         # No secret where others, or the job itself, can read it.
         assert page.token not in job.text
         for one in psutil.Process(job.agent).children(recursive=True):
@@ -170,9 +171,8 @@ def test_the_page_of_a_job(tmp_path: Path) -> None:
             )
             ended = next(one["end"] for one in events if one.get("end"))
             assert ended["exit_code"] == 0  # type: ignore[index]
-        process = page_process(job.agent) if not gone(job.agent) else 0
         assert job.end().code == 0
-        assert not process or gone(process)
+        assert gone(process)
     for file in logs.rglob("*"):
         assert not file.is_file() or page.token not in file.read_text(errors="replace")
 

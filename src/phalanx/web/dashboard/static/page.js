@@ -180,8 +180,8 @@ async function drain(node, name) {
     : "Its workers are stopped, and the others re-form without it. A spare takes its place, if there is one.";
   if (!(await confirmed(`Drain node ${name} on ${plain(node.host)}?`, what, "Drain"))) return;
   const answer = await post("/api/drain", { node: node.id, confirm: true });
-  const told = [answer, ...(answer.peers ?? [])];
-  const done = told.find((one) => one.done)?.done ?? told.find((one) => one.error)?.error;
+  const answers = [answer, ...(answer.peers ?? [])];
+  const done = answers.find((one) => one.done)?.done ?? answers.find((one) => one.error)?.error;
   notice(plain(done ?? "The node did not answer."), true);
 }
 
