@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-JOBS   ?= 2
+JOBS   ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 1) + 1 )))
 
 # TORCH=1 adds torch (CPU) and the frameworks that run on it or beside it: parity, framework tests, benchmarks.
 TORCH  ?= $(if $(CI),1,)
