@@ -269,6 +269,8 @@ class PContext(abc.ABC):
     def _launch_again(self) -> None:
         """The helpers ended before they answered, and what they had forked with them: take others."""
         assert self.spawner is not None
+        if self.spawner.witness is not None:  # workers had been forked, and may have run
+            warn(f"group {self.name!r}: the helper process was lost during the start, which begins again")
         lost = self.spawner
         lost.in_use = False
         self._escalation, self._unreported = 0, {}
