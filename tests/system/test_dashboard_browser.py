@@ -165,7 +165,7 @@ def test_the_page_in_a_browser(tmp_path: Path, browser: Chromium) -> None:
         reader.join()
         assert ended
         assert ended[0].code == 0
-        browser.wait("document.querySelector('#badge').textContent.includes('succeeded')", "the end")
+        browser.wait("document.querySelector('#badge').textContent.includes('drained')", "the end")
         assert [m for m in browser.messages if "Failed to load resource" not in m and "net::" not in m] == []
 
 
