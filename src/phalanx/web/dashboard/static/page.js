@@ -63,7 +63,7 @@ const WORDS = {
   spare: ["spare", "busy"],
   ending: ["ending", "busy"],
 };
-const ENDS = { SUCCEEDED: ["succeeded", "good"], FAILED: ["failed", "bad"], STOPPED: ["stopped", "busy"] };
+const ENDS = { SUCCEEDED: ["succeeded", "good"], FAILED: ["failed", "bad"], STOPPED: ["stopped", "busy"], LEFT: ["drained", "good"] };
 
 function showJob() {
   const { job, end, link } = told;
@@ -81,7 +81,7 @@ function showJob() {
   setText("restarts-note", `of ${count(job.max_restarts)} allowed · ${count(job.incidents)} incident${job.incidents === 1 ? "" : "s"}`);
   const waiting = job.state === "running" ? "" : plain(job.waiting_for);
   const lines = [...job.hangs.slice(-1), ...job.slow.slice(-1)].map(plain);
-  if (end) notice(end.outcome === "SUCCEEDED" ? plain(end.why) : `The job has ended: ${plain(firstLine(end.why))}`, end.outcome === "SUCCEEDED");
+  if (end) notice(end.exit_code === 0 ? plain(end.why) : `The job has ended: ${plain(firstLine(end.why))}`, end.exit_code === 0);
   else if (link?.lost) notice("The agent does not answer; the page tries again.");
   else if (job.silent) notice(`${count(job.silent)} node${job.silent === 1 ? "" : "s"} did not answer in time; what is shown of the job is not complete.`, true);
   else if (waiting) notice(`Waiting: ${waiting}`, true);
