@@ -73,6 +73,8 @@ class ImportRecorder:
 
     def _note(self, name: str, path: "Any") -> None:
         top, _, inside = name.partition(".")
+        if top == "phalanx":
+            return  # neither preloaded nor the user's, wherever it is installed
         if top not in self._own:
             self._own[top] = top == "__main__" or self._is_own(top)  # of a directory or a zip file
         if self._own[top]:
