@@ -387,12 +387,9 @@ def test_a_rendezvous_over_a_cluster_that_loses_its_leader(
             def __init__(self, *_: object, token: object = None, **rest: object) -> None:
                 super().__init__(cluster.addresses, patience=1.0, **rest)  # type: ignore[arg-type]
 
-        class Addressed:
-            address = ()
-
         monkeypatch.setattr("tests.system.test_rounds_over_store.Client", FromAddresses)
         names = [f"node{n}" for n in range(1, 5)]
-        nodes = {name: Node(name, Addressed(), options, said) for name in reversed(names)}  # type: ignore[arg-type]
+        nodes = {name: Node(name, (), options, said) for name in reversed(names)}  # type: ignore[arg-type]
         assert starts(said, 1, 4) == names
         next(m for m in cluster.members if m.leads()).kill()
         nodes["node3"].inbox.put(happen.WorkersEnded(1, False, "exit code 1"))

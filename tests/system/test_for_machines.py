@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from phalanx.core.exit_codes import HANG, NO_MEETING
 from phalanx.observe.trace_sender import installed
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import free_port
@@ -120,7 +121,7 @@ def test_every_other_end_reaches_the_termination_log(tmp_path: Path) -> None:
     endpoint = ("--rdzv-backend", "phalanx", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--nnodes", "2")
     environ = plain_environment(PHALANX_TERMINATION_LOG=str(why))
     done = run(*endpoint, "--rdzv-conf", "join_timeout=1", path, env=environ)
-    assert done.code == 1, done
+    assert done.code == NO_MEETING, done
     assert why.read_text().strip() in " ".join(done.said)
     # A command line that is wrong, also as JSON.
     done = run("--log-format=json", "--termination-log", str(why), "--nproc-per-node", "many", path)
@@ -140,7 +141,7 @@ def test_output_that_stops_or_is_not_finite(tmp_path: Path) -> None:
         "--expect", r"loss: (\S+)", "--expect-every", "1.5s", "--expect-finite", "--max-restarts", "1",
         "--backoff", "0", "--grace", "1", "--termination-log", str(tmp_path / "why"), script(tmp_path, body),
     )  # fmt: skip
-    assert done.code == 1, done
+    assert done.code == HANG, done
     assert "step 1 loss: nan" in done.out
     assert "rank 0 printed a value that is not finite: step 1 loss: nan" in done.err
     assert r"no line of rank 0 matched 'loss: (\\S+)' for 1." in done.err
@@ -218,14 +219,14 @@ def test_metrics_of_a_job_that_is_killed(tmp_path: Path) -> None:
         port = port_of(job.agent)
         wait_until(lambda: 'last_step_timestamp_seconds{rank="1"}' in page(port), "a step")
         wait_until(lambda: 'phalanx_workers{state="ready"} 2.0' in page(port), "both workers")
-        assert 'phalanx_lost_seconds_total{reason="recovering"} 0.0' in page(port)
+        assert 'phalanx_lost_seconds_total{reason="recovering"} 0.0\n' in page(port)
         (tmp_path / "kill").touch()
         job.read_until("attempt 1", 2)
         stage = 'phalanx_recovery_seconds_count{phase="first_step"} 1.0'
         wait_until(lambda: stage in page(port), "the first step after the restart")
         text = page(port)
         assert 'phalanx_restarts_total{cause="failure",kind="restart"} 1.0' in text
-        assert 'phalanx_lost_seconds_total{reason="recovering"} 0.0' not in text
+        assert 'phalanx_lost_seconds_total{reason="recovering"} 0.0\n' not in text
         assert "phalanx_goodput_ratio 0." in text
         assert 'phalanx_log_bytes_total{stream="stdout"} 20.0' in text
         job.signal(signal.SIGTERM)

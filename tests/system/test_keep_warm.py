@@ -155,7 +155,7 @@ state = dict(
     status={name: status.get(name) for name in keep},
     environ={k: v for k, v in os.environ.items()
              if k not in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "PHALANX_WORKER", "PHALANX_STATE",
-                          "PHALANX_COLLECTIVES", "TORCHELASTIC_ERROR_FILE")},
+                          "PHALANX_COLLECTIVES", "PHALANX_REENTRY", "TORCHELASTIC_ERROR_FILE")},
     proc={name: read(name) for name in ("limits", "cgroup", "oom_score_adj", "timerslack_ns", "personality",
                                         "coredump_filter", "sessionid", "loginuid", "attr/current")},
     namespaces={n: os.readlink("/proc/self/ns/" + n) for n in sorted(os.listdir("/proc/self/ns"))},

@@ -551,7 +551,7 @@ def test_dry_run_shows_what_would_be_started(tmp_path: Path) -> None:
     really = next(env for env in told if env["RANK"] == "1")
     known = {name: value for name, value in listed.items() if value != "'?'"}
     assert {name: really[name] for name in known} == known
-    of_a_start = {"PHALANX_WORKER", "PHALANX_STATE", "PHALANX_COLLECTIVES"}
+    of_a_start = {"PHALANX_WORKER", "PHALANX_STATE", "PHALANX_COLLECTIVES", "PHALANX_REENTRY"}
     ours = {name for name in really if name not in plain_environment()} - of_a_start
     assert ours - {"LC_CTYPE"} == listed.keys()  # which Python sets by itself
     assert {"RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"} <= known.keys()

@@ -104,12 +104,14 @@ def ask(
             try:
                 peer.connect(name)
                 user = user_of(peer)
-                if _is_of(name, user):
-                    peer.send(question)
             except (OSError, ValueError):  # gone, or its queue is full
                 peer.close()
                 continue
             if _is_of(name, user):
+                try:
+                    peer.send(question)
+                except OSError:
+                    pass  # one that hears no questions may have answered and closed already
                 asked[peer.fileno()] = (peer, name, user, bytearray())
                 poll.register(peer, select.POLLIN)
             else:
