@@ -68,8 +68,9 @@ def measure(mode: str, state: int) -> dict[str, float]:
             "MODE": mode,
             "STATE_BYTES": str(state // RANKS),
             "PYTHONPATH": str(HERE.parents[1] / "src"),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or torchrun's restart does not always recover
         }
+        if mode == "disk":
+            env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or torchrun's restart does not always recover
         worker = str(HERE / "reenter_step.py")
         command = [*COMMANDS[mode], "--nproc-per-node", str(RANKS), "--max-restarts", "1", worker]
         job = subprocess.Popen(

@@ -385,7 +385,7 @@ def test_a_rendezvous_over_a_cluster_that_loses_its_leader(
 
         class FromAddresses(EtcdClient):
             def __init__(self, *_: object, token: object = None, **rest: object) -> None:
-                super().__init__(cluster.addresses, patience=1.0, **rest)  # type: ignore[arg-type]
+                super().__init__(cluster.addresses, **{**rest, "patience": 1.0})  # type: ignore[arg-type]
 
         monkeypatch.setattr("tests.system.test_rounds_over_store.Client", FromAddresses)
         names = [f"node{n}" for n in range(1, 5)]
