@@ -9,7 +9,7 @@ JOBS   ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 1) + 1 )))
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: demo test coverage test-long check format bench chaos clean etcd prometheus chromium platforms
+.PHONY: demo test coverage test-long check format bench chaos clean etcd prometheus chromium sshd slurm
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -26,18 +26,22 @@ $(VENV)/.torch: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris || echo "no atheris for this Python"
 	@touch $@
 
-# Slurm and sshd for the tests, with torch only: large, and not on a newcomer's way.
-platforms:
-	@test -z "$(TORCH)" || { command -v slurmd && command -v munged && command -v sshd; } >/dev/null || { \
+# Slurm for the long tests: large, and not on a newcomer's way.
+slurm:
+	@{ command -v slurmd && command -v munged; } >/dev/null || { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
-	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y slurm-wlm munge openssh-server >/dev/null; }; } || true
+	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y slurm-wlm munge >/dev/null; }; } || true
 
 # A real etcd for the tests, where it can be had; without one they are skipped, except in CI, where they fail.
-# With TORCH=1 a real Prometheus and a browser, too.
-etcd: $(if $(TORCH),prometheus chromium)
+# With TORCH=1 a real Prometheus, a browser and sshd, too.
+etcd: $(if $(TORCH),prometheus chromium sshd)
 	@command -v etcd >/dev/null && command -v ip >/dev/null && command -v openssl >/dev/null || { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
 	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y etcd-server iproute2 openssl gcc >/dev/null; }; } || true
+
+sshd:
+	@test -x /usr/sbin/sshd || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
+	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y openssh-server >/dev/null; }; } || true
 
 chromium:
 	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
@@ -53,16 +57,16 @@ demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 TESTS  ?=
-test: $(READY) $(EXTRAS) etcd platforms
+test: $(READY) $(EXTRAS) etcd
 	$(BIN)/python -m pytest -q -n $(JOBS) $(TESTS)
 
 # Coverage of all processes, by the tests named in COVER; no module of the core may be below 95 %.
 COVER  ?= tests/unit tests/simulation
-coverage: $(READY) $(EXTRAS) etcd platforms
+coverage: $(READY) $(EXTRAS) etcd
 	$(BIN)/python -m pytest -q -n $(JOBS) $(COVER) --cov
 	$(BIN)/python .ci/core_coverage.py
 
-test-long: $(READY) $(EXTRAS) etcd platforms
+test-long: $(READY) $(EXTRAS) etcd slurm
 	$(BIN)/python -m pytest -q -m long --timeout 3600
 
 check: $(READY)

@@ -11,6 +11,8 @@ import pytest
 from phalanx.core.exit_codes import DO_NOT_RETRY
 from tests.support.slurm import SlurmCluster, read_until, settle, slurm_programs
 
+pytestmark = pytest.mark.long  # a requeue alone may take Slurm minutes
+
 PHALANX = (sys.executable, "-m", "phalanx")
 # Counts the attempts in a file, as a checkpoint would; ends as the file "end" says.
 TRAIN = """\
