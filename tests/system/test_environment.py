@@ -101,6 +101,7 @@ DIFFERS = {
     "DUMP": r"/.+",
     "_": r"/.+",
     "TMPDIR": r"/.+",
+    "XDG_STATE_HOME": r"/.+",
     "PWD": r"/.+/scripts",  # set by the shell of --no-python
 }
 
@@ -159,7 +160,8 @@ class Place:
         port = free_port()
         given = {"d": self.scripts, "s": self.scripts / "dump.py", "n": "--nproc-per-node 2"}
         words = case.words.format(**given, log=dump / "logs", port=port).split()
-        env = {**plain_environment(TMPDIR=str(dump)), "DUMP": str(dump), "PYTHON": sys.executable, **case.env}
+        own = plain_environment(TMPDIR=str(dump), XDG_STATE_HOME=str(dump))
+        env = {**own, "DUMP": str(dump), "PYTHON": sys.executable, **case.env}
         return {"name": case.name, "words": words, "env": env, "cwd": str(self.scripts), "port": port,
                 "dump": dump, "log": str(dump / "console")}  # fmt: skip
 

@@ -100,4 +100,5 @@ def test_a_run_id_can_be_reused_when_the_nodes_of_its_job_are_gone(tmp_path: Pat
     with etcd_client_from(str(etcd.addresses[0]), config, environ=environ) as client:
         left = client.request(Get("job/requeued/", prefix=True), HUNG).entries
         assert {entry.key.split("/")[2] for entry in left} <= {"ctl", "members", "result", "status"}
-        assert len(left) <= 6, "what a job leaves behind does not grow with the number of jobs"
+        # The last question to all nodes is among them, under one key.
+        assert len(left) <= 7, "what a job leaves behind does not grow with the number of jobs"
