@@ -151,6 +151,7 @@ class Job:
     ) -> None:
         for node in self._nodes:
             if kind is not None:
+                node.read_rest()
                 print(f"---- {node.name}\n{node.text}")
             node.__exit__(kind, error, trace)
 

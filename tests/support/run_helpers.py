@@ -189,6 +189,12 @@ class Running:
         code = self.process.wait(max(1.0, end - time.monotonic()))
         return Ended(128 - code if code < 0 else code, self.text, self.text)
 
+    def read_rest(self) -> None:
+        """What it has written by now, without waiting; for the report of a failed test."""
+        while self._out >= 0 and select.select([self._out], [], [], 0)[0]:
+            if not self._read(time.monotonic() + HUNG):
+                return
+
     def _read(self, end: float) -> bool:
         left = end - time.monotonic()
         if left <= 0:
