@@ -99,7 +99,6 @@ _board: mmap.mmap | None = None  # None: not a Phalanx worker
 _bell = -1
 _count = 0
 _watched = 1  # the number of the heartbeat that the goodput ledger waits for
-_begun = 0  # heartbeats before the first one that it counts
 _watched_step = 0  # the step at the one that it last looked at, and its number
 _watched_count = 0
 _saved = _saved_since_beat = _saving_since = 0.0  # seconds in checkpoint sections
@@ -338,7 +337,7 @@ def _note_beat(board: mmap.mmap, step: int | None) -> None:
     """This heartbeat is the first one, or the first to reach the step of an earlier start, or near it."""
     global _watched, _watched_step, _watched_count
     now, stride = monotonic(), 1.0
-    if _count == _begun + 1:
+    if _count == 1:
         MOMENT.pack_into(board, FIRST_AT, -1 if step is None else step, now, _saved)
         _wake_agent()
     elif step is not None and _count > _watched_count:
@@ -352,17 +351,6 @@ def _note_beat(board: mmap.mmap, step: int | None) -> None:
     # Not every heartbeat is looked at: the one that should reach it, by the pace so far; at first the next.
     ahead = int((mark - step) / stride) if _watched_count else 1
     _watched, _watched_step, _watched_count = _count + max(1, ahead), step, _count
-
-
-def _begin_again() -> None:
-    """The program goes on after an incident in the same process: for the ledger, a start of its own."""
-    global _begun, _watched, _watched_step, _watched_count, _saved, _saved_since_beat
-    _begun, _watched, _watched_step, _watched_count = _count, _count + 1, 0, 0
-    _saved = _saved_since_beat = 0.0
-    if _board is not None:
-        MOMENT.pack_into(_board, FIRST_AT, 0, 0.0, 0.0)
-        MOMENT.pack_into(_board, PASSED_AT, 0, 0.0, 0.0)
-        SAVED.pack_into(_board, SAVED_AT, 0.0, 0.0, 0, _saving_since)
 
 
 def _begin_saving(board: mmap.mmap) -> None:
@@ -459,8 +447,12 @@ def _connect() -> None:
 
 def _move() -> None:
     """This process has another place: map its board, and repeat there what still holds."""
-    global _board, _count, _agent_deadline
+    global _board, _count, _agent_deadline, _watched, _watched_step, _watched_count
+    global _saved, _saved_since_beat, _saved_count, _saving_since
     _board, _count, _agent_deadline = None, 0, 0.0
+    _watched, _watched_step, _watched_count = 1, 0, 0
+    _saved = _saved_since_beat = _saving_since = 0.0
+    _saved_count = 0
     _sections.clear()
     _deadlines.clear()
     _connect()

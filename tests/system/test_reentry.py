@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -93,6 +94,35 @@ def train(round, word):
 print(train("word"), worker.supervised())
 """
 )
+
+
+BEATS = """
+import os, threading
+from phalanx import worker
+
+@worker.reenter
+def train(round):
+    for step in range(30):  # from the beginning each time: past the step of the round before
+        worker.heartbeat(step)
+    worker.keep("rounds", round.number, step=round.number)
+    worker.agree("rounds")
+    if round.number < 4 and round.rank == 1:
+        os.kill(os.getpid(), 9)
+    if round.number < 4:
+        threading.Event().wait()
+
+train()
+"""
+
+
+def test_the_first_step_of_survivors_is_seen_in_every_round(tmp_path: Path) -> None:
+    """The agent waits for it: an incident is over with it, and hangs are looked for from then on."""
+    words = ("--nproc-per-node", "2", "--max-restarts", "3", "--backoff", "0", "--log-dir", str(tmp_path))
+    done = run(*words, script(tmp_path, BEATS))
+    assert done.code == 0, done
+    (summary,) = (json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json"))
+    assert [one["recovery"] for one in summary["incidents"]] == ["re-entry"] * 3
+    assert all(one["first_step"] is not None for one in summary["incidents"]), summary
 
 
 def test_survivors_keep_their_processes_and_find_the_next_round(tmp_path: Path) -> None:

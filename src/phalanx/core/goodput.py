@@ -294,15 +294,6 @@ class GoodputLedger:
         if isinstance(event, events.Started):
             self._started_at = now
 
-    def resumed(self, now: float, incident: int, look: Callable[[], Sequence[RankProgress]]) -> None:
-        """The workers go on in the same processes after an incident: a start of its own, without a stop."""
-        self._left = self._left if self._left[0] else ("failure", now)
-        self._ends_with = incident
-        self._close(max(now, self._since), look())
-        self._incident = incident
-        self._open()
-        self._started_at = now
-
     def totals(self, now: float, look: Callable[[], Sequence[RankProgress]]) -> GoodputTotals:
         """Everything up to now; what is not over yet as it looks now."""
         book = self._copy()

@@ -102,8 +102,8 @@ class GroupStep(Record):
     """One step of the group: its event and reason, the state after it, and whether it had commands.
 
     `now`: the monotonic clock, `wall`: the other one. `node`: this node's name. `beats`: how many workers of
-    this node had sent a heartbeat by then. `recovery`: where the shell knows better than the event. `how`: of
-    workers that are started, which of them kept their process, in words."""
+    this node had sent a heartbeat by then. `how`: of workers that are started, which of them kept their
+    process, in words."""
 
     event: events.Event
     state: GroupState
@@ -114,7 +114,6 @@ class GroupStep(Record):
     node: str = ""
     culprit: Culprit | None = None
     beats: int = 0
-    recovery: str = ""
     how: str = ""
 
 
@@ -175,7 +174,7 @@ def observe(book: IncidentBook, step: GroupStep) -> IncidentBook:
     """The book after one step of the group."""
     event, current = step.event, book.current
     # Without commands it changed nothing: old news. Nor did a request that was refused.
-    unchanged = not step.acts or (step.state.phase in _RUNS and not step.recovery)
+    unchanged = not step.acts or step.state.phase in _RUNS
     trigger = "" if unchanged else trigger_of(event)
     if trigger and not _prolongs(current, trigger):
         return _open(book.close(), step, trigger)
@@ -229,7 +228,7 @@ def _prolongs(current: OpenIncident | None, trigger: str) -> bool:
 def _open(book: IncidentBook, step: GroupStep, trigger: str) -> IncidentBook:
     state, culprit, wall = step.state, step.culprit, step.wall
     number = book.count + 1
-    recovery = step.recovery or (MEMBERSHIP if trigger in ("membership", "preemption") else RESTART)
+    recovery = MEMBERSHIP if trigger in ("membership", "preemption") else RESTART
     incident = Incident(
         number,
         step.reason,
