@@ -53,6 +53,7 @@ _LOOK_AT_STATES = 1.0  # uninterruptible sleep is not an event; it is looked for
 _QUIET_AFTER = 2.0  # seconds after a start: time for what a failure will need
 _FENCED = 5.0  # seconds for the membership to end a round whose lease has run out; then it is a failure
 _SLOW_STOP = 2.0  # seconds after which a stop says what it waits for
+_START = 1.0  # seconds for the helpers' word of workers that have just begun to run
 _TWICE = 2.0  # seconds within which two Ctrl-C are meant for the job, and not for the attached rank
 START_ERRORS = (StartError, OSError, ValueError, TypeError, RendezvousError)
 
@@ -128,6 +129,7 @@ class LocalWorkers:
         self._stop_sig = 0
         self._stop_began = self._stop_by = 0.0
         self._told_of_stop = False
+        self._put_off: float | None = None  # until then, at most, a stop waits for word of the start
         self._interrupted_at: float | None = None  # when the attached rank last got a Ctrl-C
         self._state = state
         self._reenter_timeout = reenter_timeout
@@ -381,6 +383,7 @@ class LocalWorkers:
             times.append(self.context.deadline())
         if self._stopping and not self._told_of_stop:
             times.append(self._stop_began + _SLOW_STOP)
+        times.append(self._put_off)
         if phase == "RUNNING":
             times += [self._quiet_at, self._fenced_by]
             if self._uninterruptible_timeout > 0:
@@ -396,6 +399,8 @@ class LocalWorkers:
             self._begin()
         if self.context is not None and not self.context.done:
             self.context.advance()
+        if self._put_off is not None:
+            self._stop_now(now)
         if phase == "RUNNING" and self._quiet_at is not None and now >= self._quiet_at:
             self._quiet_at = None
             _prepare_for_a_failure()
@@ -536,8 +541,24 @@ class LocalWorkers:
             self._told_of_stop = False
         self._stop_by = min(self._stop_by, now + grace)
         self._stopping, self._starting = True, False
-        if self.context is not None and not self._waits:
-            self._supervision.stop(self.context, sig, grace)
+        self._put_off = None
+        if self.context is None or self._waits:
+            return
+        if self._supervision.preemption.announced_by(sig) and not self.context.done:
+            self.context.advance()
+            if self.context.unknown:  # nothing is known of the workers that are to save their state
+                self._put_off = now + _START
+                return
+        self._supervision.stop(self.context, sig, grace)
+
+    def _stop_now(self, now: float) -> None:
+        """Carry out a stop that was put off, once the workers are known, or it takes too long."""
+        context = self.context
+        if context is None or context.done:
+            self._put_off = None
+        elif not context.unknown or (self._put_off is not None and now >= self._put_off):
+            self._put_off = None
+            self._supervision.stop(context, self._stop_sig, max(0.0, self._stop_by - now))
 
     def _tell_of_stop(self, now: float) -> None:
         """Which workers a stop waits for: without this line, the launcher would seem to hang."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from phalanx.workers.failure import ProcessFailure
     from phalanx.workers.worker_group import PContext
 
-_START = 0.2  # seconds for the helpers' word of workers that have just begun to run
-
 
 def stop_signal(preempt_signal: int) -> int:
     """What stops workers for any other reason than a preemption: a signal that does not announce one."""
@@ -75,7 +73,6 @@ class Preemption:
             return
         # Before anything else: a worker may exit before its parent knows that this is a stop.
         self.under_way, self._since = True, time.time()
-        context.complete_start(_START)
         pids, running = context.pids(), context.running
         handlers = {rank for rank in running if self.signal and catches(pids[rank], self.signal)}
         self._told = handlers | {rank for rank in running if boards.read(rank).listens}

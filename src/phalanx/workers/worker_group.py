@@ -416,14 +416,11 @@ class PContext(abc.ABC):
         if self._state == "done" and self._console is not None:
             self._console.finish(patience)
 
-    def complete_start(self, patience: float) -> None:
-        """If workers may run already, wait for the helpers' word of it: nothing is known of them before."""
-        end = time.monotonic() + patience
-        left = 0.0
-        while self._state == "starting" and not self._answered and left >= 0.0:
-            self.advance(left)
-            forked = self.spawner is not None and self.spawner.witness is not None
-            left = end - time.monotonic() if forked else -1.0
+    @property
+    def unknown(self) -> bool:
+        """Whether workers may run already of which the helpers have not told yet."""
+        forked = self.spawner is not None and self.spawner.witness is not None
+        return self._state == "starting" and not self._answered and forked
 
     def _check_helpers(self, now: float) -> None:
         if self._state == "done" or self.spawner is None:
