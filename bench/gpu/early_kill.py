@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -21,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from restart import HERE, MODES, _step
+from restart import HERE, MODES, _step, publish
 
 
 def measure(mode: str, after: float) -> dict[str, float]:
@@ -74,28 +73,17 @@ def main() -> None:
             for mode in modes if number % 2 == 0 else modes[::-1]:
                 found[mode].append(measure(mode, after))
                 print(after, mode, json.dumps(found[mode][-1]), flush=True)
-    import torch
-
     medians = {
         after: {mode: statistics.median(run["restart"] for run in taken) for mode, taken in found.items()}
         for after, found in runs.items()
     }
-    summary = {
-        "device": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "median_s": {after: {mode: round(s, 3) for mode, s in row.items()} for after, row in medians.items()},
-        "to_off": {
-            after: {mode: round(s / row["off"], 3) for mode, s in row.items()}
-            for after, row in medians.items()
-            if "off" in row
-        },
+    rounded = {after: {mode: round(s, 3) for mode, s in row.items()} for after, row in medians.items()}
+    to_off = {
+        after: {mode: round(s / row["off"], 3) for mode, s in row.items()}
+        for after, row in medians.items()
+        if "off" in row
     }
-    text = json.dumps({"summary": summary, "runs": runs}, indent=1)
-    print(text)
-    if options.out:
-        Path(options.out).write_text(text)
+    publish(runs, options.out, median_s=rounded, to_off=to_off)
 
 
 if __name__ == "__main__":

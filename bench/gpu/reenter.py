@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -22,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from restart import HERE, MODES
+from restart import HERE, MODES, publish
 
 RANKS, VICTIM = 4, 2
 SETTLE = 20.0  # seconds after the first step: standbys are ready then
@@ -120,21 +119,11 @@ def main() -> None:
         for mode, runs in found.items():
             runs.append(measure(mode, int(options.gigabytes * 1e9)))
             print(mode, json.dumps(runs[-1]), flush=True)
-    import torch
-
-    summary = {
-        "device": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "median_s": {
-            mode: {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
-            for mode, runs in found.items()
-        },
+    medians = {
+        mode: {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
+        for mode, runs in found.items()
     }
-    text = json.dumps({"summary": summary, "runs": found}, indent=1)
-    print(text)
-    if options.out:
-        Path(options.out).write_text(text)
+    publish(found, options.out, median_s=medians)
 
 
 if __name__ == "__main__":

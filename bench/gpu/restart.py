@@ -90,25 +90,27 @@ def main() -> None:
         for mode in modes:
             found[mode].append(measure(mode, options.settle))
             print(mode, json.dumps(found[mode][-1]), flush=True)
+    medians = {
+        mode: {what: round(statistics.median(run[what] for run in runs), 3) for what in ("launch", "restart")}
+        for mode, runs in found.items()
+    }
+    publish(found, options.out, median_s=medians)
+
+
+def publish(runs: object, out: str | None, **summary: object) -> None:
+    """Print the runs with a summary and the conditions, and write them to a file."""
     import torch
 
-    summary = {
+    conditions = {
         "device": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
-        "runs": options.runs,
-        "median_s": {
-            mode: {
-                what: round(statistics.median(run[what] for run in runs), 3) for what in ("launch", "restart")
-            }
-            for mode, runs in found.items()
-        },
     }
-    text = json.dumps({"summary": summary, "runs": found}, indent=1)
+    text = json.dumps({"summary": {**conditions, **summary}, "runs": runs}, indent=1)
     print(text)
-    if options.out:
-        Path(options.out).write_text(text)
+    if out:
+        Path(out).write_text(text)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 from pathlib import Path
@@ -53,22 +52,11 @@ def main() -> None:
         for mode in modes:
             found[mode].append(measure(mode, options.settle))
             print(mode, json.dumps(found[mode][-1]), flush=True)
-    import torch
-
     medians = {
         mode: {what: round(statistics.median(run[what] for run in runs), 3) for what in ("launch", "restart")}
         for mode, runs in found.items()
     }
-    summary = {
-        "device": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "median_s": medians,
-    }
-    text = json.dumps({"summary": summary, "runs": found}, indent=1)
-    print(text)
-    if options.out:
-        Path(options.out).write_text(text)
+    restart.publish(found, options.out, median_s=medians)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,18 @@ while helpers.importing:
     helpers.events()
 learned.judge(lines, helpers.log)
 learned.save()
+for line in helpers.log.in_words():
+    print(line)
 helpers.close()
 """
 
 
 def vet(script: Path | str, env: Mapping[str, str]) -> None:
     """Try everything that was learned about a script, and keep the verdict."""
-    subprocess.run([sys.executable, "-c", VET, str(script)], env=dict(env), timeout=2 * HUNG, check=True)
+    subprocess.run(
+        [sys.executable, "-c", VET, str(script)],
+        env=dict(env),
+        timeout=2 * HUNG,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )

@@ -21,6 +21,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.support.vet import VET
+
 ROOT = Path(__file__).parents[2]
 HUNG = 600.0  # seconds
 # The last value of a loop over a set of functions, which has another order in every process, and the name of
@@ -52,22 +54,6 @@ albumentations
 PACKAGES = {word.partition("=")[0]: word.rpartition("=")[2] for word in _LIST.split()}
 
 SNAPSHOT = (Path(__file__).parent / "package_snapshot.py").read_text()
-
-VET = """
-import os, sys, time
-from phalanx.warm.import_cache import ImportCache
-from phalanx.zygote.spawner import Spawner
-learned = ImportCache(["script", sys.argv[1]], os.environ)
-lines = learned.all_lines()
-helpers = Spawner("python", preload=lines)
-while helpers.importing:
-    helpers.events()
-learned.judge(lines, helpers.log)
-learned.save()
-for line in helpers.log.in_words():
-    print(line)
-helpers.close()
-"""
 
 
 class PackageResult:
