@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.simulation.chaos import run_seed
+from tests.simulation.requeue import run_requeued
 from tests.simulation.scale import measure
 from tests.simulation.script import Script
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.txt"))
 
 
-def play(seeds: range) -> None:
+def play(seeds: range, run: Callable[[int], object] = run_seed) -> None:
     broken = []
     for seed in seeds:
         try:
-            run_seed(seed)
+            run(seed)
         except Exception as error:  # noqa: BLE001 - all broken seeds are to be named, whatever broke
             broken.append(f"seed {seed}: {type(error).__name__}: {error}")
     assert not broken, "\n".join(broken)
@@ -38,6 +40,15 @@ def test_seeds_that_broke_a_rule_once(seed: int) -> None:
 @pytest.mark.parametrize("start", range(0, 10_000, 500))
 def test_no_seed_of_ten_thousand_breaks_a_rule(start: int) -> None:
     play(range(start, start + 500))
+
+
+def test_a_job_forms_again_under_its_old_id() -> None:
+    play(range(200), run_requeued)
+
+
+@pytest.mark.long
+def test_a_job_forms_again_under_its_old_id_in_ten_thousand_seeds() -> None:
+    play(range(10_000), run_requeued)
 
 
 @pytest.mark.parametrize("seed", [3, 42])

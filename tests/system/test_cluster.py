@@ -20,13 +20,18 @@ import psutil
 import pytest
 
 from phalanx.core.exit_codes import NO_MEETING
+from phalanx.core.store_commands import Get
 from phalanx.errors import RendezvousClosedError
 from phalanx.membership.handler import RendezvousHandler, RendezvousParameters
 from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over
 from phalanx.membership.registry import get_rendezvous_handler
+from phalanx.store.embedded.client import Client
+from phalanx.store.embedded.server import Server
+from phalanx.store.embedded.token import Token
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import TOKEN, Job, Node, Worker, free_port, tell
 from tests.support.run_helpers import PHALANX, all_gone, plain_environment, run
+from tests.system.test_store_server import Proxy
 
 
 def everybody(nodes: list[Node], world: int) -> list[Worker]:
@@ -682,6 +687,22 @@ def test_a_new_job_of_an_old_id_forms_where_the_last_one_was_closed(monkeypatch:
     infos = together([h.next_rendezvous for h in second])
     assert sorted((i.rank, i.world_size, i.attempt) for i in infos) == [(0, 2, 0), (1, 2, 0)]
     together([h.shutdown for h in (*second, other)])
+
+
+def test_a_node_that_has_left_is_not_found_even_if_its_connection_had_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who starts the job again at once must not find a node of the old one, which would seem to go on."""
+    token = Token(TOKEN.encode(), "the test")
+    with Server(token=token) as server, Proxy(server.address) as way:
+        where = "{}:{}".format(*way.address)
+        (node,) = handlers(1, monkeypatch, (1, 1), where, is_host=False, ttl=600)
+        node.next_rendezvous()
+        way.hush(0)
+        node.membership.release()  # type: ignore[attr-defined]
+        with Client(*server.address, token=token) as client:
+            assert client.get("job/run/ctl/round") is not None
+            assert client.request(Get("job/run/node/", prefix=True)).entries == ()
 
 
 @pytest.mark.long

@@ -368,7 +368,7 @@ def test_who_finds_the_job_closed_and_nobody_left_begins_the_next_one() -> None:
     claim = node.answer(node.asked, Reply(True, 21))
     assert isinstance(claim, Send)
     assert isinstance(claim.command, Txn)
-    assert claim.command.when == (When("ctl/round", "mod", 20),)
+    assert claim.command.when == (When("ctl/round", "mod", 20), When("ctl/leader", "mod", 0))
     fresh = decode_round(claim.command.puts[0].value)
     assert fresh is not None
     assert (fresh.number, fresh.phase, fresh.restarts, fresh.job) == (4, FORMING, 0, 2)

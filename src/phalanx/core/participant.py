@@ -248,10 +248,12 @@ class Participant:
                 self._outside = self.round.stamp
         elif kind == "remaining":
             if self.round is not None and not self._job and reply.revision >= self._round_mod:
-                claim = begin_again(self.round, self._round_mod, self.options, len(reply.entries))
+                claim = begin_again(
+                    self.round, self._round_mod, self._foreign_leader, self.options, len(reply.entries)
+                )
                 self._send(now, "again", claim)
         elif kind == "again":
-            self._learn_again(reply.entries[0])
+            self._learn_again(reply)
         elif kind == "everything" and self._view is not None:
             self._view_complete = self._dirty = True
             self._view.learn(now, tuple(map(Change, reply.entries)), reset=True)
@@ -348,11 +350,14 @@ class Participant:
                 self._place_mod = entry.mod
                 self.place = decode_place(entry.value) or Place()
 
-    def _learn_again(self, entry: Entry) -> None:
-        """The round after `begin_again`: a new one, or the one that was found, which is then this node's."""
+    def _learn_again(self, reply: Reply) -> None:
+        """The round after `begin_again`: a new one, or the one that was found, which is then this node's.
+
+        Where that one is the same and the request failed, a leader was elected meanwhile: look again."""
+        entry = reply.entries[0]
         if entry.mod > self._round_mod:
             self._learn_round(entry)
-        elif entry.mod == self._round_mod and self.round is not None:
+        elif reply.ok and entry.mod == self._round_mod and self.round is not None:
             self._job = self.round.job
 
     def _learn_leader(self, now: float, entry: Entry) -> None:
@@ -601,9 +606,8 @@ class Participant:
             closed = self.round is not None and self.round.phase == CLOSED
             if not (self._leader.lease or self._leaving or closed or self._asking("campaign")):
                 node, key = self._key("node/" + self.info.id), self._key("ctl/leader")
-                # A leader's key is on its lease; one that is not is foreign, and goes first: a key that is
-                # written over keeps its `create`, which is the leader's term.
-                foreign = self._leader.mod if self._leader.key else 0
+                # A foreign key goes first: one that is written over keeps its `create`, the leader's term.
+                foreign = self._foreign_leader
                 guards = (When(node, "create", self._incarnation), When(key, "mod", foreign))
                 mine = (Put(key, self.info.id.encode(), self.lease),)
                 self._send(
@@ -630,6 +634,11 @@ class Participant:
             self._status_at = now
             guard = When(self._key("ctl/leader"), "create", self._view.term)
             self._send(now, "status", Txn((guard,), (Put(self._key("status"), self.reason.encode()),)))
+
+    @property
+    def _foreign_leader(self) -> int:
+        """The revision of a leader's key that no leader has written (not on a lease); 0: there is none."""
+        return self._leader.mod if self._leader.key and not self._leader.lease else 0
 
     @property
     def _publishing(self) -> bool:

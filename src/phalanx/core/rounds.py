@@ -334,16 +334,17 @@ def decide(now: float, view: LeaderView, options: Options) -> RoundDecision:
     return decision._replace(wake_at=min(patience, decision.wake_at or patience))
 
 
-def begin_again(found: Round, mod: int, options: Options, remaining: int) -> Txn:
+def begin_again(found: Round, mod: int, leader: int, options: Options, remaining: int) -> Txn:
     """The request of a newcomer that finds no leader, or a closed job, and `remaining` nodes of it.
 
     With nodes left the reply only shows whether the round is still this one. With none left, the first
-    newcomer begins anew; the others see its round. A job that was not closed keeps its number: some of its
-    nodes may be
-    alive, and return when they reach the store again."""
-    still = (When(options.prefix + "ctl/round", "mod", mod),)
+    newcomer begins anew; the others see its round. It must not do so over a leader that was elected since it
+    looked: from then on only the leader's rounds count. `leader`: the revision of the leader's key, as known.
+    A job that was not closed keeps its number: some of its nodes may be alive, and return when they reach the
+    store again."""
+    still = When(options.prefix + "ctl/round", "mod", mod)
     if remaining:
-        return Txn(still)
+        return Txn((still,))
     over = found.phase == CLOSED
     ended = f"the previous one with this id ended: {found.outcome} ({found.reason})"
     reason = f"a new job; {ended}" if over else "begun anew: all nodes had gone"
@@ -351,7 +352,8 @@ def begin_again(found: Round, mod: int, options: Options, remaining: int) -> Txn
     ranges = ("result/", "drain/", "close/", "ctl/meeting/")
     deletes = tuple(Delete(options.prefix + name, prefix=True) for name in ranges)
     singles = tuple(Delete(options.prefix + name) for name in ("members", "status"))
-    return Txn(still, (Put(options.prefix + "ctl/round", encode(fresh)),), deletes + singles)
+    guards = (still, When(options.prefix + "ctl/leader", "mod", leader))
+    return Txn(guards, (Put(options.prefix + "ctl/round", encode(fresh)),), deletes + singles)
 
 
 def _restore(view: LeaderView) -> RoundDecision:

@@ -686,12 +686,19 @@ class Membership:
         client, participant = self.client, self.participant
         if client is None or client.lost is not None or participant is None:
             return
+        if participant.ended is not None and participant.ended.outcome == "store":
+            return  # it has been silent for long enough
         if self.hosting:
             # With its key the host is still part of the ending job: a newcomer sees the end, and does not
             # begin a new job at a store that is about to close.
             self._wait_for_the_others(client, participant)
         if participant.lease:
-            self._send(Revoke(participant.lease))
+            try:
+                # Answered, not only sent: the store may have taken up another connection of this session, and
+                # who begins this job again would find a node of the last one.
+                client.request(Revoke(participant.lease), FAREWELL)
+            except StoreError:
+                pass  # it runs out by itself
 
     def _wait_for_the_others(self, client: Client, participant: Participant) -> None:
         end = clock() + max(FAREWELL, self.options.ttl)  # a node that is gone loses its key by then
