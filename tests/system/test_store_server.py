@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -118,6 +119,14 @@ class Proxy:
         self._hush_next = more
         self._hushed |= set(self.links)
 
+    def reset(self) -> None:
+        """The store's side of all connections is reset, as by a firewall; the client's side stays open."""
+        self._hushed |= set(self.links)
+        for far in self.links[1::2]:
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            far.shutdown(socket.SHUT_RD)  # so that the thread that reads there lets go of it
+            far.close()
+
     def cut(self) -> None:
         for link in self.links:
             try:
@@ -197,6 +206,23 @@ def test_coming_back_keeps_the_lease_and_staying_away_ends_it(server: Server, cl
     # Both ends of the proxy are closed: to the server that is a process that died.
     assert ended.wait(HUNG)
     assert client.get("held") is None
+
+
+def test_a_connection_that_only_the_store_sees_end_shortens_no_lease(server: Server, client: Client) -> None:
+    """Its holder runs workers until it notices, and nobody else may run them meanwhile."""
+    with Proxy(server.address) as proxy, Client(*proxy.address, token=TOKEN, patience=60.0) as holder:
+        lease = holder.request(Grant(600.0)).number
+        holder.put("held", b"", lease)
+        # Another one hangs up at the same time: when its lease is over, this one's would be.
+        with Proxy(server.address) as other, Client(*other.address, token=TOKEN) as witness:
+            witness.put("witness", b"", witness.request(Grant(600.0)).number)
+            ended = threading.Event()
+            client.watch("witness", lambda notice: ended.set())
+            proxy.reset()
+            other.cut()
+            witness.close()
+        assert ended.wait(HUNG)
+        assert client.get("held") is not None
 
 
 def told_by(states: queue.Queue[State]) -> list[str]:

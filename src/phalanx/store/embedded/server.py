@@ -12,8 +12,9 @@ Invariants:
 - A crowd of strangers keeps no node out: the oldest of the address with the most of them makes room for the
   next connection, and a node needs milliseconds to prove the token. They cannot fill the log either.
 - What a turn of the loop changed is in the journal before any of it is answered.
-- A client that hung up has `linger` seconds to come back before its leases end. A connection that
-  the server itself gave up shortens nothing: the client may not know of it yet.
+- A client that hung up has `linger` seconds to come back before its leases end. A connection that was
+  reset, or that the server itself gave up, shortens nothing: a firewall can reset one side alone, and the
+  client, whose workers run until it notices, may not know of it yet.
 - A server that was stopped (a debugger, SIGSTOP, a suspended host) starts all leases again: its
   clients could not have reached it, and a lease may always last longer, never shorter.
 """
@@ -340,8 +341,9 @@ class Server:
         except wire.WireError as error:
             self._drop(peer, str(error))
             return
-        except OSError:
-            data = b""
+        except OSError as error:
+            self._lost(peer, error, now)
+            return
         if not data:
             self._hung_up(peer, now)
             return
@@ -473,8 +475,8 @@ class Server:
         except wire.WireError as error:
             self._drop(peer, str(error))
             return
-        except OSError:
-            self._hung_up(peer, time.monotonic())
+        except OSError as error:
+            self._lost(peer, error, time.monotonic())
             return
         if peer.closing and not peer.out:
             self._forget(peer)
@@ -484,6 +486,13 @@ class Server:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if blocked else 0)
         if self._selector.get_key(peer.sock).events != wanted:
             self._selector.modify(peer.sock, wanted)
+
+    def _lost(self, peer: _Peer, error: OSError, now: float) -> None:
+        """A broken pipe is a reset after the client had hung up; anything else may come from the network."""
+        if isinstance(error, BrokenPipeError):
+            self._hung_up(peer, now)
+        else:
+            self._forget(peer)
 
     def _hung_up(self, peer: _Peer, now: float) -> None:
         """The client closed the connection, so it knows."""

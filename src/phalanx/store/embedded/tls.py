@@ -66,7 +66,7 @@ class TlsChannel(ssl.SSLSocket):
         except ssl.SSLWantWriteError as error:
             raise BlockingIOError(str(error)) from None
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-            raise ConnectionResetError(f"the other side ended TLS: {error}") from None
+            raise BrokenPipeError(f"the other side hung up: {error}") from None
         except ssl.SSLError as error:
             if self.server_side:
                 self._turn_away()
