@@ -232,8 +232,8 @@ def test_what_an_unused_standby_prints_is_shown_to_nobody(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("raise ValueError('no such\\nfile')", "failed: file"),
-        ("import os; print(os.environ['RANK'])", "failed: KeyError: 'RANK'"),
+        ("raise ValueError('no such\\nfile')", "failed: file (MAIN:1)"),
+        ("import os; print(os.environ['RANK'])", "failed: KeyError: 'RANK' (MAIN:1)"),
         ("pass", "exited with code 0"),
         ("import sys; sys.exit(3)", "exited with code 3"),
         ("import os; os.kill(os.getpid(), 11)", "was killed by signal 11"),
@@ -246,7 +246,8 @@ def test_a_script_that_ends_before_it_waits_is_one_line(
     spawner = helpers()
     spawner.park(1, "", [known(main, runs_script=True)])
     assert line_of(spawner) == (
-        f"standby: {main} before wait_for_rank(): {says}; restarts go on without standbys"
+        f"standby: {main} before wait_for_rank(): {says.replace('MAIN', str(main))}; "
+        "restarts go on without standbys"
     )
     main.write_text("import sys; sys.exit(7)\n")
     spawner.spawn([launch(main)], os.environ)

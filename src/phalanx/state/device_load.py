@@ -1,8 +1,9 @@
-"""Tensors from a memory file onto a device: read into pinned buffers by several threads, copied beside.
+"""Tensors from a memory file onto a device.
 
-A mapping would have to be pinned first, which takes longer than the copy, or would be copied by the driver at
-the speed of one processor. Here each thread reads a part of the file into one of its two buffers, without any
-page of it being mapped, while the other buffer is on its way to the device.
+A process that has saved to a region has it mapped and pinned; the device reads it at the speed of the bus. In
+a new process the mapping would have to be pinned first, which takes longer than the copy, or would be copied
+by the driver at the speed of one processor. There, several threads each read a part of the file into one of
+their two pinned buffers, without any page of it being mapped, while the other is on its way to the device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import mmap
     from typing import Any
 
 _THREADS = 6
@@ -29,6 +31,11 @@ class DeviceLoad:
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
+    @property
+    def to_cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return bool(self._device.type == "cuda")
+
     def place(self, at: int, dtype: Any, shape: tuple[int, ...]) -> Any:
         """A tensor on the device, which `run` fills."""
         tensor = self._torch.empty(shape, dtype=dtype, device=self._device)
@@ -37,12 +44,26 @@ class DeviceLoad:
             self._parts += [(at + start, flat[start : start + _PART]) for start in range(0, len(flat), _PART)]
         return tensor
 
+    def run_pinned(self, mapping: mmap.mmap) -> None:
+        """Fill all tensors from a mapping that the driver knows; they are complete on return."""
+        if not self._parts:
+            return
+        torch = self._torch
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())  # the memory of the tensors may still be in use
+            with torch.cuda.stream(stream):
+                for at, target in self._parts:
+                    source = torch.frombuffer(mapping, dtype=torch.uint8, count=len(target), offset=at)
+                    target.copy_(source, non_blocking=True)
+            stream.synchronize()
+        self._parts.clear()
+
     def run(self, fd: int, base: int) -> None:
         """Fill all tensors from the file; they are complete on return."""
         if not self._parts:
             return
-        cuda = self._device.type == "cuda"
-        before = self._torch.cuda.current_stream(self._device) if cuda else None
+        before = self._torch.cuda.current_stream(self._device) if self.to_cuda else None
         count = min(_THREADS, os.cpu_count() or 1, len(self._parts))
         threads = [
             threading.Thread(target=self._work, args=(fd, base, before), name="phalanx-state-load")

@@ -109,7 +109,11 @@ class PinnedMappings:
             from phalanx.log import warn
 
             warn(f"worker.keep: {size / 1e9:.1f} GB could not be pinned (CUDA error {int(result)})")
-        self._registered[address] = (size, mapping)
+        self._registered[address] = (size, mapping)  # also where it failed: it would fail again
+
+    def has(self, mapping: mmap.mmap) -> bool:
+        """Whether the driver knows this mapping."""
+        return any(known is mapping for _, known in self._registered.values())
 
     def forget(self, mapping: mmap.mmap) -> None:
         """This mapping is not used any more."""

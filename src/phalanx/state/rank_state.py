@@ -251,8 +251,19 @@ class RankState:
                 load = DeviceLoad(device)
             tree = decode(mapping, header.index_at, header.index_size, load)
             if load is not None:
-                load.run(self.place.fd, region_at(number, header.region))
+                pinned = self._pinned_mapping(number, header)
+                if pinned is not None and load.to_cuda:
+                    load.run_pinned(pinned)
+                else:
+                    load.run(self.place.fd, region_at(number, header.region))
             return Kept(tree, header.step, header.rank, header.world_size)
+
+    def _pinned_mapping(self, number: int, header: SlotHeader) -> mmap.mmap | None:
+        """The mapping through which this process has saved, if it did."""
+        known = self._shared.get((number, header.region))
+        if known is None or self._pinned is None or len(known) < header.used or not self._pinned.has(known):
+            return None
+        return known
 
     def _find(self, name: str, step: int | None, anywhere: bool) -> tuple[SlotHeader | None, int]:
         for header, number in self._saves(name):

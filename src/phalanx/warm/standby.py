@@ -150,7 +150,7 @@ class Standby:
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             return f"was killed by signal {-code}"
-        last = _last_line(self.printed)
+        last = _last_words(self.printed)
         return f"failed: {last}" if code and last else f"exited with code {code}"
 
     def close(self) -> None:
@@ -479,14 +479,20 @@ def replay(printed: list[int]) -> None:
         os.close(kept)
 
 
-def _last_line(fd: int) -> str:
-    """The last line of text in a file, shortened."""
+def _last_words(fd: int) -> str:
+    """The last line of text in a file, shortened; after a traceback, with the place that it names last."""
     if fd < 0:
         return ""
     size = os.fstat(fd).st_size
     text = os.pread(fd, 4096, max(0, size - 4096)).decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
+    if not lines:
+        return ""
+    for line in reversed(lines):
+        start, _, rest = line.partition('", line ')
+        if start.startswith('File "') and not start.startswith('File "<') and rest:
+            return f"{lines[-1][:300]} ({start[6:]}:{rest.split(',')[0]})"
+    return lines[-1][:300]
 
 
 def lower_priority(by: int) -> None:
