@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -328,6 +329,20 @@ def test_the_control_group_catches_strays(victims: str, times: int, tmp_path: Pa
                 wait_until(lambda: all(gone(pid) for pid in pids.values()), "the end of the strays")
 
     play(times, tmp_path, trial, at_once=3)
+
+
+@needs_cgroups
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a time namespace")
+def test_who_sees_other_clocks_kills_nobody(tmp_path: Path) -> None:
+    """In another time namespace every process seems to have started at another time."""
+    with Running([script(tmp_path, FOREVER)]) as job:
+        (worker,) = job.workers(1).values()
+        wait_until(lambda: "/phalanx-" in cgroup_of(worker), "the control group")
+        elsewhere = ["unshare", "--time", "--boottime", "3600", "--fork", sys.executable, "-c"]
+        look = "from phalanx.zygote.job_cgroup import sweep\nassert sweep()"
+        subprocess.run([*elsewhere, look], check=True, timeout=HUNG)
+        assert not gone(worker)
+        assert psutil.Process(worker).status() != psutil.STATUS_ZOMBIE
 
 
 BOMB = """

@@ -41,15 +41,20 @@ def base() -> str:
 
 
 def _name(keeper: int, started: str) -> str:
-    return f"{_PREFIX}-{_namespace()}-{keeper}-{started}"
+    return f"{_PREFIX}-{_namespaces()}-{keeper}-{started}"
 
 
-def _namespace() -> str:
-    """The pid namespace: in another one, the same number is another process."""
-    try:
-        return os.readlink("/proc/self/ns/pid")[5:-1]
-    except OSError:
-        return "0"
+def _namespaces() -> str:
+    """Those of pids and of time: in others, the same process has another number, or another start.
+
+    What a keeper of other namespaces has left is none of our business: it may well be alive."""
+    found = []
+    for kind in ("pid", "time"):
+        try:
+            found.append(os.readlink(f"/proc/self/ns/{kind}").strip(f"{kind}:[]"))
+        except OSError:
+            found.append("0")
+    return ".".join(found)
 
 
 def _started(pid: int) -> str:
@@ -164,7 +169,7 @@ def remove(path: str) -> bool:
 def sweep() -> bool:
     """Kill what is in groups whose keeper is dead; whether none of them is left."""
     parent = base()
-    ours = f"{_PREFIX}-{_namespace()}-"
+    ours = f"{_PREFIX}-{_namespaces()}-"
     clear = True
     for name in kernel.list_dir(parent) if parent else ():
         if not name.startswith(ours):
