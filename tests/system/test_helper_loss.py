@@ -300,6 +300,14 @@ def is_populated(group: str) -> bool:
         return False
 
 
+def has_memory(pid: int) -> bool:
+    """Whether a process can still run code of its own."""
+    try:
+        return "VmSize" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
 needs_cgroups = pytest.mark.skipif(not job_cgroup.base(), reason="control groups cannot be written here")
 
 
@@ -322,7 +330,9 @@ def test_the_control_group_catches_strays(victims: str, times: int, tmp_path: Pa
                 os.kill(pid, signal.SIGKILL)
             if victims == "helpers":
                 wait_until(lambda: files["worker"].exists(), "the restart")
-                assert all(gone(pid) for pid in pids.values()), "nothing is started over leftovers"
+                # One that has left its group may be seen a moment longer, without memory or files of its own.
+                left = [pid for pid in pids.values() if not gone(pid) and has_memory(pid)]
+                assert not left, "nothing is started over leftovers"
         if victims == "all":
             with Running([script(folder, FOREVER)]) as job:
                 job.workers(1)
