@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.core.store_commands import Notice, Put
+from phalanx.errors import StoreTimeoutError
 from phalanx.membership.node_requests import (
     ASK,
     LONGEST_ANSWER,
@@ -23,6 +24,7 @@ from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.embedded.token import Token
 from tests.conftest import HUNG
+from tests.system.test_store_server import Proxy
 
 TOKEN = Token(b"0123456789abcdef0123456789abcdef", "the test")
 PREFIX = "job/r/"
@@ -87,6 +89,16 @@ def test_a_node_that_does_not_answer_is_counted_and_not_waited_for_long(store: C
     nodes = [NodeOfJob(store(), "a"), NodeOfJob(store(), "b"), NodeOfJob(store(), "c", mute=True)]
     found, silent = ask_nodes(nodes[0].client, "r", {}, 1.0, "a")
     assert (sorted(found), silent) == (["b"], 1)
+
+
+def test_a_store_that_is_away_is_not_waited_for_longer_than_asked() -> None:
+    """The first message is the one that waits: nothing else is asked before it is answered."""
+    with Server("127.0.0.1", 0, token=TOKEN) as server, Proxy(server.address) as way:
+        client = Client(*way.address, token=TOKEN, grace=10 * HUNG).connect(HUNG)
+        with client:
+            way.hush(1000)
+            with pytest.raises(StoreTimeoutError):
+                ask_nodes(client, "r", {"ask": "status"}, 0.2)
 
 
 def test_deeds_need_a_store_that_knows_its_clients(store: Callable[[], Client]) -> None:

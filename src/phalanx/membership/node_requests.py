@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 
 from phalanx.core.store_commands import Get, Put
 
@@ -69,7 +70,7 @@ def ask_nodes(
 ) -> tuple[dict[str, dict[str, Any]], int]:
     """Ask every node of a job but `asker`: the answers by node id, and how many nodes did not answer.
 
-    Waits, at most about `timeout` seconds; raises StoreError if the store does not answer."""
+    Waits, at most `timeout` seconds in all; raises StoreError if the store does not answer."""
     prefix, told = f"job/{run_id}/", told_prefix(run_id)
     number, question = encode_question(request, asker)
     answers: dict[str, dict[str, Any]] = {}
@@ -85,16 +86,21 @@ def ask_nodes(
             if missing is not None and missing <= answers.keys():
                 complete.set()
 
-    watch, _ = client.watch(told, heard, prefix=True)
+    end = time.monotonic() + timeout
+
+    def left() -> float:
+        return max(0.0, end - time.monotonic())
+
+    watch, _ = client.watch(told, heard, prefix=True, timeout=left())
     try:
-        entries = client.request(Get(prefix + "node/", prefix=True), timeout).entries
+        entries = client.request(Get(prefix + "node/", prefix=True), left()).entries
         nodes = {entry.key.removeprefix(prefix + "node/") for entry in entries} - {asker}
-        client.request(Put(prefix + ASK, question), timeout)
+        client.request(Put(prefix + ASK, question), left())
         with lock:
             missing = nodes
             if nodes <= answers.keys():
                 complete.set()
-        complete.wait(timeout)
+        complete.wait(left())
         return {node: answers[node] for node in sorted(nodes & answers.keys())}, len(nodes - answers.keys())
     finally:
         client.unwatch(watch)
