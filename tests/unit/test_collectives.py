@@ -192,6 +192,41 @@ def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
     )
 
 
+def test_a_rank_that_is_alone_in_its_group_waits_for_its_device() -> None:
+    """As with NCCL behind a kernel that does not end: the others wait for it in the default group."""
+    traces = {
+        0: RankTrace(0, (group(ops(AR, AR, wait=True), (0, 1)),)),
+        1: RankTrace(1, (group(ops(AR), (0, 1)), group(ops(AR, AR, wait=True), (1,), "2", "own"))),
+    }
+    found = explain(traces)
+    assert found is not None
+    assert (found.kind, found.ranks) == ("device", (1,))
+    assert found.text == (
+        "rank 1 is in all_reduce #2 of group own, as its only member: its device has not finished what comes "
+        "before it; rank 0 waits in all_reduce #2 of the default group"
+    )
+    alone = explain({0: RankTrace(0, (group(ops(AR, wait=True), (0,)),))})
+    assert alone is not None
+    assert (alone.kind, alone.ranks) == ("device", (0,))
+
+
+def test_a_group_that_is_complete_and_stuck_holds_up_those_that_wait_for_its_members() -> None:
+    pair = group(ops(AR, AR, wait=True), (2, 3), "2", "tp")
+    traces = {
+        0: RankTrace(0, (group(ops(AR, wait=True), (0, 1, 2, 3)),)),
+        1: RankTrace(1, (group(ops(AR, wait=True), (0, 1, 2, 3)),)),
+        2: RankTrace(2, (group((), (0, 1, 2, 3)), pair)),
+        3: RankTrace(3, (group((), (0, 1, 2, 3)), pair)),
+    }
+    found = explain(traces)
+    assert found is not None
+    assert (found.kind, found.ranks) == ("network", (2, 3))
+    assert found.text == (
+        "all 2 ranks are in all_reduce #2 of group tp: look at the network between them; "
+        "ranks 0, 1 wait in all_reduce #1 of the default group"
+    )
+
+
 def late(count: int, mine: float, theirs: float, now: float) -> dict[int, RankTrace]:
     """Rank 1 comes `theirs - mine` later than the others to `count` operations, and not yet to the next."""
     theirs_first, mine_first = now + 1.0 + theirs, now + 1.0 + mine

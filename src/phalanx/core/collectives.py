@@ -19,9 +19,11 @@ The verdict, the first that holds:
    usual.
 4. *ahead*: fewer members wait than lack it.
 5. *missing*: a member lacks it, and waits nowhere else.
-6. *mismatch of groups*: all that lack it wait in other groups, in a circle.
-7. *silent*: members without a record are all that could be missing.
-8. *network*: all members are in the same operation.
+6. *device*, *network*: all that lack it wait in other groups, and one of these lacks nobody: it is there.
+7. *mismatch of groups*: all that lack it wait in other groups, in a circle.
+8. *silent*: members without a record are all that could be missing.
+9. *device*: the group has one member, which can only wait for its own device.
+10. *network*: all members are in the same operation.
 
 No verdict (None) where no rank waits in a collective: then the stacks have to tell.
 """
@@ -48,6 +50,7 @@ _REASONS = {
     "missing": "the others wait for it",
     "ahead": "ahead of the others",
     "silent": "no answer",
+    "device": "waits for its device",
 }
 
 
@@ -167,6 +170,7 @@ def explain(
         _first(blocked, _mismatch)
         or _first(blocked, lambda one: _absent(one, stopped, exited))
         or _missing(blocked)
+        or _innermost(blocked)
         or _circle(blocked)
         or _first(blocked, _silent)
         or _network(blocked[0])
@@ -371,6 +375,18 @@ def _slow(one: _Blocked, roots: list[int]) -> Explanation | None:
     return one.explanation("slow", roots, text, f"{one.who_waits(one.lacking)} in it")
 
 
+def _innermost(blocked: list[_Blocked]) -> Explanation | None:
+    """All that lack an operation wait in other groups: one of these in which nobody is missing."""
+    for outer in blocked:
+        for inner in blocked:
+            if not inner.lacking and not inner.silent and set(inner.waiting) & set(outer.lacking):
+                apart = set(outer.waiting) - set(inner.waiting)
+                if apart:
+                    verb = "waits" if len(apart) == 1 else "wait"
+                    return _network(inner).replace(then=f"{ranks_text(apart)} {verb} in {outer.what}")
+    return None
+
+
 def _circle(blocked: list[_Blocked]) -> Explanation | None:
     """All that lack an operation wait in another group: for ranks that wait for them."""
     first = next((one for one in blocked if one.lacking), None)
@@ -397,6 +413,12 @@ def _silent(blocked: _Blocked) -> Explanation | None:
 
 
 def _network(blocked: _Blocked) -> Explanation:
+    if len(blocked.members) == 1:
+        text = (
+            f"{ranks_text(blocked.members)} is in {blocked.what}, as its only member: "
+            "its device has not finished what comes before it"
+        )
+        return blocked.explanation("device", blocked.members, text)
     if blocked.left:
         verb = "has" if len(blocked.left) == 1 else "have"
         are = "is" if len(blocked.waiting) == 1 else "are"
