@@ -38,7 +38,11 @@ OUTCOMES = "PHALANX_OUTCOMES"
 PYTHON_EXEC = "PYTHON_EXEC"
 LOG_LEVEL = "LOGLEVEL"
 OMP_THREADS = "OMP_NUM_THREADS"
-NODE_INDEXES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # this node's index, set by its scheduler
+COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # of this pod, set by Kubernetes
+JOB_UID = "PHALANX_JOB_UID"  # these three from labels of the pod, by its manifest
+JOBSET_INDEX = "PHALANX_JOBSET_INDEX"
+JOBSET_REPLICAS = "PHALANX_JOBSET_REPLICAS"
+NODE_INDEXES = ("SLURM_NODEID", COMPLETION_INDEX)  # this node's index, set by its scheduler
 # Of the workers, set by the launcher or by the user.
 RUN_ID = "TORCHELASTIC_RUN_ID"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
@@ -180,6 +184,11 @@ def node_index() -> int:
     """This node's index at its scheduler; -1: unknown."""
     found = (os.environ.get(name, "") for name in NODE_INDEXES)
     return int(next((text for text in found if text.isdigit()), "-1"))
+
+
+def in_pod() -> bool:
+    """Whether this is a pod of Kubernetes, whose home directory no other pod shares unless it is mounted."""
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST") or os.environ.get(COMPLETION_INDEX))
 
 
 def log_level() -> str:

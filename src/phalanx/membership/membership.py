@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 
 STATUS = 800_000  # the number of a watch, between the participant's and the client's
 REFUSED_PATIENCE = 3.0
-RETURN_PATIENCE = 60.0  # for node 0 of a static job to return, once a round has run
 FAREWELL = 2.0  # seconds, or a lease, for the other nodes to see how the job ended
 NOT_AUTHENTICATED = (
     "control traffic of this job is not authenticated (no PHALANX_TOKEN); "
@@ -464,7 +463,7 @@ class Membership:
 
     @property
     def _return_patience(self) -> float:
-        return min(RETURN_PATIENCE, self.options.join_timeout)
+        return min(self.settings.return_timeout, self.options.join_timeout)
 
     def _rejoin(self, why: str) -> None:
         """The store of a static job is lost: stop, and join as a new participant once it is back."""

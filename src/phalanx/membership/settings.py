@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from phalanx.store.embedded.token import Token
 
 DEFAULT_TTL, DEFAULT_TIMEOUT = 6.0, 600.0
+RETURN_PATIENCE = 60.0  # seconds
 
 
 class Settings:
@@ -69,6 +70,8 @@ class Settings:
             ttl = _seconds(params, "keep_alive_interval", 5.0) * (
                 params.get_as_int("keep_alive_max_attempt", 3) or 3
             )
+        # For node 0 of a static job to come back, once a round has run.
+        self.return_timeout = _seconds(params, "return_timeout", RETURN_PATIENCE)
         self.options = Options(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
