@@ -31,6 +31,9 @@ OF_OTHER_COMMANDS = {
     "--explain", "--forget",
     # phalanx slurm
     "--spares", "--requeues", "--notice", "--print", "--sbatch",
+    # phalanx k8s
+    "--kind", "--image", "--gpus", "--cpus", "--memory", "--shm", "--name", "--namespace", "--secret",
+    "--retries", "--termination-grace", "--no-preflight", "--restricted", "--nodes",
     # benchmarks and tests
     "--quick", "--runs", "--settle", "--python",
 }  # fmt: skip
