@@ -21,6 +21,8 @@ STATIC_PORT = 29500  # MASTER_PORT where none is given
 STORE_PORT = 29400
 ETCD_PORT = 2379
 
+SHARED_MEMORY = "/dev/shm"
+
 # Of the launcher.
 SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -212,13 +214,19 @@ def rewrites_lines() -> bool:
 
 
 def temporary_directory() -> str:
-    """The first usable directory of those that Python's tempfile tries; OSError says what was tried."""
+    """The first usable directory of those that Python's tempfile tries; OSError says what was tried.
+
+    After them comes shared memory, the one place that a container with a read-only file system can write."""
     named = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
     try:
         here = os.getcwd()
     except OSError:
         here = ""
-    tried = [os.path.abspath(path) for path in (*named, "/tmp", "/var/tmp", "/usr/tmp", here) if path]
+    tried = [
+        os.path.abspath(path)
+        for path in (*named, "/tmp", "/var/tmp", "/usr/tmp", here, SHARED_MEMORY)
+        if path
+    ]
     for path in tried:
         if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK):
             return path

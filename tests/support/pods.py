@@ -134,6 +134,9 @@ class Pods:
         words = list(command) or [word.replace("$$(", "$(") for word in container["command"]]
         config = _config(words, environ, host.name, mounts, f"/var/run/netns/{host.namespace}")
         config["process"]["cwd"] = "/app"
+        if any(one["name"] == "tmp" for one in self.spec["volumes"]):  # else only /dev/shm can be written
+            tmp = {"destination": "/tmp", "type": "tmpfs", "source": "tmp", "options": ["mode=1777"]}
+            config["mounts"].insert(1, tmp)  # early: the checkout may be below it
         _bundle(folder, config)
         pod = Pod(host.name, full, address, folder, f"{host.namespace}-{self._made}")
         self._pods.append(pod)
@@ -213,7 +216,6 @@ def _config(
             {"destination": "/proc", "type": "proc", "source": "proc"},
             {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["mode=755", "size=64k"]},
             {"destination": "/dev/shm", "type": "tmpfs", "source": "shm", "options": memory},
-            {"destination": "/tmp", "type": "tmpfs", "source": "tmp", "options": ["mode=1777"]},
             *image,
             *mounts,
         ],

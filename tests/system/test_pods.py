@@ -73,7 +73,7 @@ def probe(pods: Pods, pod: Pod, path: str, wanted: int) -> None:
 
 @pods_possible
 def test_pods_come_back_one_by_one_while_the_others_restart_in_place(tmp_path: Path) -> None:
-    with job(tmp_path) as pods:
+    with job(tmp_path, "--restricted") as pods:
         assert pods.names is not None
         first, second = pods.start(0), pods.start(1)
         second.read_until("(Name or service not known)")  # DNS has no record of a pod that is this young
