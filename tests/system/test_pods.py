@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -148,3 +149,16 @@ def test_whatever_ends_a_pod_is_in_its_termination_log(tmp_path: Path) -> None:
         pod.signal(signal.SIGTERM)
         assert pod.end().code == 128 + signal.SIGTERM
         assert "SIGTERM" in pod.termination_log
+
+
+@pods_possible
+def test_the_page_is_followed_in_a_pod(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
+    (line,) = re.findall(r"^    (phalanx run .+)$", page, re.MULTILINE)
+    with job(tmp_path) as pods:
+        ended = pods.start(1, line.split()).end()
+        assert ended.code == 0, ended
+        first = "train-0.train.default.svc.cluster.local"
+        assert "# from Kubernetes: --node-rank 1 (JOB_COMPLETION_INDEX=1)" in ended.out
+        assert f"# from Kubernetes: --master-addr {first} (/etc/hosts: train-1.train" in ended.out
+        assert f"`{first}`" in page
