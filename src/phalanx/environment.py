@@ -177,6 +177,20 @@ def outcomes_directory() -> str:
     return "" if RUN_ID in os.environ else os.environ.get(OUTCOMES, "")
 
 
+class StatusTarget:
+    """Where Kubeflow's controller takes reports, and the files by which both sides know each other."""
+
+    def __init__(self, url: str, ca_file: str, token_file: str) -> None:
+        self.url, self.ca_file, self.token_file = url, ca_file, token_file
+
+
+def train_status() -> StatusTarget | None:
+    """Where a TrainJob wants progress to be reported; None: nowhere, as in a worker of another job."""
+    names = (f"KUBEFLOW_TRAINER_STATUS_{what}" for what in ("URL", "CA_CERT", "TOKEN"))
+    url, ca_file, token_file = (os.environ.get(name, "") for name in names)
+    return StatusTarget(url, ca_file, token_file) if url and token_file and RUN_ID not in os.environ else None
+
+
 def worker_server_socket() -> str:
     """The path of the worker's debug server; empty: none."""
     return os.environ.get(WORKER_SERVER_SOCKET, "")
