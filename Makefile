@@ -9,7 +9,7 @@ JOBS   ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 1) + 1 )))
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: demo test coverage test-long check format bench chaos clean etcd prometheus chromium sshd slurm
+.PHONY: demo test coverage test-long check format bench chaos clean etcd prometheus chromium sshd runc slurm
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -23,6 +23,7 @@ $(VENV)/.torch: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' jax accelerate lightning
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[otel]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps axe-core-python
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kubernetes-validate==1.37.0' 'kubeflow-trainer-api==2.3.0'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris || echo "no atheris for this Python"
 	@touch $@
 
@@ -33,8 +34,8 @@ slurm:
 	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y slurm-wlm munge >/dev/null; }; } || true
 
 # A real etcd for the tests, where it can be had; without one they are skipped, except in CI, where they fail.
-# With TORCH=1 a real Prometheus, a browser and sshd, too.
-etcd: $(if $(TORCH),prometheus chromium sshd)
+# With TORCH=1 a real Prometheus, a browser, sshd and runc, too.
+etcd: $(if $(TORCH),prometheus chromium sshd runc)
 	@command -v etcd >/dev/null && command -v ip >/dev/null && command -v openssl >/dev/null || { \
 	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
 	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y etcd-server iproute2 openssl gcc >/dev/null; }; } || true
@@ -42,6 +43,10 @@ etcd: $(if $(TORCH),prometheus chromium sshd)
 sshd:
 	@test -x /usr/sbin/sshd || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
 	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y openssh-server >/dev/null; }; } || true
+
+runc:
+	@command -v runc >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \
+	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends runc >/dev/null; }; } || true
 
 chromium:
 	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && { apt-get -qq update; \

@@ -10,9 +10,11 @@ An argument overrides a variable, and a variable overrides the default; an empty
 
 from __future__ import annotations
 
+import os
+
 from phalanx import validation
 from phalanx.core.record import Record
-from phalanx.environment import HEALTH_PORT, variables
+from phalanx.environment import COMPLETION_INDEX, HEALTH_PORT, variables
 from phalanx.options import (
     BY_DEST,
     ON,
@@ -165,21 +167,28 @@ class Sources:
             kept = {dest: taken for dest, taken in found.settings.items() if not self.given(dest)}
             self.around = found.replace(settings=kept)
             return
-        if not self.environ.get("SLURM_JOB_ID"):
-            return  # most often: nothing is imported for it
-        from phalanx.integrations.slurm.allocation import look
+        if self.environ.get("SLURM_JOB_ID"):
+            from phalanx.integrations.slurm.allocation import look as look_at_allocation
 
+            self.around = look_at_allocation(self.environ, self._all_given())
+        elif self.environ.get(COMPLETION_INDEX):
+            from phalanx.integrations.kubernetes.pod import HOSTS, look
+
+            self.around = look(self.environ, self._all_given(), os.uname().nodename, _text_of(HOSTS))
+        if self.around is None:  # most often: nothing is imported for it
+            return
+        if self.around.refusal:
+            raise usage_error(self.around.refusal)
+        self.warnings += self.around.warnings
+
+    def _all_given(self) -> dict[str, str]:
+        """What the user has set, by option: in words and in variables."""
         given = {dest: str(value) for dest, value in self.arguments.items()}
         for dest, option in BY_DEST.items():
             value = self.environ.get(option.env, "") if option.env else ""
             if value and dest not in given and not (option.kind == "flag" and not truth(value)):
                 given[dest] = value
-        self.around = look(self.environ, given)
-        if self.around is None:
-            return
-        if self.around.refusal:
-            raise usage_error(self.around.refusal)
-        self.warnings += self.around.warnings
+        return given
 
     @property
     def taken(self) -> tuple[tuple[str, str, str], ...]:
@@ -270,6 +279,14 @@ class Sources:
                 raise self.bad("rdzv_conf", f"{pair!r} is not key=value; write key=value,key=value")
             conf[key] = value
         return conf
+
+
+def _text_of(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 20)
+    except OSError:
+        return ""
 
 
 class Fields(Sources):

@@ -21,6 +21,8 @@ STATIC_PORT = 29500  # MASTER_PORT where none is given
 STORE_PORT = 29400
 ETCD_PORT = 2379
 
+SHARED_MEMORY = "/dev/shm"
+
 # Of the launcher.
 SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -38,7 +40,11 @@ OUTCOMES = "PHALANX_OUTCOMES"
 PYTHON_EXEC = "PYTHON_EXEC"
 LOG_LEVEL = "LOGLEVEL"
 OMP_THREADS = "OMP_NUM_THREADS"
-NODE_INDEXES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # this node's index, set by its scheduler
+COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # of this pod, set by Kubernetes
+JOB_UID = "PHALANX_JOB_UID"  # these three from labels of the pod, by its manifest
+JOBSET_INDEX = "PHALANX_JOBSET_INDEX"
+JOBSET_REPLICAS = "PHALANX_JOBSET_REPLICAS"
+NODE_INDEXES = ("SLURM_NODEID", COMPLETION_INDEX)  # this node's index, set by its scheduler
 # Of the workers, set by the launcher or by the user.
 RUN_ID = "TORCHELASTIC_RUN_ID"
 TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
@@ -171,6 +177,20 @@ def outcomes_directory() -> str:
     return "" if RUN_ID in os.environ else os.environ.get(OUTCOMES, "")
 
 
+class StatusTarget:
+    """Where Kubeflow's controller takes reports, and the files by which both sides know each other."""
+
+    def __init__(self, url: str, ca_file: str, token_file: str) -> None:
+        self.url, self.ca_file, self.token_file = url, ca_file, token_file
+
+
+def train_status() -> StatusTarget | None:
+    """Where a TrainJob wants progress to be reported; None: nowhere, as in a worker of another job."""
+    names = (f"KUBEFLOW_TRAINER_STATUS_{what}" for what in ("URL", "CA_CERT", "TOKEN"))
+    url, ca_file, token_file = (os.environ.get(name, "") for name in names)
+    return StatusTarget(url, ca_file, token_file) if url and token_file and RUN_ID not in os.environ else None
+
+
 def worker_server_socket() -> str:
     """The path of the worker's debug server; empty: none."""
     return os.environ.get(WORKER_SERVER_SOCKET, "")
@@ -180,6 +200,11 @@ def node_index() -> int:
     """This node's index at its scheduler; -1: unknown."""
     found = (os.environ.get(name, "") for name in NODE_INDEXES)
     return int(next((text for text in found if text.isdigit()), "-1"))
+
+
+def in_pod() -> bool:
+    """Whether this is a pod of Kubernetes, whose home directory no other pod shares unless it is mounted."""
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST") or os.environ.get(COMPLETION_INDEX))
 
 
 def log_level() -> str:
@@ -203,13 +228,19 @@ def rewrites_lines() -> bool:
 
 
 def temporary_directory() -> str:
-    """The first usable directory of those that Python's tempfile tries; OSError says what was tried."""
+    """The first usable directory of those that Python's tempfile tries; OSError says what was tried.
+
+    After them comes shared memory, the one place that a container with a read-only file system can write."""
     named = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
     try:
         here = os.getcwd()
     except OSError:
         here = ""
-    tried = [os.path.abspath(path) for path in (*named, "/tmp", "/var/tmp", "/usr/tmp", here) if path]
+    tried = [
+        os.path.abspath(path)
+        for path in (*named, "/tmp", "/var/tmp", "/usr/tmp", here, SHARED_MEMORY)
+        if path
+    ]
     for path in tried:
         if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK):
             return path

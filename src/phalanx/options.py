@@ -588,7 +588,7 @@ def scan(argv: Sequence[str]) -> Scan:
             value = "1"
         elif option.kind == "address" and not equals:
             value = ON
-            if position < len(rest) and _is_address(rest[position]):
+            if position < len(rest) and is_address(rest[position]):
                 value = rest[position]
                 position += 1
         elif not equals:
@@ -652,7 +652,7 @@ def _is_option(word: str) -> bool:
     return not _is_number(word) and " " not in word.partition("=")[0]
 
 
-def _is_address(word: str) -> bool:
+def is_address(word: str) -> bool:
     """`[HOST:]PORT`, which no script is called."""
     host, _, port = word.rpartition(":")
     return port.isascii() and port.isdigit() and (not host or "/" not in host)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _CONF = frozenset(
     (
         "is_host", "join_timeout", "journal", "keep_alive_interval", "keep_alive_max_attempt",
-        "last_call_timeout", "linger", "name", "rank", "settle", "store_grace", "timeout", "token_file",
-        "tls_ca", "tls_cert", "tls_key", "ttl",
+        "last_call_timeout", "linger", "name", "rank", "return_timeout", "settle", "store_grace",
+        "timeout", "token_file", "tls_ca", "tls_cert", "tls_key", "ttl",
         "cacert", "cert", "key", "password", "password_file", "protocol", "user",
         "close_timeout", "read_timeout", "use_libuv",
     )

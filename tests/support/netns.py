@@ -191,7 +191,7 @@ class Network:
 
     def __init__(self, *names: str) -> None:
         self._tag = f"px{os.getpid()}"
-        self._switch = f"{self._tag}-sw"
+        self.switch = self._switch = f"{self._tag}-sw"
         self._names = names
         self.hosts: dict[str, Host] = {}
 

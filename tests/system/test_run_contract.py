@@ -94,11 +94,11 @@ def test_run_main_in_python_writes_it_too(tmp_path: Path) -> None:
 
 
 def read_only_tmp(var_tmp: str) -> list[str]:
-    """Words that run what follows with a read-only /tmp and an empty /var/tmp; none if not allowed."""
+    """Words that run what follows with a read-only /tmp, empty /var/tmp and /dev/shm; none if not allowed."""
     words = ["unshare", "--mount", *(["--user", "--map-root-user"] if os.geteuid() else [])]
-    # In place, because the checkout may be below it; /var/tmp is new, so that nothing is left there.
+    # In place, because the checkout may be below it; the others are new, so that nothing is left there.
     mounts = "mount --bind /tmp /tmp && mount -o remount,ro,bind /tmp && "
-    mounts += f"mount -t tmpfs -o {var_tmp} none /var/tmp"
+    mounts += f"mount -t tmpfs -o {var_tmp} none /var/tmp && mount -t tmpfs -o {var_tmp} none /dev/shm"
     words += ["sh", "-c", f'{mounts} && exec "$@"', "sh"]
     try:
         allowed = subprocess.run([*words, "true"], capture_output=True, timeout=HUNG, check=False)
@@ -131,7 +131,7 @@ def test_no_directory_for_temporary_files() -> None:
     done = ended([*before, *PHALANX, "--no-python", "true"], env, Path("/tmp"))
     assert done.code == 2, done
     (line,) = done.said or done.err.splitlines()
-    assert "/tmp, /var/tmp, /usr/tmp can" in line
+    assert "/tmp, /var/tmp, /usr/tmp, /dev/shm can" in line
     assert "set TMPDIR" in line
 
 

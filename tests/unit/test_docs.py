@@ -31,6 +31,9 @@ OF_OTHER_COMMANDS = {
     "--explain", "--forget",
     # phalanx slurm
     "--spares", "--requeues", "--notice", "--print", "--sbatch",
+    # phalanx k8s
+    "--kind", "--image", "--gpus", "--cpus", "--memory", "--shm", "--name", "--namespace", "--secret",
+    "--retries", "--termination-grace", "--no-preflight", "--restricted", "--nodes",
     # benchmarks and tests
     "--quick", "--runs", "--settle", "--python",
 }  # fmt: skip
@@ -38,7 +41,8 @@ OF_OTHER_PROGRAMS = {
     # accelerate launch, sbatch, etcd, mypy, docker
     "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port",
     "--no-kill", "--kill-on-bad-exit", "--wait", "--gpus-per-node", "--nice",
-    "--mixed_precision", "--cpu", "--signal", "--data-dir", "--strict", "--shm-size",
+    "--mixed_precision", "--cpu", "--signal", "--data-dir", "--strict", "--shm-size", "--read-only",
+    "--no-cache-dir",
     # a training script, and how options may be shortened
     "--lr", "--device", "--redirect",
 }  # fmt: skip

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
     from phalanx.observe.trace_sender import TraceSender
+    from phalanx.observe.train_status import TrainStatus
     from phalanx.state.holder import StateHolder
     from phalanx.state.replicas import Replicas
     from phalanx.supervision.supervision import Supervision
@@ -257,6 +258,19 @@ def make_traces(job: JobSpec) -> TraceSender | None:
     from phalanx.observe.trace_sender import TraceSender
 
     return TraceSender(JobNames(job.name, job.run_id, os.uname().nodename))
+
+
+def make_train_status(agent: LocalElasticAgent) -> TrainStatus | None:
+    """What reports progress to a TrainJob's status, in a pod of one."""
+    from phalanx.environment import train_status
+
+    target = train_status()
+    if target is None:
+        return None
+    from phalanx.agent.node_view import train_progress
+    from phalanx.observe.train_status import TrainStatus
+
+    return TrainStatus(target, lambda: train_progress(agent), agent._post)
 
 
 def make_output(job: JobSpec) -> OutputOptions | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.core.goodput import GoodputTotals
+    from phalanx.observe.train_status import TrainProgress
 
 _TICKS = float(os.sysconf("SC_CLK_TCK"))
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -201,3 +202,18 @@ def memory_of(pids: Iterable[int]) -> int:
         except (OSError, ValueError):
             continue
     return total
+
+
+def train_progress(agent: LocalElasticAgent) -> TrainProgress | None:
+    """For the status of a TrainJob; None: another node reports, or no worker has told of a step."""
+    from phalanx.observe.train_status import TrainProgress
+
+    group = agent.get_worker_group()
+    boards = agent.supervision.snapshots() or agent.supervision.final
+    steps = [board.step for board in boards if board.count and board.step is not None]
+    if group.group_rank or not steps:
+        return None
+    agent.history.settle()
+    nodes, ranks = group.group_world_size or 1, [worker.world_size for worker in group.workers]
+    goodput = agent.history.totals().ratio
+    return TrainProgress(time.time(), min(steps), agent.attempt, nodes, max(ranks, default=0), goodput)

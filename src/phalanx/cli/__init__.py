@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "restart": ("phalanx.cli.restart", "restart the workers of a running job"),
     "stop": ("phalanx.cli.stop", "stop a running job on all its nodes"),
     "slurm": ("phalanx.cli.slurm", "submit jobs to Slurm, and show them"),
+    "k8s": ("phalanx.cli.k8s", "print the Kubernetes manifests of a job"),
     "dashboard": ("phalanx.cli.dashboard", "print the link to the page of a job (run --dashboard)"),
     "warm": ("phalanx.cli.warm", "list what --keep-warm left behind; explain which packages are preloaded"),
     "env": ("phalanx.cli.env", "print what belongs in a bug report"),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
     from phalanx.observe.trace_sender import TraceSender
+    from phalanx.observe.train_status import TrainStatus
     from phalanx.warm.helper_pool import HelperPool
     from phalanx.web.dashboard_process import DashboardProcess
 
@@ -157,7 +158,7 @@ def launch(job: JobSpec, raises: bool = False) -> int:
 
 
 def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> int:
-    from phalanx.agent.job import make_agent, make_dashboard, make_logs
+    from phalanx.agent.job import make_agent, make_dashboard, make_logs, make_train_status
     from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
     from phalanx.workers.signals import SignalScope, signals_to_handle, stray_signals
@@ -187,6 +188,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
                 traces=end.traces,
             )
             end.agent = agent
+            end.train_status = make_train_status(agent)
             _say_unless_quiet(job, _first_line(job, logs))
             agent.on_quiet = lambda: _register(agent, begin)
             result = agent.run()
@@ -245,6 +247,7 @@ class JobEnd:
         self._job = job
         self.notifier, self.traces = notifier, traces
         self.dashboard: DashboardProcess | None = None
+        self.train_status: TrainStatus | None = None
         self.agent: LocalElasticAgent | None = None
         self._reached = False
 
@@ -282,6 +285,9 @@ class JobEnd:
 
     def close(self) -> None:
         """Wait, not for long, until what is under way is done."""
+        if self.train_status is not None:
+            finish = self.agent.outcome if self.agent is not None else None
+            self.train_status.close(finish is not None and str(finish.outcome) == "SUCCEEDED")
         if self.dashboard is not None:
             self.dashboard.close()
         for outbox in (self.notifier, self.traces):

@@ -53,7 +53,7 @@ class MasterPort:
             on_refused=on_refused,
         )
         try:
-            self._torch = self._serve(settings.host, settings.port)
+            self._torch = self._serve(settings.host, settings.port, settings.name_known)
         except BaseException:
             self._agents.close()
             raise
@@ -80,14 +80,15 @@ class MasterPort:
         self._torch.close()
         self._agents.close()
 
-    def _serve(self, host: str, port: int) -> TorchStoreServer:
+    def _serve(self, host: str, port: int, name_known: bool) -> TorchStoreServer:
         """A server at the named address only, or at all addresses where this machine does not have it.
 
         A Kubernetes service or a NAT gateway has an address that only other machines can use. A second node
-        that was started as node 0 looks the same, so an address that already answers is an error.
+        that was started as node 0 looks the same, so an address that already answers is an error. The name of
+        a pod may have no address yet: then it is not asked for.
         """
         try:
-            return self._bound(listening_address(host), port)
+            return self._bound(listening_address(host) if name_known else "", port)
         except StoreConnectionError as error:
             cause = error.__cause__
             number = cause.errno if isinstance(cause, OSError) else None

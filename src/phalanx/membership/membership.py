@@ -10,6 +10,7 @@ Beyond what `core.participant` decides, this shell
   number, so that processes of an older round can neither find nor disturb it;
 - publishes a failure at once, while the node's other workers are still being stopped;
 - takes a store without a journal for lost once its address has refused connections for a few seconds;
+- waits for a name that DNS does not know yet, and hosts the store if it proves to be this node's;
 - joins again, as a new participant, when node 0 of a static job is lost and returns with an empty store;
 - as the host of the store, stays until the other nodes have seen how the job ended.
 """
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from phalanx.core.store_commands import Command, Notice, Reply
     from phalanx.membership.master_port import MasterPort
     from phalanx.membership.membership_events import Happening
+    from phalanx.membership.name_lookup import NameLookup
     from phalanx.membership.settings import Settings
     from phalanx.store.embedded.client import Client, State
     from phalanx.store.embedded.server import Server
@@ -67,7 +69,8 @@ if TYPE_CHECKING:
 
 STATUS = 800_000  # the number of a watch, between the participant's and the client's
 REFUSED_PATIENCE = 3.0
-RETURN_PATIENCE = 60.0  # for node 0 of a static job to return, once a round has run
+LOOKUP_PATIENCE = 3.0  # for the first answer to a question for the host's name
+SECRET_PAUSE = 1.0  # a Secret that is mounted late appears as a file
 FAREWELL = 2.0  # seconds, or a lease, for the other nodes to see how the job ended
 NOT_AUTHENTICATED = (
     "control traffic of this job is not authenticated (no PHALANX_TOKEN); "
@@ -109,6 +112,10 @@ class Membership:
         self.hosting = False
         self._server: Server | MasterPort | None = None
         self._master: MasterPort | None = None
+        self._lookup: NameLookup | None = None
+        self._opened = clock()
+        self._open_at: float | None = None  # when to look for a token again
+        self._unnamed_at: float | None = None  # when a name that is being looked up counts as not known yet
         self._token: Token | None = None
         self._connections = 0  # made so far; what an earlier one reports is out of date
         self._rounds = self._restarts = 0  # what this node knows from a store that was lost
@@ -221,22 +228,59 @@ class Membership:
                 self._calls.get()
             self._say_goodbye()
         finally:
+            if self._lookup is not None:
+                self._lookup.stop()
             if self.client is not None:
                 self.client.close()
             if self._server is not None:
                 self._server.close()
 
     def _open(self) -> None:
-        from phalanx.membership.store_connection import find_secret
+        from phalanx.membership.store_connection import NO_SECRET, awaits_secret, find_secret
 
+        self._open_at = None
+        if awaits_secret(self.settings):
+            left = self._opened + self.options.join_timeout - clock()
+            if left <= 0:
+                self._end(End("token", NO_SECRET, None))
+            else:
+                self._open_at = clock() + min(left, SECRET_PAUSE)
+                self.line.learn(f"{NO_SECRET}, {left:.0f} s left", clock())
+            return
         self._token = find_secret(self.settings)
-        if self.settings.store == "embedded":
-            self._server = self._host()
-            if self._server is not None:
-                self._server.start()
-                self.hosting = True
-                self.settings.port = self._server.address[1]  # where 0 was asked for
+        if self.settings.store == "embedded" and self.settings.is_host is not False:
+            from phalanx.membership.name_lookup import NameLookup, needs_lookup
+
+            if needs_lookup(self.settings.host):
+                self._lookup = NameLookup(
+                    self.settings.host, lambda known: self._calls.put(lambda: self._looked_up(known))
+                )
+                self._unnamed_at = clock() + LOOKUP_PATIENCE
+                self.line.learn(f"looking up {self.settings.host}", clock())
+                return
+            self._serve()
         self._dial(self.options.join_timeout)
+
+    def _looked_up(self, known: bool) -> None:
+        """The host's name has an address, or does not have one yet: it is looked up until it has."""
+        if self.ended.is_set():
+            return
+        self.settings.name_known, self._unnamed_at = known, None
+        if known or self.settings.is_host:
+            if self._lookup is not None:
+                self._lookup.stop()
+            if self._server is None:
+                self._serve()
+        if self.client is None:
+            self._dial(max(1.0, self._opened + self.options.join_timeout - clock()))
+
+    def _serve(self) -> None:
+        """Host the store, if this node is the one to."""
+        self._server = self._host()
+        if self._server is not None:
+            self._server.start()
+            self.hosting = True
+            self.settings.port = self._server.address[1]  # where 0 was asked for
 
     def _host(self) -> Server | MasterPort | None:
         def failed(why: str) -> None:
@@ -261,7 +305,7 @@ class Membership:
         return self._master
 
     def _dial(self, grace: float) -> None:
-        """Connect in the background, as a new incarnation of this node."""
+        """Connect in the background; what joins then is a new incarnation of this node."""
         from phalanx.membership.store_connection import connect
 
         self._connections += 1
@@ -270,7 +314,6 @@ class Membership:
         def post(call: Callable[[], None]) -> None:
             self._calls.put(lambda: call() if number == self._connections else None)
 
-        self.info = self.settings.node(self._slots, self._role)
         self._dialling_until, self._refused_since = clock() + grace, None
         self.client = connect(
             self.settings,
@@ -287,7 +330,8 @@ class Membership:
         participant = self.participant
         if participant is not None and (wake := participant.wake_at()) is not None:
             times.append(wake)
-        times += [due for due in (self._finished_by, self._kill_at) if due is not None]
+        own = self._finished_by, self._kill_at, self._open_at, self._unnamed_at
+        times += [due for due in own if due is not None]
         if self._handed is None and not self.ended.is_set():
             times.append(self.line.show_at())
         if (write := self._write_at()) is not None:
@@ -300,6 +344,10 @@ class Membership:
 
     def _tick(self) -> None:
         now = clock()
+        if self._open_at is not None and now >= self._open_at:
+            self._open()
+        if self._unnamed_at is not None and now >= self._unnamed_at:
+            self._looked_up(False)
         if self._finished_by is not None and now >= self._finished_by:
             self._finished_by = None
             self._leave("the other nodes did not finish in time")
@@ -419,6 +467,7 @@ class Membership:
         welcome = self.client.welcome
         self.client.grace = self.options.store_grace
         options = self.options if welcome is None else _with_linger(self.options, welcome.linger)
+        self.info = self.settings.node(self._slots, self._role)
         self.participant = Participant(self.info, options, self._rounds, self._restarts)
         self.line.learn("joining", clock())
         self.line.wait(clock())  # for the other nodes: what was shown of the way to the store is over
@@ -464,7 +513,7 @@ class Membership:
 
     @property
     def _return_patience(self) -> float:
-        return min(RETURN_PATIENCE, self.options.join_timeout)
+        return min(self.settings.return_timeout, self.options.join_timeout)
 
     def _rejoin(self, why: str) -> None:
         """The store of a static job is lost: stop, and join as a new participant once it is back."""

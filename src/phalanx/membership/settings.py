@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from phalanx.store.embedded.token import Token
 
 DEFAULT_TTL, DEFAULT_TIMEOUT = 6.0, 600.0
+RETURN_PATIENCE = 60.0  # seconds
 
 
 class Settings:
@@ -52,6 +53,7 @@ class Settings:
                 raise UsageError(
                     f"--rdzv-endpoint {params.endpoint}: nodes can only meet at a port that all know, not 0"
                 )
+        self.name_known = True  # whether the host's name had an address when it was last looked up
         self.params = params
         self.run_id = params.run_id
         self.local_addr = params.local_addr
@@ -69,6 +71,8 @@ class Settings:
             ttl = _seconds(params, "keep_alive_interval", 5.0) * (
                 params.get_as_int("keep_alive_max_attempt", 3) or 3
             )
+        # For node 0 of a static job to come back, once a round has run.
+        self.return_timeout = _seconds(params, "return_timeout", RETURN_PATIENCE)
         self.options = Options(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
@@ -122,12 +126,14 @@ class Settings:
             from phalanx.membership.address import own_address
 
             return own_address()
-        return self.local_addr or _source_address(self.host, self.port)
+        return self.local_addr or _source_address(self.host if self.name_known else "", self.port)
 
     def addresses(self) -> list[str]:
         """The addresses of the endpoint's name, for people."""
         import socket
 
+        if not self.name_known:
+            return [f"{self.host} (no address)"]
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -180,7 +186,7 @@ def open_server(
     on_failure: Callable[[str], None] = lambda text: None,
     on_refused: Callable[[str, str], None] = lambda host, why: None,
 ) -> Server | None:
-    """The embedded store, if this node hosts it."""
+    """The embedded store, if this node hosts it; where its name has no address yet, at all addresses."""
     import errno
 
     from phalanx.membership.address import listening_address
@@ -190,7 +196,7 @@ def open_server(
         return None
     try:
         return Server(
-            listening_address(settings.host),
+            listening_address(settings.host) if settings.name_known else "0.0.0.0",
             settings.port,
             token=token,
             linger=settings.linger,

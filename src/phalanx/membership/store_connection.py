@@ -24,6 +24,32 @@ def find_secret(settings: Settings) -> Token | None:
     return given_token(environ) if settings.fixed else find_token(environ)
 
 
+def awaits_secret(settings: Settings) -> bool:
+    """Whether this node has no token that the others could have, too, and should not make one.
+
+    The pods of a job have homes of their own. Where one made a token there, the others would be refused,
+    and it would train alone if --nnodes allows that."""
+    from phalanx.environment import in_pod, variables
+    from phalanx.errors import StoreAuthError
+    from phalanx.store.embedded.token import find_token, given_token
+
+    if settings.store != "embedded" or settings.fixed or settings.options.max_nodes == 1 or not in_pod():
+        return False
+    if settings.token_file or given_token(variables()) is not None:
+        return False
+    try:
+        find_token(make=False)
+    except StoreAuthError:
+        return True
+    return False
+
+
+NO_SECRET = (
+    "no token that all pods of the job have: mount a Secret and name its file with PHALANX_TOKEN_FILE "
+    "(`phalanx k8s manifest` writes both)"
+)
+
+
 def connect(
     settings: Settings,
     token: Token | None,

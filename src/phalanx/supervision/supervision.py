@@ -52,6 +52,7 @@ class Supervision:
         self.detector: HangDetector | None = None  # while workers run, and until the next ones do
         self._post: Callable[[Any], None] = lambda _event: None
         self._boards: Boards | None = None
+        self.final: list[BoardSnapshot] = []  # the boards when all was over
 
     # -- over the whole run -------------------------------------------------------------------------
 
@@ -85,6 +86,7 @@ class Supervision:
             self.node_check.close()
         self._end_detector()
         if self._boards is not None:
+            self.final = self.snapshots()
             self._boards.close()
             self._boards = None
         self.trace_sockets.close()

@@ -1,0 +1,296 @@
+"""The manifests of a job: a typed description in, Kubernetes' documents out; pure.
+
+What all three kinds have in common is an Indexed Job whose pods come back one by one, while the agents in the
+others restart their workers in place:
+
+- `backoffLimitPerIndex` counts the failures of each pod for itself, `maxFailedIndexes: 0` ends the Job once
+  one of them cannot come back: the others would wait for it.
+- `podReplacementPolicy: Failed` makes the next pod of an index when the last has ended: there are never two
+  agents of one rank.
+- `podFailurePolicy` follows core/exit_codes.py: a pod that was evicted costs nothing; after failures of the
+  infrastructure and kills it comes back; every other code is final.
+- The Service publishes addresses that are not ready: readiness needs the workers, and those need the names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.core.exit_codes import INFRASTRUCTURE, SIGNALED
+from phalanx.core.record import Record
+from phalanx.environment import JOB_UID, STATIC_PORT, TOKEN_FILE
+
+KINDS = ("job", "jobset", "trainjob")
+CONTAINER = "node"  # Kubeflow's name for the container that trains, and for its Job
+_SECRET_AT = "/var/run/secrets/phalanx"
+_KILLED = (SIGNALED + 9, SIGNALED + 15)  # by the kernel's memory limit or a lost machine; by a deletion
+_SAVING = 10  # seconds of the pod's grace period that are left for everything but the workers' own
+_RECREATED = 3  # times that a JobSet makes all its pods anew
+_UNFIT = 20  # the exit code of `phalanx check` for a machine that is not fit
+_JOB_LABEL, _UID_LABEL = "batch.kubernetes.io/job-name", "batch.kubernetes.io/controller-uid"
+
+
+class PodJob(Record):
+    """What runs where; `token`: the content of the Secret to make, empty where it exists already."""
+
+    name: str
+    image: str
+    nodes: int
+    workers: int  # on each node
+    script: str
+    script_args: tuple[str, ...] = ()
+    run_words: tuple[str, ...] = ()  # options of `phalanx run`
+    gpus: int = 0
+    cpus: str = ""
+    memory: str = ""
+    shared_memory: str = ""  # the size of /dev/shm; empty: up to the memory limit
+    namespace: str = ""
+    secret: str = ""
+    token: str = ""
+    retries: int = 10
+    termination_grace: int = 120
+    health_port: int = 8080
+    preflight: bool = True
+    restricted: bool = False
+
+
+def manifest(kind: str, job: PodJob) -> list[dict[str, Any]]:
+    """The documents of a job of one of KINDS."""
+    made = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}[kind](job)
+    return [*([_secret(job)] if job.token else []), *made]
+
+
+def longest_host_name(kind: str, job: PodJob) -> str:
+    """The host name of the last pod, which must be a valid label of DNS."""
+    between = "" if kind == "job" else f"-{CONTAINER}-0"
+    return f"{job.name}{between}-{job.nodes - 1}"
+
+
+# ---- the kinds ---------------------------------------------------------------------------------------
+
+
+def _job(job: PodJob) -> list[dict[str, Any]]:
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job, job.name),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {_JOB_LABEL: job.name},
+            "ports": [
+                {"name": "rendezvous", "port": STATIC_PORT},
+                {"name": "health", "port": job.health_port},
+            ],
+        },
+    }
+    spec = _job_spec(job, command(job, with_nodes=True), resources(job))
+    spec["template"]["spec"]["subdomain"] = job.name
+    return [
+        service,
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job, job.name), "spec": spec},
+    ]
+
+
+def _jobset(job: PodJob) -> list[dict[str, Any]]:
+    spec = {
+        "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
+        "failurePolicy": {
+            "maxRestarts": _RECREATED,
+            "rules": [
+                {
+                    "name": "final-exit-code",
+                    "action": "FailJobSet",
+                    "onJobFailureReasons": ["PodFailurePolicy"],
+                }
+            ],
+        },
+        "replicatedJobs": [
+            {
+                "name": CONTAINER,
+                "replicas": 1,
+                "template": {"spec": _job_spec(job, command(job, with_nodes=True), resources(job))},
+            }
+        ],
+    }
+    kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
+    return [{**kind, "metadata": _metadata(job, job.name), "spec": spec}]
+
+
+def _trainjob(job: PodJob) -> list[dict[str, Any]]:
+    """A runtime of the job's own; Kubeflow's controller adds the number of pods and PET_* variables."""
+    inner = _job_spec(job, [], {})
+    del inner["completions"], inner["parallelism"]
+    runtime = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": {**_metadata(job, job.name), "labels": {"trainer.kubeflow.org/framework": "torch"}},
+        "spec": {
+            "mlPolicy": {"numNodes": job.nodes, "torch": {}},
+            "template": {
+                "spec": {
+                    "replicatedJobs": [
+                        {
+                            "name": CONTAINER,
+                            "template": {
+                                "metadata": {
+                                    "labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+                                },
+                                "spec": inner,
+                            },
+                        }
+                    ]
+                }
+            },
+        },
+    }
+    trainer: dict[str, Any] = {
+        "image": job.image,
+        "command": command(job, with_nodes=False),
+        "numNodes": job.nodes,
+        "numProcPerNode": job.workers,
+    }
+    if resources(job):
+        trainer["resourcesPerNode"] = resources(job)
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
+    train = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(job, job.name),
+        "spec": {"runtimeRef": reference, "trainer": trainer},
+    }
+    return [runtime, train]
+
+
+# ---- parts -------------------------------------------------------------------------------------------
+
+
+def command(job: PodJob, *, with_nodes: bool) -> list[str]:
+    """`phalanx run …`, as a container's command, in which Kubernetes would replace $(NAME)."""
+    words = ["phalanx", "run"]
+    if with_nodes:
+        words += ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.workers)]
+    given = _given(job)
+    if "--preempt-signal" not in given:
+        words += ["--preempt-signal", "SIGTERM"]
+    if not given & {"--grace", "--shutdown-timeout"}:
+        words += ["--grace", str(max(1, job.termination_grace - _SAVING))]
+    words += ["--health-port", f"0.0.0.0:{job.health_port}"]
+    words += [*job.run_words, job.script, *job.script_args]
+    return [word.replace("$(", "$$(") for word in words]
+
+
+def _given(job: PodJob) -> set[str]:
+    """The options of `phalanx run` that the user gave."""
+    return {word.partition("=")[0].replace("_", "-") for word in job.run_words}
+
+
+def resources(job: PodJob) -> dict[str, Any]:
+    """What each pod needs."""
+    limits: dict[str, Any] = {"nvidia.com/gpu": job.gpus} if job.gpus else {}
+    asked = {name: text for name, text in (("cpu", job.cpus), ("memory", job.memory)) if text}
+    # The same as request and limit: the pod is then the last to be evicted.
+    return {"limits": {**limits, **asked}, **({"requests": asked} if asked else {})} if limits | asked else {}
+
+
+def failure_policy() -> dict[str, Any]:
+    """Which ends of a pod are final."""
+    back = sorted((*INFRASTRUCTURE, *_KILLED))
+    disruption = [{"type": "DisruptionTarget", "status": "True"}]
+    codes = {"containerName": CONTAINER, "operator": "NotIn", "values": back}
+    return {
+        "rules": [
+            {"action": "Ignore", "onPodConditions": disruption},
+            {"action": "FailJob", "onExitCodes": codes},
+        ]
+    }
+
+
+def _secret(job: PodJob) -> dict[str, Any]:
+    kind = {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(job, job.secret)}
+    return {**kind, "type": "Opaque", "stringData": {"token": job.token}}
+
+
+def _metadata(job: PodJob, name: str) -> dict[str, Any]:
+    return {"name": name, **({"namespace": job.namespace} if job.namespace else {})}
+
+
+def _job_spec(job: PodJob, words: list[str], needs: dict[str, Any]) -> dict[str, Any]:
+    template: dict[str, Any] = {"spec": _pod_spec(job, words, needs)}
+    if "--metrics" in _given(job):
+        port = str(job.health_port)
+        found = {"prometheus.io/scrape": "true", "prometheus.io/port": port, "prometheus.io/path": "/metrics"}
+        template = {"metadata": {"annotations": found}, **template}
+    return {
+        "completionMode": "Indexed",
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "backoffLimitPerIndex": job.retries,
+        "maxFailedIndexes": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": failure_policy(),
+        "template": template,
+    }
+
+
+def _pod_spec(job: PodJob, words: list[str], needs: dict[str, Any]) -> dict[str, Any]:
+    memory: dict[str, Any] = {"medium": "Memory"}
+    if job.shared_memory:
+        memory["sizeLimit"] = job.shared_memory
+    secret = {"secretName": job.secret, "defaultMode": 0o444}  # whichever user the image has
+    volumes: list[dict[str, Any]] = [
+        {"name": "token", "secret": secret},
+        {"name": "shm", "emptyDir": memory},
+    ]
+    mounts: list[dict[str, Any]] = [
+        {"name": "token", "mountPath": _SECRET_AT, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    safety: dict[str, Any] = {"allowPrivilegeEscalation": False}
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.termination_grace,
+    }
+    if job.restricted:
+        volumes.append({"name": "tmp", "emptyDir": {}})
+        mounts.append({"name": "tmp", "mountPath": "/tmp"})
+        safety |= {"readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+        pod["securityContext"] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    if job.preflight:
+        check = f"phalanx check || test $? -ne {_UNFIT}"
+        pod["initContainers"] = [
+            {
+                "name": "preflight",
+                "image": job.image,
+                "command": ["sh", "-c", check],
+                **({"resources": resources(job)} if resources(job) else {}),
+                "securityContext": safety,
+                "volumeMounts": mounts,
+            }
+        ]
+    uid = {"fieldRef": {"fieldPath": f"metadata.labels['{_UID_LABEL}']"}}
+    container: dict[str, Any] = {"name": CONTAINER, "image": job.image}
+    if words:
+        container["command"] = words
+    container |= {
+        "env": [
+            {"name": TOKEN_FILE, "value": f"{_SECRET_AT}/token"},
+            {"name": JOB_UID, "valueFrom": uid},
+        ],
+        "ports": [
+            {"name": "rendezvous", "containerPort": STATIC_PORT},
+            {"name": "health", "containerPort": job.health_port},
+        ],
+        **({"resources": needs} if needs else {}),
+        "securityContext": safety,
+        "livenessProbe": {
+            "httpGet": {"path": "/healthz", "port": "health"},
+            "initialDelaySeconds": 60,  # the launcher of a cold image may take its time to be imported
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
+            "failureThreshold": 6,
+        },
+        "readinessProbe": {"httpGet": {"path": "/readyz", "port": "health"}, "periodSeconds": 5},
+        "volumeMounts": mounts,
+    }
+    return {**pod, "containers": [container], "volumes": volumes}
