@@ -258,6 +258,8 @@ TOLD = {
         "Next step",
     ),
 }
+if sys.version_info < (3, 11):
+    del TOLD["group"]
 
 
 @pytest.mark.parametrize("warm", ["auto", "off"])
@@ -312,6 +314,8 @@ BROKEN = {
     "arguments": ("import argparse; argparse.ArgumentParser().parse_args(['--nonsense'])", 2, "exit code 2"),
     "group": ("raise ExceptionGroup('several', [ValueError('x')])", 1, "ExceptionGroup"),
 }
+if sys.version_info < (3, 11):
+    del BROKEN["group"]
 
 
 @pytest.mark.parametrize("how", BROKEN)

@@ -43,7 +43,9 @@ def start() -> "Callable[[], object]":
     """
     mode, options, target, *args = sys.argv[1:]
     # First, so that no module is ever imported from this directory.
-    if not sys.flags.safe_path:  # with it, the interpreter does not add the directory
+    if not getattr(
+        sys.flags, "safe_path", False
+    ):  # with it (Python 3.11), the interpreter does not add the directory
         del sys.path[0]
     sys.path_importer_cache.pop(sys.argv[0], None)
     if mode == "zygote":
@@ -308,7 +310,7 @@ def _count_lost(tally: str, stream: int, size: int) -> None:
 
 
 def _add_first_path(directory: str) -> None:
-    if not sys.flags.safe_path:
+    if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, directory)
 
 
