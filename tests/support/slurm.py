@@ -93,6 +93,12 @@ class SlurmCluster:
             self._kill(one)
         settle(lambda: not self.processes(), "the end of all steps")
         self.daemons.clear()
+        for one in self.orphans():
+            self._kill(one)
+        for node in self.nodes:  # proctrack/cgroup leaves its empty groups
+            for group in Path("/sys/fs/cgroup").glob(f"*/slurm_{node}"):
+                for folder, *_ in os.walk(group, topdown=False):
+                    os.rmdir(folder)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _tell(self) -> None:
@@ -121,6 +127,23 @@ class SlurmCluster:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 pass
         return found
+
+    def orphans(self) -> list[psutil.Process]:
+        """What is left of any job, wherever it has gone: the environment tells."""
+        found, daemons = [], {daemon.pid for daemon in self.daemons.values()}
+        mark = f"SLURM_CONF={self.conf}".encode()
+        for pid in psutil.pids():
+            try:
+                with open(f"/proc/{pid}/environ", "rb") as file:
+                    if mark in file.read().split(b"\0") and pid not in daemons:
+                        found.append(psutil.Process(pid))
+            except (OSError, psutil.NoSuchProcess):
+                pass
+        return found
+
+    def nothing_left(self) -> None:
+        """Wait until nothing of any job runs."""
+        settle(lambda: not self.processes() and not self.orphans(), "the end of everything", 30)
 
     def node_of(self, pid: int) -> str:
         """The node that a process runs on."""
@@ -192,15 +215,17 @@ class SlurmCluster:
         """Start a node's daemon."""
         self._start("slurmd", "-D", "-N", node, "-f", str(self.conf), key=node)
 
-    def lose_node(self, node: str) -> None:
-        """The node is gone, with everything that ran on it."""
+    def lose_node(self, node: str) -> float:
+        """The node is gone, with everything that ran on it; returns when that was, by the wall clock."""
         daemon = self.daemons.pop(node)
         daemon.kill()
         daemon.wait()
+        at = time.time()
         for one in self.processes(node):
             self._kill(one)
         # As slurmctld finds out by itself, some seconds later.
         self.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+        return at
 
     def _idle(self) -> bool:
         if any(daemon.poll() is not None for daemon in self.daemons.values()):

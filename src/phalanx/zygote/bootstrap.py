@@ -166,14 +166,14 @@ def _stream(old: "Any", fd: int, is_log: bool) -> "Any":
     if not is_log and (not unbuffered or not lines):
         old.reconfigure(line_buffering=lines or old.line_buffering)
         return old
-    import io
+    import _io  # not io: Python 3.14 has not imported it, and a script could tell
 
     old.flush()
-    raw: Any = _log_file()(fd) if is_log else io.FileIO(fd, "wb", closefd=False)
+    raw: Any = _log_file()(fd) if is_log else _io.FileIO(fd, "wb", closefd=False)
     raw.name = old.name
     # The same object: a package that was preloaded may have kept it (`from sys import stdout`).
     old.__init__(
-        io.BufferedWriter(raw) if lines else raw,
+        _io.BufferedWriter(raw) if lines else raw,
         encoding=old.encoding,
         errors=old.errors,
         line_buffering=lines,
@@ -273,12 +273,12 @@ def _borrowed(name: str) -> "Any":
 
 def _log_file() -> "Any":
     """A raw file that does not raise if the disk is full."""
-    import io
+    import _io
 
     errno = _borrowed("errno")
     full = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
-    class LogFile(io.FileIO):
+    class LogFile(_io.FileIO):
         def __init__(self, fd: int) -> None:
             super().__init__(fd, "wb", closefd=False)
 
@@ -355,10 +355,10 @@ def _script(path: str) -> "Callable[[], object]":
         sys.path.insert(0, full)
         return _main_module("__main__", False)
     _add_first_path(os.path.dirname(os.path.realpath(path)))
-    import io
+    import _io
 
     try:
-        with io.open_code(full) as file:
+        with _io.open_code(full) as file:
             data = file.read()
     except OSError as error:
         error.__traceback__ = None  # the error is recorded; these frames tell nothing
