@@ -79,13 +79,14 @@ class SlurmCluster:
             for node in self.nodes:
                 self.start_node(node)
             settle(self._idle, "all nodes to be idle", SLOW)
-        except BaseException:
-            self._tell()
-            self.__exit__()
+        except BaseException as error:
+            self.__exit__(error)
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object = None, *_: object) -> None:
+        if error is not None:
+            self._tell()
         for daemon in reversed(self.daemons.values()):
             daemon.kill()
             daemon.wait()
@@ -103,7 +104,7 @@ class SlurmCluster:
 
     def _tell(self) -> None:
         for log in sorted(self.directory.glob("*.log")):
-            print(f"---- {log.name}\n{log.read_text(errors='replace')[-1500:]}")
+            print(f"---- {log.name}\n{log.read_text(errors='replace')[-6000:]}")
 
     @staticmethod
     def _kill(one: psutil.Process) -> None:
