@@ -131,20 +131,27 @@ class SlurmCluster:
 
     def orphans(self) -> list[psutil.Process]:
         """What is left of any job, wherever it has gone: the environment tells."""
-        found, daemons = [], {daemon.pid for daemon in self.daemons.values()}
+        found = []
         mark = f"SLURM_CONF={self.conf}".encode()
         for pid in psutil.pids():
             try:
                 with open(f"/proc/{pid}/environ", "rb") as file:
-                    if mark in file.read().split(b"\0") and pid not in daemons:
-                        found.append(psutil.Process(pid))
+                    if mark not in file.read().split(b"\0"):
+                        continue
+                one = psutil.Process(pid)
+                if one.name() not in ("munged", "slurmctld", "slurmscriptd", "slurmd"):
+                    found.append(one)
             except (OSError, psutil.NoSuchProcess):
                 pass
         return found
 
     def nothing_left(self) -> None:
         """Wait until nothing of any job runs."""
-        settle(lambda: not self.processes() and not self.orphans(), "the end of everything", 30)
+        try:
+            settle(lambda: not self.processes() and not self.orphans(), "the end of everything", 30)
+        except AssertionError as error:
+            left = [(one.pid, one.name(), one.cmdline()) for one in self.processes() + self.orphans()]
+            raise AssertionError(f"{error}: {left}") from None
 
     def node_of(self, pid: int) -> str:
         """The node that a process runs on."""
@@ -263,9 +270,11 @@ class SlurmCluster:
         return words[0] if words else ""
 
     def start_now(self, job: str) -> None:
-        """Do not wait for the two minutes after which Slurm starts a requeued job."""
+        """Do not wait for the two minutes after which Slurm starts a requeued job.
+
+        Not in the same second: nodes refuse a job whose credential they have just revoked."""
         settle(lambda: self.state(job) == "PENDING", f"job {job} to be in the queue")
-        self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.command("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     def wait_state(self, job: str, *states: str) -> None:
         """Until the job is in one of these states."""
