@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def conditions(quick: bool, against: str | None) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     return {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "quick": quick,
         **({"against": os.path.abspath(against)} if against else {}),
         "cpu": cpu,
@@ -192,7 +192,7 @@ def main() -> int:
                 results.append({**row.as_json(), "took": took})
     about["load_after"] = os.getloadavg()
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{datetime.now(UTC):%Y%m%dT%H%M%S}{'-quick' if options.quick else ''}.json"
+    path = RESULTS / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S}{'-quick' if options.quick else ''}.json"
     path.write_text(json.dumps({"conditions": about, "rows": results}, indent=2) + "\n")
     shown = os.path.relpath(path)
     print(f"\n{time.monotonic() - begin:.0f} s; load now {os.getloadavg()[0]:.1f}; written to {shown}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -25,6 +26,9 @@ settings.load_profile("phalanx")
 for _signal in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, signal.default_int_handler if _signal is signal.SIGINT else signal.SIG_DFL)
+
+# Newer versions of libffi open a file with the first callback, for good: not in the middle of a test.
+ctypes.CFUNCTYPE(None)(lambda: None)
 
 # Seconds; no claim about speed, only about ever coming back. More where many trials share a busy machine.
 HUNG = float(os.environ.get("HUNG", "30"))

@@ -35,7 +35,9 @@ import sys
 TYPE_CHECKING = False  # importing typing and signal would cost every start some milliseconds
 if TYPE_CHECKING:
     import signal
-    from typing import Any, Self
+    from typing import Any
+
+    from typing_extensions import Self
 
     from phalanx.workers.failure import ProcessFailure
 

@@ -79,13 +79,14 @@ class SlurmCluster:
             for node in self.nodes:
                 self.start_node(node)
             settle(self._idle, "all nodes to be idle", SLOW)
-        except BaseException:
-            self._tell()
-            self.__exit__()
+        except BaseException as error:
+            self.__exit__(error)
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object = None, *_: object) -> None:
+        if error is not None:
+            self._tell()
         for daemon in reversed(self.daemons.values()):
             daemon.kill()
             daemon.wait()
@@ -93,11 +94,17 @@ class SlurmCluster:
             self._kill(one)
         settle(lambda: not self.processes(), "the end of all steps")
         self.daemons.clear()
+        for one in self.orphans():
+            self._kill(one)
+        for node in self.nodes:  # proctrack/cgroup leaves its empty groups
+            for group in Path("/sys/fs/cgroup").glob(f"*/slurm_{node}"):
+                for folder, *_ in os.walk(group, topdown=False):
+                    os.rmdir(folder)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _tell(self) -> None:
         for log in sorted(self.directory.glob("*.log")):
-            print(f"---- {log.name}\n{log.read_text(errors='replace')[-1500:]}")
+            print(f"---- {log.name}\n{log.read_text(errors='replace')[-6000:]}")
 
     @staticmethod
     def _kill(one: psutil.Process) -> None:
@@ -121,6 +128,30 @@ class SlurmCluster:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 pass
         return found
+
+    def orphans(self) -> list[psutil.Process]:
+        """What is left of any job, wherever it has gone: the environment tells."""
+        found = []
+        mark = f"SLURM_CONF={self.conf}".encode()
+        for pid in psutil.pids():
+            try:
+                with open(f"/proc/{pid}/environ", "rb") as file:
+                    if mark not in file.read().split(b"\0"):
+                        continue
+                one = psutil.Process(pid)
+                if one.name() not in ("munged", "slurmctld", "slurmscriptd", "slurmd"):
+                    found.append(one)
+            except (OSError, psutil.NoSuchProcess):
+                pass
+        return found
+
+    def nothing_left(self) -> None:
+        """Wait until nothing of any job runs."""
+        try:
+            settle(lambda: not self.processes() and not self.orphans(), "the end of everything", 30)
+        except AssertionError as error:
+            left = [(one.pid, one.name(), one.cmdline()) for one in self.processes() + self.orphans()]
+            raise AssertionError(f"{error}: {left}") from None
 
     def node_of(self, pid: int) -> str:
         """The node that a process runs on."""
@@ -192,15 +223,17 @@ class SlurmCluster:
         """Start a node's daemon."""
         self._start("slurmd", "-D", "-N", node, "-f", str(self.conf), key=node)
 
-    def lose_node(self, node: str) -> None:
-        """The node is gone, with everything that ran on it."""
+    def lose_node(self, node: str) -> float:
+        """The node is gone, with everything that ran on it; returns when that was, by the wall clock."""
         daemon = self.daemons.pop(node)
         daemon.kill()
         daemon.wait()
+        at = time.time()
         for one in self.processes(node):
             self._kill(one)
         # As slurmctld finds out by itself, some seconds later.
         self.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+        return at
 
     def _idle(self) -> bool:
         if any(daemon.poll() is not None for daemon in self.daemons.values()):
@@ -237,9 +270,11 @@ class SlurmCluster:
         return words[0] if words else ""
 
     def start_now(self, job: str) -> None:
-        """Do not wait for the two minutes after which Slurm starts a requeued job."""
+        """Do not wait for the two minutes after which Slurm starts a requeued job.
+
+        Not in the same second: nodes refuse a job whose credential they have just revoked."""
         settle(lambda: self.state(job) == "PENDING", f"job {job} to be in the queue")
-        self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.command("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     def wait_state(self, job: str, *states: str) -> None:
         """Until the job is in one of these states."""

@@ -434,8 +434,10 @@ ONCE = (
 def test_events_of_a_run_with_an_incident(
     recorded: Callable[[], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
+    once = tmp_path / "once.py"  # with -c, Python 3.14 tells no first line
+    once.write_text(ONCE)
     spec = spec_of(
-        PYTHON, "-c", ONCE, local_world_size=2, max_restarts=2, role="trainer", event_log_handler="file"
+        PYTHON, str(once), local_world_size=2, max_restarts=2, role="trainer", event_log_handler="file"
     )
     begin = time.time()
     agent_of(spec, tmp_path).run()

@@ -92,7 +92,9 @@ def link_of(job: Running) -> str:
 
 
 def page_process(agent: int) -> int:
-    found = [c.pid for c in psutil.Process(agent).children() if "phalanx.web.dashboard" in c.cmdline()]
+    found = [
+        c.pid for c in psutil.Process(agent).children() if "phalanx.web.dashboard" in " ".join(c.cmdline())
+    ]
     assert len(found) == 1
     return found[0]
 

@@ -258,6 +258,8 @@ TOLD = {
         "Next step",
     ),
 }
+if sys.version_info < (3, 11):
+    del TOLD["group"]
 
 
 @pytest.mark.parametrize("warm", ["auto", "off"])
@@ -301,7 +303,8 @@ def test_tracebacks_of_several_ranks_do_not_mix(tee: bool, tmp_path: Path) -> No
     printed = re.sub(r"\[default\d\]:", "", printed)
     lines = [line for line in printed.splitlines() if not line.startswith("phalanx: ")]
     one = lines[: next(number for number, line in enumerate(lines) if line.startswith("ZeroDiv")) + 1]
-    assert (one[0], len(one)) == ("Traceback (most recent call last):", 7), ended
+    told = [line for line in one if set(line) - set(" ^~")]  # later versions of Python add marks
+    assert (told[0], len(told)) == ("Traceback (most recent call last):", 6), ended
     same = ["(the same traceback as above) ZeroDivisionError: division by zero"] * 5
     assert lines == (one + same if tee else one * 6), ended
 
@@ -312,6 +315,8 @@ BROKEN = {
     "arguments": ("import argparse; argparse.ArgumentParser().parse_args(['--nonsense'])", 2, "exit code 2"),
     "group": ("raise ExceptionGroup('several', [ValueError('x')])", 1, "ExceptionGroup"),
 }
+if sys.version_info < (3, 11):
+    del BROKEN["group"]
 
 
 @pytest.mark.parametrize("how", BROKEN)

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from phalanx.core.exit_codes import DO_NOT_RETRY
@@ -89,8 +90,8 @@ def cluster_in(folder: Path, nodes: int, proctrack: str = "proctrack/linuxproc")
     return SlurmCluster(nodes, proctrack, home=folder / "home")
 
 
-# How Slurm itself finds the processes of a job: by parents, by process group.
-TRACKERS = ["proctrack/linuxproc", pytest.param("proctrack/pgid", marks=pytest.mark.long)]
+# How Slurm itself finds the processes of a job: by parents, by process group, by control group.
+TRACKERS = ["proctrack/linuxproc", "proctrack/pgid", "proctrack/cgroup"]
 
 
 @pytest.mark.parametrize("proctrack", TRACKERS)
@@ -100,12 +101,17 @@ def test_a_job_outlives_a_node_a_preemption_and_nothing_outlives_it(folder: Path
         job = jobs.submit("a", "-N", "2", "--spares", "1", "--requeues", "1")
         first = jobs.ready("a", 2)
         assert {(world, run) for _, world, _, run, _ in first} == {("2", job)}
+        tracked = Path(f"/proc/{first[0][2]}/cgroup").read_text()
+        assert (f"/job_{job}/" in tracked) == (proctrack == "proctrack/cgroup")
         assert "RUNNING" in jobs.status(job)
         # A node is lost: the spare takes its place, and Slurm neither ends nor requeues the job.
         # Not the first one, which has the batch step and the store.
         lost = cluster.node_of(int(next(pid for rank, _, pid, *_ in first if rank == "1")))
-        cluster.lose_node(lost)
+        at = cluster.lose_node(lost)
         again = jobs.ready("a", 4)[2:]
+        later = max(psutil.Process(int(pid)).create_time() for _, _, pid, *_ in again) - at
+        print(f"all workers run {later:.2f} s after the loss of a node")
+        assert later < 10
         assert sorted(rank for rank, *_ in again) == ["0", "1"]
         assert cluster.field(job, "Restarts") == "0"
         # Slurm's notice before the time limit: workers save, the job goes back into the queue, and resumes.
@@ -122,7 +128,47 @@ def test_a_job_outlives_a_node_a_preemption_and_nothing_outlives_it(folder: Path
         said = jobs.status(job)
         assert "attempt 0: exit code 140; preempted" in said
         assert f"attempt 1: exit code {DO_NOT_RETRY}; exit code {DO_NOT_RETRY} says 'do not retry'" in said
-        settle(lambda: not cluster.processes(), "the end of everything")
+        cluster.nothing_left()
+
+
+LIMITS, JOBS = 5, 4
+
+
+def test_every_time_limit_ends_in_a_requeue_that_resumes(folder: Path) -> None:
+    """Twenty of twenty: Slurm's own notice before the limit of two minutes, four jobs side by side."""
+    with cluster_in(folder, 2) as cluster:
+        jobs = Jobs(cluster, folder / "work")
+        names = [f"t{number}" for number in range(JOBS)]
+        options = ("-N", "2", "-t", "2", "--notice", "105", "--requeues", str(LIMITS))
+        ids = {name: jobs.submit(name, *options) for name in names}
+        for limit in range(1, LIMITS + 1):
+            for name, job in ids.items():
+                read_until(folder / "work" / f"{name}.out", f"requeue {limit} of {LIMITS}")
+                cluster.start_now(job)
+            for name, job in ids.items():
+                resumed = jobs.ready(name, 2 * limit + 2)[2 * limit :]
+                expected = [("0", f"{job}-r{limit}", str(limit)), ("1", f"{job}-r{limit}", str(limit))]
+                assert sorted((rank, run, steps) for rank, _, _, run, steps in resumed) == expected
+        for name, job in ids.items():
+            jobs.end(name, 0)
+            cluster.wait_state(job, "COMPLETED")
+            assert cluster.field(job, "Restarts") == str(LIMITS)
+            assert (folder / "work" / f"{name}.out").read_text().count("notice from Slurm") == LIMITS
+        cluster.nothing_left()
+
+
+@pytest.mark.parametrize("proctrack", TRACKERS)
+def test_nothing_outlives_a_cancelled_job(folder: Path, proctrack: str) -> None:
+    """Cancelled as usual; with SIGKILL for its steps; with SIGKILL for its batch step, too."""
+    with cluster_in(folder, 2, proctrack) as cluster:
+        jobs = Jobs(cluster, folder / "work")
+        for name, words in {"c": (), "k": ("--signal=KILL",), "f": ("--signal=KILL", "--full")}.items():
+            job = jobs.submit(name, "-N", "2", "--requeues", "1")
+            jobs.ready(name, 2)
+            cluster.command("scancel", *words, job)
+            cluster.wait_state(job, "CANCELLED", "FAILED", "COMPLETED")
+            cluster.nothing_left()
+            assert cluster.field(job, "Restarts") == "0"
 
 
 def test_arrays_and_scancel(folder: Path) -> None:
@@ -134,7 +180,7 @@ def test_arrays_and_scancel(folder: Path) -> None:
         settle(lambda: cluster.state(f"{array}_0") == "CANCELLED", "the end of one task")
         jobs.end("b", 0)
         settle(lambda: cluster.state(f"{array}_1") == "COMPLETED", "the end of the other")
-        settle(lambda: not cluster.processes(), "the end of everything")
+        cluster.nothing_left()
         assert cluster.field(f"{array}_0", "Restarts") == "0", "a cancelled job does not come back"
         # The commands of the documentation, as they stand there.
         page = PAGE.read_text()

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -328,3 +329,37 @@ def test_a_package_that_is_upgraded_while_the_job_runs_is_new_after_a_restart(si
     site.vet()
     done = site.finished("--max-restarts", "1", "-q", args=("upgrade",))
     assert done.stdout.split() == ["1", "22"], done.stderr
+
+
+def test_no_warning_of_the_start_itself_is_shown(site: Site) -> None:
+    """A worker with a link for re-entry, which a restart may use."""
+    site.env["PYTHONWARNINGS"] = "always"
+    site.script.write_text(shows("sorted(sys.warnoptions)"))
+    site.package("odd", "")
+    for _ in range(2):
+        done = site.finished("--max-restarts", "1")
+        assert (done.returncode, json.loads(done.stdout)) == (0, ["always"]), done
+        assert "Warning" not in done.stderr, done.stderr
+        site.vet()
+
+
+NEEDS_THE_GIL = """
+#include <Python.h>
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "needy", NULL, 0, NULL};
+PyMODINIT_FUNC PyInit_needy(void) { return PyModuleDef_Init(&module); }
+"""
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="not a free-threaded Python")
+def test_the_gil_is_on_from_the_import_of_the_module_that_needs_it(site: Site) -> None:
+    """And not from the first line on, as in a fork of a process that has imported the module."""
+    (site.folder / "needy.c").write_text(NEEDS_THE_GIL)
+    built = site.packages / f"needy{sysconfig.get_config_var('EXT_SUFFIX')}"
+    include = f"-I{sysconfig.get_path('include')}"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", include, "-o", str(built), str(site.folder / "needy.c")], check=True
+    )
+    site.package("odd", "import sys\nbefore = sys._is_gil_enabled()\nimport needy\n")
+    site.script.write_text(shows("[odd.before, sys._is_gil_enabled()]"))
+    assert site.same_at_every_launch() == [[False, True]]
+    assert json.loads((site.folder / "early").read_text()) == ["plain"]

@@ -144,7 +144,7 @@ def test_lines_of_the_launcher_and_its_time(monkeypatch: pytest.MonkeyPatch) -> 
     found = [json.loads(line) for line in lines]
     assert [one["line"] for one in found] == ["one", "  two \\udcff\x1b[31m", "=== report"]
     assert {(one["host"], one["rank"], one["stream"]) for one in found} == {("a1", None, "phalanx")}
-    age = time.time() - datetime.fromisoformat(found[0]["time"]).timestamp()
+    age = time.time() - datetime.fromisoformat(found[0]["time"].replace("Z", "+00:00")).timestamp()
     assert -1 < age < 30
 
 

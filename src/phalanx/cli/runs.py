@@ -101,7 +101,7 @@ def since_of(text: str) -> float | None:
     from datetime import datetime
 
     try:
-        return datetime.fromisoformat(text).timestamp()
+        return datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp()  # 3.10 knows no Z
     except ValueError:
         raise UsageError(f"--since {text}: write a span (10m, 2h) or a time (2026-11-16T05:00)") from None
 

@@ -52,7 +52,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
 from phalanx.core import exit_codes, restarts
@@ -94,10 +93,11 @@ from phalanx.core.group_events import (
 )
 from phalanx.core.record import Record
 from phalanx.core.restarts import Failure, History, RestartPolicy
+from phalanx.core.text_enum import TextEnum
 from phalanx.errors import PhalanxError
 
 
-class Phase(StrEnum):
+class Phase(TextEnum):
     """Where the owner loop stands; `WorkerState` is the coarser view for the outside."""
 
     NEW = "NEW"

@@ -13,13 +13,14 @@ The contract the shell keeps:
 from __future__ import annotations
 
 import signal
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import TypeAlias
 
 from phalanx.core.record import Record
+from phalanx.core.text_enum import TextEnum
 
 
-class WorkerState(str, Enum):  # noqa: UP042 - str(INIT) is "WorkerState.INIT", as in torch
+class WorkerState(str, Enum):  # not a TextEnum: str(INIT) is "WorkerState.INIT", as in torch
     """The state of a group as the outside sees it; the values are torch's."""
 
     UNKNOWN = "UNKNOWN"
@@ -36,7 +37,7 @@ class WorkerState(str, Enum):  # noqa: UP042 - str(INIT) is "WorkerState.INIT", 
         return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
 
 
-class Outcome(StrEnum):
+class Outcome(TextEnum):
     """How the life of a group ended."""
 
     SUCCEEDED = "SUCCEEDED"

@@ -28,7 +28,9 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # importing typing would cost as much as all the types here together
 if TYPE_CHECKING:
-    from typing import Any, ClassVar, NoReturn, Self, dataclass_transform
+    from typing import Any, ClassVar, NoReturn
+
+    from typing_extensions import Self, dataclass_transform
 else:
 
     def dataclass_transform(**_):

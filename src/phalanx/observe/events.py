@@ -35,14 +35,14 @@ RENDEZVOUS = "dynamic_rendezvous"
 PLUG_INS = "phalanx.event_handlers"  # the entry-point group
 
 
-class EventSource(str, Enum):  # noqa: UP042 - str() gives "EventSource.AGENT", as in torch
+class EventSource(str, Enum):  # not a TextEnum: str() gives "EventSource.AGENT", as in torch
     """The kind of process that reports an event."""
 
     AGENT = "AGENT"
     WORKER = "WORKER"
 
 
-class NodeState(str, Enum):  # noqa: UP042 - as above
+class NodeState(str, Enum):  # as above
     """The state of a node in a rendezvous."""
 
     INIT = "INIT"

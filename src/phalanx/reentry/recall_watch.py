@@ -156,7 +156,7 @@ class RecallWatch:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._pending and self._inside and self._is_mine:
             ours = frame is not None and frame.f_code.co_filename in _OWN_FILES
-            if not ours and not has_reentry(sys.exception()):
+            if not ours and not has_reentry(sys.exc_info()[1]):
                 raise Reentry(self.cause)
         elif callable(self._before):
             self._before(number, frame)

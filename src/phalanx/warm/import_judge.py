@@ -176,7 +176,10 @@ def checks(variables: Callable[[], list[str]]) -> list[Check]:
 
     `variables`: those of a worker that were read since it was called the last time.
     """
-    return [_Threads(), _variables_check(variables), _OpenFiles(), _Processes()]
+    all_of_them: list[Check] = [_Threads(), _variables_check(variables), _OpenFiles(), _Processes()]
+    if not _has_gil():
+        all_of_them.append(_gil_check())
+    return all_of_them
 
 
 class _Threads:
@@ -222,6 +225,25 @@ def fork_silently() -> int:
 def _variables_check(read: Callable[[], list[str]]) -> Check:
     def check(name: str) -> str:
         return next((f"reads {variable} during its import" for variable in read()), "")
+
+    return check
+
+
+def _has_gil() -> bool:
+    """False in a free-threaded interpreter, until a module that needs the lock turns it on for good."""
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+
+
+def _gil_check() -> Check:
+    """In a fork the lock would be on from the first line, and not from the import of that module on."""
+    told = False
+
+    def check(name: str) -> str:
+        nonlocal told
+        if told or not _has_gil():
+            return ""
+        told = True
+        return "turns the GIL on"
 
     return check
 

@@ -17,6 +17,7 @@ Format, as other launchers write it, plus `timestampNs`:
 
 from __future__ import annotations
 
+import builtins
 import os
 import time
 
@@ -35,6 +36,7 @@ MESSAGE_CAP = 32 << 10
 TRACEBACK_CAP = 256 << 10
 _MARK = "_phalanx_error_file"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_GROUP = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.10 has none
 
 
 # ---------------------------------------------------------------- writing, in the worker
@@ -151,16 +153,16 @@ def exception_data(exc: BaseException, now_ns: int) -> dict[str, Any]:
     kinds = [one.__name__ for one in type(exc).__mro__ if one not in (Exception, BaseException, object)]
     extra = data["message"]["extraInfo"]
     extra["exceptionTypes"] = kinds[:16]
-    if isinstance(exc, BaseExceptionGroup):
+    if isinstance(exc, _GROUP):
         extra["exceptionMembers"] = [f"{type(one).__name__}: {one}"[:200] for one in _leaves(exc)[:3]]
     return data
 
 
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+def _leaves(group: Any) -> list[BaseException]:
     """The exceptions of a group that are not groups themselves."""
     found: list[BaseException] = []
     for one in group.exceptions:
-        found += _leaves(one) if isinstance(one, BaseExceptionGroup) else [one]
+        found += _leaves(one) if isinstance(one, _GROUP) else [one]
     return found
 
 

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 
 from phalanx.core.record import Record
+from phalanx.core.text_enum import TextEnum
 from phalanx.devices import visible_gpus
 from phalanx.environment import variables
 from phalanx.kernel import list_dir, read_text
 
 
-class AffinityMode(StrEnum):
+class AffinityMode(TextEnum):
     """The values of --numa-binding."""
 
     NODE = "node"

@@ -43,7 +43,9 @@ def start() -> "Callable[[], object]":
     """
     mode, options, target, *args = sys.argv[1:]
     # First, so that no module is ever imported from this directory.
-    if not sys.flags.safe_path:  # with it, the interpreter does not add the directory
+    if not getattr(
+        sys.flags, "safe_path", False
+    ):  # with it (Python 3.11), the interpreter does not add the directory
         del sys.path[0]
     sys.path_importer_cache.pop(sys.argv[0], None)
     if mode == "zygote":
@@ -164,14 +166,14 @@ def _stream(old: "Any", fd: int, is_log: bool) -> "Any":
     if not is_log and (not unbuffered or not lines):
         old.reconfigure(line_buffering=lines or old.line_buffering)
         return old
-    import io
+    import _io  # not io: Python 3.14 has not imported it, and a script could tell
 
     old.flush()
-    raw: Any = _log_file()(fd) if is_log else io.FileIO(fd, "wb", closefd=False)
+    raw: Any = _log_file()(fd) if is_log else _io.FileIO(fd, "wb", closefd=False)
     raw.name = old.name
     # The same object: a package that was preloaded may have kept it (`from sys import stdout`).
     old.__init__(
-        io.BufferedWriter(raw) if lines else raw,
+        _io.BufferedWriter(raw) if lines else raw,
         encoding=old.encoding,
         errors=old.errors,
         line_buffering=lines,
@@ -271,12 +273,12 @@ def _borrowed(name: str) -> "Any":
 
 def _log_file() -> "Any":
     """A raw file that does not raise if the disk is full."""
-    import io
+    import _io
 
     errno = _borrowed("errno")
     full = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
-    class LogFile(io.FileIO):
+    class LogFile(_io.FileIO):
         def __init__(self, fd: int) -> None:
             super().__init__(fd, "wb", closefd=False)
 
@@ -308,7 +310,7 @@ def _count_lost(tally: str, stream: int, size: int) -> None:
 
 
 def _add_first_path(directory: str) -> None:
-    if not sys.flags.safe_path:
+    if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, directory)
 
 
@@ -353,10 +355,10 @@ def _script(path: str) -> "Callable[[], object]":
         sys.path.insert(0, full)
         return _main_module("__main__", False)
     _add_first_path(os.path.dirname(os.path.realpath(path)))
-    import io
+    import _io
 
     try:
-        with io.open_code(full) as file:
+        with _io.open_code(full) as file:
             data = file.read()
     except OSError as error:
         error.__traceback__ = None  # the error is recorded; these frames tell nothing

@@ -342,6 +342,7 @@ class Zygote:
             os.close(gate_write)  # or this child would keep the gate open for itself
             if link is not None:
                 link.ours.close()
+                link.theirs.detach()  # one of `fds`, which are closed by their numbers
             leave_zygote(zygote)
             self._in_fork(request, spec, fds, gate_read, status_write)
         os.close(status_write)

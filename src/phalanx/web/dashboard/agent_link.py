@@ -28,7 +28,7 @@ class AgentLink:
         """The answer as it came; AgentGone without one."""
         try:
             return await asyncio.wait_for(self._ask(json.dumps(request).encode() + b"\n"), _PATIENCE)
-        except (OSError, TimeoutError) as error:
+        except (OSError, asyncio.TimeoutError) as error:
             raise AgentGone(str(error) or "no answer") from None
 
     async def _ask(self, question: bytes) -> bytes:

@@ -145,7 +145,7 @@ class JobFeed:
                     async with self._changed:
                         news = self._changed.wait_for(lambda: viewer.over or self._is_behind(viewer))
                         await asyncio.wait_for(news, _SILENCE)
-                except TimeoutError:
+                except asyncio.TimeoutError:  # in Python 3.10 not the built-in one
                     yield b": still here\n\n"
         finally:
             if viewer in self._viewers:

@@ -152,16 +152,19 @@ async def _body(request: Request) -> dict[str, Any]:
     """The JSON object that a request brings; small, and soon."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise HTTPException(415, "send JSON")
-    data = b""
     try:
-        async with asyncio.timeout(_ASKING):
-            async for part in request.stream():
-                data += part
-                if len(data) > _LONGEST_BODY:
-                    raise HTTPException(413, "too long")
-        found = json.loads(data)
-    except (ValueError, RecursionError, TimeoutError, ClientDisconnect):
+        found = json.loads(await asyncio.wait_for(_bytes(request), _ASKING))
+    except (ValueError, RecursionError, asyncio.TimeoutError, ClientDisconnect):
         raise HTTPException(400, "not a JSON object") from None
     if not isinstance(found, dict):
         raise HTTPException(400, "not a JSON object")
     return found
+
+
+async def _bytes(request: Request) -> bytes:
+    data = b""
+    async for part in request.stream():
+        data += part
+        if len(data) > _LONGEST_BODY:
+            raise HTTPException(413, "too long")
+    return data
