@@ -15,7 +15,7 @@ else that happens before the workers are started, and its messages cannot name a
 
 from __future__ import annotations
 
-from phalanx.environment import DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATIC_PORT
+from phalanx.environment import DEFAULT_QUARANTINE, DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATIC_PORT
 
 TYPE_CHECKING = False  # type checkers take it as true; importing `typing` for it would cost milliseconds
 if TYPE_CHECKING:
@@ -206,6 +206,14 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 "seconds that workers may run without the store",
                 env="PHALANX_",
                 metavar="S",
+            ),
+            Option(
+                "--quarantine",
+                "str",
+                DEFAULT_QUARANTINE,
+                "keep a host out for COOLDOWN s that caused K failures within WINDOW s, or off",
+                env="PHALANX_",
+                metavar="K:WINDOW:COOLDOWN",
             ),
         ),
         "Restarts and stopping": (

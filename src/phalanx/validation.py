@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _CONF = frozenset(
     (
         "is_host", "join_timeout", "journal", "keep_alive_interval", "keep_alive_max_attempt",
-        "last_call_timeout", "linger", "name", "rank", "settle", "store_grace", "timeout", "token_file",
-        "tls_ca", "tls_cert", "tls_key", "ttl",
+        "last_call_timeout", "linger", "name", "quarantine", "rank", "settle", "store_grace", "timeout",
+        "token_file", "tls_ca", "tls_cert", "tls_key", "ttl",
         "cacert", "cert", "key", "password", "password_file", "protocol", "user",
         "close_timeout", "read_timeout", "use_libuv",
     )
@@ -292,7 +292,21 @@ def _trust(v: Sources) -> dict[str, Any]:
     if "tls_key" in settings and "tls_cert" not in settings:
         raise v.bad("tls_key", f"a key without its certificate; add {v.name('tls_cert')} FILE")
     grace = v.number("store_grace", 0)
-    return {**settings, "store_grace": grace} if v.given("store_grace") else settings
+    if v.given("store_grace"):
+        settings["store_grace"] = grace
+    if v.given("quarantine"):
+        settings["quarantine"] = _quarantine(v)
+    return settings
+
+
+def _quarantine(v: Sources) -> str:
+    from phalanx.core.quarantine import parse_policy
+
+    try:
+        parse_policy(v.text("quarantine"))
+    except ValueError as error:
+        raise v.bad("quarantine", str(error)) from None
+    return v.text("quarantine")
 
 
 def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:

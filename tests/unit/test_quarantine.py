@@ -127,7 +127,7 @@ def test_a_watch_takes_each_record_once_and_says_each_change_once() -> None:
     watch.only(121.0, {"a", "c"})
     watch.learn(130.0, "c", Entry("", encode(HostRecord("slow", 5.0)), mod=11))
     watch.learn(135.0, "c", Entry("", mod=12), deleted=True)
-    assert watch.lines == [
+    assert [line for line, _ in watch.lines] == [
         "a is quarantined for 30 s: lost its device",
         "a is no longer quarantined: removed",
         "b is quarantined: by hand",

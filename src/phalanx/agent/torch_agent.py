@@ -69,13 +69,14 @@ from phalanx.workers.signals import SignalScope, signals_to_handle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any
 
     from phalanx.agent.job_history import JobHistory
     from phalanx.agent.protocols import Nodes, NodeWorkers
     from phalanx.agent.worker_store import WorkerStore
     from phalanx.core.group_events import Event, Finish
+    from phalanx.core.round_records import HostRecord
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousInfo
     from phalanx.supervision.timers.file_timer import FileTimerServer
@@ -193,6 +194,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
                 lambda when: self._loop.workers.lease_until(when),
                 self._exit_barrier_timeout,
                 self.open_meeting,
+                self._record.quarantined,
             )
             if nodes is not None:
                 return nodes
@@ -779,6 +781,10 @@ class LocalElasticAgent(SimpleElasticAgent):
     def drain(self) -> str:
         """Let this node leave the job; what will happen, in words."""
         return self._loop.nodes.drain()
+
+    def change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
+        """Write, or (None) delete, what the job holds against hosts; `then` gets whether that is done."""
+        self._loop.nodes.change_hosts(hosts, then)
 
     def remove_empty_logs(self) -> None:
         """Remove the temporary directories of this run that hold no output; given ones stay."""

@@ -318,6 +318,7 @@ def _failure(
     failure: Failure,
     code: int = exit_codes.FAILURE,
     guilty: tuple[int, ...] = (),
+    requested: bool = False,
 ) -> Step:
     """This node's own failure: decide for the job, and tell the others; `code`: where no worker has one."""
     number = _number(state)
@@ -341,6 +342,7 @@ def _failure(
         anew=anew,
         ranks=guilty,
         code=code,
+        requested=requested,
     )
     state = state.replace(history=history, void=number, cause=summary, not_before=now + verdict.delay)
     return _recall(
@@ -427,7 +429,7 @@ def on_restart_requested(state: GroupState, event: RestartRequested, now: float,
     if not verdict.restart:  # a request must not end the job
         line = f"{event.reason}; refused: {verdict.reason}"
         return _go(state, state.phase, line, Note(line))
-    return _failure(state, now, policy, event.reason, failure)
+    return _failure(state, now, policy, event.reason, failure, requested=True)
 
 
 def on_succeeded(state: GroupState, event: AllSucceeded, now: float, policy: GroupPolicy) -> Step:

@@ -33,6 +33,7 @@ AT_ONCE = ("check", "device", "unfit", "slow")
 _MOST_NODES = 100_000
 _SLACK = 1.0  # seconds by which the leader's clock may be ahead of another observer's
 _MOST_OFFENCES = 32  # kept per node
+_YEAR = 366 * 86400.0
 
 
 class QuarantinePolicy(Record):
@@ -42,6 +43,27 @@ class QuarantinePolicy(Record):
     """Root causes within `window` seconds that lead to a quarantine; 0: none do."""
     window: float = 3600.0
     cooldown: float = 3600.0
+
+
+def parse_policy(text: str) -> QuarantinePolicy | None:
+    """The policy that K:WINDOW:COOLDOWN stands for, the last ones optional; None for off."""
+    if text == "off":
+        return None
+    words = text.split(":")
+    defaults = QuarantinePolicy()
+    try:
+        failures = int(words[0])
+        window, cooldown = (
+            float(words[place]) if len(words) > place else default
+            for place, default in ((1, defaults.window), (2, defaults.cooldown))
+        )
+    except ValueError:
+        failures, window, cooldown = 0, 0.0, 0.0
+    if len(words) > 3 or not 1 <= failures <= _MOST_OFFENCES or not (0 < window <= _YEAR >= cooldown > 0):
+        raise ValueError(
+            f"use K:WINDOW:COOLDOWN (K failures from 1 to {_MOST_OFFENCES}, then seconds), or off"
+        )
+    return QuarantinePolicy(failures, window, cooldown)
 
 
 class Offence(Record):
@@ -189,7 +211,7 @@ def record_of(state: Quarantine, host: str, now: float) -> HostRecord | None:
 
 
 class HostWatch:
-    """What one observer knows of the hosts' records; `lines` are for people, each shown once.
+    """What one observer knows of the hosts' records; `lines` are for people, and whether one is kept out.
 
     A record counts once, by its revision, however often and through however many watches it is reported: so
     a time that began to run is not set again."""
@@ -199,7 +221,7 @@ class HostWatch:
         self.mods: dict[str, int] = {}
         self.present: dict[str, int] = {}  # the revision of each record that the store holds
         self.unreadable: set[str] = set()
-        self.lines: list[str] = []
+        self.lines: list[tuple[str, bool]] = []
 
     def learn(self, now: float, host: str, entry: Entry, deleted: bool = False) -> None:
         """Take in the record of a host; if it is not readable, what was known stays."""
@@ -236,10 +258,11 @@ class HostWatch:
         after = self.state.entry(host, now)
         if after is not None and (before is None or before.reason != after.reason):
             left = "" if after.until is None else f" for {after.until - now:.0f} s"
-            self.lines.append(f"{host} is quarantined{left}: {after.reason}")
+            self.lines.append((f"{host} is quarantined{left}: {after.reason}", True))
         elif before is not None and after is None:
             over = before.until is not None and now >= before.until - _SLACK
-            self.lines.append(f"{host} is no longer quarantined: {'its time is over' if over else 'removed'}")
+            why = "its time is over" if over else "removed"
+            self.lines.append((f"{host} is no longer quarantined: {why}", False))
 
 
 def _quarantine(

@@ -1,0 +1,115 @@
+"""Hosts that a job keeps out: who caused failures, cannot start workers, or was named by a person."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.core.exit_codes import UNFIT_NODE
+from tests.conftest import HUNG, gone
+from tests.support.netns import Job, tell
+from tests.support.run_helpers import PHALANX, plain_environment
+from tests.system.test_cluster import everybody, succeed
+from tests.system.test_hostile_rounds import bad_program
+from tests.system.test_namespaces import hosts_possible, three_hosts
+
+
+def command(*words: str, env: dict[str, str], code: int = 0) -> str:
+    """What a command says."""
+    done = subprocess.run(
+        [PHALANX[0], *words], env=env, capture_output=True, text=True, timeout=HUNG, check=False
+    )
+    assert done.returncode == code, (words, done.stdout, done.stderr)
+    return done.stdout + done.stderr
+
+
+def test_a_host_that_causes_failures_is_kept_out_and_all_nodes_say_so(tmp_path: Path) -> None:
+    """The host of the store is one of those that go on; a person lets the host in again, and keeps it out."""
+    env = plain_environment(PHALANX_TOKEN="a token for tests", XDG_STATE_HOME=str(tmp_path / "state"))
+    with Job(tmp_path, "2:3", "", "--max-restarts", "5", "--quarantine", "2:600:600") as job:
+        job.run_id = f"kept-out-{os.getpid()}"
+        job._words[job._words.index("--rdzv-id") + 1] = job.run_id
+        job.environment |= env
+        a, b, c = nodes = [job.node(name) for name in "abc"]
+        for attempt in range(2):
+            workers = everybody(nodes, 3)
+            assert {worker.attempt for worker in workers} == {attempt}
+            tell([one for one in workers if one.node == 2], signal.SIGUSR2)
+        workers = everybody([a, b], 2)
+        line = "c is quarantined for 600 s: root cause of 2 failures within "
+        for node in nodes:
+            node.read_until(line)
+            node.read_until("the last: rank 2: exit code 9")
+
+        def status() -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = json.loads(command("status", job.run_id, "--json", env=env))
+            return found
+
+        for one in status():
+            (held,) = one["quarantine"]
+            assert held["host"] == "c"
+            assert 0 < held["left"] <= 600
+            assert one["records"][-1]["quarantined"].startswith(line), one["records"]
+        assert {one["state"] for one in status()} == {"running", "spare"}
+        assert "quarantined: c: root cause of 2 failures" in command("status", job.run_id, env=env)
+        (listed,) = json.loads(command("quarantine", "list", job.run_id, "--json", env=env))
+        assert listed["reason"].startswith("root cause of 2 failures"), listed
+
+        assert "c may take part again" in command("quarantine", "remove", job.run_id, "c", env=env)
+        workers = everybody(nodes, 3)
+        for node in nodes:
+            node.read_until("c is no longer quarantined: removed")
+        assert "no host is quarantined" in command("quarantine", "list", job.run_id, env=env)
+        assert "is not quarantined" in command("quarantine", "remove", job.run_id, "c", env=env, code=1)
+        at_store = ["--rdzv-endpoint", job.endpoint, "--rdzv-id", job.run_id]
+        command("quarantine", "add", "b", "--reason", "XID 79", "--for", "300", *at_store, env=env)
+        for node in nodes:
+            node.read_until("b is quarantined for 300 s: XID 79")
+        assert "b: XID 79 (for another 5" in command("quarantine", *at_store, env=env)
+        tell(workers[:1], signal.SIGUSR2)  # there was no spare: the next round is the first without it
+        succeed(nodes, everybody([a, c], 2))
+
+
+@hosts_possible
+def test_a_host_that_cannot_start_workers_is_kept_out_of_the_rounds_of_three_hosts(tmp_path: Path) -> None:
+    """It leaves with its reason; when it returns it is a spare, and steps in once the job needs it."""
+    with three_hosts(tmp_path, "2:3") as (network, job):
+        a, b = nodes = [job.node(name, host=network.hosts[name]) for name in "ab"]
+        everybody(nodes, 2)
+        bad = job.node("c", "--no-python", bad_program(tmp_path), host=network.hosts["c"])
+        ended = bad.end()
+        assert ended.code == UNFIT_NODE, ended
+        line = "c is quarantined for 3600 s: "
+        for node in nodes:
+            node.read_until(line)
+        workers = everybody(nodes, 2)
+        c = job.node("c", host=network.hosts["c"])
+        c.read_until(line)
+        c.read_until("2 nodes running, quarantined: c")
+        assert {worker.attempt for worker in workers} == {0}, "no restart was used"
+        assert not any(gone(worker.pid) for worker in workers), "a spare disturbs nobody"
+        b.signal(signal.SIGKILL)
+        succeed([a, c], everybody([a, c], 2))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["quarantine", "forget", "a"], "not an action; use list, add, remove"),
+        (["quarantine", "add"], "name the hosts"),
+        (["quarantine", "add", "a", "--for", "-1"], "use a number of seconds above 0"),
+        (["quarantine", "add", "a\nb", "--rdzv-endpoint", "127.0.0.1:1"], "not the name of a host"),
+        (["run", "--quarantine", "3:x", "--no-python", "true"], "use K:WINDOW:COOLDOWN"),
+        (["run", "--quarantine", "0", "--no-python", "true"], "use K:WINDOW:COOLDOWN"),
+    ],
+)
+def test_bad_usage_is_one_line(words: list[str], says: str) -> None:
+    said = command(*words, env=plain_environment(PHALANX_TOKEN="x"), code=2)
+    assert says in said
+    assert said.count("\n") == 1
