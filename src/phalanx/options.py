@@ -357,6 +357,15 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 choices=("restart", "fail", "warn"),
             ),
             Option(
+                "--straggler-policy",
+                "str",
+                "warn",
+                "what to do about a host that stays slow: warn, or replace it by a spare at a checkpoint",
+                metavar="WHAT",
+                env="PHALANX_",
+                choices=("warn", "replace"),
+            ),
+            Option(
                 "--health-port",
                 "str",
                 None,

@@ -630,6 +630,11 @@ def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {name: v.number(name, 0.001) for name in names}
     if v.given("on_hang") and all(value is None for value in values.values()) and not v.text("expect"):
         v.warnings.append(f"{v.label('on_hang')}: only matters for worker.expires(), as no timeout is given")
+    values["straggler_policy"] = v.text("straggler_policy")
+    if values["straggler_policy"] == "replace" and known["rdzv_backend"] == "static":
+        v.warnings.append(
+            f"{v.label('straggler_policy')}: a static job has no spares; slow hosts are reported"
+        )
     shown = truth(v.text("dashboard").strip()) is not False  # on the page
     watched = values["silence_timeout"] is not None or v.text("expect") or shown
     if watched and known["redirects"] == known["tee"] == "0":

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.conftest import HUNG, gone
 from tests.support.netns import Job, tell
 from tests.support.run_helpers import PHALANX, plain_environment
 from tests.system.test_cluster import everybody, succeed
+from tests.system.test_hang_consensus import QUICK
 from tests.system.test_hostile_rounds import bad_program
 from tests.system.test_namespaces import hosts_possible, three_hosts
 
@@ -96,6 +98,41 @@ def test_a_host_that_cannot_start_workers_is_kept_out_of_the_rounds_of_three_hos
         assert not any(gone(worker.pid) for worker in workers), "a spare disturbs nobody"
         b.signal(signal.SIGKILL)
         succeed([a, c], everybody([a, c], 2))
+
+
+SLOW = """\
+import os, sys, time
+from phalanx import worker
+e = os.environ
+print("begin", e["RANK"], e["WORLD_SIZE"], e["TORCHELASTIC_RESTART_COUNT"], flush=True)
+first = not os.path.exists("done")
+for step in range(10**6 if first else 5):
+    worker.heartbeat(step)
+    if worker.should_checkpoint():
+        open("done", "w").close()
+        print("saved", e["RANK"], flush=True)
+        sys.exit()
+    time.sleep(0.1 if "SLOW" in e else 0.02)
+"""
+
+
+def test_a_host_that_stays_slow_is_replaced_by_the_spare_at_a_checkpoint(tmp_path: Path) -> None:
+    with Job(tmp_path, "2", "", "--max-restarts", "0", "--straggler-policy", "replace") as job:
+        job.script.write_text(SLOW.replace('"done"', repr(str(tmp_path / "done"))))
+        quick = (sys.executable, "-c", QUICK)
+        a, b = job.node("a", before=quick), job.node("b", before=("env", "SLOW=1", *quick))
+        b.read_until("begin 1 2 0")
+        c = job.node("c", before=quick)
+        for node in (a, b, c):
+            node.read_until("b is quarantined for 3600 s: slow: ")
+        a.read_until("saved 0")
+        b.read_until("saved 1")
+        c.read_until("begin 1 2 0")  # in the place of b, and no restart was used
+        for node in (a, b, c):
+            ended = node.end()
+            assert ended.code == 0, ended
+        assert a.text.count("begin 0 2 0") == 2
+        assert b.text.count("begin") == c.text.count("begin") == 1
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class Supervision:
         preempt_signal: int = 0,
         health: str | None = None,
         health_check: str = "",
+        replace_slow: bool = False,
     ) -> None:
         self.policy = policy
         self.preemption = Preemption(preempt_signal)
@@ -50,6 +51,9 @@ class Supervision:
         self.incidents = IncidentLog()
         self.trace_sockets = TraceSockets()
         self.detector: HangDetector | None = None  # while workers run, and until the next ones do
+        self.replace_slow = replace_slow
+        self.slow_host: Callable[[int, str, str], None] = lambda _round, _host, _why: None
+        """Called with a host of a round that is to be replaced by a spare, and why; empty: no longer."""
         self._post: Callable[[Any], None] = lambda _event: None
         self._boards: Boards | None = None
 
@@ -169,6 +173,7 @@ class Supervision:
             self.incidents,
             self._post,
             trace_sockets=self.trace_sockets,
+            on_slow=(lambda name, why: self.slow_host(number, name, why)) if self.replace_slow else None,
             number=number,
             host=host,
             now=now,
