@@ -295,7 +295,9 @@ def on_unhealthy(state: GroupState, event: Hang | Uninterruptible, now: float, p
         summary = event.summary
         if event.final:
             code = exit_codes.HANG
-            report = ReportFailure(_number(state), state.attempt, summary, final=True, code=code)
+            report = ReportFailure(
+                _number(state), state.attempt, summary, final=True, ranks=event.ranks, code=code
+            )
             state = state.replace(worker_state=WorkerState.UNHEALTHY)
             return _end(state, now, policy, Ending(Outcome.FAILED, summary, code=code), report, Note(summary))
     else:
@@ -325,7 +327,7 @@ def _failure(
     verdict = restarts.decide(state.history, failure, now, policy.restarts)
     line = f"{summary}; {verdict.reason}"
     if not verdict.restart:
-        report = ReportFailure(number, state.attempt, summary, final=True, code=code)
+        report = ReportFailure(number, state.attempt, summary, final=True, ranks=guilty, code=code)
         return _end(state, now, policy, Ending(Outcome.FAILED, line, code=code), report, Note(line))
     history = restarts.record(state.history, failure, policy.restarts)
     times = state.same[1] + 1 if failure.error == state.same[0] else 1

@@ -348,7 +348,7 @@ def decide(now: float, view: LeaderView, options: Options) -> RoundDecision:
         return RoundDecision((), view.round.reason)
     asked = view.closes.get(str(view.round.job))
     if asked is not None:
-        return _close(view, "closed", asked or "closed on request")
+        return _close(now, view, "closed", asked or "closed on request")
     staying = view.staying()
     patience = None
     if options.fixed:
@@ -481,7 +481,7 @@ def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str
     pending = [(m, rank) for rank, m in enumerate(members) if m.id not in results]
     lost = [view.label(m, rank) for m, rank in pending if not view.present(m)]
     if results and not pending:
-        return _close(view, "succeeded", f"workers of {count(len(results), 'node')} succeeded")
+        return _close(now, view, "succeeded", f"workers of {count(len(results), 'node')} succeeded")
     if lost:
         alone = ", which had not reported success" if len(lost) == len(pending) and results else ""
         return _reform(view, f"lost {listing(lost)}{alone}")
@@ -546,13 +546,12 @@ def _after_failure(
     name = next((view.label(m, rank) for rank, m in found), node)
     failed = view.round._replace(cause=(node, name, result.detail))
     if result.unfit:
-        reason = f"{name} cannot start workers, and the job cannot run without it"
-        closed = _close(view, "failed", reason, failed)
-        return _held(now, view, judged(now, view, offences_of(view)), closed)
+        return _close(
+            now, view, "failed", f"{name} cannot start workers, and the job cannot run without it", failed
+        )
     verdict = decide_for_job(view.round.restarts, options.max_restarts)
     if not verdict.restart:
-        closed = _close(view, "failed", f"workers on {name} failed, {verdict.reason}", failed)
-        return _held(now, view, judged(now, view, offences_of(view)), closed)
+        return _close(now, view, "failed", f"workers on {name} failed, {verdict.reason}", failed)
     failed = failed._replace(restarts=view.round.restarts + 1)
     left = "" if options.max_restarts is None else f", {count(verdict.remaining, 'restart')} left"
     return _reform(view, f"workers on {name} failed{left}", failed)
@@ -589,9 +588,9 @@ def _form(now: float, view: LeaderView, options: Options, staying: dict[str, See
     if now >= deadline and options.fixed and missing:
         these = ", ".join(map(str, missing))
         text += f"; node {these} of {high} did not come within {options.join_timeout:g} s{after}"
-        return _close(view, "timeout", text)
+        return _close(now, view, "timeout", text)
     if now >= deadline:
-        return _close(view, "timeout", f"{text}; gave up after {options.join_timeout:.0f} s{after}")
+        return _close(now, view, "timeout", f"{text}; gave up after {options.join_timeout:.0f} s{after}")
     return RoundDecision((), f"{text}, {deadline - now:.0f} s left", deadline)
 
 
@@ -709,9 +708,11 @@ def _reform(
     return _publish(view, forming, reason)
 
 
-def _close(view: LeaderView, outcome: str, reason: str, base: Round | None = None) -> RoundDecision:
+def _close(
+    now: float, view: LeaderView, outcome: str, reason: str, base: Round | None = None
+) -> RoundDecision:
     closed = (base or view.round)._replace(phase=CLOSED, outcome=outcome)
-    return _publish(view, closed, reason)
+    return _held(now, view, judged(now, view, offences_of(view)), _publish(view, closed, reason))
 
 
 def _publish(view: LeaderView, new: Round, reason: str) -> RoundDecision:
