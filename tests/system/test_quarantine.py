@@ -100,6 +100,45 @@ def test_a_host_that_cannot_start_workers_is_kept_out_of_the_rounds_of_three_hos
         succeed([a, c], everybody([a, c], 2))
 
 
+def test_a_host_that_fails_its_check_later_on_is_quarantined(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    with Job(tmp_path, "1:2", "", "--max-restarts", "3") as job:
+        a, b = job.node("a"), job.node("b", "--health-check", f"test ! -e {broken} || (echo no GPU; false)")
+        workers = everybody([a, b], 2)
+        broken.touch()
+        tell(workers[:1], signal.SIGUSR2)
+        a.read_until("b is quarantined for 3600 s: ")
+        a.read_until("no GPU")
+        assert b.end().code == UNFIT_NODE
+        succeed([a], everybody([a], 1))
+
+
+HANGS = """\
+import os, threading
+from phalanx import worker
+def lost(): threading.Event().wait()
+def wait_for_the_others(): threading.Event().wait()
+for step in range(3): worker.heartbeat(step)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "1": lost()
+    worker.heartbeat(3)
+    wait_for_the_others()
+"""
+
+
+def test_a_hang_is_put_down_to_the_host_that_the_others_wait_for(tmp_path: Path) -> None:
+    """Whichever node finds it; the job needs that host, so it takes part all the same."""
+    words = ("--max-restarts", "1", "--heartbeat-timeout", "1.5", "--grace", "1", "--quarantine", "1:600:600")
+    with Job(tmp_path, "2", "", *words) as job:
+        job.script.write_text(HANGS)
+        nodes = [job.node(name) for name in "ab"]
+        for node in nodes:
+            node.read_until("b is quarantined for 600 s: root cause of a failure: no heartbeat from rank")
+            ended = node.end()
+            assert ended.code == 0, ended
+            assert "a is quarantined" not in node.text
+
+
 SLOW = """\
 import os, sys, time
 from phalanx import worker

@@ -138,6 +138,9 @@ class Nodes(Protocol):
     def change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
         """Write, or (None) delete, what the job holds against hosts; `then` gets whether that is done."""
 
+    def unfit(self, why: str) -> None:
+        """This node failed its check and is about to leave."""
+
     def slow_host(self, number: int, host: str, why: str) -> None:
         """A host of this round is slow, and is to be replaced where there is a spare; empty: no longer."""
 

@@ -177,7 +177,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         workers = self._new_workers(nodes, policy)
         self._loop = SteppedLoop(policy, nodes, workers, self.supervision, self._record)
         self._loop.stepped = bool(self._overridden)
-        self.supervision.slow_host = nodes.slow_host
+        self.supervision.slow_host, self.supervision.on_unfit = nodes.slow_host, nodes.unfit
         if options.progress is not None:
             self._loop.parts.append(ProgressPart(options.progress, lambda: self.waiting_for))
 

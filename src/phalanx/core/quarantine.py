@@ -210,6 +210,12 @@ def record_of(state: Quarantine, host: str, now: float) -> HostRecord | None:
     return HostRecord(entry.reason, left, round(max(0.0, now - entry.since), 3), ages)
 
 
+def failed_check(why: str, policy: QuarantinePolicy) -> HostRecord | None:
+    """What a node that failed its check writes about its own host before it leaves."""
+    state, _ = record(Quarantine(), Offence("", "check", why), 0.0, policy)
+    return record_of(state, "", 0.0)
+
+
 class HostWatch:
     """What one observer knows of the hosts' records; `lines` are for people, and whether one is kept out.
 

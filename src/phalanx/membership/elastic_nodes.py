@@ -140,6 +140,9 @@ class ElasticNodes:
     def change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
         self._membership.change_hosts(hosts, lambda done: self._post(lambda: then(done)))
 
+    def unfit(self, why: str) -> None:
+        self._membership.unfit(why)
+
     def slow_host(self, number: int, host: str, why: str) -> None:
         self._membership.slow_host(number, host, why)
 

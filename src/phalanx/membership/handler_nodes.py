@@ -155,6 +155,9 @@ class HandlerNodes:
     def change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
         then(False)
 
+    def unfit(self, why: str) -> None:
+        """torch's interface has no place for it."""
+
     def slow_host(self, number: int, host: str, why: str) -> None:
         """torch's interface knows no spares."""
 

@@ -39,6 +39,7 @@ from phalanx.core.participant_events import (
     WorkersEnded,
     WorkersStopped,
 )
+from phalanx.core.quarantine import failed_check
 from phalanx.core.round_causes import HOSTS
 from phalanx.core.round_records import ACTIVE, CLOSED, FORMING, NodeInfo, Result, encode, printable
 from phalanx.core.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
@@ -188,6 +189,12 @@ class Membership:
     def change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
         """Write, or (None) delete, what is held against hosts; `then` gets whether the store has it."""
         self._calls.put(lambda: self._change_hosts(hosts, then))
+
+    def unfit(self, why: str) -> None:
+        """This node failed its check and leaves: hold it against its host, as the leader would."""
+        policy = self.options.quarantine
+        if policy is not None and self.started:
+            self._calls.put(lambda: self._change_hosts({self.info.name: failed_check(why, policy)}))
 
     def quarantine(self) -> list[dict[str, Any]]:
         """The hosts that are quarantined: host, reason and, unless a person removes it, the seconds left."""
@@ -618,7 +625,9 @@ class Membership:
         drained = self._round is not None and self.info.id in self._round.out
         self.tell(Over(self._last, self._round, reason, at_once, drained, preempted))
 
-    def _change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
+    def _change_hosts(
+        self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None] = lambda done: None
+    ) -> None:
         keys = {f"{self.options.prefix}{HOSTS}{host}": found for host, found in hosts.items()}
         puts = tuple(Put(key, encode(found)) for key, found in keys.items() if found is not None)
         deletes = tuple(Delete(key) for key, found in keys.items() if found is None)

@@ -51,6 +51,7 @@ class Supervision:
         self.incidents = IncidentLog()
         self.trace_sockets = TraceSockets()
         self.detector: HangDetector | None = None  # while workers run, and until the next ones do
+        self.on_unfit: Callable[[str], None] = lambda _why: None
         self.replace_slow = replace_slow
         self.slow_host: Callable[[int, str, str], None] = lambda _round, _host, _why: None
         """Called with a host of a round that is to be replaced by a spare, and why; empty: no longer."""
@@ -113,6 +114,7 @@ class Supervision:
     def _stay_out(self, unfit: NodeUnfit) -> None:
         self.unfit = unfit
         self.incidents.note(str(unfit))
+        self.on_unfit(str(unfit))
         # Graceful: the others go on without this node.
         self._post(RoundFailed("graceful", str(unfit)))
 
