@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.core.quarantine import Offence
+from phalanx.core.quarantine import Offence, QuarantinePolicy
 from phalanx.core.round_causes import offences_of
-from phalanx.core.round_records import Member, MemberList, Result
-from phalanx.core.rounds import LeaderView, Options
+from phalanx.core.round_records import (
+    HostRecord,
+    Member,
+    MemberList,
+    NodeInfo,
+    NodeRecord,
+    Result,
+    encode,
+)
+from phalanx.core.rounds import LeaderView, Options, Seen, decide
+from phalanx.core.store_commands import Entry, Txn
 
 # Ranks 0 and 1, 2 and 3, 4 and 5.
 MEMBERS = tuple(Member(f"{host}.1", 7, host, "", 2, "default") for host in ("a", "b", "c"))
@@ -44,3 +53,25 @@ def test_who_is_the_cause(reported: list[tuple[str, Result]], blamed: list[tuple
     view.results[2] = {"a.1": (0, EXIT)}  # of an earlier round
     assert [(one.node, one.kind) for one in offences_of(view)] == blamed
     assert all(isinstance(one, Offence) and one.reason for one in offences_of(view))
+
+
+def test_a_round_with_all_that_goes_with_it_is_one_transaction_of_etcd() -> None:
+    """At most 128 operations, and as many conditions."""
+    options = Options(min_nodes=1, max_nodes=100, quarantine=QuarantinePolicy(1, 60.0, 60.0))
+    view = LeaderView(options, 1, members=MemberList("1.1.0", (), 3), complete=True)
+    for number in range(100):
+        info = NodeInfo(f"n{number}.1", f"n{number}")
+        view.nodes[info.id] = Seen(NodeRecord(info, 1), number + 1, 0.0, 0.0, 7)
+        held = Entry("", encode(HostRecord("lost its device", 30.0)), mod=1)
+        view.hosts.learn(0.0, f"m{number}", held)
+        view.drains.add(f"gone{number}")
+    decision = decide(1.0, view, options)
+    (txn,) = decision.commands
+    assert isinstance(txn, Txn)
+    assert decision.reason.startswith("round 1 with 100 nodes")
+    assert len(txn.puts) + len(txn.deletes) <= 128
+    assert len(txn.when) <= 128
+    # All cool-downs end at once.
+    (txn,) = decide(31.0, view, options).commands
+    assert isinstance(txn, Txn)
+    assert 0 < len(txn.deletes) <= 128

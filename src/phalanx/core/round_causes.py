@@ -10,7 +10,7 @@ from __future__ import annotations
 from phalanx.core import quarantine
 from phalanx.core.quarantine import Offence, Quarantine, QuarantinePolicy
 from phalanx.core.ranks import offsets
-from phalanx.core.round_records import Member, Result, encode
+from phalanx.core.round_records import HostRecord, Member, Result, encode
 from phalanx.core.store_commands import Command, Delete, Put, Txn, When
 
 TYPE_CHECKING = False
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from phalanx.core.rounds import LeaderView
 
 HOSTS = "ctl/quarantine/"
-_MOST = 20  # records in one transaction; etcd allows 128 operations
+_MOST = 10  # records in one transaction, beside a round of 100 places; etcd allows 128 operations
 
 
 def expired(now: float, view: LeaderView) -> tuple[Txn, list[str]] | None:
@@ -26,12 +26,13 @@ def expired(now: float, view: LeaderView) -> tuple[Txn, list[str]] | None:
     over = [one.node for one in view.hosts.state.entries if one.until is not None and now >= one.until]
     if not over:
         return None
-    guards, deletes = leads(view), []
-    for host in over[:_MOST]:
-        key = f"{view.options.prefix}{HOSTS}{host}"
-        guards += (When(key, "mod", view.hosts.present.get(host, 0)),)
-        deletes.append(Delete(key))
-    return Txn(guards, deletes=tuple(deletes)), over
+    over = over[:_MOST]
+    guards = (When(_key(view, host), "mod", view.hosts.present.get(host, 0)) for host in over)
+    return Txn((*leads(view), *guards), deletes=tuple(Delete(_key(view, host)) for host in over)), over
+
+
+def _key(view: LeaderView, host: str) -> str:
+    return f"{view.options.prefix}{HOSTS}{host}"
 
 
 def leads(view: LeaderView) -> tuple[When, ...]:
@@ -84,17 +85,17 @@ def with_records(
     """The commands, with the records of the hosts for which this state is news, in the last transaction."""
     *batches, main = commands
     assert isinstance(main, Txn)
-    before = view.hosts.state
-    guards: tuple[When, ...] = ()
-    puts: tuple[Put, ...] = ()
-    hosts = {one.node for one in state.entries} | {host for host, _ in state.offences}
-    for host in sorted(hosts):
+    news: dict[str, HostRecord] = {}
+    left: dict[str, HostRecord] = {}  # written again with what is left of it, for a job that begins anew
+    for host in sorted({one.node for one in state.entries} | {host for host, _ in state.offences}):
         fresh = quarantine.record_of(state, host, now)
-        if fresh is None or (fresh.left <= 0 and fresh == quarantine.record_of(before, host, now)):
-            continue  # a cool-down is written again with what is left of it, for a job that begins anew
-        key = f"{view.options.prefix}{HOSTS}{host}"
-        # A person may have written it in the meantime.
-        guards += (When(key, "mod", view.hosts.present.get(host, 0)),)
-        puts += (Put(key, encode(fresh)),)
-    main = main._replace(when=(*main.when, *guards[:_MOST]), puts=(*main.puts, *puts[:_MOST]))
+        if fresh is not None and fresh != quarantine.record_of(view.hosts.state, host, now):
+            news[host] = fresh
+        elif fresh is not None and fresh.left > 0:
+            left[host] = fresh
+    chosen = list({**news, **left}.items())[:_MOST]
+    # Guarded: a person may have written it in the meantime.
+    guards = (When(_key(view, host), "mod", view.hosts.present.get(host, 0)) for host, _ in chosen)
+    puts = (Put(_key(view, host), encode(found)) for host, found in chosen)
+    main = main._replace(when=(*main.when, *guards), puts=(*main.puts, *puts))
     return (*batches, main)

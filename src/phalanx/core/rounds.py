@@ -98,7 +98,7 @@ from phalanx.core.round_records import (
 from phalanx.core.store_commands import Change, Command, Delete, Entry, Put, Txn, When
 
 _NAMED = 8
-_SWEPT = 20  # leftover requests that one round removes; etcd allows 128 operations in a transaction
+_SWEPT = 10  # leftover requests that one round removes; etcd allows 128 operations in a transaction
 _MOST_SKIPPED = 64
 _LONGEST_KEY = 256
 _LONGEST_REASON = 1024
