@@ -103,6 +103,7 @@ class JobSpec(Record):
     partial_exit_timeout: float | None
     hang_timeout: float | None
     on_hang: str  # restart, fail, warn
+    straggler_policy: str  # warn, replace
     health_port: str  # [ADDR:]PORT, or empty
     health_check: str
     preempt_signal: int | None

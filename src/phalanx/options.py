@@ -15,7 +15,7 @@ else that happens before the workers are started, and its messages cannot name a
 
 from __future__ import annotations
 
-from phalanx.environment import DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATIC_PORT
+from phalanx.environment import DEFAULT_QUARANTINE, DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATIC_PORT
 
 TYPE_CHECKING = False  # type checkers take it as true; importing `typing` for it would cost milliseconds
 if TYPE_CHECKING:
@@ -207,6 +207,14 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 env="PHALANX_",
                 metavar="S",
             ),
+            Option(
+                "--quarantine",
+                "str",
+                DEFAULT_QUARANTINE,
+                "keep a host out for COOLDOWN s that caused K failures within WINDOW s, or off",
+                env="PHALANX_",
+                metavar="K:WINDOW:COOLDOWN",
+            ),
         ),
         "Restarts and stopping": (
             Option("--max-restarts", "int", 0, "restarts for the whole job", metavar="N"),
@@ -347,6 +355,15 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 metavar="WHAT",
                 env="PHALANX_",
                 choices=("restart", "fail", "warn"),
+            ),
+            Option(
+                "--straggler-policy",
+                "str",
+                "warn",
+                "what to do about a host that stays slow: warn, or replace it by a spare at a checkpoint",
+                metavar="WHAT",
+                env="PHALANX_",
+                choices=("warn", "replace"),
             ),
             Option(
                 "--health-port",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CONF = frozenset(
     (
         "is_host", "join_timeout", "journal", "keep_alive_interval", "keep_alive_max_attempt",
-        "last_call_timeout", "linger", "name", "rank", "return_timeout", "settle", "store_grace",
+        "last_call_timeout", "linger", "name", "quarantine", "rank", "return_timeout", "settle", "store_grace",
         "timeout", "token_file", "tls_ca", "tls_cert", "tls_key", "ttl",
         "cacert", "cert", "key", "password", "password_file", "protocol", "user",
         "close_timeout", "read_timeout", "use_libuv",
@@ -292,7 +292,21 @@ def _trust(v: Sources) -> dict[str, Any]:
     if "tls_key" in settings and "tls_cert" not in settings:
         raise v.bad("tls_key", f"a key without its certificate; add {v.name('tls_cert')} FILE")
     grace = v.number("store_grace", 0)
-    return {**settings, "store_grace": grace} if v.given("store_grace") else settings
+    if v.given("store_grace"):
+        settings["store_grace"] = grace
+    if v.given("quarantine"):
+        settings["quarantine"] = _quarantine(v)
+    return settings
+
+
+def _quarantine(v: Sources) -> str:
+    from phalanx.core.quarantine import parse_policy
+
+    try:
+        parse_policy(v.text("quarantine"))
+    except ValueError as error:
+        raise v.bad("quarantine", str(error)) from None
+    return v.text("quarantine")
 
 
 def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
@@ -616,6 +630,11 @@ def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {name: v.number(name, 0.001) for name in names}
     if v.given("on_hang") and all(value is None for value in values.values()) and not v.text("expect"):
         v.warnings.append(f"{v.label('on_hang')}: only matters for worker.expires(), as no timeout is given")
+    values["straggler_policy"] = v.text("straggler_policy")
+    if values["straggler_policy"] == "replace" and known["rdzv_backend"] == "static":
+        v.warnings.append(
+            f"{v.label('straggler_policy')}: a static job has no spares; slow hosts are reported"
+        )
     shown = truth(v.text("dashboard").strip()) is not False  # on the page
     watched = values["silence_timeout"] is not None or v.text("expect") or shown
     if watched and known["redirects"] == known["tee"] == "0":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import NamedTuple
 
 from phalanx.core.participant_events import StartRound
+from phalanx.core.quarantine import QuarantinePolicy
+from phalanx.core.round_causes import HOSTS
 from phalanx.core.rounds import Options
 from tests.simulation.simulator import Agent, Broken, Simulation
 
@@ -45,6 +48,11 @@ class Chaos:
         # A store with a journal shortens no lease; its restart has the time of a lease.
         linger = pick.choice([1.0, float("inf")])
         options = replace(options, linger=linger)
+        # Of its own, so that the runs of earlier seeds stay what they were.
+        self.keeper = random.Random(f"quarantine {seed}")
+        if self.keeper.random() < 0.6:
+            times = self.keeper.choice([1, 2, 3]), 60.0, self.keeper.choice([3.0, 40.0])
+            options = replace(options, quarantine=QuarantinePolicy(*times))
         worst = pick.choice([0.005, 0.05, 0.4])
         self.sim = Simulation(seed + 1_000_003, options, latency=(0.0005, worst))
         self.sim.tracing = tracing
@@ -69,6 +77,8 @@ class Chaos:
             sim.at(chance.choice([0.0, chance.uniform(0, 5), chance.uniform(0, 30)]), self._new_node)
         for _ in range(chance.randint(0, 14)):
             sim.at(chance.uniform(0, self.calm_at), self._fault)
+        for _ in range(self.keeper.choice([0, 0, 4, 12])):
+            sim.at(self.keeper.uniform(0, self.calm_at), self._keep_out)
         sim.at(self.calm_at, self._calm)
         # After the last fault: a re-form, the work, or a time-out, each a few times over.
         limit = self.calm_at + 400.0
@@ -171,6 +181,25 @@ class Chaos:
                 self._replace(agent)
         elif kind == "drain" and sim.store_up:
             sim.put(f"{sim.options.prefix}drain/{agent.id}", b"")
+
+    def _keep_out(self) -> None:
+        """A person quarantines a host, or removes it; or the host is slow; or the record is damaged."""
+        sim, chance = self.sim, self.keeper
+        if not sim.store_up or not sim.agents:
+            return
+        host = sim.agents[chance.choice([*sim.agents])].name
+        key, number = f"{sim.options.prefix}{HOSTS}{host}", max(sim.rounds, default=1)
+        what = chance.choice(["add", "remove", "slow", "slow", "cool", "foreign"])
+        if what == "add":
+            sim.put(key, b'{"reason":"by hand","left":-1}')
+        elif what == "remove":
+            sim.delete(key)
+        elif what == "cool":
+            sim.put(key, b'{"reason":"for a while","left":2.5,"offences":[1,2]}')
+        elif what == "slow":
+            sim.put(f"{sim.options.prefix}slow/{number}/{host}", b"2 steps/s, median 5")
+        else:
+            sim.put(key, chance.choice(JUNK))
 
     def _go_back(self) -> None:
         if self.sim.store_up:

@@ -1,6 +1,6 @@
 """Golden scripts: a text file of commands, and after each command the full trace it must give.
 
-    > options min=2 max=3      any field of core.rounds.Options, before the first node
+    > options min=2 max=3      any field of core.rounds.Options, before the first node; quarantine=3:60:30
     > join node-a node-b       start agents (`node-a@2` is host node-a's second agent; rank=1 position=3)
     > run 2.5                  let time pass
     > kill | host | fail | succeed | leave | drain NODE…
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from phalanx.core.quarantine import QuarantinePolicy
 from phalanx.core.rounds import Options
 from tests.simulation.simulator import Simulation
 
@@ -50,6 +51,11 @@ class Script:
         if verb == "options":
             for word in words:
                 name, value = word.split("=")
+                if name == "quarantine":  # failures:window:cooldown
+                    failures, window, cooldown = value.split(":")
+                    policy = QuarantinePolicy(int(failures), float(window), float(cooldown))
+                    self.options = replace(self.options, quarantine=policy)
+                    continue
                 number = float(value) if "." in value or value == "inf" else int(value)
                 self.options = replace(self.options, **{_FIELDS.get(name, name): number})
             return []

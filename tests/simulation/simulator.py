@@ -22,6 +22,7 @@ Checked all the time (`Broken` is raised at the first violation):
   In both, one case is excused: an agent is stopped, *and* its connection breaks meanwhile. The store cannot
   tell that from the end of the agent and shortens the lease, the agent does not learn of it, and its helpers
   only know the time until which the lease was proved.
+- a quarantined host is in a round only if its leader saw too few others, and then with no more than needed;
 - the jobs that use one id follow each other: a later round is never of an earlier job, and no node runs
   workers of two of them.
 """
@@ -56,12 +57,15 @@ from phalanx.core.participant_events import (
     WorkersEnded,
     WorkersStopped,
 )
+from phalanx.core.quarantine import restore
 from phalanx.core.ranks import NodeSlots, assign_to
+from phalanx.core.round_causes import HOSTS
 from phalanx.core.round_records import (
     ACTIVE,
     Member,
     NodeInfo,
     Result,
+    decode_host,
     decode_members,
     decode_round,
     encode,
@@ -166,6 +170,7 @@ class Simulation:
         self.trace: list[str] = []
         self.tracing = False
         self.ended = 0
+        self.last_resorts = 0  # rounds with a quarantined host
         self.on_start: Callable[[Agent, StartRound], None] = lambda agent, start: None
         self.stop_time: Callable[[], float] = lambda: 0.1
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -261,9 +266,8 @@ class Simulation:
         self.say(agent.id, f"cannot start workers: {why}")
         place = agent.participant.place
         mine = When(f"{self.options.prefix}node/{agent.id}", "create", place.incarnation)
-        result = Put(
-            f"{self.options.prefix}result/{number}/{agent.id}", encode(Result(False, why, unfit=True))
-        )
+        outcome = Result(False, why, unfit=True, what=why)
+        result = Put(f"{self.options.prefix}result/{number}/{agent.id}", encode(outcome))
         self._ask(agent, 0, Txn((mine,), (result,)))
         self.leave(agent, why)
         self._tell(agent, WorkersStopped(number))
@@ -322,6 +326,7 @@ class Simulation:
         for action in actions:
             match action:
                 case Send(tag, command):
+                    self._check_chosen(agent, command)
                     self._ask(agent, tag, command)
                 case StartRound():
                     self._start(agent, action)
@@ -345,6 +350,29 @@ class Simulation:
             if agent.at_once > 1000:
                 raise Broken(f"{agent.id} asks to be woken at once, again and again")
             self.at(wake, lambda: self._tell(agent, ClockTick()) if agent.timer == timer else None)
+
+    def _check_chosen(self, agent: Agent, command: Command) -> None:
+        """A quarantined host is a member only as the last resort, by what its leader sees at that moment."""
+        view, options = agent.participant._view, self.options
+        if view is None or options.fixed or not isinstance(command, Txn):
+            return
+        values = {put.key.removeprefix(options.prefix): put.value for put in command.puts}
+        found = decode_members(values.get("members", b""))
+        if found is None or len(found.nodes) > options.batch:  # decided a while ago, before its places
+            return
+        state = view.hosts.state
+        for key, value in values.items():
+            if key.startswith(HOSTS):
+                state = restore(state, key.removeprefix(HOSTS), decode_host(value), self.now)
+        here = [seen for seen in view.staying().values() if seen.record.ready >= view.round.number]
+        fit = {seen.record.info.id for seen in here if state.entry(seen.name, self.now) is None}
+        members = {m.id for m in found.nodes}
+        out = [m.name for m in found.nodes if m.id not in fit]
+        if out and fit and (fit - members or not len(fit) < options.min_nodes == len(members)):
+            raise Broken(f"round {found.number} has {out}, quarantined, of {here}")
+        if not out and len(members) < min(len(fit), options.max_nodes):
+            raise Broken(f"round {found.number} has {members}, of {fit}")
+        self.last_resorts += bool(out)
 
     def _start(self, agent: Agent, start: StartRound) -> None:
         place, number = start.place, start.round.number

@@ -96,7 +96,7 @@ TRACKERS = ["proctrack/linuxproc", "proctrack/pgid", "proctrack/cgroup"]
 
 @pytest.mark.parametrize("proctrack", TRACKERS)
 def test_a_job_outlives_a_node_a_preemption_and_nothing_outlives_it(folder: Path, proctrack: str) -> None:
-    with cluster_in(folder, 3, proctrack) as cluster:
+    with cluster_in(folder, 4, proctrack) as cluster:
         jobs = Jobs(cluster, folder / "work")
         job = jobs.submit("a", "-N", "2", "--spares", "1", "--requeues", "1")
         first = jobs.ready("a", 2)
@@ -114,11 +114,15 @@ def test_a_job_outlives_a_node_a_preemption_and_nothing_outlives_it(folder: Path
         assert later < 10
         assert sorted(rank for rank, *_ in again) == ["0", "1"]
         assert cluster.field(job, "Restarts") == "0"
+        # A host that is quarantined is not part of the next attempt.
+        words = ("quarantine", "add", job, lost, "--reason", "lost once")
+        assert cluster.command(*PHALANX, *words) == f"{lost} is quarantined: lost once\n"
         # Slurm's notice before the time limit: workers save, the job goes back into the queue, and resumes.
         cluster.command("scancel", "--batch", "--signal=USR2", job)
         text = read_until(folder / "work" / "a.out", "requeue 1 of 1")
         assert text.count("saved") == 2
         cluster.start_node(lost)
+        settle(lambda: cluster.field(job, "ExcNodeList") == lost, "the next attempt avoids the node")
         cluster.start_now(job)
         resumed = jobs.ready("a", 6)[4:]
         assert {(run, steps) for *_, run, steps in resumed} == {(f"{job}-r1", "1")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from phalanx.errors import (
     StartError,
     UsageError,
 )
-from phalanx.integrations.outcomes import AgentOutcome, job_code
+from phalanx.integrations.outcomes import AgentOutcome, job_code, read_outcomes, write_outcome
 from phalanx.integrations.slurm.requeue import RequeueVerdict, judge
 
 USED_BY_OTHERS = {0, 1, 2, 120, 255, *range(64, 79), *range(124, 193)}
@@ -110,3 +111,20 @@ def test_verdicts() -> None:
     assert not of(bad(93)).again
     unfit = of(bad(95, "n3"), bad(94, "n4"), bad(95, "n3"))
     assert (unfit.again, unfit.exclude) == (True, ("n3",))
+    kept_out = ("n1", "n2.0", "n7", "other.host")  # n2.0: where a node has several agents; n7 is not ours
+    out = AgentOutcome("n4", "FAILED", 94, quarantined=kept_out)
+    again = judge([bad(95, "n3"), out, out], 1, preempt_signal=0, most=1, nodes=["n1", "n2", "n3", "n4"])
+    assert (again.again, again.exclude) == (True, ("n3", "n1", "n2"))
+
+
+def test_outcomes_in_files(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    left = AgentOutcome("n1", "FAILED", 94, "lost", ("n2", "n3"))
+    write_outcome(str(tmp_path), left, "n1.7")
+    (tmp_path / "n2.json").write_text('{"node":"n2","outcome":"LEFT","code":0,"quarantined":[7,"n4"]}')
+    (tmp_path / "n3.json").write_text('{"node":"n3","outcome":"LEFT","code":0,"quarantined":7}')
+    assert read_outcomes(str(tmp_path)) == [
+        left,
+        AgentOutcome("n2", "LEFT", 0, "", ("n4",)),
+        AgentOutcome("n3", "LEFT", 0),
+    ]

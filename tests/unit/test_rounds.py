@@ -373,7 +373,7 @@ def test_who_finds_the_job_closed_and_nobody_left_begins_the_next_one() -> None:
     assert fresh is not None
     assert (fresh.number, fresh.phase, fresh.restarts, fresh.job) == (4, FORMING, 0, 2)
     assert {d.key for d in claim.command.deletes} == {
-        "result/", "drain/", "close/", "ctl/meeting/", "members", "status",
+        "result/", "slow/", "drain/", "close/", "ctl/meeting/", "members", "status",
     }  # fmt: skip
     entry = Entry("ctl/round", claim.command.puts[0].value, 1, 22)
     register = node.answer(claim, Reply(True, 22, (entry,)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.core.progress import Beat, View
-from phalanx.core.stragglers import WINDOW, SlowHistory, StepCounts, compare, measure
+from phalanx.core.stragglers import WINDOW, SlowHistory, StepCounts, compare, measure, slow_hosts
 
 
 def windows(*rates: tuple[float, ...]) -> list[list[tuple[int, ...]]]:
@@ -83,3 +83,39 @@ def test_a_rank_without_a_new_rate_keeps_its_count() -> None:
         rates = {0: 10.0, 1: 10.0} if turn in (1, 3) else {0: 10.0, 1: 10.0, 2: 5.0, 3: 10.0}
         history, found = compare(history, rates, WINDOW, A | B)
     assert [one.ranks for one in found] == [(2,)]
+
+
+ONE_SLOW, ALL_SLOW, NONE_SLOW = (
+    {0: 9.0, 1: 9.0, 2: 9.0, 3: 3.0},
+    {0: 9.0, 1: 9.0, 2: 2.0, 3: 3.0},
+    dict.fromkeys(range(4), 9.0),
+)
+WHY = "slow: 2.5 steps/s, median 9"
+
+
+@pytest.mark.parametrize(
+    ("rates", "changes"),
+    [
+        ([ALL_SLOW] * 5, [{}, {}, {"node-b": WHY}, {}, {}]),  # once, after three windows
+        ([ONE_SLOW] * 5, [{}] * 5),  # a rank, not its host
+        ([ALL_SLOW, ALL_SLOW, NONE_SLOW, ALL_SLOW, ALL_SLOW], [{}] * 5),  # not persistently
+        (
+            [ALL_SLOW] * 3 + [NONE_SLOW] + [ALL_SLOW] * 3,
+            [{}, {}, {"node-b": WHY}, {"node-b": ""}, {}, {}, {"node-b": WHY}],
+        ),
+        ([ALL_SLOW] * 3 + [ONE_SLOW], [{}, {}, {"node-b": WHY}, {"node-b": ""}]),
+        (
+            [ALL_SLOW] * 3 + [{0: 9.0, 1: 9.0}] * 2,
+            [{}, {}, {"node-b": WHY}, {}, {}],
+        ),  # its windows come later
+        ([{0: 9.0, 1: 3.0}] * 4, [{}] * 4),  # one host: nothing to compare it with
+    ],
+)
+def test_hosts_to_replace(rates: list[dict[int, float]], changes: list[dict[str, str]]) -> None:
+    history, known, told = SlowHistory(), {}, []
+    for window in rates:
+        hosts = A if len(rates[0]) == 2 else A | B
+        history, _ = compare(history, window, WINDOW, hosts)
+        known, new = slow_hosts(known, history, window, hosts)
+        told.append(new)
+    assert told == changes

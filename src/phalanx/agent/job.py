@@ -185,6 +185,7 @@ def make_supervision(job: JobSpec) -> Supervision:
         preempt_signal=job.preempt_signal or 0,
         health=job.health_port,
         health_check=job.health_check,
+        replace_slow=job.straggler_policy == "replace",
     )
 
 

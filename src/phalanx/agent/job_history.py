@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx.core.incidents import Culprit, Incident, IncidentBook
     from phalanx.supervision.supervision import Supervision
 
+_TOGETHER = 2.0  # seconds between two reports of the same thing
 SHORT = 1.0
 """Seconds; for a shorter job to which nothing happens, no ledger is made."""
 _ORDINARY = frozenset({"Start", "RoundReady", "Started", "AllSucceeded", "BarrierDone"})
@@ -38,6 +39,7 @@ class JobHistory:
         self._ranks = ranks
         self._supervision = supervision
         self._how = ""
+        self._kept_out = "", 0.0  # the host that was quarantined last, in words, and when
         self._kept: list[tuple[Event, GroupState, bool, str, float, float]] = []
         self._book: IncidentBook | None = None
         self._ledger: GoodputLedger | None = None
@@ -62,6 +64,13 @@ class JobHistory:
     def recovered(self, how: str) -> None:
         """In words, how workers that are about to be reported as started kept their processes; or empty."""
         self._how = how
+
+    def quarantined(self, line: str) -> None:
+        """A host is kept out, because of the incident at hand or of one that is about to be reported."""
+        if self.is_recovering and self._book is not None:
+            self._book = self._book.quarantined(line)
+        else:
+            self._kept_out = line, time.monotonic()
 
     def _open(self) -> tuple[IncidentBook, GoodputLedger]:
         if self._ledger is None or self._book is None:
@@ -100,7 +109,10 @@ class JobHistory:
             sum(1 for rank in self._supervision.progress() if rank.count) if opens else 0,
             how=self._how if type(event).__name__ == "Started" else "",
         )
-        self._turn(observe(book, step))
+        after = observe(book, step)
+        if after.count > book.count and now < self._kept_out[1] + _TOGETHER:
+            after = after.quarantined(self._kept_out[0])
+        self._turn(after)
         current = self._book.current if self._book is not None else None
         number = current.incident.number if current is not None else 0
         quiet = self._supervision.quiet_since(now) if type(event).__name__ == "Hang" else None

@@ -12,7 +12,7 @@ takes time answers with an event, from `look` or through the loop's queue.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         StartWorkers,
     )
     from phalanx.core.ranks import WorkerRanks
+    from phalanx.core.round_records import HostRecord
     from phalanx.membership.handler import RendezvousInfo
 
 
@@ -134,8 +135,18 @@ class Nodes(Protocol):
     def workers_gone(self, number: int) -> None:
         """Nothing of this round is alive on this node, or it is parked."""
 
-    def failed(self, command: ReportFailure, report: Callable[[], tuple[str, int]]) -> None:
-        """A failure on this node; `report` makes text and exit code for all nodes, should it end the job."""
+    def change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
+        """Write, or (None) delete, what the job holds against hosts; `then` gets whether that is done."""
+
+    def unfit(self, why: str) -> None:
+        """This node failed its check and is about to leave."""
+
+    def slow_host(self, number: int, host: str, why: str) -> None:
+        """A host of this round is slow, and is to be replaced where there is a spare; empty: no longer."""
+
+    def failed(self, command: ReportFailure, report: Callable[[], tuple[str, int, bool]]) -> None:
+        """A failure on this node; `report` makes text and exit code for all nodes, should it end the job, and
+        whether all that happened here is that workers lost their peers."""
 
     def fenced(self, number: int) -> None:
         """The workers of this round were killed because their lease was not renewed in time."""

@@ -6,6 +6,8 @@
 | `{"ask": "stacks", "ranks": [0, 3]}` | `{"stacks": [...]}`: the Python stack of these ranks now, or of all |
 | `{"ask": "logs", "ranks": [0, 3]}` | `{"logs": [...]}`: the end of each log file of the current start |
 | `{"ask": "read_logs", "ranks": [0, 3], "places": {...}}` | `{"logs": …}`: what is new in them |
+| `{"ask": "quarantine"}` | `{"quarantine": [...]}`: the hosts that are kept out, why and for how long |
+| `{"do": "quarantine", "hosts": [...], "reason": "...", "seconds": 60}` | they are; not, with `remove` |
 | `{"ask": "dashboard"}` | `{"link": "..."}`: the page of the job, with its token; only on this machine |
 | `{"do": "restart"}`, `{"do": "stop"}`, `{"do": "drain"}` | `{"done": "..."}`, once it has been begun |
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _PATIENCE = 3.0  # seconds for the other nodes
 _MOST_BYTES = 1 << 18  # of all logs in an answer
 _FRAMES = 60
+_MOST_HOSTS, _LONGEST_HOST, _LONGEST_TIME = 64, 256, 1e9  # of one request
 
 
 class RequestDesk:
@@ -74,6 +77,10 @@ class RequestDesk:
                 from phalanx.agent.log_reader import read_logs
 
                 answer({"logs": read_logs(self._agent, request)})
+            case "quarantine", _:
+                answer({"quarantine": self._agent.place().get("quarantine", [])})
+            case _, "quarantine":
+                self._quarantine(request, answer)
             case _, ("restart" | "stop" | "drain") as what:
                 answer({"done": self._do(what)})
             case _:
@@ -156,6 +163,35 @@ class RequestDesk:
             return agent.drain()
         agent.post(Signal(signal.SIGTERM))
         return "the job is being stopped"
+
+    def _quarantine(self, request: dict[str, Any], answer: Answer) -> None:
+        """Write it for all nodes: the leader and the others learn it from the store."""
+        from phalanx.core.round_records import UNTIL_REMOVED, HostRecord
+
+        hosts, reason, seconds = request.get("hosts"), request.get("reason"), request.get("seconds")
+        valid = isinstance(hosts, list) and all(
+            isinstance(one, str) and 0 < len(one) <= _LONGEST_HOST for one in hosts
+        )
+        if not hosts or not valid or len(hosts) > _MOST_HOSTS:
+            answer({"error": "name the hosts"})
+            return
+        left = UNTIL_REMOVED
+        if isinstance(seconds, int | float) and 0 < seconds < _LONGEST_TIME:
+            left = float(seconds)
+        why = reason[:_LONGEST_HOST] if isinstance(reason, str) and reason else "by hand"
+        removed = request.get("remove") is True
+        records = {host: None if removed else HostRecord(why, left) for host in hosts}
+        names = " ".join(hosts)
+
+        def then(done: bool) -> None:
+            if not done:
+                answer({"error": "not done: the job has one node only, or its store is away"})
+            elif removed:
+                answer({"done": f"{names} may take part again"})
+            else:
+                answer({"done": f"{names} is quarantined: {why}"})
+
+        self._agent.change_hosts(records, then)
 
     # -- a part of the loop -------------------------------------------------------------------------
 

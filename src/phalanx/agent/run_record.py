@@ -139,15 +139,22 @@ class RunRecord:
             self._cause = self._describe(result, summary)[0], when
         return self._cause
 
-    def report(self, command: ReportFailure, result: RunResult) -> tuple[str, int]:
-        """The report that all nodes show should this failure end the job, and the exit code."""
+    def report(self, command: ReportFailure, result: RunResult) -> tuple[str, int, bool]:
+        """The report that all nodes show should this failure end the job, the exit code, and whether the
+        workers here only lost their peers."""
         return self._describe(result, command.summary, command.code)
 
-    def _describe(self, result: RunResult, summary: str, code: int = 1) -> tuple[str, int]:
+    def quarantined(self, line: str) -> None:
+        """A host is kept out, most often because of the incident at hand."""
+        self.history.quarantined(line)
+        self.note(line)
+
+    def _describe(self, result: RunResult, summary: str, code: int = 1) -> tuple[str, int, bool]:
         if not result.failures:
-            return self._supervision.report(summary) or summary, code
+            return self._supervision.report(summary) or summary, code, False
         from phalanx.observe.report import diagnosis_of, format_report
 
         everyone = {**result.failures, **result.stopped}
         report = format_report(self.job_name, everyone, started_at=self._began, width=100)
-        return report, diagnosis_of(everyone, self._began).exit_code
+        found = diagnosis_of(everyone, self._began)
+        return report, found.exit_code, bool(found.echoes) and not found.failed

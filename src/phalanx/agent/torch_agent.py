@@ -69,13 +69,14 @@ from phalanx.workers.signals import SignalScope, signals_to_handle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any
 
     from phalanx.agent.job_history import JobHistory
     from phalanx.agent.protocols import Nodes, NodeWorkers
     from phalanx.agent.worker_store import WorkerStore
     from phalanx.core.group_events import Event, Finish
+    from phalanx.core.round_records import HostRecord
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousInfo
     from phalanx.supervision.timers.file_timer import FileTimerServer
@@ -176,6 +177,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         workers = self._new_workers(nodes, policy)
         self._loop = SteppedLoop(policy, nodes, workers, self.supervision, self._record)
         self._loop.stepped = bool(self._overridden)
+        self.supervision.slow_host, self.supervision.on_unfit = nodes.slow_host, nodes.unfit
         if options.progress is not None:
             self._loop.parts.append(ProgressPart(options.progress, lambda: self.waiting_for))
 
@@ -193,6 +195,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
                 lambda when: self._loop.workers.lease_until(when),
                 self._exit_barrier_timeout,
                 self.open_meeting,
+                self._record.quarantined,
             )
             if nodes is not None:
                 return nodes
@@ -779,6 +782,10 @@ class LocalElasticAgent(SimpleElasticAgent):
     def drain(self) -> str:
         """Let this node leave the job; what will happen, in words."""
         return self._loop.nodes.drain()
+
+    def change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
+        """Write, or (None) delete, what the job holds against hosts; `then` gets whether that is done."""
+        self._loop.nodes.change_hosts(hosts, then)
 
     def remove_empty_logs(self) -> None:
         """Remove the temporary directories of this run that hold no output; given ones stay."""

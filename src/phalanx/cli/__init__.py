@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("phalanx.cli.run", "run a script as a group of workers, like torchrun"),
     "store": ("phalanx.cli.store", "serve the store that the nodes of jobs meet at"),
     "drain": ("phalanx.cli.drain", "let a node leave a running job"),
+    "quarantine": ("phalanx.cli.quarantine", "keep hosts out of a running job, or let them in again"),
     "status": ("phalanx.cli.status", "show the state of the jobs on this machine; --watch: a live view"),
     "list": ("phalanx.cli.run_list", "list the runs on this machine, running and finished"),
     "logs": ("phalanx.cli.logs", "show what the workers of a run wrote"),

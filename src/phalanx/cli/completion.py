@@ -48,13 +48,19 @@ def script(shell: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     """The whole command as one parser; it is never used to parse."""
     from phalanx.cli.drain import _parser as drain
+    from phalanx.cli.quarantine import make_parser as quarantine
     from phalanx.cli.store import _parser as store
     from phalanx.config import get_args_parser
 
     run = get_args_parser({})
     run.add_argument("--print-completion", choices=SHELLS, help="print a completion script")
     run.add_argument("--version", action="store_true", help="print the version")
-    own: dict[str, argparse.ArgumentParser] = {"run": run, "store": store(), "drain": drain()}
+    own: dict[str, argparse.ArgumentParser] = {
+        "run": run,
+        "store": store(),
+        "drain": drain(),
+        "quarantine": quarantine(),
+    }
     top = argparse.ArgumentParser(prog="phalanx")
     top.add_argument("-V", "--version", action="store_true", help="print the version")
     commands = top.add_subparsers()

@@ -34,14 +34,10 @@ def main(argv: Sequence[str]) -> int:
         from phalanx.cli.control import leave
 
         return leave(options.node)
-    if options.rdzv_backend not in BACKENDS:  # from the variable; argparse checks arguments only
-        raise UsageError(
-            f"PET_RDZV_BACKEND={options.rdzv_backend}: nodes leave {', '.join(BACKENDS)} jobs only"
-        )
-    conf = _settings(options.rdzv_conf)
+    conf = settings_of(options)
     name = str(conf.get("name") or os.uname().nodename) if options.self else options.node
     try:
-        with _client(options, conf) as client:
+        with store_client(options, conf) as client:
             return drain(client, options.rdzv_id, name, options.timeout)
     except PhalanxError as error:
         if isinstance(error, ValueError):
@@ -56,13 +52,18 @@ def _runs_here(word: str) -> bool:
     return bool(agents(word))
 
 
-def _settings(words: str) -> dict[str, str]:
+def settings_of(options: Namespace) -> dict[str, str]:
+    """--rdzv-conf, of a backend that has a store which these commands know."""
     from phalanx.config import Sources
 
-    return Sources({"rdzv_conf": words}, {}).settings()
+    if options.rdzv_backend not in BACKENDS:  # from the variable; argparse checks arguments only
+        raise UsageError(
+            f"PET_RDZV_BACKEND={options.rdzv_backend}: nodes leave {', '.join(BACKENDS)} jobs only"
+        )
+    return Sources({"rdzv_conf": options.rdzv_conf}, {}).settings()
 
 
-def _client(options: Namespace, conf: Mapping[str, str]) -> Client:
+def store_client(options: Namespace, conf: Mapping[str, str]) -> Client:
     """A client of the job's store, found as `phalanx run` finds it."""
     from phalanx.store.embedded.client import Client
 
@@ -126,6 +127,12 @@ def _parser() -> Parser:
     )
     parser.add_argument("--self", action="store_true", help="the nodes of this machine")
     add_options(parser, "rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
+    add_store(parser)
+    return parser
+
+
+def add_store(parser: Parser) -> None:
+    """The options that say what kind of store a job has, and how long it may take to answer."""
     parser.add_argument(
         "--rdzv-backend",
         "--rdzv_backend",
@@ -136,4 +143,3 @@ def _parser() -> Parser:
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=60.0, help="how long it may take [%(default)s]"
     )
-    return parser

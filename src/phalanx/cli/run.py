@@ -276,7 +276,9 @@ class JobEnd:
             name = str(self._job.rdzv_conf.get("name") or os.uname().nodename)
             finish = self.agent.outcome if self.agent is not None else None
             word, reason = (str(finish.outcome), finish.message) if finish is not None else ("", "")
-            write_outcome(directory, AgentOutcome(name, word, code, reason), f"{name}.{os.getpid()}")
+            out = self.agent.place().get("quarantine", []) if self.agent is not None else []
+            hosts = tuple(str(one["host"]) for one in out)
+            write_outcome(directory, AgentOutcome(name, word, code, reason, hosts), f"{name}.{os.getpid()}")
         return code
 
     def _speaks_for_the_job(self) -> bool:

@@ -31,6 +31,7 @@ def running(word: str) -> list[LocalAgent]:
     if not found:
         what = f"no job {word!r}" if word else "no job"
         raise NoSuchRun(f"{what} of this user runs on this machine")
+    found = [agent for agent in found if agent.job.run == word] or found  # not "10" where "1" runs
     ids = sorted({agent.job.run for agent in found})
     if len(ids) > 1:
         raise UsageError(f"several jobs fit; name one: {' '.join(map(printable, ids))}")

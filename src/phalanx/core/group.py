@@ -295,7 +295,9 @@ def on_unhealthy(state: GroupState, event: Hang | Uninterruptible, now: float, p
         summary = event.summary
         if event.final:
             code = exit_codes.HANG
-            report = ReportFailure(_number(state), state.attempt, summary, final=True, code=code)
+            report = ReportFailure(
+                _number(state), state.attempt, summary, final=True, ranks=event.ranks, code=code
+            )
             state = state.replace(worker_state=WorkerState.UNHEALTHY)
             return _end(state, now, policy, Ending(Outcome.FAILED, summary, code=code), report, Note(summary))
     else:
@@ -318,13 +320,14 @@ def _failure(
     failure: Failure,
     code: int = exit_codes.FAILURE,
     guilty: tuple[int, ...] = (),
+    requested: bool = False,
 ) -> Step:
     """This node's own failure: decide for the job, and tell the others; `code`: where no worker has one."""
     number = _number(state)
     verdict = restarts.decide(state.history, failure, now, policy.restarts)
     line = f"{summary}; {verdict.reason}"
     if not verdict.restart:
-        report = ReportFailure(number, state.attempt, summary, final=True, code=code)
+        report = ReportFailure(number, state.attempt, summary, final=True, ranks=guilty, code=code)
         return _end(state, now, policy, Ending(Outcome.FAILED, line, code=code), report, Note(line))
     history = restarts.record(state.history, failure, policy.restarts)
     times = state.same[1] + 1 if failure.error == state.same[0] else 1
@@ -341,6 +344,7 @@ def _failure(
         anew=anew,
         ranks=guilty,
         code=code,
+        requested=requested,
     )
     state = state.replace(history=history, void=number, cause=summary, not_before=now + verdict.delay)
     return _recall(
@@ -427,7 +431,7 @@ def on_restart_requested(state: GroupState, event: RestartRequested, now: float,
     if not verdict.restart:  # a request must not end the job
         line = f"{event.reason}; refused: {verdict.reason}"
         return _go(state, state.phase, line, Note(line))
-    return _failure(state, now, policy, event.reason, failure)
+    return _failure(state, now, policy, event.reason, failure, requested=True)
 
 
 def on_succeeded(state: GroupState, event: AllSucceeded, now: float, policy: GroupPolicy) -> Step:

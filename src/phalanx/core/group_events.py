@@ -271,7 +271,7 @@ class ReportFailure(Record):
     """Tell the other nodes at once (they get `PeerFailed`).
 
     `unfit`: the failure is this node's own, and it leaves; where the job can go on without it, it does.
-    `anew`: no worker re-enters."""
+    `anew`: no worker re-enters. `requested`: nothing failed, a person asked for a restart."""
 
     round: int
     attempt: int
@@ -283,6 +283,7 @@ class ReportFailure(Record):
     ranks: tuple[int, ...] = ()
     code: int = 1
     """The job's exit code, should this failure end it and no worker have one."""
+    requested: bool = False
 
 
 class EnterBarrier(Record):

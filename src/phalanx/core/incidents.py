@@ -64,7 +64,7 @@ class Incident(Record):
     ended, and the restarts used with it. `timestamp`: of the failure, by the wall clock. `node`, `rank`,
     `pid`, `exit_code`: of the root cause, where it is known. `total` runs from the failure to the first
     line, `first_step` from the first line to the first step. `how`: which workers kept their process, in
-    words."""
+    words. `quarantined`: the host that is kept out after it, and why."""
 
     number: int
     reason: str
@@ -86,6 +86,7 @@ class Incident(Record):
     total: float | None = None
     over: bool = False
     how: str = ""
+    quarantined: str = ""
 
 
 class Culprit(Record):
@@ -162,6 +163,13 @@ class IncidentBook(Record):
     def incidents(self) -> tuple[Incident, ...]:
         """The kept ones, the one at hand last."""
         return self.closed if self.current is None else (*self.closed, self.current.record())
+
+    def quarantined(self, line: str) -> IncidentBook:
+        """The one at hand made a host be kept out."""
+        if self.current is None:
+            return self
+        incident = self.current.incident.replace(quarantined=line)
+        return self.replace(current=self.current.replace(incident=incident))
 
     def close(self) -> IncidentBook:
         """The one at hand is over."""

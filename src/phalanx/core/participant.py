@@ -45,6 +45,8 @@ from phalanx.core.participant_events import (
     WorkersEnded,
     WorkersStopped,
 )
+from phalanx.core.quarantine import HostWatch
+from phalanx.core.round_causes import HOSTS
 from phalanx.core.round_records import (
     ACTIVE,
     CLOSED,
@@ -123,6 +125,7 @@ class Participant:
         self._cap: float | None = None
         self._quiet_until = 0.0  # until when nodes may run on leases that the store has forgotten
         self._next_beat = 0.0
+        self.hosts = HostWatch()
         self._view: LeaderView | None = None
         self._everything, self._view_complete, self._dirty = PLACE, False, False
         self._decided = self._status_at = float("-inf")
@@ -317,11 +320,20 @@ class Participant:
             return
         if notice.reset and not any(c.entry.key.endswith("leader") for c in notice.changes):
             self._learn_leader(now, Entry("", mod=notice.revision))
+        self._learn_hosts(now, notice)
         for entry, deleted in notice.changes:
             if entry.key == self._key("ctl/round") and not deleted and entry.mod > self._round_mod:
                 self._learn_round(entry, news=not notice.reset)
             elif entry.key == self._key("ctl/leader"):
                 self._learn_leader(now, Entry("", mod=entry.mod) if deleted else entry)
+
+    def _learn_hosts(self, now: float, notice: Notice) -> None:
+        prefix = self._key(HOSTS)
+        found = [change for change in notice.changes if change.entry.key.startswith(prefix)]
+        if notice.reset:
+            self.hosts.only(now, {change.entry.key.removeprefix(prefix) for change in found})
+        for entry, deleted in found:
+            self.hosts.learn(now, entry.key.removeprefix(prefix), entry, deleted)
 
     def _learn_round(self, entry: Entry, news: bool = False) -> None:
         if self.round is not None and self.round.phase == CLOSED and self.round.job == self._job:
@@ -378,6 +390,7 @@ class Participant:
                 since=now,
                 quiet_until=self._quiet_until,
                 skipped=self._skipped,
+                hosts=self.hosts,
             )
             self._read_everything(now)
 
@@ -393,6 +406,7 @@ class Participant:
         self._round_mod = self._place_mod = 0
         self.round, self.place, self._outside, self._leader = None, Place(), "", Entry("")
         self._control, self._unreadable = False, False
+        self.hosts.begin_anew()
         # Nodes that the store has forgotten run workers until their own clocks stop them.
         self._quiet_until = now + self.options.ttl
         self._ask_watches(now)
@@ -513,7 +527,7 @@ class Participant:
                 self._started = (current.number, self._incarnation)
                 self.running, self.rank, self._over = current.number, self.place.rank, None
                 self._out.append(StartRound(current, self.place))
-            elif current.nodes >= self.options.max_nodes:
+            elif current.nodes >= self.options.max_nodes or self.hosts.state.entry(self.info.name, now):
                 self._waiting_since = now  # a spare has no time-out
 
     def _maybe_stop(self, now: float) -> None:
@@ -597,7 +611,8 @@ class Participant:
 
     def _report(self, now: float, end: WorkersEnded) -> None:
         key = self._key("node/" + self.info.id)
-        result = Put(self._key(f"result/{end.round}/{self.info.id}"), encode(Result(end.ok, end.detail)))
+        outcome = Result(end.ok, end.detail, what="" if end.ok else end.detail[:200])
+        result = Put(self._key(f"result/{end.round}/{self.info.id}"), encode(outcome))
         self._send(now, "report", Txn((When(key, "create", self._incarnation),), (result,)))
 
     def _lead(self, now: float) -> None:
@@ -660,6 +675,8 @@ class Participant:
         if reply.ok:
             made = [p for p in self._published_txn.puts if not p.lease]
             changes = [Change(Entry(p.key, p.value, mod=reply.revision)) for p in made]
+            swept = [d.key for d in self._published_txn.deletes if not d.prefix]
+            changes += [Change(Entry(key, mod=reply.revision), deleted=True) for key in swept]
             self._view.learn(now, tuple(changes))
             return
         self._view.failed_writes += 1
@@ -703,5 +720,8 @@ class Participant:
         self._out.append(Send(self._tags, command))
 
     def _drain(self) -> list[Action]:
+        if self.hosts.lines:
+            self._out += [Tell(line, quarantined) for line, quarantined in self.hosts.lines]
+            self.hosts.lines.clear()
         out, self._out = self._out, []
         return out

@@ -110,9 +110,10 @@ class End(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """A line for people, shown once."""
+    """A line for people, shown once; `quarantined`: it says that a host is."""
 
     text: str
+    quarantined: bool = False
 
 
 Action = Send | StartRound | StopRound | End | Tell

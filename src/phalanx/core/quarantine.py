@@ -1,4 +1,4 @@
-"""Which nodes are kept out of a job for a while, and why.
+"""Which hosts are kept out of a job's rounds for a while, and why.
 
     ok ──a failed check, a lost device, K root causes within the window──► quarantined
      ▲                                                                          │
@@ -8,24 +8,32 @@ Invariants
 - A node is blamed only for what it caused: the root cause of a failure, not the failures that follow from it.
 - A quarantine is never extended silently: an offence during a cool-down begins a new one, with its reason.
 - A quarantined node is a spare of last resort. If a round cannot reach its minimum without it, it takes
-  part, and the reason says so (`choose`).
+  part, and the reason says so (`choose`). Where every node is quarantined, none is better than another.
 - What a person adds has no end, and only a person removes it.
 
-Times are the observer's own monotonic clock; what is stored or sent are ages.
+The leader decides (`core.rounds`) and keeps one record for each host in the job's store
+(`round_records.HostRecord`), which every node watches (`HostWatch`): so all nodes say the same, and the next
+leader goes on from there. Times are the observer's own monotonic clock; what is stored are ages and remaining
+times.
 """
 
 from __future__ import annotations
 
 from phalanx.core.record import Record
+from phalanx.core.round_records import UNTIL_REMOVED, HostRecord, decode_host
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-AT_ONCE = ("check", "device")
+    from phalanx.core.store_commands import Entry
+
+AT_ONCE = ("check", "device", "unfit", "slow")
 """Offences that need no second one."""
 _MOST_NODES = 100_000
+_SLACK = 1.0  # seconds by which the leader's clock may be ahead of another observer's
 _MOST_OFFENCES = 32  # kept per node
+_YEAR = 366 * 86400.0
 
 
 class QuarantinePolicy(Record):
@@ -37,8 +45,29 @@ class QuarantinePolicy(Record):
     cooldown: float = 3600.0
 
 
+def parse_policy(text: str) -> QuarantinePolicy | None:
+    """The policy that K:WINDOW:COOLDOWN stands for, the last ones optional; None for off."""
+    if text == "off":
+        return None
+    words = text.split(":")
+    defaults = QuarantinePolicy()
+    try:
+        failures = int(words[0])
+        window, cooldown = (
+            float(words[place]) if len(words) > place else default
+            for place, default in ((1, defaults.window), (2, defaults.cooldown))
+        )
+    except ValueError:
+        failures, window, cooldown = 0, 0.0, 0.0
+    if len(words) > 3 or not 1 <= failures <= _MOST_OFFENCES or not (0 < window <= _YEAR >= cooldown > 0):
+        raise ValueError(
+            f"use K:WINDOW:COOLDOWN (K failures from 1 to {_MOST_OFFENCES}, then seconds), or off"
+        )
+    return QuarantinePolicy(failures, window, cooldown)
+
+
 class Offence(Record):
-    """Something that a node caused: kind is check, device or failure."""
+    """Something that a node caused: kind is failure, or one of `AT_ONCE`."""
 
     node: str
     kind: str
@@ -86,6 +115,8 @@ def record(
         return state, ""
     span = now - times[-policy.failures]
     reason = f"root cause of {policy.failures} failures within {span:.0f} s, the last: {offence.reason}"
+    if policy.failures == 1:
+        reason = f"root cause of a failure: {offence.reason}"
     state = state.replace(offences=tuple(one for one in state.offences if one[0] != offence.node))
     return _quarantine(state, offence.node, reason, now, policy)
 
@@ -122,24 +153,27 @@ def next_change(state: Quarantine) -> float | None:
 
 
 def choose(
-    state: Quarantine, nodes: Sequence[str], minimum: int, maximum: int, now: float
-) -> tuple[tuple[str, ...], str]:
-    """Which of these nodes form a round, in their order, and why one that is quarantined is among them."""
-    fit = [node for node in nodes if state.entry(node, now) is None]
-    chosen = fit[:maximum]
-    if len(chosen) >= minimum:
-        return tuple(chosen), ""
-    entries = {node: entry for node in nodes if (entry := state.entry(node, now)) is not None}
-    # Those that a person has added last; of the others, the one that has been out for the longest time first.
-    spares = sorted(entries, key=lambda node: (entries[node].until is None, entries[node].since))
-    needed = spares[: minimum - len(chosen)]
-    if len(chosen) + len(needed) < minimum:
+    state: Quarantine, hosts: Sequence[str], minimum: int, maximum: int, now: float
+) -> tuple[tuple[int, ...], str]:
+    """Which of these nodes, given by their hosts, form a round, and why a quarantined one is among them.
+
+    By position and in their order; empty: they are too few."""
+    entries = {host: entry for host in hosts if (entry := state.entry(host, now)) is not None}
+    fit = [number for number, host in enumerate(hosts) if host not in entries]
+    if len(fit) >= minimum:
+        return tuple(fit[:maximum]), ""
+    if len(hosts) < minimum:
         return (), ""
-    taken = {*chosen, *needed}
-    reason = (
-        f"{', '.join(needed)}: quarantined, but the job needs {minimum} nodes and has {len(chosen)} others"
-    )
-    return tuple(node for node in nodes if node in taken), reason
+    if not fit:
+        return tuple(range(min(len(hosts), maximum))), "every node is quarantined, so none is kept out"
+    # Those that a person has added last; of the others, the one that has been out for the longest time first.
+    spares = [number for number, host in enumerate(hosts) if host in entries]
+    spares.sort(key=lambda n: (entries[hosts[n]].until is None, entries[hosts[n]].since))
+    needed = sorted(spares[: minimum - len(fit)])
+    names = ", ".join(dict.fromkeys(hosts[number] for number in needed))
+    others = f"{len(fit)} other{'s' * (len(fit) > 1)}"
+    reason = f"{names}: quarantined, but the job needs {minimum} nodes and has {others}"
+    return tuple(sorted((*fit, *needed))), reason
 
 
 def describe(state: Quarantine, now: float) -> Mapping[str, str]:
@@ -151,6 +185,90 @@ def describe(state: Quarantine, now: float) -> Mapping[str, str]:
         elif now < one.until:
             found[one.node] = f"{one.reason} (for another {one.until - now:.0f} s)"
     return found
+
+
+def restore(state: Quarantine, host: str, found: HostRecord | None, now: float) -> Quarantine:
+    """The state with what the store holds about a host; None: nothing."""
+    entries = tuple(one for one in state.entries if one.node != host)
+    offences = tuple(one for one in state.offences if one[0] != host)
+    if found is None:
+        return Quarantine(entries, offences)
+    if found.reason:
+        until = None if found.left == UNTIL_REMOVED else now + found.left
+        entries = (*entries, QuarantineEntry(host, found.reason, now - found.age, until))[-_MOST_NODES:]
+    times = [(host, now - age) for age in found.offences[-_MOST_OFFENCES:]]
+    return Quarantine(entries, tuple(sorted((*offences, *times), key=lambda one: one[1])))
+
+
+def record_of(state: Quarantine, host: str, now: float) -> HostRecord | None:
+    """What the store holds about a host from now on; None: nothing."""
+    entry = state.entry(host, now)
+    ages = tuple(round(now - at, 3) for node, at in state.offences if node == host)
+    if entry is None:
+        return HostRecord(offences=ages) if ages else None
+    left = UNTIL_REMOVED if entry.until is None else round(entry.until - now, 3)
+    return HostRecord(entry.reason, left, round(max(0.0, now - entry.since), 3), ages)
+
+
+def failed_check(why: str, policy: QuarantinePolicy) -> HostRecord | None:
+    """What a node that failed its check writes about its own host before it leaves."""
+    state, _ = record(Quarantine(), Offence("", "check", why), 0.0, policy)
+    return record_of(state, "", 0.0)
+
+
+class HostWatch:
+    """What one observer knows of the hosts' records; `lines` are for people, and whether one is kept out.
+
+    A record counts once, by its revision, however often and through however many watches it is reported: so
+    a time that began to run is not set again."""
+
+    def __init__(self) -> None:
+        self.state = Quarantine()
+        self.mods: dict[str, int] = {}
+        self.present: dict[str, int] = {}  # the revision of each record that the store holds
+        self.unreadable: set[str] = set()
+        self.lines: list[tuple[str, bool]] = []
+
+    def learn(self, now: float, host: str, entry: Entry, deleted: bool = False) -> None:
+        """Take in the record of a host; if it is not readable, what was known stays."""
+        if entry.mod <= self.mods.get(host, 0):
+            return
+        self.mods[host] = entry.mod
+        self.present[host] = 0 if deleted else entry.mod
+        found = None if deleted else decode_host(entry.value)
+        if found is None and not deleted:
+            self.unreadable.add(host)
+        else:
+            self.unreadable.discard(host)
+            self._take(now, host, found)
+
+    def only(self, now: float, hosts: set[str]) -> None:
+        """The store holds records about these hosts and no others."""
+        known = {
+            *self.mods,
+            *(one.node for one in self.state.entries),
+            *(one[0] for one in self.state.offences),
+        }
+        for host in sorted(known - hosts):
+            self.present[host] = 0
+            self._take(now, host, None)
+
+    def begin_anew(self) -> None:
+        """The store went back in time: whatever it holds counts again."""
+        self.mods.clear()
+        self.present.clear()
+
+    def _take(self, now: float, host: str, found: HostRecord | None) -> None:
+        before = next((one for one in self.state.entries if one.node == host), None)
+        self.state = restore(self.state, host, found, now)
+        after = self.state.entry(host, now)
+        if after is not None and (before is None or before.reason != after.reason):
+            left = "" if after.until is None else f" for {after.until - now:.0f} s"
+            self.lines.append((f"{host} is quarantined{left}: {after.reason}", True))
+        elif before is not None and after is None:
+            over = before.until is not None and now >= before.until - _SLACK
+            why = "its time is over" if over else "removed"
+            self.lines.append((f"{host} is no longer quarantined: {why}", False))
 
 
 def _quarantine(

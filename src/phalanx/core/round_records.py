@@ -24,10 +24,13 @@ OUTCOMES = ("succeeded", "failed", "timeout", "closed")
 # that cannot read a round says so and ends.
 FORMAT = 1
 
+UNTIL_REMOVED = -1.0
+
 _LONGEST_NAME = 256
 _LONGEST_TEXT = 128 << 10
 _MOST_SLOTS = 1 << 20
 _MOST_WORKERS = 1 << 40
+_MOST_SECONDS = 1e10
 
 
 class NodeInfo(NamedTuple):
@@ -81,11 +84,28 @@ class MemberList(NamedTuple):
 class Result(NamedTuple):
     """How a node's workers ended in a round; `detail` belongs to the shell (a failure report).
 
-    `unfit`: the node could not start them, and leaves."""
+    `unfit`: the node could not start them, and leaves. `what`: the failure in a few words. `ranks`: the
+    global ranks that it is due to, where they are known. `blameless`: the node only lost a
+    peer, or a person asked for the restart."""
 
     ok: bool
     detail: str = ""
     unfit: bool = False
+    what: str = ""
+    ranks: tuple[int, ...] = ()
+    blameless: bool = False
+
+
+class HostRecord(NamedTuple):
+    """The value of `ctl/quarantine/<host>` (`core.quarantine`); all times are seconds before or after now.
+
+    `reason`: why the host is kept out, empty where it is not; `left`: for how long yet, or UNTIL_REMOVED;
+    `age`: for how long it has been out. `offences`: how long ago it was the root cause of a failure."""
+
+    reason: str = ""
+    left: float = 0.0
+    age: float = 0.0
+    offences: tuple[float, ...] = ()
 
 
 class Place(NamedTuple):
@@ -210,6 +230,14 @@ def decode_result(value: bytes) -> Result | None:
     return _decoded(Result, value)  # type: ignore[no-any-return]
 
 
+def decode_host(value: bytes) -> HostRecord | None:
+    """What is held against a host."""
+    record: HostRecord | None = _decoded(HostRecord, value)
+    if record is None or (record.left < 0 and record.left != UNTIL_REMOVED):
+        return None
+    return record if min((record.age, *record.offences)) >= 0 else None
+
+
 def printable(text: str, *, lines: bool = False) -> str:
     """The text with its control characters escaped, so that a terminal shows them and does not obey them."""
     if text.isprintable():
@@ -240,6 +268,24 @@ def _int(value: Any) -> int:
     if type(value) is not int or abs(value) > 1 << 62:
         raise TypeError
     return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= _MOST_SECONDS:
+        raise TypeError
+    return float(value)
+
+
+def _many_seconds(value: Any) -> tuple[float, ...]:
+    if type(value) is not list:
+        raise TypeError
+    return tuple(map(_seconds, value))
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    if type(value) is not list:
+        raise TypeError
+    return tuple(map(_int, value))
 
 
 def _bool(value: Any) -> bool:
@@ -275,6 +321,9 @@ _READERS: dict[Any, Callable[[Any], Any]] = {
     int: _int,
     bool: _bool,
     str: _text,
+    float: _seconds,
     tuple[str, ...]: _texts,
+    tuple[int, ...]: _ranks,
+    tuple[float, ...]: _many_seconds,
     NodeInfo: _info,
 }

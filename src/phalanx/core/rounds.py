@@ -6,11 +6,14 @@ Everything a job knows is in a few keys below its own prefix (`core.round_record
     ctl/leader            on the leader's lease: the id of the node that decides
     ctl/round             the round, written by the leader only; every node watches `ctl/`
     ctl/meeting/<round>   where the workers of the round meet, written by its node of rank 0
+    ctl/quarantine/<host> why a host is kept out, for how long yet, and what it caused lately; written by the
+                          leader, or by any client for a person; outlives the job
     place/<id>            on the node's lease: its place in the round, or why it is refused; only it watches
     members               the members of the last active round: for the leader, status and reports
     result/<round>/<id>   how the workers of a node ended in a round (no lease: outlives the node)
     drain/<id>            a request, by any client, that a node leaves; so is
     close/<job>           a request to end the job that `Round.job` numbers
+    slow/<round>/<host>   why a host of a round is to be replaced, by the node that compares their steps
     status                the leader's current reason, for nodes that wait and want to show why
 
 A round is first *forming*: nodes stop their workers and publish `ready = <its number>`. Then it is *active*:
@@ -34,6 +37,10 @@ Rules, each of which the simulator checks:
   success was rejected: its exit code would hide the loss.
 - A node that cannot start its workers is that node's problem: it leaves, and the others form the next round
   without it. Only where too few nodes are left, or in a fixed job, does its reason end the job.
+- A quarantined host (`core.quarantine`) is in a round only if the round cannot reach its minimum without it;
+  its nodes stay as spares. Who caused a failure is decided when the next round becomes active, or the job
+  ends: by then all members have reported, and the record is written in the same transaction, once. A member
+  that is quarantined, or slow, makes room for a fit spare at a checkpoint, as a preempted node does.
 - A preempted node leaves after the workers of all nodes have had their grace: the forming round says so
   (`Round.preempted`), and becomes active only when the old workers have stopped, as any other.
 - After a store went back in time, no round becomes active for the time of a lease: until then nodes that the
@@ -62,9 +69,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from phalanx.core import quarantine
 from phalanx.core.failures import ranks_text
+from phalanx.core.quarantine import HostWatch, Offence, Quarantine, QuarantinePolicy
 from phalanx.core.ranks import natural_key, offsets
 from phalanx.core.restarts import decide_for_job
+from phalanx.core.round_causes import expired, judged, leads, offences_of, with_records
 from phalanx.core.round_records import (
     ACTIVE,
     CLOSED,
@@ -88,9 +98,10 @@ from phalanx.core.round_records import (
 from phalanx.core.store_commands import Change, Command, Delete, Entry, Put, Txn, When
 
 _NAMED = 8
-_SWEPT = 20  # leftover requests that one round removes; etcd allows 128 operations in a transaction
+_SWEPT = 10  # leftover requests that one round removes; etcd allows 128 operations in a transaction
 _MOST_SKIPPED = 64
 _LONGEST_KEY = 256
+_LONGEST_REASON = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +120,7 @@ class Options:
     fixed: bool = False
     batch: int = 100  # places in one transaction
     prefix: str = ""
+    quarantine: QuarantinePolicy | None = None  # None: no failure leads to one
 
 
 class Seen(NamedTuple):
@@ -185,6 +197,8 @@ class LeaderView:
     read: bool = False  # `round` is from the store; else it is what the node knew before it led
     skipped: dict[str, None] = field(default_factory=dict)  # keys of records that are not readable
     remarks: list[str] = field(default_factory=list)  # lines about them that nobody has seen yet
+    hosts: HostWatch = field(default_factory=HostWatch)  # the node's own, which has watched for longer
+    slow: dict[str, tuple[int, str]] = field(default_factory=dict)  # host -> round and why
 
     def learn(self, now: float, changes: tuple[Change, ...], reset: bool = False) -> None:
         """Take in the changes that a watch over the whole prefix reported."""
@@ -192,7 +206,7 @@ class LeaderView:
         if reset:
             self.nodes = {}
             self.results, self.drains, self.closes, self.refused = {}, set(), {}, set()
-            self.stolen = {}
+            self.stolen, self.slow = {}, {}
             if not self.round_mod:
                 self.since = now
             key = self.options.prefix + "ctl/round"
@@ -208,6 +222,11 @@ class LeaderView:
                 self._learn_node(now, rest, entry, known.get(rest))
             elif kind == "ctl" and rest == "round" and entry.mod > self.round_mod:
                 self._learn_round(now, entry, deleted)
+            elif kind == "ctl" and rest.startswith("quarantine/"):
+                host = rest.removeprefix("quarantine/")
+                self.hosts.learn(now, host, entry, deleted)
+                if host in self.hosts.unreadable:
+                    self._skip(entry.key)
             elif kind == "members" and not rest and entry.mod > self.members_mod:
                 found = None if deleted else decode_members(entry.value)
                 self.members, self.members_mod = found or MemberList("", ()), entry.mod
@@ -217,6 +236,8 @@ class LeaderView:
                 self._learn_place(rest, entry)
             elif kind == "result":
                 self._learn_result(rest, entry, deleted)
+            elif kind == "slow":
+                self._learn_slow(rest, entry, deleted)
             elif kind == "drain":
                 (self.drains.discard if deleted else self.drains.add)(rest)
             elif kind == "close" and deleted:
@@ -286,6 +307,18 @@ class LeaderView:
         elif not deleted:
             self._skip(entry.key)
 
+    def _learn_slow(self, rest: str, entry: Entry, deleted: bool) -> None:
+        number, _, host = rest.partition("/")
+        if deleted:
+            self.slow.pop(host, None)
+        elif number.isascii() and number.isdigit() and len(number) <= 18:
+            why = printable(entry.value[:_LONGEST_REASON].decode(errors="replace"))
+            self.slow[host] = int(number), why
+
+    def kept_out(self, now: float) -> set[str]:
+        """The hosts that are quarantined now."""
+        return {one.node for one in self.hosts.state.entries if one.until is None or now < one.until}
+
     def present(self, member: Member) -> bool:
         """Whether a member still holds the key it became a member with."""
         seen = self.nodes.get(member.id)
@@ -315,7 +348,7 @@ def decide(now: float, view: LeaderView, options: Options) -> RoundDecision:
         return RoundDecision((), view.round.reason)
     asked = view.closes.get(str(view.round.job))
     if asked is not None:
-        return _close(view, "closed", asked or "closed on request")
+        return _close(now, view, "closed", asked or "closed on request")
     staying = view.staying()
     patience = None
     if options.fixed:
@@ -323,15 +356,21 @@ def decide(now: float, view: LeaderView, options: Options) -> RoundDecision:
         if refusal.commands:
             return refusal
         patience = refusal.wake_at
+    over = expired(now, view)
+    if over is not None:
+        return RoundDecision(over[:1], f"{listing(over[1])} no longer quarantined")
     if view.round.phase == ACTIVE:
         decision = _supervise(now, view, options, staying)
     elif _undrained(view):
         return _publish(view, view.round, view.round.reason)
     else:
         decision = _form(now, view, options, staying)
-    if patience is None:
-        return decision
-    return decision._replace(wake_at=min(patience, decision.wake_at or patience))
+    times = (patience, quarantine.next_change(view.hosts.state), decision.wake_at)
+    return decision._replace(wake_at=min((time for time in times if time is not None), default=None))
+
+
+def _held(now: float, view: LeaderView, state: Quarantine, decision: RoundDecision) -> RoundDecision:
+    return decision._replace(commands=with_records(now, view, state, decision.commands))
 
 
 def begin_again(found: Round, mod: int, leader: int, options: Options, remaining: int) -> Txn:
@@ -349,7 +388,7 @@ def begin_again(found: Round, mod: int, leader: int, options: Options, remaining
     ended = f"the previous one with this id ended: {found.outcome} ({found.reason})"
     reason = f"a new job; {ended}" if over else "begun anew: all nodes had gone"
     fresh = Round(found.number + 1, reason=reason, job=found.job + over)
-    ranges = ("result/", "drain/", "close/", "ctl/meeting/")
+    ranges = ("result/", "slow/", "drain/", "close/", "ctl/meeting/")
     deletes = tuple(Delete(options.prefix + name, prefix=True) for name in ranges)
     singles = tuple(Delete(options.prefix + name) for name in ("members", "status"))
     guards = (still, When(options.prefix + "ctl/leader", "mod", leader))
@@ -373,7 +412,7 @@ def _give_back(view: LeaderView) -> RoundDecision:
     """The key of a node was overwritten: put it back on the node's lease; if that is over, delete it."""
     node, mod = next(iter(view.stolen.items()))
     seen, key = view.nodes[node], f"{view.options.prefix}node/{node}"
-    guards = (When(view.options.prefix + "ctl/leader", "create", view.term), When(key, "mod", mod))
+    guards = (*leads(view), When(key, "mod", mod))
     put = Put(key, encode(seen.record), seen.lease)
     reason = f"the record of {seen.name} was overwritten"
     return RoundDecision((Txn(guards, (put,)),), reason)
@@ -421,8 +460,7 @@ def _one_per_rank(
     kept = {node: staying[node] for node in holders.values()}
     if not puts:
         return kept, RoundDecision((), "", wake)
-    guard = When(options.prefix + "ctl/leader", "create", view.term)
-    return kept, RoundDecision((Txn((guard,), tuple(puts[: options.batch])),), reason)
+    return kept, RoundDecision((Txn(leads(view), tuple(puts[: options.batch])),), reason)
 
 
 def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str, Seen]) -> RoundDecision:
@@ -438,14 +476,14 @@ def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str
         len(unfit) < len(failed) or options.fixed or len(staying.keys() - unfit) < options.min_nodes
     ):
         first = next(((node, r) for _, node, r in failed if not r.unfit), failed[0][1:])
-        return _after_failure(view, options, *first)
+        return _after_failure(now, view, options, *first)
     if unfit:
         names = [view.label(m, rank) for rank, m in enumerate(members) if m.id in unfit]
         return _reform(view, f"{listing(names)} cannot start workers and leaves")
     pending = [(m, rank) for rank, m in enumerate(members) if m.id not in results]
     lost = [view.label(m, rank) for m, rank in pending if not view.present(m)]
     if results and not pending:
-        return _close(view, "succeeded", f"workers of {count(len(results), 'node')} succeeded")
+        return _close(now, view, "succeeded", f"workers of {count(len(results), 'node')} succeeded")
     if lost:
         alone = ", which had not reported success" if len(lost) == len(pending) and results else ""
         return _reform(view, f"lost {listing(lost)}{alone}")
@@ -457,7 +495,9 @@ def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str
     astray = [view.label(m, rank) for m, rank in pending if staying[m.id].record.ready > current.number]
     if astray:
         return _reform(view, f"{listing(astray)} did not find its place in round {current.number}")
-    newcomers = {i: s for i, s in staying.items() if i not in ids and s.record.ready > current.number}
+    kept_out = view.kept_out(now)
+    waiting = {i: s for i, s in staying.items() if i not in ids and s.record.ready > current.number}
+    newcomers = {i: s for i, s in waiting.items() if options.fixed or s.name not in kept_out}
     room = options.max_nodes - len(members)
     if newcomers and room > 0 and not results:
         joined = listing(s.name for s in newcomers.values())
@@ -465,23 +505,55 @@ def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str
         if len(newcomers) >= room or now >= settled:
             return _reform(view, f"{joined} joined")
         return RoundDecision((), f"{joined} joined, re-forming in {settled - now:.1f} s", settled)
+    if newcomers and not results and not options.fixed:
+        swap = _swap(now, view, kept_out, newcomers)
+        if swap is not None:
+            return swap
     if _undrained(view):
         return _publish(view, current, current.reason)
     spares = f", {count(len(newcomers), 'spare')}" if newcomers else ""
+    if len(waiting) > len(newcomers):
+        spares += f", quarantined: {listing(s.name for i, s in waiting.items() if i not in newcomers)}"
     return RoundDecision((), f"round {current.number}: {count(len(members), 'node')} running{spares}")
 
 
-def _after_failure(view: LeaderView, options: Options, node: str, result: Result) -> RoundDecision:
+def _swap(
+    now: float, view: LeaderView, kept_out: set[str], newcomers: dict[str, Seen]
+) -> RoundDecision | None:
+    """Replace members that are quarantined, or slow, by fit spares: at a checkpoint, at no restart."""
+    hosts = dict.fromkeys(m.name for m in view.members.nodes)
+    number, here = view.round.number, {s.name for s in newcomers.values()}
+    slow = {host: why for host, (at, why) in view.slow.items() if at == number and host in hosts}
+    slow = {host: why for host, why in slow.items() if host not in kept_out and host not in here}
+    nodes = len(newcomers)
+    going: list[str] = []
+    for host in sorted(hosts, key=lambda name: (name not in kept_out, natural_key(name))):
+        size = sum(m.name == host for m in view.members.nodes)
+        if (host in kept_out or host in slow) and size <= nodes:
+            going.append(host)
+            nodes -= size
+    if not going or len(going) == len(hosts):
+        return None
+    why = ", ".join(f"{host} ({'quarantined' if host in kept_out else slow[host]})" for host in going)
+    reason = f"{listing(here)} in the place of {why}"
+    decision = _reform(view, reason, preempted=tuple(going[:_NAMED]))
+    offences = [Offence(host, "slow", slow[host]) for host in going if host in slow]
+    return _held(now, view, judged(now, view, offences), decision)
+
+
+def _after_failure(
+    now: float, view: LeaderView, options: Options, node: str, result: Result
+) -> RoundDecision:
     found = ((rank, m) for rank, m in enumerate(view.members.nodes) if m.id == node)
     name = next((view.label(m, rank) for rank, m in found), node)
     failed = view.round._replace(cause=(node, name, result.detail))
     if result.unfit:
         return _close(
-            view, "failed", f"{name} cannot start workers, and the job cannot run without it", failed
+            now, view, "failed", f"{name} cannot start workers, and the job cannot run without it", failed
         )
     verdict = decide_for_job(view.round.restarts, options.max_restarts)
     if not verdict.restart:
-        return _close(view, "failed", f"workers on {name} failed, {verdict.reason}", failed)
+        return _close(now, view, "failed", f"workers on {name} failed, {verdict.reason}", failed)
     failed = failed._replace(restarts=view.round.restarts + 1)
     left = "" if options.max_restarts is None else f", {count(verdict.remaining, 'restart')} left"
     return _reform(view, f"workers on {name} failed{left}", failed)
@@ -495,18 +567,20 @@ def _form(now: float, view: LeaderView, options: Options, staying: dict[str, See
     deadline = view.since + options.join_timeout
     low, high = options.min_nodes, options.max_nodes
     if len(here) >= low and not stopping and now >= view.quiet_until:
-        if len(here) >= high:
-            return _activate(view, options, here)
-        first = max(view.since, sorted(s.at for s in here.values())[low - 1]) + options.last_call
         coming = len(staying) > len(here)
+        state = judged(now, view, offences_of(view))
+        chosen, needed = _chosen(now, view, state, here)
+        if len(chosen) >= high:
+            return _activate(now, view, options, here, state, chosen, needed)
+        first = max(view.since, sorted(here[i].at for i in chosen)[low - 1]) + options.last_call
         again = view.since + options.settle if coming else now
         close_at = again if view.members.nodes else first
         if now >= close_at:
-            return _activate(view, options, here)
-        names = listing(s.name for s in here.values())
-        room = f"room for {count(high - len(here), 'more', 'more')}"
+            return _activate(now, view, options, here, state, chosen, needed)
+        names = listing(here[i].name for i in chosen)
+        room = f"room for {count(high - len(chosen), 'more', 'more')}"
         text = (
-            f"{len(here)} of {low} to {high} nodes here ({names}), {room}, last call {close_at - now:.0f} s"
+            f"{len(chosen)} of {low} to {high} nodes here ({names}), {room}, last call {close_at - now:.0f} s"
         )
         return RoundDecision((), text, close_at)
     text, missing = _waiting(here, stopping, options)
@@ -516,9 +590,9 @@ def _form(now: float, view: LeaderView, options: Options, staying: dict[str, See
     if now >= deadline and options.fixed and missing:
         these = ", ".join(map(str, missing))
         text += f"; node {these} of {high} did not come within {options.join_timeout:g} s{after}"
-        return _close(view, "timeout", text)
+        return _close(now, view, "timeout", text)
     if now >= deadline:
-        return _close(view, "timeout", f"{text}; gave up after {options.join_timeout:.0f} s{after}")
+        return _close(now, view, "timeout", f"{text}; gave up after {options.join_timeout:.0f} s{after}")
     return RoundDecision((), f"{text}, {deadline - now:.0f} s left", deadline)
 
 
@@ -547,10 +621,30 @@ def _waiting(here: dict[str, Seen], stopping: list[Seen], options: Options) -> t
     return text + (f", waiting for {short} more" if short > 0 else ""), []
 
 
-def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> RoundDecision:
-    before = {m.id: rank for rank, m in enumerate(view.members.nodes)}
+def _chosen(now: float, view: LeaderView, state: Quarantine, here: dict[str, Seen]) -> tuple[list[str], str]:
+    """The nodes of the next round, and why a quarantined one is among them."""
+    before = {m.id for m in view.members.nodes}
     # Members of the last round stay members; then nodes in the order of their arrival.
-    chosen = sorted(here, key=lambda i: (i not in before, here[i].incarnation))[: options.max_nodes]
+    nodes = sorted(here, key=lambda i: (i not in before, here[i].incarnation))
+    options = view.options
+    if not state.entries:
+        return nodes[: options.max_nodes], ""
+    hosts = [here[i].name for i in nodes]
+    found, needed = quarantine.choose(state, hosts, options.min_nodes, options.max_nodes, now)
+    return [nodes[position] for position in found], "" if options.fixed else needed
+
+
+def _activate(
+    now: float,
+    view: LeaderView,
+    options: Options,
+    here: dict[str, Seen],
+    state: Quarantine,
+    chosen: list[str],
+    needed: str,
+) -> RoundDecision:
+    """Make the round active with the chosen nodes; `needed`: why a quarantined one is among them."""
+    before = {m.id: rank for rank, m in enumerate(view.members.nodes)}
     ranked = assign_ranks([here[i].record.info for i in chosen], before)
     members = tuple(Member(n.id, here[n.id].incarnation, n.name, n.addr, n.slots, n.role) for n in ranked)
     stamp, prefix = f"{view.term}.{view.round_mod}.{view.failed_writes}", options.prefix
@@ -567,9 +661,12 @@ def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> Roun
         # The store may have lost its data, or a part of it, which its nodes have seen.
         restarts=max(view.round.restarts, *(r.restarts for r in known)),
     )
-    spares = len(here) - len(members)
+    spares = [s for i, s in here.items() if i not in chosen]
+    out = [s.name for s in spares if state.entry(s.name, now) is not None]
     reason = f"round {fresh.number} with {count(len(members), 'node')}: {listing(m.name for m in members)}"
-    reason += f"; {count(spares, 'spare')}" if spares else ""
+    reason += f"; {count(len(spares) - len(out), 'spare')}" if len(spares) > len(out) else ""
+    reason += f"; quarantined: {listing(out)}" if out else ""
+    reason += f"; {needed}" if needed else ""
     decision = _publish(view, fresh, reason)
     main = decision.commands[0]
     assert isinstance(main, Txn)
@@ -594,10 +691,14 @@ def _activate(view: LeaderView, options: Options, here: dict[str, Seen]) -> Roun
             Put(prefix + "members", encode(MemberList(stamp, members, fresh.number))),
             *main.puts,
         ),
-        deletes=(Delete(prefix + "result/", prefix=True), *stale[:_SWEPT]),
+        deletes=(
+            Delete(prefix + "result/", prefix=True),
+            Delete(prefix + "slow/", prefix=True),
+            *stale[:_SWEPT],
+        ),
     )
-    guard = (When(prefix + "ctl/leader", "create", view.term),)
-    return decision._replace(commands=(*(Txn(guard, tuple(batch)) for batch in batches), main))
+    commands = (*(Txn(leads(view), tuple(batch)) for batch in batches), main)
+    return _held(now, view, state, decision._replace(commands=commands))
 
 
 def _reform(
@@ -609,9 +710,11 @@ def _reform(
     return _publish(view, forming, reason)
 
 
-def _close(view: LeaderView, outcome: str, reason: str, base: Round | None = None) -> RoundDecision:
+def _close(
+    now: float, view: LeaderView, outcome: str, reason: str, base: Round | None = None
+) -> RoundDecision:
     closed = (base or view.round)._replace(phase=CLOSED, outcome=outcome)
-    return _publish(view, closed, reason)
+    return _held(now, view, judged(now, view, offences_of(view)), _publish(view, closed, reason))
 
 
 def _publish(view: LeaderView, new: Round, reason: str) -> RoundDecision:
@@ -619,8 +722,8 @@ def _publish(view: LeaderView, new: Round, reason: str) -> RoundDecision:
     new = new._replace(reason=reason, term=view.term, out=out)
     if new.phase != ACTIVE:
         new = new._replace(nodes=0, names=(), stamp="")
-    leader, key = view.options.prefix + "ctl/leader", view.options.prefix + "ctl/round"
-    guards = (When(leader, "create", view.term), When(key, "mod", view.round_mod))
+    key = view.options.prefix + "ctl/round"
+    guards = (*leads(view), When(key, "mod", view.round_mod))
     return RoundDecision((Txn(guards, (Put(key, encode(new)),)),), reason)
 
 

@@ -2,7 +2,9 @@
 
 `measure` computes the step rates of this node's ranks since the last window, from the times of the heartbeats
 by the clock of the host that sent them. `compare` takes the rates of the whole world, one window after the
-other, and returns the stragglers to report; each rank is reported once.
+other, and returns the stragglers to report; each rank is reported once. `slow_hosts` follows which hosts
+are slow as a whole, for `--straggler-policy replace`: the leader replaces one where there is a fit spare
+(`core.rounds`), as long as it stays slow.
 
 In a job whose ranks wait for each other in every step all rates are equal: only ranks that fall behind on
 their own (their own data, replica or pipeline) are found here.
@@ -94,6 +96,29 @@ def compare(
         found.append(Straggler(ranks, rate, median, reason, host))
     reported = history.reported.union(*(one.ranks for one in found))
     return SlowHistory(tuple(slow.items()), reported), tuple(found)
+
+
+def slow_hosts(
+    known: Mapping[str, str], history: SlowHistory, rates: Mapping[int, float], hosts: Mapping[int, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The hosts whose ranks are all slow after a window, with the reason, and what is new; empty: no longer.
+
+    `known`: those before; `history`: after the window's `compare`."""
+    counts = dict(history.slow)
+    found = {}
+    for host in sorted(set(hosts.values())):
+        ranks = [rank for rank in hosts if hosts[rank] == host]
+        if len(ranks) == len(hosts) or any(counts.get(rank, 0) < _WINDOWS for rank in ranks):
+            continue
+        measured = [rates[rank] for rank in ranks if rank in rates]
+        # A host that is known keeps its reason: the figures of every window would be a write each.
+        found[host] = known.get(host, "")
+        if not found[host] and measured:
+            rate, median = sum(measured) / len(measured), sorted(rates.values())[len(rates) // 2]
+            found[host] = f"slow: {rate:.3g} steps/s, median {median:.3g}"
+    found = {host: why for host, why in found.items() if why}
+    changes = {host: why for host, why in found.items() if host not in known}
+    return found, changes | {host: "" for host in known if host not in found}
 
 
 def _slow_host(

@@ -29,12 +29,15 @@ _LONGEST = 1 << 16
 
 
 class AgentOutcome(Record):
-    """The end of one agent: the word of core.group_events.Outcome, or empty, and its exit code."""
+    """The end of one agent: the word of core.group_events.Outcome, or empty, and its exit code.
+
+    `quarantined`: the hosts that the job kept out when it ended here."""
 
     node: str
     outcome: str
     code: int
     reason: str = ""
+    quarantined: tuple[str, ...] = ()
 
     @property
     def succeeded(self) -> bool:
@@ -67,7 +70,7 @@ def write_outcome(directory: str, outcome: AgentOutcome, key: str) -> None:
     """Leave a file; a full disk must not cost the exit code. `key`: unique among the agents."""
     import json
 
-    data = {"node": outcome.node, "outcome": outcome.outcome, "code": outcome.code, "reason": outcome.reason}
+    data = outcome.as_dict()
     try:
         write_trusted(os.path.join(directory, f"{key}.json"), json.dumps(data).encode())
     except OSError:
@@ -101,4 +104,6 @@ def _decoded(data: Mapping[str, object]) -> AgentOutcome | None:
     reason = data.get("reason", "")
     if not (isinstance(node, str) and isinstance(outcome, str) and type(code) is int and 0 <= code < 256):
         return None
-    return AgentOutcome(node, outcome, code, reason if isinstance(reason, str) else "")
+    hosts = data.get("quarantined", [])
+    named = tuple(one for one in hosts if isinstance(one, str)) if isinstance(hosts, list) else ()
+    return AgentOutcome(node, outcome, code, reason if isinstance(reason, str) else "", named)

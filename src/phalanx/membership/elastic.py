@@ -107,9 +107,8 @@ class ElasticRendezvous(RendezvousHandler):
         with self._news:
             if self._number and self._ended is None:
                 if not self._over:
-                    membership.failed(
-                        self._number, NodeFailure(f"{self._settings.name} asked for a new round")
-                    )
+                    asked = NodeFailure(f"{self._settings.name} asked for a new round")
+                    membership.failed(self._number, asked, blameless=True)
                 membership.workers_gone(self._number)
             self._news.wait_for(lambda: self._ended is not None or self._formed is not None)
             formed, self._formed, self._over = self._formed, None, False

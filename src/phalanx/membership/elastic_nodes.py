@@ -26,14 +26,14 @@ from phalanx.observe.progress_line import Progress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any
 
     from phalanx.agent.spec import WorkerSpec
     from phalanx.core.group import Ending
     from phalanx.core.ranks import WorkerRanks
     from phalanx.core.restarts import RestartPolicy
-    from phalanx.core.round_records import Round
+    from phalanx.core.round_records import HostRecord, Round
     from phalanx.errors import RendezvousError
     from phalanx.membership.elastic import ElasticInfo, ElasticRendezvous
     from phalanx.membership.membership import Membership
@@ -57,11 +57,15 @@ class ElasticNodes:
         show: Callable[[str], None],
         note: Callable[[str], None],
         timeout: float,
+        on_quarantine: Callable[[str], None],
     ) -> None:
-        """`show` gets the wait in words, `note` a line to show once. `timeout`: of the exit barrier."""
+        """`show` gets the wait in words, `note` a line to show once. `timeout`: of the exit barrier.
+
+        `on_quarantine` gets the line that says that a host is kept out, which is also one to show."""
         self._handler: ElasticRendezvous = handler
         self._membership = membership
         self._post, self._show, self._note, self._timeout = post, show, note, timeout
+        self._on_quarantine = on_quarantine
         self.name = membership.settings.name
         self.worker_ranks: list[WorkerRanks] | None = None
         self._formed: Formed | None = None
@@ -102,6 +106,7 @@ class ElasticNodes:
             "lease_age": membership.lease_age,
             "spare": membership.is_spare,
             "operations": membership.operations,
+            "quarantine": membership.quarantine(),
         }
 
     def ask(
@@ -132,6 +137,15 @@ class ElasticNodes:
         self._membership.drain()
         return f"{self.name} leaves the job; the others go on"
 
+    def change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
+        self._membership.change_hosts(hosts, lambda done: self._post(lambda: then(done)))
+
+    def unfit(self, why: str) -> None:
+        self._membership.unfit(why)
+
+    def slow_host(self, number: int, host: str, why: str) -> None:
+        self._membership.slow_host(number, host, why)
+
     # What the agent reports
 
     def join(self, gone: int | None, attempt: int) -> None:
@@ -157,15 +171,16 @@ class ElasticNodes:
     def count_waiting(self) -> int:
         return 0
 
-    def failed(self, command: events.ReportFailure, report: Callable[[], tuple[str, int]]) -> None:
-        text, code = report()
+    def failed(self, command: events.ReportFailure, report: Callable[[], tuple[str, int, bool]]) -> None:
+        text, code, only_lost_peers = report()
         final = command.summary if command.final else ""
         # With the host of the store the job would lose its store: its failure is the job's.
         self._unfit = command.unfit and not self._membership.hosting
         failure = NodeFailure(
             command.summary, final, text, code, command.delay, command.anew, command.ranks[:64]
         )
-        self._membership.failed(command.round, failure, self._unfit)
+        blameless = only_lost_peers or command.requested
+        self._membership.failed(command.round, failure, self._unfit, blameless)
 
     def fenced(self, number: int) -> None:
         self._membership.fenced(number)
@@ -254,8 +269,8 @@ class ElasticNodes:
                 self._post(self._end_of_job(happening))
             case Waiting(text):
                 self._show(text)
-            case Remark(text):
-                self._post(lambda: self._note(text))
+            case Remark(text, quarantined):
+                self._post(lambda: self._on_quarantine(text) if quarantined else self._note(text))
 
     def _end_of_round(self, over: Over) -> events.Event:
         now, number = over.now, over.was.number
@@ -324,6 +339,7 @@ def elastic_nodes(
     lease_until: Callable[[float], None],
     timeout: float,
     open_meeting: Callable[[str], tuple[Any, int]],
+    on_quarantine: Callable[[str], None],
 ) -> ElasticNodes | None:
     """The nodes of a handler that has a membership to attach to; None for any other handler."""
     # With a window only the nodes know when the failures were; the leader then merely counts them.
@@ -340,7 +356,7 @@ def elastic_nodes(
     )
     if membership is None:
         return None
-    nodes = ElasticNodes(handler, membership, post, show, note, timeout)
+    nodes = ElasticNodes(handler, membership, post, show, note, timeout, on_quarantine)
     return nodes
 
 

@@ -15,12 +15,13 @@ from phalanx.membership.handler import adapted
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any
 
     from phalanx.agent.spec import WorkerSpec
     from phalanx.core.group import Ending
     from phalanx.core.ranks import WorkerRanks
+    from phalanx.core.round_records import HostRecord
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
 
     RequestHandler = Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]
@@ -151,7 +152,16 @@ class HandlerNodes:
     def workers_gone(self, number: int) -> None:
         """Handlers do not need to know."""
 
-    def failed(self, command: events.ReportFailure, report: Callable[[], tuple[str, int]]) -> None:
+    def change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
+        then(False)
+
+    def unfit(self, why: str) -> None:
+        """torch's interface has no place for it."""
+
+    def slow_host(self, number: int, host: str, why: str) -> None:
+        """torch's interface knows no spares."""
+
+    def failed(self, command: events.ReportFailure, report: Callable[[], tuple[str, int, bool]]) -> None:
         """torch's interface has no word for it: the next rendezvous brings the nodes together."""
 
     # -- the end ------------------------------------------------------------------------------------

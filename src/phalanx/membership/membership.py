@@ -40,6 +40,8 @@ from phalanx.core.participant_events import (
     WorkersEnded,
     WorkersStopped,
 )
+from phalanx.core.quarantine import failed_check
+from phalanx.core.round_causes import HOSTS
 from phalanx.core.round_records import ACTIVE, CLOSED, FORMING, NodeInfo, Result, encode, printable
 from phalanx.core.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError
@@ -52,11 +54,11 @@ from phalanx.membership.waiting_line import StatusLine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any
 
     from phalanx.core.participant_events import Action, Event
-    from phalanx.core.round_records import Round
+    from phalanx.core.round_records import HostRecord, Round
     from phalanx.core.rounds import Options
     from phalanx.core.store_commands import Command, Notice, Reply
     from phalanx.membership.master_port import MasterPort
@@ -71,6 +73,7 @@ STATUS = 800_000  # the number of a watch, between the participant's and the cli
 REFUSED_PATIENCE = 3.0
 LOOKUP_PATIENCE = 3.0  # for the first answer to a question for the host's name
 SECRET_PAUSE = 1.0  # a Secret that is mounted late appears as a file
+_FEW_WORDS = 200  # of a failure, in the record of its host
 FAREWELL = 2.0  # seconds, or a lease, for the other nodes to see how the job ended
 NOT_AUTHENTICATED = (
     "control traffic of this job is not authenticated (no PHALANX_TOKEN); "
@@ -163,11 +166,12 @@ class Membership:
         """None of this round's workers is alive on this node."""
         self._calls.put(lambda: self._gone(number))
 
-    def failed(self, number: int, failure: NodeFailure, unfit: bool = False) -> None:
+    def failed(self, number: int, failure: NodeFailure, unfit: bool = False, blameless: bool = False) -> None:
         """Workers of this node failed; published while its other workers are still being stopped.
 
-        `unfit`: they could not be started, and this node leaves."""
-        self._calls.put(lambda: self._report(number, failure, unfit=unfit))
+        `unfit`: they could not be started, and this node leaves. `blameless`: the cause is not on this node.
+        """
+        self._calls.put(lambda: self._report(number, failure, unfit=unfit, blameless=blameless))
 
     def fenced(self, number: int) -> None:
         """The workers of this round were killed when the time of `lease_until` had come."""
@@ -188,6 +192,31 @@ class Membership:
     def drain(self) -> None:
         """Ask for this node to leave, as `phalanx drain` does."""
         self._calls.put(lambda: self._send(Put(f"{self.options.prefix}drain/{self.info.id}", b"")))
+
+    def change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
+        """Write, or (None) delete, what is held against hosts; `then` gets whether the store has it."""
+        self._calls.put(lambda: self._change_hosts(hosts, then))
+
+    def unfit(self, why: str) -> None:
+        """This node failed its check and leaves: hold it against its host, as the leader would."""
+        policy = self.options.quarantine
+        if policy is not None and self.started:
+            self._calls.put(lambda: self._change_hosts({self.info.name: failed_check(why, policy)}))
+
+    def quarantine(self) -> list[dict[str, Any]]:
+        """The hosts that are quarantined: host, reason and, unless a person removes it, the seconds left."""
+        participant, now = self.participant, clock()
+        entries = participant.hosts.state.entries if participant is not None else ()
+        return [
+            {"host": one.node, "reason": one.reason, "left": None if one.until is None else one.until - now}
+            for one in entries
+            if one.until is None or now < one.until
+        ]
+
+    def slow_host(self, number: int, host: str, why: str) -> None:
+        """A host of a round is slow, and is to be replaced where there is a spare; empty: no longer."""
+        key = f"{self.options.prefix}slow/{number}/{host}"
+        self._calls.put(lambda: self._send(Put(key, why.encode()) if why else Delete(key)))
 
     @property
     def lease_age(self) -> float | None:
@@ -397,8 +426,8 @@ class Membership:
                 self._prepare(action)
             case StopRound():
                 self._stop(action)
-            case Tell(text):
-                self.tell(Remark(text))
+            case Tell(text, quarantined):
+                self.tell(Remark(text, quarantined))
 
     def _answered(self, tag: int, command: Command, reply: Reply) -> None:
         self._step(Answer(tag, reply))
@@ -645,8 +674,25 @@ class Membership:
         drained = self._round is not None and self.info.id in self._round.out
         self.tell(Over(self._last, self._round, reason, at_once, drained, preempted))
 
+    def _change_hosts(
+        self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None] = lambda done: None
+    ) -> None:
+        keys = {f"{self.options.prefix}{HOSTS}{host}": found for host, found in hosts.items()}
+        puts = tuple(Put(key, encode(found)) for key, found in keys.items() if found is not None)
+        deletes = tuple(Delete(key) for key, found in keys.items() if found is None)
+        if self.participant is None or self.ended.is_set():
+            then(False)
+        else:
+            self._send(Txn((), puts, deletes), lambda reply: then(reply.ok))
+
     def _report(
-        self, number: int, failure: NodeFailure, start: StartRound | None = None, *, unfit: bool = False
+        self,
+        number: int,
+        failure: NodeFailure,
+        start: StartRound | None = None,
+        *,
+        unfit: bool = False,
+        blameless: bool = False,
     ) -> None:
         start = start or self._handed
         if start is None or start.round.number != number:
@@ -656,7 +702,14 @@ class Membership:
             return
         prefix, node = self.options.prefix, self.info.id
         mine = When(f"{prefix}node/{node}", "create", start.place.incarnation)
-        outcome = Result(False, failure.text(), self._goes_alone(unfit))
+        outcome = Result(
+            False,
+            failure.text(),
+            self._goes_alone(unfit),
+            failure.summary[:_FEW_WORDS],
+            failure.ranks,
+            blameless,
+        )
         self._send(Txn((mine,), (Put(f"{prefix}result/{number}/{node}", encode(outcome)),)))
 
     def _goes_alone(self, unfit: bool) -> bool:

@@ -48,9 +48,10 @@ class Waiting(NamedTuple):
 
 
 class Remark(NamedTuple):
-    """A line for people that is shown once."""
+    """A line for people that is shown once; `quarantined`: it says that a host is."""
 
     text: str
+    quarantined: bool = False
 
 
 Happening = Formed | Over | Ended | Waiting | Remark

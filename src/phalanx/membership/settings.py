@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 
+from phalanx.core.quarantine import QuarantinePolicy, parse_policy
 from phalanx.core.round_records import NodeInfo
 from phalanx.core.rounds import Options
-from phalanx.environment import ETCD_PORT, STATIC_PORT, STORE_PORT, node_index
+from phalanx.environment import DEFAULT_QUARANTINE, ETCD_PORT, STATIC_PORT, STORE_PORT, node_index
 from phalanx.errors import StoreError, UsageError
 
 TYPE_CHECKING = False
@@ -84,6 +85,7 @@ class Settings:
             store_grace=_seconds(params, "store_grace", 60.0),
             fixed=self.fixed,
             prefix=f"job/{self.run_id}/",
+            quarantine=_quarantine(params),
         )
         if self.options.ttl <= self.linger < float("inf"):
             raise UsageError(
@@ -152,6 +154,14 @@ def _seconds(params: RendezvousParameters, key: str, default: float) -> float:
     if not 0 <= seconds < float("inf"):
         raise UsageError(f"--rdzv-conf {key}={value}: use a number of seconds, 0 or more")
     return seconds
+
+
+def _quarantine(params: RendezvousParameters) -> QuarantinePolicy | None:
+    text = str(params.get("quarantine") or DEFAULT_QUARANTINE)
+    try:
+        return parse_policy(text)
+    except ValueError as error:
+        raise UsageError(f"--rdzv-conf quarantine={text}: {error}") from None
 
 
 def _source_address(host: str, port: int) -> str:

@@ -129,6 +129,7 @@ def incident_event(incident: Incident) -> Event:
         "exit_code": values["exit_code"],
         "timestamp": values["timestamp"],
         "how": values["how"],
+        "quarantined": values["quarantined"],
     }
     for name in ("detect", "stop", "reform", "start", "first_line", "first_step", "total"):
         value = values[name]

@@ -93,6 +93,15 @@ class IncidentSnapshot(msgspec.Struct):
     total: Seconds | None = None
     over: bool = False
     how: str = ""
+    quarantined: str = ""
+
+
+class QuarantineSnapshot(msgspec.Struct):
+    """A host that is kept out; `left`: seconds until it may take part again, None: until it is removed."""
+
+    host: str
+    reason: str = ""
+    left: Seconds | None = None
 
 
 class LedgerSnapshot(msgspec.Struct):
@@ -143,6 +152,7 @@ class JobSnapshot(msgspec.Struct):
     logs: str = ""
     cause: str = ""
     cause_at: Seconds = 0.0
+    quarantine: list[QuarantineSnapshot] = []
     peers: list[JobSnapshot] = []
     silent: Count = 0
 

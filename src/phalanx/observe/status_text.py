@@ -36,6 +36,7 @@ def format_status(job: dict[str, Any], width: int = 100) -> str:
         lines.append(f"  {count} standby{'s' * (count > 1)}, {_bytes(job['standbys']['memory'])}")
     lines += [f"  slow: {line}" for line in job["slow"]]
     lines += [f"  hang: {line}" for line in job["hangs"]]
+    lines += [f"  quarantined: {quarantine_line(one)}" for one in job.get("quarantine", [])]
     known = {*job["slow"], *job["hangs"]}
     others = [one for one in job["incidents"] if one["what"] not in known]
     for one in others[-_INCIDENTS:]:
@@ -44,6 +45,13 @@ def format_status(job: dict[str, Any], width: int = 100) -> str:
         lines.append(f"  logs: {job['logs']}")
     lines = [printable(line.replace("\n", "\\n")) for line in lines]
     return "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in lines)
+
+
+def quarantine_line(one: dict[str, Any]) -> str:
+    """`gpu-7: its device is lost (for another 59 min)`."""
+    left = one.get("left")
+    time = "until removed" if left is None else f"for another {duration(max(0.0, left))}"
+    return f"{one['host']}: {one['reason']} ({time})"
 
 
 def _headline(job: dict[str, Any]) -> str:

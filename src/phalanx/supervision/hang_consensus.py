@@ -1,7 +1,8 @@
 """Compares progress over the nodes of a round: step rates, output, exits and hangs.
 
 *Rates.* Every node stores the step rates of its ranks once a window. The lowest-ranked node that does so
-fetches and compares all of them (`core.stragglers`) and publishes the stragglers.
+fetches and compares all of them (`core.stragglers`) and publishes the stragglers. With
+`--straggler-policy replace` it also tells the job's leader, through the store, which hosts are slow.
 
 *Output.* Shortly before the silence timeout of a node ends, it asks whether ranks elsewhere write output;
 nodes with recent output answer, unless another node has answered first.
@@ -21,7 +22,7 @@ Everything here runs in the owner's thread, except the threads of the broadcast.
 from __future__ import annotations
 
 from phalanx.core.progress import Beat, Evidence, Verdict
-from phalanx.core.stragglers import SlowHistory, compare
+from phalanx.core.stragglers import SlowHistory, compare, slow_hosts
 from phalanx.supervision.round_broadcast import RoundBroadcast
 from phalanx.supervision.stack_collection import Findings
 
@@ -52,13 +53,17 @@ class HangConsensus:
         host: str,
         post: Callable[[Callable[[], None]], None],
         receive: Callable[[dict[str, Any]], None],
+        on_slow: Callable[[str, str], None] | None = None,
     ) -> None:
+        """`on_slow` gets a host that is to be replaced, and why; empty: no longer."""
         self.node, self._nodes = group.group_rank or 0, group.group_world_size or 1
         self._host = host
         self._post: Callable[[Callable[[], None]], None] = lambda call: post(lambda: _call_safely(call))
         self._windows = 0
         self._last_window: dict[str, int] = {}  # of each node's rates
         self._slow_history = SlowHistory()
+        self._slow_hosts: dict[str, str] = {}
+        self._on_slow = on_slow
         self._case: HangCase | None = None
         self._hangs = self._verdicts = 0  # published by this node; received
         self._broadcast = RoundBroadcast(
@@ -108,6 +113,10 @@ class HangConsensus:
         self._slow_history, stragglers = compare(self._slow_history, rates, span, hosts)
         for straggler in stragglers:
             self._broadcast.publish({"kind": "straggler", **vars(straggler)})
+        if self._on_slow is not None:
+            self._slow_hosts, changes = slow_hosts(self._slow_hosts, self._slow_history, rates, hosts)
+            for host, why in changes.items():
+                self._on_slow(host, why)
 
     # -- exits and output ---------------------------------------------------------------------------
 

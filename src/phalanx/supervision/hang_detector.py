@@ -50,6 +50,7 @@ class HangDetector:
         post: Callable[[Any], None],
         *,
         trace_sockets: TraceSockets | None = None,
+        on_slow: Callable[[str, str], None] | None = None,
         number: int,
         host: str,
         now: float,
@@ -58,7 +59,7 @@ class HangDetector:
         self._context, self._boards, self._group = context, boards, group
         self._incidents, self._post = incidents, post
         self._number, self._host = number, host
-        self._trace_sockets = trace_sockets
+        self._trace_sockets, self._on_slow = trace_sockets, on_slow
         self._global_ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         self._started_at = now
         self._alive = len(self._global_ranks)
@@ -131,7 +132,7 @@ class HangDetector:
 
             if supports_broadcast(self._group.store):
                 self._consensus = HangConsensus(
-                    self._group, self._number, self._host, self._post, self._receive
+                    self._group, self._number, self._host, self._post, self._receive, self._on_slow
                 )
         return self._consensus
 

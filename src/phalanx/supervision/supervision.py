@@ -41,6 +41,7 @@ class Supervision:
         preempt_signal: int = 0,
         health: str | None = None,
         health_check: str = "",
+        replace_slow: bool = False,
     ) -> None:
         self.policy = policy
         self.preemption = Preemption(preempt_signal)
@@ -50,6 +51,10 @@ class Supervision:
         self.incidents = IncidentLog()
         self.trace_sockets = TraceSockets()
         self.detector: HangDetector | None = None  # while workers run, and until the next ones do
+        self.on_unfit: Callable[[str], None] = lambda _why: None
+        self.replace_slow = replace_slow
+        self.slow_host: Callable[[int, str, str], None] = lambda _round, _host, _why: None
+        """Called with a host of a round that is to be replaced by a spare, and why; empty: no longer."""
         self._post: Callable[[Any], None] = lambda _event: None
         self._boards: Boards | None = None
         self.final: list[BoardSnapshot] = []  # the boards when all was over
@@ -111,6 +116,7 @@ class Supervision:
     def _stay_out(self, unfit: NodeUnfit) -> None:
         self.unfit = unfit
         self.incidents.note(str(unfit))
+        self.on_unfit(str(unfit))
         # Graceful: the others go on without this node.
         self._post(RoundFailed("graceful", str(unfit)))
 
@@ -171,6 +177,7 @@ class Supervision:
             self.incidents,
             self._post,
             trace_sockets=self.trace_sockets,
+            on_slow=(lambda name, why: self.slow_host(number, name, why)) if self.replace_slow else None,
             number=number,
             host=host,
             now=now,

@@ -17,7 +17,7 @@ from phalanx.integrations.outcomes import read_outcomes
 from phalanx.integrations.slurm.batch_script import NOTICE_SIGNAL
 from phalanx.integrations.slurm.host_list import format_host_list, parse_host_list
 from phalanx.integrations.slurm.job_record import JobRecord, job_key, records_directory
-from phalanx.integrations.slurm.requeue import RequeueVerdict, judge
+from phalanx.integrations.slurm.requeue import judge
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -64,9 +64,12 @@ def run_batch(words: Sequence[str], most: int, wait: float, say: Callable[[str],
         cancelled=end.cancelled,
         attempt=attempt,
         most=most,
+        nodes=_nodes(environ),
     )
+    job = environ["SLURM_JOB_ID"]
+    excluded = _asked_to_exclude(job) if verdict.exclude else []
     if verdict.again:
-        problem = requeue(environ, verdict)
+        problem = _command("scontrol", "requeue", job)
         if problem:
             verdict = verdict.replace(again=False, reason=f"{verdict.reason}, which failed: {problem}")
     say(("" if verdict.again or verdict.code == 0 else "not requeued: ") + verdict.reason)
@@ -78,7 +81,21 @@ def run_batch(words: Sequence[str], most: int, wait: float, say: Callable[[str],
             )
         except OSError:
             pass  # status knows less
+    if verdict.again and verdict.exclude:
+        # Last: only a job that is in the queue can be changed, and Slurm may take until the end of this step,
+        # to which it now gives some seconds (KillWait).
+        hosts = format_host_list([*excluded, *verdict.exclude])
+        problem = _command("scontrol", "update", f"JobId={job}", f"ExcNodeList={hosts}")
+        if problem:
+            say(f"the next attempt may get {' '.join(verdict.exclude)} again: {problem}")
     return verdict.code
+
+
+def _nodes(environ: Mapping[str, str]) -> list[str]:
+    try:
+        return parse_host_list(environ.get("SLURM_JOB_NODELIST", ""))
+    except ValueError:
+        return []
 
 
 def run_step(
@@ -117,18 +134,6 @@ def _ends_job(one: AgentOutcome) -> bool:
 
 def _unblock() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _TAKEN)
-
-
-def requeue(environ: Mapping[str, str], verdict: RequeueVerdict) -> str:
-    """Put this job back into the queue, without the nodes that are unfit; what went wrong, or empty."""
-    job = environ["SLURM_JOB_ID"]
-    before = _asked_to_exclude(job) if verdict.exclude else []
-    problem = _command("scontrol", "requeue", job)
-    if problem or not verdict.exclude:
-        return problem
-    # Only a job that is in the queue can be changed; Slurm gives this step some seconds to end.
-    hosts = format_host_list([*before, *verdict.exclude])
-    return _command("scontrol", "update", f"JobId={job}", f"ExcNodeList={hosts}")
 
 
 def _asked_to_exclude(job: str) -> list[str]:

@@ -35,10 +35,12 @@ def judge(
     cancelled: bool = False,
     attempt: int = 0,
     most: int = 0,
+    nodes: Sequence[str] = (),
 ) -> RequeueVerdict:
     """The verdict on an attempt; `attempt`: how often the job was requeued before, `most`: how often it may.
 
     `cancelled`: somebody, or Slurm itself, has ended the job; if it is to run again, Slurm sees to that.
+    `nodes`: those of the allocation. The next attempt avoids the nodes that are unfit, or quarantined.
     """
     code = job_code(outcomes, of_srun, preempt_signal)
     if cancelled and code != SUCCESS:
@@ -50,5 +52,12 @@ def judge(
         times = "once" if attempt == 1 else f"{attempt} times"
         used = f"; it was requeued {times} (--requeues {most})" if attempt else "; --requeues 0"
         return RequeueVerdict(code, False, advice.reason + used)
-    unfit = tuple(dict.fromkeys(one.node for one in outcomes if one.code == UNFIT_NODE and one.node))
-    return RequeueVerdict(code, True, f"{advice.reason}; requeue {attempt + 1} of {most}", unfit)
+    avoided = [one.node for one in outcomes if one.code == UNFIT_NODE and one.node]
+    avoided += [node for one in outcomes for host in one.quarantined if (node := _node(host, nodes))]
+    reason = f"{advice.reason}; requeue {attempt + 1} of {most}"
+    return RequeueVerdict(code, True, reason, tuple(dict.fromkeys(avoided)))
+
+
+def _node(host: str, nodes: Sequence[str]) -> str:
+    """The node of Slurm that a job's name for a host means; empty: none. `n1.0` is the first task of n1."""
+    return next((name for name in (host, host.rpartition(".")[0]) if name in nodes), "")

@@ -1,0 +1,140 @@
+"""`phalanx quarantine [list|add|remove] [RUN] HOST...`: which hosts a job keeps out.
+
+Of a job on this machine through its agent, which knows the job's store; of any other with --rdzv-endpoint and
+--rdzv-id, also after the job has ended, if its store outlives it. What is added stays until it is removed, or
+for --for SECONDS; docs/quarantine.md has the rest.
+"""
+
+from __future__ import annotations
+
+import json
+
+from phalanx.cli.drain import add_store, settings_of, store_client
+from phalanx.cli.runs import NoSuchRun, request, running
+from phalanx.cli.store import TRUST, Parser, add_options
+from phalanx.core.round_causes import HOSTS
+from phalanx.core.round_records import UNTIL_REMOVED, HostRecord, decode_host, encode
+from phalanx.core.store_commands import Delete, Get, Put
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.log import printable, write_stderr
+from phalanx.observe.status_text import quarantine_line
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Sequence
+    from typing import Any
+
+    from phalanx.store.embedded.client import Client
+
+ACTIONS = ("list", "add", "remove")
+
+
+def main(argv: Sequence[str]) -> int:
+    """List, add or remove."""
+    options = make_parser().parse_args(argv)
+    if options.action not in ACTIONS:
+        raise UsageError(f"{options.action}: not an action; use {', '.join(ACTIONS)}")
+    if options.seconds is not None and not 0 < options.seconds < 1e9:
+        raise UsageError(f"--for {options.seconds:g}: use a number of seconds above 0")
+    _check_words(options)
+    try:
+        return _at_store(options) if options.rdzv_endpoint else _at_agent(options)
+    except (NoSuchRun, PhalanxError) as error:
+        if isinstance(error, ValueError):
+            raise
+        write_stderr(f"phalanx quarantine: {error}\n")
+        return 1
+
+
+def _at_agent(options: Namespace) -> int:
+    from phalanx.observe.local_agents import agents
+
+    words = list(options.words)
+    # The first word may be a run: a host is never called like one that runs here, or another word follows.
+    named = words and (options.action == "list" or (len(words) > 1 and agents(words[0])))
+    agent = running(words.pop(0) if named else "")[0]
+    if options.action == "list":
+        return _show(request(agent, {"ask": "quarantine"}).get("quarantine") or [], options.json)
+    what: dict[str, Any] = {"do": "quarantine", "hosts": words}
+    if options.action == "remove":
+        listed = request(agent, {"ask": "quarantine"}).get("quarantine") or []
+        _check_known(words, {str(one.get("host")) for one in listed if isinstance(one, dict)})
+        what["remove"] = True
+    else:
+        what |= {"reason": options.reason, "seconds": options.seconds}
+    print(printable(str(request(agent, what).get("done", "asked"))))
+    return 0
+
+
+def _at_store(options: Namespace) -> int:
+    with store_client(options, settings_of(options)) as client:
+        return _change(client, options, f"job/{options.rdzv_id}/{HOSTS}")
+
+
+def _change(client: Client, options: Namespace, prefix: str) -> int:
+    entries = client.request(Get(prefix, prefix=True), options.timeout).entries
+    found = {entry.key.removeprefix(prefix): decode_host(entry.value) for entry in entries}
+    held = {host: record for host, record in found.items() if record is not None and record.reason}
+    if options.action == "list":
+        listed = [
+            {"host": host, "reason": one.reason, "left": None if one.left == UNTIL_REMOVED else one.left}
+            for host, one in sorted(held.items())
+        ]
+        return _show(listed, options.json)
+    if options.action == "remove":
+        _check_known(options.words, set(held))
+    for host in options.words:
+        left = UNTIL_REMOVED if options.seconds is None else options.seconds
+        put = Put(prefix + host, encode(HostRecord(options.reason, left)))
+        client.request(Delete(prefix + host) if options.action == "remove" else put, options.timeout)
+    what = "may take part again" if options.action == "remove" else f"is quarantined: {options.reason}"
+    print(printable(f"{' '.join(options.words)} {what}"))
+    return 0
+
+
+def _check_words(options: Namespace) -> None:
+    """Before anything is asked: hosts to add or remove; to list, at most one run."""
+    words = options.words
+    if options.action == "list" and len(words) > (not options.rdzv_endpoint):
+        raise UsageError(f"list {' '.join(words)}: takes at most one RUN, and none with --rdzv-endpoint")
+    if options.action != "list" and not words:
+        raise UsageError(f"{options.action}: name the hosts")
+    for word in words:
+        if not word.isprintable() or len(word) > 256:
+            raise UsageError(f"{printable(word[:80])}: not the name of a host")
+
+
+def _check_known(hosts: list[str], known: set[str]) -> None:
+    for host in hosts:
+        if host not in known:
+            there = " ".join(sorted(known)) or "none"
+            raise NoSuchRun(printable(f"{host} is not quarantined; these are: {there}"))
+
+
+def _show(listed: list[dict[str, Any]], as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(listed, indent=2))
+    else:
+        print("\n".join(printable(quarantine_line(one)) for one in listed) or "no host is quarantined")
+    return 0
+
+
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser(
+        prog="phalanx quarantine", description="Keep hosts out of a running job, or let them in again."
+    )
+    parser.add_argument("action", nargs="?", default="list", metavar="list|add|remove")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[RUN] HOST",
+        help="a run of this machine (the one that runs by default), then names of hosts",
+    )
+    parser.add_argument("--reason", default="by hand", help="why, for everyone to see [%(default)s]")
+    parser.add_argument("--for", dest="seconds", metavar="SECONDS", type=float, help="until that is over")
+    parser.add_argument("--json", action="store_true", help="list as JSON")
+    add_options(parser, "rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
+    add_store(parser)
+    return parser

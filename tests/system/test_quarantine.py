@@ -1,0 +1,191 @@
+"""Hosts that a job keeps out: who caused failures, cannot start workers, or was named by a person."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.core.exit_codes import UNFIT_NODE
+from tests.conftest import HUNG, gone
+from tests.support.netns import Job, tell
+from tests.support.run_helpers import PHALANX, plain_environment
+from tests.system.test_cluster import everybody, succeed
+from tests.system.test_hang_consensus import QUICK
+from tests.system.test_hostile_rounds import bad_program
+from tests.system.test_namespaces import hosts_possible, three_hosts
+
+
+def command(*words: str, env: dict[str, str], code: int = 0) -> str:
+    """What a command says."""
+    done = subprocess.run(
+        [PHALANX[0], *words], env=env, capture_output=True, text=True, timeout=HUNG, check=False
+    )
+    assert done.returncode == code, (words, done.stdout, done.stderr)
+    return done.stdout + done.stderr
+
+
+def test_a_host_that_causes_failures_is_kept_out_and_all_nodes_say_so(tmp_path: Path) -> None:
+    """The host of the store is one of those that go on; a person lets the host in again, and keeps it out."""
+    env = plain_environment(PHALANX_TOKEN="a token for tests", XDG_STATE_HOME=str(tmp_path / "state"))
+    with Job(tmp_path, "2:3", "", "--max-restarts", "5", "--quarantine", "2:600:600") as job:
+        job.run_id = f"kept-out-{os.getpid()}"
+        job._words[job._words.index("--rdzv-id") + 1] = job.run_id
+        job.environment |= env
+        a, b, c = nodes = [job.node(name) for name in "abc"]
+        for attempt in range(2):
+            workers = everybody(nodes, 3)
+            assert {worker.attempt for worker in workers} == {attempt}
+            tell([one for one in workers if one.node == 2], signal.SIGUSR2)
+        workers = everybody([a, b], 2)
+        line = "c is quarantined for 600 s: root cause of 2 failures within "
+        for node in nodes:
+            node.read_until(line)
+            node.read_until("the last: rank 2: exit code 9")
+
+        def status() -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = json.loads(command("status", job.run_id, "--json", env=env))
+            return found
+
+        for one in status():
+            (held,) = one["quarantine"]
+            assert held["host"] == "c"
+            assert 0 < held["left"] <= 600
+            assert one["records"][-1]["quarantined"].startswith(line), one["records"]
+        assert {one["state"] for one in status()} == {"running", "spare"}
+        assert "quarantined: c: root cause of 2 failures" in command("status", job.run_id, env=env)
+        (listed,) = json.loads(command("quarantine", "list", job.run_id, "--json", env=env))
+        assert listed["reason"].startswith("root cause of 2 failures"), listed
+
+        assert "c may take part again" in command("quarantine", "remove", job.run_id, "c", env=env)
+        workers = everybody(nodes, 3)
+        for node in nodes:
+            node.read_until("c is no longer quarantined: removed")
+        assert "no host is quarantined" in command("quarantine", "list", job.run_id, env=env)
+        assert "is not quarantined" in command("quarantine", "remove", job.run_id, "c", env=env, code=1)
+        at_store = ["--rdzv-endpoint", job.endpoint, "--rdzv-id", job.run_id]
+        command("quarantine", "add", "b", "--reason", "XID 79", "--for", "300", *at_store, env=env)
+        for node in nodes:
+            node.read_until("b is quarantined for 300 s: XID 79")
+        assert "b: XID 79 (for another 5" in command("quarantine", *at_store, env=env)
+        tell(workers[:1], signal.SIGUSR2)  # there was no spare: the next round is the first without it
+        succeed(nodes, everybody([a, c], 2))
+
+
+@hosts_possible
+def test_a_host_that_cannot_start_workers_is_kept_out_of_the_rounds_of_three_hosts(tmp_path: Path) -> None:
+    """It leaves with its reason; when it returns it is a spare, and steps in once the job needs it."""
+    with three_hosts(tmp_path, "2:3") as (network, job):
+        a, b = nodes = [job.node(name, host=network.hosts[name]) for name in "ab"]
+        everybody(nodes, 2)
+        bad = job.node("c", "--no-python", bad_program(tmp_path), host=network.hosts["c"])
+        ended = bad.end()
+        assert ended.code == UNFIT_NODE, ended
+        line = "c is quarantined for 3600 s: "
+        for node in nodes:
+            node.read_until(line)
+        workers = everybody(nodes, 2)
+        c = job.node("c", host=network.hosts["c"])
+        c.read_until(line)
+        c.read_until("2 nodes running, quarantined: c")
+        assert {worker.attempt for worker in workers} == {0}, "no restart was used"
+        assert not any(gone(worker.pid) for worker in workers), "a spare disturbs nobody"
+        b.signal(signal.SIGKILL)
+        succeed([a, c], everybody([a, c], 2))
+
+
+def test_a_host_that_fails_its_check_later_on_is_quarantined(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    with Job(tmp_path, "1:2", "", "--max-restarts", "3") as job:
+        a, b = job.node("a"), job.node("b", "--health-check", f"test ! -e {broken} || (echo no GPU; false)")
+        workers = everybody([a, b], 2)
+        broken.touch()
+        tell(workers[:1], signal.SIGUSR2)
+        a.read_until("b is quarantined for 3600 s: ")
+        a.read_until("no GPU")
+        assert b.end().code == UNFIT_NODE
+        succeed([a], everybody([a], 1))
+
+
+HANGS = """\
+import os, threading
+from phalanx import worker
+def lost(): threading.Event().wait()
+def wait_for_the_others(): threading.Event().wait()
+for step in range(3): worker.heartbeat(step)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "1": lost()
+    worker.heartbeat(3)
+    wait_for_the_others()
+"""
+
+
+def test_a_hang_is_put_down_to_the_host_that_the_others_wait_for(tmp_path: Path) -> None:
+    """Whichever node finds it; the job needs that host, so it takes part all the same."""
+    words = ("--max-restarts", "1", "--heartbeat-timeout", "1.5", "--grace", "1", "--quarantine", "1:600:600")
+    with Job(tmp_path, "2", "", *words) as job:
+        job.script.write_text(HANGS)
+        nodes = [job.node(name) for name in "ab"]
+        for node in nodes:
+            node.read_until("b is quarantined for 600 s: root cause of a failure: no heartbeat from rank")
+            ended = node.end()
+            assert ended.code == 0, ended
+            assert "a is quarantined" not in node.text
+
+
+SLOW = """\
+import os, sys, time
+from phalanx import worker
+e = os.environ
+print("begin", e["RANK"], e["WORLD_SIZE"], e["TORCHELASTIC_RESTART_COUNT"], flush=True)
+first = not os.path.exists("done")
+for step in range(10**6 if first else 5):
+    worker.heartbeat(step)
+    if worker.should_checkpoint():
+        open("done", "w").close()
+        print("saved", e["RANK"], flush=True)
+        sys.exit()
+    time.sleep(0.1 if "SLOW" in e else 0.02)
+"""
+
+
+def test_a_host_that_stays_slow_is_replaced_by_the_spare_at_a_checkpoint(tmp_path: Path) -> None:
+    with Job(tmp_path, "2", "", "--max-restarts", "0", "--straggler-policy", "replace") as job:
+        job.script.write_text(SLOW.replace('"done"', repr(str(tmp_path / "done"))))
+        quick = (sys.executable, "-c", QUICK)
+        a, b = job.node("a", before=quick), job.node("b", before=("env", "SLOW=1", *quick))
+        b.read_until("begin 1 2 0")
+        c = job.node("c", before=quick)
+        for node in (a, b, c):
+            node.read_until("b is quarantined for 3600 s: slow: ")
+        a.read_until("saved 0")
+        b.read_until("saved 1")
+        c.read_until("begin 1 2 0")  # in the place of b, and no restart was used
+        for node in (a, b, c):
+            ended = node.end()
+            assert ended.code == 0, ended
+        assert a.text.count("begin 0 2 0") == 2
+        assert b.text.count("begin") == c.text.count("begin") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["quarantine", "forget", "a"], "not an action; use list, add, remove"),
+        (["quarantine", "add"], "name the hosts"),
+        (["quarantine", "add", "a", "--for", "-1"], "use a number of seconds above 0"),
+        (["quarantine", "add", "a\nb", "--rdzv-endpoint", "127.0.0.1:1"], "not the name of a host"),
+        (["run", "--quarantine", "3:x", "--no-python", "true"], "use K:WINDOW:COOLDOWN"),
+        (["run", "--quarantine", "0", "--no-python", "true"], "use K:WINDOW:COOLDOWN"),
+    ],
+)
+def test_bad_usage_is_one_line(words: list[str], says: str) -> None:
+    said = command(*words, env=plain_environment(PHALANX_TOKEN="x"), code=2)
+    assert says in said
+    assert said.count("\n") == 1
