@@ -22,6 +22,8 @@ OF_OTHER_COMMANDS = {
     # phalanx store, drain, doctor, warm
     "--stop",
     "--listen", "--journal", "--linger", "--self", "--timeout", "--with", "--wait", "--json",
+    # phalanx check
+    "--only", "--disk",
     # phalanx status, list, logs, stacks
     "--watch", "--all", "--rank", "--node", "--attempt", "--since", "--grep", "--full",
     # phalanx chaos
