@@ -103,6 +103,7 @@ class JobSpec(Record):
     on_hang: str  # restart, fail, warn
     health_port: str  # [ADDR:]PORT, or empty
     health_check: str
+    check: bool
     preempt_signal: int | None
     # Output.
     log_dir: str | None

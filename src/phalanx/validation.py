@@ -629,6 +629,7 @@ def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
     ):
         raise v.bad("health_port", "write PORT or ADDRESS:PORT, with a port between 0 and 65535")
     values.update(on_hang=v.text("on_hang"), health_port=port, health_check=v.text("health_check"))
+    values["check"] = v.flag("check")
     values["preempt_signal"] = sig = _preempt_signal(v)
     if sig is not None:
         import signal

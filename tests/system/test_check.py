@@ -9,10 +9,17 @@ import pytest
 
 from phalanx.cli import check
 from phalanx.cli import main as phalanx
+from phalanx.core.exit_codes import UNFIT_NODE
 from phalanx.core.fitness import EXIT_CODES, FIT, UNFIT, UNKNOWN, WARN, CheckFinding, judge_node
-from tests.support.run_helpers import PHALANX, ended, plain_environment
+from tests.support.netns import Job, tell
+from tests.support.run_helpers import PHALANX, ended, plain_environment, script
 
 CHECK = [PHALANX[0], "check"]
+
+
+def with_open_files(count: int) -> list[str]:
+    """Words before a command that may have so many open files: below 256 is unfit, below 4096 a warning."""
+    return ["sh", "-c", f'ulimit -n {count}; exec "$@"', "sh"]
 
 
 def test_this_machine_as_a_table_and_as_json(tmp_path: Path) -> None:
@@ -34,6 +41,33 @@ def test_an_unfit_machine(tmp_path: Path) -> None:
     assert done.code == 20, done
     assert done.out.splitlines()[-1].partition(": ")[2].startswith("unfit (logs /proc: "), done
     assert done.err == ""
+
+
+def test_a_node_is_checked_before_it_joins_and_only_then(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n")
+    words = [*PHALANX, "--check", "--log-dir", str(tmp_path / "logs"), "--max-restarts", "1", path]
+    done = ended([*with_open_files(2000), *words], plain_environment())
+    assert done.code == 0, done
+    (line,) = [line for line in done.said if line.startswith("check of ")]
+    assert ": warn (" in line
+    assert "open files: 2000" in line
+    assert done.out == ""
+
+
+def test_an_unfit_node_stays_out_and_the_others_run(tmp_path: Path) -> None:
+    with Job(tmp_path, "1:2") as job:
+        good = job.node("good", "--check")
+        good.up(1)
+        bad = job.node("bad", "--check", before=with_open_files(200))
+        gone = bad.end()
+        assert gone.code == UNFIT_NODE, gone
+        (line,) = [line for line in gone.said if "unfit" in line]
+        assert "is unfit (open files: 200) and stays out of the job; phalanx check shows more" in line
+        worker = good.latest()
+        assert worker is not None
+        assert worker.world == 1
+        tell([worker])
+        assert good.end().code == 0
 
 
 @pytest.mark.parametrize(

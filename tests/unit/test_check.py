@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.agent.agent_services import read_verdict
 from phalanx.check import gpus, machine
 from phalanx.check.bounded import Check, run_checks
 from phalanx.check.local import NAMES, examine
@@ -255,3 +256,25 @@ def test_the_kernel_log(lines: list[str], expected: str, words: str) -> None:
 def test_a_kernel_log_that_is_not_there(tmp_path: Path) -> None:
     (found,) = gpus.kernel_log(str(tmp_path / "none"))
     assert (found.fitness, found.needed) == (UNKNOWN, False)
+
+
+# ---- what an agent makes of it ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "expected", "reason"),
+    [
+        (0, '{"fitness": "fit", "reason": ""}', FIT, ""),
+        (20, '{"fitness": "unfit", "reason": "GPU 3: lost"}', UNFIT, "GPU 3: lost"),
+        (0, '{"fitness": "unfit", "reason": "x"}', UNKNOWN, "the check failed (exit code 0): "),
+        (10, '{"fitness": "splendid", "reason": "x"}', UNKNOWN, "the check failed (exit code 10)"),
+        (1, "Traceback\nImportError: no", UNKNOWN, "the check failed (exit code 1): ImportError: no"),
+        (-9, "", UNKNOWN, "the check failed (exit code -9): no output"),
+        (0, "[1]", UNKNOWN, "the check failed"),
+        (0, "", FIT, ""),  # the agent ends, and has ended the check
+    ],
+)
+def test_what_an_agent_makes_of_the_check(code: int, output: str, expected: str, reason: str) -> None:
+    verdict = read_verdict("a", code, output.encode())
+    assert (verdict.node, verdict.fitness) == ("a", expected)
+    assert verdict.reason.startswith(reason)

@@ -36,7 +36,7 @@ disk, clock, limits, NUMA, CPUs. It changes nothing.
 
 Exit code: 0 fit, 10 warn, 20 unfit, 30 could not tell, 2 bad usage.
 """
-TAKES = ("log_dir",)
+TAKES = ("log_dir", "nnodes")
 _SHOWN = {UNKNOWN: "?"}
 _VALUED = ("--only", "--disk")
 HEADS = ("check", "value", "verdict", "what to do")
