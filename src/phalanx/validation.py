@@ -280,7 +280,7 @@ def hosts(v: Sources) -> dict[str, Any]:
     return {"hosts": found, "hosts_endpoint": given, "ssh": v.text("ssh")}
 
 
-def _trust(v: Sources) -> dict[str, Any]:
+def trust_files(v: Sources) -> dict[str, Any]:
     """What authenticates the nodes: the files exist and are readable; the store checks their contents."""
     settings: dict[str, Any] = {}
     for dest in ("token_file", "tls_cert", "tls_key", "tls_ca"):
@@ -298,7 +298,7 @@ def _trust(v: Sources) -> dict[str, Any]:
 def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
     backend, endpoint, addr = v.text("rdzv_backend"), v.text("rdzv_endpoint"), v.text("master_addr")
     port, rank = v.integer("master_port", 0, 65535), v.integer("node_rank", 0) or 0
-    trust = _trust(v)
+    trust = trust_files(v)
     alone = v.flag("standalone")
     if alone or (most == 1 and backend == "static" and not endpoint and port is None):
         alone, backend, endpoint = True, "phalanx", "localhost:0"

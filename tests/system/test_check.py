@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from phalanx.check.pair_link import PairLink
 from phalanx.cli import check
 from phalanx.cli import main as phalanx
 from phalanx.core.exit_codes import UNFIT_NODE
 from phalanx.core.fitness import EXIT_CODES, FIT, UNFIT, UNKNOWN, WARN, CheckFinding, judge_node
-from tests.support.netns import Job, tell
-from tests.support.run_helpers import PHALANX, ended, plain_environment, script
+from phalanx.errors import StoreAuthError
+from phalanx.store.embedded.token import Token
+from tests.conftest import HUNG, wait_until
+from tests.support.netns import TOKEN, Job, Network, free_port, possible, tell
+from tests.support.run_helpers import PHALANX, Ended, Running, ended, plain_environment, script
 
 CHECK = [PHALANX[0], "check"]
+hosts_possible = pytest.mark.skipif(not possible(), reason="network namespaces need root")
 
 
 def with_open_files(count: int) -> list[str]:
@@ -70,6 +81,106 @@ def test_an_unfit_node_stays_out_and_the_others_run(tmp_path: Path) -> None:
         assert good.end().code == 0
 
 
+# ---- several nodes ---------------------------------------------------------------------------------
+
+
+class CheckedHosts:
+    """Hosts that are checked at the same time, over links of the same speed unless another one is given."""
+
+    def __init__(self, count: int, only: str, **speeds: str) -> None:
+        self._names, self._only, self._speeds = "abcdefgh"[:count], only, speeds
+        self._token = plain_environment(PHALANX_TOKEN=TOKEN)
+
+    def run(self, *words: str, before: Mapping[str, Sequence[str]] = {}) -> list[Ended]:
+        """How the check ended on each host."""
+        with ExitStack() as stack:
+            network = stack.enter_context(Network(*self._names))
+            for name in self._names:
+                network.shape(name, self._speeds.get(name, "400mbit"))
+            where = f"{network.hosts['a'].address}:29400"
+            meeting = ["--nnodes", str(len(self._names)), "--rdzv-endpoint", where]
+            running = []
+            for name in self._names:
+                command = ["--json", "--only", self._only, *meeting, "--rdzv-conf", f"name={name}", *words]
+                inside = [*before.get(name, ()), *network.hosts[name].inside]
+                one = Running(command, before=inside, launcher=CHECK, env=self._token)
+                running.append(stack.enter_context(one))
+            return [one.end() for one in running]
+
+
+def same_everywhere(ends: Sequence[Ended], code: int) -> dict[str, Any]:
+    """What all nodes have printed, except for each one's own findings."""
+    told = [json.loads(end.out) for end in ends]
+    assert [end.code for end in ends] == [code] * len(ends), ends
+    parts = [{key: one[key] for key in ("fitness", "nodes", "pairs", "notes")} for one in told]
+    assert all(part == parts[0] for part in parts), parts
+    assert [one["node"] for one in told] == list("abcdefgh"[: len(ends)])
+    found: dict[str, Any] = parts[0]
+    return found
+
+
+@hosts_possible
+def test_a_slow_host_and_an_unfit_one_are_named_on_every_node() -> None:
+    ends = CheckedHosts(4, "network,limits", c="20mbit").run(before={"b": with_open_files(200)})
+    told = same_everywhere(ends, 20)
+    fitness = {one["node"]: one["fitness"] for one in told["nodes"]}
+    reasons = {one["node"]: one["reason"] for one in told["nodes"]}
+    assert (fitness["b"], fitness["c"]) == (UNFIT, UNFIT), told
+    assert UNFIT not in (fitness["a"], fitness["d"]), told
+    assert reasons["b"] == "open files: 200"
+    assert reasons["c"].startswith("bandwidth: slow with both partners: "), told
+    assert sorted(pair["round"] for pair in told["pairs"]) == [1, 1, 2, 2]
+    assert all(pair["bandwidth"] < 20e6 for pair in told["pairs"] if "c" in pair["nodes"]), told
+
+
+@hosts_possible
+def test_a_slow_host_is_named_by_the_real_backend_too() -> None:
+    pytest.importorskip("torch")
+    told = same_everywhere(CheckedHosts(3, "network,backend", a="20mbit").run(), 20)
+    fitness = {one["node"]: one["fitness"] for one in told["nodes"]}
+    assert fitness["a"] == UNFIT, told
+    assert UNFIT not in (fitness["b"], fitness["c"]), told
+    assert all(pair["gloo"] > 0 for pair in told["pairs"]), told
+    (slow,) = [one["reason"] for one in told["nodes"] if one["node"] == "a"]
+    assert "gloo: slow with both partners: " in slow, told
+
+
+def test_nodes_that_do_not_come(tmp_path: Path) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    words = ["--only", "network", "--nnodes", "2", "--rdzv-endpoint", where, "--wait", "1"]
+    done = ended([*CHECK, *words], plain_environment(PHALANX_TOKEN=TOKEN))
+    assert done.code == 30, done
+    assert "could not tell (between the nodes: 1 of 2 nodes here" in done.out
+
+
+def test_measurements_need_the_token() -> None:
+    ours, theirs = Token(b"o" * 32, "the test"), Token(b"t" * 32, "a stranger")
+    here, there, stranger = (PairLink("127.0.0.1", token) for token in (ours, ours, theirs))
+    try:
+        where = ("127.0.0.1", there.port)
+        with pytest.raises(StoreAuthError):
+            stranger.measure(1, 7, where)
+        with socket.create_connection(where, timeout=HUNG) as garbage:
+            garbage.sendall(b"GET / HTTP/1.1\r\n" * 100)
+            try:
+                while garbage.recv(65536):
+                    pass  # its greeting; it closes at the first bytes that are none
+            except ConnectionResetError:
+                pass
+        figures = here.measure(1, 0, where)
+        assert figures.latency is not None
+        assert figures.bandwidth is not None
+        assert 0 < figures.latency < HUNG
+        assert figures.bandwidth > 0
+        assert (there.received(1, 0, time.monotonic() + HUNG) or 0) > 0
+        assert there.received(1, 7, time.monotonic()) is None
+    finally:
+        for one in (here, there, stranger):
+            one.close()
+    mine = ("phalanx-check-door", "phalanx-check-pair")
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name in mine], "the end of the threads")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -79,6 +190,14 @@ def test_an_unfit_node_stays_out_and_the_others_run(tmp_path: Path) -> None:
         (["--disk", "/no/such/place"], "--disk /no/such/place: not a directory"),
         (["--max-restarts", "2"], "--max-restarts: check does not use it"),
         (["--nonsense"], "no such option"),
+        (["--only", "network"], "--only network: needs other nodes"),
+        (["--nnodes", "2"], "--nnodes 2: add --rdzv-endpoint HOST:PORT"),
+        (["--nnodes", "2:4", "--rdzv-endpoint", "a:1"], "--nnodes 2:4: all nodes take part"),
+        (["--nnodes", "0"], "--nnodes 0: all nodes take part"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--rdzv-backend", "static"], "through phalanx or etcd"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--wait", "some"], "--wait some: must be a number"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:b"], "the port must be a number"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--token-file", "/no/such"], "no such file"),
     ],
 )
 def test_bad_usage(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

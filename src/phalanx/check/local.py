@@ -13,6 +13,8 @@ NAMES = (
     "gpus", "compute", "links", "errors", "kernel",
     "memory", "shm", "disk", "clock", "limits", "numa", "cpus",
 )  # fmt: skip
+BETWEEN = ("network", "backend")
+"""With other nodes: see meeting.py."""
 _DISK_LIMIT = 15.0  # a busy file server
 _SMI_LIMIT = 15.0  # without a daemon that keeps the driver loaded
 

@@ -12,33 +12,53 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from phalanx.check.local import NAMES
+from phalanx.check.local import BETWEEN, NAMES
 from phalanx.cli.table import four_columns, table_width
 from phalanx.core.fitness import EXIT_CODES, FIT, UNKNOWN, CheckFinding, NodeVerdict, judge_node
 from phalanx.environment import temporary_directory, variables
 from phalanx.log import printable
 from phalanx.options import scan, usage_error
 
+if TYPE_CHECKING:
+    from phalanx.config import Sources
+    from phalanx.membership.handler import RendezvousParameters
+
 USAGE = f"""\
 usage: phalanx check [--only NAMES] [--disk DIR] [--json]
+                     [--nnodes N --rdzv-endpoint HOST:PORT [--wait S]]
 
 Tests whether this machine is fit for a job: GPUs, memory, shared memory,
 disk, clock, limits, NUMA, CPUs. It changes nothing.
 
+With --nnodes N, run on N nodes at the same time, they meet at the endpoint
+and measure in pairs, twice: over TCP, and with torch's backend (NCCL with
+GPUs, else gloo) where torch is installed. All of them print one verdict.
+It also takes these options of phalanx run: --rdzv-backend --rdzv-id
+--rdzv-conf --local-addr --token-file --tls-cert --tls-key --tls-ca.
+
   --only NAMES   these checks only, between commas:
                  {", ".join(NAMES[:6])},
-                 {", ".join(NAMES[6:])}
+                 {", ".join(NAMES[6:])},
+                 {", ".join(BETWEEN)} (with --nnodes)
   --disk DIR     write there as well, as for checkpoints; may be repeated
   --log-dir DIR  where logs would go, instead of the temporary directory
+  --wait S       wait at most S seconds for the other nodes [60]
   --json         print JSON
 
-Exit code: 0 fit, 10 warn, 20 unfit, 30 could not tell, 2 bad usage.
+Exit code: 0 fit, 10 warn, 20 unfit, 30 could not tell, 2 bad usage; with
+--nnodes, of the worst node.
 """
-TAKES = ("log_dir", "nnodes")
+TAKES = (
+    "log_dir", "nnodes", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "rdzv_conf", "local_addr", "token_file",
+    "tls_cert", "tls_key", "tls_ca",
+)  # fmt: skip
 _SHOWN = {UNKNOWN: "?"}
-_VALUED = ("--only", "--disk")
+_VALUED = ("--only", "--disk", "--wait")
+_WAIT = 60.0
+_STORE_GRACE = 5.0
+_RUN_ID = "check"
 HEADS = ("check", "value", "verdict", "what to do")
 
 
@@ -48,6 +68,7 @@ class CheckOptions(NamedTuple):
     only: tuple[str, ...]
     directories: tuple[tuple[str, str], ...]  # what is written there, and where
     as_json: bool
+    meeting: RendezvousParameters | None  # with other nodes
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,6 +77,10 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     asked = parse(argv, variables())
+    if asked.meeting is not None:
+        from phalanx.cli.check_nodes import check_together
+
+        return check_together(asked, asked.meeting)
     from phalanx.check.local import examine
 
     findings = examine(variables(), asked.only, asked.directories)
@@ -79,20 +104,53 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> CheckOptions:
         if dest not in TAKES:
             raise usage_error(f"--{dest.replace('_', '-')}: check does not use it; drop it")
     v = Sources(found.values, environ)
-    only = [name for text in own["--only"] for name in text.split(",") if name.strip()]
+    meeting = _meeting(v, own["--wait"][-1:])
+    known = (*NAMES, *BETWEEN)
+    only = [name.strip() for text in own["--only"] for name in text.split(",") if name.strip()]
     for name in only:
-        if name.strip() not in NAMES:
-            raise usage_error(f"--only {name}: no such check; there are {', '.join(NAMES)}")
+        if name not in known:
+            raise usage_error(f"--only {name}: no such check; there are {', '.join(known)}")
+        if name in BETWEEN and meeting is None:
+            raise usage_error(f"--only {name}: needs other nodes; add --nnodes N --rdzv-endpoint HOST:PORT")
     for where in own["--disk"]:
         if not os.path.isdir(where):
             raise usage_error(f"--disk {where}: not a directory")
     directories = [("logs", v.text("log_dir") or temporary_directory())]
     directories += [("disk", where) for where in own["--disk"]]
-    return CheckOptions(
-        tuple(name.strip() for name in only) or NAMES,
-        tuple(dict.fromkeys(directories)),
-        "--json" in rest,
-    )
+    return CheckOptions(tuple(only) or known, tuple(dict.fromkeys(directories)), "--json" in rest, meeting)
+
+
+def _meeting(v: Sources, wait: Sequence[str]) -> RendezvousParameters | None:
+    """Where the nodes meet; None: this one is alone."""
+    nodes = v.text("nnodes")
+    least, _, most = nodes.partition(":")
+    if not (least.isdecimal() and int(least) and most in ("", least)):
+        raise v.bad("nnodes", "all nodes take part in a check: write one number")
+    if int(least) == 1:
+        return None
+    if not v.text("rdzv_endpoint"):
+        raise v.bad("nnodes", "add --rdzv-endpoint HOST:PORT, where they meet")
+    backend = v.text("rdzv_backend") if v.given("rdzv_backend") else "phalanx"
+    if backend not in ("phalanx", "c10d", "etcd"):
+        raise v.bad("rdzv_backend", "a check meets through phalanx or etcd")
+    from phalanx.membership.handler import RendezvousParameters
+    from phalanx.validation import trust_files
+
+    try:
+        seconds = float(wait[0]) if wait else _WAIT
+    except ValueError:
+        seconds = -1.0
+    if not 1 <= seconds <= 86400:
+        raise usage_error(f"--wait {wait[0]}: must be a number of seconds, 1 or more")
+    conf = {**v.settings(), **trust_files(v), "join_timeout": seconds, "store_grace": _STORE_GRACE}
+    run_id = v.text("rdzv_id") if v.given("rdzv_id") else _RUN_ID
+    where = v.text("rdzv_endpoint")
+    try:
+        return RendezvousParameters(
+            backend, where, run_id, int(least), int(least), v.text("local_addr") or None, **conf
+        )
+    except (ValueError, TypeError) as error:
+        raise usage_error(str(error)) from None
 
 
 def _own_options(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
