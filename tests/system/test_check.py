@@ -13,13 +13,18 @@ from typing import Any
 
 import pytest
 
+from phalanx.check.meeting import Measuring, MeetingVerdict, meet
 from phalanx.check.pair_link import PairLink
 from phalanx.cli import check
 from phalanx.cli import main as phalanx
 from phalanx.core.exit_codes import UNFIT_NODE
-from phalanx.core.fitness import EXIT_CODES, FIT, UNFIT, UNKNOWN, WARN, CheckFinding, judge_node
+from phalanx.core.fitness import EXIT_CODES, FIT, UNFIT, UNKNOWN, WARN, CheckFinding, NodeVerdict, judge_node
 from phalanx.errors import StoreAuthError
+from phalanx.membership.handler import RendezvousInfo
+from phalanx.store.embedded.client import Client
+from phalanx.store.embedded.server import Server
 from phalanx.store.embedded.token import Token
+from phalanx.store.torch.torch_store_adapter import StoreFacade
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import TOKEN, Job, Network, free_port, possible, tell
 from tests.support.run_helpers import PHALANX, Ended, Running, ended, plain_environment, script
@@ -151,6 +156,29 @@ def test_nodes_that_do_not_come(tmp_path: Path) -> None:
     done = ended([*CHECK, *words], plain_environment(PHALANX_TOKEN=TOKEN))
     assert done.code == 30, done
     assert "could not tell (between the nodes: 1 of 2 nodes here" in done.out
+
+
+def test_a_node_that_is_lost_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.check.meeting._AFTER_LOSS", 0.1)
+    token = Token(b"o" * 32, "the test")
+    how = Measuring("127.0.0.1", token, network=True, backend=False, environ={})
+    found: dict[int, MeetingVerdict] = {}
+
+    def take_part(rank: int, port: int) -> None:
+        with Client("127.0.0.1", port, token=token) as client:
+            joined = RendezvousInfo(StoreFacade(client, "round/"), rank, 3, None)
+            found[rank] = meet(joined, lambda: True, rank == 0, NodeVerdict(f"n{rank}", FIT), how, None)
+
+    with Server(token=token) as server:
+        threads = [threading.Thread(target=take_part, args=(rank, server.address[1])) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(HUNG)
+    assert found[0] == found[1]
+    lost = ("rank 2", UNKNOWN, "it was lost before it was measured")
+    assert found[0].nodes == [("n0", FIT, ""), ("n1", FIT, ""), lost]
+    assert [pair[:3] for pair in found[0].pairs] == [(1, "n0", "n1")]
 
 
 def test_measurements_need_the_token() -> None:

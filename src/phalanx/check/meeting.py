@@ -39,8 +39,8 @@ _LINK_LIMIT = 6.0  # seconds for all pairs of one node in one round, over TCP
 _ARRIVAL = 90.0  # for the slowest node to import torch
 _AFTER_LOSS = 5.0  # for the rest of them, once one is lost
 _LONGEST = 3 * _LINK_LIMIT + 3 * PAIR_LIMIT  # that rank 0 may take for a round
-_SLICE = 0.5
-_FAREWELL = 5.0
+_SLICE, _GLANCE = 0.5, 0.1
+_FAREWELL = 3.0
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -175,7 +175,7 @@ class _MeetingBoard:
             self._store.set(f"done/{rank}", b"1")
             end = time.monotonic() + _FAREWELL
             for other in others:
-                self.get(f"done/{other}", int, end - time.monotonic())
+                self.get(f"done/{other}", int, end - time.monotonic(), _SLICE)
         except StoreError:
             pass  # all that was to be said has been
 
@@ -267,15 +267,27 @@ class _CheckLeader:
     def collect(self, number: int, plan: RoundPlan) -> None:
         """The results of a round; the sides of a pair together have all of its rates."""
         end = time.monotonic() + 2 * _LINK_LIMIT + 2 * PAIR_LIMIT * bool(plan.backend)
-        after_loss = _LINK_LIMIT + PAIR_LIMIT * bool(plan.backend)
         results: dict[NodeGroup, dict[str, float]] = {}
         for pair in plan.pairs:
-            sides = [
-                self._store.get(_result(number, pair, rank), PairFigures, end - time.monotonic(), after_loss)
-                for rank in pair
-            ]
-            results[pair] = _rates([side or PairFigures() for side in sides], plan.backend)
+            results[pair] = _rates(self._sides(number, pair, plan.backend, end), plan.backend)
         self._rounds[number] = results
+
+    def _sides(self, number: int, pair: tuple[int, int], backend: str, end: float) -> list[PairFigures]:
+        """What both sides have measured; of one that has failed, the other side does not matter."""
+        found: dict[int, PairFigures] = {}
+        while len(found) < 2:
+            for rank in pair:
+                if rank not in found:
+                    figures = self._store.get(_result(number, pair, rank), PairFigures, _GLANCE)
+                    if figures is not None:
+                        found[rank] = figures
+            failed = any(
+                (self._how.network and one.bandwidth is None) or (backend and one.backend is None)
+                for one in found.values()
+            )
+            if failed or time.monotonic() >= end:
+                break
+        return [found.get(rank, PairFigures()) for rank in pair]
 
     def decide(self) -> None:
         names = _distinct([(node.name, node.address) for node in self._nodes])
