@@ -106,6 +106,7 @@ class JobSpec(Record):
     straggler_policy: str  # warn, replace
     health_port: str  # [ADDR:]PORT, or empty
     health_check: str
+    check: bool
     preempt_signal: int | None
     # Output.
     log_dir: str | None

@@ -5,7 +5,7 @@
     ├── StartError (RuntimeError)           workers could not be started; nothing is left half-started
     │   ├── ProgramNotFoundError (FileNotFoundError)
     │   └── ProgramNotExecutableError (PermissionError)
-    ├── NodeUnfit                           this node failed its health check and stays out of the job
+    ├── NodeUnfit                           this node failed its check and stays out of the job
     ├── UnkillableError (RuntimeError)      a worker survived SIGKILL (uninterruptible sleep)
     ├── SignalException                     a signal asked the agent to stop
     ├── ChildFailedError                    workers failed; carries the failures and prints the report
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from phalanx.core.fitness import NodeVerdict
     from phalanx.workers.failure import ProcessFailure
 
 
@@ -115,7 +116,11 @@ class ProgramNotExecutableError(StartError, PermissionError):
 
 
 class NodeUnfit(PhalanxError):
-    """This node failed its health check and stays out of the job."""
+    """This node failed its check and stays out of the job."""
+
+    def __init__(self, message: str, verdict: NodeVerdict | None = None) -> None:
+        super().__init__(message)
+        self.verdict = verdict  # for the quarantine
 
 
 class UnkillableError(PhalanxError, RuntimeError):

@@ -374,6 +374,13 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 env=HEALTH_PORT,
             ),
             Option(
+                "--check",
+                "flag",
+                False,
+                "test this machine before it joins, as phalanx check does; unfit: it stays out",
+                env="PHALANX_",
+            ),
+            Option(
                 "--health-check",
                 "str",
                 "",

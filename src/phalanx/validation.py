@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _CONF = frozenset(
     (
         "is_host", "join_timeout", "journal", "keep_alive_interval", "keep_alive_max_attempt",
-        "last_call_timeout", "linger", "name", "quarantine", "rank", "return_timeout", "settle", "store_grace",
-        "timeout", "token_file", "tls_ca", "tls_cert", "tls_key", "ttl",
+        "last_call_timeout", "linger", "name", "quarantine", "rank", "return_timeout", "settle",
+        "store_grace", "timeout", "token_file", "tls_ca", "tls_cert", "tls_key", "ttl",
         "cacert", "cert", "key", "password", "password_file", "protocol", "user",
         "close_timeout", "read_timeout", "use_libuv",
     )
@@ -280,7 +280,7 @@ def hosts(v: Sources) -> dict[str, Any]:
     return {"hosts": found, "hosts_endpoint": given, "ssh": v.text("ssh")}
 
 
-def _trust(v: Sources) -> dict[str, Any]:
+def trust_files(v: Sources) -> dict[str, Any]:
     """What authenticates the nodes: the files exist and are readable; the store checks their contents."""
     settings: dict[str, Any] = {}
     for dest in ("token_file", "tls_cert", "tls_key", "tls_ca"):
@@ -312,7 +312,7 @@ def _quarantine(v: Sources) -> str:
 def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
     backend, endpoint, addr = v.text("rdzv_backend"), v.text("rdzv_endpoint"), v.text("master_addr")
     port, rank = v.integer("master_port", 0, 65535), v.integer("node_rank", 0) or 0
-    trust = _trust(v)
+    trust = trust_files(v)
     alone = v.flag("standalone")
     if alone or (most == 1 and backend == "static" and not endpoint and port is None):
         alone, backend, endpoint = True, "phalanx", "localhost:0"
@@ -648,6 +648,7 @@ def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
     ):
         raise v.bad("health_port", "write PORT or ADDRESS:PORT, with a port between 0 and 65535")
     values.update(on_hang=v.text("on_hang"), health_port=port, health_check=v.text("health_check"))
+    values["check"] = v.flag("check")
     values["preempt_signal"] = sig = _preempt_signal(v)
     if sig is not None:
         import signal

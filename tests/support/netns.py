@@ -243,6 +243,15 @@ class Network:
         """Undo `cut`."""
         _ip("-n", self._switch, "link", "set", self.hosts[name].port, "master", "sw0")
 
+    def shape(self, name: str, rate: str) -> None:
+        """Limit what a host sends and receives, as in `20mbit`."""
+        host = self.hosts[name]
+        for namespace, device in ((host.namespace, "eth0"), (self._switch, host.port)):
+            words = (
+                f"-n {namespace} qdisc replace dev {device} root tbf rate {rate} burst 256kb latency 100ms"
+            )
+            subprocess.run(["tc", *words.split()], check=True, capture_output=True)
+
     def silence(self, name: str, towards: str) -> None:
         """What one host sends to another is lost; the other direction still works."""
         nobody = ("lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")

@@ -24,6 +24,8 @@ OF_OTHER_COMMANDS = {
     "--listen", "--journal", "--linger", "--self", "--timeout", "--with", "--wait", "--json",
     # phalanx quarantine
     "--for", "--reason",
+    # phalanx check
+    "--only", "--disk",
     # phalanx status, list, logs, stacks
     "--watch", "--all", "--rank", "--node", "--attempt", "--since", "--grep", "--full",
     # phalanx chaos

@@ -12,8 +12,8 @@ ROOT = Path(phalanx.__file__).parent
 DOCS = ROOT.parents[1] / "docs"
 SURFACE = ("cli", "launch", "launcher", "elastic", "run", "worker", "__main__")
 SHELL = (
-    "agent", "logs", "membership", "observe", "state", "store", "supervision", "warm", "web", "workers",
-    "zygote",
+    "agent", "check", "logs", "membership", "observe", "state", "store", "supervision", "warm", "web",
+    "workers", "zygote",
 )  # fmt: skip
 PURE = {"record", "errors"}
 FORBIDDEN_IN_CORE = {

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from phalanx.core.pairing import NodeGroup, first_round, judge_pairs, second_round
+from phalanx.core.pairing import NodeGroup, first_round, judge_pairs, overall, second_round
 
 
 def measured(
@@ -40,7 +40,7 @@ def test_one_bad_node_of_32_is_named_for_1000_seeds() -> None:
         assert unfit(32, {bad: speed}, seed) == ({bad}, set()), (seed, bad, speed)
 
 
-@pytest.mark.parametrize("count", [4, 5, 6, 7, 8, 9, 31, 32, 33])
+@pytest.mark.parametrize("count", [3, 4, 5, 6, 7, 8, 9, 31, 32, 33])
 def test_any_number_of_nodes_and_any_bad_one(count: int) -> None:
     for bad in range(count):
         for speed in (0.0, 0.4):
@@ -63,6 +63,21 @@ def test_two_nodes_cannot_be_told_apart() -> None:
     first = {(0, 1): None}
     assert second_round(first) == ()
     assert [one.fitness for one in judge_pairs(first, {})] == ["unknown", "unknown"]
+
+
+def test_no_result_at_all_blames_none() -> None:
+    first: dict[NodeGroup, float | None] = dict.fromkeys(first_round(range(4)))
+    second: dict[NodeGroup, float | None] = dict.fromkeys(second_round(first))
+    verdicts = judge_pairs(first, second)
+    assert {(one.fitness, one.reason) for one in verdicts} == {("unknown", "no pair has a result")}
+
+
+def test_several_rates_are_one() -> None:
+    fast, slow = {"bandwidth": 100.0, "latency": 4.0}, {"bandwidth": 90.0, "latency": 1.0}
+    assert overall({(0, 1): fast, (2, 3): slow, (4, 5): {"latency": 4.0}, (6, 7): {}}) == {
+        (0, 1): 1.0, (2, 3): 0.25, (4, 5): None, (6, 7): None,
+    }  # fmt: skip
+    assert overall({(0, 1): {}, (2, 3): {}}) == {(0, 1): None, (2, 3): None}
 
 
 def test_every_node_meets_two_different_ones() -> None:

@@ -14,15 +14,18 @@ from phalanx.errors import NodeUnfit, PhalanxError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
+    from phalanx.core.fitness import NodeVerdict
     from phalanx.supervision.timers.file_timer import FileTimerServer
     from phalanx.web.health import HealthServer
     from phalanx.web.metrics import Page
 
 
 _CHECK_PATIENCE = 60.0
+_OWN_PATIENCE = 180.0  # each of its checks has a limit of its own
+_LAST_CHANCE = 5.0
 _LAST_WORDS = 300
 
 
@@ -132,60 +135,107 @@ class Services:
 
 
 class NodeCheck:
-    """A command of the user's that decides whether this node may join."""
+    """What decides whether this node may join: Phalanx's own check, once, and a command of the user's."""
 
-    def __init__(self, command: str, patience: float = _CHECK_PATIENCE) -> None:
+    def __init__(self, command: str = "", own: Sequence[str] = (), patience: float = _CHECK_PATIENCE) -> None:
+        """`own`: the options of `phalanx check`; none: without it."""
         import threading
 
         self.command = command
+        self._own = tuple(own)
         self._patience = patience
         self._process: Any = None
         self._closed = False
-        self._lock = threading.Lock()  # between a start of the command and the end of it all
+        self._lock = threading.Lock()  # between a start of a process and the end of it all
 
-    def begin(self, then: Callable[[NodeUnfit | None], None]) -> None:
-        """Run it in a thread, because it may take long; `then` is called there."""
+    def begin(
+        self, then: Callable[[NodeUnfit | None], None], say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """Run it in a thread, because it may take long; `then` and `say` are called there."""
         import threading
 
-        threading.Thread(target=lambda: then(self.run()), name="phalanx-node-check", daemon=True).start()
+        def check() -> None:
+            then(self.run_own(say) or self.run())
+
+        threading.Thread(target=check, name="phalanx-node-check", daemon=True).start()
+
+    def run_own(self, say: Callable[[str], None]) -> NodeUnfit | None:
+        """`phalanx check`, before the first round only: between rounds a restart waits for it."""
+        import sys
+
+        from phalanx.core.fitness import FIT, UNFIT, UNKNOWN, NodeVerdict
+
+        own, self._own = self._own, ()
+        if not own:
+            return None
+        host = os.uname().nodename
+        verdict = NodeVerdict(host, UNKNOWN, f"the check did not end within {_OWN_PATIENCE:g} s")
+        try:
+            ended = self._execute([sys.executable, "-P", "-m", "phalanx", "check", *own], _OWN_PATIENCE)
+            if ended is not None:
+                verdict = read_verdict(host, *ended)
+        except OSError as error:
+            verdict = verdict.replace(reason=f"the check could not be run: {error.strerror}")
+        if verdict.fitness == UNFIT:
+            line = f"{host} is unfit ({verdict.reason}) and stays out of the job; phalanx check shows more"
+            return NodeUnfit(line, verdict)
+        if verdict.fitness != FIT and not self._closed:
+            say(f"check of {host}: {verdict.fitness} ({verdict.reason})")
+        return None
 
     def run(self) -> NodeUnfit | None:
-        """None when the node is fit, else what is wrong with it."""
-        import subprocess
-
+        """The user's command: None when the node is fit, else what is wrong with it."""
+        if not self.command:
+            return None
         try:
-            with self._lock:
-                if self._closed:
-                    return None
-                process: Any = subprocess.Popen(
-                    ["/bin/sh", "-c", self.command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                self._process = process
+            ended = self._execute(["/bin/sh", "-c", self.command], self._patience)
         except OSError as error:
-            return NodeUnfit(f"health check {self.command!r} could not be run: {error.strerror}")
-        try:
-            output, _ = process.communicate(timeout=self._patience)
-        except subprocess.TimeoutExpired:
-            self._kill()
-            process.wait()  # not for the end of its output, which may be held by something in another session
-            process.stdout.close()
+            return self._unfit(f"could not be run: {error.strerror}")
+        if ended is None:
             return self._unfit(f"did not end within {self._patience:g} s")
-        finally:
-            self._process = None
-        if process.returncode == 0:
+        code, output = ended
+        if code == 0:
             return None
         lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
         said = f": {lines[-1][:_LAST_WORDS]}" if lines else ""
-        how = f"exit code {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
+        how = f"exit code {code}" if code > 0 else f"signal {-code}"
         return self._unfit(f"failed ({how}){said}")
 
+    def _execute(self, argv: list[str], patience: float) -> tuple[int, bytes] | None:
+        """Exit code and output of a process; None when it did not end in time. OSError: no such program."""
+        import subprocess
+
+        with self._lock:
+            if self._closed:
+                return 0, b""
+            process: Any = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._process = process
+        try:
+            output, _ = process.communicate(timeout=patience)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            self._kill()
+            # Not for the end of its output, which may be held by something in another session.
+            try:
+                process.wait(_LAST_CHANCE)
+            except subprocess.TimeoutExpired:
+                pass  # in uninterruptible sleep: it is left to the kernel
+            process.stdout.close()
+            return None
+        finally:
+            self._process = None
+
     def _unfit(self, how: str) -> NodeUnfit:
-        host = os.uname().nodename
-        return NodeUnfit(f"health check {self.command!r} {how}; {host} stays out of the job")
+        from phalanx.core.fitness import UNFIT, NodeVerdict
+
+        host, what = os.uname().nodename, f"health check {self.command!r} {how}"
+        return NodeUnfit(f"{what}; {host} stays out of the job", NodeVerdict(host, UNFIT, what))
 
     def _kill(self) -> None:
         import signal
@@ -202,3 +252,23 @@ class NodeCheck:
         with self._lock:
             self._closed = True
             self._kill()
+
+
+def read_verdict(host: str, code: int, output: bytes) -> NodeVerdict:
+    """What `phalanx check --json` has printed."""
+    import json
+
+    from phalanx.core.fitness import EXIT_CODES, FIT, UNKNOWN, NodeVerdict
+
+    text = output.decode("utf-8", "replace").strip()
+    try:
+        told = json.loads(text)
+        verdict = NodeVerdict(host, str(told["fitness"]), str(told["reason"]))
+        if EXIT_CODES[verdict.fitness] == code:
+            return verdict
+    except (ValueError, TypeError, KeyError):
+        pass
+    if not text and code == 0:
+        return NodeVerdict(host, FIT)  # the agent is about to end, and so is the check
+    last = text.splitlines()[-1][:_LAST_WORDS] if text else "no output"
+    return NodeVerdict(host, UNKNOWN, f"the check failed (exit code {code}): {last}")

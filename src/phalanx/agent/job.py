@@ -186,7 +186,15 @@ def make_supervision(job: JobSpec) -> Supervision:
         health=job.health_port,
         health_check=job.health_check,
         replace_slow=job.straggler_policy == "replace",
+        own_check=_own_check(job) if job.check else (),
     )
+
+
+def _own_check(job: JobSpec) -> tuple[str, ...]:
+    """The options of the check of this machine: where this job writes."""
+    logs = ("--log-dir", job.log_dir) if job.log_dir else ()
+    kept = ("--disk", job.keep_spill) if job.keep_spill else ()
+    return ("--json", "--nnodes", "1", *logs, *kept)
 
 
 def make_state(job: JobSpec, handler: RendezvousHandler) -> StateHolder:

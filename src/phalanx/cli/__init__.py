@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "warm": ("phalanx.cli.warm", "list what --keep-warm left behind; explain which packages are preloaded"),
     "env": ("phalanx.cli.env", "print what belongs in a bug report"),
     "doctor": ("phalanx.cli.doctor", "check this machine and its connection to the others"),
+    "check": ("phalanx.cli.check", "test whether this machine, and others with it, are fit for a job"),
     "chaos": ("phalanx.cli.chaos", "disturb jobs on this machine at random and check every promise"),
     "completion": ("phalanx.cli.completion", "print a completion script for bash, zsh, fish or tcsh"),
     "help": ("phalanx.cli.help", "explain a command: phalanx help run"),

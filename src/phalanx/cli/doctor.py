@@ -11,10 +11,10 @@ bad usage. A `warn` does not stop a job; a `problem` does, or will. Options and 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from phalanx.cli.table import four_columns, table_width
 from phalanx.environment import variables
 from phalanx.log import printable
 from phalanx.options import scan, usage_error
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         rows = [row._asdict() for row in found]
         print(json.dumps({"ok": not _in_the_way(found), "checks": rows}, indent=2))
     else:
-        print(printable(as_table(found, _width())), end="")
+        print(printable(as_table(found, table_width())), end="")
     return 1 if _in_the_way(found) else 0
 
 
@@ -152,35 +152,9 @@ def _in_the_way(found: Iterable[Finding]) -> bool:
     return any(row.verdict == PROBLEM for row in found)
 
 
-def _width() -> int:
-    import shutil
-
-    return max(60, min(160, shutil.get_terminal_size((100, 24)).columns)) if sys.stdout.isatty() else 100
-
-
 def as_table(found: Sequence[Finding], width: int) -> str:
     """One row per finding, with what to do at its end or below."""
-    import textwrap
-
-    heads = Finding("check", "value", "verdict", "what to do")
-    first = max(len(row.check) for row in (heads, *found)) + 2
-    third = len("problem") + 2
-    second = min(40, max(len(row.value) for row in (heads, *found)) + 2, width // 3)
-    last = max(20, width - first - second - third)
-    lines = []
-    for row in (heads, *found):
-        values = textwrap.wrap(row.value, second - 2, break_on_hyphens=False) or [""]
-        advice = textwrap.wrap(row.advice, last, break_on_hyphens=False) or [""]
-        for number in range(max(len(values), len(advice))):
-            cells = (
-                (row.check if number == 0 else "").ljust(first),
-                (values[number] if number < len(values) else "").ljust(second),
-                (row.verdict if number == 0 else "").ljust(third),
-                advice[number] if number < len(advice) else "",
-            )
-            lines.append("".join(cells).rstrip())
-        if row is heads:
-            lines.append("-" * min(width, first + second + third + 20))
+    lines = four_columns([Finding("check", "value", "verdict", "what to do"), *found], width, len("problem"))
     bad = [row.check for row in found if row.verdict == PROBLEM]
     doubtful = sum(row.verdict == WARN for row in found)
     lines += ["", f"in the way: {', '.join(bad)}" if bad else f"nothing in the way ({doubtful} to look at)"]

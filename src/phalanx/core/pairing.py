@@ -5,7 +5,8 @@ partner: the second time, the members of the slowest pairs meet those of the fas
 was slow both times, and *fit* if it was fast once: then it was its partner. Two rounds are enough for any
 number of nodes, as long as the slow ones are fewer than the others.
 
-With an odd number, one node takes part in two pairs of a round, one after the other.
+With an odd number, one node takes part in two pairs of a round, one after the other. Of three nodes, one is
+in both pairs of the first round; so what is usual is taken from both rounds together.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from phalanx.core.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 NodeGroup = tuple[int, ...]
 _SOME = 8  # nodes to choose a partner from; a node has met at most two
 SLOW = 0.6
-"""Of the upper quartile of a round: below it, a pair is slow."""
+"""Of the upper quartile: below it, a pair is slow."""
 
 
 class PairVerdict(Record):
@@ -68,34 +69,54 @@ def second_round(first: Mapping[NodeGroup, float | None]) -> tuple[NodeGroup, ..
     return tuple(found)
 
 
+def overall(results: Mapping[NodeGroup, Mapping[str, float]]) -> dict[NodeGroup, float | None]:
+    """One rate for each pair from several: the worst of them, each as a part of the best that any pair had.
+
+    None: a pair lacks a rate that another one has."""
+    best: dict[str, float] = {}
+    for rates in results.values():
+        for name, rate in rates.items():
+            best[name] = max(rate, best.get(name, 0.0))
+    return {
+        group: min((rates[name] / (top or 1.0) for name, top in best.items()), default=None)
+        if rates.keys() == best.keys()
+        else None
+        for group, rates in results.items()
+    }
+
+
 def judge_pairs(
-    first: Mapping[NodeGroup, float | None], second: Mapping[NodeGroup, float | None]
+    first: Mapping[NodeGroup, float | None],
+    second: Mapping[NodeGroup, float | None],
+    slow: float = SLOW,
+    show: Callable[[float], str] = lambda rate: f"{rate:.3g}",
+    name: Callable[[int], str] = str,
 ) -> tuple[PairVerdict, ...]:
-    """The verdict on every node; results are rates (more is better)."""
+    """The verdict on every node; results are rates (more is better). `show` and `name`: for the reasons."""
+    usual = _usual([*first.values(), *second.values()])
     met: dict[int, list[tuple[str, bool]]] = {}  # node -> its measurements in words, and whether slow
     for results in (first, second):
-        slow = _slow_groups(results)
         for group, rate in results.items():
             for node in group:
-                partners = " and ".join(str(other) for other in group if other != node)
-                met.setdefault(node, []).append((f"{_rate(rate)} with {partners}", group in slow))
-    return tuple(_judge_node(node, met[node]) for node in sorted(met))
+                partners = " and ".join(name(other) for other in group if other != node)
+                words = f"{'no result' if rate is None else show(rate)} with {partners}"
+                met.setdefault(node, []).append((words, rate is None or rate < slow * usual))
+    if not usual:
+        return tuple(PairVerdict(node, "unknown", "no pair has a result") for node in sorted(met))
+    others = f" (usual: {show(usual)})"
+    return tuple(_judge_node(node, met[node], others) for node in sorted(met))
 
 
-def _judge_node(node: int, met: list[tuple[str, bool]]) -> PairVerdict:
+def _judge_node(node: int, met: list[tuple[str, bool]], others: str) -> PairVerdict:
     rates = ", ".join(words for words, _ in met)
     if not all(slow for _, slow in met):
         return PairVerdict(node, "fit", rates)
     if len(met) < 2:
-        return PairVerdict(node, "unknown", f"slow, but measured only once: {rates}")
-    return PairVerdict(node, "unfit", f"slow with both partners: {rates}")
+        return PairVerdict(node, "unknown", f"slow, but measured only once: {rates}{others}")
+    return PairVerdict(node, "unfit", f"slow with both partners: {rates}{others}")
 
 
-def _rate(rate: float | None) -> str:
-    return "no result" if rate is None else f"{rate:.3g}"
-
-
-def _slow_groups(results: Mapping[NodeGroup, float | None]) -> set[NodeGroup]:
-    rates = sorted(rate for rate in results.values() if rate is not None)
-    usual = rates[3 * len(rates) // 4] if rates else 0.0  # a bad node of five is in two of three pairs
-    return {group for group, rate in results.items() if rate is None or rate < SLOW * usual}
+def _usual(rates: Sequence[float | None]) -> float:
+    """The upper quartile: a bad node of five is in half of all pairs."""
+    known = sorted(rate for rate in rates if rate is not None)
+    return known[3 * len(known) // 4] if known else 0.0

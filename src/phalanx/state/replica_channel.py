@@ -10,11 +10,11 @@ Used by one thread: calls block, with a time limit on silence. `stop` may come f
 
 from __future__ import annotations
 
-import os
 import socket
 
 from phalanx.errors import StoreAuthError
 from phalanx.store.embedded import wire
+from phalanx.store.embedded.peer_handshake import prove_as_client, prove_as_server, read_exactly
 from phalanx.store.embedded.token import Token
 
 TYPE_CHECKING = False
@@ -48,14 +48,14 @@ class ReplicaChannel:
     def receive(self, patient: bool = False) -> tuple[bytes, bytes]:
         """The next frame: its kind and its data. `patient`: it may take any time to come."""
         self._sock.settimeout(None if patient else _SILENCE)
-        head = _read(self._sock, wire.HEADER)
+        head = read_exactly(self._sock, wire.HEADER)
         self._sock.settimeout(_SILENCE)
         size = int.from_bytes(head, "big")
         if not 0 < size <= _CAP:
             raise wire.WireError(f"a frame of {size} bytes, over the limit of {_CAP}")
-        body = _read(self._sock, size)
+        body = read_exactly(self._sock, size)
         if self._incoming is not None:
-            self._incoming.check(head + body, _read(self._sock, wire.TAG))
+            self._incoming.check(head + body, read_exactly(self._sock, wire.TAG))
         return body[:1], body[1:]
 
     def stop(self) -> None:
@@ -85,11 +85,7 @@ def dial(address: tuple[str, int], token: Token, tls: Tls | None) -> ReplicaChan
             from phalanx.store.embedded import tls as sealing
 
             sock, binding = sealing.dial(sealing.client_context(tls), sock)
-        nonce, theirs = _greet(sock)
-        sock.sendall(wire.proof(token.key, "client", theirs + binding, nonce))
-        if not wire.proves(_read(sock, wire.PROOF), token.key, "server", nonce + binding, theirs):
-            raise StoreAuthError(f"{address[0]} has another token than {token.source}")
-        outgoing, incoming = wire.seals(token.key, nonce, theirs)
+        outgoing, incoming = prove_as_client(sock, token, address[0], binding)
         return ReplicaChannel(sock, *((outgoing, incoming) if tls is None else (wire.NoSeal(), None)))
     except BaseException:
         sock.close()
@@ -108,12 +104,7 @@ def accept(sock: socket.socket, token: Token, tls: Tls | None) -> ReplicaChannel
             sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             sock.do_handshake()
             binding = sealing.own_fingerprint(tls)
-        nonce, theirs = _greet(sock)
-        if not wire.proves(_read(sock, wire.PROOF), token.key, "client", nonce + binding, theirs):
-            sock.sendall(wire.REFUSED)
-            raise StoreAuthError("a connection with another token")
-        sock.sendall(wire.proof(token.key, "server", theirs + binding, nonce))
-        incoming, outgoing = wire.seals(token.key, theirs, nonce)
+        outgoing, incoming = prove_as_server(sock, token, binding)
         return ReplicaChannel(sock, *((outgoing, incoming) if tls is None else (wire.NoSeal(), None)))
     except BaseException:
         sock.close()
@@ -130,21 +121,3 @@ def _prepare(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACE)
     except OSError:
         pass
-
-
-def _greet(sock: socket.socket) -> tuple[bytes, bytes]:
-    """Exchange nonces: this side's, and the other's."""
-    nonce = os.urandom(wire.NONCE)
-    sock.sendall(wire.greeting(nonce))
-    return nonce, wire.read_greeting(_read(sock, wire.GREETING))
-
-
-def _read(sock: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    view, have = memoryview(data), 0
-    while have < size:
-        count = sock.recv_into(view[have:])
-        if not count:
-            raise ConnectionResetError("the other agent closed the connection")
-        have += count
-    return bytes(data)

@@ -42,11 +42,12 @@ class Supervision:
         health: str | None = None,
         health_check: str = "",
         replace_slow: bool = False,
+        own_check: Sequence[str] = (),
     ) -> None:
         self.policy = policy
         self.preemption = Preemption(preempt_signal)
         self.services = Services(health)
-        self.node_check = NodeCheck(health_check) if health_check else None
+        self.node_check = NodeCheck(health_check, own_check) if health_check or own_check else None
         self.unfit: NodeUnfit | None = None  # why this node stays out
         self.incidents = IncidentLog()
         self.trace_sockets = TraceSockets()
@@ -111,7 +112,7 @@ class Supervision:
         def then(unfit: NodeUnfit | None) -> None:
             self._post(go if unfit is None else lambda: self._stay_out(unfit))
 
-        self.node_check.begin(then)
+        self.node_check.begin(then, lambda line: self._post(lambda: self.incidents.note(line)))
 
     def _stay_out(self, unfit: NodeUnfit) -> None:
         self.unfit = unfit

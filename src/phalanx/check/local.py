@@ -1,0 +1,47 @@
+"""The checks of this machine alone, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from phalanx.check import gpus, machine
+from phalanx.check.bounded import Check, run_checks
+from phalanx.core.fitness import CheckFinding
+from phalanx.environment import temporary_directory
+
+NAMES = (
+    "gpus", "compute", "links", "errors", "kernel",
+    "memory", "shm", "disk", "clock", "limits", "numa", "cpus",
+)  # fmt: skip
+BETWEEN = ("network", "backend")
+"""With other nodes: see meeting.py."""
+_DISK_LIMIT = 15.0  # a busy file server
+_SMI_LIMIT = 15.0  # without a daemon that keeps the driver loaded
+
+
+def examine(
+    environ: Mapping[str, str], only: Collection[str] = NAMES, directories: Sequence[tuple[str, str]] = ()
+) -> list[CheckFinding]:
+    """Findings of the checks that are named; `directories`: what is written there, and where."""
+    places = [*directories] or [("disk", temporary_directory())]
+    checks = [
+        Check("gpus", lambda: gpus.visible(environ)),
+        Check("compute", lambda: gpus.compute(environ), gpus.COMPUTE_LIMIT),
+        Check("links", lambda: gpus.links(environ)),
+        Check("errors", lambda: gpus.driver_errors(environ), _SMI_LIMIT),
+        Check("kernel", gpus.kernel_log),
+        Check("memory", machine.memory),
+        Check("shm", machine.shared_memory),
+        *(Check("disk", _disk(where, what), _DISK_LIMIT) for what, where in places),
+        Check("clock", machine.clock),
+        Check("limits", machine.limits),
+        Check("limits", machine.cgroup),
+        Check("numa", lambda: machine.numa(environ)),
+        Check("cpus", machine.cpus),
+    ]
+    found = run_checks([check for check in checks if check.name in only])
+    return found or [CheckFinding(", ".join(only), "nothing here to look at")]
+
+
+def _disk(where: str, what: str) -> Callable[[], Iterable[CheckFinding]]:
+    return lambda: machine.disk(where, what)

@@ -1,0 +1,201 @@
+"""Latency and bandwidth between two nodes over TCP, on connections that have proved the token.
+
+One node of a pair dials, three times: for the latency, to send, and to receive. The receiving side counts,
+and ends a measurement by closing the connection, so that nothing that is still on its way has to be waited
+for. The bytes are zeros and mean nothing, so that no tags protect them: what was measured is published
+through the store, which does.
+
+A node measures with one partner at a time: whoever accepts a connection lets the other side wait until it is
+free. Pairs form a path at most (see core/pairing.py), never a circle, so that no two wait for each other.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import NamedTuple
+
+from phalanx.errors import PhalanxError
+from phalanx.store.embedded import wire
+from phalanx.store.embedded.peer_handshake import prove_as_client, prove_as_server, read_exactly
+from phalanx.store.embedded.token import Token
+
+SECONDS = 0.5
+"""Of one direction."""
+_WINDOW = 0.05
+_PINGS, _PING_TIME = 200, 0.5
+_BLOCK = 1 << 18
+_HANDSHAKE = 3.0
+_TURN = 5.0  # until the other node is free
+_SILENCE = 2.0
+_MOST_CONNECTIONS = 32
+_PURPOSE = b"phalanx check"
+_PING, _TO_YOU, _TO_ME = b"P", b"S", b"R"
+_GO = b"g"
+ERRORS = (OSError, PhalanxError)
+
+
+class LinkFigures(NamedTuple):
+    """What one side of a pair has measured: seconds (None: the other side measures it), bytes per second."""
+
+    latency: float | None
+    bandwidth: float | None
+
+
+class PairLink:
+    """This node's end of all its measurements: `measure` with a partner, or be measured by one."""
+
+    def __init__(self, address: str, token: Token) -> None:
+        self._token = token
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._door = socket.create_server((address, 0), family=family, backlog=64)
+        self.port = int(self._door.getsockname()[1])
+        self._turn = threading.Lock()
+        self._news = threading.Condition()
+        self._received: dict[tuple[int, int], float] = {}  # round and partner → bytes per second
+        self._open: set[socket.socket] = set()
+        self._closed = False
+        threading.Thread(target=self._serve, name="phalanx-check-door", daemon=True).start()
+
+    # -- dialing ------------------------------------------------------------------------------------
+
+    def measure(self, number: int, me: int, address: tuple[str, int]) -> LinkFigures:
+        """With a node that is at this address, in this round; OSError or PhalanxError."""
+        with self._turn:
+            with self._dial(address, _PING, number, me) as sock:
+                latency = _ping(sock)
+            with self._dial(address, _TO_YOU, number, me) as sock:
+                _send(sock)
+            with self._dial(address, _TO_ME, number, me) as sock:
+                return LinkFigures(latency, _receive(sock))
+
+    def _dial(self, address: tuple[str, int], kind: bytes, number: int, me: int) -> socket.socket:
+        sock = socket.create_connection(address, timeout=_HANDSHAKE)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prove_as_client(sock, self._token, address[0], _PURPOSE)
+            sock.sendall(kind + number.to_bytes(4, "big") + me.to_bytes(4, "big"))
+            sock.settimeout(_TURN)
+            if read_exactly(sock, 1) != _GO:
+                raise ConnectionResetError(f"{address[0]} does not take part")
+            sock.settimeout(_SILENCE)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    # -- being dialed -------------------------------------------------------------------------------
+
+    def received(self, number: int, partner: int, until: float) -> float | None:
+        """What came from a partner that has dialed, in bytes per second; None: nothing did."""
+        key = number, partner
+        with self._news:
+            self._news.wait_for(lambda: key in self._received, max(0.0, until - time.monotonic()))
+            return self._received.get(key)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._door.accept()
+            except OSError:
+                return  # closed
+            with self._news:
+                full = self._closed or len(self._open) >= _MOST_CONNECTIONS
+                if not full:
+                    self._open.add(sock)
+            if full:
+                sock.close()
+                continue
+            threading.Thread(
+                target=self._answer, args=(sock,), name="phalanx-check-pair", daemon=True
+            ).start()
+
+    def _answer(self, sock: socket.socket) -> None:
+        try:
+            sock.settimeout(_HANDSHAKE)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prove_as_server(sock, self._token, _PURPOSE)
+            asked = read_exactly(sock, 9)
+            kind, key = asked[:1], (int.from_bytes(asked[1:5], "big"), int.from_bytes(asked[5:], "big"))
+            if not self._turn.acquire(timeout=_TURN):
+                return
+            try:
+                sock.settimeout(_SILENCE)
+                sock.sendall(_GO)
+                if kind == _PING:
+                    while data := sock.recv(64):
+                        sock.sendall(data)
+                elif kind == _TO_YOU:
+                    rate = _receive(sock)
+                    with self._news:
+                        self._received[key] = rate
+                        self._news.notify_all()
+                elif kind == _TO_ME:
+                    _send(sock)
+            finally:
+                self._turn.release()
+        except (*ERRORS, wire.WireError):
+            pass  # a stranger, or the end of a measurement
+        finally:
+            with self._news:
+                self._open.discard(sock)
+            sock.close()
+
+    def close(self) -> None:
+        """End everything; threads that wait on a connection end with it."""
+        with self._news:
+            self._closed = True
+            left = list(self._open)
+        for sock in (self._door, *left):
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        self._door.close()
+
+
+def _ping(sock: socket.socket) -> float:
+    """The lower quartile of round trips of one byte: what the network takes, not what the machines do."""
+    taken: list[float] = []
+    end = time.monotonic() + _PING_TIME
+    while len(taken) < _PINGS and (len(taken) < 3 or time.monotonic() < end):
+        began = time.perf_counter()
+        sock.sendall(b"x")
+        read_exactly(sock, 1)
+        taken.append(time.perf_counter() - began)
+    return sorted(taken)[len(taken) // 4]
+
+
+def _send(sock: socket.socket) -> None:
+    """Send zeros until the other side has had enough of them."""
+    block = bytes(_BLOCK)
+    end = time.monotonic() + SECONDS + _SILENCE
+    try:
+        while time.monotonic() < end:
+            sock.sendall(block)
+    except (ConnectionResetError, BrokenPipeError):
+        return
+
+
+def _receive(sock: socket.socket) -> float:
+    """Bytes per second: the upper quartile of short windows, because a busy machine makes some of them idle.
+
+    The first ones are left out, as buffers on the way absorb them."""
+    buffer = bytearray(_BLOCK)
+    rates: list[float] = []
+    began = at = time.monotonic()
+    count = 0
+    while at - began < SECONDS:
+        got = sock.recv_into(buffer)
+        now = time.monotonic()
+        if not got:
+            break
+        count += got
+        if now - at >= _WINDOW:
+            rates.append(count / (now - at))
+            at, count = now, 0
+    if not rates:
+        raise ConnectionResetError("nothing came")
+    rates = sorted(rates[2:] or rates)
+    return rates[3 * len(rates) // 4]

@@ -1,0 +1,253 @@
+"""`phalanx check` as a person runs it: what it prints and returns, alone and with other nodes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.check.meeting import Measuring, MeetingVerdict, meet
+from phalanx.check.pair_link import PairLink
+from phalanx.cli import check
+from phalanx.cli import main as phalanx
+from phalanx.core.exit_codes import UNFIT_NODE
+from phalanx.core.fitness import EXIT_CODES, FIT, UNFIT, UNKNOWN, WARN, CheckFinding, NodeVerdict, judge_node
+from phalanx.errors import StoreAuthError
+from phalanx.membership.handler import RendezvousInfo
+from phalanx.store.embedded.client import Client
+from phalanx.store.embedded.server import Server
+from phalanx.store.embedded.token import Token
+from phalanx.store.torch.torch_store_adapter import StoreFacade
+from tests.conftest import HUNG, wait_until
+from tests.support.netns import TOKEN, Job, Network, free_port, possible, tell
+from tests.support.run_helpers import PHALANX, Ended, Running, ended, plain_environment, script
+
+CHECK = [PHALANX[0], "check"]
+hosts_possible = pytest.mark.skipif(not possible(), reason="network namespaces need root")
+
+
+def with_open_files(count: int) -> list[str]:
+    """Words before a command that may have so many open files: below 256 is unfit, below 4096 a warning."""
+    return ["sh", "-c", f'ulimit -n {count}; exec "$@"', "sh"]
+
+
+def test_this_machine_as_a_table_and_as_json(tmp_path: Path) -> None:
+    words = ["--only", "disk,shm,limits", "--disk", str(tmp_path)]
+    done = ended([*CHECK, "--json", *words], plain_environment())
+    told = json.loads(done.out)
+    assert done.code == EXIT_CODES[told["fitness"]], done
+    assert f"disk {tmp_path}" in [row["check"] for row in told["checks"]]
+    assert {row["check"].partition(" /")[0] for row in told["checks"]} >= {"logs", "disk", "shared memory"}
+    shown = ended([*CHECK, *words], plain_environment())
+    lines = shown.out.splitlines()
+    assert lines[0].split() == ["check", "value", "verdict", "what", "to", "do"]
+    assert lines[-1].startswith(f"{told['node']}: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unfit_machine(tmp_path: Path) -> None:
+    done = ended([*CHECK, "--only=disk", "--log-dir", "/proc/logs"], plain_environment())
+    assert done.code == 20, done
+    assert done.out.splitlines()[-1].partition(": ")[2].startswith("unfit (logs /proc: "), done
+    assert done.err == ""
+
+
+def test_a_node_is_checked_before_it_joins_and_only_then(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n")
+    words = [*PHALANX, "--check", "--log-dir", str(tmp_path / "logs"), "--max-restarts", "1", path]
+    done = ended([*with_open_files(2000), *words], plain_environment())
+    assert done.code == 0, done
+    (line,) = [line for line in done.said if line.startswith("check of ")]
+    assert ": warn (" in line
+    assert "open files: 2000" in line
+    assert done.out == ""
+
+
+def test_an_unfit_node_stays_out_and_the_others_run(tmp_path: Path) -> None:
+    with Job(tmp_path, "1:2") as job:
+        good = job.node("good", "--check")
+        good.up(1)
+        bad = job.node("bad", "--check", before=with_open_files(200))
+        gone = bad.end()
+        assert gone.code == UNFIT_NODE, gone
+        (line,) = [line for line in gone.said if "unfit" in line]
+        assert "is unfit (open files: 200) and stays out of the job; phalanx check shows more" in line
+        worker = good.latest()
+        assert worker is not None
+        assert worker.world == 1
+        tell([worker])
+        assert good.end().code == 0
+
+
+# ---- several nodes ---------------------------------------------------------------------------------
+
+
+class CheckedHosts:
+    """Hosts that are checked at the same time, over links of the same speed unless another one is given."""
+
+    def __init__(self, count: int, only: str, **speeds: str) -> None:
+        self._names, self._only, self._speeds = "abcdefgh"[:count], only, speeds
+        self._token = plain_environment(PHALANX_TOKEN=TOKEN)
+
+    def run(self, *words: str, before: Mapping[str, Sequence[str]] = {}) -> list[Ended]:
+        """How the check ended on each host."""
+        with ExitStack() as stack:
+            network = stack.enter_context(Network(*self._names))
+            for name in self._names:
+                network.shape(name, self._speeds.get(name, "400mbit"))
+            where = f"{network.hosts['a'].address}:29400"
+            meeting = ["--nnodes", str(len(self._names)), "--rdzv-endpoint", where]
+            running = []
+            for name in self._names:
+                command = ["--json", "--only", self._only, *meeting, "--rdzv-conf", f"name={name}", *words]
+                inside = [*before.get(name, ()), *network.hosts[name].inside]
+                one = Running(command, before=inside, launcher=CHECK, env=self._token)
+                running.append(stack.enter_context(one))
+            return [one.end() for one in running]
+
+
+def same_everywhere(ends: Sequence[Ended], code: int) -> dict[str, Any]:
+    """What all nodes have printed, except for each one's own findings."""
+    told = [json.loads(end.out) for end in ends]
+    assert [end.code for end in ends] == [code] * len(ends), ends
+    parts = [{key: one[key] for key in ("fitness", "nodes", "pairs", "notes")} for one in told]
+    assert all(part == parts[0] for part in parts), parts
+    assert [one["node"] for one in told] == list("abcdefgh"[: len(ends)])
+    found: dict[str, Any] = parts[0]
+    return found
+
+
+@hosts_possible
+def test_a_slow_host_and_an_unfit_one_are_named_on_every_node() -> None:
+    ends = CheckedHosts(4, "network,limits", c="20mbit").run(before={"b": with_open_files(200)})
+    told = same_everywhere(ends, 20)
+    fitness = {one["node"]: one["fitness"] for one in told["nodes"]}
+    reasons = {one["node"]: one["reason"] for one in told["nodes"]}
+    assert (fitness["b"], fitness["c"]) == (UNFIT, UNFIT), told
+    assert UNFIT not in (fitness["a"], fitness["d"]), told
+    assert reasons["b"] == "open files: 200"
+    assert reasons["c"].startswith("bandwidth: slow with both partners: "), told
+    assert sorted(pair["round"] for pair in told["pairs"]) == [1, 1, 2, 2]
+    assert all(pair["bandwidth"] < 20e6 for pair in told["pairs"] if "c" in pair["nodes"]), told
+
+
+@hosts_possible
+def test_a_slow_host_is_named_by_the_real_backend_too() -> None:
+    pytest.importorskip("torch")
+    told = same_everywhere(CheckedHosts(3, "network,backend", a="20mbit").run(), 20)
+    fitness = {one["node"]: one["fitness"] for one in told["nodes"]}
+    assert fitness["a"] == UNFIT, told
+    assert UNFIT not in (fitness["b"], fitness["c"]), told
+    assert all(pair["gloo"] > 0 for pair in told["pairs"]), told
+    (slow,) = [one["reason"] for one in told["nodes"] if one["node"] == "a"]
+    assert "gloo: slow with both partners: " in slow, told
+
+
+def test_nodes_that_do_not_come(tmp_path: Path) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    words = ["--only", "network", "--nnodes", "2", "--rdzv-endpoint", where, "--wait", "1"]
+    done = ended([*CHECK, *words], plain_environment(PHALANX_TOKEN=TOKEN))
+    assert done.code == 30, done
+    assert "could not tell (between the nodes: 1 of 2 nodes here" in done.out
+
+
+def test_a_node_that_is_lost_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.check.meeting._AFTER_LOSS", 0.1)
+    token = Token(b"o" * 32, "the test")
+    how = Measuring("127.0.0.1", token, network=True, backend=False, environ={})
+    found: dict[int, MeetingVerdict] = {}
+
+    def take_part(rank: int, port: int) -> None:
+        with Client("127.0.0.1", port, token=token) as client:
+            joined = RendezvousInfo(StoreFacade(client, "round/"), rank, 3, None)
+            found[rank] = meet(joined, lambda: True, rank == 0, NodeVerdict(f"n{rank}", FIT), how, None)
+
+    with Server(token=token) as server:
+        threads = [threading.Thread(target=take_part, args=(rank, server.address[1])) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(HUNG)
+    assert found[0] == found[1]
+    lost = ("rank 2", UNKNOWN, "it was lost before it was measured")
+    assert found[0].nodes == [("n0", FIT, ""), ("n1", FIT, ""), lost]
+    assert [pair[:3] for pair in found[0].pairs] == [(1, "n0", "n1")]
+
+
+def test_measurements_need_the_token() -> None:
+    ours, theirs = Token(b"o" * 32, "the test"), Token(b"t" * 32, "a stranger")
+    here, there, stranger = (PairLink("127.0.0.1", token) for token in (ours, ours, theirs))
+    try:
+        where = ("127.0.0.1", there.port)
+        with pytest.raises(StoreAuthError):
+            stranger.measure(1, 7, where)
+        with socket.create_connection(where, timeout=HUNG) as garbage:
+            garbage.sendall(b"GET / HTTP/1.1\r\n" * 100)
+            try:
+                while garbage.recv(65536):
+                    pass  # its greeting; it closes at the first bytes that are none
+            except ConnectionResetError:
+                pass
+        figures = here.measure(1, 0, where)
+        assert figures.latency is not None
+        assert figures.bandwidth is not None
+        assert 0 < figures.latency < HUNG
+        assert figures.bandwidth > 0
+        assert (there.received(1, 0, time.monotonic() + HUNG) or 0) > 0
+        assert there.received(1, 7, time.monotonic()) is None
+    finally:
+        for one in (here, there, stranger):
+            one.close()
+    mine = ("phalanx-check-door", "phalanx-check-pair")
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name in mine], "the end of the threads")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["script.py"], "script.py: check takes options only"),
+        (["--only", "gpu"], "--only gpu: no such check; there are gpus, "),
+        (["--only"], "--only: needs a value"),
+        (["--disk", "/no/such/place"], "--disk /no/such/place: not a directory"),
+        (["--max-restarts", "2"], "--max-restarts: check does not use it"),
+        (["--nonsense"], "no such option"),
+        (["--only", "network"], "--only network: needs other nodes"),
+        (["--nnodes", "2"], "--nnodes 2: add --rdzv-endpoint HOST:PORT"),
+        (["--nnodes", "2:4", "--rdzv-endpoint", "a:1"], "--nnodes 2:4: all nodes take part"),
+        (["--nnodes", "0"], "--nnodes 0: all nodes take part"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--rdzv-backend", "static"], "through phalanx or etcd"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--wait", "some"], "--wait some: must be a number"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:b"], "the port must be a number"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--token-file", "/no/such"], "no such file"),
+    ],
+)
+def test_bad_usage(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert phalanx(["check", *argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert phalanx(["help", "check"]) == 0
+    assert "0 fit, 10 warn, 20 unfit, 30 could not tell" in capsys.readouterr().out
+
+
+def test_the_table_is_aligned_and_ends_with_the_verdict() -> None:
+    found = [
+        CheckFinding("memory", "plenty"),
+        CheckFinding("disk /a/long/path", "v " * 60, UNFIT, "do " * 60),
+        CheckFinding("clock", "who knows", UNKNOWN),
+        CheckFinding("CPUs", "busy", WARN, "end it"),
+    ]
+    text = check.as_text(judge_node("node3", found), found, 100)
+    rows = [line for line in text.splitlines() if line[:1].strip()]
+    assert all(len(line) <= 100 for line in text.splitlines()[:-1])
+    column = rows[0].index("verdict")
+    assert [row[column:].split()[0] for row in rows[2:-1]] == [FIT, UNFIT, "?", WARN]
+    assert rows[-1].startswith("node3: unfit (disk /a/long/path: v v")

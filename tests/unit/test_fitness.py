@@ -1,0 +1,133 @@
+"""The verdict on a node: a table of findings."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from phalanx.core.fitness import (
+    EXIT_CODES,
+    FIT,
+    UNFIT,
+    UNKNOWN,
+    WARN,
+    CheckFinding,
+    NodeVerdict,
+    join_verdicts,
+    judge_network,
+    judge_node,
+    offence_of,
+    rate_of_latency,
+)
+from phalanx.core.pairing import NodeGroup, first_round, overall, second_round
+from phalanx.core.quarantine import Offence
+
+FINE = CheckFinding("memory", "plenty")
+DOUBTFUL = CheckFinding("clock", "not synchronised", WARN)
+BROKEN = CheckFinding("GPU 3", "lost", UNFIT)
+SILENT = CheckFinding("disk", "no answer", UNKNOWN)
+HIDDEN = CheckFinding("kernel log", "not readable", UNKNOWN, needed=False)
+
+
+@pytest.mark.parametrize(
+    ("findings", "fitness", "reason"),
+    [
+        ([], FIT, ""),
+        ([FINE, HIDDEN], FIT, ""),
+        ([FINE, DOUBTFUL, HIDDEN], WARN, "clock: not synchronised"),
+        ([DOUBTFUL, SILENT], UNKNOWN, "disk: no answer"),
+        ([SILENT, BROKEN, DOUBTFUL], UNFIT, "GPU 3: lost"),
+        ([DOUBTFUL] * 5, WARN, "; ".join(["clock: not synchronised"] * 3) + "; and 2 more"),
+    ],
+)
+def test_the_worst_finding_decides(findings: list[CheckFinding], fitness: str, reason: str) -> None:
+    assert judge_node("a", findings) == NodeVerdict("a", fitness, reason)
+
+
+def test_exit_codes() -> None:
+    assert EXIT_CODES == {FIT: 0, WARN: 10, UNFIT: 20, UNKNOWN: 30}
+
+
+def test_several_verdicts_are_one() -> None:
+    slow, lost = NodeVerdict("a", UNFIT, "slow"), NodeVerdict("a", UNFIT, "lost")
+    assert join_verdicts([NodeVerdict("a", FIT), NodeVerdict("a", WARN, "hot")]).reason == "hot"
+    assert join_verdicts([slow, NodeVerdict("a", WARN, "hot"), lost]) == NodeVerdict("a", UNFIT, "slow; lost")
+
+
+def test_only_an_unfit_node_is_kept_out() -> None:
+    assert offence_of(judge_node("a", [SILENT])) is None
+    assert offence_of(judge_node("a", [BROKEN])) == Offence("a", "check", "unfit: GPU 3: lost")
+
+
+# ---- between nodes ---------------------------------------------------------------------------------
+
+
+class Fabric:
+    """Nodes with a bandwidth (bytes per second; 0: unreachable) and a latency (seconds), and noise."""
+
+    def __init__(self, count: int, seed: int = 0, **odd: tuple[float, float]) -> None:
+        self.names = [f"n{number}" for number in range(count)]
+        self._odd = {int(name[1:]): how for name, how in odd.items()}
+        self._chance = random.Random(seed)
+
+    def measure(self, groups: tuple[NodeGroup, ...]) -> dict[NodeGroup, dict[str, float]]:
+        found: dict[NodeGroup, dict[str, float]] = {}
+        for group in groups:
+            rates, latencies = zip(*(self._odd.get(node, (1e9, 50e-6)) for node in group), strict=True)
+            noise = self._chance.uniform
+            found[group] = {
+                "bandwidth": min(rates) * noise(0.7, 1.0),
+                "latency": rate_of_latency(max(latencies) * noise(1.0, 3.0)),
+            }
+            if not min(rates):
+                found[group] = {}
+        return found
+
+    def judge(self) -> dict[str, str]:
+        first = self.measure(first_round(range(len(self.names))))
+        second = self.measure(second_round(overall(first)))
+        return {one.node: one.fitness for one in judge_network(self.names, first, second)}
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ((0.1e9, 50e-6), UNFIT),  # a tenth of the bandwidth
+        ((1e9, 20e-3), UNFIT),  # far away
+        ((0.0, 50e-6), UNFIT),  # cannot be reached
+        ((0.4e9, 50e-6), WARN),
+        ((1e9, 100e-6), FIT),
+    ],
+)
+def test_one_node_is_named_and_its_partners_are_not(how: tuple[float, float], expected: str) -> None:
+    for seed in range(50):
+        for count in (3, 4, 5, 8):
+            bad = seed % count
+            verdicts = Fabric(count, seed, **{f"n{bad}": how}).judge()
+            assert verdicts.pop(f"n{bad}") == expected, (count, bad, seed)
+            assert set(verdicts.values()) == {FIT}, (count, bad, seed)
+
+
+def test_the_bad_one_of_32_is_named_by_any_of_its_rates() -> None:
+    for seed in range(200):
+        chance = random.Random(seed)
+        bad = chance.randrange(32)
+        how = chance.choice([(0.15e9, 50e-6), (1e9, 10e-3), (0.0, 0.0)])
+        verdicts = Fabric(32, seed, **{f"n{bad}": how}).judge()
+        assert [name for name, fitness in verdicts.items() if fitness != FIT] == [f"n{bad}"], seed
+
+
+def test_two_nodes_and_a_network_that_lets_nothing_through() -> None:
+    assert Fabric(2).judge() == {"n0": FIT, "n1": FIT}
+    assert set(Fabric(2, n1=(0.0, 0.0)).judge().values()) == {UNKNOWN}
+    assert set(Fabric(4, n0=(0.0, 0.0), n1=(0.0, 0.0), n2=(0.0, 0.0)).judge().values()) == {UNKNOWN}
+
+
+def test_the_reason_has_figures() -> None:
+    first = {(0, 1): {"bandwidth": 2.5e6}, (2, 3): {"bandwidth": 50e6}}
+    second = {(0, 3): {"bandwidth": 2.4e6}, (1, 2): {"bandwidth": 51e6}}
+    bad = judge_network(["a", "b", "c", "d"], first, second)[0]
+    assert bad.reason == (
+        "bandwidth: slow with both partners: 2.5 MB/s with b, 2.4 MB/s with d (usual: 51 MB/s)"
+    )
