@@ -2,7 +2,7 @@
 
 | request | answer |
 |---|---|
-| `{}` or `{"ask": "status"}` | the node, as `observe.snapshot` has it |
+| `{}` or `{"ask": "status"}` | the node, as `observe.snapshot` has it; `"gpus": true`: with its devices |
 | `{"ask": "stacks", "ranks": [0, 3]}` | `{"stacks": [...]}`: the Python stack of these ranks now, or of all |
 | `{"ask": "logs", "ranks": [0, 3]}` | `{"logs": [...]}`: the end of each log file of the current start |
 | `{"ask": "read_logs", "ranks": [0, 3], "places": {...}}` | `{"logs": …}`: what is new in them |
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.agent.gpu_probe import Figures, GpuProbe
     from phalanx.agent.node_view import NodeView
     from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.core.group import Phase
@@ -45,6 +46,8 @@ class RequestDesk:
     def __init__(self, agent: LocalElasticAgent, view: NodeView) -> None:
         self._agent, self._view = agent, view
         self._dumps: list[tuple[StackDump, Answer]] = []
+        self.probe: GpuProbe | None = None
+        """Of the devices, once somebody has asked for them."""
 
     def handle(self, request: dict[str, Any], answer: Answer) -> None:
         """Answer a request of this machine."""
@@ -65,7 +68,7 @@ class RequestDesk:
             return
         match request.get("ask", "" if "do" in request else "status"), request.get("do"):
             case "status", _:
-                answer(self._view.tell())
+                self._status(request, answer)
             case "stacks", _:
                 self._stacks(_numbers(request.get("ranks")), answer)
             case "logs", _:
@@ -86,6 +89,25 @@ class RequestDesk:
             self.answer(request, lambda told: answer({**told, "peers": peers, "silent": silent}))
 
         self._agent.ask_nodes(request, _PATIENCE, then)
+        if request.get("gpus") is True:
+            self._ask_devices(lambda _figures: None)  # meanwhile
+
+    # -- the node ---------------------------------------------------------------------------------------
+
+    def _status(self, request: dict[str, Any], answer: Answer) -> None:
+        if request.get("gpus") is True:
+            self._ask_devices(lambda figures: answer(self._view.tell(figures)))
+        else:
+            answer(self._view.tell())
+
+    def _ask_devices(self, then: Callable[[Figures], None]) -> None:
+        from time import monotonic
+
+        if self.probe is None:
+            from phalanx.agent.gpu_probe import GpuProbe
+
+            self.probe = GpuProbe()
+        self.probe.ask(monotonic(), then)
 
     # -- stacks -------------------------------------------------------------------------------------
 
@@ -160,19 +182,28 @@ class RequestDesk:
     # -- a part of the loop -------------------------------------------------------------------------
 
     def fds(self, phase: Phase) -> list[tuple[int, int]]:
-        return []
+        return [] if self.probe is None else self.probe.fds(phase)
 
     def deadline(self, phase: Phase) -> float | None:
+        probed = None if self.probe is None else self.probe.deadline(phase)
         if not self._dumps:
-            return None
+            return probed
         from time import monotonic
 
         from phalanx.supervision.stack_collection import RECHECK
 
-        return monotonic() + RECHECK
+        again = monotonic() + RECHECK
+        return again if probed is None else min(again, probed)
+
+    def close(self) -> None:
+        """End what runs for an answer."""
+        if self.probe is not None:
+            self.probe.close()
 
     def look(self, phase: Phase, now: float) -> None:
         """Answer those whose stacks have arrived."""
+        if self.probe is not None:
+            self.probe.look(phase, now)
         if not self._dumps:
             return
         ready = [one for one in self._dumps if one[0].answered(now)]

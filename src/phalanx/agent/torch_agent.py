@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from phalanx.core.group_events import Event, Finish
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousInfo
+    from phalanx.membership.job_goodput import JobGoodput
     from phalanx.supervision.timers.file_timer import FileTimerServer
     from phalanx.workers.worker_group import PContext
 
@@ -236,6 +237,11 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
     def job_failure(self) -> tuple[str, int] | None:
         """The report and exit code of what ended a job of several nodes: the same on all of them."""
         return self._loop.nodes.job_failure
+
+    @property
+    def job_goodput(self) -> JobGoodput | None:
+        """The ledger of all nodes of a job of several, at its end; None where it is not known."""
+        return self._loop.nodes.job_goodput
 
     @property
     def waiting_for(self) -> str:
@@ -620,6 +626,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         self.status = StatusSocket(self.desk.handle)
         self._loop.nodes.on_request = self.desk.answer
         self._loop.parts += [self.helpers, self.status, self.desk]
+        if not self._rdzv_handler.immediate:
+            from phalanx.agent.goodput_report import GoodputReport
+
+            self._loop.parts.append(GoodputReport(self.history, self._loop.nodes))
         self.history.ended = self._workers.ended_at
         self.dashboard = options.dashboard
         if self.dashboard is not None:
@@ -862,6 +872,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._loop.drain(lambda: workers.closed, kill)
         finally:
             self.status.close()
+            self.desk.close()
             if not self._running:  # called without `run`
                 self.supervision.close()
                 self._loop.close()

@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.spec import WorkerSpec
+    from phalanx.core.goodput import GoodputTotals
     from phalanx.core.group import Ending
     from phalanx.core.ranks import WorkerRanks
     from phalanx.core.restarts import RestartPolicy
     from phalanx.core.round_records import Round
     from phalanx.errors import RendezvousError
     from phalanx.membership.elastic import ElasticInfo, ElasticRendezvous
+    from phalanx.membership.job_goodput import JobGoodput, NodeGoodput
     from phalanx.membership.membership import Membership
     from phalanx.membership.membership_events import Happening
 
@@ -73,6 +75,14 @@ class ElasticNodes:
         self.error: RendezvousError | None = None  # what ended it here, where no worker did
         self.on_request: RequestHandler | None = None
         membership.on_request = self._requested
+        self.on_end: Callable[[], NodeGoodput | None] | None = None
+
+    @property
+    def job_goodput(self) -> JobGoodput | None:
+        return self._membership.job_goodput
+
+    def keep_goodput(self, totals: GoodputTotals) -> None:
+        self._membership.keep_goodput(totals)
 
     @property
     def waiting(self) -> str:
@@ -219,6 +229,8 @@ class ElasticNodes:
 
         self._parted = True
         self._farewells += 1
+        if self.on_end is not None:
+            self._membership.shares_goodput, self._membership.goodput = True, self.on_end()
 
         def run() -> None:
             try:

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.spec import WorkerSpec
+    from phalanx.core.goodput import GoodputTotals
     from phalanx.core.group import Ending
     from phalanx.core.ranks import WorkerRanks
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
+    from phalanx.membership.job_goodput import JobGoodput, NodeGoodput
 
     RequestHandler = Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]
 
@@ -33,6 +35,8 @@ class HandlerNodes:
     has_meeting = False
     waiting = ""
     job_failure: tuple[str, int] | None = None
+    job_goodput: JobGoodput | None = None
+    on_end: Callable[[], NodeGoodput | None] | None = None
 
     def __init__(
         self,
@@ -81,6 +85,9 @@ class HandlerNodes:
         self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
     ) -> None:
         then([], 0)
+
+    def keep_goodput(self, totals: GoodputTotals) -> None:
+        """There is no place for it."""
 
     def drain(self) -> str:
         self._post(events.RoundFailed("graceful", "drained on request"))

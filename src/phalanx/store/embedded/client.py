@@ -163,14 +163,20 @@ class Client:
         return self.request(Put(key, value, lease))
 
     def watch(
-        self, key: str, callback: Callable[[Notice], None], *, prefix: bool = False, start: int = 0
+        self,
+        key: str,
+        callback: Callable[[Notice], None],
+        *,
+        prefix: bool = False,
+        start: int = 0,
+        timeout: float | None = None,
     ) -> tuple[int, Reply]:
         """Watch, and wait until it stands: its number, and what was there (for start 0)."""
         with self._lock:
             self._next_watch += 1
             number = self._next_watch
             self._watches[number] = callback
-        reply = self.request(Watch(number, key, prefix, start))
+        reply = self.request(Watch(number, key, prefix, start), timeout)
         if not reply.ok:
             self._watches.pop(number, None)
         return number, reply

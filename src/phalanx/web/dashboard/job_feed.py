@@ -90,7 +90,7 @@ class JobFeed:
         self._looked_at = time.monotonic()
         before = self.source.time_used()
         try:
-            job = snapshot.decode(await self.source.ask({"ask": "status", "all": True}))
+            job = snapshot.decode(await self.source.ask({"ask": "status", "all": True, "gpus": True}))
         except (AgentGone, *snapshot.READABLE) as error:
             await self._publish({"link": {"lost": str(error)[:200]}})
             return
