@@ -46,6 +46,7 @@ class RequestDesk:
     def __init__(self, agent: LocalElasticAgent, view: NodeView) -> None:
         self._agent, self._view = agent, view
         self._dumps: list[tuple[StackDump, Answer]] = []
+        self._known_logs: dict[str, str] = {}
         self.probe: GpuProbe | None = None
         """Of the devices, once somebody has asked for them."""
 
@@ -61,11 +62,15 @@ class RequestDesk:
             self.answer(request, answer)
 
     def answer(self, request: dict[str, Any], answer: Answer) -> None:
-        """Answer for this node alone; also what another node asked. One for another `node` is left to it."""
-        wanted = request.get("node")
-        if wanted is not None and wanted != self._agent.place().get("id", ""):
-            answer({})
-            return
+        """Answer for this node alone; also what another node asked.
+
+        One for another `node`, or that is `not` for this one, has an empty answer."""
+        wanted, others = request.get("node"), request.get("not")
+        if wanted is not None or isinstance(others, list):
+            own = self._agent.place().get("id", "")
+            if (wanted is not None and wanted != own) or (isinstance(others, list) and own in others):
+                answer({})
+                return
         match request.get("ask", "" if "do" in request else "status"), request.get("do"):
             case "status", _:
                 self._status(request, answer)
@@ -74,11 +79,15 @@ class RequestDesk:
             case "logs", _:
                 answer({"logs": self._logs(request)})
             case "read_logs", _:
-                from phalanx.agent.log_reader import read_logs
+                from phalanx.agent.log_reader import read_logs, read_on_logs
 
-                answer({"logs": read_logs(self._agent, request)})
+                if request.get("whole") is True:
+                    answer({"logs": read_on_logs(self._agent, request, self._known_logs)})
+                else:
+                    answer({"logs": read_logs(self._agent, request)})
             case _, ("restart" | "stop" | "drain") as what:
-                answer({"done": self._do(what)})
+                refusal = self._refusal(what)
+                answer({"error": refusal} if refusal else {"done": self._do(what)})
             case _:
                 answer({"error": "unknown request"})
 
@@ -168,6 +177,17 @@ class RequestDesk:
         return found
 
     # -- deeds --------------------------------------------------------------------------------------
+
+    def _refusal(self, what: str) -> str:
+        """Why this node cannot do it; empty if it can."""
+        current = self._agent.state.round
+        others = current is not None and len(current.members) > 1
+        if what == "drain" and others and self._agent.place().get("holds_store"):
+            return (
+                f"{self._agent.host} holds the job's store, and the job would end with it: stop the job, or "
+                "run the store by itself next time (phalanx store)"
+            )
+        return ""
 
     def _do(self, what: str) -> str:
         agent = self._agent

@@ -112,6 +112,7 @@ class ElasticNodes:
             "lease_age": membership.lease_age,
             "spare": membership.is_spare,
             "operations": membership.operations,
+            "holds_store": membership.hosting,
         }
 
     def ask(
