@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from msgspec import Raw
+
     from phalanx.agent.spec import RunResult
     from phalanx.core.goodput import GoodputTotals
     from phalanx.core.group import Ending, Phase
@@ -123,9 +125,7 @@ class Nodes(Protocol):
     def place(self) -> dict[str, Any]:
         """This node among the others: id, address, lease_age and spare, where they are known."""
 
-    def ask(
-        self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
-    ) -> None:
+    def ask(self, request: dict[str, Any], timeout: float, then: Callable[[list[Raw], int], None]) -> None:
         """Ask all other nodes; `then` is called by the owner thread, with the answers and who is missing."""
 
     def drain(self) -> str:

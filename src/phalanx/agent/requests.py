@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from msgspec import Raw
+
     from phalanx.agent.gpu_probe import Figures, GpuProbe
     from phalanx.agent.node_view import NodeView
     from phalanx.agent.torch_agent import LocalElasticAgent
@@ -94,7 +96,7 @@ class RequestDesk:
     def _ask_everyone(self, request: dict[str, Any], answer: Answer) -> None:
         """First the others: a stop here must not come before they know of theirs."""
 
-        def then(peers: list[dict[str, Any]], silent: int) -> None:
+        def then(peers: list[Raw], silent: int) -> None:
             self.answer(request, lambda told: answer({**told, "peers": peers, "silent": silent}))
 
         self._agent.ask_nodes(request, _PATIENCE, then)

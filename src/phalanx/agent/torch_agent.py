@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from msgspec import Raw
+
     from phalanx.agent.job_history import JobHistory
     from phalanx.agent.protocols import Nodes, NodeWorkers
     from phalanx.agent.worker_store import WorkerStore
@@ -781,7 +783,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self._loop.nodes.place()
 
     def ask_nodes(
-        self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
+        self, request: dict[str, Any], timeout: float, then: Callable[[list[Raw], int], None]
     ) -> None:
         """Ask all other nodes; `then` gets their answers, and how many did not answer, in this thread."""
         self._loop.nodes.ask(request, timeout, then)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from msgspec import Raw
+
     from phalanx.agent.spec import WorkerSpec
     from phalanx.core.goodput import GoodputTotals
     from phalanx.core.group import Ending
@@ -115,9 +117,7 @@ class ElasticNodes:
             "holds_store": membership.hosting,
         }
 
-    def ask(
-        self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
-    ) -> None:
+    def ask(self, request: dict[str, Any], timeout: float, then: Callable[[list[Raw], int], None]) -> None:
         import threading
 
         from phalanx.errors import StoreError
@@ -126,7 +126,7 @@ class ElasticNodes:
         membership, client = self._membership, self._membership.client
 
         def run() -> None:
-            answers: list[dict[str, Any]] = []
+            answers: list[Raw] = []
             silent = 0
             if client is not None and membership.participant is not None:
                 try:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from msgspec import Raw
+
     from phalanx.agent.spec import WorkerSpec
     from phalanx.core.goodput import GoodputTotals
     from phalanx.core.group import Ending
@@ -81,9 +83,7 @@ class HandlerNodes:
     def place(self) -> dict[str, Any]:
         return {}
 
-    def ask(
-        self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
-    ) -> None:
+    def ask(self, request: dict[str, Any], timeout: float, then: Callable[[list[Raw], int], None]) -> None:
         then([], 0)
 
     def keep_goodput(self, totals: GoodputTotals) -> None:
