@@ -39,12 +39,24 @@ def plain_environment(**more: str) -> dict[str, str]:
     return {**IN_PLACE, **traced, "TMPDIR": os.environ.get("TMPDIR", "/tmp"), **more}
 
 
-def run(*words: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, stdin: str = "") -> Ended:
+def run(
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: str = "",
+    timeout: float = HUNG,
+) -> Ended:
     """Run to the end."""
-    return ended([*PHALANX, *words], plain_environment() if env is None else env, cwd, stdin)
+    return ended([*PHALANX, *words], plain_environment() if env is None else env, cwd, stdin, timeout)
 
 
-def ended(command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, stdin: str = "") -> Ended:
+def ended(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    stdin: str = "",
+    timeout: float = HUNG,
+) -> Ended:
     """Any command, run to the end."""
     done = subprocess.run(
         command,
@@ -53,7 +65,7 @@ def ended(command: Sequence[str], env: Mapping[str, str], cwd: Path | None = Non
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=HUNG,
+        timeout=timeout,
         check=False,
     )
     return Ended(done.returncode, done.stdout, done.stderr)

@@ -98,12 +98,15 @@ def be_agent(ranks: int) -> None:
     """The real socket of an agent; the answers of the other nodes are read and written as they would be."""
     from phalanx.agent.status import StatusSocket
     from phalanx.core.group import Phase
+    from phalanx.membership.node_requests import decode_answer, encode_answer
 
     job = SimulatedJob(ranks)
-    told = [json.dumps(job.node(number, time.time())).encode() for number in range(1, -(-ranks // PER_NODE))]
+    others = range(1, -(-ranks // PER_NODE))
+    told = [encode_answer("7", job.node(number, time.time())) for number in others]
 
     def handle(_request: dict[str, Any], answer: Any) -> None:
-        answer({**job.node(0, time.time()), "peers": [json.loads(one) for one in told], "silent": 0})
+        peers = [decode_answer(one, "7") for one in told]
+        answer({**job.node(0, time.time()), "peers": peers, "silent": 0})
 
     status, known = StatusSocket(handle), False
     while True:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 
 from tests.support.chromium import Chromium
 from tests.support.jobs import python_with
-from tests.support.run_helpers import Ended, Running, script
+from tests.support.run_helpers import Ended, Running, plain_environment, script
 from tests.system.test_dashboard import Page, link_of
 
 ROOT = Path(__file__).parents[2]
@@ -81,9 +82,21 @@ def picture(browser: Chromium, name: str) -> None:
         browser.picture(ROOT / PICTURES / name)
 
 
-def test_the_page_in_a_browser(tmp_path: Path, browser: Chromium) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where the job is: for pictures, a place whose name tells nothing of this machine."""
+    if not PICTURES:
+        yield tmp_path
+        return
+    neutral = Path("/tmp/llm")
+    neutral.mkdir()
+    yield neutral
+    shutil.rmtree(neutral)
+
+
+def test_the_page_in_a_browser(folder: Path, browser: Chromium) -> None:
     words = ["--nproc-per-node", "8", "--max-restarts", "3", "--backoff", "0", "--dashboard"]
-    with Running([*words, script(tmp_path, WORKER)]) as job:
+    with Running([*words, script(folder, WORKER)], env=plain_environment(TMPDIR=str(folder))) as job:
         workers = job.workers(8)
         page = Page(link_of(job))
         browser.resize(1280, 1180)

@@ -203,7 +203,7 @@ def test_looks_cost_the_agent_at_most_a_percent() -> None:
         feed = job_feed.JobFeed(source)
         for _ in range(20):
             await feed.look()
-        assert feed.pause == pytest.approx(3.125, rel=0.05)
+        assert feed.pause == pytest.approx(6.25, rel=0.05)
 
     asyncio.run(look())
 
@@ -423,6 +423,6 @@ def test_4096_ranks_cost_the_agent_less_than_a_percent() -> None:
 
             share, pause = asyncio.run(look())
             print(f"{100 * share:.2f} % of a processor, a look every {pause:.1f} s")
-            assert share < 0.0115, "a percent, and one look more or less"
+            assert share < 0.01
         finally:
             agent.kill()

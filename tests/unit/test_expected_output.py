@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.supervision import expected_output
 from phalanx.supervision.expected_output import ExpectedOutput
 from phalanx.supervision.pattern_process import SearchedFile
 from tests.conftest import HUNG, gone, wait_until
@@ -35,6 +36,11 @@ class Search:
     def write(self, data: bytes) -> None:
         self.file.write(data)
 
+    def wait_for_end(self) -> None:
+        """Everything that was written so far has been searched."""
+        then = time.monotonic()
+        wait_until(lambda: self.output.searched(time.monotonic(), then), "a search of everything")
+
     def wait_for_news(self) -> None:
         assert select.select([self.output.fileno()], [], [], 3 * HUNG)[0]  # a second of processor time
         self.output.look()
@@ -52,14 +58,13 @@ def search(tmp_path: Path) -> Iterator[Search]:
 
 
 def test_matches_are_seen_without_waking_anybody(search: Search) -> None:
-    assert search.output.matched()[0] == 0.0
+    assert search.output.matched() == 0.0
     search.write(b"nothing\nloss: 0.3\n")
-    wait_until(lambda: search.output.matched()[0] > 0.0, "a match")
-    first, _ = search.output.matched()
+    wait_until(lambda: search.output.matched() > 0.0, "a match")
+    first = search.output.matched()
     assert first <= time.monotonic()
     search.write(b"10%\rloss: 0.2\r")  # a progress bar
-    wait_until(lambda: search.output.matched()[0] > first, "a match in a progress bar")
-    wait_until(lambda: not search.output.matched()[1], "the end of the file")
+    wait_until(lambda: search.output.matched() > first, "a match in a progress bar")
     assert not select.select([search.output.fileno()], [], [], 0)[0]
     assert not search.output.look()
     assert search.output.take_bad() is None
@@ -74,9 +79,9 @@ def test_a_value_that_is_not_finite_is_told_once_with_its_line(search: Search) -
 
 def test_odd_output_does_no_harm(search: Search) -> None:
     search.write(b"\0" * 100_000 + b"x" * 300_000 + b"loss: nan\n" + b"\xff\xfe\n\n\r\r\nloss: 1")
-    wait_until(lambda: not search.output.matched()[1], "the end")
+    search.wait_for_end()
     search.write(b".5\n")
-    wait_until(lambda: search.output.matched()[0] > 0, "a line that came in two pieces")
+    wait_until(lambda: search.output.matched() > 0, "a line that came in two pieces")
     assert search.output.take_bad() is None  # it was beyond the part of a line that is searched
 
 
@@ -93,6 +98,44 @@ def test_a_pattern_that_never_ends_is_given_up(tmp_path: Path) -> None:
         ]
     finally:
         search.close()
+
+
+def test_a_stopped_process_is_not_the_silence_of_the_job(
+    search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expected_output, "_SILENT", 0.5)
+    search.write(b"loss: 1\nloss: nan\n")
+    search.wait_for_news()
+    assert search.output.take_bad() is not None
+    first, stopped = search.output.matched(), search.pid
+    os.kill(stopped, signal.SIGSTOP)
+    search.write(b"loss: 2\n")  # the job goes on
+    end = time.monotonic() + HUNG
+    while search.pid == stopped and time.monotonic() < end:
+        now = time.monotonic()
+        assert search.output.last_match(now, 0.0, 0.01) > now - 0.01, "the job is blamed"
+    assert search.said == [
+        "--expect: the process that searches the output did not answer for 0.5 s: replaced"
+    ]
+    wait_until(lambda: gone(stopped), "the end of the stopped process")
+    wait_until(lambda: search.output.matched() > first, "the line that was not searched")
+    search.wait_for_end()
+    search.output.look()
+    assert search.output.take_bad() is None, "it was told before"
+    # A job that is silent is found out all the same, and as soon as the process has answered.
+    wait_until(
+        lambda: search.output.last_match(now := time.monotonic(), 0.0, 0.01) <= now - 0.01, "the silence"
+    )
+
+
+def test_a_process_that_never_answers_is_given_up(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_output, "_SILENT", 0.05)
+    end = time.monotonic() + HUNG
+    while search.output.works and time.monotonic() < end:
+        os.kill(search.pid, signal.SIGSTOP)
+        search.output.searched(time.monotonic(), 1e15)
+    assert search.said[-1] == "--expect: the output is not watched any more: its process does not answer"
+    assert len(search.said) == 4
 
 
 def test_the_loss_of_the_process_is_told(search: Search) -> None:

@@ -15,6 +15,7 @@ from phalanx.membership.node_requests import (
     LONGEST_ANSWER,
     NodeRequests,
     ask_nodes,
+    decode_answer,
     decode_question,
     encode_answer,
     encode_question,
@@ -74,7 +75,11 @@ def store() -> Iterator[Callable[[], Client]]:
 def test_every_other_node_answers_once(store: Callable[[], Client]) -> None:
     nodes = [NodeOfJob(store(), name) for name in "abc"]
     found, silent = ask_nodes(nodes[0].client, "r", {"ask": "status"}, HUNG, "a")
-    assert (found, silent) == ({"b": {"host": "b"}, "c": {"host": "c"}}, 0)
+    assert silent == 0
+    assert {name: json.loads(bytes(answer)) for name, answer in found.items()} == {
+        "b": {"host": "b"},
+        "c": {"host": "c"},
+    }
     assert [node.heard for node in nodes] == [[], [{"ask": "status"}], [{"ask": "status"}]]
     asker = store()  # not a node, as a command on another machine is not
     found, silent = ask_nodes(asker, "r", {"ask": "stacks"}, HUNG)
@@ -104,7 +109,7 @@ def test_a_store_that_is_away_is_not_waited_for_longer_than_asked() -> None:
 def test_deeds_need_a_store_that_knows_its_clients(store: Callable[[], Client]) -> None:
     node = NodeOfJob(store(), "a", trusts=False)
     found, _ = ask_nodes(store(), "r", {"do": "stop"}, HUNG)
-    assert "open to everyone" in found["a"]["error"]
+    assert "open to everyone" in json.loads(bytes(found["a"]))["error"]
     assert node.heard == []
 
 
@@ -145,7 +150,33 @@ def test_a_question_that_is_found_or_comes_again_is_not_answered() -> None:
     assert asked == [{"do": "restart"}]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"[]",
+        b"7",
+        b"{}",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"id": "7"}',
+        b'{"id": 7, "answer": {}}',
+        b'{"id": "8", "answer": {}}',
+        b'{"id": "7", "answer": []}',
+        b'{"id": "7", "answer": {"x": "\xff"}}',
+        b'{"id": "7", "answer": {"x": nonsense}}',
+        b'{"id": "7", "answer": {"x": 1}',
+        b'{"id": "7", "answer": {}, "x": "' + b"x" * (2 * LONGEST_ANSWER) + b'"}',
+    ],
+)
+def test_what_is_no_answer_is_not_passed_on(value: bytes) -> None:
+    assert decode_answer(value, "7") is None
+
+
 def test_an_answer_is_bounded() -> None:
+    good = decode_answer(encode_answer("7", {"host": "\u00e4"}), "7")
+    assert good is not None
+    assert json.loads(bytes(good)) == {"host": "\u00e4"}
     long = {"host": "a", "workers": ["x" * 1000] * 1000}
     assert json.loads(encode_answer("7", long))["answer"]["workers"] == []
     assert "too long" in json.loads(encode_answer("7", {"x": "x" * LONGEST_ANSWER}))["answer"]["error"]

@@ -145,10 +145,14 @@ class JobHistory:
     def end(self) -> None:
         """The job is over for this node, and the incident at hand with it; the last look at the boards."""
         self.settle()
-        if time.monotonic() - self.began >= SHORT:
-            self._open()
+        self.close_ledger()
         if self._book is not None:
             self._turn(self._book.close())
+
+    def close_ledger(self) -> None:
+        """Make a ledger of what was kept, unless the job was short."""
+        if time.monotonic() - self.began >= SHORT:
+            self._open()
 
     # -- what is known ------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class MetricsView:
     def _workers(self) -> list[RankSample]:
         boards, now, wall = self._agent.supervision.snapshots(), time.monotonic(), time.time()
         found = []
-        for one in self._view.workers():
+        for one in self._view.workers({}):
             board = boards[one["local_rank"]] if one["local_rank"] < len(boards) else None
             beats = one["running"] and board is not None and board.count > 0
             last = wall - (now - board.beat_at) if beats and board is not None else None

@@ -1,7 +1,7 @@
 """This node as plain values: what `observe.snapshot.JobSnapshot` holds, read from the agent when asked.
 
 Nothing here is kept up to date: boards, /proc and log files are read at the moment of the question. It must
-not take long, because the owner's loop answers; what does (devices) is left to the one who asks.
+not take long, because the owner's loop answers; what does (devices) is read before, by a process of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
+    from phalanx.agent.gpu_probe import Figures
     from phalanx.agent.torch_agent import LocalElasticAgent
-    from phalanx.core.goodput import GoodputTotals
     from phalanx.observe.train_status import TrainProgress
 
 _TICKS = float(os.sysconf("SC_CLK_TCK"))
@@ -48,8 +48,8 @@ class NodeView:
         self._agent, self._since = agent, since
         self._cpu: dict[int, tuple[float, float]] = {}  # pid -> when, seconds of processor time
 
-    def tell(self) -> dict[str, Any]:
-        """The node now."""
+    def tell(self, devices: Figures | None = None) -> dict[str, Any]:
+        """The node now; `devices`: those that each process uses, where they were read."""
         agent = self._agent
         group, state = agent.get_worker_group(), agent.state
         current = state.round
@@ -72,14 +72,14 @@ class NodeView:
             "restarts": state.attempt,
             "max_restarts": agent.restart_policy.max_restarts,
             "world_size": max((worker.world_size for worker in group.workers), default=0),
-            "workers": self.workers(),
+            "workers": self.workers(devices or {}),
             "standbys": self._standbys(),
             "slow": [one["summary"] for one in findings if one["kind"] == "straggler"],
             "hangs": [one["summary"] for one in findings if one["kind"] == "hang"],
             "incidents": [{"at": at, "what": line} for at, line in agent.notes],
             "incident_count": history.incident_count,
             "records": [one.as_dict() for one in history.incidents()[-_RECORDS:]],
-            "ledger": ledger(history.totals()),
+            "ledger": history.totals().as_dict(),
             "logs": agent.run_dir or "",
             **agent.cause(),
         }
@@ -91,7 +91,7 @@ class NodeView:
         words = _STATES[state.phase.value]
         return "spare" if words == "waiting" and self._agent.place().get("spare") else words
 
-    def workers(self) -> list[dict[str, Any]]:
+    def workers(self, devices: Figures) -> list[dict[str, Any]]:
         """The workers of this node now."""
         agent = self._agent
         context, detector = agent._pcontext, agent.supervision.detector
@@ -133,6 +133,7 @@ class NodeView:
                     "uptime": uptime,
                     "cpu": cpu,
                     "memory": memory,
+                    "gpus": devices.get(pid, []) if pid and lives else [],
                     "step": board.step if beats and board is not None else None,
                     "rate": rates.get(worker.global_rank),
                     "quiet": now - board.beat_at if beats and board is not None else None,
@@ -146,19 +147,6 @@ class NodeView:
     def _standbys(self) -> dict[str, Any]:
         pids = self._agent.helpers.parked
         return {"count": len(pids), "pids": list(pids), "memory": memory_of(pids)}
-
-
-def ledger(totals: GoodputTotals) -> dict[str, Any]:
-    """The goodput ledger, rounded."""
-    return {
-        "ranks": totals.ranks,
-        "goodput": round(totals.ratio, 6),
-        "seconds": {name: round(value, 3) for name, value in totals.seconds.items()},
-        "lost": {
-            str(number): {name: round(value, 3) for name, value in parts.items()}
-            for number, parts in totals.lost.items()
-        },
-    }
 
 
 def _process(pid: int) -> tuple[str, float, float, int] | None:

@@ -16,7 +16,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from msgspec import Raw
+
     from phalanx.agent.spec import RunResult
+    from phalanx.core.goodput import GoodputTotals
     from phalanx.core.group import Ending, Phase
     from phalanx.core.group_events import (
         CloseRendezvous,
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from phalanx.core.ranks import WorkerRanks
     from phalanx.core.round_records import HostRecord
     from phalanx.membership.handler import RendezvousInfo
+    from phalanx.membership.job_goodput import JobGoodput, NodeGoodput
 
 
 class LoopPart(Protocol):
@@ -109,12 +113,20 @@ class Nodes(Protocol):
     on_request: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None] | None
     """Called, in the owner's thread, with what another node asks (requests.py), and how to answer it."""
 
+    on_end: Callable[[], NodeGoodput | None] | None
+    """Called once this node is about to go: its ledger, for the total of the job; None: too short for one."""
+
+    @property
+    def job_goodput(self) -> JobGoodput | None:
+        """The ledger of all nodes, at the end; None where it is not known."""
+
+    def keep_goodput(self, totals: GoodputTotals) -> None:
+        """This node's ledger so far, for the total of the job, should the node be lost."""
+
     def place(self) -> dict[str, Any]:
         """This node among the others: id, address, lease_age and spare, where they are known."""
 
-    def ask(
-        self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
-    ) -> None:
+    def ask(self, request: dict[str, Any], timeout: float, then: Callable[[list[Raw], int], None]) -> None:
         """Ask all other nodes; `then` is called by the owner thread, with the answers and who is missing."""
 
     def drain(self) -> str:

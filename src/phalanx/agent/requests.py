@@ -2,7 +2,7 @@
 
 | request | answer |
 |---|---|
-| `{}` or `{"ask": "status"}` | the node, as `observe.snapshot` has it |
+| `{}` or `{"ask": "status"}` | the node, as `observe.snapshot` has it; `"gpus": true`: with its devices |
 | `{"ask": "stacks", "ranks": [0, 3]}` | `{"stacks": [...]}`: the Python stack of these ranks now, or of all |
 | `{"ask": "logs", "ranks": [0, 3]}` | `{"logs": [...]}`: the end of each log file of the current start |
 | `{"ask": "read_logs", "ranks": [0, 3], "places": {...}}` | `{"logs": …}`: what is new in them |
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from msgspec import Raw
+
+    from phalanx.agent.gpu_probe import Figures, GpuProbe
     from phalanx.agent.node_view import NodeView
     from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.core.group import Phase
@@ -48,6 +51,9 @@ class RequestDesk:
     def __init__(self, agent: LocalElasticAgent, view: NodeView) -> None:
         self._agent, self._view = agent, view
         self._dumps: list[tuple[StackDump, Answer]] = []
+        self._known_logs: dict[str, str] = {}
+        self.probe: GpuProbe | None = None
+        """Of the devices, once somebody has asked for them."""
 
     def handle(self, request: dict[str, Any], answer: Answer) -> None:
         """Answer a request of this machine."""
@@ -61,38 +67,65 @@ class RequestDesk:
             self.answer(request, answer)
 
     def answer(self, request: dict[str, Any], answer: Answer) -> None:
-        """Answer for this node alone; also what another node asked. One for another `node` is left to it."""
-        wanted = request.get("node")
-        if wanted is not None and wanted != self._agent.place().get("id", ""):
-            answer({})
-            return
+        """Answer for this node alone; also what another node asked.
+
+        One for another `node`, or that is `not` for this one, has an empty answer."""
+        wanted, others = request.get("node"), request.get("not")
+        if wanted is not None or isinstance(others, list):
+            own = self._agent.place().get("id", "")
+            if (wanted is not None and wanted != own) or (isinstance(others, list) and own in others):
+                answer({})
+                return
         match request.get("ask", "" if "do" in request else "status"), request.get("do"):
             case "status", _:
-                answer(self._view.tell())
+                self._status(request, answer)
             case "stacks", _:
                 self._stacks(_numbers(request.get("ranks")), answer)
             case "logs", _:
                 answer({"logs": self._logs(request)})
             case "read_logs", _:
-                from phalanx.agent.log_reader import read_logs
+                from phalanx.agent.log_reader import read_logs, read_on_logs
 
-                answer({"logs": read_logs(self._agent, request)})
+                if request.get("whole") is True:
+                    answer({"logs": read_on_logs(self._agent, request, self._known_logs)})
+                else:
+                    answer({"logs": read_logs(self._agent, request)})
             case "quarantine", _:
                 answer({"quarantine": self._agent.place().get("quarantine", [])})
             case _, "quarantine":
                 self._quarantine(request, answer)
             case _, ("restart" | "stop" | "drain") as what:
-                answer({"done": self._do(what)})
+                refusal = self._refusal(what)
+                answer({"error": refusal} if refusal else {"done": self._do(what)})
             case _:
                 answer({"error": "unknown request"})
 
     def _ask_everyone(self, request: dict[str, Any], answer: Answer) -> None:
         """First the others: a stop here must not come before they know of theirs."""
 
-        def then(peers: list[dict[str, Any]], silent: int) -> None:
+        def then(peers: list[Raw], silent: int) -> None:
             self.answer(request, lambda told: answer({**told, "peers": peers, "silent": silent}))
 
         self._agent.ask_nodes(request, _PATIENCE, then)
+        if request.get("gpus") is True:
+            self._ask_devices(lambda _figures: None)  # meanwhile
+
+    # -- the node ---------------------------------------------------------------------------------------
+
+    def _status(self, request: dict[str, Any], answer: Answer) -> None:
+        if request.get("gpus") is True:
+            self._ask_devices(lambda figures: answer(self._view.tell(figures)))
+        else:
+            answer(self._view.tell())
+
+    def _ask_devices(self, then: Callable[[Figures], None]) -> None:
+        from time import monotonic
+
+        if self.probe is None:
+            from phalanx.agent.gpu_probe import GpuProbe
+
+            self.probe = GpuProbe()
+        self.probe.ask(monotonic(), then)
 
     # -- stacks -------------------------------------------------------------------------------------
 
@@ -154,6 +187,17 @@ class RequestDesk:
 
     # -- deeds --------------------------------------------------------------------------------------
 
+    def _refusal(self, what: str) -> str:
+        """Why this node cannot do it; empty if it can."""
+        current = self._agent.state.round
+        others = current is not None and len(current.members) > 1
+        if what == "drain" and others and self._agent.place().get("holds_store"):
+            return (
+                f"{self._agent.host} holds the job's store, and the job would end with it: stop the job, or "
+                "run the store by itself next time (phalanx store)"
+            )
+        return ""
+
     def _do(self, what: str) -> str:
         agent = self._agent
         if what == "restart":
@@ -196,19 +240,28 @@ class RequestDesk:
     # -- a part of the loop -------------------------------------------------------------------------
 
     def fds(self, phase: Phase) -> list[tuple[int, int]]:
-        return []
+        return [] if self.probe is None else self.probe.fds(phase)
 
     def deadline(self, phase: Phase) -> float | None:
+        probed = None if self.probe is None else self.probe.deadline(phase)
         if not self._dumps:
-            return None
+            return probed
         from time import monotonic
 
         from phalanx.supervision.stack_collection import RECHECK
 
-        return monotonic() + RECHECK
+        again = monotonic() + RECHECK
+        return again if probed is None else min(again, probed)
+
+    def close(self) -> None:
+        """End what runs for an answer."""
+        if self.probe is not None:
+            self.probe.close()
 
     def look(self, phase: Phase, now: float) -> None:
         """Answer those whose stacks have arrived."""
+        if self.probe is not None:
+            self.probe.look(phase, now)
         if not self._dumps:
             return
         ready = [one for one in self._dumps if one[0].answered(now)]

@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
+    from msgspec import Raw
+
     from phalanx.agent.job_history import JobHistory
     from phalanx.agent.protocols import Nodes, NodeWorkers
     from phalanx.agent.worker_store import WorkerStore
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from phalanx.core.round_records import HostRecord
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousInfo
+    from phalanx.membership.job_goodput import JobGoodput
     from phalanx.supervision.timers.file_timer import FileTimerServer
     from phalanx.workers.worker_group import PContext
 
@@ -239,6 +242,11 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
     def job_failure(self) -> tuple[str, int] | None:
         """The report and exit code of what ended a job of several nodes: the same on all of them."""
         return self._loop.nodes.job_failure
+
+    @property
+    def job_goodput(self) -> JobGoodput | None:
+        """The ledger of all nodes of a job of several, at its end; None where it is not known."""
+        return self._loop.nodes.job_goodput
 
     @property
     def waiting_for(self) -> str:
@@ -623,6 +631,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         self.status = StatusSocket(self.desk.handle)
         self._loop.nodes.on_request = self.desk.answer
         self._loop.parts += [self.helpers, self.status, self.desk]
+        if not self._rdzv_handler.immediate:
+            from phalanx.agent.goodput_report import GoodputReport
+
+            self._loop.parts.append(GoodputReport(self.history, self._loop.nodes))
         self.history.ended = self._workers.ended_at
         self.dashboard = options.dashboard
         if self.dashboard is not None:
@@ -774,7 +786,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self._loop.nodes.place()
 
     def ask_nodes(
-        self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
+        self, request: dict[str, Any], timeout: float, then: Callable[[list[Raw], int], None]
     ) -> None:
         """Ask all other nodes; `then` gets their answers, and how many did not answer, in this thread."""
         self._loop.nodes.ask(request, timeout, then)
@@ -869,6 +881,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._loop.drain(lambda: workers.closed, kill)
         finally:
             self.status.close()
+            self.desk.close()
             if not self._running:  # called without `run`
                 self.supervision.close()
                 self._loop.close()

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 from phalanx.cli.runs import NoSuchRun, add_run, request, running
 from phalanx.cli.store import Parser
+from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
+from phalanx.observe.local_agents import LocalAgent, agents
 
 
 def restart(argv: Sequence[str]) -> int:
@@ -23,29 +25,43 @@ def stop(argv: Sequence[str]) -> int:
     return _do("stop", "Stop a running job on all its nodes.", argv, everywhere=True)
 
 
-def leave(run: str) -> int:
-    """`phalanx drain RUN`: the node of this machine leaves the job."""
-    return _put("drain", run, everywhere=False)
+def leave(word: str) -> int:
+    """`phalanx drain RUN`: the node of this machine leaves the job; of several, the one of that name."""
+    found = nodes_here(word)
+    if len(found) > 1:
+        names = " ".join(sorted({agent.job.host for agent in found}))
+        raise UsageError(f"drain {word}: several nodes of this machine fit; name one: {printable(names)}")
+    return _put("drain", found, everywhere=False)
+
+
+def nodes_here(word: str) -> list[LocalAgent]:
+    """The agents of this machine with this run, or of this name."""
+    return agents(word) or [agent for agent in agents() if agent.job.host == word]
 
 
 def _do(what: str, description: str, argv: Sequence[str], everywhere: bool) -> int:
     parser = Parser(prog=f"phalanx {what}", description=description)
     add_run(parser, "the one that runs")
-    return _put(what, parser.parse_args(argv).run, everywhere)
-
-
-def _put(what: str, run: str, everywhere: bool) -> int:
+    run = parser.parse_args(argv).run
     try:
-        agents = running(run)
+        found = running(run)
+    except NoSuchRun as error:
+        write_stderr(f"phalanx {what}: {error}\n")
+        return 1
+    return _put(what, found, everywhere)
+
+
+def _put(what: str, found: Sequence[LocalAgent], everywhere: bool) -> int:
+    try:
         # A restart on one node restarts all of them.
-        answer = request(agents[0], {"do": what, **({"all": True} if everywhere else {})})
+        answer = request(found[0], {"do": what, **({"all": True} if everywhere else {})})
     except NoSuchRun as error:
         write_stderr(f"phalanx {what}: {error}\n")
         return 1
     refused = [
         str(one["error"]) for one in answer.get("peers") or [] if isinstance(one, dict) and "error" in one
     ]
-    print(printable(f"{agents[0].job.name} (run {agents[0].job.run}): {answer.get('done', 'asked')}"))
+    print(printable(f"{found[0].job.name} (run {found[0].job.run}): {answer.get('done', 'asked')}"))
     for line in refused:
         write_stderr(f"phalanx {what}: another node: {printable(line)}\n")
     if answer.get("silent"):

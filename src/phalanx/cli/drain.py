@@ -47,9 +47,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _runs_here(word: str) -> bool:
-    from phalanx.observe.local_agents import agents
+    from phalanx.cli.control import nodes_here
 
-    return bool(agents(word))
+    return bool(nodes_here(word))
 
 
 def settings_of(options: Namespace) -> dict[str, str]:
@@ -122,8 +122,8 @@ def _parser() -> Parser:
         "node",
         nargs="?",
         metavar="NODE",
-        help="the node's name, as the job's messages call it; or, without an endpoint, a run of this "
-        "machine, which this node then leaves",
+        help="the node's name, as the job's messages call it; without an endpoint, a node of this machine, "
+        "or a run, which this machine's node then leaves",
     )
     parser.add_argument("--self", action="store_true", help="the nodes of this machine")
     add_options(parser, "rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)

@@ -1,38 +1,34 @@
 """`phalanx logs [RUN]`: what the workers of a run wrote, running or finished, each line with its rank.
 
 The files are those of `--redirects`, `--tee` or `--log-dir` (observe/run_registry.py knows where they are);
-what goes to the console only is not kept. Of other nodes the end of each file is shown, fetched through the
-job's store. Lines are escaped: a worker cannot control the terminal of who reads its log.
+what goes to the console only is not kept. Files of this machine are read whole. Those of other nodes are
+fetched through the job's store while it runs: the end of each file and, with `-f`, everything that is added.
+Lines are escaped: a worker cannot control the terminal of who reads its log.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import select
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from phalanx.cli.runs import (
-    NoSuchRun,
-    add_run,
-    check_directory,
-    is_alive,
-    one_run,
-    ranks_of,
-    request,
-    since_of,
-)
+from phalanx.cli.runs import NoSuchRun, add_run, check_directory, one_run, ranks_of, run_of, since_of
 from phalanx.cli.store import Parser
 from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
 from phalanx.logs.rotation import read_log
+from phalanx.observe.local_agents import LocalAgent, put
+from phalanx.observe.local_agents import agents as agents_of
 from phalanx.observe.snapshot import RunFile
 
 _LINE = 1 << 16  # bytes after which a line without an end is shown
 _POLL = 0.3
+_ASK = 1.0  # seconds between two questions to the other nodes
+_PATIENCE = 10.0  # for their answers
+_MANY = 1000  # lines after which there may be more
 _LOOK = 2.0  # seconds between two looks for new starts, or the end of the run
 
 
@@ -55,19 +51,33 @@ def main(argv: Sequence[str]) -> int:
     except re.error as error:
         raise UsageError(f"--grep {options.grep}: {error}") from None
     try:
-        run, agent = one_run(options.run)
-        if options.node:
-            if agent is None:
-                raise NoSuchRun("the logs of other nodes can be fetched only while the job runs")
-            told = request(
-                agent, {"ask": "logs", "all": True, **({} if ranks is None else {"ranks": sorted(ranks)})}
-            )
-            return _show_remote(told, options.node, wanted)
-        check_directory(run)
+        runs, agents = _runs(options.run)
+        if options.node and not agents:
+            raise NoSuchRun("the logs of a node can be chosen only while the job runs")
+        if not agents:
+            check_directory(runs[0])
     except NoSuchRun as error:
         write_stderr(f"phalanx logs: {error}\n")
         return 1
-    return _show(run, ranks, options.attempt, since, wanted, options.follow and agent is not None)
+    reader = RunReader(runs, ranks, options.attempt, since, options.node)
+    # An earlier start is known only where its files are.
+    others = RemoteLogs(agents, ranks, options.node) if agents and options.attempt is None else None
+    if _show(reader, others, wanted, options.follow and bool(agents)):
+        return 0
+    hosts = sorted({one.host for one in runs} | (others.hosts if others is not None else set()))
+    what = f" of {options.node} (there are nodes: {' '.join(hosts)})" if options.node else ""
+    why = "output that is not redirected (--tee, --redirects) is not kept"
+    write_stderr(printable(f"phalanx logs: no such log{what}: {why}") + "\n")
+    return 1
+
+
+def _runs(word: str) -> tuple[list[RunFile], list[LocalAgent]]:
+    """The latest run that fits, once for each node of it on this machine, and its agents if it runs."""
+    run, agent = one_run(word)
+    if agent is None:
+        return [run], []
+    found = [one for one in agents_of(run.run) if one.job.run == run.run] or [agent]
+    return [run_of(one) for one in found], found
 
 
 def _parser() -> Parser:
@@ -75,7 +85,7 @@ def _parser() -> Parser:
     add_run(parser)
     parser.add_argument("--rank", metavar="RANKS", default="", help="only these ranks, such as 0,3-7")
     parser.add_argument(
-        "--node", metavar="NODE", default="", help="of this node (a name, or `all`), its last lines"
+        "--node", metavar="NODE", default="", help="only of this node, by its name [all nodes of the job]"
     )
     parser.add_argument("--attempt", metavar="K", type=int, help="only this start [the latest]")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines until the run ends")
@@ -140,6 +150,15 @@ def _written(path: str) -> float:
         return 0.0
 
 
+class ShownLine(NamedTuple):
+    """A line of a worker; `host`: in a job of several nodes."""
+
+    host: str
+    rank: int
+    stream: str
+    text: str
+
+
 class LogReader:
     """New whole lines of one file, from its begin on."""
 
@@ -165,62 +184,107 @@ class LogReader:
             yield rest.decode("utf-8", "replace")
 
 
-def _show(
-    run: RunFile,
-    ranks: set[int] | None,
-    attempt: int | None,
-    since: float | None,
-    wanted: re.Pattern[str] | None,
-    follow: bool,
-) -> int:
-    readers: dict[str, LogReader] = {}
-    look_at, ended = 0.0, False
+class RunReader:
+    """The files of this machine: of the latest start of each node, and of every start that comes."""
+
+    def __init__(
+        self,
+        runs: Sequence[RunFile],
+        ranks: set[int] | None,
+        attempt: int | None,
+        since: float | None,
+        node: str,
+    ) -> None:
+        self._runs, self._ranks, self._attempt, self._since = runs, ranks, attempt, since
+        self._node = node
+        self._readers: dict[str, tuple[str, LogReader]] = {}  # with the node, where there are several
+        self.several = len(runs) > 1
+
+    def look(self) -> bool:
+        """Find new files; whether a node of this machine still runs."""
+        here = agents_of(self._runs[0].run)
+        running = {(one.job.pid, one.job.run): run_of(one) for one in here}
+        self.several |= any(len(one.job.nodes) > 1 for one in here)
+        for run in self._runs:
+            if self._node in ("", "all", run.host):
+                now = running.get((run.pid, run.run), run)  # ranks may change with every round
+                for log in chosen(now, self._ranks, self._attempt, None if self._readers else self._since):
+                    self._readers.setdefault(log.path, (run.host, LogReader(log)))
+        return any((run.pid, run.run) in running for run in self._runs)
+
+    def lines(self, last: bool) -> Iterator[ShownLine]:
+        """What is new."""
+        for host, reader in self._readers.values():
+            for line in reader.lines(last):
+                yield ShownLine(host * self.several, reader.log.rank, reader.log.stream, line)
+
+    def __bool__(self) -> bool:
+        return bool(self._readers)
+
+
+class RemoteLogs:
+    """The logs of the nodes on other machines, through the agent of this one."""
+
+    def __init__(self, here: Sequence[LocalAgent], ranks: set[int] | None, node: str) -> None:
+        self._agent, self._node = here[0], node
+        self._request: dict[str, Any] = {"ask": "read_logs", "all": True, "whole": True}
+        self._request["not"] = [one.job.id for one in here if one.job.id]
+        if ranks is not None:
+            self._request["ranks"] = sorted(ranks)
+        self._places: dict[str, list[Any]] = {}
+        self.hosts: set[str] = set()
+        """The nodes that have sent something."""
+
+    def lines(self) -> list[ShownLine]:
+        """What is new; empty without an answer."""
+        answer = put(self._agent, {**self._request, "places": self._places}, _PATIENCE)
+        found = []
+        for told in answer.get("peers") or []:
+            for log in told.get("logs") or [] if isinstance(told, dict) else []:
+                match log:
+                    case {
+                        "host": str(host),
+                        "rank": int(rank),
+                        "stream": str(stream),
+                        "file": str(file),
+                        "next": int(place),
+                        "text": str(text),
+                    }:
+                        self.hosts.add(host)
+                        self._places[f"{rank}/{stream}"] = [file, place]
+                        if self._node in ("", "all", host):
+                            lines = text.split("\n")
+                            whole = lines[:-1] if not lines[-1] else lines
+                            found += [ShownLine(host, rank, stream, one) for one in whole]
+        return found
+
+
+def _show(reader: RunReader, others: RemoteLogs | None, wanted: re.Pattern[str] | None, follow: bool) -> bool:
+    """Print what there is, and with `follow` what comes, until the job has ended; whether there was a log."""
+    look_at, ask_at, ended, shown = 0.0, 0.0, False, False
     while True:
         now = time.monotonic()
         if now >= look_at:
             look_at = now + _LOOK
-            for log in chosen(run, ranks, attempt, since if not readers else None):
-                readers.setdefault(log.path, LogReader(log))
-            ended = not follow or not is_alive(run)
-        for reader in readers.values():
-            for line in reader.lines(last=ended):
-                _print(reader.log.rank, reader.log.stream, line, wanted)
+            ended = not reader.look() or not follow
+        lines = list(reader.lines(ended))
+        if others is not None and (now >= ask_at or ended):
+            new = others.lines()
+            # Nothing new is asked for less often; what is long comes at once.
+            ask_at = 0.0 if len(new) > _MANY and not ended else time.monotonic() + _ASK
+            lines += new
+        for line in lines:
+            _print(line, wanted)
+        shown = shown or bool(lines)
         sys.stdout.flush()
         if ended:
-            break
-        if select.select([], [], [], _POLL)[0]:
-            break
-    if not readers:
-        write_stderr(
-            "phalanx logs: no such log: output that is not redirected (--tee, --redirects) is not kept\n"
-        )
-    return 0 if readers else 1
+            return shown or bool(reader)
+        time.sleep(0.0 if not ask_at else _POLL)
 
 
-def _print(rank: int, stream: str, line: str, wanted: re.Pattern[str] | None, host: str = "") -> None:
+def _print(shown: ShownLine, wanted: re.Pattern[str] | None) -> None:
+    host, rank, stream, line = shown
     if wanted is None or wanted.search(line):
         mark = "!" if stream == "stderr" else " "
         where = f"{printable(host)} " if host else ""
         print(f"[{where}{rank}]{mark} {printable(line.replace(chr(13), chr(10))).replace(chr(10), ' ⏎ ')}")
-
-
-def _show_remote(answer: dict[str, Any], node: str, wanted: re.Pattern[str] | None) -> int:
-    """The ends of the logs that the nodes have sent."""
-    told = [answer, *(one for one in answer.get("peers") or [] if isinstance(one, dict))]
-    logs = [log for one in told for log in one.get("logs") or [] if isinstance(log, dict)]
-    shown = 0
-    for log in logs:
-        host, rank, stream, text = (log.get(key) for key in ("host", "rank", "stream", "text"))
-        if type(rank) is not int or not all(isinstance(one, str) for one in (host, stream, text)):
-            continue
-        if node not in ("all", host):
-            continue
-        shown += 1
-        for line in str(text).splitlines():
-            _print(rank, str(stream), line, wanted, str(host))
-    if not shown:
-        hosts = sorted({str(log.get("host")) for log in logs})
-        write_stderr(
-            f"phalanx logs: no logs of {printable(node)}; there are some of: {' '.join(hosts) or 'no node'}\n"
-        )
-    return 0 if shown else 1

@@ -453,9 +453,9 @@ def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:
     if agent.supervision is not None and agent.supervision.incidents.findings:
         report = {**report, "watch": agent.supervision.incidents.findings}
     if agent.history.is_known:
-        from phalanx.agent.node_view import ledger
+        from phalanx.observe.run_summary import ledger
 
-        report = {**report, "goodput": ledger(agent.history.totals())}
+        report = {**report, "goodput": ledger(agent)}
     path = os.path.join(directory, "failure.json")
     try:
         with open(path, "w") as file:

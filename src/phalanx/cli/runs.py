@@ -46,15 +46,19 @@ def one_run(word: str) -> tuple[RunFile, LocalAgent | None]:
     """The latest run that fits, and its agent if it runs."""
     alive = agents(word)
     if alive:
-        agent = alive[-1]
-        job = agent.job
-        ranks = [worker.rank for worker in sorted(job.workers, key=lambda one: one.local_rank)]
-        return RunFile(job.run, job.name, job.host, job.pid, job.since, job.logs, ranks=ranks), agent
+        return run_of(alive[-1]), alive[-1]
     ended = [run for run in runs(variables()) if run.run.startswith(word) or run.name == word]
     if not ended:
         what = f"no run {word!r}" if word else "no run"
         raise NoSuchRun(f"{what} of this user is known on this machine; see phalanx list")
     return ended[-1], None
+
+
+def run_of(agent: LocalAgent) -> RunFile:
+    """A run that goes on, as the registry would have it."""
+    job = agent.job
+    ranks = [worker.rank for worker in sorted(job.workers, key=lambda one: one.local_rank)]
+    return RunFile(job.run, job.name, job.host, job.pid, job.since, job.logs, ranks=ranks)
 
 
 def request(agent: LocalAgent, what: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def jobs() -> list[dict[str, Any]]:
 
 def with_peers(run: str) -> list[LocalAgent]:
     """The agents with this run; the first of each job has the nodes that are on other machines as peers."""
-    found = agents(run, {"ask": "status", "all": True} if run else None)
+    found = agents(run, {"ask": "status", "gpus": True, **({"all": True} if run else {})})
     local = {(agent.job.run, agent.job.pid, agent.job.id) for agent in found}
     known: set[str] = set()
     for agent in found:
@@ -60,16 +60,4 @@ def with_peers(run: str) -> list[LocalAgent]:
         first = job.run not in known
         job.peers = [one for one in job.peers if first and (one.run, one.pid, one.id) not in local]
         known.add(job.run)
-    add_devices(found)
     return found
-
-
-def add_devices(found: Sequence[LocalAgent]) -> None:
-    """What the workers of this machine use of its devices; other nodes' are not known here."""
-    from phalanx.observe.gpus import by_process
-    from phalanx.observe.snapshot import GpuSnapshot
-
-    used = by_process() if any(agent.job.workers for agent in found) else {}
-    for agent in found if used else ():
-        for worker in agent.job.workers:
-            worker.gpus = [GpuSnapshot(**device) for device in used.get(worker.pid or -1, [])]

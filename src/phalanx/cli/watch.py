@@ -299,7 +299,6 @@ def watch(run: str) -> int:
     import tty
 
     from phalanx.cli.runs import NoSuchRun, running
-    from phalanx.cli.status import add_devices
     from phalanx.environment import allows_colour
     from phalanx.observe.local_agents import agents
 
@@ -321,8 +320,7 @@ def watch(run: str) -> int:
             now = time.monotonic()
             if now >= ask_at and not view.paused:
                 ask_at = now + _EVERY
-                told = agents(chosen, {"ask": "status", "all": True})
-                add_devices(told[:1])
+                told = agents(chosen, {"ask": "status", "all": True, "gpus": True})
                 job, why = (told[0].job, "") if told else (None, f"run {chosen} has ended; q ends this view")
             size = shutil.get_terminal_size((80, 24))
             lines = screen(job, view, size.columns, size.lines, why)

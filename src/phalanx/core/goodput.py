@@ -32,6 +32,7 @@ from phalanx.core.record import Record
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
     from phalanx.core.incidents import Incident
 
@@ -117,6 +118,18 @@ class GoodputTotals(Record):
         total = self.total
         return self.seconds[PRODUCTIVE] / total if total > 0 else 1.0
 
+    def as_dict(self) -> dict[str, Any]:
+        """Rounded, as plain values."""
+        return {
+            "ranks": self.ranks,
+            "goodput": round(self.ratio, 6),
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "lost": {
+                str(number): {name: round(value, 3) for name, value in parts.items()}
+                for number, parts in self.lost.items()
+            },
+        }
+
     def __add__(self, other: GoodputTotals) -> GoodputTotals:
         """Of both nodes together; incidents are those of the first, because each node numbers its own.
 
@@ -128,6 +141,31 @@ class GoodputTotals(Record):
             for number, parts in self.lost.items()
         }
         return GoodputTotals(self.ranks + other.ranks, seconds, lost)
+
+
+def read_totals(found: object) -> GoodputTotals | None:
+    """What `as_dict` made, from another process; None for anything else."""
+    if not isinstance(found, dict):
+        return None
+    ranks, seconds, lost = found.get("ranks"), _figures(found.get("seconds"), CATEGORIES), found.get("lost")
+    if type(ranks) is not int or not 0 <= ranks < 1 << 32 or seconds is None or not isinstance(lost, dict):
+        return None
+    by_incident = {}
+    for number, parts in list(lost.items())[: _KEPT + 2]:
+        figures = _figures(parts, BY_INCIDENT)
+        if figures is None or not number.lstrip("-").isdecimal() or len(number) > 18:
+            return None
+        by_incident[int(number)] = figures
+    return GoodputTotals(ranks, seconds, by_incident)
+
+
+def _figures(found: object, names: Sequence[str]) -> dict[str, float] | None:
+    if not isinstance(found, dict):
+        return None
+    figures = {name: found.get(name, 0.0) for name in names}
+    if all(type(value) in (int, float) and 0.0 <= value < 1e15 for value in figures.values()):
+        return {name: float(value) for name, value in figures.items()}
+    return None
 
 
 # ---- one rank in one start ---------------------------------------------------------------------------

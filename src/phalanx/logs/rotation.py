@@ -279,6 +279,19 @@ def read_log(path: str, at: int) -> tuple[int, bytes]:
             return at, data
 
 
+def end_of_log(path: str) -> int:
+    """The length of the whole output so far."""
+    while True:
+        parts = parts_of(path)
+        ended = max((start for start, (_, size) in parts.items() if not size), default=0)
+        try:
+            length = os.stat(path, follow_symlinks=False).st_size
+        except OSError:
+            length = 0
+        if parts_of(path).keys() == parts.keys():
+            return ended + length
+
+
 def _read(path: str, start: int, at: int) -> bytes:
     """A block of a file that begins at `start` of the whole output."""
     try:

@@ -29,13 +29,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
+    from msgspec import Raw
+
     from phalanx.agent.spec import WorkerSpec
+    from phalanx.core.goodput import GoodputTotals
     from phalanx.core.group import Ending
     from phalanx.core.ranks import WorkerRanks
     from phalanx.core.restarts import RestartPolicy
     from phalanx.core.round_records import HostRecord, Round
     from phalanx.errors import RendezvousError
     from phalanx.membership.elastic import ElasticInfo, ElasticRendezvous
+    from phalanx.membership.job_goodput import JobGoodput, NodeGoodput
     from phalanx.membership.membership import Membership
     from phalanx.membership.membership_events import Happening
 
@@ -77,6 +81,14 @@ class ElasticNodes:
         self.error: RendezvousError | None = None  # what ended it here, where no worker did
         self.on_request: RequestHandler | None = None
         membership.on_request = self._requested
+        self.on_end: Callable[[], NodeGoodput | None] | None = None
+
+    @property
+    def job_goodput(self) -> JobGoodput | None:
+        return self._membership.job_goodput
+
+    def keep_goodput(self, totals: GoodputTotals) -> None:
+        self._membership.keep_goodput(totals)
 
     @property
     def waiting(self) -> str:
@@ -107,11 +119,10 @@ class ElasticNodes:
             "spare": membership.is_spare,
             "operations": membership.operations,
             "quarantine": membership.quarantine(),
+            "holds_store": membership.hosting,
         }
 
-    def ask(
-        self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
-    ) -> None:
+    def ask(self, request: dict[str, Any], timeout: float, then: Callable[[list[Raw], int], None]) -> None:
         import threading
 
         from phalanx.errors import StoreError
@@ -120,7 +131,7 @@ class ElasticNodes:
         membership, client = self._membership, self._membership.client
 
         def run() -> None:
-            answers: list[dict[str, Any]] = []
+            answers: list[Raw] = []
             silent = 0
             if client is not None and membership.participant is not None:
                 try:
@@ -234,6 +245,8 @@ class ElasticNodes:
 
         self._parted = True
         self._farewells += 1
+        if self.on_end is not None:
+            self._membership.shares_goodput, self._membership.goodput = True, self.on_end()
 
         def run() -> None:
             try:

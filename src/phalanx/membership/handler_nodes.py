@@ -18,11 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
+    from msgspec import Raw
+
     from phalanx.agent.spec import WorkerSpec
+    from phalanx.core.goodput import GoodputTotals
     from phalanx.core.group import Ending
     from phalanx.core.ranks import WorkerRanks
     from phalanx.core.round_records import HostRecord
     from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
+    from phalanx.membership.job_goodput import JobGoodput, NodeGoodput
 
     RequestHandler = Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]
 
@@ -34,6 +38,8 @@ class HandlerNodes:
     has_meeting = False
     waiting = ""
     job_failure: tuple[str, int] | None = None
+    job_goodput: JobGoodput | None = None
+    on_end: Callable[[], NodeGoodput | None] | None = None
 
     def __init__(
         self,
@@ -78,10 +84,11 @@ class HandlerNodes:
     def place(self) -> dict[str, Any]:
         return {}
 
-    def ask(
-        self, request: dict[str, Any], timeout: float, then: Callable[[list[dict[str, Any]], int], None]
-    ) -> None:
+    def ask(self, request: dict[str, Any], timeout: float, then: Callable[[list[Raw], int], None]) -> None:
         then([], 0)
+
+    def keep_goodput(self, totals: GoodputTotals) -> None:
+        """There is no place for it."""
 
     def drain(self) -> str:
         self._post(events.RoundFailed("graceful", "drained on request"))

@@ -57,10 +57,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
+    from phalanx.core.goodput import GoodputTotals
     from phalanx.core.participant_events import Action, Event
     from phalanx.core.round_records import HostRecord, Round
     from phalanx.core.rounds import Options
     from phalanx.core.store_commands import Command, Notice, Reply
+    from phalanx.membership.job_goodput import JobGoodput, NodeGoodput
     from phalanx.membership.master_port import MasterPort
     from phalanx.membership.membership_events import Happening
     from phalanx.membership.name_lookup import NameLookup
@@ -147,6 +149,12 @@ class Membership:
             self._request,
             lambda value: self._calls.put(lambda: self._answer(value)),
         )
+        self.goodput: NodeGoodput | None = None
+        """This node's ledger at its end; set before `release`, by an agent that has one."""
+        self.shares_goodput = False
+        self.job_goodput: JobGoodput | None = None
+        """That of the whole job, where it is known, once released."""
+        self._rank = -1  # in the last round
         self._wants_close = ""  # requested before this node knew which job is its own
         self._released = False
         self._status_watched = False
@@ -217,6 +225,10 @@ class Membership:
         """A host of a round is slow, and is to be replaced where there is a spare; empty: no longer."""
         key = f"{self.options.prefix}slow/{number}/{host}"
         self._calls.put(lambda: self._send(Put(key, why.encode()) if why else Delete(key)))
+
+    def keep_goodput(self, totals: GoodputTotals) -> None:
+        """This node's ledger so far, for the total of the job, should the node be lost."""
+        self._calls.put(lambda: self._keep_goodput(totals))
 
     @property
     def lease_age(self) -> float | None:
@@ -633,7 +645,7 @@ class Membership:
             self._hand(start, *found, None)
 
     def _hand(self, start: StartRound, address: str, port: int, served: Any) -> None:
-        self._coming, self._handed = None, start
+        self._coming, self._handed, self._rank = None, start, start.place.rank
         self._finished_by = None
         if self._status_watched:
             self._status_watched = False
@@ -748,6 +760,37 @@ class Membership:
             key = told_prefix(self.settings.run_id) + self.info.id
             self._send(Put(key, value, self.participant.lease))
 
+    # The goodput of the job
+
+    def _keep_goodput(self, totals: GoodputTotals) -> None:
+        from phalanx.membership.job_goodput import encode_ledger, ledgers_prefix
+
+        if self.participant is not None and not self.ended.is_set():
+            value = encode_ledger(self.participant.job, totals, final=False)
+            self._send(Put(ledgers_prefix(self.settings.run_id) + self.info.id, value))
+
+    def _exchange_goodput(self, client: Client, participant: Participant) -> None:
+        """Give this node's ledger and learn that of the job, while all nodes are there.
+
+        The host of a store that leaves takes the job with it: it adds up what the others left behind."""
+        end = participant.ended
+        over = end is not None and end.outcome in ("succeeded", "failed", "closed")
+        own = self.goodput
+        if self._rank < 0 or not participant.lease or (own is None and self._rank):
+            return
+        from phalanx.membership.job_goodput import GoodputExchange, exchange
+
+        here = GoodputExchange(client, self.settings.run_id, self.info.id, participant.job)
+        if over and self._rank == 0:
+            self.job_goodput = exchange(lambda: here.collect(own, self.options.prefix + "node/"))
+        elif own is not None and over:
+            self.job_goodput = exchange(lambda: here.receive(own))
+        elif own is not None and self.hosting:
+            self._wait_for_the_others(client, participant)
+            self.job_goodput = exchange(lambda: here.collect(own))
+        elif own is not None:
+            exchange(lambda: here.part(own))
+
     # Reporting
 
     @property
@@ -790,6 +833,8 @@ class Membership:
             return
         if participant.ended is not None and participant.ended.outcome == "store":
             return  # it has been silent for long enough
+        if self.shares_goodput and self.options.max_nodes > 1:
+            self._exchange_goodput(client, participant)
         if self.hosting:
             # With its key the host is still part of the ending job: a newcomer sees the end, and does not
             # begin a new job at a store that is about to close.

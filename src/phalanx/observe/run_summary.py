@@ -26,15 +26,28 @@ def tells(agent: LocalElasticAgent) -> bool:
 
 
 def line(agent: LocalElasticAgent) -> str:
-    """`goodput 97.3 %: 41 s lost to 3 restarts, 12 s to a hang`; of several nodes, that of this one."""
+    """`goodput 97.3 %: 41 s lost to 3 restarts, 12 s to a hang`: of the job, or of this node if that is all
+    that is known."""
     from phalanx.core.goodput import goodput_line
 
+    if agent.job_goodput is not None:
+        return agent.job_goodput.line
     text = goodput_line(agent.history.totals(), agent.history.incidents())
     current = agent.state.round
     if current is not None and len(current.members) > 1:
         head, colon, rest = text.partition(":")
         return f"{head} on {agent.host}{colon}{rest}"
     return text
+
+
+def ledger(agent: LocalElasticAgent) -> dict[str, Any]:
+    """The ledger of the job as plain values; `node`: of this node alone, `nodes`: how many it is made of."""
+    own, job = agent.history.totals().as_dict(), agent.job_goodput
+    if job is None:
+        current = agent.state.round
+        alone = current is None or len(current.members) < 2
+        return {**own, "of": "job" if alone else "node", "nodes": 1}
+    return {**job.totals.as_dict(), "of": "job", "nodes": job.nodes, "lost_nodes": job.lost, "node": own}
 
 
 def describe(agent: LocalElasticAgent, since: float) -> dict[str, Any]:
@@ -52,15 +65,13 @@ def describe(agent: LocalElasticAgent, since: float) -> dict[str, Any]:
 
 def conclude(agent: LocalElasticAgent, since: float, outcome: str, exit_code: int) -> dict[str, Any]:
     """The same at its end."""
-    from phalanx.agent.node_view import ledger
-
     return {
         **describe(agent, since),
         "until": time.time(),
         "outcome": outcome,
         "exit_code": exit_code,
         "restarts": agent.attempt,
-        "goodput": ledger(agent.history.totals()),
+        "goodput": ledger(agent),
         "line": line(agent),
         "incidents": [one.as_dict() for one in agent.history.incidents()],
     }
@@ -68,7 +79,8 @@ def conclude(agent: LocalElasticAgent, since: float, outcome: str, exit_code: in
 
 def in_short(run: dict[str, Any]) -> dict[str, Any]:
     """The same without what grows with the number of incidents, for the registry."""
-    return {**run, "incidents": [], "goodput": {**run["goodput"], "lost": {}}}
+    goodput = {name: value for name, value in run["goodput"].items() if name != "node"}
+    return {**run, "incidents": [], "goodput": {**goodput, "lost": {}}}
 
 
 def keep(run: dict[str, Any]) -> None:

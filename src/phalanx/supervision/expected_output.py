@@ -4,6 +4,10 @@ A regular expression can take for ever on an unlucky line, and Python's engine d
 run meanwhile. So it runs in another process (pattern_process.py), which reads the log files by itself: the
 agent neither copies the output for it nor wakes up for a match. Matches are in a page of shared memory, read
 when a deadline arrives; a value that is not finite, and the end of the process, make a pipe readable.
+
+The silence of that process says nothing about the job. When a match is overdue, the process is asked, and
+counts only once it has searched everything that was written before the question. One that neither answers nor
+gets on with its work for a while (it was stopped, or starves) is replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
 
-PAGE = struct.Struct("=dQQ")  # when a line last matched, how many have, whether output waits to be read
+PAGE = struct.Struct("=dQQ")  # when a line last matched, blocks that were searched, questions answered
 TASK = 4096  # from here on: what to search for, as JSON
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _COMMAND = (
@@ -28,6 +32,9 @@ _COMMAND = (
     "from phalanx.supervision.pattern_process import main; main(int(sys.argv[2]))"
 )
 _LONGEST_NEWS = 8192
+_SILENT = 4.0  # seconds without an answer or a searched block, after which the process is replaced
+_REPLACEMENTS = 3  # in a row, before the search is given up
+_AGAIN = 1.0  # seconds until the next look at a question that is not answered
 
 
 class ExpectedOutput:
@@ -37,21 +44,26 @@ class ExpectedOutput:
         self, pattern: str, finite: bool, files: list[tuple[int, str]], note: Callable[[str], None]
     ) -> None:
         """`files`: the global rank and the path of every log."""
+        import json
+
         self._note = note
         self._page = anonymous_file("phalanx-expect")
-        os.pwrite(self._page, PAGE.pack(0.0, 0, 1), 0)  # as long as it starts, everything waits
+        os.pwrite(self._page, PAGE.pack(0.0, 0, 0), 0)
+        task = {"pattern": pattern, "finite": finite, "files": files}
+        os.pwrite(self._page, json.dumps(task).encode(), TASK)
         self._news = b""
         self._bad: tuple[int, str] | None = None
+        self._told: set[int] = set()  # ranks whose bad value was taken in; a new process finds it again
         self._process: subprocess.Popen[bytes] | None = None
-        self._start(pattern, finite, files)
+        self._asked, self._asked_at = 0, 0.0  # questions to this process, and when the last one was put
+        self._seen, self._seen_at = (0, 0), 0.0  # what it had done, and when that last changed
+        self._replaced = 0
+        self._start()
 
-    def _start(self, pattern: str, finite: bool, files: list[tuple[int, str]]) -> None:
-        import json
+    def _start(self) -> None:
         import subprocess
 
-        os.pwrite(
-            self._page, json.dumps({"pattern": pattern, "finite": finite, "files": files}).encode(), TASK
-        )
+        self._asked, self._asked_at, self._news = 0, 0.0, b""
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _COMMAND, _PACKAGE, str(self._page)],
@@ -65,8 +77,9 @@ class ExpectedOutput:
         except OSError as error:
             self._give_up(f"its process cannot be started: {error.strerror}")
             return
-        assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
         self._process = process
 
     def fileno(self) -> int:
@@ -79,10 +92,61 @@ class ExpectedOutput:
         """Whether the output is searched."""
         return self._process is not None
 
-    def matched(self) -> tuple[float, bool]:
-        """When a line last matched (0.0: none has), and whether output is waiting to be searched."""
-        at, _count, busy = PAGE.unpack(os.pread(self._page, PAGE.size, 0))
-        return at, bool(busy)
+    def matched(self) -> float:
+        """When a line last matched; 0.0: none has."""
+        return float(self._read_page()[0])
+
+    def _read_page(self) -> tuple[float, int, int]:
+        at, blocks, answered = PAGE.unpack(os.pread(self._page, PAGE.size, 0))
+        return at, blocks, answered
+
+    def last_match(self, now: float, since: float, every: float | None) -> float:
+        """When a line last matched, `since` at the earliest; not longer ago than `every` seconds unless it is
+        known that everything has been searched."""
+        at = max(self.matched(), since)
+        if every is None or now < at + every:
+            return at
+        if not self.searched(now, at + every):
+            return now + _AGAIN - every
+        return max(self.matched(), since)
+
+    def searched(self, now: float, then: float) -> bool:
+        """Whether everything that was written before `then` has been searched; asks, if need be."""
+        if self._process is None:
+            return True
+        _at, blocks, answered = self._read_page()
+        if answered >= self._asked:
+            if self._asked_at >= then:
+                self._replaced = 0
+                return True
+            self._ask(now)
+        if (blocks, answered) != self._seen:
+            self._seen, self._seen_at = (blocks, answered), now
+        elif now >= self._seen_at + _SILENT:
+            self._replace(now)
+        return False
+
+    def _ask(self, now: float) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            os.write(self._process.stdin.fileno(), b"?")
+        except OSError:
+            return  # it has ended, which `look` will find
+        self._asked += 1
+        self._asked_at, self._seen_at = now, now
+
+    def _replace(self, now: float) -> None:
+        self._replaced += 1
+        if self._replaced > _REPLACEMENTS:
+            self._give_up("its process does not answer")
+            return
+        silent = f"the process that searches the output did not answer for {_SILENT:g} s"
+        self._note(f"--expect: {silent}: replaced")
+        self._end()
+        os.pwrite(self._page, PAGE.pack(self.matched(), 0, 0), 0)
+        self._start()
+        self._seen, self._seen_at = (0, 0), now
 
     def look(self) -> bool:
         """Take in the news; whether there is any."""
@@ -107,7 +171,9 @@ class ExpectedOutput:
         kind, _, rest = news.partition(" ")
         if kind == "value":
             rank, _, line = rest.partition(" ")
-            self._bad = self._bad or (int(rank), line)
+            if int(rank) not in self._told:
+                self._told.add(int(rank))
+                self._bad = self._bad or (int(rank), line)
         elif kind == "slow":
             self._give_up(f"the pattern takes too long on a line of rank {rest}; use a simpler one")
 

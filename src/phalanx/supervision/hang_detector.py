@@ -260,13 +260,9 @@ class HangDetector:
 
         With several nodes it is expected from the first match on: often, only one rank prints it.
         """
-        at, busy = expected.matched()
-        if not at and (self._group.group_world_size or 1) > 1:
+        if not expected.matched() and (self._group.group_world_size or 1) > 1:
             return None
-        at = max(at, self._started_at)
-        if busy and policy.expect_every is not None:  # what was written lately has not been searched
-            at = max(at, now + 1.0 - policy.expect_every)
-        return at
+        return expected.last_match(now, self._started_at, policy.expect_every)
 
     def _finished(self) -> tuple[int, ...]:
         """The global ranks of this node that have succeeded."""

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import time
-from select import POLLIN, poll
+from select import POLLHUP, POLLIN, poll
 from typing import Any
 
 from phalanx.core.progress import is_finite
@@ -82,8 +82,9 @@ class PatternSearch:
         self._pattern = re.compile(task["pattern"])
         self._finite = task["finite"]
         self._files = [SearchedFile(rank, path) for rank, path in task["files"]]
-        self._count = 0
-        self._at = 0.0
+        self._blocks = 0
+        self._asked = self._answered = 0
+        self._at: float = PAGE.unpack(os.pread(page, PAGE.size, 0))[0]  # of a process that this one replaces
         self._told: set[int] = set()  # ranks whose bad value is known
 
     def run(self) -> None:
@@ -98,22 +99,30 @@ class PatternSearch:
             armed = [self._arm(watcher, file) for file in self._files]
             self._search()
             for fd, _ in waits.poll(None if all(armed) else 1000):
-                if fd == 0 and not os.read(0, 4096):
+                if fd == 0 and not self._hear():
                     return  # the agent has ended
             watcher.read()
-            if pause.poll(_LINGER * 1000) and not os.read(0, 4096):
+            if self._asked == self._answered and pause.poll(_LINGER * 1000) and not self._hear():
                 return
+
+    def _hear(self) -> bool:
+        """Take questions in: they are answered when the files have been searched once more."""
+        questions = len(os.read(0, 4096))
+        self._asked += questions
+        return questions > 0
 
     def _arm(self, watcher: Watcher, file: SearchedFile) -> bool:
         file.open()
         return file.fd >= 0 and watcher.watch_file(file.fd, file.path) >= 0
 
     def _search(self) -> None:
-        self._publish(busy=1)
-        left = list(self._files)
+        asked, left = self._asked, list(self._files)
         while left:
             left = [file for file in left if self._search_block(file)]
-        self._publish(busy=0)
+        answers, self._answered = asked > self._answered, asked
+        self._publish()
+        if answers:
+            _say("searched")
 
     def _search_block(self, file: SearchedFile) -> bool:
         lines = file.lines()
@@ -124,7 +133,6 @@ class PatternSearch:
             for line in lines:
                 found = self._pattern.search(line)
                 if found is not None:
-                    self._count += 1
                     self._at = time.monotonic()
                     if self._finite and not is_finite(_value(found)):
                         self._tell_value(file.rank, line)
@@ -133,7 +141,8 @@ class PatternSearch:
             raise
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-        self._publish(busy=1)
+        self._blocks += 1
+        self._publish()
         return True
 
     def _tell_value(self, rank: int, line: str) -> None:
@@ -141,8 +150,8 @@ class PatternSearch:
             self._told.add(rank)
             _say(f"value {rank} {''.join(c if c.isprintable() else ' ' for c in line[:_SHOWN])}")
 
-    def _publish(self, busy: int) -> None:
-        os.pwrite(self._page, PAGE.pack(self._at, self._count, busy), 0)
+    def _publish(self) -> None:
+        os.pwrite(self._page, PAGE.pack(self._at, self._blocks, self._answered), 0)
 
 
 def _value(found: re.Match[str]) -> str:
@@ -162,7 +171,7 @@ def main(page: int) -> None:
     die_with_parent()
     parent = poll()
     parent.register(0, POLLIN)
-    if parent.poll(0):
+    if any(events & POLLHUP for _, events in parent.poll(0)):
         return  # it has ended before that
     signal.signal(signal.SIGPROF, _too_slow)
     task = json.loads(os.pread(page, os.fstat(page).st_size, TASK))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import time
 from typing import Any
 
 from phalanx.agent.status import user_of
@@ -46,9 +47,8 @@ class AgentLink:
             return bytes(data)
 
     def time_used(self) -> float:
-        """Seconds of processor time that the agent's loop has used so far; 0 where that is not known."""
+        """Seconds of processor time that the agent has used so far; 0 where that is not known."""
         try:
-            with open(f"/proc/{self._pid}/task/{self._pid}/schedstat") as file:
-                return int(file.read().split()[0]) / 1e9
-        except (OSError, ValueError, IndexError):
+            return time.clock_gettime((~self._pid << 3) | 2)  # Linux: the clock of another process
+        except OSError:
             return 0.0

@@ -1,7 +1,7 @@
 """Asks the agent while somebody looks, and tells every viewer what has changed since the last event.
 
 One look serves all viewers. Its price is kept below one percent of a processor: the time between two looks is
-125 times what the last ones cost the agent's loop, within bounds. Nobody looking: no question, and no
+250 times what the last ones cost the agent, within bounds. Nobody looking: no question, and no
 task of this process that wakes up.
 
 A viewer has no queue: it gets the sections that are newer than the last event it took, so that a slow one
@@ -26,7 +26,7 @@ from phalanx.web.dashboard.rate_history import RateHistory
 VIEWERS = 64
 """Viewers at a time; one more ends the oldest."""
 _SOONEST, _LATEST = 1.0, 15.0  # seconds between two looks
-_SHARE = 125.0
+_SHARE = 250.0
 _SILENCE = 15.0  # seconds without an event, after which a comment shows that the connection lives
 
 
@@ -90,13 +90,14 @@ class JobFeed:
         self._looked_at = time.monotonic()
         before = self.source.time_used()
         try:
-            job = snapshot.decode(await self.source.ask({"ask": "status", "all": True}))
+            job = snapshot.decode(await self.source.ask({"ask": "status", "all": True, "gpus": True}))
         except (AgentGone, *snapshot.READABLE) as error:
             await self._publish({"link": {"lost": str(error)[:200]}})
             return
-        # The mean of the last looks: one that fell together with other work of the loop counts less.
-        self._cost = 0.7 * self._cost + 0.3 * (self.source.time_used() - before)
         await self.take(job)
+        # Now, that the agent has put the answer away. The mean of the last looks: one that fell together with
+        # other work of the agent counts less.
+        self._cost = 0.7 * self._cost + 0.3 * (self.source.time_used() - before)
 
     async def take(self, job: JobSnapshot) -> None:
         """Publish a snapshot."""

@@ -20,7 +20,7 @@ RANKS = 32
 """Ranks that one stream follows."""
 STREAMS = 16
 """Streams at a time; one more ends the oldest."""
-_SOONEST, _LATEST, _SHARE = 0.5, 4.0, 200.0
+_SOONEST, _LATEST, _SHARE = 0.5, 4.0, 250.0
 _LONGEST_LINE = 8192
 _SILENCE = 15.0
 
