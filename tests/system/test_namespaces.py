@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import pytest
 
 from phalanx.core.exit_codes import NO_MEETING
 from tests.conftest import HUNG, gone, wait_until
-from tests.support.netns import Host, Job, Network, free_port, possible
+from tests.support.netns import Host, Job, Network, free_port, possible, tell
 from tests.support.run_helpers import all_gone
 from tests.system.test_cluster import everybody, succeed
 
@@ -208,6 +209,28 @@ def test_an_agent_killed_on_its_host_is_noticed_without_waiting_for_its_lease(tm
         again = everybody(nodes[:2], 2)  # within HUNG, far below the lease
         wait_until(lambda: gone(workers[2].pid), "the end of the orphan")
         succeed(nodes[:2], again)
+
+
+@hosts_possible
+def test_a_host_whose_address_has_changed_serves_the_next_round_at_the_new_one(tmp_path: Path) -> None:
+    """Rank 0 joined with an address that is gone; it need not leave, nor need the job end."""
+    with three_hosts(tmp_path, "2", conf="ttl=6") as (network, job):
+        here, old = network.hosts["b"], "10.77.0.99"
+        inside = ("ip", "-n", here.namespace)
+        for words in (
+            f"addr add {old}/24 dev eth0",
+            f"route add {network.hosts['a'].address} dev eth0 src {old}",
+        ):
+            subprocess.run([*inside, *words.split()], check=True)
+        nodes = [job.node("last", "--max-restarts", "1", host=network.hosts["a"])]
+        nodes.append(job.node("first", "--max-restarts", "1", host=here))
+        workers = everybody(nodes, 2)
+        assert {w.address for w in workers} == {old}
+        subprocess.run([*inside, *f"addr del {old}/24 dev eth0".split()], check=True)
+        tell(workers[1:], signal.SIGUSR2)
+        again = everybody(nodes, 2)
+        assert {w.address for w in again} == {here.address}
+        succeed(nodes, again)
 
 
 class SlowLine(threading.Thread):

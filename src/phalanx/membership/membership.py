@@ -605,14 +605,11 @@ class Membership:
         if start.place.rank:
             self._meet()
             return
-        address = self.settings.host if self._master is not None else self.info.addr
         try:
-            if self._master is not None:
-                served, port = None, self._master.new_round(self._shares_port)
-            else:
-                served, port = self.open_meeting(listening_address(address))
+            address, port, served = self._open_place()
         except OSError as error:
-            text = f"cannot serve the workers' store on {address}: {error}; name another with --local-addr"
+            where = self.settings.host if self._master is not None else self.info.addr
+            text = f"cannot serve the workers' store on {where}: {error}; name another with --local-addr"
             self._report(number, NodeFailure(text, final="a wrong address stays wrong"), start, unfit=True)
             if not self.hosting:
                 self._unfit = text
@@ -627,6 +624,21 @@ class Membership:
         )
         self._send(Txn((), (Put(self._meeting(number), f"{address} {port}".encode()),), old))
         self._hand(start, address, port, served)
+
+    def _open_place(self) -> tuple[str, int, Any]:
+        """Serve the place where the workers of a round meet: its address, its port and what serves it."""
+        if self._master is not None:
+            return self.settings.host, self._master.new_round(self._shares_port), None
+        try:
+            served, port = self.open_meeting(listening_address(self.info.addr))
+        except OSError:
+            # The routes may have changed since this node joined.
+            address = self.settings.address()
+            if address == self.info.addr:
+                raise
+            served, port = self.open_meeting(listening_address(address))
+            self.info = self.info._replace(addr=address)
+        return self.info.addr, port, served
 
     def _meeting(self, number: int) -> str:
         return f"{self.options.prefix}ctl/meeting/{number}"
