@@ -83,7 +83,7 @@ def test_pods_come_back_one_by_one_while_the_others_restart_in_place(tmp_path: P
         pods.names.set(first.record)
         ready(first, 0)
         ready(second, 1)
-        assert "taken from Kubernetes: --node-rank 1" in second.text
+        assert "taken from Kubernetes: --master-addr train-0.train" in second.text
         probe(pods, second, "/readyz", 200)
 
         second.kill()
