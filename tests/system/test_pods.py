@@ -26,6 +26,7 @@ try:
 except OSError:
     root = "read-only"
 about = rank, e["WORLD_SIZE"], os.getuid(), root, space.f_blocks * space.f_frsize >> 20
+worker.should_checkpoint()  # from now on, the agent knows that it is asked for
 print("ready", *about, e["TORCHELASTIC_RUN_ID"], flush=True)
 while not os.path.exists("/data/end"):
     if worker.should_checkpoint():
