@@ -97,6 +97,7 @@ def _serve(zone: str) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind((ADDRESS, 53))
         os.write(1, b"serving\n")
+        os.set_blocking(1, False)
         while True:
             data, peer = sock.recvfrom(2048)
             name = _name(data[12:])
@@ -104,7 +105,10 @@ def _serve(zone: str) -> None:
             kind = struct.unpack("!H", data[end - 4 : end - 2])[0]
             lines = Path(zone).read_text().splitlines()
             known = dict(line.split() for line in lines if " " in line)
-            os.write(1, f"{name}\n".encode())
+            try:
+                os.write(1, f"{name}\n".encode())
+            except BlockingIOError:
+                pass  # no test reads them
             if "silent" in lines:
                 continue
             address = known.get(name.lower())

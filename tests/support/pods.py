@@ -110,6 +110,7 @@ class Pods:
         container = self.spec["containers"][0]
         full = f"{host.name}.{self.spec['subdomain']}.{DOMAIN}"
         for name, text in {
+            "nsswitch.conf": "hosts: files dns\n",
             "hosts": f"127.0.0.1\tlocalhost\n{address}\t{full}\t{host.name}\n",
             "termination-log": "",
         }.items():
@@ -121,6 +122,7 @@ class Pods:
             _bind(self.data, "/data", "rw"),
             _bind(self.folder / "secret", "/var/run/secrets/phalanx"),
             _bind(folder / "hosts", "/etc/hosts"),
+            _bind(folder / "nsswitch.conf", "/etc/nsswitch.conf"),
             _bind(self.names.resolver, "/etc/resolv.conf"),
             _bind(folder / "termination-log", "/dev/termination-log", "rw"),
             _bind(self.app, "/app"),

@@ -26,6 +26,7 @@ try:
 except OSError:
     root = "read-only"
 about = rank, e["WORLD_SIZE"], os.getuid(), root, space.f_blocks * space.f_frsize >> 20
+worker.should_checkpoint()  # from now on, the agent knows that it is asked for
 print("ready", *about, e["TORCHELASTIC_RUN_ID"], flush=True)
 while not os.path.exists("/data/end"):
     if worker.should_checkpoint():
@@ -83,7 +84,7 @@ def test_pods_come_back_one_by_one_while_the_others_restart_in_place(tmp_path: P
         pods.names.set(first.record)
         ready(first, 0)
         ready(second, 1)
-        assert "taken from Kubernetes: --node-rank 1" in second.text
+        assert "taken from Kubernetes: --master-addr train-0.train" in second.text
         probe(pods, second, "/readyz", 200)
 
         second.kill()

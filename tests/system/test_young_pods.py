@@ -53,7 +53,7 @@ def test_a_server_for_names_that_does_not_answer_holds_up_no_signal(tmp_path: Pa
         began = time.monotonic()
         node.signal(signal.SIGTERM)
         assert node.end().code == 128 + signal.SIGTERM
-        assert time.monotonic() - began < 5  # one question alone would take DNS twenty
+        assert time.monotonic() - began < 15  # the question alone takes thirty
 
 
 def pod(home: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,17 @@ def test_each_exit_code_has_the_end_that_the_contract_promises() -> None:
     assert killed < set(back)
     assert {NO_MEETING, UNFIT_NODE, HANG} < set(back)
     assert not {DO_NOT_RETRY, USAGE, 1} & set(back)
+
+
+@pytest.mark.parametrize(("code", "starts"), [(0, True), (10, True), (20, False), (30, True), (2, True)])
+def test_only_an_unfit_machine_keeps_the_pod_from_starting(tmp_path: Path, code: int, starts: bool) -> None:
+    """0: fit, 10: to look at, 20: unfit, 30: could not tell; 2: a phalanx without `check`."""
+    (tmp_path / "phalanx").write_text(f"#!/bin/sh\ntest $1 = check && exit {code}\n")
+    (tmp_path / "phalanx").chmod(0o755)
+    (found,) = (one for one in made(golden_words("job")) if one["kind"] == "Job")
+    (preflight,) = found["spec"]["template"]["spec"]["initContainers"]
+    done = subprocess.run(preflight["command"], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=False)
+    assert (done.returncode == 0) == starts
 
 
 def test_the_secret_is_new_each_time_and_in_no_argument(capsys: pytest.CaptureFixture[str]) -> None:

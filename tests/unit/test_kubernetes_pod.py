@@ -48,6 +48,13 @@ CASES: list[tuple[str, str, dict[str, str], dict[str, str], dict[str, str]]] = [
         "train-1",
         POD,
         {"nnodes": "1:4", "rdzv_backend": "c10d", "rdzv_endpoint": "a:1"},
+        {},
+    ),
+    (
+        "c10d at pod 0",
+        "train-1",
+        POD,
+        {"nnodes": "1:4", "rdzv_backend": "c10d", "rdzv_endpoint": "train-0.train:1"},
         {"node_rank": "1", "rdzv_id": "train"},
     ),
     (
@@ -55,17 +62,24 @@ CASES: list[tuple[str, str, dict[str, str], dict[str, str], dict[str, str]]] = [
         "train-1",
         POD,
         {"nnodes": "4", "rdzv_backend": "etcd", "rdzv_endpoint": "e:2379"},
-        {"node_rank": "1", "rdzv_id": "train"},
+        {},
     ),
     (
         "a place is given",
         "train-1",
         POD,
         {"nnodes": "4", "master_addr": "a"},
-        {k: STATIC[k] for k in ("node_rank", "rdzv_id")},
+        {"node_rank": "1"},
     ),
     ("all is given", "train-1", POD, {**KUBEFLOW, "rdzv_id": "x"}, {}),
     ("Kubeflow", "train-node-0-1", POD, KUBEFLOW, {"rdzv_id": "train-node-0"}),
+    (
+        "a leader in another Job",
+        "set-workers-0-1",
+        POD,
+        {**KUBEFLOW, "master_addr": "set-leader-0-0.set"},
+        {},
+    ),
     ("alone", "train-1", POD, {"standalone": "1"}, {}),
     ("one node", "train-1", POD, {"nnodes": "1"}, {}),
     ("one node at most", "train-1", POD, {"nnodes": "1:1"}, {}),
@@ -74,7 +88,7 @@ CASES: list[tuple[str, str, dict[str, str], dict[str, str], dict[str, str]]] = [
         "gpu-7",
         {**POD, **UID},
         {"nnodes": "4", "master_addr": "a"},
-        {"node_rank": "1", "rdzv_id": UID["PHALANX_JOB_UID"]},
+        {"node_rank": "1"},
     ),
     (
         "the second Job of a JobSet",
@@ -150,7 +164,12 @@ WARNED = [
     ("no number, no names", {}, {}, "runs a job of its own; for one job of all its pods, write --nnodes"),
     ("no index", {"JOB_COMPLETION_INDEX": "x"}, {}, "JOB_COMPLETION_INDEX=x: not a number; nothing is taken"),
     ("a huge index", {"JOB_COMPLETION_INDEX": "9" * 5000}, {}, "not a number; nothing is taken"),
-    ("an odd JobSet", {**JOBSET, "PHALANX_JOBSET_REPLICAS": "3"}, {"nnodes": "4"}, "cannot be divided"),
+    (
+        "an odd JobSet",
+        {**JOBSET, "PHALANX_JOBSET_REPLICAS": "3"},
+        {"nnodes": "4", "master_addr": "a"},
+        "cannot be divided",
+    ),
 ]
 
 

@@ -10,6 +10,7 @@ nowhere: it is --nnodes or PET_NNODES. What the user has given is left alone. Th
 | not of an Indexed Job, or a worker of a job | nothing |
 | one node (`--standalone`, `--nnodes 1`) | nothing: each pod runs a job of its own |
 | a number of nodes | rank by index; the nodes meet at pod 0, which may be replaced (static) |
+| the same, with an address that is not pod 0's | rank by index (static); nothing (elastic) |
 | a range of nodes, or --rdzv-backend c10d | the same with an elastic store, in pod 0 |
 | several nodes, pods without names, no address given | refused: they could not meet |
 | no number of nodes | refused if the pods have names for each other; else alone, which a line points out |
@@ -67,31 +68,38 @@ class _Pod:
             return Surroundings("Kubernetes")
         if not least:
             return self._without_number()
-        self._take("node_rank", str(self._rank(least)), f"{COMPLETION_INDEX}={self._index}")
-        self._take_run_id()
-        conf: dict[str, str] = {}
         backend = self._given.get("rdzv_backend", "phalanx" if colon and most != least else "static")
-        if backend == "static":
-            conf["return_timeout"] = _RETURN
-        if not self._knows_place(backend):
-            first = self._first_pod()
-            if not first:
+        conf = {"return_timeout": _RETURN} if backend == "static" else {}
+        place = self._given_place(backend)
+        if not place:
+            if not (self._first and self._domain):
                 return Surroundings("Kubernetes", refusal=self._cannot_meet())
-            origin = f"{HOSTS}: {self._host}.{self._domain}"
-            if backend == "static":
-                self._take("master_addr", first, origin)
-            elif backend in _ELASTIC:
-                self._take("rdzv_backend", "phalanx", f"--nnodes {self._given['nnodes']}")
-                self._take("rdzv_endpoint", f"{first}:{STORE_PORT}", origin)
-                conf["is_host"] = str(int(self._host == first.partition(".")[0]))
+            self._take_place(backend)
+        # Nodes that meet elsewhere may be pods of several Jobs, and an index then says nothing.
+        meets_here = not place or place.partition(":")[0].partition(".")[0] == self._first
+        if meets_here or backend == "static":
+            self._take("node_rank", str(self._rank(least)), f"{COMPLETION_INDEX}={self._index}")
+        if meets_here:
+            self._take_run_id()
+            if backend in _ELASTIC:
+                conf["is_host"] = str(int(self._host == self._first))
         return Surroundings("Kubernetes", self._settings, conf, lasting_id=self._job)
+
+    def _take_place(self, backend: str) -> None:
+        """Pod 0 is where the nodes meet."""
+        first, origin = f"{self._first}.{self._domain}", f"{HOSTS}: {self._host}.{self._domain}"
+        if backend == "static":
+            self._take("master_addr", first, origin)
+        else:
+            self._take("rdzv_backend", "phalanx", f"--nnodes {self._given['nnodes']}")
+            self._take("rdzv_endpoint", f"{first}:{STORE_PORT}", origin)
 
     def _without_number(self) -> Surroundings:
         pod = f"this is pod {self._index} of a Kubernetes Job"
-        if self._knows_place(self._given.get("rdzv_backend", "static")):
+        if self._given_place(self._given.get("rdzv_backend", "static")):
             return Surroundings("Kubernetes")  # the user knows of other nodes
         how = "write --nnodes with the number of its pods"
-        if self._first_pod():
+        if self._first and self._domain:
             alone = "or --standalone for a job of its own in each of them"
             return Surroundings(
                 "Kubernetes", refusal=f"{pod}, which does not say how many it has; {how}, {alone}"
@@ -99,11 +107,12 @@ class _Pod:
         line = f"{pod}, and runs a job of its own; for one job of all its pods, {how}"
         return Surroundings("Kubernetes", warnings=(line,))
 
-    def _knows_place(self, backend: str) -> bool:
-        """Whether the user, or Kubeflow's PET_MASTER_ADDR, says where the nodes meet."""
-        if "rdzv_endpoint" in self._given:
-            return True
-        return "master_addr" in self._given if backend == "static" else backend not in _ELASTIC
+    def _given_place(self, backend: str) -> str:
+        """Where the user, or Kubeflow's PET_MASTER_ADDR, says that the nodes meet; empty: nowhere."""
+        place = self._given.get("rdzv_endpoint", "")
+        if backend == "static":
+            return place or self._given.get("master_addr", "")
+        return place or ("" if backend in _ELASTIC else backend)  # others know by themselves
 
     def _cannot_meet(self) -> str:
         return (
@@ -112,14 +121,13 @@ class _Pod:
             "name (`phalanx k8s manifest` writes both), or name where the nodes meet with --master-addr"
         )
 
-    def _first_pod(self) -> str:
-        """The full name of the pod that has node rank 0; empty: not known."""
-        if not self._job or not self._domain:
-            return ""
-        job = self._job
-        if self._number(JOBSET_INDEX):
-            job = job.removesuffix(f"-{self._number(JOBSET_INDEX)}") + "-0"
-        return f"{job}-0.{self._domain}"
+    @property
+    def _first(self) -> str:
+        """The host name of the pod that has node rank 0; empty: not known."""
+        job, number = self._job, self._number(JOBSET_INDEX)
+        if job and number:
+            job = job.removesuffix(f"-{number}") + "-0"
+        return f"{job}-0" if job else ""
 
     def _rank(self, nodes: str) -> int:
         """The index in the Job; in a JobSet with several Jobs, they come one after the other."""
@@ -135,11 +143,8 @@ class _Pod:
         uid = self._environ.get(JOB_UID, "")
         if self._number(JOBSET_REPLICAS) > 1:
             return  # each Job has its own name and uid
-        if self._job:
-            short, origin = uid.partition("-")[0], f"{JOB_UID}={uid}" if uid else f"host name {self._host}"
-            self._take("rdzv_id", f"{self._job}-{short}" if uid else self._job, origin)
-        elif uid:
-            self._take("rdzv_id", uid, f"{JOB_UID}={uid}")
+        short, origin = uid.partition("-")[0], f"{JOB_UID}={uid}" if uid else f"host name {self._host}"
+        self._take("rdzv_id", f"{self._job}-{short}" if uid else self._job, origin)
 
     def _take(self, dest: str, value: str, origin: str) -> None:
         if dest not in self._given:
