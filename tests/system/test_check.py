@@ -133,8 +133,10 @@ def test_a_slow_host_and_an_unfit_one_are_named_on_every_node() -> None:
     assert (fitness["b"], fitness["c"]) == (UNFIT, UNFIT), told
     assert UNFIT not in (fitness["a"], fitness["d"]), told
     assert reasons["b"] == "open files: 200"
-    assert reasons["c"].startswith("bandwidth: slow with both partners: "), told
-    assert sorted(pair["round"] for pair in told["pairs"]) == [1, 1, 2, 2]
+    assert reasons["c"].startswith("bandwidth: slow with all partners: "), told
+    rounds = [pair["round"] for pair in told["pairs"]]
+    assert (rounds.count(1), rounds.count(2)) == (2, 2), told
+    assert any(pair["round"] == 3 and "c" in pair["nodes"] for pair in told["pairs"]), told
     assert all(pair["bandwidth"] < 20e6 for pair in told["pairs"] if "c" in pair["nodes"]), told
 
 
@@ -147,7 +149,7 @@ def test_a_slow_host_is_named_by_the_real_backend_too() -> None:
     assert UNFIT not in (fitness["b"], fitness["c"]), told
     assert all(pair["gloo"] > 0 for pair in told["pairs"]), told
     (slow,) = [one["reason"] for one in told["nodes"] if one["node"] == "a"]
-    assert "gloo: slow with both partners: " in slow, told
+    assert "gloo: slow with all partners: " in slow, told
 
 
 def test_nodes_that_do_not_come(tmp_path: Path) -> None:
