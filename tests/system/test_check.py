@@ -110,6 +110,8 @@ class CheckedHosts:
                 inside = [*before.get(name, ()), *network.hosts[name].inside]
                 one = Running(command, before=inside, launcher=CHECK, env=self._token)
                 running.append(stack.enter_context(one))
+            for one in running:
+                one.process.wait(3 * HUNG)  # three imports of torch at once take long on a busy machine
             return [one.end() for one in running]
 
 
