@@ -115,10 +115,10 @@ class CheckedHosts:
             return [one.end() for one in running]
 
 
-def same_everywhere(ends: Sequence[Ended], code: int) -> dict[str, Any]:
+def same_everywhere(ends: Sequence[Ended], *codes: int) -> dict[str, Any]:
     """What all nodes have printed, except for each one's own findings."""
     told = [json.loads(end.out) for end in ends]
-    assert [end.code for end in ends] == [code] * len(ends), ends
+    assert {end.code for end in ends} in [{code} for code in codes], ends
     parts = [{key: one[key] for key in ("fitness", "nodes", "pairs", "notes")} for one in told]
     assert all(part == parts[0] for part in parts), parts
     assert [one["node"] for one in told] == list("abcdefgh"[: len(ends)])
@@ -145,10 +145,12 @@ def test_a_slow_host_and_an_unfit_one_are_named_on_every_node() -> None:
 @hosts_possible
 def test_a_slow_host_is_named_by_the_real_backend() -> None:
     pytest.importorskip("torch")
-    told = same_everywhere(CheckedHosts(3, "backend", a="20mbit").run(), 20)
+    told = same_everywhere(CheckedHosts(3, "backend", a="8mbit").run(), 20, 10)
     fitness = {one["node"]: one["fitness"] for one in told["nodes"]}
-    assert fitness["a"] == UNFIT, told
-    assert UNFIT not in (fitness["b"], fitness["c"]), told
+    assert fitness["a"] in (UNFIT, WARN), (
+        told
+    )  # gloo takes many turns of a busy CPU, so that the rest may be slow
+    assert (fitness["b"], fitness["c"]) == (FIT, FIT), told
     assert all(pair["gloo"] > 0 for pair in told["pairs"]), told
     (slow,) = [one["reason"] for one in told["nodes"] if one["node"] == "a"]
     assert slow.startswith("gloo: slow with all partners: "), told
