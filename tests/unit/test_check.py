@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -122,19 +124,24 @@ def test_memory_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_a_disk(tmp_path: Path) -> None:
-    (found,) = machine.disk(str(tmp_path / "not" / "yet"), "logs")
+    (found,) = machine.disk(str(tmp_path / "not" / "yet"), "logs")  # the job makes them
     assert found.check == f"logs {tmp_path}"
     assert "synced in" in found.value
     assert list(tmp_path.iterdir()) == []
+    (missing,) = machine.disk(str(tmp_path / "none"))
+    assert (missing.value, missing.fitness) == ("No such file or directory", UNFIT)
     (refused,) = machine.disk("/proc")  # where no file can be made, even by root
     assert (refused.fitness, bool(refused.advice)) == (UNFIT, True)
 
 
-def test_a_disk_that_is_full() -> None:
-    if not os.path.exists("/dev/full"):
-        pytest.skip("no /dev/full")
-    (found,) = machine.disk("/dev/full/x")  # the nearest directory above
-    assert found.check == "disk /dev"
+def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
+    def write() -> Iterator[CheckFinding]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        yield from machine.disk(str(tmp_path))
+
+    (found,) = run_checks([Check("disk", write, HUNG)])
+    assert (found.value, found.fitness) == ("File too large", UNFIT)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_clock_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +191,45 @@ def test_numa(tmp_path: Path) -> None:
     (link,) = gpus.links({}, root)
     assert (link.check, link.value, link.fitness) == ("GPU 0 PCIe", "8 of 16 lanes", WARN)
     assert list(gpus.links({"CUDA_VISIBLE_DEVICES": ""}, root)) == []
+
+
+# ---- what is tried on a GPU ------------------------------------------------------------------------
+
+
+def test_a_device_that_hangs_or_crashes_is_unfit_and_the_next_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpus, "DEVICE_LIMIT", 1.0)
+
+    def use(index: int) -> CheckFinding:
+        if index == 0:
+            signal.pause()
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 2:
+            raise TypeError("a mistake in the check")
+        return CheckFinding(f"GPU {index} compute", "right")
+
+    found = gpus.on_each(4, "compute", use)
+    assert [one.check for one in found] == [f"GPU {index} compute" for index in range(4)]
+    assert [one.fitness for one in found] == [UNFIT, UNFIT, UNKNOWN, FIT]
+    assert [one.value for one in found[:2]] == ["no answer within 1 s", "the check was killed by signal 9"]
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_one_wrong_bit_in_a_product_is_seen() -> None:
+    import torch
+
+    assert gpus.multiply(torch, torch.device("cpu"), 64)[0] == 0
+    one, two = torch.randint(-8, 9, (64, 64)), torch.randint(-8, 9, (64, 64))
+    product = (one @ two).float()
+    assert gpus.wrong_results(torch, one, two, product, product.half()) == 0
+    for row in range(0, 64, 7):
+        bad = product.clone()
+        bad[row, 63 - row] += 1
+        assert gpus.wrong_results(torch, one, two, bad, product.half()) == 1
+        bad[row, 63 - row] += 1000
+        assert gpus.wrong_results(torch, one, two, product, bad.half()) == 1
 
 
 # ---- what driver and kernel report -----------------------------------------------------------------

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from phalanx.core.pairing import NodeGroup, first_round, judge_pairs, overall, second_round
+from phalanx.core.pairing import NodeGroup, confirming_round, first_round, judge_pairs, overall, second_round
 
 
 def measured(
@@ -70,6 +70,17 @@ def test_no_result_at_all_blames_none() -> None:
     second: dict[NodeGroup, float | None] = dict.fromkeys(second_round(first))
     verdicts = judge_pairs(first, second)
     assert {(one.fitness, one.reason) for one in verdicts} == {("unknown", "no pair has a result")}
+
+
+def test_suspects_meet_nodes_that_are_none() -> None:
+    first = {(0, 1): 10.0, (2, 3): 90.0, (4, 5): 100.0}
+    second = {(0, 5): 10.0, (1, 4): 95.0, (2, 3): 50.0}
+    assert confirming_round((0,), first, second) == ((0, 4),)  # the fastest that it has not met
+    assert confirming_round((), first, second) == ()
+    assert confirming_round((0, 2, 3), first, second) == ((0, 4), (2, 5), (3, 1))
+    assert confirming_round((0, 1, 2, 4, 5), first, second) == ((0, 3),)  # no partner left for the others
+    of_three = {(0, 1): 1.0, (0, 2): 1.0}, {(1, 2): 9.0}
+    assert confirming_round((0,), *of_three) == ((0, 1),)  # it has met all
 
 
 def test_several_rates_are_one() -> None:

@@ -23,6 +23,8 @@ from phalanx.kernel import describe, die_with_parent
 LIMIT = 5.0
 _LAST_CHANCE = 0.5  # for a killed child to go
 _LONGEST = 1 << 20
+REPORT = "report this"
+"""The advice where a check has raised an exception: a mistake of the check, not of the machine."""
 
 
 class Check(NamedTuple):
@@ -57,7 +59,7 @@ def _examine(check: Check, pipe: int) -> None:
         try:
             found = list(check.look())
         except Exception as error:  # noqa: BLE001 - whatever a check raises becomes its finding
-            found = [CheckFinding(check.name, f"{type(error).__name__}: {error}", UNKNOWN, "report this")]
+            found = [CheckFinding(check.name, f"{type(error).__name__}: {error}", UNKNOWN, REPORT)]
         data = json.dumps([one.as_dict() for one in found]).encode()
         while data:
             data = data[os.write(pipe, data) :]
@@ -74,19 +76,28 @@ def run_checks(checks: Sequence[Check]) -> list[CheckFinding]:
     poll = select.poll()
     for fd in waiting:
         poll.register(fd, select.POLLIN)
-    while waiting:
-        left = min(one.until for one in waiting.values()) - time.monotonic()
-        ready = {fd for fd, _ in poll.poll(max(0.0, left) * 1000)}
-        for fd, one in list(waiting.items()):
-            data = os.read(fd, 65536) if fd in ready else b""
-            one.data += data
-            over = time.monotonic() >= one.until or len(one.data) > _LONGEST
-            if (fd in ready and not data) or over:
-                del waiting[fd]
-                poll.unregister(fd)
-                os.close(fd)
-                found[one.pid] = _conclude(one, over and not (fd in ready and not data))
+    try:
+        while waiting:
+            _look(waiting, poll, found)
+    finally:
+        for one in waiting.values():  # after an interrupt
+            _kill(one.pid)
     return [finding for one in running for finding in found[one.pid]]
+
+
+def _look(waiting: dict[int, _Running], poll: select.poll, found: dict[int, list[CheckFinding]]) -> None:
+    """Wait for the next piece of what the children write, or the next deadline."""
+    left = min(one.until for one in waiting.values()) - time.monotonic()
+    ready = {fd for fd, _ in poll.poll(max(0.0, left) * 1000)}
+    for fd, one in list(waiting.items()):
+        data = os.read(fd, 65536) if fd in ready else b""
+        one.data += data
+        over = time.monotonic() >= one.until or len(one.data) > _LONGEST
+        if (fd in ready and not data) or over:
+            del waiting[fd]
+            poll.unregister(fd)
+            os.close(fd)
+            found[one.pid] = _conclude(one, over and not (fd in ready and not data))
 
 
 def _conclude(one: _Running, late: bool) -> list[CheckFinding]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx import devices
-from phalanx.check.bounded import Check, run_checks
+from phalanx.check.bounded import REPORT, Check, run_checks
 from phalanx.check.machine import size
 from phalanx.core.fitness import FIT, UNFIT, UNKNOWN, WARN, CheckFinding
 from phalanx.kernel import read_text
@@ -72,23 +72,28 @@ def compute(environ: Mapping[str, str]) -> Iterator[CheckFinding]:
     if not count:
         return
     if devices.nvidia_gpus():
-        yield from _on_each(count, "memory", _fill)
+        yield from on_each(count, "memory", _fill)
     try:
         import torch
     except ImportError:
         yield CheckFinding("GPU compute", "not tried: torch is not installed", UNKNOWN, needed=False)
         return
-    yield from _on_each(count, "compute", lambda index: _multiply(torch, index))
+    if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
+        yield CheckFinding("GPU compute", "not tried: torch is built for CPUs", UNKNOWN, needed=False)
+        return
+    yield from on_each(count, "compute", lambda index: _multiply(torch, index))
 
 
-def _on_each(count: int, what: str, test: Callable[[int], CheckFinding]) -> list[CheckFinding]:
+def on_each(count: int, what: str, test: Callable[[int], CheckFinding]) -> list[CheckFinding]:
     checks = [
         Check(f"GPU {index} {what}", lambda index=index: [test(index)], DEVICE_LIMIT)  # type: ignore[misc]
         for index in range(count)
     ]
-    # A test that could not end is what a worker would meet: here that is a finding about the device.
+    # A hang or a crash is what a worker would meet: here that is a finding about the device.
     return [
-        one.replace(fitness=UNFIT, advice=_RESET) if one.fitness == UNKNOWN and one.needed else one
+        one.replace(fitness=UNFIT, advice=_RESET)
+        if one.fitness == UNKNOWN and one.needed and one.advice != REPORT
+        else one
         for one in run_checks(checks)
     ]
 
@@ -135,32 +140,47 @@ def _fill(index: int) -> CheckFinding:
 
 
 def _multiply(torch: Any, index: int) -> CheckFinding:
-    """A product of matrices whose result is known: (AB)x = A(Bx), in whole numbers."""
     check = f"GPU {index} compute"
     try:
-        torch.cuda.set_device(index)
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        generator = torch.Generator().manual_seed(index)
-        one, two = (torch.randint(-8, 9, (_SIDE, _SIDE), generator=generator) for _ in range(2))
-        vector = torch.randint(-8, 9, (_SIDE, 1), generator=generator).double()
-        expected = one.double() @ (two.double() @ vector)
-        left, right = one.half().cuda(), two.half().cuda()  # tensor cores, sums in 32 bits: exact up to 2**24
-        torch.cuda.synchronize()
-        began = time.monotonic()
-        for _ in range(_PRODUCTS):
-            product = left.float() @ right.float()
-        fast = (left @ right).float()
-        torch.cuda.synchronize()
-        took = (time.monotonic() - began) / (_PRODUCTS + 1)
-        wrong = (product.cpu().double() @ vector != expected).sum().item()
-        # 16 bits hold whole numbers up to 2048 exactly; larger ones are rounded to at most 2**-11 of them.
-        far = ((fast - product).abs() > product.abs() * 2**-10 + 1).sum().item()
+        device = torch.device("cuda", index)
+        wrong, took = multiply(torch, device)
+        name = torch.cuda.get_device_name(device)
     except RuntimeError as error:
         return CheckFinding(check, str(error).splitlines()[0], UNFIT, _RESET)
-    if wrong or far:
-        return CheckFinding(check, f"{int(wrong) + int(far)} wrong results", UNFIT, _RESET)
-    name = torch.cuda.get_device_name(index)
+    if wrong:
+        return CheckFinding(check, f"{wrong} wrong results", UNFIT, _RESET)
     return CheckFinding(check, f"{name}: right, {took * 1000:.1f} ms for a product")
+
+
+def multiply(torch: Any, device: Any, side: int = _SIDE) -> tuple[int, float]:
+    """Products of matrices of whole numbers, in 32 and 16 bits: how many results are wrong, and seconds."""
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    generator = torch.Generator().manual_seed(side)
+    one, two = (torch.randint(-8, 9, (side, side), generator=generator) for _ in range(2))
+    left, right = one.to(device, torch.half), two.to(device, torch.half)
+    _finish(torch, device)
+    began = time.monotonic()
+    for _ in range(_PRODUCTS):
+        product = left.float() @ right.float()  # sums below 2**24: exact
+    fast = left @ right  # tensor cores
+    _finish(torch, device)
+    took = (time.monotonic() - began) / (_PRODUCTS + 1)
+    return wrong_results(torch, one, two, product, fast), took
+
+
+def wrong_results(torch: Any, one: Any, two: Any, product: Any, fast: Any) -> int:
+    """Rows of the exact product, and elements of the fast one, that cannot be right: (AB)x = A(Bx)."""
+    vector = torch.randint(1, 9, (one.shape[1], 1), generator=torch.Generator().manual_seed(1)).double()
+    expected = one.double() @ (two.double() @ vector)
+    wrong = (product.cpu().double() @ vector != expected).sum().item()
+    # 16 bits hold whole numbers up to 2048 exactly; larger ones are rounded.
+    far = ((fast.float() - product).abs() > product.abs() * 2**-10 + 1).sum().item()
+    return int(wrong) + int(far)
+
+
+def _finish(torch: Any, device: Any) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 # ---- what the driver and the kernel have reported --------------------------------------------------

@@ -88,9 +88,9 @@ def shared_memory(path: str = "/dev/shm") -> Iterator[CheckFinding]:
 
 
 def disk(path: str, what: str = "disk") -> Iterator[CheckFinding]:
-    """Write, sync and read back one MiB, in the directory or in the nearest one above it that exists."""
+    """Write, sync and read back one MiB; for logs, in the nearest directory that exists."""
     where = os.path.abspath(path)
-    while not os.path.isdir(where) and os.path.dirname(where) != where:
+    while what == "logs" and not os.path.isdir(where) and os.path.dirname(where) != where:
         where = os.path.dirname(where)
     check = f"{what} {where}"
     data = (_SAMPLE * (_MIB // len(_SAMPLE) + 1))[:_MIB]

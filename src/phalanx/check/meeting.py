@@ -5,6 +5,7 @@
     both of a pair      result/1/<a>-<b>/<rank>: what this side has measured
     rank 0              plan/2, from the results of the first round: the slowest meet the fastest
     both of a pair      result/2/…
+    rank 0              plan/3: nodes that were slow twice meet one that was not, while the others are idle
     rank 0              verdict: on every node, the same text everywhere
     every node          done/<rank>: the host of the store leaves last
 
@@ -26,8 +27,8 @@ import msgspec
 
 from phalanx.check.backend_process import PAIR_LIMIT, BackendProcess
 from phalanx.check.pair_link import ERRORS, PairLink
-from phalanx.core.fitness import UNKNOWN, NodeVerdict, join_verdicts, judge_network, rate_of_latency
-from phalanx.core.pairing import NodeGroup, first_round, overall, second_round
+from phalanx.core.fitness import UNKNOWN, NodeVerdict, join_verdicts, judge_network, rate_of_latency, suspects
+from phalanx.core.pairing import NodeGroup, confirming_round, first_round, overall, second_round
 from phalanx.errors import StoreError, StoreTimeoutError
 from phalanx.membership.network_interface import VARIABLES, interface_of
 from phalanx.store.embedded.token import Token
@@ -111,7 +112,7 @@ def meet(
         store.set(f"here/{rank}", msgspec.json.encode(here))
         leader = _CheckLeader(store, count, how, stack) if rank == 0 else None
         node = _CheckedNode(store, rank, link, backend, how)
-        for number in (1, 2):
+        for number in (1, 2, 3):
             if leader is not None:
                 leader.plan(number)
             plan: RoundPlan = store.expect(f"plan/{number}", RoundPlan)
@@ -234,8 +235,12 @@ class _CheckLeader:
         if number == 1:
             self._welcome()
             pairs = first_round([rank for rank, node in enumerate(self._nodes) if node.port])
-        else:
+        elif number == 2:
             pairs = second_round(overall(self._rounds[1]))
+        else:
+            rounds = self._rounds.values()
+            slow = suspects([node.name for node in self._nodes], *rounds)
+            pairs = confirming_round(slow, *(overall(results) for results in rounds))
         peers = [(node.address, node.port) for node in self._nodes]
         plan = RoundPlan([(a, b) for a, b in pairs], peers, self._backend, self._where)
         self._store.set(f"plan/{number}", msgspec.json.encode(plan))
@@ -293,7 +298,7 @@ class _CheckLeader:
         names = _distinct([(node.name, node.address) for node in self._nodes])
         between: Sequence[NodeVerdict] = ()
         if self._how.network or self._backend:
-            between = judge_network(names, self._rounds[1], self._rounds[2])
+            between = judge_network(names, *self._rounds.values())
         nodes = []
         for index, node in enumerate(self._nodes):
             own = NodeVerdict(names[index], node.fitness, node.reason)

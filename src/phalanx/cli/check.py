@@ -112,9 +112,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> CheckOptions:
             raise usage_error(f"--only {name}: no such check; there are {', '.join(known)}")
         if name in BETWEEN and meeting is None:
             raise usage_error(f"--only {name}: needs other nodes; add --nnodes N --rdzv-endpoint HOST:PORT")
-    for where in own["--disk"]:
-        if not os.path.isdir(where):
-            raise usage_error(f"--disk {where}: not a directory")
     directories = [("logs", v.text("log_dir") or temporary_directory())]
     directories += [("disk", where) for where in own["--disk"]]
     return CheckOptions(tuple(only) or known, tuple(dict.fromkeys(directories)), "--json" in rest, meeting)

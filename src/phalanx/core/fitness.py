@@ -86,29 +86,35 @@ def rate_of_latency(seconds: float) -> float:
     return 1.0 / (seconds + _NEGLIGIBLE)
 
 
-def judge_network(names: Sequence[str], first: PairRates, second: PairRates) -> tuple[NodeVerdict, ...]:
-    """The verdict on every node from what pairs of them have measured, in two rounds.
+def judge_network(names: Sequence[str], *rounds: PairRates) -> tuple[NodeVerdict, ...]:
+    """The verdict on every node from what pairs of them have measured, in two rounds or three.
 
     Rates by name: `bandwidth` and the backends' in bytes per second, `latency` as `rate_of_latency`. A pair
     that lacks a rate which others have could not measure it."""
-    kinds = dict.fromkeys(kind for results in (first, second) for rates in results.values() for kind in rates)
+    kinds = dict.fromkeys(kind for results in rounds for rates in results.values() for kind in rates)
     found: dict[int, list[NodeVerdict]] = {node: [NodeVerdict(name, FIT)] for node, name in enumerate(names)}
     for kind in kinds or {"bandwidth": None}:
-        for node, one in _judge_kind(kind, names, first, second):
+        for node, one in _judge_kind(kind, names, rounds):
             found[node].append(one)
     return tuple(join_verdicts(verdicts) for verdicts in found.values())
 
 
+def suspects(names: Sequence[str], *rounds: PairRates) -> tuple[int, ...]:
+    """The nodes that deserve another measurement before they are called slow."""
+    verdicts = judge_network(names, *rounds)
+    return tuple(node for node, one in enumerate(verdicts) if one.fitness in (WARN, UNFIT))
+
+
 def _judge_kind(
-    kind: str, names: Sequence[str], first: PairRates, second: PairRates
+    kind: str, names: Sequence[str], rounds: Sequence[PairRates]
 ) -> Iterator[tuple[int, NodeVerdict]]:
-    rates = [{group: one.get(kind) for group, one in results.items()} for results in (first, second)]
+    rates = [{group: one.get(kind) for group, one in results.items()} for results in rounds]
 
     def show(rate: float) -> str:
         return show_rate(kind, rate)
 
     for limit in (BAD, SLOW):
-        for one in judge_pairs(rates[0], rates[1], limit, show, names.__getitem__):
+        for one in judge_pairs(*rates, slow=limit, show=show, name=names.__getitem__):
             fitness = WARN if one.fitness == "unfit" and limit == SLOW else _PAIR_WORDS[one.fitness]
             yield one.node, NodeVerdict(names[one.node], fitness, f"{kind}: {one.reason}" * (fitness != FIT))
 

@@ -5,6 +5,9 @@ partner: the second time, the members of the slowest pairs meet those of the fas
 was slow both times, and *fit* if it was fast once: then it was its partner. Two rounds are enough for any
 number of nodes, as long as the slow ones are fewer than the others.
 
+Two rounds on a busy machine may be slow by chance. So a suspect gets a third chance, with a node that is
+fit, while the others are idle; if it is fast then, it is fit.
+
 With an odd number, one node takes part in two pairs of a round, one after the other. Of three nodes, one is
 in both pairs of the first round; so what is usual is taken from both rounds together.
 """
@@ -69,6 +72,26 @@ def second_round(first: Mapping[NodeGroup, float | None]) -> tuple[NodeGroup, ..
     return tuple(found)
 
 
+def confirming_round(
+    suspects: Sequence[int], *rounds: Mapping[NodeGroup, float | None]
+) -> tuple[NodeGroup, ...]:
+    """Each suspect meets a node that is none, if possible a new one; without a partner left it meets none."""
+    met = {frozenset(group) for results in rounds for group in results}
+    best: dict[int, float] = {}
+    for results in rounds:
+        for group, rate in results.items():
+            for node in group:
+                best[node] = max(rate or 0.0, best.get(node, 0.0))
+    free = sorted((node for node in best if node not in suspects), key=lambda node: (-best[node], node))
+    found: list[NodeGroup] = []
+    for node in suspects:
+        partners = [other for other in free if frozenset((node, other)) not in met] or free
+        if partners:
+            found.append((node, partners[0]))
+            free.remove(partners[0])
+    return tuple(found)
+
+
 def overall(results: Mapping[NodeGroup, Mapping[str, float]]) -> dict[NodeGroup, float | None]:
     """One rate for each pair from several: the worst of them, each as a part of the best that any pair had.
 
@@ -86,16 +109,15 @@ def overall(results: Mapping[NodeGroup, Mapping[str, float]]) -> dict[NodeGroup,
 
 
 def judge_pairs(
-    first: Mapping[NodeGroup, float | None],
-    second: Mapping[NodeGroup, float | None],
+    *rounds: Mapping[NodeGroup, float | None],
     slow: float = SLOW,
     show: Callable[[float], str] = lambda rate: f"{rate:.3g}",
     name: Callable[[int], str] = str,
 ) -> tuple[PairVerdict, ...]:
     """The verdict on every node; results are rates (more is better). `show` and `name`: for the reasons."""
-    usual = _usual([*first.values(), *second.values()])
+    usual = _usual([rate for results in rounds for rate in results.values()])
     met: dict[int, list[tuple[str, bool]]] = {}  # node -> its measurements in words, and whether slow
-    for results in (first, second):
+    for results in rounds:
         for group, rate in results.items():
             for node in group:
                 partners = " and ".join(name(other) for other in group if other != node)
@@ -113,7 +135,8 @@ def _judge_node(node: int, met: list[tuple[str, bool]], others: str) -> PairVerd
         return PairVerdict(node, "fit", rates)
     if len(met) < 2:
         return PairVerdict(node, "unknown", f"slow, but measured only once: {rates}{others}")
-    return PairVerdict(node, "unfit", f"slow with both partners: {rates}{others}")
+    every = "both" if len(met) == 2 else "all"
+    return PairVerdict(node, "unfit", f"slow with {every} partners: {rates}{others}")
 
 
 def _usual(rates: Sequence[float | None]) -> float:
