@@ -712,7 +712,6 @@ class Participant:
 
     def _drain(self) -> list[Action]:
         if self.hosts.lines:
-            self._out += [Tell(line, quarantined) for line, quarantined in self.hosts.lines]
-            self.hosts.lines.clear()
+            self._out += [Tell(line, quarantined) for line, quarantined in self.hosts.news()]
         out, self._out = self._out, []
         return out
