@@ -712,6 +712,7 @@ class Participant:
 
     def _drain(self) -> list[Action]:
         if self.hosts.lines:
-            self._out += [Tell(line, quarantined) for line, quarantined in self.hosts.news()]
+            # First: the record of what follows (a stop, a start) then knows that it is due to this.
+            self._out[:0] = [Tell(line, quarantined) for line, quarantined in self.hosts.news()]
         out, self._out = self._out, []
         return out
