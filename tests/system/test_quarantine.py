@@ -97,6 +97,8 @@ def test_a_host_that_cannot_start_workers_is_kept_out_of_the_rounds_of_three_hos
         assert {worker.attempt for worker in workers} == {0}, "no restart was used"
         assert not any(gone(worker.pid) for worker in workers), "a spare disturbs nobody"
         b.signal(signal.SIGKILL)
+        for node in (a, c):
+            node.read_until("c: quarantined, but the job needs 2 nodes and has 1 other")
         succeed([a, c], everybody([a, c], 2))
 
 

@@ -521,6 +521,8 @@ class Participant:
             if self._is_member() and self._started != (current.number, self._incarnation):
                 self._started = (current.number, self._incarnation)
                 self.running, self.rank, self._over = current.number, self.place.rank, None
+                if not self.options.fixed and any(self.hosts.state.entry(n, now) for n in current.names):
+                    self._out.append(Tell(current.reason))  # why a quarantined host takes part
                 self._out.append(StartRound(current, self.place))
             elif current.nodes >= self.options.max_nodes or self.hosts.state.entry(self.info.name, now):
                 self._waiting_since = now  # a spare has no time-out
