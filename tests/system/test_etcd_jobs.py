@@ -102,3 +102,25 @@ def test_a_run_id_can_be_reused_when_the_nodes_of_its_job_are_gone(tmp_path: Pat
         assert {entry.key.split("/")[2] for entry in left} <= {"ctl", "members", "result", "status"}
         # The last question to all nodes is among them, under one key.
         assert len(left) <= 7, "what a job leaves behind does not grow with the number of jobs"
+
+
+def test_a_job_that_uses_the_id_again_knows_which_host_caused_the_end_of_the_last(
+    tmp_path: Path, etcd: Cluster
+) -> None:
+    words = ("--max-restarts", "0", "--quarantine", "1:600:600")
+    line = "b is quarantined for "
+    with job_at(etcd, tmp_path, "1:2", "again-without", *words) as job:
+        nodes = [job.node(name) for name in "ab"]
+        nodes[0].up(2)
+        tell(nodes[1].up(2), signal.SIGUSR2)
+        assert {node.end().code for node in nodes} == {9}
+    with job_at(etcd, tmp_path, "1:2", "again-without", *words) as job:
+        nodes = [job.node(name) for name in "ab"]
+        for node in nodes:
+            node.read_until(line)
+        succeed(nodes, everybody(nodes[:1], 1))
+    where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", job.endpoint, "--rdzv-id", job.run_id]
+    env = plain_environment(PHALANX_ETCD_PASSWORD=PASSWORD)
+    command = [PHALANX[0], "quarantine", "list", *where, "--rdzv-conf", "user=root"]
+    listed = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HUNG)
+    assert listed.stdout.startswith("b: root cause of a failure: rank "), listed

@@ -34,7 +34,8 @@ def command(*words: str, env: dict[str, str], code: int = 0) -> str:
 def test_a_host_that_causes_failures_is_kept_out_and_all_nodes_say_so(tmp_path: Path) -> None:
     """The host of the store is one of those that go on; a person lets the host in again, and keeps it out."""
     env = plain_environment(PHALANX_TOKEN="a token for tests", XDG_STATE_HOME=str(tmp_path / "state"))
-    with Job(tmp_path, "2:3", "", "--max-restarts", "5", "--quarantine", "2:600:600") as job:
+    words = ("--max-restarts", "5", "--quarantine", "2:600:600")
+    with Job(tmp_path, "2:3", "", *words, conf="last_call_timeout=20") as job:
         job.run_id = f"kept-out-{os.getpid()}"
         job._words[job._words.index("--rdzv-id") + 1] = job.run_id
         job.environment |= env
@@ -97,6 +98,8 @@ def test_a_host_that_cannot_start_workers_is_kept_out_of_the_rounds_of_three_hos
         assert {worker.attempt for worker in workers} == {0}, "no restart was used"
         assert not any(gone(worker.pid) for worker in workers), "a spare disturbs nobody"
         b.signal(signal.SIGKILL)
+        for node in (a, c):
+            node.read_until("c: quarantined, but the job needs 2 nodes and has 1 other")
         succeed([a, c], everybody([a, c], 2))
 
 

@@ -134,6 +134,17 @@ def test_a_watch_takes_each_record_once_and_says_each_change_once() -> None:
     ]
 
 
+def test_many_lines_at_once_are_cut_short_and_none_has_a_control_character() -> None:
+    watch = HostWatch()
+    for number in range(50):
+        watch.learn(0.0, f"n{number}\x1b[31m", Entry("", encode(HostRecord("lost\x07", 5.0)), mod=number + 1))
+    lines = [line for line, _ in watch.news()]
+    assert len(lines) == 21
+    assert lines[0] == "n0\\x1b[31m is quarantined for 5 s: lost\\x07"
+    assert "and 30 lines about other hosts" in lines[-1]
+    assert not watch.news()
+
+
 @pytest.mark.parametrize(
     "value",
     [b"", b"7", b'{"left":NaN}', b'{"left":-2}', b'{"left":1e99}', b'{"reason":7}', b'{"offences":[-1]}'],

@@ -116,7 +116,8 @@ class ChaosJob:
         words = [sys.executable, "-m", "phalanx", "run", "--verbose", "--tee", "3", "--grace", "5"]
         words += ["--nproc-per-node", str(plan.workers), "--log-dir", str(self.logs(node))]
         words += ["--max-restarts", "1000", "--backoff", "0", "--rdzv-id", RUN_ID]
-        words += ["--no-restart-on", str(FATAL_CODE)]
+        # Failures are no node's own here, and a world is complete when all nodes are in it.
+        words += ["--no-restart-on", str(FATAL_CODE), "--quarantine", "off"]
         words += ["--rdzv-backend", plan.backend]
         if plan.backend == "static":
             words += ["--nnodes", str(plan.nodes), "--node-rank", str(number)]

@@ -526,6 +526,8 @@ class Participant:
             if self._is_member() and self._started != (current.number, self._incarnation):
                 self._started = (current.number, self._incarnation)
                 self.running, self.rank, self._over = current.number, self.place.rank, None
+                if not self.options.fixed and any(self.hosts.state.entry(n, now) for n in current.names):
+                    self._out.append(Tell(current.reason))  # why a quarantined host takes part
                 self._out.append(StartRound(current, self.place))
             elif current.nodes >= self.options.max_nodes or self.hosts.state.entry(self.info.name, now):
                 self._waiting_since = now  # a spare has no time-out
@@ -721,7 +723,7 @@ class Participant:
 
     def _drain(self) -> list[Action]:
         if self.hosts.lines:
-            self._out += [Tell(line, quarantined) for line, quarantined in self.hosts.lines]
-            self.hosts.lines.clear()
+            # First: the record of what follows (a stop, a start) then knows that it is due to this.
+            self._out[:0] = [Tell(line, quarantined) for line, quarantined in self.hosts.news()]
         out, self._out = self._out, []
         return out

@@ -20,7 +20,7 @@ times.
 from __future__ import annotations
 
 from phalanx.core.record import Record
-from phalanx.core.round_records import UNTIL_REMOVED, HostRecord, decode_host
+from phalanx.core.round_records import UNTIL_REMOVED, HostRecord, decode_host, printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ AT_ONCE = ("check", "device", "unfit", "slow")
 _MOST_NODES = 100_000
 _SLACK = 1.0  # seconds by which the leader's clock may be ahead of another observer's
 _MOST_OFFENCES = 32  # kept per node
+_NAMED = 8
+_MOST_LINES = 20  # at a time: whoever joins late hears of all hosts at once
 _YEAR = 366 * 86400.0
 
 
@@ -170,7 +172,8 @@ def choose(
     spares = [number for number, host in enumerate(hosts) if host in entries]
     spares.sort(key=lambda n: (entries[hosts[n]].until is None, entries[hosts[n]].since))
     needed = sorted(spares[: minimum - len(fit)])
-    names = ", ".join(dict.fromkeys(hosts[number] for number in needed))
+    named = list(dict.fromkeys(hosts[number] for number in needed))
+    names = ", ".join(named[:_NAMED]) + f" and {len(named) - _NAMED} more" * (len(named) > _NAMED)
     others = f"{len(fit)} other{'s' * (len(fit) > 1)}"
     reason = f"{names}: quarantined, but the job needs {minimum} nodes and has {others}"
     return tuple(sorted((*fit, *needed))), reason
@@ -259,16 +262,25 @@ class HostWatch:
         self.present.clear()
 
     def _take(self, now: float, host: str, found: HostRecord | None) -> None:
+        name = printable(host)  # a key, which no decoder has seen
         before = next((one for one in self.state.entries if one.node == host), None)
         self.state = restore(self.state, host, found, now)
         after = self.state.entry(host, now)
         if after is not None and (before is None or before.reason != after.reason):
             left = "" if after.until is None else f" for {after.until - now:.0f} s"
-            self.lines.append((f"{host} is quarantined{left}: {after.reason}", True))
+            self.lines.append((f"{name} is quarantined{left}: {after.reason}", True))
         elif before is not None and after is None:
             over = before.until is not None and now >= before.until - _SLACK
             why = "its time is over" if over else "removed"
-            self.lines.append((f"{host} is no longer quarantined: {why}", False))
+            self.lines.append((f"{name} is no longer quarantined: {why}", False))
+
+    def news(self) -> list[tuple[str, bool]]:
+        """The lines since the last call, and whether each is about a host that is kept out from now on."""
+        lines, self.lines = self.lines, []
+        if len(lines) > _MOST_LINES:
+            rest = len(lines) - _MOST_LINES
+            lines[_MOST_LINES:] = [(f"… and {rest} lines about other hosts: see phalanx quarantine", False)]
+        return lines
 
 
 def _quarantine(

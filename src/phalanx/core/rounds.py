@@ -358,7 +358,7 @@ def decide(now: float, view: LeaderView, options: Options) -> RoundDecision:
         patience = refusal.wake_at
     over = expired(now, view)
     if over is not None:
-        return RoundDecision(over[:1], f"{listing(over[1])} no longer quarantined")
+        return RoundDecision(over[:1], f"{listing(map(printable, over[1]))} no longer quarantined")
     if view.round.phase == ACTIVE:
         decision = _supervise(now, view, options, staying)
     elif _undrained(view):
@@ -534,7 +534,9 @@ def _swap(
             nodes -= size
     if not going or len(going) == len(hosts):
         return None
-    why = ", ".join(f"{host} ({'quarantined' if host in kept_out else slow[host]})" for host in going)
+    why = ", ".join(
+        f"{host} ({'quarantined' if host in kept_out else slow[host]})" for host in going[:_NAMED]
+    )
     reason = f"{listing(here)} in the place of {why}"
     decision = _reform(view, reason, preempted=tuple(going[:_NAMED]))
     offences = [Offence(host, "slow", slow[host]) for host in going if host in slow]
