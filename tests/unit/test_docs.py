@@ -39,6 +39,8 @@ OF_OTHER_PROGRAMS = {
     "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port",
     "--no-kill", "--kill-on-bad-exit", "--wait", "--gpus-per-node", "--nice",
     "--mixed_precision", "--cpu", "--signal", "--data-dir", "--strict", "--shm-size",
+    # examples/ray_launch.py
+    "--nodes", "--min-nodes",
     # a training script, and how options may be shortened
     "--lr", "--device", "--redirect",
 }  # fmt: skip
