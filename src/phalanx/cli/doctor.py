@@ -155,7 +155,9 @@ def _in_the_way(found: Iterable[Finding]) -> bool:
 def _width() -> int:
     import shutil
 
-    return max(60, min(160, shutil.get_terminal_size((100, 24)).columns)) if sys.stdout.isatty() else 100
+    return (
+        max(60, min(160, shutil.get_terminal_size((100, 24)).columns or 100)) if sys.stdout.isatty() else 100
+    )
 
 
 def as_table(found: Sequence[Finding], width: int) -> str:
