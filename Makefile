@@ -1,4 +1,4 @@
-# Every target does its own set-up: a fresh clone needs nothing but Python >= 3.11 and make.
+# Every target does its own set-up: a fresh clone needs nothing but Python >= 3.10 and make.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -9,11 +9,11 @@ JOBS   ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 1) + 1 )))
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: demo test coverage test-long check format bench chaos clean etcd prometheus chromium sshd runc slurm
+.PHONY: demo test versions coverage test-long check format bench chaos clean etcd prometheus chromium sshd runc slurm
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "needs Python >= 3.11 as '$(PYTHON)' (or PYTHON=…)"; exit 2; }
+	@command -v $(PYTHON) >/dev/null || { echo "needs Python >= 3.10 as '$(PYTHON)' (or PYTHON=…)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
@@ -65,6 +65,11 @@ TESTS  ?=
 test: $(READY) $(EXTRAS) etcd
 	$(BIN)/python -m pytest -q -n $(JOBS) $(TESTS)
 
+# On every other version of Python that is found here: a part of the tests on each (.ci/versions), or with ALL=1 all
+# of them. All on one version: make test PYTHON=python3.13 VENV=.venv-3.13
+versions: etcd
+	@JOBS=$(JOBS) .ci/versions $(PYTHON)
+
 # Coverage of all processes, by the tests named in COVER; no module of the core may be below 95 %.
 COVER  ?= tests/unit tests/simulation
 coverage: $(READY) $(EXTRAS) etcd
@@ -91,4 +96,4 @@ chaos: $(READY)
 	$(BIN)/phalanx chaos $(CHAOS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/results
+	rm -rf $(VENV) .venv-3.* .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/results

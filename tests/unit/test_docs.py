@@ -47,6 +47,8 @@ OF_OTHER_PROGRAMS = {
     "--no-kill", "--kill-on-bad-exit", "--wait", "--gpus-per-node", "--nice",
     "--mixed_precision", "--cpu", "--signal", "--data-dir", "--strict", "--shm-size", "--read-only",
     "--no-cache-dir",
+    # examples/ray_launch.py
+    "--nodes", "--min-nodes",
     # a training script, and how options may be shortened
     "--lr", "--device", "--redirect",
 }  # fmt: skip

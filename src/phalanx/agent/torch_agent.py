@@ -418,7 +418,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         if event is None:
             states = "HEALTHY, SUCCEEDED, FAILED or UNHEALTHY"
             raise RuntimeError(
-                f"role {spec.role}: _monitor_workers returned {result.state}: it must return {states}"
+                f"role {spec.role}: _monitor_workers returned {result.state!s}: it must return {states}"
             )
         if result.state is WorkerState.SUCCEEDED:
             self.supervision.finished(time.monotonic())

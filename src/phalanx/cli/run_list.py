@@ -87,6 +87,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         cells.append([*words, str(row["restarts"]), good, row["logs"]])
     cells = [[printable(cell).replace("\n", "\\n").replace("\t", " ") for cell in line] for line in cells]
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    width = shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 100_000
+    width = (shutil.get_terminal_size((160, 24)).columns or 160) if sys.stdout.isatty() else 100_000
     lines = ["  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)) for line in cells]
     return "".join(line.rstrip()[:width] + "\n" for line in lines)

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(found, indent=2))
     elif found:
-        width = shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 100_000
+        width = (shutil.get_terminal_size((160, 24)).columns or 160) if sys.stdout.isatty() else 100_000
         print("\n\n".join(format_status(job, width) for job in found))
     else:
         what = f"no job {options.run!r}" if options.run else "no job"

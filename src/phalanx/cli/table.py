@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 def table_width() -> int:
     """The width for a table: that of the terminal, within reason."""
-    return max(60, min(160, shutil.get_terminal_size((100, 24)).columns)) if sys.stdout.isatty() else 100
+    if not sys.stdout.isatty():
+        return 100
+    return max(60, min(160, shutil.get_terminal_size((100, 24)).columns or 100))
 
 
 def four_columns(rows: Sequence[tuple[str, str, str, str]], width: int, third: int) -> list[str]:

@@ -323,7 +323,8 @@ def watch(run: str) -> int:
                 told = agents(chosen, {"ask": "status", "all": True, "gpus": True})
                 job, why = (told[0].job, "") if told else (None, f"run {chosen} has ended; q ends this view")
             size = shutil.get_terminal_size((80, 24))
-            lines = screen(job, view, size.columns, size.lines, why)
+            # 0: unknown; Python 3.10 says so itself.
+            lines = screen(job, view, size.columns or 80, size.lines or 24, why)
             drawn = "\r\n".join(f"{line}\x1b[K" for line in lines)
             sys.stdout.write(f"\x1b[H{drawn}\x1b[J")
             sys.stdout.flush()

@@ -98,7 +98,7 @@ def format_report(
 def terminal_width() -> int:
     """The width of the terminal on stderr, at most `WIDTH`."""
     try:
-        return min(os.get_terminal_size(2).columns, WIDTH)
+        return min(os.get_terminal_size(2).columns or WIDTH, WIDTH)
     except OSError:
         return WIDTH
 

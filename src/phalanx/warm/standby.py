@@ -411,7 +411,7 @@ def wait_for_handover(channel: Channel, plan: StandbyPlan, rank: int) -> Handove
         if known.cpus:
             os.sched_setaffinity(0, known.cpus)
         first = plan.first_path(known)
-        if first and not getattr(sys.flags, "safe_path", False):
+        if first and not getattr(sys.flags, "safe_path", sys.flags.isolated):
             sys.path.insert(0, first)  # undone with the rest of sys.path when it becomes a worker
         why = _warm_up(plan.warm_up)
         if why:

@@ -26,6 +26,8 @@ DEBUGGER = "PHALANX_DEBUGGER"  # as in workers/debugger.py
 STATE = "PHALANX_STATE"
 REENTRY = "PHALANX_REENTRY"
 
+_SAFE_PATH = getattr(sys.flags, "safe_path", sys.flags.isolated)  # Python 3.10 has only -I
+
 ENTRY_FD = 10  # a function worker: the pickled function
 BOX_FD = 11  # a function worker: its arguments, later replaced by its result
 TALLY_FD = 12  # every worker: counts bytes that a full disk did not accept
@@ -43,9 +45,7 @@ def start() -> "Callable[[], object]":
     """
     mode, options, target, *args = sys.argv[1:]
     # First, so that no module is ever imported from this directory.
-    if not getattr(
-        sys.flags, "safe_path", False
-    ):  # with it (Python 3.11), the interpreter does not add the directory
+    if not _SAFE_PATH:  # with it, the interpreter does not add the directory
         del sys.path[0]
     sys.path_importer_cache.pop(sys.argv[0], None)
     if mode == "zygote":
@@ -310,7 +310,7 @@ def _count_lost(tally: str, stream: int, size: int) -> None:
 
 
 def _add_first_path(directory: str) -> None:
-    if not getattr(sys.flags, "safe_path", False):
+    if not _SAFE_PATH:
         sys.path.insert(0, directory)
 
 
