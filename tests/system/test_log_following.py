@@ -59,7 +59,8 @@ def test_logs_are_followed_over_a_restart_and_a_rotation_to_the_end(tmp_path: Pa
     with Running([*words, script(tmp_path, LINES), str(tmp_path)], env=env) as job:
         write(tmp_path / "until-1", "1000")
         wait_until(lambda: any((tmp_path / "logs").glob("*/attempt_0/1/stdout.log*")), "a log")
-        with follow(run, env, "--rank", "1") as one, follow(run, env, "--grep", "^last|1 7$") as few:
+        events = Running([run, "-f"], launcher=[PHALANX[0], "events"], env=env)
+        with follow(run, env, "--rank", "1") as one, follow(run, env, "--grep", "^last|1 7$") as few, events:
             one.read_until("line 1 0 1000\n")
             write(tmp_path / "until-1", "1200")
             one.read_until("line 1 0 1200\n")
@@ -67,12 +68,14 @@ def test_logs_are_followed_over_a_restart_and_a_rotation_to_the_end(tmp_path: Pa
             one.read_until("line 1 1 1200\n")
             (tmp_path / "end").touch()
             assert job.end().code == 0
-            assert (one.end().code, few.end().code) == (0, 0)
+            assert (one.end().code, few.end().code, events.end().code) == (0, 0, 0)
     assert shown(one.text, 1, 0) == list(range(1, 1201))
     assert shown(one.text, 1, 1) == list(range(1, 1201))
     assert "[1]  last 1 0\n" in one.text, "a line without an end, before a restart"
     assert one.text.endswith("[1]  last 1 1\n")
     assert "[0]" not in one.text
+    assert "rank 1: exit code 1; restart 1 of 1" in events.text
+    assert "incident 1 (restart): " in events.text
     assert {line for line in few.text.splitlines() if "line" in line} == {"[1]  line 1 1 7"}
     assert "[0]  last 0 1\n" in few.text
 

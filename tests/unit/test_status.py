@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.core.group import Phase
-from phalanx.observe.status_text import PHASES, format_status
+from phalanx.observe.status_text import PHASES, format_job, format_status
 
 
 def worker(rank: int, **more: Any) -> dict[str, Any]:
@@ -79,6 +79,26 @@ def test_everything_there_is_to_tell() -> None:
         "  5.00 s ago: lost node-c",
         "  logs: /logs/job7_x",
     ]
+
+
+def test_the_nodes_of_other_machines_are_shown_and_the_silent_ones_counted() -> None:
+    other = job(
+        host="node-b",
+        workers=[worker(2, state="checkpointing", cpu=0.5, memory=2_000_000)],
+        ledger={"ranks": 1, "goodput": 0.75, "seconds": {"productive": 3.0, "starting": 1.0}, "lost": {}},
+    )
+    told = format_job(job(peers=[other], silent=2)).split("\n\n")
+    assert [one.partition(",")[0] for one in told[:2]] == [
+        "train.py (run job7) on node-a",
+        "train.py (run job7) on node-b",
+    ]
+    assert told[1].splitlines()[1:] == [
+        "  rank  pid  state          cpu   memory",
+        "  2     102  checkpointing  0.50  2 MB",
+        "  goodput 75.0 %",
+    ]
+    assert told[2] == "2 nodes did not answer"
+    assert format_job(job(peers=[job()] * 70)).endswith("\n\n6 more nodes have answered (--json)")
 
 
 def test_a_node_that_waits_says_what_for() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from phalanx.cli.store import Parser
 from phalanx.observe.local_agents import LocalAgent, agents, as_dict
-from phalanx.observe.status_text import format_status
+from phalanx.observe.status_text import format_job
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(found, indent=2))
     elif found:
         width = (shutil.get_terminal_size((160, 24)).columns or 160) if sys.stdout.isatty() else 100_000
-        print("\n\n".join(format_status(job, width) for job in found))
+        print("\n\n".join(format_job(job, width) for job in found))
     else:
         what = f"no job {options.run!r}" if options.run else "no job"
         print(f"phalanx status: {what} of this user runs on this machine", file=sys.stderr)

@@ -126,32 +126,36 @@ def _headline(job: JobSnapshot) -> list[StyledLine]:
 def _summary(job: JobSnapshot, width: int) -> list[list[StyledLine]]:
     totals = totals_of(job)
     ranks, total = max(1, totals.ranks), totals.total
-    lost = [
-        f"{name} {seconds(totals.seconds[name] / ranks)}"
-        for name in CATEGORIES[1:]
-        if total and totals.seconds[name] / total >= 0.001
-    ]
+    names = [name for name in CATEGORIES[1:] if total and totals.seconds[name] / total >= 0.001]
+    names.sort(key=lambda name: -totals.seconds[name])
     line = f"goodput {100 * totals.ratio:.1f} %"
     bar: list[StyledLine] = []
     cells = max(10, min(30, width // 4))
     for name, style in _BAR.items():
         count = round(cells * totals.seconds[name] / total) if total else 0
         bar += [StyledLine(" " * count, style)] * (count > 0)
-    return [[*bar, StyledLine(f" {line}", "1"), StyledLine(f"  {', '.join(lost)}")]]
+    room = width - sum(len(piece.text) for piece in bar) - len(line) - 3
+    lost = ""
+    for name in names:  # the largest first, none of them cut off
+        more = f"{', ' * bool(lost)}{name} {seconds(totals.seconds[name] / ranks)}"
+        if len(lost) + len(more) <= room:
+            lost += more
+    return [[*bar, StyledLine(f" {line}", "1"), StyledLine(f"  {lost}")]]
 
 
 def _slow(workers: Sequence[WorkerSnapshot]) -> set[int]:
-    """The ranks that are behind: fewer steps, or no heartbeat for much longer, than most."""
+    """The ranks that are behind: clearly fewer steps, or no heartbeat for much longer, than most."""
     beats = [worker for worker in workers if worker.running and worker.quiet is not None]
     if len(beats) < 2:
         return set()
     steps = sorted(worker.step for worker in beats if worker.step is not None)
     quiet = sorted(worker.quiet or 0.0 for worker in beats)[len(beats) // 2]
     middle = steps[len(steps) // 2] if steps else 0
+    least = middle - max(1.0, 0.02 * middle)  # ranks that do not wait for each other are never quite even
     return {
         worker.rank
         for worker in beats
-        if (worker.step is not None and worker.step < middle - 1) or (worker.quiet or 0.0) > 3 * quiet + 5
+        if (worker.step is not None and worker.step < least) or (worker.quiet or 0.0) > 3 * quiet + 5
     }
 
 
@@ -167,7 +171,8 @@ def _grid(workers: Sequence[WorkerSnapshot], width: int, most: int) -> list[list
             break
         row = [StyledLine(f"{workers[begin].rank:>6}  ", "90")]
         for one in workers[begin : begin + size]:
-            cell = _SLOW if one.rank in slow else CELLS.get(one.state, ("?", ""))
+            behind = one.rank in slow and one.state not in ("failed", "stopped")
+            cell = _SLOW if behind else CELLS.get(one.state, ("?", ""))
             row.append(StyledLine(*cell))
         lines.append(row)
     return lines

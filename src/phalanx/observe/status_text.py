@@ -25,15 +25,28 @@ PHASES = {
     "DONE": "ended",
 }
 _INCIDENTS = 5
+_NODES = 64  # of other machines, in full
+
+
+def format_job(job: dict[str, Any], width: int = 100) -> str:
+    """A node of a job, and the other nodes that have answered for it."""
+    peers, silent = job.get("peers") or [], job.get("silent") or 0
+    told = [format_status(one, width) for one in (job, *peers[:_NODES])]
+    missing = [f"{len(peers) - _NODES} more nodes have answered (--json)"] * (len(peers) > _NODES)
+    missing += [f"{silent} node{'s' * (silent > 1)} did not answer"] * (silent > 0)
+    return "\n\n".join([*told, *missing])
 
 
 def format_status(job: dict[str, Any], width: int = 100) -> str:
-    """One job: a headline, a row for each worker of this node, and the recent incidents."""
+    """One node: a headline, a row for each of its workers, and the recent incidents."""
     lines = [_headline(job)]
     lines += _table(job["workers"])
     count = job["standbys"]["count"]
     if count:
         lines.append(f"  {count} standby{'s' * (count > 1)}, {_bytes(job['standbys']['memory'])}")
+    ledger = job.get("ledger") or {}
+    if any((ledger.get("seconds") or {}).values()):
+        lines.append(f"  goodput {100 * ledger['goodput']:.1f} %")
     lines += [f"  slow: {line}" for line in job["slow"]]
     lines += [f"  hang: {line}" for line in job["hangs"]]
     lines += [f"  quarantined: {quarantine_line(one)}" for one in job.get("quarantine", [])]
@@ -81,6 +94,8 @@ def _table(workers: list[dict[str, Any]]) -> list[str]:
         ("rank", [str(one["rank"]) for one in workers]),
         ("pid", [str(one["pid"]) for one in workers]),
         ("state", [_state(one) for one in workers]),
+        ("cpu", ["" if one.get("cpu") is None else f"{one['cpu']:.2f}" for one in workers]),
+        ("memory", ["" if one.get("memory") is None else _bytes(one["memory"]) for one in workers]),
         ("step", ["" if one["step"] is None else str(one["step"]) for one in workers]),
         ("steps/s", ["" if one["rate"] is None else f"{one['rate']:.3g}" for one in workers]),
         ("last beat", ["" if one["quiet"] is None else f"{one['quiet']:.1f} s ago" for one in workers]),
@@ -105,7 +120,9 @@ def _gpus(worker: dict[str, Any]) -> str:
 
 
 def _state(worker: dict[str, Any]) -> str:
-    if not worker["running"]:
+    if worker.get("state"):
+        return str(worker["state"])
+    if not worker["running"]:  # of an agent of an older version
         return "ended"
     return "ready" if worker["ready"] else "running"
 
