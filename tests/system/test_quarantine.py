@@ -69,6 +69,7 @@ def test_a_host_that_causes_failures_is_kept_out_and_all_nodes_say_so(tmp_path: 
         for node in nodes:
             node.read_until("c is no longer quarantined: removed")
         assert "no host is quarantined" in command("quarantine", "list", job.run_id, env=env)
+        assert "name the hosts after the run" in command("quarantine", "add", job.run_id, env=env, code=2)
         assert "is not quarantined" in command("quarantine", "remove", job.run_id, "c", env=env, code=1)
         at_store = ["--rdzv-endpoint", job.endpoint, "--rdzv-id", job.run_id]
         command("quarantine", "add", "b", "--reason", "XID 79", "--for", "300", *at_store, env=env)

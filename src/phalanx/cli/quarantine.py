@@ -53,6 +53,8 @@ def _at_agent(options: Namespace) -> int:
     words = list(options.words)
     # The first word may be a run: a host is never called like one that runs here, or another word follows.
     named = words and (options.action == "list" or (len(words) > 1 and agents(words[0])))
+    if len(words) == 1 and not named and any(agent.job.run == words[0] for agent in agents(words[0])):
+        raise UsageError(f"{options.action} {words[0]}: name the hosts after the run")
     agent = running(words.pop(0) if named else "")[0]
     if options.action == "list":
         return _show(request(agent, {"ask": "quarantine"}).get("quarantine") or [], options.json)
