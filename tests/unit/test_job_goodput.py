@@ -139,6 +139,20 @@ def test_a_silent_store_or_a_silent_node_costs_a_moment(
     assert exchange(lambda: here.receive(node(totals(1, 5.0)))) is None
 
 
+def test_the_host_of_a_stopped_job_adds_up_what_the_others_leave_behind(
+    connect: Callable[[], Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_goodput, "PARTING", HUNG)
+    first, second = connect(), connect()
+    one, two = GoodputExchange(first, "r", "a", 1), GoodputExchange(second, "r", "b", 1)
+    second.put(ledgers_prefix("r") + "b", encode_ledger(1, totals(1, 2.0), final=False))
+    found = together(
+        lambda: one.collect(node(totals(1, 5.0))), lambda: exchange(lambda: two.part(node(totals(1, 7.0))))
+    )
+    assert found[0] is not None
+    assert (found[0].nodes, found[0].lost, found[0].totals.total) == (2, 0, 12.0)
+
+
 @pytest.mark.parametrize(
     "value",
     [

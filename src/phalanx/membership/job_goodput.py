@@ -5,7 +5,8 @@
 
 Each node writes its own key and reads one: O(nodes). A node that is lost counts with the ledger that it wrote
 last. Nobody waits for longer than `PATIENCE`, nor for a node whose key is gone; a node that has no total in
-time keeps to its own figure. A node that leaves a job that goes on does not wait at all.
+time keeps to its own figure. A node that leaves does not wait at all, unless it holds the store, and the job
+ends with it.
 
 The keys carry the number of the job, because an id can be used again; the node that adds up removes them.
 """
@@ -16,7 +17,7 @@ import json
 import threading
 
 from phalanx.core.goodput import GoodputTotals, read_totals
-from phalanx.core.store_commands import Change, Delete, Get, Put, Txn
+from phalanx.core.store_commands import Change, Delete, Put, Txn
 from phalanx.errors import StoreError
 
 TYPE_CHECKING = False
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 PATIENCE = 2.0
 """Seconds for the last figures of the other nodes."""
+PARTING = 1.0
+"""The same, while the nodes leave a job that is being stopped."""
 _LONGEST = 1 << 16
 _LONGEST_LINE = 1000
 
@@ -107,24 +110,19 @@ class GoodputExchange:
 
     def part(self, own: NodeGoodput) -> JobGoodput | None:
         """This node goes, and the job goes on."""
-        self._client.request(self._mine(own), PATIENCE)
+        self._client.request(self._mine(own), PARTING)
         return None
 
     def collect(self, own: NodeGoodput | None, nodes: str = "") -> JobGoodput | None:
-        """Add up. With `nodes`, the prefix of their keys, wait for the last figures of those that are there.
+        """Add up. With `nodes`, the prefix of their keys, wait for the last figures of those that are there;
+        without, as in a job that is being stopped, not long, for those of all nodes that have ever given any.
 
         Without figures of its own, this node tells the others not to wait."""
         if own is None:
             none = json.dumps({"job": self._job}).encode()
             self._client.request(Put(total_key(self._run_id), none), PATIENCE)
             return None
-        if nodes:
-            others = self._wait_for_ledgers(nodes)
-        else:
-            entries = self._client.request(Get(self._ledgers, prefix=True), PATIENCE).entries
-            others = {}
-            for entry in entries:
-                self._learn(others, entry.key, entry.value)
+        others = self._wait_for_ledgers(nodes)
         found, value = add_up(own, others, self._job)
         self._client.request(
             Txn((), (Put(total_key(self._run_id), value),), (Delete(self._ledgers, prefix=True),)), PATIENCE
@@ -169,26 +167,33 @@ class GoodputExchange:
         others: dict[str, tuple[GoodputTotals, bool]] = {}
         here: set[str] = set()
         changed = threading.Condition()
+        seen: dict[str, int] = {}  # revisions: news may overtake what the watch found when it began
+
+        def news(changes: tuple[Change, ...]) -> list[Change]:
+            new = [one for one in changes if one.entry.mod >= seen.get(one.entry.key, 0)]
+            seen.update({one.entry.key: one.entry.mod for one in new})
+            return new
 
         def heard_ledger(changes: tuple[Change, ...]) -> None:
             with changed:
-                for entry, deleted in changes:
+                for entry, deleted in news(changes):
                     if not deleted:
                         self._learn(others, entry.key, entry.value)
                 changed.notify()
 
         def heard_node(changes: tuple[Change, ...]) -> None:
             with changed:
-                for entry, deleted in changes:
+                for entry, deleted in news(changes):
                     (here.discard if deleted else here.add)(entry.key.removeprefix(nodes))
                 changed.notify()
 
         def complete() -> bool:
-            return all(node in others and others[node][1] for node in here - {self._node})
+            awaited = here if nodes else set(others)
+            return all(node in others and others[node][1] for node in awaited - {self._node})
 
         watches = []
         try:
-            for prefix, heard in ((self._ledgers, heard_ledger), (nodes, heard_node)):
+            for prefix, heard in ((self._ledgers, heard_ledger), (nodes, heard_node))[: 2 if nodes else 1]:
                 number, reply = self._client.watch(
                     prefix,
                     lambda notice, heard=heard: heard(notice.changes),  # type: ignore[misc]  # of this turn
@@ -198,7 +203,7 @@ class GoodputExchange:
                 watches.append(number)
                 heard(tuple(Change(entry) for entry in reply.entries))
             with changed:
-                changed.wait_for(complete, PATIENCE)
+                changed.wait_for(complete, PATIENCE if nodes else PARTING)
                 return dict(others)
         finally:
             for number in watches:

@@ -784,11 +784,11 @@ class Membership:
     def _exchange_goodput(self, client: Client, participant: Participant) -> None:
         """Give this node's ledger and learn that of the job, while all nodes are there.
 
-        The host of a store that leaves takes the job with it: it adds up what the others left behind."""
+        The host of a store that leaves takes the job with it: it adds up what the others leave behind."""
         end = participant.ended
         over = end is not None and end.outcome in ("succeeded", "failed", "closed")
         own = self.goodput
-        if self._rank < 0 or not participant.lease or (own is None and self._rank):
+        if self._rank < 0 or (own is None and self._rank):
             return
         from phalanx.membership.job_goodput import GoodputExchange, exchange
 
@@ -798,7 +798,6 @@ class Membership:
         elif own is not None and over:
             self.job_goodput = exchange(lambda: here.receive(own))
         elif own is not None and self.hosting:
-            self._wait_for_the_others(client, participant)
             self.job_goodput = exchange(lambda: here.collect(own))
         elif own is not None:
             exchange(lambda: here.part(own))
