@@ -635,7 +635,7 @@ def test_without_site_only_os_is_there_early() -> None:
         set(run(argv).out.split())
         for argv in (
             [PYTHON, "-S", "prog.py"],
-            [PYTHON, "-S", "-c", f"import os\n{show}"],
+            [PYTHON, "-S", program(f"import os\n{show}", "with_os.py")],
             bootstrapped(["-S", "prog.py"]),
         )
     )
