@@ -68,6 +68,7 @@ def test_a_job_is_seen_restarted_stopped_and_remembered(tmp_path: Path) -> None:
             view.type(b"q")
             assert view.end().code == 0
             assert "begin 0 \\x1b[31mred" in view.text
+        assert "required: RUN" in told("restart", env=env, code=2), "never a job that was not named"
         assert "restarted" in told("restart", run, env=env)
         wait_until(
             lambda: (now := node(run, env)) and now["workers"][0]["pid"] != one["pid"],

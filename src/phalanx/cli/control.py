@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.cli.runs import NoSuchRun, add_run, request, running
+from phalanx.cli.runs import NoSuchRun, request, running
 from phalanx.cli.store import Parser
 from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
@@ -41,7 +41,8 @@ def nodes_here(word: str) -> list[LocalAgent]:
 
 def _do(what: str, description: str, argv: Sequence[str], everywhere: bool) -> int:
     parser = Parser(prog=f"phalanx {what}", description=description)
-    add_run(parser, "the one that runs")
+    # Named, even if there is only one: on a shared machine that may be another than the one that was meant.
+    parser.add_argument("run", metavar="RUN", help="a run id, or its beginning, or a script's name (phalanx list)")
     run = parser.parse_args(argv).run
     try:
         found = running(run)
