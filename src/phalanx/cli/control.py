@@ -42,7 +42,9 @@ def nodes_here(word: str) -> list[LocalAgent]:
 def _do(what: str, description: str, argv: Sequence[str], everywhere: bool) -> int:
     parser = Parser(prog=f"phalanx {what}", description=description)
     # Named, even if there is only one: on a shared machine that may be another than the one that was meant.
-    parser.add_argument("run", metavar="RUN", help="a run id, or its beginning, or a script's name (phalanx list)")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run id, or its beginning, or a script's name (phalanx list)"
+    )
     run = parser.parse_args(argv).run
     try:
         found = running(run)
