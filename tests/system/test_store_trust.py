@@ -15,8 +15,10 @@ from phalanx.core.store_commands import Change, Delete, Entry, Grant, Notice, Pu
 from phalanx.errors import StoreAuthError, StoreError
 from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client, State
+from phalanx.store.embedded.journal import Journal
 from phalanx.store.embedded.server import Server
 from phalanx.store.embedded.token import Token, find_token
+from phalanx.store.model import Model
 from tests.conftest import HUNG
 from tests.system.hostile_user import NOBODY, as_root
 from tests.system.test_store_server import TOKEN, Process, Proxy, Rude, closes
@@ -275,6 +277,19 @@ def test_a_journal_that_went_back_begins_a_new_epoch(tmp_path: Path, restarts_be
             assert client.welcome.epoch == 2
     finally:
         process.kill()
+
+
+def test_what_several_lost_incarnations_had_is_one_epoch(tmp_path: Path) -> None:
+    """Clients that saw different servers, none of which the journal knows, make the others re-form once."""
+    journal, model = Journal(str(tmp_path / "journal")), Model()
+    try:
+        store = journal.load(model, "store", 0.0)
+        assert journal.has_lost("one", 5)
+        journal.begin_epoch(model, store, "one")
+        assert not journal.has_lost("another", 7)
+        assert journal.epoch == 2
+    finally:
+        journal.close()
 
 
 def test_a_sound_journal_keeps_its_epoch_over_restarts(tmp_path: Path) -> None:

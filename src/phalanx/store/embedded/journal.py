@@ -39,6 +39,7 @@ class Journal:
         self.incarnation = os.urandom(8).hex()
         self._began: dict[str, int] = {}  # incarnation -> the revision at its beginning, in order
         self._lines = 0
+        self._has_begun_epoch = False
         try:
             # sqlite would follow the umask.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -108,7 +109,9 @@ class Journal:
     def has_lost(self, incarnation: str, revision: int) -> bool:
         """Whether a client that has seen this revision of this incarnation has seen more than there is."""
         known = list(self._began)
-        if incarnation == self.incarnation:
+        # A journal goes back between two servers: what this one has found out covers all that was lost, and
+        # clients of any earlier incarnation learn of it by the epoch, which they have not seen yet.
+        if incarnation == self.incarnation or self._has_begun_epoch:
             return False
         if incarnation not in self._began:
             return len(known) < _INCARNATIONS  # else it may just be forgotten
@@ -117,8 +120,9 @@ class Journal:
     def begin_epoch(self, model: Model, store: str, lost: str) -> None:
         """Changes of an incarnation were lost: what was seen before now belongs to an earlier epoch."""
         self.epoch += 1
+        self._has_begun_epoch = True
         model.begin_epoch()
-        # Other clients of that incarnation find out by the epoch; they do not begin another one.
+        # Nor do clients of that incarnation begin another one after a restart of this server.
         del self._began[self.incarnation]
         self._began = dict.fromkeys([*self._began, lost, self.incarnation], model.revision)
         self.commit(model, store)
