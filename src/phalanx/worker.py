@@ -161,8 +161,7 @@ def wait_for_rank() -> None:
 def _make_good() -> None:
     """Repeat what was called in the standby, which had no board to write to."""
     if _callbacks and _board is not None:
-        _board[LISTENS_AT] = 1
-        _listen(_board[SIGNAL_AT])
+        _listen(_board)
     if "ready" in _early:
         ready()
     if "beat" in _early:
@@ -194,9 +193,8 @@ def on_preempt(callback: Callback) -> Callback:
     """
     board = _board
     if board is not None:
-        board[LISTENS_AT] = 1
         _callbacks.append(callback)
-        _listen(board[SIGNAL_AT])
+        _listen(board)
         if board[PREEMPTED_AT]:
             _run_callbacks()
     elif _STANDBY in sys.modules:
@@ -380,20 +378,26 @@ def _write_deadline(board: mmap.mmap) -> float:
 
 
 def _run_callbacks() -> None:
+    if _board is not None:
+        _board[LISTENS_AT] = 1
     while _callbacks:
         _callbacks.pop(0)()
 
 
-def _listen(number: int) -> None:
+def _listen(board: mmap.mmap) -> None:
     """Make the preemption signal run the callbacks, unless the program handles it."""
     import signal
     import threading
 
+    number = board[SIGNAL_AT]
+    board[LISTENS_AT] = board[LISTENS_AT] or 1
     if not number or threading.current_thread() is not threading.main_thread():
         return
     # Python's default handler for SIGINT does not count as the program's.
     if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler, _ignore):
         signal.signal(number, _on_signal)
+    if signal.getsignal(number) is _on_signal:
+        board[LISTENS_AT] = 2
 
 
 def _shield(number: int) -> None:

@@ -71,6 +71,20 @@ if rank == 0:
     open(sys.argv[1], "w").close()
 while not os.path.exists(sys.argv[1]): time.sleep(0.005)
 """
+# The first signal is lost, as one that comes between Python's last look for signals and a blocking call.
+MISSES_IT = """
+import os, signal, sys, time
+from phalanx import worker
+@worker.on_preempt
+def save():
+    os.write(1, f"saved {os.environ['RANK']}\\n".encode())
+    sys.exit(0)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+READY
+signal.sigwait([signal.SIGUSR1])
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+while True: time.sleep(1000)
+"""
 IGNORES_IT = """
 import os, sys, time
 from phalanx import worker
@@ -124,6 +138,12 @@ def test_workers_save_and_exit(tmp_path: Path, body: str, warm: str) -> None:
     assert "preempted by SIGUSR1" in ended.said[-1]
     assert not any("restart" in line for line in ended.said)
     assert "Root cause" not in ended.out
+
+
+def test_a_worker_that_missed_the_signal_is_told_again(tmp_path: Path) -> None:
+    ended = preempt(tmp_path, MISSES_IT, grace="60")
+    assert ended.code == 128 + signal.SIGUSR1, ended
+    assert sum(ended.out.count(f"saved {rank}") for rank in "01") == 2, ended
 
 
 @pytest.mark.parametrize("sig", ["SIGUSR2", "SIGTERM", "SIGINT"])

@@ -569,6 +569,7 @@ class LocalWorkers:
         from phalanx.core.group import signal_name
 
         assert self.context is not None
+        self._supervision.remind(self.context)
         pids = self.context.pids()
         left = {self._group.workers[rank].global_rank: pids[rank] for rank in sorted(self.context.running)}
         who = "processes that the workers started"

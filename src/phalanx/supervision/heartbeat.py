@@ -46,7 +46,7 @@ PID_AT = 8
 BEAT_AT = 16
 READY_AT = 40
 DEADLINE_AT = 48
-LISTENS_AT = 56
+LISTENS_AT = 56  # 1: the program learns of a preemption; 2: when the signal has called its callbacks
 PREEMPTED_AT = 57
 SIGNAL_AT = 58
 SECTION_AT = 64
@@ -72,7 +72,18 @@ _ALL = struct.Struct(f"@8sqqdqddBBB5x{SECTION_BYTES}s")
 class BoardSnapshot:
     """A board at one moment; times are 0.0 if never written."""
 
-    __slots__ = ("beat_at", "count", "deadline", "listens", "pid", "preempted", "ready_at", "section", "step")
+    __slots__ = (
+        "awaits_signal",
+        "beat_at",
+        "count",
+        "deadline",
+        "listens",
+        "pid",
+        "preempted",
+        "ready_at",
+        "section",
+        "step",
+    )
 
     def __init__(self, data: bytes) -> None:
         (
@@ -89,7 +100,7 @@ class BoardSnapshot:
             section,
         ) = _ALL.unpack(data)
         self.step: int | None = step if self.count and step >= 0 else None
-        self.listens = bool(listens)
+        self.listens, self.awaits_signal = bool(listens), listens == 2
         self.preempted = bool(preempted)
         self.section: str = section[1 : 1 + section[0]].decode("utf-8", "replace")
 

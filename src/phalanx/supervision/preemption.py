@@ -86,6 +86,17 @@ class Preemption:
             context.send_signal(self.signal, handlers, alone=True)
         context.ask_stop(0, grace)
 
+    def remind(self, context: PContext, boards: Boards) -> None:
+        """Send the signal again to workers whose callbacks have not been called yet.
+
+        One that comes just before a program blocks is seen by Python when it no longer does, which may be
+        never. Called twice, the callbacks run once; a handler of the program's own gets the signal once.
+        """
+        if self.under_way and self.signal:
+            waiting = {rank for rank in context.running & self._told if boards.read(rank).awaits_signal}
+            if waiting:
+                context.send_signal(self.signal, waiting, alone=True)
+
     def excuse(self, failures: Iterable[ProcessFailure]) -> None:
         """Mark workers that exited after the announcement as stopped, whatever their exit code."""
         for failure in failures:

@@ -228,6 +228,11 @@ class Supervision:
         else:
             context.ask_stop(sig, grace)
 
+    def remind(self, context: PContext) -> None:
+        """A stop takes long: a worker may have missed that it is a preemption."""
+        if self._boards is not None:
+            self.preemption.remind(context, self._boards)
+
     def recall(self, context: PContext, command: RecallWorkers, guilty: tuple[int, ...]) -> None:
         """Have the workers that re-enter park, and stop the others; `guilty`: local ranks to kill at once."""
         context.ask_recall(command.sig, command.grace, command.timeout, command.cause, guilty)

@@ -719,8 +719,8 @@ class PContext(abc.ABC):
     # -- stop -------------------------------------------------------------------------------------
 
     def send_signal(self, sig: int, ranks: set[int] | None = None, alone: bool = False) -> None:
-        """Pass a signal to workers that run on; `alone`: not to their children."""
-        if self.spawner is not None and self._state == "running":
+        """Pass a signal to workers that run on, or save before they end; `alone`: not to their children."""
+        if self.spawner is not None and self._state in ("running", "stopping"):
             self.spawner.signal(sig, set(range(self.nprocs)) if ranks is None else ranks, alone)
 
     def exit_code(self, rank: int) -> int | None:
