@@ -350,7 +350,6 @@ PyMODINIT_FUNC PyInit_needy(void) { return PyModuleDef_Init(&module); }
 """
 
 
-@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="not a free-threaded Python")
 def test_the_gil_is_on_from_the_import_of_the_module_that_needs_it(site: Site) -> None:
     """And not from the first line on, as in a fork of a process that has imported the module."""
     (site.folder / "needy.c").write_text(NEEDS_THE_GIL)
@@ -363,3 +362,7 @@ def test_the_gil_is_on_from_the_import_of_the_module_that_needs_it(site: Site) -
     site.script.write_text(shows("[odd.before, sys._is_gil_enabled()]"))
     assert site.same_at_every_launch() == [[False, True]]
     assert json.loads((site.folder / "early").read_text()) == ["plain"]
+
+
+if not sysconfig.get_config_var("Py_GIL_DISABLED"):  # then it is on from the first line, and stays so
+    del test_the_gil_is_on_from_the_import_of_the_module_that_needs_it
