@@ -621,7 +621,7 @@ class PContext(abc.ABC):
         witness, now = self.spawner.witness, time.monotonic()
         from phalanx.zygote.job_cgroup import sweep
 
-        clear = sweep() or not self._answered
+        clear = sweep(self.spawner.pid) or not self._answered
         if witness is None:
             return True
         left = witness.alive()

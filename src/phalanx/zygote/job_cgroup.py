@@ -166,8 +166,10 @@ def remove(path: str) -> bool:
     return True
 
 
-def sweep() -> bool:
-    """Kill what is in groups whose keeper is dead; whether none of them is left."""
+def sweep(lost: int = 0) -> bool:
+    """Kill what is in groups whose keeper is dead; whether none of them is left.
+
+    `lost`: a keeper that the caller has lost; it counts as dead although its process may still be ending."""
     parent = base()
     ours = f"{_PREFIX}-{_namespaces()}-"
     clear = True
@@ -175,7 +177,7 @@ def sweep() -> bool:
         if not name.startswith(ours):
             continue
         keeper, _, started = name[len(ours) :].partition("-")
-        if keeper.isdigit() and _started(int(keeper)) != started:
+        if keeper.isdigit() and (int(keeper) == lost or _started(int(keeper)) != started):
             path = os.path.join(parent, name)
             kill(path)
             clear = remove(path) and clear
