@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -383,7 +384,8 @@ def test_what_forks_faster_than_it_can_be_killed_ends_with_the_agent(
             keeper, zygote = helpers_of(job.agent)
             who = {"agent": job.agent, "keeper": keeper, "zygote": zygote}
             for name in victim.split("+"):
-                os.kill(who[name], signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it may have ended with the first
+                    os.kill(who[name], signal.SIGKILL)
             since = time.monotonic()
             wait_until(lambda: gone(worker), "the end of the worker")  # noqa: B023
             while is_populated(group) and time.monotonic() < since + 3 * PROMISE:
