@@ -1,10 +1,11 @@
-"""A real sshd on loopback addresses, with a throw-away key and configuration."""
+"""A real sshd on loopback addresses or in network namespaces, with a throw-away key and configuration."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from tests.conftest import HUNG, wait_until
-from tests.support.netns import free_port
+from tests.support.netns import Host, free_port
 from tests.support.run_helpers import plain_environment
 
 ALIASES = ("node1", "node2", "node3")  # names that only the configuration of ssh knows
@@ -32,10 +33,15 @@ def sshd_program() -> str:
 
 
 class SshHosts:
-    """One sshd for several addresses of this machine, which are hosts as far as ssh can tell."""
+    """One sshd for several addresses of this machine, which are hosts as far as ssh can tell; or one in each
+    of some namespaces."""
 
-    def __init__(self, count: int = 2) -> None:
+    def __init__(self, count: int = 2, namespaces: Sequence[Host] = ()) -> None:
         self.names = [f"127.0.0.{number}" for number in range(31, 31 + count)]
+        self.places: list[tuple[str, ...]] = [()]
+        if namespaces:
+            self.names = [host.address for host in namespaces]
+            self.places = [host.inside for host in namespaces]
         self.program = sshd_program()
 
     def __enter__(self) -> SshHosts:
@@ -50,8 +56,9 @@ class SshHosts:
             f"Port {self.port}", f"HostKey {self.directory}/host", f"PidFile {self.directory}/pid",
             f"AuthorizedKeysFile {self.directory}/user.pub", "UsePAM no", "PasswordAuthentication no",
             "PermitRootLogin yes", "StrictModes no", "MaxStartups 100", "MaxSessions 50",
-            *(f"ListenAddress {name}" for name in self.names),
         ]  # fmt: skip
+        if self.places == [()]:
+            server += [f"ListenAddress {name}" for name in self.names]
         (self.directory / "sshd_config").write_text("\n".join(server) + "\n")
         names = zip(ALIASES, self.names, strict=False)
         client = [
@@ -63,12 +70,13 @@ class SshHosts:
             *("  IdentitiesOnly yes", "  StrictHostKeyChecking no", "  LogLevel ERROR", "  BatchMode yes"),
         ]
         (self.directory / "config").write_text("\n".join(client) + "\n")
-        self.daemon = subprocess.Popen(
-            [self.program, "-D", "-e", "-f", str(self.directory / "sshd_config")],
-            stderr=open(self.directory / "log", "wb"),
-            env=plain_environment(),
-        )
-        wait_until(lambda: "Server listening" in self.log(), "sshd to listen")
+        command = [self.program, "-D", "-e", "-f", str(self.directory / "sshd_config")]
+        with open(self.directory / "log", "ab") as log:
+            self.daemons = [
+                subprocess.Popen([*place, *command], stderr=log, env=plain_environment())
+                for place in self.places
+            ]
+        wait_until(lambda: self.log().count("Server listening") >= len(self.daemons), "sshd to listen")
         return self
 
     def log(self) -> str:
@@ -81,7 +89,7 @@ class SshHosts:
 
     def sessions(self) -> list[psutil.Process]:
         """The processes of sshd that serve a connection."""
-        return psutil.Process(self.daemon.pid).children(recursive=False)
+        return [one for daemon in self.daemons for one in psutil.Process(daemon.pid).children()]
 
     def cut(self) -> None:
         """All connections are gone; new ones are possible."""
@@ -95,6 +103,7 @@ class SshHosts:
 
     def __exit__(self, *_: object) -> None:
         self.cut()
-        self.daemon.kill()
-        self.daemon.wait(HUNG)
+        for daemon in self.daemons:
+            daemon.kill()
+            daemon.wait(HUNG)
         shutil.rmtree(self.directory)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.conftest import wait_until
+from tests.support.netns import Network, possible
 from tests.support.run_helpers import Running, all_gone, plain_environment
 from tests.support.ssh_hosts import SshHosts
 
@@ -90,6 +91,26 @@ def test_nothing_outlives_a_starter_that_dies(hosts: SshHosts) -> None:
         workers = job.workers(3)
         job.signal(signal.SIGKILL)
         wait_until(lambda: all_gone(workers), "the end of the workers")
+
+
+@pytest.mark.skipif(not possible(), reason="network namespaces need root")
+def test_nothing_outlives_a_starter_whose_machine_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts in a network of their own; no packet tells them that the starter's machine was switched off."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAIN)
+    with Network("starter", "b", "c") as network:
+        away = [network.hosts[name] for name in "bc"]
+        with SshHosts(namespaces=away) as hosts:
+            words = ["--store-grace", "1", "--hosts", "node1,node2:2", "--ssh", hosts.ssh, "train.py"]
+            with Running(words, before=network.hosts["starter"].inside) as job:
+                workers = job.workers(3)
+                assert "[node1] ready 0 " in job.text
+                network.cut("starter")
+                job.signal(signal.SIGKILL)
+                wait_until(lambda: all_gone(workers), "the end of the workers")
+            wait_until(lambda: not stewards(tmp_path), "the end of all stewards and agents")
 
 
 def test_a_host_that_cannot_be_reached(hosts: SshHosts) -> None:
