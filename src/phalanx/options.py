@@ -625,6 +625,17 @@ def scan(argv: Sequence[str]) -> Scan:
     return found
 
 
+def take_words(word: str, rest: list[str]) -> list[str]:
+    """An option of `run` as another command passes it on: the word, and its value if that is the next one."""
+    name, equals, _ = word.partition("=")
+    kind = find_option(name).kind
+    if equals or kind == "flag" or (kind == "address" and not (rest and is_address(rest[0]))):
+        return [word]
+    if not rest:
+        raise usage_error(f"{name} needs a value")
+    return [word, rest.pop(0)]
+
+
 def _scan_cluster(found: Scan, word: str, rest: list[str], position: int) -> int:
     """Short options written together: -r3, -mt1, -mr 3."""
     letters = word[1:]

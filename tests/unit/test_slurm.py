@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.dry_run import plan
+from phalanx.cli.slurm import parse_submit
 from phalanx.config import parse
 from phalanx.errors import UsageError
 from phalanx.integrations.slurm.allocation import look, run_id
@@ -269,6 +270,13 @@ def test_variables_of_options_win(script: str) -> None:
 def test_a_bad_value_of_slurm_is_named_with_its_origin(script: str) -> None:
     with pytest.raises(UsageError, match=r"--rdzv-id 1/2 \(from SLURM_JOB_ID=1/2\)"):
         parse([script], {**STEP, **ONE, **SOLO, "SLURM_JOB_ID": "1/2"})
+
+
+def test_an_option_whose_value_may_be_left_out_leaves_the_script_alone() -> None:
+    job, _ = parse_submit(["-N", "2", "--dashboard", "train.py", "--lr", "1"])
+    assert (job.run_words, job.script, job.script_args) == (("--dashboard",), "train.py", ("--lr", "1"))
+    job, _ = parse_submit(["-N", "2", "--dashboard", "0.0.0.0:8000", "train.py"])
+    assert (job.run_words, job.script) == (("--dashboard", "0.0.0.0:8000"), "train.py")
 
 
 def test_the_run_id_of_an_array_that_was_requeued() -> None:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 
 from phalanx.integrations.kubernetes.manifest import KINDS, PodJob, longest_host_name, manifest
-from phalanx.options import BY_DEST, InformationRequested, find_option, is_address, scan, usage_error
+from phalanx.options import BY_DEST, InformationRequested, scan, take_words, usage_error
 
 HELP = """\
 usage: phalanx k8s manifest --image IMAGE -N NODES [options] -- SCRIPT [arguments of the script]
@@ -84,12 +84,7 @@ def parse_manifest(words: Sequence[str], token: str) -> tuple[str, PodJob]:
             raise InformationRequested("help")
         dashed = name.replace("_", "-")
         if dashed not in _OWN:
-            kind = find_option(name).kind
-            run.append(word)
-            if kind == "address" and not (rest and is_address(rest[0])):
-                continue  # its value may be left out
-            if kind != "flag" and not equals:
-                run.append(_value(name, rest))
+            run += take_words(word, rest)
         elif _OWN[dashed] in _FLAGS:
             own[_OWN[dashed]] = "1"
         else:

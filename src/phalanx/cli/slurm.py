@@ -19,7 +19,7 @@ from phalanx.errors import StoreAuthError, UsageError
 from phalanx.integrations.slurm.batch_script import BatchJob, batch_script, name_of
 from phalanx.integrations.slurm.job_record import JobRecord, all_records, forget_old, records_directory
 from phalanx.log import printable, write_stderr
-from phalanx.options import InformationRequested, find_option, usage_error
+from phalanx.options import InformationRequested, take_words, usage_error
 
 # Options of sbatch that submit knows: spelling → name; a name alone is a flag where it is in _FLAGS.
 SBATCH = {
@@ -147,10 +147,7 @@ def parse_submit(words: Sequence[str]) -> tuple[BatchJob, bool]:
             sbatch.append((SBATCH[name], value if equals else None))
             continue
         if name not in SBATCH and name not in _OWN:
-            option = find_option(name)
-            run.append(word)
-            if option.kind != "flag" and not equals:
-                run.append(_value(name, rest))
+            run += take_words(word, rest)
             continue
         if not equals:
             value = _value(name, rest)
