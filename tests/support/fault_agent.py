@@ -49,6 +49,7 @@ def main() -> None:
         group = start_processes("fault", sleeper, args, envs, specs, start_method=scenario)
     (directory / "helpers").write_text(str(group.spawner.pid if group.spawner else 0))
     try:
+        (directory / "waiting").touch()
         group.wait()
     except SignalException as stop:
         (directory / "stopping").touch()

@@ -194,6 +194,7 @@ def test_many_signals_during_shutdown(times: int, agent: Callable[..., Agent]) -
     for turn in range(times):
         one = agent("stubborn", GRACE="5")
         pids = one.pids(("worker",))
+        wait_until((one.directory / "waiting").exists, "an agent that waits: the worker may be earlier")
         count = 1 + (turn * 7) % 20
         first = signal.SIGTERM if turn % 2 else signal.SIGINT
         one.process.send_signal(first)

@@ -83,6 +83,7 @@ from phalanx.core.store_commands import (
 CONTROL, PLACE = 1, 2  # the watches of every node; a leader's own gets a new number each time
 FENCE = 0.9
 QUIET = 0.005  # a leader of thousands decides at most this often
+LOST_ROUNDS = 100  # that a store which went back may have had without any node that is present
 
 
 class _Pending(NamedTuple):
@@ -403,6 +404,7 @@ class Participant:
         """Nothing that this node knows from the store holds: not its lease, its place, nor the round."""
         if self.lease:
             self._fence(now, "the store went back to an earlier state")
+        self.rounds += LOST_ROUNDS  # the number of a round that is lost must not be used again
         self._round_mod = self._place_mod = 0
         self.round, self.place, self._outside, self._leader = None, Place(), "", Entry("")
         self._control, self._unreadable = False, False
