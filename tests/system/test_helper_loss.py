@@ -247,6 +247,20 @@ def test_stopped_helpers_end_with_a_killed_agent(times: int, agent: Callable[...
         all_gone_in_time({**pids, "zygote": zygote}, since)
 
 
+def test_workers_are_killed_at_once_although_the_zygote_is_stopped(tmp_path: Path) -> None:
+    """As at the end of a lease: nothing is waited for, so nobody has to look after the group meanwhile."""
+    args: dict[int, tuple[str, ...]] = {0: ("-c", "trap '' TERM; while :; do sleep 0.05; done")}
+    group = start_processes("k", "/bin/sh", args, {0: {}}, DefaultLogsSpecs(str(tmp_path)))
+    assert group.spawner is not None
+    worker, zygote = group.pids()[0], zygote_of(group.spawner.pid)
+    os.kill(zygote, signal.SIGSTOP)
+    group.ask_stop(signal.SIGKILL, 0.0)
+    wait_until(lambda: gone(worker), "the end of the worker")
+    os.kill(zygote, signal.SIGCONT)
+    group.close(signal.SIGKILL)
+    assert not group.failed(), "stopped by us: no failure"
+
+
 # ---- all of them killed at once ------------------------------------------------------------------------
 
 

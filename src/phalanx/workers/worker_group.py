@@ -571,7 +571,7 @@ class PContext(abc.ABC):
         with self._lock:
             for event in events:
                 if isinstance(event, Exit):
-                    self._exits.setdefault(event.rank, event)
+                    self._exits.setdefault(event.rank, self._attributed(event))
                 elif isinstance(event, WorkersFenced):
                     self.fenced = True
                 elif isinstance(event, WorkerParked):
@@ -635,6 +635,11 @@ class PContext(abc.ABC):
             self.unkillable = tuple(describe(pid) for pid in left.values())
         return True
 
+    def _attributed(self, exit: Exit) -> Exit:
+        """With when it was signalled: the zygote does not know of a worker that was killed from here."""
+        killed = self._stop_signal == signal.SIGKILL == -exit.code and exit.at >= self._stopped_at
+        return exit.replace(signalled_at=exit.signalled_at or self._stopped_at) if killed else exit
+
     def _decide(self) -> None:
         with self._lock:
             if self._state != "running":
@@ -654,6 +659,9 @@ class PContext(abc.ABC):
         self._stop_signal = sig
         self.parked = set()
         self.spawner.stop(sig, grace)
+        if sig == signal.SIGKILL and self.spawner.witness is not None:
+            # At the end of a lease another node may run these ranks, and the zygote may be stopped.
+            self.spawner.witness.kill()
         if self._escalation:
             return
         if self._bypassed:

@@ -74,6 +74,14 @@ class Witness:
                 except OSError:
                     pass
 
+    def kill(self) -> None:
+        """Kill the workers themselves, whether the zygote responds or not; it ends what they have started."""
+        for rank in self.alive():
+            try:
+                signal.pidfd_send_signal(self._fds[rank], signal.SIGKILL)
+            except OSError:
+                pass  # it has exited
+
     def kill_zygote(self) -> None:
         """The zygote does not respond, and the keeper did not kill it."""
         try:
