@@ -245,7 +245,8 @@ def idle_in(agent: LocalElasticAgent, phase: str, then: Callable[[], None]) -> R
             """Whether what is done once, at the beginning, is over; a busy machine takes longer."""
             begin = use_of(ids[0])[1]
             time.sleep(0.2)
-            return use_of(ids[0])[1] - begin < 6
+            prepared = phase != "RUNNING" or agent._workers._quiet_at is None  # for a failure: done once
+            return prepared and use_of(ids[0])[1] - begin < 6
 
         wait_until(settled, f"an idle agent in {phase}")
         before = use_of(ids[0])
