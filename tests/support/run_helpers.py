@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -238,6 +239,15 @@ def helpers_of(agent: int) -> list[int]:
         except psutil.NoSuchProcess:
             pass  # a process of the worker's that has exited since
     return found
+
+
+def kill_at_once(pids: Iterable[int]) -> None:
+    """SIGKILL to several processes of ours, of which none can act on the end of another."""
+    victims = list(pids)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in victims:
+            with suppress(ProcessLookupError):  # the kernel has killed it at the death of its parent
+                os.kill(pid, number)
 
 
 def all_gone(pids: Sequence[int] | Mapping[int, int]) -> bool:

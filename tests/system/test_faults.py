@@ -20,6 +20,7 @@ from phalanx.elastic.multiprocessing import DefaultLogsSpecs, Std, start_process
 from phalanx.errors import StartError
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.fault_agent import KINDS, family
+from tests.support.run_helpers import kill_at_once
 
 AGENT = str(Path(__file__).parents[1] / "support" / "fault_agent.py")
 PROMISE = 1.0  # seconds after the agent's death: the contract, not a measurement
@@ -114,8 +115,7 @@ def test_helpers_killed_nothing_survives(victims: str, times: int, agent: Callab
         if victims.startswith("stopped"):
             os.kill(zygote, signal.SIGSTOP)
             victims = "agent"
-        for name in victims.split("+"):
-            os.kill(who[name], signal.SIGKILL)
+        kill_at_once(who[name] for name in victims.split("+"))
         since = time.monotonic()
         all_gone_in_time({name: pid for name, pid in pids.items() if name != "helpers"}, since)
         one.end()

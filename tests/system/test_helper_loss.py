@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -27,7 +26,7 @@ from phalanx.warm.helper_pool import HelperPool
 from phalanx.zygote import job_cgroup
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.fault_agent import KINDS, family
-from tests.support.run_helpers import FOREVER, Running, all_gone, helpers_of, script
+from tests.support.run_helpers import FOREVER, Running, all_gone, helpers_of, kill_at_once, script
 from tests.support.trials import few_or_many as few_or_200
 from tests.support.trials import play
 from tests.system.test_faults import PROMISE, Agent, agent, all_gone_in_time, few_or_many, zygote_of
@@ -49,9 +48,7 @@ def helpers_in(pool: HelperPool) -> tuple[int, int]:
 
 def kill(pool: HelperPool, victims: str) -> None:
     keeper, zygote = helpers_in(pool)
-    for name, pid in (("keeper", keeper), ("zygote", zygote)):
-        if victims in (name, "both"):
-            os.kill(pid, signal.SIGKILL)
+    kill_at_once(pid for name, pid in (("keeper", keeper), ("zygote", zygote)) if victims in (name, "both"))
 
 
 def stop_helpers(agent: int, victims: str) -> list[int]:
@@ -143,9 +140,8 @@ def test_killed_just_before_the_start(victims: str, times: int, tmp_path: Path) 
             keeper, zygote = helpers_in(pool)
             let.go.set()
             time.sleep(random.choice([0, 0.0005, 0.001, 0.002]))  # any moment will do
-            for name, pid in (("keeper", keeper), ("zygote", zygote)):
-                if victims in (name, "both"):
-                    os.kill(pid, signal.SIGKILL)
+            both = {"keeper": keeper, "zygote": zygote}
+            kill_at_once(pid for name, pid in both.items() if victims in (name, "both"))
 
         result = run_beside(agent, disturb)
         assert result.state is WorkerState.SUCCEEDED
@@ -275,8 +271,7 @@ def test_a_workers_children_end_although_no_process_of_ours_is_left(
         zygote = zygote_of(pids["helpers"])
         mine = {name: pid for name, pid in pids.items() if name.startswith(("worker", "child"))}
         strays = [pid for name, pid in pids.items() if name.startswith(("session", "stray"))]
-        for pid in (pids["helpers"], zygote, one.process.pid):
-            os.kill(pid, signal.SIGKILL)
+        kill_at_once((pids["helpers"], zygote, one.process.pid))
         since = time.monotonic()
         all_gone_in_time(mine, since)
         one.process.wait()
@@ -341,8 +336,7 @@ def test_the_control_group_catches_strays(victims: str, times: int, tmp_path: Pa
                 wait_until(lambda: "/phalanx-" in cgroup_of(pid), "the control group")  # noqa: B023
             for file in files.values():
                 file.unlink()
-            for pid in [*([job.agent] if victims == "all" else []), *helpers_of(job.agent)]:
-                os.kill(pid, signal.SIGKILL)
+            kill_at_once([*([job.agent] if victims == "all" else []), *helpers_of(job.agent)])
             if victims == "helpers":
                 wait_until(lambda: files["worker"].exists(), "the restart")
                 # One that has left its group may be seen a moment longer, without memory or files of its own.
@@ -397,9 +391,7 @@ def test_what_forks_faster_than_it_can_be_killed_ends_with_the_agent(
             group = Path(cgroup_of(worker)).name
             keeper, zygote = helpers_of(job.agent)
             who = {"agent": job.agent, "keeper": keeper, "zygote": zygote}
-            for name in victim.split("+"):
-                with suppress(ProcessLookupError):  # it may have ended with the first
-                    os.kill(who[name], signal.SIGKILL)
+            kill_at_once(who[name] for name in victim.split("+"))
             since = time.monotonic()
             wait_until(lambda: gone(worker), "the end of the worker")  # noqa: B023
             while is_populated(group) and time.monotonic() < since + 3 * PROMISE:
