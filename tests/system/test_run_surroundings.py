@@ -169,7 +169,7 @@ def test_too_few_descriptors_are_said_in_one_line(tmp_path: Path) -> None:
     assert "ulimit -n" in line
 
 
-@pytest.mark.parametrize("limit", [50, 64, 100])
+@pytest.mark.parametrize("limit", [24, 50, 64, 100])
 def test_too_few_descriptors_for_so_many_workers(limit: int, tmp_path: Path) -> None:
     """With the limits here the agent itself, its helper, or only its console would run out of them."""
     words = ["--nproc-per-node=40", "-t3", script(tmp_path, "print('ran')")]

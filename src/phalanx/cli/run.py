@@ -162,12 +162,14 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
     from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
     from phalanx.workers.signals import SignalScope, signals_to_handle, stray_signals
+    from phalanx.zygote.spawner import require_files
 
     begin = time.time()
     agent: LocalElasticAgent | None = None
     result: RunResult | None = None
     note, reason = _voices(job)
     try:
+        require_files(job.local_world_size)  # halfway, not even an import would work
         # From here on, not only within `agent.run`: process 1 of a container has no default action for
         # signals, so an early one would be lost.
         handled = signals_to_handle(job.signals_to_handle)
