@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -22,9 +23,11 @@ from phalanx.core.group_events import RoundOver, Signal, WorkerState
 from phalanx.core.restarts import RestartPolicy
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from phalanx.errors import SignalException
+from phalanx.kernel import is_stopped
 from phalanx.membership.membership import clock
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.zygote import job_cgroup
+from phalanx.zygote.lease_timer import LeaseTimer, LeaseWitness
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.fault_agent import KINDS, family
 from tests.support.run_helpers import FOREVER, Running, all_gone, helpers_of, script
@@ -452,6 +455,40 @@ def test_workers_end_when_the_lease_is_not_renewed(times: int, tmp_path: Path) -
             run_beside(agent, disturb)
         assert found
         assert found[0] > first + 0.3, "it was renewed"
+
+
+@pytest.mark.parametrize("zygote", ["stopped", "slow", "slow, renewed", "in time"])
+def test_the_keeper_gives_a_zygote_its_time(zygote: str) -> None:
+    """At the end of a lease: none if it is stopped; and it does nothing if there is nothing left to do."""
+    timer, poll = LeaseTimer(), select.poll()
+    witness = LeaseWitness(poll)
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        if zygote == "stopped":
+            process.send_signal(signal.SIGSTOP)
+            wait_until(lambda: is_stopped(process.pid), "the stop")
+        timer.set(clock() + 1000)
+        witness.take([os.dup(timer.fileno())])
+        assert not witness.is_over(process.pid)
+        begin = time.monotonic()
+        timer.set(clock() + 0.1)
+        assert poll.poll(HUNG * 1000), "the timer wakes it"
+        assert time.monotonic() - begin >= 0.1
+        assert witness.is_over(process.pid) == (zygote == "stopped")
+        assert not poll.poll(0), "only once: it does not spin"
+        assert witness.due is not None
+        if zygote == "in time":
+            witness.take([])
+        elif zygote == "slow, renewed":
+            timer.set(clock() + 1000)
+        while not witness.is_over(process.pid) and witness.due is not None:
+            poll.poll(max(0.0, witness.due - time.monotonic()) * 1000 + 1)
+        assert witness.is_over(process.pid) == (zygote in ("stopped", "slow"))
+    finally:
+        process.kill()
+        process.wait()
+        witness.take([])
+        timer.close()
 
 
 def test_without_another_round_a_lease_that_ran_out_is_a_failure(tmp_path: Path) -> None:

@@ -617,7 +617,7 @@ class PContext(abc.ABC):
                 self._exits[rank] = self._fenced(exit)
         if unanswered:
             self.start_error, self.start_lost = self.spawner.lost_at_start(), True
-        if self._answered and not self._escalation and not self.fenced:
+        if self._answered and not self._escalation and not self._lease_ran_out():
             warn("the helper process of the group was killed; its workers ended with it")
         self._answered = True
         self._finish()
@@ -644,11 +644,14 @@ class PContext(abc.ABC):
 
     def _fenced(self, exit: Exit) -> Exit:
         """An exit that the zygote does not report: the keeper killed both, if the lease has run out."""
-        lease = self.options.lease
-        if lease is None or lease.ran_out() == self._ran_out or exit.code != -signal.SIGKILL:
+        if exit.code != -signal.SIGKILL or not self._lease_ran_out():
             return exit
         self.fenced = self.fenced or (self._state == "running" and not self.any_failed)
         return exit.replace(signalled_at=exit.signalled_at or exit.at)
+
+    def _lease_ran_out(self) -> bool:
+        """Whether it did at any time since the start, renewed or not."""
+        return self.options.lease is not None and self.options.lease.ran_out() > self._ran_out
 
     def _attributed(self, exit: Exit) -> Exit:
         """With when it was signalled: the zygote does not know of a worker that was killed from here."""
