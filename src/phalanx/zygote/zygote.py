@@ -204,6 +204,8 @@ class Zygote:
         if refusal is None:
             self._guards |= guards_for(worker.pid for worker, _ in made if worker.pid not in self._guards)
             self._show_workers(made)
+            if self._lease >= 0 and kernel.is_readable(self._lease):
+                self._fence()  # this process, or the agent, was stopped meanwhile: none of them runs
             os.write(gate_write, b"g" * len(made))
             refusal = _first_refusal(made, b"")
         for fd in (*gate, *self._statuses):
