@@ -128,6 +128,21 @@ def stat_fields(pid: str | int) -> list[str] | None:
     return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split() or None
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or by a debugger."""
+    fields = stat_fields(pid)
+    return fields is not None and fields[0] in "Tt"
+
+
+def is_readable(fd: int) -> bool:
+    """Whether a descriptor has something to read, now."""
+    import select  # a file of its own, which not all that import this module need
+
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 def read_text(path: str) -> str:
     """A small file of /proc or /sys; empty if it cannot be read."""
     try:

@@ -250,6 +250,15 @@ def kill_at_once(pids: Iterable[int]) -> None:
                 os.kill(pid, number)
 
 
+def supervisors_of(worker: int) -> dict[str, psutil.Process]:
+    """The zygote that forked a worker, and its keeper."""
+    zygote = psutil.Process(worker).parent()
+    keeper = None if zygote is None else zygote.parent()
+    found = {one.name().removeprefix("worker-"): one for one in (zygote, keeper) if one is not None}
+    assert found.keys() == {"zygote", "keeper"}
+    return found
+
+
 def all_gone(pids: Sequence[int] | Mapping[int, int]) -> bool:
     """Whether none of them is alive."""
     return all(gone(pid) for pid in (pids.values() if isinstance(pids, Mapping) else pids))

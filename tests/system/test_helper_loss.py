@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -21,9 +22,22 @@ from phalanx.core.group_events import RoundOver, Signal, WorkerState
 from phalanx.core.restarts import RestartPolicy
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from phalanx.errors import SignalException
+from phalanx.kernel import is_readable, is_stopped
 from phalanx.membership.membership import clock
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.zygote import job_cgroup
+from phalanx.zygote.lease_timer import LeaseTimer, LeaseWitness
+from phalanx.zygote.spawner import (
+    Event,
+    Exit,
+    GroupStopped,
+    HelpersLost,
+    Spawner,
+    StartRefused,
+    WorkerLaunch,
+    WorkersFenced,
+    WorkersStarted,
+)
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.fault_agent import KINDS, family
 from tests.support.run_helpers import FOREVER, Running, all_gone, helpers_of, kill_at_once, script
@@ -424,16 +438,17 @@ def test_workers_end_when_the_lease_is_not_renewed(times: int, tmp_path: Path) -
     for turn in range(times):
         agent = agent_of(PAUSE, tmp_path / str(turn), helpers=HelperPool("exec"))
         workers = agent._workers
-        first = clock() + 0.6
-        workers.lease_until(first)
+        workers.lease_until(clock() + HUNG)
         found: list[float] = []
 
         def disturb(agent: LocalElasticAgent = agent) -> None:
             wait_until(is_in(agent, "RUNNING"), "the worker")
             (pid,) = (worker.id for worker in agent.get_worker_group().workers)
-            workers.lease_until(clock() + 1.0)  # noqa: B023 - called in this turn
+            workers.lease_until(clock() + 0.9)  # noqa: B023 - called in this turn
+            until = clock() + 1.2
+            workers.lease_until(until)  # noqa: B023
             wait_until(lambda: gone(pid), "the end of the worker")
-            found.append(clock())  # noqa: B023
+            found.append(clock() - until)  # noqa: B023
             agent._post(RoundOver(1, "the lease has expired", at_once=True))
             wait_until(lambda: agent.state.round is not None and agent.state.round.number == 2, "a new round")
             workers.lease_until(float("inf"))  # noqa: B023
@@ -443,7 +458,63 @@ def test_workers_end_when_the_lease_is_not_renewed(times: int, tmp_path: Path) -
         with pytest.raises(SignalException):
             run_beside(agent, disturb)
         assert found
-        assert found[0] > first + 0.3, "it was renewed"
+        assert found[0] >= 0.0, "it was renewed"
+
+
+def test_no_worker_runs_that_is_ready_after_the_end_of_its_lease(tmp_path: Path) -> None:
+    """The helpers had been stopped when they were asked to start it."""
+    mark, timer = tmp_path / "mark", LeaseTimer()
+    timer.set(clock() - 1.0)
+    wait_until(lambda: is_readable(timer.fileno()), "the end of the lease")
+    spawner = Spawner()
+    events: list[Event] = []
+    end = time.monotonic() + HUNG
+    try:
+        program = WorkerLaunch(0, ["/bin/sh", "-c", f": > {mark}"], "/bin/sh")
+        spawner.request([program], {}, lease=timer.fileno())
+        while not any(isinstance(event, GroupStopped | StartRefused | HelpersLost) for event in events):
+            assert time.monotonic() < end, events
+            events += spawner.events(1.0)
+    finally:
+        spawner.close()
+        timer.close()
+    assert [type(event) for event in events] == [WorkersFenced, WorkersStarted, Exit, GroupStopped]
+    assert [event.code for event in events if isinstance(event, Exit)] == [-signal.SIGKILL]
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("zygote", ["stopped", "slow", "slow, renewed", "in time"])
+def test_the_keeper_gives_a_zygote_its_time(zygote: str) -> None:
+    """At the end of a lease: none if it is stopped; and it does nothing if there is nothing left to do."""
+    timer, poll = LeaseTimer(), select.poll()
+    witness = LeaseWitness(poll)
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        if zygote == "stopped":
+            process.send_signal(signal.SIGSTOP)
+            wait_until(lambda: is_stopped(process.pid), "the stop")
+        timer.set(clock() + 1000)
+        witness.take([os.dup(timer.fileno())])
+        assert not witness.is_over(process.pid)
+        begin = time.monotonic()
+        timer.set(clock() + 0.1)
+        assert poll.poll(HUNG * 1000), "the timer wakes it"
+        assert time.monotonic() - begin >= 0.1
+        assert witness.is_over(process.pid) == (zygote == "stopped")
+        assert not poll.poll(0), "only once: it does not spin"
+        assert witness.due is not None
+        if zygote == "in time":
+            witness.take([])
+        elif zygote == "slow, renewed":
+            timer.set(clock() + 1000)
+        while not witness.is_over(process.pid) and witness.due is not None:
+            poll.poll(max(0.0, witness.due - time.monotonic()) * 1000 + 1)
+        assert witness.is_over(process.pid) == (zygote in ("stopped", "slow"))
+    finally:
+        process.kill()
+        process.wait()
+        witness.take([])
+        timer.close()
 
 
 def test_without_another_round_a_lease_that_ran_out_is_a_failure(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from phalanx.core.exit_codes import NO_MEETING
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import Host, Job, Network, free_port, possible, tell
-from tests.support.run_helpers import all_gone
+from tests.support.run_helpers import all_gone, supervisors_of
 from tests.system.test_cluster import everybody, succeed
 
 hosts_possible = pytest.mark.skipif(not possible(), reason="network namespaces need root")
@@ -116,10 +116,15 @@ def test_gloo_is_told_the_interface_where_it_would_take_the_loopback(
 
 
 @hosts_possible
-def test_a_partition_stops_the_minority_before_the_majority_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", ["", "zygote keeper"])
+def test_a_partition_stops_the_minority_before_the_majority_goes_on(tmp_path: Path, stopped: str) -> None:
+    """Also if the agent is the only one that is not stopped."""
     with three_hosts(tmp_path, "2:3") as (network, job):
         nodes = [job.node(name, host=network.hosts[name]) for name in "abc"]
         workers = everybody(nodes, 3)
+        helpers = supervisors_of(workers[2].pid)
+        for name in stopped.split():
+            helpers[name].suspend()
         network.cut("c")
         nodes[0].up(2)
         assert gone(workers[2].pid), "two rounds at the same time"

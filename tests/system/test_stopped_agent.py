@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import gone, wait_until
 from tests.support.netns import Job, Node, Worker, tell
-from tests.support.run_helpers import all_gone
+from tests.support.run_helpers import all_gone, supervisors_of
 from tests.support.trials import few_or_many, play
 from tests.system.test_cluster import everybody, separate_store, static_node, succeed
 
@@ -29,21 +29,38 @@ def again(nodes: list[Node], world: int) -> None:
     succeed(nodes, workers)
 
 
-@few_or_many(ways=4)
-@warmth
-@pytest.mark.parametrize("journal", [False, True], ids=["embedded", "journal"])
+@few_or_many(ways=7)
+@pytest.mark.parametrize(
+    ("journal", "warm", "also"),
+    [
+        pytest.param(False, "auto", "", id="embedded-auto"),
+        pytest.param(False, "standby", "", id="embedded-standby"),
+        pytest.param(True, "auto", "", id="journal-auto"),
+        pytest.param(True, "standby", "", id="journal-standby"),
+        pytest.param(False, "auto", "zygote", id="embedded-zygote"),
+        pytest.param(True, "standby", "zygote", id="journal-zygote"),
+        pytest.param(False, "auto", "keeper", id="embedded-keeper", marks=pytest.mark.long),
+    ],
+)
 def test_workers_of_a_stopped_agent_end_before_the_others_go_on(
-    tmp_path: Path, warm: str, journal: bool, times: int
+    tmp_path: Path, warm: str, journal: bool, also: str, times: int
 ) -> None:
+    """Also if one of its helpers is stopped at the same time: the other one ends the workers."""
+
     def trial(folder: Path) -> None:
         with Job(folder, "1:2", "", "--warm", warm, conf="is_host=0" if journal else "") as job:
             if journal:
                 separate_store(job, "--journal", str(folder / "journal"))
             a, b = nodes = [job.node(name) for name in "ab"]
             workers = everybody(nodes, 2)
+            helpers = supervisors_of(workers[1].pid)
             b.signal(signal.SIGSTOP)
+            if also:
+                helpers[also].suspend()
             (alone,) = a.up(1)
             assert gone(workers[1].pid), "two worlds at the same time"
+            if also == "keeper":
+                helpers[also].resume()
             b.signal(signal.SIGCONT)
             b.read_until("re-forming, which uses no restart")
             again(nodes, 2)

@@ -35,6 +35,7 @@ def worker(
 A_THEN_B = [worker("a", 0, 0, 5), worker("a", 1, 0, 5), worker("b", 0, 5.5, 9), worker("b", 1, 5.6, 9)]
 SLOW_A = [worker("a", 0, 0, 5), worker("a", 1, 0, 7), *A_THEN_B[2:]]
 STOPPED = Disturbance("agent-stop", "n1", 4, 6.5)
+ALL_STOPPED = [STOPPED._replace(fault=f"{what}-stop") for what in ("agent", "zygote", "keeper")]
 FROZEN = STOPPED._replace(fault="node-freeze")
 
 
@@ -44,7 +45,10 @@ FROZEN = STOPPED._replace(fault="node-freeze")
         pytest.param(A_THEN_B, [], [], id="one after the other"),
         pytest.param(SLOW_A, [], ["rank 1/2 of world a on n1 (pid 9701) ran for 1.50 s"], id="overlap"),
         pytest.param(SLOW_A, [STOPPED], ["for 1.50 s"], id="agent stopped"),
-        pytest.param(SLOW_A, [STOPPED, STOPPED._replace(fault="zygote-stop")], [], id="zygote, too"),
+        pytest.param(
+            SLOW_A, [STOPPED, STOPPED._replace(fault="zygote-stop")], ["for 1.50 s"], id="zygote, too"
+        ),
+        pytest.param(SLOW_A, ALL_STOPPED, [], id="all of them"),
         pytest.param(SLOW_A, [FROZEN], [], id="node frozen"),
         pytest.param(SLOW_A, [FROZEN._replace(node="n0")], ["for 1.50 s"], id="another node frozen"),
         pytest.param(SLOW_A, [FROZEN._replace(end=5.0)], ["for 1.50 s"], id="continued long ago"),

@@ -264,7 +264,7 @@ class LocalWorkers:
             "duplicate_stderr_filters": spec.duplicate_stderr_filters,
             "options": GroupOptions(
                 at_failure=self._at_failure,
-                lease=-1 if self._lease is None else self._lease.fileno(),
+                lease=self._lease,
                 warm=self._helpers.warm,
                 boards=self._supervision.boards(len(args), self._record.history.marks),
                 state=self._state.assign(

@@ -16,7 +16,7 @@ from phalanx.zygote.keeper import KEEPER, ZYGOTE
 
 LINE = "chaos-line"
 HELPERS = {KEEPER: "keeper-stop", ZYGOTE: "zygote-stop"}
-# How long after SIGCONT workers may still run that neither their agent nor its zygote could end before.
+# How long after SIGCONT workers may still run that neither their agent nor its helpers could end before.
 WAKE_UP = 1.0
 _ON_CONSOLE = re.compile(rf"\[\w+\]:{LINE} (\d+) (\d+) ([0-9a-f]{{8}})")
 
@@ -68,7 +68,7 @@ class Disturbance(NamedTuple):
 def one_world(signs: Iterable[LifeSigns], disturbances: Sequence[Disturbance]) -> list[Violation]:
     """Workers of two rounds never run at the same time.
 
-    Excused, until they continue: agent and zygote of a node that are both stopped.
+    Excused, until one of them continues: agent and helpers of a node that are all stopped.
     """
     worlds = _worlds(signs)
     began = sorted((min(s.beats[0] for s in members), name) for name, members in worlds.items())
@@ -79,7 +79,7 @@ def one_world(signs: Iterable[LifeSigns], disturbances: Sequence[Disturbance]) -
             break
         begin, name = newer
         for sign in worlds[older]:
-            late = [at for at in sign.beats if at > begin and not _both_stopped(sign.node, at, disturbances)]
+            late = [at for at in sign.beats if at > begin and not _all_stopped(sign.node, at, disturbances)]
             if late:
                 first = min(worlds[name], key=lambda s: s.beats[0])
                 text = f"{sign.name} ran for {late[-1] - begin:.2f} s beside {first.name}"
@@ -87,9 +87,9 @@ def one_world(signs: Iterable[LifeSigns], disturbances: Sequence[Disturbance]) -
     return found
 
 
-def _both_stopped(node: str, at: float, disturbances: Sequence[Disturbance]) -> bool:
+def _all_stopped(node: str, at: float, disturbances: Sequence[Disturbance]) -> bool:
     stopped = {d.fault for d in disturbances if d.node == node and d.covers(at, WAKE_UP)}
-    return "node-freeze" in stopped or stopped >= {"agent-stop", "zygote-stop"}
+    return "node-freeze" in stopped or stopped >= {"agent-stop", *HELPERS.values()}
 
 
 def _worlds(signs: Iterable[LifeSigns]) -> dict[str, list[LifeSigns]]:

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from phalanx.workers.exit_evidence import Snapshot
     from phalanx.workers.failure import ProcessFailure
     from phalanx.workers.numa import NumaOptions
+    from phalanx.zygote.lease_timer import LeaseTimer
 
 STRAY_GRACE = 2.0  # for what successful workers left running behind them
 _ANSWER = 7.0  # over the grace: the zygote answers before that, or it is not going to
@@ -94,7 +95,7 @@ class GroupOptions(Record):
 
     at_failure: SiblingStop = SiblingStop()
     warm: bool = False  # Python workers may be forks of a prepared interpreter
-    lease: int = -1  # a file with the time until which the workers may run (supervision/heartbeat.py)
+    lease: LeaseTimer | None = None  # the time until which the workers may run
     boards: Boards | None = None  # memory shared with the workers (supervision/heartbeat.py)
     state: StateFiles | None = None  # what the workers keep (state/holder.py)
     reentry: ReentryTerms | None = None  # what workers that re-enter are told; None: none does
@@ -165,7 +166,8 @@ class PContext(abc.ABC):
         self._stop_signal = 0
         self.parked: set[int] = set()  # ranks that wait to re-enter in the next group
         self.unfit: dict[int, str] = {}  # ranks that were recalled and do not, and why
-        self.fenced = False  # the zygote killed the workers, because their lease was not renewed
+        self.fenced = False  # the helpers killed the workers, because their lease was not renewed
+        self._ran_out = 0  # how often that had happened before the start
         self._stop_by = 0.0
         self._stopped_at = 0.0  # by the wall clock, as exits are
         self._pids: dict[int, int] = {}
@@ -264,7 +266,9 @@ class PContext(abc.ABC):
         self.started_at = time.time()
         policy = self.options.at_failure
         at_failure = (policy.sig, policy.grace) if policy.by_helpers else None
-        self.spawner.request(self._jobs, os.environ, at_failure, self.options.lease)
+        lease = self.options.lease
+        self._ran_out = 0 if lease is None else lease.ran_out()
+        self.spawner.request(self._jobs, os.environ, at_failure, -1 if lease is None else lease.fileno())
 
     def _launch_again(self) -> None:
         """The helpers ended before they answered, and what they had forked with them: take others."""
@@ -464,7 +468,8 @@ class PContext(abc.ABC):
                 elif now >= by:
                     del self._unreported[rank]
                     code = witness.exit_code(rank)
-                    self._exits[rank] = Exit(rank, self._pids[rank], code, when, self._stopped_at)
+                    exit = Exit(rank, self._pids[rank], code, when, self._stopped_at)
+                    self._exits[rank] = self._fenced(exit)
 
     def _bypass_helpers(self, now: float) -> None:
         """The zygote does not respond: the workers get the signal from here, and their grace."""
@@ -607,10 +612,12 @@ class PContext(abc.ABC):
             return
         self.parked = set()
         for rank, pid in self._pids.items():
-            self._exits.setdefault(rank, Exit(rank, pid, -signal.SIGKILL, time.time(), self._stopped_at))
+            if rank not in self._exits:
+                exit = Exit(rank, pid, -signal.SIGKILL, time.time(), self._stopped_at)
+                self._exits[rank] = self._fenced(exit)
         if unanswered:
             self.start_error, self.start_lost = self.spawner.lost_at_start(), True
-        if self._answered and not self._escalation:
+        if self._answered and not self._escalation and not self._lease_ran_out():
             warn("the helper process of the group was killed; its workers ended with it")
         self._answered = True
         self._finish()
@@ -634,6 +641,17 @@ class PContext(abc.ABC):
 
             self.unkillable = tuple(describe(pid) for pid in left.values())
         return True
+
+    def _fenced(self, exit: Exit) -> Exit:
+        """An exit that the zygote does not report: the keeper killed both, if the lease has run out."""
+        if exit.code != -signal.SIGKILL or not self._lease_ran_out():
+            return exit
+        self.fenced = self.fenced or (self._state == "running" and not self.any_failed)
+        return exit.replace(signalled_at=exit.signalled_at or exit.at)
+
+    def _lease_ran_out(self) -> bool:
+        """Whether it did at any time since the start, renewed or not."""
+        return self.options.lease is not None and self.options.lease.ran_out() > self._ran_out
 
     def _attributed(self, exit: Exit) -> Exit:
         """With when it was signalled: the zygote does not know of a worker that was killed from here."""

@@ -1,10 +1,10 @@
 """The keeper: the parent of the zygote, which kills what a dead agent or zygote leaves behind.
 
 It is idle during normal operation, except for one wake-up after a second (job_cgroup.py). When the agent is
-gone, the zygote gets a moment to kill all processes. When the zygote is gone (or takes too long), the keeper
-kills every process that has become its own child: it is a subreaper, so it adopts descendants of dead
-workers, however often they forked or called setsid. It is forked from the same small interpreter as the
-zygote and shares its pages.
+gone, the zygote gets a moment to kill all processes, and so it does at the end of the node's lease. When the
+zygote is gone (or takes too long, or is stopped), the keeper kills every process that has become its own
+child: it is a subreaper, so it adopts descendants of dead workers, however often they forked or called
+setsid. It is forked from the same small interpreter as the zygote and shares its pages.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from phalanx.zygote.job_cgroup import JobCgroup
+    from phalanx.zygote.lease_timer import LeaseWitness
     from phalanx.zygote.zygote import Runner
 
 CLEAR_NOW = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # as in spawner.py, which is too large to import here
@@ -94,7 +95,7 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
         kernel.set_name(KEEPER)
         adjust_oom_score(_OOM_SCORE)
         net = LastNet(zygote)
-        again = _watch(zygote, launch, wake_read, reports, wishes, net, sock_fd)
+        again = ZygoteWatch(net, launch, wake_read, reports, wishes, sock_fd).wait()
         os.close(reports)
         net.close()
         if not again:
@@ -250,79 +251,123 @@ def close_others(last: int) -> None:
                 pass  # the descriptor of this listing
 
 
-def _watch(
-    zygote: int,
-    launch: LaunchWatch,
-    wake_read: int,
-    reports: int,
-    wishes: PreloadList,
-    net: LastNet,
-    sock_fd: int,
-) -> bool:
-    """Wait for the zygote's end; True if another one should be forked, which imports nothing."""
-    poll = select.poll()
-    poll.register(wake_read, select.POLLIN)
-    poll.register(reports, select.POLLIN)
-    poll.register(launch.fileno(), select.POLLIN)
-    agent_fd = launch.agent
-    if agent_fd is not None:
-        poll.register(agent_fd, select.POLLIN)
-    importing = bool(wishes.lines)
-    imports = [zygote]  # the processes that import, as far as they live
-    late_at = time.monotonic() + _IMPORT_LIMIT
-    kill_at: float | None = None  # the agent is gone
-    while True:
-        times = [late_at] if importing else []
-        times += [when for when in (kill_at, net.due) if when is not None]
-        patience = max(0.0, min(times) - time.monotonic()) * 1000 + 0.999 if times else None
-        ready = {fd for fd, _ in poll.poll(patience)}
-        if reports in ready:
-            text = os.read(reports, 1 << 16)
-            late_at = time.monotonic() + _IMPORT_LIMIT  # per module, not for all of them
-            for line in text.decode().split("\n"):
-                if line.startswith("zygote "):  # the line is short enough to come in one piece
-                    zygote = int(line.removeprefix("zygote "))
-                    net.zygote = zygote
-                    imports.append(zygote)
-                elif line == "done":
-                    importing = False
-            if not text:  # all that import have ended, or are done
-                poll.unregister(reports)
-                if importing and kill_at is None:
-                    wishes.give_up()
-                    return True
-        if launch.fileno() in ready:
-            # Before a look at the agent: it may have gone because its zygote is kept.
-            if agent_fd is not None and kill_at is None:
-                poll.unregister(agent_fd)
-            ready.discard(-1 if agent_fd is None else agent_fd)
-            what, agent_fd = launch.read(), launch.agent
+class ZygoteWatch:
+    """The wait for the end of one zygote, and the reasons to end it."""
+
+    def __init__(
+        self,
+        net: LastNet,
+        launch: LaunchWatch,
+        wake_read: int,
+        reports: int,
+        wishes: PreloadList,
+        sock_fd: int,
+    ) -> None:
+        self._net = net
+        self._launch = launch
+        self._wake_read = wake_read
+        self._reports = reports
+        self._wishes = wishes
+        self._sock_fd = sock_fd
+        self._importing = bool(wishes.lines)
+        self._imports = [net.zygote]  # the processes that import, as far as they live
+        self._late_at = time.monotonic() + _IMPORT_LIMIT
+        self._kill_at: float | None = None  # the agent is gone
+        self._agent: int | None = None  # as it is polled
+        self._lease: LeaseWitness | None = None
+        self._poll = select.poll()
+        for fd in (wake_read, reports, launch.fileno()):
+            self._poll.register(fd, select.POLLIN)
+        self._watch_agent()
+
+    def wait(self) -> bool:
+        """Wait until it has ended, or has to; True if another one should be forked, which imports nothing."""
+        while True:
+            ready = {fd for fd, _ in self._poll.poll(self._patience())}
+            if self._reports in ready and not self._hear_imports():
+                return True
+            agent = self._agent
+            if self._launch.fileno() in ready:
+                self._hear_zygote()  # before a look at the agent: it may have gone because its zygote is kept
+            elif agent is not None and agent in ready:
+                self._poll.unregister(agent)
+                self._agent = None
+                self._kill_at = time.monotonic() + _ZYGOTE_GRACE
+            if self._wake_read in ready and CLEAR_NOW in os.read(self._wake_read, 4096):
+                self._kill_at = time.monotonic()
+            now = time.monotonic()
+            if self._importing and now >= self._late_at:
+                self._end_import(now)
+            if self._net.due is not None and now >= self._net.due and self._kill_at is None:
+                self._net.make()
+            ended = {pid for pid, _ in reap()}
+            self._imports = [pid for pid in self._imports if pid not in ended]
+            gone = self._net.zygote in ended or not has_children()
+            if (gone and not self._importing) or (self._kill_at is not None and now >= self._kill_at):
+                return False
+            if not gone and self._lease is not None and self._lease.is_over(self._net.zygote):
+                return False
+
+    def _patience(self) -> float | None:
+        """For `poll`."""
+        lease = None if self._lease is None else self._lease.due
+        times = [when for when in (self._kill_at, self._net.due, lease) if when is not None]
+        times += [self._late_at] if self._importing else []
+        return max(0.0, min(times) - time.monotonic()) * 1000 + 0.999 if times else None
+
+    def _watch_agent(self) -> None:
+        """Of the launch that is served now."""
+        if self._agent is not None:
+            self._poll.unregister(self._agent)
+        self._agent = self._launch.agent if self._kill_at is None else None
+        if self._agent is not None:
+            self._poll.register(self._agent, select.POLLIN)
+
+    def _hear_imports(self) -> bool:
+        """How the imports go; False: no process is left that does them."""
+        text = os.read(self._reports, 1 << 16)
+        self._late_at = time.monotonic() + _IMPORT_LIMIT  # per module, not for all of them
+        for line in text.decode().split("\n"):
+            if line.startswith("zygote "):  # the line is short enough to come in one piece
+                self._net.zygote = int(line.removeprefix("zygote "))
+                self._imports.append(self._net.zygote)
+            elif line == "done":
+                self._importing = False
+        if not text:  # all that import have ended, or are done
+            self._poll.unregister(self._reports)
+            if self._importing and self._kill_at is None:
+                self._wishes.give_up()
+                return False
+        return True
+
+    def _end_import(self, now: float) -> None:
+        """A module takes too long: end what imports it; another process goes on."""
+        self._late_at = now + _IMPORT_LIMIT
+        self._wishes.log.write("late")
+        if self._imports:
+            os.kill(self._imports[0], signal.SIGKILL)  # the scout, if there is one
+
+    def _hear_zygote(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            self._poll.unregister(agent)  # `read` may close it
+        for what, fds in self._launch.read():
             if what == "gone":
-                poll.unregister(launch.fileno())
+                self._poll.unregister(self._launch.fileno())
+            elif what == "leased":
+                self._watch_lease(fds)
             elif what == "kept":
-                if sock_fd >= 0:
-                    os.close(sock_fd)
-                    sock_fd = -1
-                net.dissolve()
+                if self._sock_fd >= 0:
+                    os.close(self._sock_fd)
+                    self._sock_fd = -1
+                self._net.dissolve()
             elif what == "adopted":
-                net.due = time.monotonic() + _NET_AFTER
-            if agent_fd is not None and kill_at is None:
-                poll.register(agent_fd, select.POLLIN)
-        if agent_fd is not None and agent_fd in ready:
-            poll.unregister(agent_fd)
-            kill_at = time.monotonic() + _ZYGOTE_GRACE
-        if wake_read in ready and CLEAR_NOW in os.read(wake_read, 4096):
-            kill_at = time.monotonic()
-        now = time.monotonic()
-        if importing and now >= late_at:
-            late_at = now + _IMPORT_LIMIT
-            wishes.log.write("late")
-            if imports:
-                os.kill(imports[0], signal.SIGKILL)  # the scout, if there is one; another process goes on
-        if net.due is not None and now >= net.due and kill_at is None:
-            net.make()
-        ended = {pid for pid, _ in reap()}
-        imports = [pid for pid in imports if pid not in ended]
-        gone = zygote in ended or not has_children()
-        if (kill_at is not None and now >= kill_at) or (gone and not importing):
-            return False
+                self._net.due = time.monotonic() + _NET_AFTER
+        self._watch_agent()
+
+    def _watch_lease(self, fds: list[int]) -> None:
+        if self._lease is None:
+            from phalanx.zygote.lease_timer import LeaseWitness
+
+            self._lease = LeaseWitness(self._poll)
+        self._lease.take(fds)

@@ -1,5 +1,5 @@
-"""Which launch the keeper serves. The zygote reports when it is kept beyond its launch, and when the next
-one adopts it (warm/kept_zygote.py).
+"""Which launch the keeper serves. The zygote reports when it is kept beyond its launch, when the next one
+adopts it (warm/kept_zygote.py), and until when its workers may run (lease_timer.py).
 
 An adopted keeper is not a child of its agent, so that no parent-death signal wakes it up, should it be
 stopped when the agent dies. The *tether* does that: a pipe whose write end the agent holds. Its read end,
@@ -29,22 +29,26 @@ class LaunchWatch:
     def fileno(self) -> int:
         return self._channel.fileno()
 
-    def read(self) -> str:
-        """What the zygote reports: kept, adopted, gone; empty: nothing."""
+    def read(self) -> list[tuple[str, list[int]]]:
+        """What the zygote reports: kept, adopted, leased (with the timer, if there is one), gone."""
         messages, gone = self._channel.pending()
-        what = "gone" if gone else ""
+        reports = []
         for message, fds in messages:
             what = message[0]
-            from phalanx.warm.kept_zygote import let_go, take_hold
-
-            self._release()
             if what == "kept":
+                from phalanx.warm.kept_zygote import let_go
+
+                self._release()
                 let_go()
             elif what == "adopted":
+                from phalanx.warm.kept_zygote import take_hold
+
+                self._release()
                 self.agent, self._tether = fds
                 _arm(self._tether)
                 take_hold(message[1])
-        return what
+            reports.append((what, fds if what == "leased" else []))
+        return [*reports, ("gone", [])] if gone else reports
 
     def _release(self) -> None:
         if self.agent is not None:

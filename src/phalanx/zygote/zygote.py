@@ -5,6 +5,8 @@
 * The zygote signals only its workers' process groups, before it reaps them (so that the number cannot have
   been reused), and its own children, adopted ones included. It never searches for other processes.
 * The agent gets a pidfd of every worker, and sees an exit although the zygote is stopped (witness.py).
+* At the end of the node's lease it kills the workers: the agent may be stopped (lease_timer.py). If both are
+  stopped, the keeper kills the zygote, and the workers with it.
 * If the zygote dies, the kernel kills its workers' process groups (guard.py), whoever else is left.
 * If any of the three dies, the others kill all remaining processes. Agent: the zygote's socket closes, and
   it kills everything. Zygote: the workers die by the parent-death signal, and the keeper (keeper.py) adopts
@@ -80,7 +82,7 @@ class Zygote:
 
     def __init__(self, channel: Channel, keeper_fd: int, runner: Runner | None = None) -> None:
         self.channel = channel
-        self.keeper_fd = keeper_fd
+        self._keeper = Channel(_socket.socket(fileno=keeper_fd))  # it never answers; readable: it has ended
         self.runner = runner
         self.workers: dict[int, ForkedWorker] = {}  # by pid, until reaped
         self.stop: StopRequest | None = None
@@ -104,7 +106,7 @@ class Zygote:
 
     def run(self) -> None:
         """Serve until the agent or the keeper is gone; then kill all remaining processes."""
-        for fd in (self.channel.fileno(), self.keeper_fd, self._wake_read):
+        for fd in (self.channel.fileno(), self._keeper.fileno(), self._wake_read):
             self._poll.register(fd, select.POLLIN)
         while True:
             ready = {fd for fd, _ in self._poll.poll(self._patience())}
@@ -113,7 +115,7 @@ class Zygote:
             self._reap()
             self._hear_workers(ready)
             self._look_at_standbys(ready)
-            if self.keeper_fd in ready:
+            if self._keeper.fileno() in ready:
                 break
             if self._lease in ready:
                 self._fence()
@@ -202,6 +204,8 @@ class Zygote:
         if refusal is None:
             self._guards |= guards_for(worker.pid for worker, _ in made if worker.pid not in self._guards)
             self._show_workers(made)
+            if self._lease >= 0 and kernel.is_readable(self._lease):
+                self._fence()  # this process, or the agent, was stopped meanwhile: none of them runs
             os.write(gate_write, b"g" * len(made))
             refusal = _first_refusal(made, b"")
         for fd in (*gate, *self._statuses):
@@ -282,9 +286,10 @@ class Zygote:
 
     def _own_fds(self) -> set[int]:
         """Descriptors of the zygote itself, for a fork to close."""
-        ours = {self.keeper_fd, self._wake_read, self._wake_write, self._lease, *self.standbys.fds()}
+        ours = {self._wake_read, self._wake_write, self._lease, *self.standbys.fds()}
         links = [worker.channel for worker in self.workers.values() if worker.channel is not None]
-        return ours | {channel.detach() for channel in (self.channel, *self.standbys.channels(), *links)}
+        channels = (self.channel, self._keeper, *self.standbys.channels(), *links)
+        return ours | {channel.detach() for channel in channels}
 
     def _look_at_standbys(self, ready: set[int]) -> None:
         self.standbys.hear(ready)
@@ -420,28 +425,24 @@ class Zygote:
             listener = listener or listen(terms[0])
         if listener is None:
             return self._report(("kept", False))
-        keeper = Channel(_socket.socket(fileno=os.dup(self.keeper_fd)))
-        try:
-            keeper.send(("kept",))
-            self._report(("kept", True))
-            self.channel.close()
+        self._keeper.post(("kept",))
+        self._report(("kept", True))
+        self.channel.close()
+        let_go()
+        while listener is not None:
+            adoption = KeptZygote(KeptTerms(*terms), listener).wait(self._keeper.fileno(), self._wake_read)
+            if adoption is None:
+                break
+            if self._serve_launch(adoption, terms):
+                return True
+            self._keeper.post(("kept",))  # as before: that launch is gone
             let_go()
-            while listener is not None:
-                adoption = KeptZygote(KeptTerms(*terms), listener).wait(self.keeper_fd, self._wake_read)
-                if adoption is None:
-                    break
-                if self._serve_launch(adoption, keeper, terms):
-                    return True
-                keeper.send(("kept",))  # as before: that launch is gone
-                let_go()
-                listener = listen(terms[0])
-            os._exit(0)
-        finally:
-            keeper.close()
+            listener = listen(terms[0])
+        os._exit(0)
 
     def _keep_unused(self) -> bool:
         """The launch has not waited for this process, which is kept for the next one; False: end."""
-        terms, alive = self._terms, self._adopter >= 0 and not _is_readable(self._adopter)
+        terms, alive = self._terms, self._adopter >= 0 and not kernel.is_readable(self._adopter)
         self._forget_terms()
         if not terms or not alive:
             return False
@@ -463,15 +464,13 @@ class Zygote:
         for pid, status in [*reap(), *((pid, 0) for pid in self.standbys.pids())]:
             self.standbys.lost(pid, status)
         self._release_guards()
-        if self._lease >= 0:
-            os.close(self._lease)
-        self._lease = -1
+        self._take_lease(-1)
         self.stop = self.at_failure = None
         self.group = 0
         self._parked = []
         self.standbys = StandbyPool(self._poll)
 
-    def _serve_launch(self, adoption: Adoption, keeper: Channel, terms: tuple[Any, ...]) -> bool:
+    def _serve_launch(self, adoption: Adoption, terms: tuple[Any, ...]) -> bool:
         """Belong to another agent from now on; whether it is still there."""
         from phalanx.warm.kept_zygote import take_hold, use_streams
 
@@ -479,7 +478,7 @@ class Zygote:
         try:
             if above is None:
                 os._exit(0)
-            keeper.send(("adopted", adoption.nice), [adoption.agent, adoption.tether])
+            self._keeper.post(("adopted", adoption.nice), [adoption.agent, adoption.tether])
             take_hold(adoption.nice)
             use_streams(adoption.std)
             adoption.channel.send(("adopted", os.getppid(), terms[5]), [above])
@@ -512,7 +511,7 @@ class Zygote:
 
     def _stop_others(self, sig: int, grace: float) -> None:
         """Stop the other workers after a failure, unless a message from the agent waits: it may be a stop."""
-        if not _is_readable(self.channel.fileno()):
+        if not kernel.is_readable(self.channel.fileno()):
             self.at_failure = None
             self.stop = StopRequest(sig, time.monotonic(), grace)
             self._signal_workers(self.stop, kill=False)
@@ -580,23 +579,33 @@ class Zygote:
         return True
 
     def _take_lease(self, lease: int) -> None:
-        if self._lease >= 0:
-            self._poll.unregister(self._lease)
-            os.close(self._lease)
-        self._lease = lease
+        """Kill the workers at this time; -1: at no time. The keeper does, if this process is stopped."""
+        old, self._lease = self._lease, lease
+        if old >= 0:
+            self._poll.unregister(old)
+            os.close(old)
         if lease >= 0:
             self._poll.register(lease, select.POLLIN)
+        if old >= 0 or lease >= 0:
+            try:
+                self._keeper.post(("leased",), [lease] if lease >= 0 else [])
+            except OSError:
+                pass  # it has ended, and so does this process
 
     def _fence(self) -> None:
         """The agent has not renewed the lease in time: it is stopped, and another node may take its place."""
-        self._take_lease(-1)  # until the next start: the timer may stay as it is
-        now = time.monotonic()
+        now, begins = time.monotonic(), self.stop is None
         if self.stop:
             self.stop.hurry(now, 0.0)  # a grace must not outlast the lease
         elif self.workers:
             self.at_failure = None
-            self._report(("fenced", self.group))
             self.stop = StopRequest(signal.SIGKILL, now, 0.0)
+        if self.stop:
+            self._signal_workers(self.stop, kill=True)
+        # Until the next start: the timer may stay as it is. Only now: the keeper relies on it.
+        self._take_lease(-1)
+        if self.stop and begins:
+            self._report(("fenced", self.group))
 
     # -- stopping ---------------------------------------------------------------------------------
 
@@ -778,12 +787,6 @@ def _took_over(status: int) -> bool:
     poll = select.poll()
     poll.register(status, select.POLLIN)
     return any(event & select.POLLIN for _, event in poll.poll(_TAKE_OVER * 1000))
-
-
-def _is_readable(fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _floor(spec: dict[str, Any]) -> int:
