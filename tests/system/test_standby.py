@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -186,11 +185,16 @@ print(json.dumps(state), flush=True)
 """
 
 
+@pytest.mark.parametrize("titles", [True, False], ids=["", "without setproctitle"])
 def test_a_standby_runs_the_script_up_to_where_it_waits(
-    helpers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    titles: bool, helpers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same output, variables and descriptors as of a worker that starts from scratch."""
     monkeypatch.setenv("GIVEN", "by the agent")
+    if not titles:  # a checkout that is run without its packages
+        (tmp_path / "hidden" / "setproctitle").mkdir(parents=True)
+        (tmp_path / "hidden" / "setproctitle" / "__init__.py").touch()
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hidden"), prepend=os.pathsep)
     main = written(tmp_path, WAITS)
     spawner = helpers()
     found = []
@@ -202,7 +206,7 @@ def test_a_standby_runs_the_script_up_to_where_it_waits(
             spawner.park(1, "", [known(main, "an argument", runs_script=True)])
             (waiting,) = parked(spawner, 1)
             title = " ".join(psutil.Process(waiting).cmdline())
-            assert "setproctitle" not in sys.modules or title.rstrip().endswith("[standby 0]")
+            assert title.rstrip().endswith("[standby 0]") == titles
         pids = spawner.spawn([job], os.environ)
         assert ends(spawner, 1)[0].code == 0
         *before, last = log.read_text().splitlines()
