@@ -129,8 +129,6 @@ def restore_interpreter(
     if late is not None:
         late.install()
     show_title(spec, set_title)
-    # The short name that `pgrep` and `top` show: as after an exec, and not the zygote's.
-    kernel.set_name(os.path.basename(sys.executable))
 
 
 def show_title(spec: dict[str, Any], set_title: Callable[[str], None]) -> None:
@@ -144,6 +142,8 @@ def show_title(spec: dict[str, Any], set_title: Callable[[str], None]) -> None:
     elif "standby" in spec:
         title = f"{title} [standby {os.environ.get('LOCAL_RANK')}]"
     set_title(title.encode(errors="replace").decode())  # file names may not be valid text
+    # The short name that `pgrep` and `top` show, which the title has changed: as after an exec.
+    kernel.set_name(os.path.basename(sys.executable))
 
 
 def _apply_residue(residue: ImportResidue) -> None:
