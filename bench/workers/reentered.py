@@ -7,7 +7,7 @@
     reduced   the first all_reduce of all ranks
 
 It then reduces until it is ended, as training does: a rank that is killed leaves the others in a collective.
-With RAISE_FILE, the rank that this file names raises an exception.
+A rank that finds a file named BENCH_RAISE.rank removes it and raises an exception.
 """
 
 import os
@@ -43,8 +43,13 @@ def train(_round: object) -> None:
     dist.all_reduce(value)
     stamp("reduced")
     assert value.item() == dist.get_world_size()
+    told = f"{os.environ.get('BENCH_RAISE', '')}.{dist.get_rank()}"
     while True:
         time.sleep(0.05)  # a step
+        if os.path.exists(told):
+            os.unlink(told)
+            stamp("raised")
+            raise RuntimeError("a fault")
         dist.all_reduce(value)
         worker.heartbeat()
 
