@@ -51,6 +51,7 @@ GROUPS = (
     Group(("first-line", "help"), "bench.warm", "first_lines", needs_torch=True),
     Group(("wait-for-rank",), "bench.wait_for_rank", needs_torch=True),
     Group(("reenter",), "bench.reenter", needs_torch=True),
+    Group(("inprocess",), "bench.inprocess", needs_torch=True),
     Group(("keep-warm",), "bench.keep_warm", needs_torch=True),
     Group(("memory", "idle"), "bench.idle"),
     Group(("orphans",), "bench.launch", "orphans"),
@@ -75,7 +76,10 @@ def measure(group: Group, quick: bool) -> list[Row] | str:
     if group.needs_torch and not has_torch():
         return "needs torch"
     try:
-        rows: list[Row] = getattr(importlib.import_module(group.module), group.function)(quick)
+        module = importlib.import_module(group.module)
+        if hasattr(module, "missing") and (why := module.missing()):
+            return str(why)
+        rows: list[Row] = getattr(module, group.function)(quick)
         return rows
     except Exception as error:  # noqa: BLE001 - one broken group must not end the run
         traceback.print_exc()

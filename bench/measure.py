@@ -255,9 +255,15 @@ class Launch:
         flags: Sequence[str] = (),
         env: dict[str, str] | None = None,
         console: int | None = None,
+        hosts: Sequence[tuple[Sequence[str], str]] = (),
     ) -> None:
-        """`side` may be `floor`: nproc plain runs of the script. `console`: a descriptor for stdout."""
-        self.side, self.nproc = side, nproc
+        """`side` may be `floor`: nproc plain runs of the script. `console`: a descriptor for stdout.
+
+        `hosts`: for each node the words that run a command there, and its address; they meet at the first.
+        `nproc` are then all workers.
+        """
+        self.side, self.nproc, self.nodes = side, nproc, max(1, len(hosts))
+        self.places = [before for before, _ in hosts] or [()]
         self.folder = tempfile.mkdtemp(prefix="bench-")
         self._pipe = EventPipe(self.folder)
         self.events = self._pipe.events
@@ -270,8 +276,18 @@ class Launch:
             if side == "floor":
                 commands = [([sys.executable, *command], {**environ, "RANK": str(n)}) for n in range(nproc)]
             else:
-                options = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
-                commands = [([*program(side), *options, *flags, *command], environ)]
+                options = [f"--nproc-per-node={nproc // self.nodes}", f"--max-restarts={restarts}"]
+                if hosts:
+                    backend = "c10d" if side == THEIRS else "phalanx"
+                    options += [f"--nnodes={self.nodes}", f"--rdzv-backend={backend}", "--rdzv-id=bench"]
+                    options += [f"--rdzv-endpoint={hosts[0][1]}:29400"]
+                    where = [(before, [f"--local-addr={address}"]) for before, address in hosts]
+                else:
+                    where = [((), ["--standalone"])]
+                commands = [
+                    ([*before, *program(side), *options, *more, *flags, *command], environ)
+                    for before, more in where
+                ]
             self.begin = time.monotonic()
             for argv, variables in commands:
                 self._processes.append(
@@ -288,6 +304,7 @@ class Launch:
             self.close()
             raise
         self.pid = self._processes[0].pid
+        self.pids = {process.pid for process in self._processes}  # of the launchers, one per node
         self._pidfd = os.pidfd_open(self.pid)
 
     def __enter__(self) -> Launch:

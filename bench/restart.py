@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Sequence
 
 from bench.launch import reduce_once
 from bench.measure import (
@@ -77,11 +78,15 @@ def wait_for_standby(launch: Launch) -> None:
     """Wait until `phalanx status` shows a standby process for every worker."""
     command = [*program(launch.side)[:-1], "status", "--json"]
 
+    def waiting(place: Sequence[str]) -> int:
+        words = [*place, *command]
+        done = subprocess.run(words, env=environment(launch.side), capture_output=True, check=False)
+        jobs = json.loads(done.stdout or b"[]")
+        return sum(job["standbys"]["count"] for job in jobs if job["pid"] in launch.pids)
+
     end = time.monotonic() + _STANDBY_LIMIT
     while True:
-        done = subprocess.run(command, env=environment(launch.side), capture_output=True, check=False)
-        jobs = json.loads(done.stdout or b"[]")
-        if any(job["pid"] == launch.pid and job["standbys"]["count"] == launch.nproc for job in jobs):
+        if sum(map(waiting, launch.places)) == launch.nproc:
             return
         if time.monotonic() > end:
             raise FailedRun(f"not all {launch.nproc} standby processes within {_STANDBY_LIMIT:.0f} s")

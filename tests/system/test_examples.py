@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import struct
 import subprocess
@@ -96,25 +97,45 @@ def test_ddp_continues_from_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_ddp_is_killed_twenty_times_at_random(tmp_path: Path) -> None:
+    """The kills are spread over the steps, not over the time: as many on a slow machine as on a fast one."""
     python = python_with("torch")
-    words = ("--steps", "4000", "--every", "3", "--batch", "2", "--reenter")
+    words = ("--steps", "400", "--every", "3", "--batch", "2", "--reenter")
     plain, _ = train(tmp_path / "plain", python, "train_ddp.py", *words)
     dice = random.Random(14)
     options = ("--nproc-per-node", "2", "--max-restarts", "60", "--backoff", "0", "--warm", "standby")
     path, out = str(EXAMPLES / "train_ddp.py"), str(tmp_path / "killed")
     with Job(tmp_path / "job", *options, path, "--out", out, *words, python=python) as running:
-        for count in range(20):
-            running.until(lambda count=count: running.out.count("from step") > count, "the next round")  # type: ignore[misc]
-            time.sleep(3 * dice.random())  # a random moment, not a wait for something
-            agent = psutil.Process(running.process.pid)
-            titles = {one.pid: " ".join(one.cmdline()) for one in agent.children(recursive=True)}
-            workers = [pid for pid, title in titles.items() if "[rank " in title]
-            if workers:
-                os.kill(dice.choice(workers), signal.SIGKILL)
-        running.succeeds()
+        for count, step in enumerate(sorted(dice.sample(range(380), 20))):
+
+            def has_come(count: int = count, step: int = step) -> bool:
+                rounds = running.out.split("from step")
+                if len(rounds) < count + 2:
+                    return False
+                return any(int(found) >= step for found in re.findall(r"^step +(\d+) ", rounds[-1], re.M))
+
+            running.until(has_come, f"round {count + 1}, step {step}")
+            time.sleep(0.1 * dice.random())  # a random moment, not a wait for something
+            os.kill(dice.choice(workers_of(running)), signal.SIGKILL)
+        running.succeeds(600.0)
     assert json.loads((tmp_path / "killed" / "result.json").read_text()) == plain
+    assert running.err.count("SIGKILL; restart") == 20, running.err
     assert running.err.count("re-entered") > 15, running.err
+
+
+def workers_of(running: Job) -> list[int]:
+    """The pids of its workers, in the order of their ranks."""
+    found: dict[str, int] = {}
+    for one in psutil.Process(running.process.pid).children(recursive=True):
+        try:
+            _, is_rank, rank = " ".join(one.cmdline()).partition("[rank ")
+        except psutil.NoSuchProcess:
+            continue
+        if is_rank:
+            found[rank] = one.pid
+    assert found, running.err
+    return [found[rank] for rank in sorted(found)]
 
 
 def test_reentry_without_a_framework_and_with_jax(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -179,18 +178,23 @@ worker.wait_for_rank()
 names = ("RANK", "LOCAL_RANK", "MINE", "GIVEN", "PER_START")
 state = {name: os.environ.get(name) for name in names}
 state.update(pid=os.getpid(), nice=os.getpriority(0, 0), cwd=os.getcwd(), argv=sys.argv[1:],
-             modules=sorted(sys.modules),
+             name=open("/proc/self/comm").read(), modules=sorted(sys.modules),
              files=sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
                           if os.path.exists(f"/proc/self/fd/{fd}")))
 print(json.dumps(state), flush=True)
 """
 
 
+@pytest.mark.parametrize("titles", [True, False], ids=["", "without setproctitle"])
 def test_a_standby_runs_the_script_up_to_where_it_waits(
-    helpers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    titles: bool, helpers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same output, variables and descriptors as of a worker that starts from scratch."""
     monkeypatch.setenv("GIVEN", "by the agent")
+    if not titles:  # a checkout that is run without its packages
+        (tmp_path / "hidden" / "setproctitle").mkdir(parents=True)
+        (tmp_path / "hidden" / "setproctitle" / "__init__.py").touch()
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hidden"), prepend=os.pathsep)
     main = written(tmp_path, WAITS)
     spawner = helpers()
     found = []
@@ -202,7 +206,7 @@ def test_a_standby_runs_the_script_up_to_where_it_waits(
             spawner.park(1, "", [known(main, "an argument", runs_script=True)])
             (waiting,) = parked(spawner, 1)
             title = " ".join(psutil.Process(waiting).cmdline())
-            assert "setproctitle" not in sys.modules or title.rstrip().endswith("[standby 0]")
+            assert title.rstrip().endswith("[standby 0]") == titles
         pids = spawner.spawn([job], os.environ)
         assert ends(spawner, 1)[0].code == 0
         *before, last = log.read_text().splitlines()
@@ -343,25 +347,31 @@ if attempt < {last}:
 STANDBY = ["--warm", "standby", "--max-restarts", "3", "--startup-timeout", "30"]
 
 
+def standbys(run: str) -> set[int]:
+    """As `phalanx status` shows them."""
+    command = [PHALANX[0], "status", run, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG, check=False)
+    jobs = json.loads(done.stdout) if done.returncode == 0 else []
+    return {pid for job in jobs for pid in job["standbys"]["pids"]}
+
+
 def waiting_standbys(run: str, count: int) -> set[int]:
-    """Those that run the script and wait for their rank, as `phalanx status` shows them."""
+    """Those that run the script and wait for their rank."""
     found: set[int] = set()
 
     def there() -> bool:
         nonlocal found
-        command = [PHALANX[0], "status", run, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG, check=False)
-        jobs = json.loads(done.stdout) if done.returncode == 0 else []
-        found = {pid for job in jobs for pid in job["standbys"]["pids"] if _runs_script(pid)}
+        found = {pid for pid in standbys(run) if _runs_script(pid)}
         return len(found) == count
 
     wait_until(there, f"{count} standbys that wait")
     return found
 
 
-def _runs_script(pid: int) -> bool:
+def _runs_script(pid: int, parent: int | None = None) -> bool:
     try:
-        return "[standby" in " ".join(psutil.Process(pid).cmdline())
+        process = psutil.Process(pid)
+        return "[standby" in " ".join(process.cmdline()) and parent in (None, process.ppid())
     except psutil.NoSuchProcess:
         return False
 
@@ -385,6 +395,46 @@ def test_a_killed_worker_goes_on_from_where_its_standby_waits(tmp_path: Path) ->
     for pid in waiting:
         assert done.out.count(f"built {pid}\n") == 1
     assert done.out.count("built") == 6
+
+
+LATE = """
+import asyncio, email.mime.text, http.client, multiprocessing.pool, unittest, xml.dom.minidom
+import os, sys, threading, time
+from phalanx import worker
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)  # a long set-up
+
+@worker.reenter
+def train(round):
+    print("ready", round.rank, os.getpid(), flush=True)
+    threading.Event().wait()
+
+train()
+"""
+
+
+def test_workers_that_re_enter_have_one_set_of_standbys(tmp_path: Path) -> None:
+    """Helpers that were prepared for a later start, before any worker could re-enter, then have none."""
+    main, go = written(tmp_path, LATE), tmp_path / "go"
+    run = f"standby-{os.getpid()}-{tmp_path.name}"
+    words = ["--rdzv-id", run, "--warm", "standby", "--max-restarts", "3", "--nproc-per-node", "2"]
+    with Running([*words, str(main), str(go)]) as job:
+        wait_until(lambda: len(standbys(run)) == 2, "standbys of the new helpers", 90.0)
+        go.touch()
+        first = job.workers(2)
+        zygote = psutil.Process(first[0]).ppid()
+        waiting: set[int] = set()
+
+        def beside_the_workers() -> bool:
+            nonlocal waiting
+            waiting = standbys(run)
+            return len(waiting) == 2 and all(_runs_script(pid, zygote) for pid in waiting)
+
+        wait_until(beside_the_workers, "one set of standbys, of the helpers that the workers have", 90.0)
+        os.kill(first[1], signal.SIGKILL)
+        second = job.workers(4)
+        assert second[0] == first[0]
+        assert second[1] in waiting
 
 
 def test_a_preemption_reaches_callbacks_that_a_standby_registered(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 
+from phalanx import kernel
 from phalanx.reentry.recall_watch import RecallWatch, Reentry
 from phalanx.reentry.takeover import ParkedStreams, ReentryPlace, Takeover, flush, read_place
 from phalanx.reentry.worker_round import WorkerRound
@@ -245,4 +246,5 @@ def _show_rank(before: int, now: str) -> None:
 
         setproctitle(getproctitle().replace(f"[rank {before}]", f"[rank {now}]"))
     except ImportError:
-        pass
+        return
+    kernel.set_name(os.path.basename(sys.executable))  # the title has changed it

@@ -86,6 +86,7 @@ class HelperPool:
         self._was_bare = False  # and nothing was preloaded for it
         self._due: list[float] = []
         self._parked = 0
+        self._standbys_at: Spawner | None = None  # where they were last asked for
         self._told: set[str] = set()
         self._waiting_now: set[int] = set()  # of the current incarnation
         self._closing: list[ClosingHelpers | StayingHelpers] = []
@@ -186,6 +187,9 @@ class HelperPool:
     def _park(self, helpers: Spawner, count: int) -> None:
         for rank, known in enumerate(self.standby_ranks):
             known.runs_script = rank in self._waits_for_rank
+        self._standbys_at = helpers
+        if helpers is self._now and self._next is not None:
+            self._next.park(0)  # workers re-enter: a second set would wait for nothing
         helpers.park(count, self.warm_up, self.standby_ranks[:count])
 
     def _see_who_waits(self, context: PContext) -> None:
@@ -193,10 +197,12 @@ class HelperPool:
         if self.mode != "standby" or not self.standby_ranks or (boards := context.options.boards) is None:
             return
         ranks = {rank for rank in range(context.nprocs) if boards.calls_wait_for_rank(rank)}
-        if ranks - self._waiting_now:
+        ready = self._for_standbys
+        # That a worker can re-enter is known a moment after that it waits for its rank.
+        moves = bool(ranks) and ready is self._now and ready is not self._standbys_at
+        if ranks - self._waiting_now or moves:
             self._waiting_now = ranks
             self._waits_for_rank |= ranks
-            ready = self._for_standbys
             if ready is not None and ready.how.startswith("python"):
                 self._park(ready, context.nprocs)
 

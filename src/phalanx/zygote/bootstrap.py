@@ -337,7 +337,7 @@ def _fresh_main(loader: object, file: str | None) -> "dict[str, Any]":
 
 
 def _bound(function: "Callable[..., object]", *args: object) -> "Callable[[], object]":
-    """A call as an object. Not functools.partial: its module may not be loaded."""
+    """A call as an object; no argument may be None. Not functools.partial: its module may not be loaded."""
     method: Any = type(Guard().__enter__)
     for arg in args:
         function = method(function, arg)

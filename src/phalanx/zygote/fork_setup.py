@@ -80,8 +80,8 @@ def describe_failure(error: BaseException, spec: dict[str, Any]) -> str:
 # ---- the interpreter -----------------------------------------------------------------------------
 
 
-def title_setter() -> Callable[[str], None] | None:
-    """The function that changes what `ps` shows of this process, or None.
+def title_setter() -> Callable[[str], None]:
+    """The function that changes what `ps` shows of this process; without the package, one without effect.
 
     Call it early: it relies on the environment as the kernel laid it out.
     """
@@ -89,11 +89,11 @@ def title_setter() -> Callable[[str], None] | None:
 
     package = PathFinder.find_spec("setproctitle")
     if package is None:
-        return None
+        return _keep_title
     # The extension alone: the package around it imports logging, and with it a tenth of the library.
     spec = PathFinder.find_spec("setproctitle._setproctitle", package.submodule_search_locations)
     if spec is None or spec.loader is None:
-        return None
+        return _keep_title
     module: Any = spec.loader.create_module(spec)
     spec.loader.exec_module(module)
     module.getproctitle()
@@ -101,8 +101,12 @@ def title_setter() -> Callable[[str], None] | None:
     return setter
 
 
+def _keep_title(title: str) -> None:
+    """In place of a setter."""
+
+
 def restore_interpreter(
-    spec: dict[str, Any], path: list[str], modules: set[str], set_title: Callable[[str], None] | None
+    spec: dict[str, Any], path: list[str], modules: set[str], set_title: Callable[[str], None]
 ) -> None:
     """Undo the zygote's changes to signal handling, sys.path, sys.modules and the process name."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -125,14 +129,10 @@ def restore_interpreter(
     if late is not None:
         late.install()
     show_title(spec, set_title)
-    # The short name that `pgrep` and `top` show: as after an exec, and not the zygote's.
-    kernel.set_name(os.path.basename(sys.executable))
 
 
-def show_title(spec: dict[str, Any], set_title: Callable[[str], None] | None) -> None:
+def show_title(spec: dict[str, Any], set_title: Callable[[str], None]) -> None:
     """Make `ps` show the program and its rank."""
-    if set_title is None:
-        return
     mode, target, args = spec["program"]
     words = {"module": ["-m", target], "code": ["-c", target]}.get(mode, [target])
     rank = os.environ.get("RANK")
@@ -142,6 +142,8 @@ def show_title(spec: dict[str, Any], set_title: Callable[[str], None] | None) ->
     elif "standby" in spec:
         title = f"{title} [standby {os.environ.get('LOCAL_RANK')}]"
     set_title(title.encode(errors="replace").decode())  # file names may not be valid text
+    # The short name that `pgrep` and `top` show, which the title has changed: as after an exec.
+    kernel.set_name(os.path.basename(sys.executable))
 
 
 def _apply_residue(residue: ImportResidue) -> None:

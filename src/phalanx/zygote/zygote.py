@@ -644,12 +644,13 @@ class Zygote:
             self.stop.hurry(now, grace)
             return
         self.stop = StopRequest(sig, now, grace, timeout)
+        # First: the end of a large process takes long, and the next round waits for it.
+        for worker in [one for one in self.workers.values() if one.rank in guilty]:
+            worker.signalled_at = time.time()
+            _signal_group(worker.pid, signal.SIGKILL)
+            self.stop.signalled.add(worker.pid)
         for worker in self.workers.values():
-            if worker.rank in guilty:
-                worker.signalled_at = time.time()
-                _signal_group(worker.pid, signal.SIGKILL)
-                self.stop.signalled.add(worker.pid)
-            elif worker.reenters and worker.channel is not None:
+            if worker.rank not in guilty and worker.reenters and worker.channel is not None:
                 try:
                     worker.channel.post(("recall", cause))
                 except OSError:
