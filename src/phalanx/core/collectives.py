@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _UNEVEN = ("all_to_all", "alltoall", "scatter", "gather", "send", "recv", "barrier", "coalesced")
 """Operations whose members may have different sizes; all_gather is decided by its library."""
 _ENOUGH = 3  # operations that all members have left, to say who comes last
+_RECENT = 5  # of them: a rank may have become slow a moment ago
 _USUALLY = 0.6  # of those
 _LATE = 0.1  # seconds: who comes last by less is not slow; nodes do not read at exactly the same moment
 _AS_USUAL = 4.0  # times its usual delay: a slow rank is not yet missing
@@ -360,7 +361,8 @@ def _slow(one: _Blocked, roots: list[int]) -> Explanation | None:
         for done in trace.operations:
             if done.done and done.peer is None and done.age is not None:
                 ages.setdefault(done.number, {})[member] = done.age
-    known = [found for found in ages.values() if rank in found and len(found) > 1]
+    latest = (ages[number] for number in sorted(ages, reverse=True))
+    known = [found for found in latest if rank in found and len(found) > 1][:_RECENT]
     late = [max(found.values()) - found[rank] for found in known if min(found, key=found.__getitem__) == rank]
     if len(known) < _ENOUGH or len(late) < _USUALLY * len(known):
         return None
