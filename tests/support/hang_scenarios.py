@@ -90,7 +90,7 @@ SCENARIOS = {
     step()
 """,
     "slow": """
-    def compute(): time.sleep(0.6)
+    def compute(): time.sleep(0.8)
     for _ in range(4):
         if rank == guilty: compute()
         step()

@@ -89,7 +89,7 @@ def test_many_hangs_of_every_kind(tmp_path: Path, size: int) -> None:
     path = tmp_path / "train.py"
     path.write_text(program(plan))
     launcher = [str(Path(sys.executable).with_name("phalanx")), "run", "--nproc-per-node", str(size)]
-    command = [*launcher, "--log-dir", str(tmp_path / "logs"), *flags(plan, 1.2), str(path)]
+    command = [*launcher, "--log-dir", str(tmp_path / "logs"), *flags(plan, 1.5), str(path)]
     done = subprocess.run(
         command, env=plain_environment(), capture_output=True, text=True, timeout=7000, check=False
     )
@@ -107,7 +107,7 @@ def to_the_end(node: Running) -> Ended:
 @pytest.mark.timeout(7200)
 def test_many_hangs_of_every_kind_on_two_nodes(tmp_path: Path) -> None:
     plan = every_kind(4)
-    with Job(tmp_path, "2", "", *flags(plan, 1.2), conf="ttl=20") as job:
+    with Job(tmp_path, "2", "", *flags(plan, 1.5), conf="ttl=20") as job:
         job.script.write_text(program(plan))
         nodes = [job.node(name, "--log-dir", str(tmp_path / name), nproc=2) for name in "ab"]
         with ThreadPoolExecutor(len(nodes)) as pool:  # at the same time: neither waits for its console
