@@ -81,7 +81,7 @@ def test_a_host_that_causes_failures_is_kept_out_and_all_nodes_say_so(tmp_path: 
 
 
 def test_a_host_that_is_lost_again_and_again_is_kept_out(tmp_path: Path) -> None:
-    """Its agent is killed, and then stopped for longer than its lease; who leaves on SIGTERM is not blamed."""
+    """Its agent is killed, then stopped for longer than its lease; to leave on SIGTERM does not count."""
     env = plain_environment(PHALANX_TOKEN="a token for tests", XDG_STATE_HOME=str(tmp_path / "state"))
     run = f"lost-{os.getpid()}"
     words = ("--max-restarts", "5", "--quarantine", "2:600:600", "--rdzv-id", run)
