@@ -113,5 +113,5 @@ def test_many_hangs_of_every_kind_on_two_nodes(tmp_path: Path) -> None:
         with ThreadPoolExecutor(len(nodes)) as pool:  # at the same time: neither waits for its console
             for end in pool.map(to_the_end, nodes):
                 check(plan, 4, end)
-    (kept,) = (tmp_path / "a").glob("*/attempt_0/flight_recorder")
-    assert len(os.listdir(kept)) >= 3
+    kept = [len(os.listdir(path)) for path in tmp_path.glob("[ab]/*/attempt_0/flight_recorder")]
+    assert max(kept) >= 3, "the node that decides keeps the records of all"
