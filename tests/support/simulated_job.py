@@ -21,7 +21,7 @@ PER_NODE = 8
 
 
 class SimulatedJob:
-    """Ranks that make five steps per second; rank 13 makes two, and rank 21 has failed a minute ago."""
+    """Five steps per second, two of rank 13; rank 21 has failed a minute ago, and a host is kept out."""
 
     def __init__(self, ranks: int, began: float | None = None) -> None:
         self.ranks = ranks
@@ -53,6 +53,7 @@ class SimulatedJob:
             "incident_count": 1, "records": [self.incident(now)], "ledger": self.ledger(now, len(ranks)),
             "cause": "Root cause: rank 21\n  error   RuntimeError: CUDA error: uncorrectable ECC error",
             "cause_at": now - 60,
+            "quarantine": [{"host": "gpu-999", "reason": "its node was lost", "left": 1800.0}],
         }  # fmt: skip
 
     def worker(self, rank: int, now: float) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
 import threading
 import time
@@ -72,10 +74,14 @@ def test_a_node_is_checked_before_it_joins_and_only_then(tmp_path: Path) -> None
 
 
 def test_an_unfit_node_stays_out_and_the_others_run(tmp_path: Path) -> None:
-    with Job(tmp_path, "1:2") as job:
+    """Why it never joined is in its logs, and known to the commands."""
+    env = plain_environment(XDG_STATE_HOME=str(tmp_path / "state"))
+    run = f"stays-out-{os.getpid()}"
+    with Job(tmp_path, "1:2", "", "--rdzv-id", run) as job:
+        job.environment |= env
         good = job.node("good", "--check")
         good.up(1)
-        bad = job.node("bad", "--check", before=with_open_files(200))
+        bad = job.node("bad", "--check", "--log-dir", str(tmp_path / "logs"), before=with_open_files(200))
         gone = bad.end()
         assert gone.code == UNFIT_NODE, gone
         (line,) = [line for line in gone.said if "unfit" in line]
@@ -85,6 +91,23 @@ def test_an_unfit_node_stays_out_and_the_others_run(tmp_path: Path) -> None:
         assert worker.world == 1
         tell([worker])
         assert good.end().code == 0
+    (path,) = (tmp_path / "logs").glob(f"{run}_*/failure.json")
+    failure = json.loads(path.read_text())
+    assert failure["exit_code"] == UNFIT_NODE
+    assert failure["reason"] in line
+    assert (failure["check"]["fitness"], failure["check"]["reason"]) == ("unfit", "open files: 200")
+    assert json.loads(path.with_name("summary.json").read_text())["why"] == failure["reason"]
+    listed = ended([PHALANX[0], "list", "--json"], env)
+    (known,) = [one for one in json.loads(listed.out) if one["state"] == "failed"]
+    assert known["exit_code"] == UNFIT_NODE
+    assert (known["why"], known["logs"]) == (failure["reason"], str(path.parent))
+    assert "is unfit (open files: 200)" in ended([PHALANX[0], "list"], env).out
+    told = ended([PHALANX[0], "status", run], env)
+    assert told.code == 1, told
+    assert re.search(
+        r"no job .* runs .*; run stays-out.* failed .* ago, exit code 95: .*open files: 200", told.err
+    )
+    assert told.err.count("\n") == 1
 
 
 # ---- several nodes ---------------------------------------------------------------------------------

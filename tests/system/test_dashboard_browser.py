@@ -199,6 +199,10 @@ def test_4096_ranks_are_there_within_a_second(browser: Chromium) -> None:
             assert browser.run("document.querySelector('#grid').getAttribute('aria-label')").startswith(
                 "4096"
             )
+            kept_out = browser.run("document.querySelector('#quarantine:not([hidden])').textContent")
+            assert kept_out.startswith("quarantined: gpu-999: its node was lost (for another 30 min"), (
+                kept_out
+            )
             picture(browser, "dashboard-4096.png")
             print(f"interactive after {[round(one) for one in took]} ms")
             assert min(took) < 1000

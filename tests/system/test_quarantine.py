@@ -15,7 +15,7 @@ import pytest
 from phalanx.core.exit_codes import UNFIT_NODE
 from tests.conftest import HUNG, gone
 from tests.support.netns import Job, tell
-from tests.support.run_helpers import PHALANX, plain_environment
+from tests.support.run_helpers import PHALANX, Running, plain_environment
 from tests.system.test_cluster import everybody, succeed
 from tests.system.test_hang_consensus import QUICK
 from tests.system.test_hostile_rounds import bad_program
@@ -78,6 +78,38 @@ def test_a_host_that_causes_failures_is_kept_out_and_all_nodes_say_so(tmp_path: 
         assert "b: XID 79 (for another 5" in command("quarantine", *at_store, env=env)
         tell(workers[:1], signal.SIGUSR2)  # there was no spare: the next round is the first without it
         succeed(nodes, everybody([a, c], 2))
+
+
+def test_a_host_that_is_lost_again_and_again_is_kept_out(tmp_path: Path) -> None:
+    """Its agent is killed, then stopped for longer than its lease; to leave on SIGTERM does not count."""
+    env = plain_environment(PHALANX_TOKEN="a token for tests", XDG_STATE_HOME=str(tmp_path / "state"))
+    run = f"lost-{os.getpid()}"
+    words = ("--max-restarts", "5", "--quarantine", "2:600:600", "--rdzv-id", run)
+    with Job(tmp_path, "2:3", "", *words, conf="last_call_timeout=20") as job:
+        job.environment |= env
+        a, b, c = nodes = [job.node(name) for name in "abc"]
+        everybody(nodes, 3)
+        c.signal(signal.SIGTERM)
+        everybody([a, b], 2)
+        c = job.node("c")
+        everybody([a, b, c], 3)
+        c.signal(signal.SIGKILL)
+        everybody([a, b], 2)
+        c = job.node("c")
+        everybody([a, b, c], 3)
+        c.signal(signal.SIGSTOP)
+        workers = everybody([a, b], 2)
+        c.signal(signal.SIGCONT)
+        for node in (a, b, c):
+            node.read_until("c is quarantined for 600 s: root cause of 2 failures within ")
+            node.read_until("the last: its node was lost")
+        assert {worker.attempt for worker in workers} == {0}, "no restart was used"
+        with Running(["status", run, "--watch"], env=env, terminal=True, launcher=PHALANX[:1]) as view:
+            view.read_until("quarantined: ")
+            view.read_until("c: root cause of 2 failures")
+            view.type(b"q")
+            view.end()
+        succeed([a, b, c], workers)
 
 
 @hosts_possible

@@ -98,6 +98,22 @@ def test_the_sections_of_a_job() -> None:
     assert page_state.rank_detail(job_of(24), 24, None) is None
 
 
+def test_hosts_that_are_kept_out_are_listed() -> None:
+    assert page_state.sections(job_of(8, quarantine=[]), [])["quarantine"] == []
+    out = [
+        {"host": "gpu-7", "reason": "its node was lost", "left": 59.0},
+        {"host": "gpu-8", "reason": "XID 79"},
+    ]
+    assert page_state.sections(job_of(8, quarantine=out), [])["quarantine"] == [
+        "gpu-7: its node was lost (for another 59.0 s)",
+        "gpu-8: XID 79 (until removed)",
+    ]
+    many = [{"host": f"n{number}"} for number in range(1000)]
+    found = page_state.sections(job_of(8, quarantine=many), [])["quarantine"]
+    assert len(found) == 20
+    assert found[-1] == "981 more hosts: see phalanx quarantine"
+
+
 def test_ranks_whose_node_is_silent_are_shown_as_not_known() -> None:
     found = page_state.sections(job_of(24, peers=[], silent=2), [])
     assert found["ranks"]["states"] == "tttttctt" + "." * 16

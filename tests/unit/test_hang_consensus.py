@@ -20,7 +20,7 @@ from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.torch.client import TorchStoreClient
 from phalanx.store.torch.torch_store_adapter import StoreFacade
-from phalanx.supervision.hang_consensus import HangConsensus
+from phalanx.supervision.hang_consensus import REPORT_TIMEOUT, HangConsensus
 from phalanx.supervision.hang_detector import HangDetector
 from phalanx.supervision.incident_log import IncidentLog
 from phalanx.supervision.round_broadcast import RoundBroadcast
@@ -170,7 +170,7 @@ def test_without_the_store_a_node_concludes_alone() -> None:
     consensus.publish_hang(Verdict("heartbeat", (0,), "no heartbeat"), now)
     found = Findings(View(now, (Beat(0, now, count=1),)), now, {}, {0: "pid 1"})
     assert consensus.proceed(found, now) == "wait"
-    assert consensus.proceed(found, now + 1.0) == "conclude"
+    assert consensus.proceed(found, now + REPORT_TIMEOUT) == "conclude"
     assert found.silent == ["the other nodes"]
     consensus.publish_verdict({})
     owners.close()

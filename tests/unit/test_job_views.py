@@ -23,6 +23,7 @@ from phalanx.observe.snapshot import (
     IncidentSnapshot,
     JobSnapshot,
     LedgerSnapshot,
+    QuarantineSnapshot,
     RunFile,
     WorkerSnapshot,
     totals_of,
@@ -51,6 +52,19 @@ def job(ranks: int = 4, **more: Any) -> JobSnapshot:
 
 def lines(shown: list[str]) -> list[str]:
     return [PLAIN.sub("", line) for line in shown]
+
+
+def test_the_screen_lists_hosts_that_are_kept_out() -> None:
+    out = [QuarantineSnapshot("gpu-7", "lost" + EVIL, 600.0), QuarantineSnapshot("gpu-8", "XID 79")]
+    shown = lines(screen(job(quarantine=out), WatchView(), 80, 24))
+    assert shown[2].startswith("quarantined: gpu-7: lost")
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f]", "".join(shown))
+    assert shown[3] == "quarantined: gpu-8: XID 79 (until removed)"
+    many = [QuarantineSnapshot(f"n{number}", "slow", 9.0) for number in range(500)]
+    shown = lines(screen(job(quarantine=many), WatchView(), 80, 24))
+    assert shown[4] == "quarantined: 498 more hosts: see phalanx quarantine"
+    assert len(shown) == 24
+    assert not any("quarantined" in line for line in lines(screen(job(), WatchView(), 80, 24)))
 
 
 def test_a_screen_has_everything_and_fits() -> None:

@@ -38,7 +38,7 @@ def replay(text: str) -> str:
         now = float(time)
         lines: tuple[str, ...] = ()
         match what:
-            case "check" | "device" | "failure":
+            case "check" | "device" | "failure" | "loss":
                 state, said = quarantine.record(
                     state, Offence(words[0], what, " ".join(words[1:])), now, policy
                 )

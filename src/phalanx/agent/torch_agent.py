@@ -645,6 +645,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 self._record.clear_progress,
             )
             self._loop.parts.append(self.dashboard)
+        self._early_run_dir: str | None = None
         self._record.events = EventFile(lambda: self.run_dir, lambda: self.host)
         self.history.listeners.append(self._record.events.incident)
         self.was_quiet = False
@@ -754,13 +755,24 @@ class LocalElasticAgent(SimpleElasticAgent):
         """The directory of this run's logs, once workers have started."""
         context = self._pcontext
         if context is None or not context.error_files:
-            return None
+            return self._early_run_dir
         from phalanx.logs.specs import DefaultLogsSpecs
 
         if not isinstance(self._logs_specs, DefaultLogsSpecs):
             return self._logs_specs.root_log_dir  # a plug-in has its own layout of files
         rank_dir = os.path.dirname(next(iter(context.error_files.values())))
         return os.path.dirname(os.path.dirname(rank_dir))
+
+    def make_run_dir(self) -> None:
+        """Make that directory, where it was named, for a node that ends before its workers start."""
+        from phalanx.logs.specs import DefaultLogsSpecs
+
+        specs = self._logs_specs
+        if self.run_dir is None and isinstance(specs, DefaultLogsSpecs) and not specs.is_temporary:
+            try:
+                self._early_run_dir = specs.run_dir(self._rdzv_handler.get_run_id())
+            except OSError:
+                pass  # it may be what this node ends for
 
     def _settled(self) -> None:
         if not self.was_quiet:

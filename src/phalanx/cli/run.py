@@ -215,7 +215,9 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
             raise
         if job.quiet or agent is None or agent.outcome is None:  # else it was reported when it happened
             say(str(error))
-        _sum_up(job, agent, begin, "failed", code)
+        if agent is not None:
+            _keep_reason(agent, error, code, begin)
+        _sum_up(job, agent, begin, "failed", code, str(error))
         return code
     finally:
         helpers.close()
@@ -312,18 +314,20 @@ def _register(agent: LocalElasticAgent | None, begin: float) -> None:
         run_registry.note(variables(), run_summary.describe(agent, begin))
 
 
-def _sum_up(job: JobSpec, agent: LocalElasticAgent | None, begin: float, outcome: str, code: int) -> None:
+def _sum_up(
+    job: JobSpec, agent: LocalElasticAgent | None, begin: float, outcome: str, code: int, why: str = ""
+) -> None:
     """The goodput line, where it means something, and the same as JSON beside the logs that are kept."""
-    if agent is None or not agent.history.is_known:
+    if agent is None or not (agent.history.is_known or why):
         return
     from phalanx.environment import variables
     from phalanx.observe import run_registry, run_summary
 
-    summary = run_summary.conclude(agent, begin, outcome, code)
-    if run_summary.tells(agent):
+    summary = run_summary.conclude(agent, begin, outcome, code, why)
+    if agent.history.is_known and run_summary.tells(agent):
         _say_unless_quiet(job, summary["line"])
     run_summary.keep(summary)
-    if agent.was_quiet or os.path.isdir(summary["logs"]):
+    if why or agent.was_quiet or os.path.isdir(summary["logs"]):
         run_registry.note(variables(), run_summary.in_short(summary))
 
 
@@ -420,6 +424,19 @@ def _failure_report(
         kept = {"name": name, "exit_code": code, "started_at": begin, "reason": reason, "report": text}
         kept.update(root_rank=None, failed=[], echoes=[], stopped=[], ranks=[])
     return *report, _keep_json(agent, kept)
+
+
+def _keep_reason(agent: LocalElasticAgent, error: Exception, code: int, begin: float) -> None:
+    """The same for what ended this node beside its workers, or before there were any."""
+    kept = {"name": agent.job_name, "exit_code": code, "started_at": begin}
+    kept.update(
+        reason=str(error), report=str(error), root_rank=None, failed=[], echoes=[], stopped=[], ranks=[]
+    )
+    verdict = getattr(error, "verdict", None)
+    if verdict is not None:
+        kept["check"] = verdict.as_dict()
+    agent.make_run_dir()
+    _keep_json(agent, kept)
 
 
 def _tell_parent(text: str, code: int, result: RunResult | None = None) -> None:

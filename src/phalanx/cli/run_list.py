@@ -48,6 +48,8 @@ def entries() -> list[dict[str, Any]]:
             "since": job.since,
             "until": None,
             "state": job.state or job.phase.lower(),
+            "exit_code": None,
+            "why": "",
             "restarts": job.restarts,
             "goodput": round(totals_of(job).ratio, 6) if job.ledger.ranks else None,
             "logs": job.logs,
@@ -63,6 +65,8 @@ def entries() -> list[dict[str, Any]]:
             "since": run.since,
             "until": run.until,
             "state": run.outcome or "killed",
+            "exit_code": run.exit_code,
+            "why": run.why,
             "restarts": run.restarts,
             "goodput": None if run.goodput is None else run.goodput.goodput,
             "logs": run.logs,
@@ -77,14 +81,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """For a person."""
     if not rows:
         return "no runs\n"
-    cells = [["RUN", "NAME", "STATE", "BEGAN", "TOOK", "RESTARTS", "GOODPUT", "LOGS"]]
+    cells = [["RUN", "NAME", "STATE", "BEGAN", "TOOK", "RESTARTS", "GOODPUT", "LOGS", ""]]
     for row in rows:
         took = (row["until"] or time.time()) - row["since"]
         unknown = row["until"] is None and row["state"] == "killed"
         good = "" if row["goodput"] is None else f"{100 * row['goodput']:.1f} %"
         began = time.strftime("%m-%d %H:%M", time.localtime(row["since"]))
         words = [row["run"][:16], row["name"], row["state"], began, "" if unknown else duration(took)]
-        cells.append([*words, str(row["restarts"]), good, row["logs"]])
+        cells.append([*words, str(row["restarts"]), good, row["logs"], row.get("why", "").partition("\n")[0]])
     cells = [[printable(cell).replace("\n", "\\n").replace("\t", " ") for cell in line] for line in cells]
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     width = (shutil.get_terminal_size((160, 24)).columns or 160) if sys.stdout.isatty() else 100_000

@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from phalanx.cli.store import Parser
+from phalanx.log import printable
+from phalanx.observe.duration import duration
 from phalanx.observe.local_agents import LocalAgent, agents, as_dict
 from phalanx.observe.status_text import format_job
 
@@ -41,8 +44,25 @@ def main(argv: Sequence[str]) -> int:
         print("\n\n".join(format_job(job, width) for job in found))
     else:
         what = f"no job {options.run!r}" if options.run else "no job"
-        print(f"phalanx status: {what} of this user runs on this machine", file=sys.stderr)
+        ended = how_it_ended(options.run) if options.run else ""
+        print(f"phalanx status: {what} of this user runs on this machine{ended}", file=sys.stderr)
     return 0 if found else 1
+
+
+def how_it_ended(word: str) -> str:
+    """What the list of runs knows of the last one with this name, to go on with; empty: nothing."""
+    from phalanx.cli.runs import NoSuchRun, one_run
+
+    try:
+        run, agent = one_run(word)
+    except NoSuchRun:
+        return ""
+    if agent is not None or run.until is None:
+        return ""
+    code = "" if run.exit_code is None else f", exit code {run.exit_code}"
+    why = f": {run.why}" if run.why else ""
+    ago = duration(max(0.0, time.time() - run.until))
+    return printable(f"; run {run.run} {run.outcome} {ago} ago{code}{why}".replace("\n", " "))
 
 
 def jobs() -> list[dict[str, Any]]:

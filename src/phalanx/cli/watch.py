@@ -1,6 +1,6 @@
 """`phalanx status --watch`: a live view of one job on the whole terminal, for 80×24 over ssh and more.
 
-    a headline, goodput and what was lost
+    a headline, goodput and what was lost, hosts that are kept out
     the rank grid: one cell per rank, its letter and colour the state
     the ranks that are behind, or a table of all (scrolled, filtered)
     incidents, and the last lines that workers wrote
@@ -26,7 +26,7 @@ from phalanx.core.progress import ranks_text
 from phalanx.log import printable, write_stderr
 from phalanx.observe.duration import duration
 from phalanx.observe.snapshot import JobSnapshot, WorkerSnapshot, nodes_of, totals_of, workers_of
-from phalanx.observe.status_text import PHASES
+from phalanx.observe.status_text import PHASES, quarantine_lines
 
 _EVERY = 1.0
 _HELP = "q end  j/k scroll  / ranks  a all  g grid  l lines  space pause"
@@ -79,6 +79,8 @@ def screen(job: JobSnapshot | None, view: WatchView, width: int, height: int, wh
         return [_paint([StyledLine(why or "asking …")], width, view.colour)]
     pairs = [pair for pair in workers_of(job) if _is_shown(pair[1].rank, view.ranks)]
     lines = [_headline(job), *_summary(job, width)]
+    kept_out = quarantine_lines(job.quarantine, max(2, height // 8))
+    lines += [[StyledLine("quarantined: ", "31"), StyledLine(one)] for one in kept_out]
     if view.grid and pairs:
         lines += _grid([worker for _, worker in pairs], width, max(2, height // 4))
     foot = [StyledLine(f"/{view.typing}█" if view.typing is not None else _footer(job, view), "7")]

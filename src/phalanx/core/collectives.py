@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 _UNEVEN = ("all_to_all", "alltoall", "scatter", "gather", "send", "recv", "barrier", "coalesced")
 """Operations whose members may have different sizes; all_gather is decided by its library."""
 _ENOUGH = 3  # operations that all members have left, to say who comes last
+_RECENT = 5  # of them: a rank may have become slow a moment ago
 _USUALLY = 0.6  # of those
 _LATE = 0.1  # seconds: who comes last by less is not slow; nodes do not read at exactly the same moment
+_EVER = float("inf")
 _AS_USUAL = 4.0  # times its usual delay: a slow rank is not yet missing
 _REASONS = {
     "mismatch": "in another collective than the others",
@@ -356,16 +358,19 @@ def _slow(one: _Blocked, roots: list[int]) -> Explanation | None:
         return None
     (rank,) = roots
     ages: dict[int, dict[int, float]] = {}  # number -> rank -> seconds since it entered
+    now = 0.0
     for member, trace in one.traces.items():
-        for done in trace.operations:
-            if done.done and done.peer is None and done.age is not None:
-                ages.setdefault(done.number, {})[member] = done.age
-    known = [found for found in ages.values() if rank in found and len(found) > 1]
+        for entered, age in _aligned(trace, one.traces[rank]):
+            if entered.done:
+                ages.setdefault(entered.number, {})[member] = age
+            elif entered.number == one.number:
+                now = max(now, age)
+    latest = (ages[number] for number in sorted(ages, reverse=True))
+    known = [found for found in latest if rank in found and len(found) > 1][:_RECENT]
     late = [max(found.values()) - found[rank] for found in known if min(found, key=found.__getitem__) == rank]
     if len(known) < _ENOUGH or len(late) < _USUALLY * len(known):
         return None
     usual = sorted(late)[len(late) // 2]
-    now = max((one.at[other].age or 0.0 for other in one.waiting), default=0.0)
     if usual < _LATE or now > _AS_USUAL * usual:
         return None
     text = (
@@ -373,6 +378,25 @@ def _slow(one: _Blocked, roots: list[int]) -> Explanation | None:
         f"by {usual:.2g} s"
     )
     return one.explanation("slow", roots, text, f"{one.who_waits(one.lacking)} in it")
+
+
+def _aligned(trace: GroupTrace, base: GroupTrace) -> list[tuple[Operation, float]]:
+    """The collectives of a rank with their ages at the moment at which those of `base` were read.
+
+    Two nodes read at nearly the same moment, unless one of them is overloaded: then all operations of its
+    ranks seem to be older, or younger. The operations themselves limit by how much, because no rank comes to
+    one before all have come to the one before it. Where programs run ahead of their operations that does not
+    hold; if it shows, nothing is known."""
+    theirs, mine = (
+        {each.number: each.age for each in found.operations if each.peer is None and each.age is not None}
+        for found in (trace, base)
+    )
+    least = max((theirs[n + 1] - age for n, age in mine.items() if n + 1 in theirs), default=-_EVER)
+    most = min((theirs[n - 1] - age for n, age in mine.items() if n - 1 in theirs), default=_EVER)
+    later = min(max(0.0, least), most) if least <= most else 0.0
+    return [
+        (each, each.age - later) for each in trace.operations if each.peer is None and each.age is not None
+    ]
 
 
 def _innermost(blocked: list[_Blocked]) -> Explanation | None:

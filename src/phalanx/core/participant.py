@@ -83,6 +83,7 @@ from phalanx.core.store_commands import (
 CONTROL, PLACE = 1, 2  # the watches of every node; a leader's own gets a new number each time
 FENCE = 0.9
 QUIET = 0.005  # a leader of thousands decides at most this often
+_UNSURE = 1.5  # leases
 LOST_ROUNDS = 100  # that a store which went back may have had without any node that is present
 
 
@@ -124,6 +125,8 @@ class Participant:
         self._told_leaving = False
         self._proof = self._heard = self._waiting_since = 0.0
         self._cap: float | None = None
+        self._away = False  # the connection to the store has ended
+        self._unsure_until = 0.0  # until when nodes may be lost because the store was away
         self._quiet_until = 0.0  # until when nodes may run on leases that the store has forgotten
         self._next_beat = 0.0
         self.hosts = HostWatch()
@@ -209,6 +212,7 @@ class Participant:
             case Connected():
                 self._heard = now
                 self._next_beat = now
+                self._reached_again(now)
             case Disconnected():
                 self._hung_up(now)
             case StoreLost(why):
@@ -225,8 +229,16 @@ class Participant:
             case LeaveRequested(reason, preempted):
                 self._leaving, self._preempted = self._leaving or reason, self._preempted or preempted
 
+    def _reached_again(self, now: float) -> None:
+        """A store that restarts begins all leases anew: until they are over, a lost node proves nothing."""
+        if self._away:
+            self._away, self._unsure_until = False, now + _UNSURE * self.options.ttl
+            if self._view is not None:
+                self._view.unsure_until = self._unsure_until
+
     def _hung_up(self, now: float) -> None:
         """The store may shorten the lease from now on; a later connection that ends does not prolong that."""
+        self._away = True
         if self.lease and self._cap is None:
             self._cap = now + self.options.linger * FENCE
         for tag, pending in self._pending.items():
@@ -390,6 +402,7 @@ class Participant:
                 round=self.round or Round(),
                 since=now,
                 quiet_until=self._quiet_until,
+                unsure_until=self._unsure_until,
                 skipped=self._skipped,
                 hosts=self.hosts,
             )
@@ -411,6 +424,7 @@ class Participant:
         self.hosts.begin_anew()
         # Nodes that the store has forgotten run workers until their own clocks stop them.
         self._quiet_until = now + self.options.ttl
+        self._unsure_until = now + _UNSURE * self.options.ttl
         self._ask_watches(now)
 
     def _ask_watches(self, now: float) -> None:

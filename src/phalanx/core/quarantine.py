@@ -69,7 +69,7 @@ def parse_policy(text: str) -> QuarantinePolicy | None:
 
 
 class Offence(Record):
-    """Something that a node caused: kind is failure, or one of `AT_ONCE`."""
+    """Something that a node caused: kind is failure, loss (of the node itself), or one of `AT_ONCE`."""
 
     node: str
     kind: str

@@ -3,6 +3,17 @@
 Every write is conditional on the term of the leader and on the records that it was decided upon, because a
 person may write them at any time. What the members of a round have reported counts once: the transaction that
 makes the next round active, or ends the job, also holds the records.
+
+A *lost* node is a member whose key is gone (its lease ran out: agent killed, machine frozen or off the
+network) before it has reported how its workers ended, or that they are stopped for the next round. Its host
+is the cause of the round's end, even if others have reported failures: those of ranks that lost a peer come
+first, and not all of them are recognized. It is not the cause
+- if the node left on purpose: leaving, drained, preempted, or ended with its workers;
+- if the leader cannot tell, because it did not see the node go: it was elected while the next round was
+  forming, or it has reached the store again only a moment ago. The store, its host or the network failed;
+- if more than half of the hosts are lost at once, or very many: that is the network, or the power.
+Rejected: to blame nobody where a loss and a failure come together. A host that dies takes its peers'
+connections with it, so there nearly always is such a failure.
 """
 
 from __future__ import annotations
@@ -19,6 +30,7 @@ if TYPE_CHECKING:
 
 HOSTS = "ctl/quarantine/"
 _MOST = 10  # records in one transaction, beside a round of 100 places; etcd allows 128 operations
+MOST_LOST = 2 * _MOST + 1  # ids that a round keeps: enough to see that they are too many
 
 
 def expired(now: float, view: LeaderView) -> tuple[Txn, list[str]] | None:
@@ -47,6 +59,11 @@ def offences_of(view: LeaderView) -> list[Offence]:
     results = view.results.get(view.members.number, {})
     failed = sorted((mod, node, r) for node, (mod, r) in results.items() if not r.ok and node in by_id)
     found = [Offence(by_id[node].name, "unfit", _what(r)) for _, node, r in failed if r.unfit]
+    gone = [by_id[node].name for node in lost_nodes(view)]
+    if gone:
+        hosts = dict.fromkeys(gone)
+        many = 2 * len(hosts) > len({m.name for m in members}) or len(hosts) > _MOST
+        return found if many else found + [Offence(host, "loss", "its node was lost") for host in hosts]
     first = next(((by_id[node], r) for _, node, r in failed if not (r.unfit or r.blameless)), None)
     if first is not None:
         member, result = first
@@ -54,6 +71,16 @@ def offences_of(view: LeaderView) -> list[Offence]:
         if len(named) == 1:  # of several hosts, none is known to be the cause
             found.append(Offence(named.pop(), "failure", _what(result)))
     return found
+
+
+def lost_nodes(view: LeaderView) -> list[str]:
+    """The members of the last round that are lost, by id and in the order of their ranks."""
+    results = view.results.get(view.members.number, {})
+    return [
+        m.id
+        for m in view.members.nodes
+        if m.id not in results and (m.id in view.round.lost or not (m.id in view.left or view.present(m)))
+    ]
 
 
 def _what(result: Result) -> str:

@@ -132,7 +132,8 @@ class Round(NamedTuple):
     `nodes` counts the members and `names` has the first few of their names; `stamp` names the activation,
     which the places belong to; `restarts` counts failed rounds so far; `out` lists drained nodes.
     `preempted` names the nodes that are taken away: the workers of the last round save a checkpoint before
-    they stop. `format`: the format of the records in this round.
+    they stop. `lost` has the ids of members of the last round that were gone when it ended, few or none.
+    `format`: the format of the records in this round.
     """
 
     number: int = 1
@@ -149,6 +150,7 @@ class Round(NamedTuple):
     job: int = 1  # the number of this job among those that used the run id
     preempted: tuple[str, ...] = ()
     format: int = 1
+    lost: tuple[str, ...] = ()
 
     def older_than(self, other: Round) -> bool:
         """Whether this one comes before another: rounds of a store only go forward."""

@@ -74,7 +74,15 @@ from phalanx.core.failures import ranks_text
 from phalanx.core.quarantine import HostWatch, Offence, Quarantine, QuarantinePolicy
 from phalanx.core.ranks import natural_key, offsets
 from phalanx.core.restarts import decide_for_job
-from phalanx.core.round_causes import expired, judged, leads, offences_of, with_records
+from phalanx.core.round_causes import (
+    MOST_LOST,
+    expired,
+    judged,
+    leads,
+    lost_nodes,
+    offences_of,
+    with_records,
+)
 from phalanx.core.round_records import (
     ACTIVE,
     CLOSED,
@@ -197,12 +205,14 @@ class LeaderView:
     read: bool = False  # `round` is from the store; else it is what the node knew before it led
     skipped: dict[str, None] = field(default_factory=dict)  # keys of records that are not readable
     remarks: list[str] = field(default_factory=list)  # lines about them that nobody has seen yet
+    left: set[str] = field(default_factory=set)  # members that went on purpose, or nobody knows how
+    unsure_until: float = 0.0  # a node that goes before may have been lost with the store, or its network
     hosts: HostWatch = field(default_factory=HostWatch)  # the node's own, which has watched for longer
     slow: dict[str, tuple[int, str]] = field(default_factory=dict)  # host -> round and why
 
     def learn(self, now: float, changes: tuple[Change, ...], reset: bool = False) -> None:
         """Take in the changes that a watch over the whole prefix reported."""
-        known = self.nodes
+        known, first = self.nodes, reset and not self.complete
         if reset:
             self.nodes = {}
             self.results, self.drains, self.closes, self.refused = {}, set(), {}, set()
@@ -215,7 +225,9 @@ class LeaderView:
         for entry, deleted in changes:
             kind, _, rest = entry.key.removeprefix(self.options.prefix).partition("/")
             if kind == "node" and deleted:
-                self.nodes.pop(rest, None)
+                gone = self.nodes.pop(rest, None)
+                if gone is None or self._went_on_purpose(now, gone):
+                    self.left.add(rest)
                 self.stolen.pop(rest, None)
                 self.refused.discard(rest)
             elif kind == "node":
@@ -230,6 +242,7 @@ class LeaderView:
             elif kind == "members" and not rest and entry.mod > self.members_mod:
                 found = None if deleted else decode_members(entry.value)
                 self.members, self.members_mod = found or MemberList("", ()), entry.mod
+                self.left = set()
                 if found is None and not deleted:
                     self._skip(entry.key)
             elif kind == "place" and not deleted:
@@ -245,11 +258,21 @@ class LeaderView:
             elif kind == "close":
                 self.closes[rest] = printable(entry.value.decode(errors="replace"))
 
-        if reset and not self.complete:
+        if reset and not (first and self.round.phase == ACTIVE and now >= self.unsure_until):
+            # How these went cannot be told. (A node that leaves an active round says so, which ends it.)
+            self.left.update(m.id for m in self.members.nodes if not self.present(m))
+        if first:
             self.complete = True
             # A round ran here, and its record is gone: nodes that count as ready for it may run workers.
             ran = self.members_mod > 0 or self.round.term > 0
             self.damaged = self.damaged or (ran and not self.round_mod)
+
+    def _went_on_purpose(self, now: float, gone: Seen) -> bool:
+        """Whether a node left, or may have; not if it was lost while it ran workers, or stopped them."""
+        record, current = gone.record, self.round
+        asked = record.info.id in self.drains or record.info.id in current.out
+        stopped = current.phase != ACTIVE and record.ready >= current.number
+        return bool(record.leaving or record.preempted or asked or stopped or now < self.unsure_until)
 
     def _skip(self, key: str) -> None:
         if key not in self.skipped and len(self.skipped) < _MOST_SKIPPED:
@@ -659,6 +682,7 @@ def _activate(
         names=names,
         stamp=stamp,
         preempted=(),
+        lost=(),
         format=min(FORMAT, *(r.format for r in known)),
         # The store may have lost its data, or a part of it, which its nodes have seen.
         restarts=max(view.round.restarts, *(r.restarts for r in known)),
@@ -708,7 +732,8 @@ def _reform(
 ) -> RoundDecision:
     base = base or view.round
     number = _after(view, base.number + 1)
-    forming = base._replace(number=number, phase=FORMING, preempted=preempted)
+    lost = tuple(lost_nodes(view)[:MOST_LOST])
+    forming = base._replace(number=number, phase=FORMING, preempted=preempted, lost=lost)
     return _publish(view, forming, reason)
 
 

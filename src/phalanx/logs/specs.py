@@ -172,7 +172,7 @@ class DefaultLogsSpecs(LogsSpecs):
         """Create the directories for one start of the group, and name the files in them."""
         first = envs.get(0) or next(iter(envs.values()), {})
         attempt_dir = self._new_attempt_dir(
-            self._run_dir(first.get("TORCHELASTIC_RUN_ID") or _DEFAULT_RUN_ID),
+            self.run_dir(first.get("TORCHELASTIC_RUN_ID") or _DEFAULT_RUN_ID),
             _attempt(first.get("TORCHELASTIC_RESTART_COUNT") or "0"),
         )
         dest = LogsDest(
@@ -218,7 +218,8 @@ class DefaultLogsSpecs(LogsSpecs):
             # Without a file, the worker writes to the console itself, unless its rank is filtered out.
             paths[rank] = "" if on_console else os.devnull
 
-    def _run_dir(self, run_id: str) -> str:
+    def run_dir(self, run_id: str) -> str:
+        """The directory of a run, made on first use."""
         known = self._run_dirs.get(run_id)
         if known is not None and os.path.isdir(known):
             return known

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 FILE = "summary.json"
 _LONG = 60.0  # seconds after which the figure means something
+_LONGEST_REASON = 4096
 _EVENTFUL = 10.0  # the same for a job that had an incident
 
 
@@ -63,14 +64,22 @@ def describe(agent: LocalElasticAgent, since: float) -> dict[str, Any]:
     }
 
 
-def conclude(agent: LocalElasticAgent, since: float, outcome: str, exit_code: int) -> dict[str, Any]:
-    """The same at its end."""
-    return {
+def conclude(
+    agent: LocalElasticAgent, since: float, outcome: str, exit_code: int, why: str = ""
+) -> dict[str, Any]:
+    """The same at its end; `why`: what ended it, if that was not its workers."""
+    found = {
         **describe(agent, since),
         "until": time.time(),
         "outcome": outcome,
         "exit_code": exit_code,
+        "why": why[:_LONGEST_REASON],
         "restarts": agent.attempt,
+    }
+    if not agent.history.is_known:  # no worker ever ran
+        return found
+    return {
+        **found,
         "goodput": ledger(agent),
         "line": line(agent),
         "incidents": [one.as_dict() for one in agent.history.incidents()],
@@ -79,6 +88,8 @@ def conclude(agent: LocalElasticAgent, since: float, outcome: str, exit_code: in
 
 def in_short(run: dict[str, Any]) -> dict[str, Any]:
     """The same without what grows with the number of incidents, for the registry."""
+    if "goodput" not in run:
+        return run
     goodput = {name: value for name, value in run["goodput"].items() if name != "node"}
     return {**run, "incidents": [], "goodput": {**goodput, "lost": {}}}
 

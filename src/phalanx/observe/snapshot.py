@@ -160,8 +160,8 @@ class JobSnapshot(msgspec.Struct):
 class RunFile(msgspec.Struct):
     """A run in the registry (`observe.run_registry`) and, complete, in the `summary.json` of its logs.
 
-    `outcome`: empty while it runs (or if it was killed), then succeeded, failed, stopped or left. `ranks`:
-    the global ranks of this node's workers, by local rank."""
+    `outcome`: empty while it runs (or if it was killed), then succeeded, failed, stopped or left. `why`: what
+    ended it, if that was not its workers. `ranks`: the global ranks of this node's workers, by local rank."""
 
     run: str
     name: str
@@ -172,6 +172,7 @@ class RunFile(msgspec.Struct):
     until: Seconds | None = None
     outcome: str = ""
     exit_code: Count | None = None
+    why: str = ""
     restarts: Count = 0
     ranks: list[Count] = []
     goodput: LedgerSnapshot | None = None

@@ -10,7 +10,10 @@ from phalanx.observe.duration import duration
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
+
+    from phalanx.observe.snapshot import QuarantineSnapshot
 
 PHASES = {
     "NEW": "starting",
@@ -65,6 +68,14 @@ def quarantine_line(one: dict[str, Any]) -> str:
     left = one.get("left")
     time = "until removed" if left is None else f"for another {duration(max(0.0, left))}"
     return f"{one['host']}: {one['reason']} ({time})"
+
+
+def quarantine_lines(found: Sequence[QuarantineSnapshot], most: int) -> list[str]:
+    """The same for every host that is kept out, and how many there are beyond the first."""
+    shown = found if len(found) <= most else found[: most - 1]
+    lines = [quarantine_line({"host": one.host, "reason": one.reason, "left": one.left}) for one in shown]
+    more = len(found) - len(shown)
+    return lines + [f"{more} more hosts: see phalanx quarantine"] * (more > 0)
 
 
 def _headline(job: dict[str, Any]) -> str:

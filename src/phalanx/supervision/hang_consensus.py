@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import WorkerGroup
 
-REPORT_TIMEOUT = 0.9
-"""Seconds from a hang's first notice until the reports of the other nodes must have arrived."""
+REPORT_TIMEOUT = 3.0
+"""Seconds from a hang's first notice until the reports of the other nodes must have arrived.
+
+They usually take a tenth of a second. On an overloaded machine they were often later than one second, and a
+verdict without the ranks of a node is worth less than one that comes later."""
 _VERDICT_TIMEOUT = 10.0
 """Seconds to wait for the verdict of another node before this node checks again on its own."""
 _FINAL_VERDICT_TIMEOUT = 1.0

@@ -352,7 +352,7 @@ class HangDetector:
     # -- a hang -------------------------------------------------------------------------------------
 
     def _collect(self, verdict: Verdict, view: View, now: float) -> None:
-        from phalanx.supervision.stack_collection import RECHECK, TIMEOUT, TIMEOUT_ALONE, HangIncident
+        from phalanx.supervision.stack_collection import RECHECK, HangIncident
 
         self._incident = HangIncident(
             verdict,
@@ -362,7 +362,6 @@ class HangDetector:
             self._global_ranks,
             now,
             self._trace_sockets,
-            TIMEOUT_ALONE if self._consensus is None else TIMEOUT,
         )
         self._findings = None
         self._due = now + RECHECK

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from phalanx.supervision.trace_sockets import TraceSockets
     from phalanx.workers.worker_group import PContext
 
-TIMEOUT = 0.6
-"""Seconds for all workers to answer: the handler is C code, and slow only on an overloaded machine."""
-TIMEOUT_ALONE = 0.9
-"""The same if no other node waits for the answers."""
+TIMEOUT = 2.0
+"""Seconds for all workers to answer: the handlers are C code, and slow only on an overloaded machine."""
 RECHECK = 0.02
 _NATIVE_TIMEOUT = 8.0
 _SAVE_TIMEOUT = 0.3

@@ -11,6 +11,7 @@ from typing import Any
 from phalanx.core.goodput import CATEGORIES, goodput_line
 from phalanx.core.incidents import Incident
 from phalanx.observe.snapshot import IncidentSnapshot, JobSnapshot, WorkerSnapshot, nodes_of, totals_of
+from phalanx.observe.status_text import quarantine_lines
 
 STATES = {
     "": ".",  # not known: its node is not there, or has not answered
@@ -26,6 +27,7 @@ LETTERS = {letter: state for state, letter in STATES.items()}
 RANKS = 16384
 """Ranks that the page shows."""
 _INCIDENTS = 50
+_QUARANTINED = 20
 _MARKED = 300.0  # seconds for which the rank that failed last stays marked
 _LONGEST_CAUSE = 32768
 _STAGES = ("detect", "stop", "reform", "start", "first_line", "first_step")
@@ -38,6 +40,7 @@ def sections(job: JobSnapshot, slow: list[int]) -> dict[str, Any]:
         "job": _job(job, nodes),
         "ranks": _ranks(job, nodes, slow),
         "nodes": [_node(node) for node in nodes],
+        "quarantine": quarantine_lines(job.quarantine, _QUARANTINED),
         "incidents": [_incident(one) for one in job.records[-_INCIDENTS:]],
         "cause": _cause(job, nodes),
         "goodput": _goodput(job),

@@ -43,6 +43,7 @@ function take(sections) {
   if (sections.goodput) showGoodput(told.goodput);
   if (sections.incidents || sections.clock) showIncidents(told.incidents ?? [], told.job, now());
   if (sections.nodes) showNodes();
+  if (sections.quarantine) showQuarantine();
   if ("cause" in sections || sections.end) showCause();
   if (!document.body.dataset.ready) {
     document.body.dataset.ready = "yes";
@@ -148,6 +149,12 @@ function showNodes() {
   const nodes = told.nodes;
   setText("nodes-note", nodes.length > 1 ? `${count(nodes.length)} nodes` : "");
   byId("nodes").replaceChildren(...nodes.slice(0, 1024).map(nodeRow));
+}
+
+function showQuarantine() {
+  const list = byId("quarantine");
+  list.hidden = !told.quarantine.length;
+  list.replaceChildren(...told.quarantine.map((line) => make("li", {}, make("b", { text: "quarantined: " }), plain(line))));
 }
 
 function nodeRow(node) {
