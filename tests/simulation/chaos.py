@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 from typing import NamedTuple
 
+from phalanx.core.leader_view import Options
 from phalanx.core.participant_events import StartRound
 from phalanx.core.quarantine import QuarantinePolicy
 from phalanx.core.round_causes import HOSTS
-from phalanx.core.rounds import Options
 from tests.simulation.simulator import Agent, Broken, Simulation
 
 

@@ -37,6 +37,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.core.leader_view import Options
 from phalanx.core.participant import Participant
 from phalanx.core.participant_events import (
     Action,
@@ -70,7 +71,6 @@ from phalanx.core.round_records import (
     decode_round,
     encode,
 )
-from phalanx.core.rounds import Options
 from phalanx.core.store_commands import Command, Delete, Notice, Put, Reply, Txn, Watch, When
 from phalanx.store.embedded.answer_time import AnswerTime
 from phalanx.store.embedded.client_session import Request, Session

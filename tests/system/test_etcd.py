@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core import participant_events as happen
-from phalanx.core.rounds import Options
+from phalanx.core.leader_view import Options
 from phalanx.core.store_commands import (
     Add,
     Change,

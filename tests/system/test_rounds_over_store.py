@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.leader_view import Options
 from phalanx.core.participant import Participant
 from phalanx.core.participant_events import (
     Action,
@@ -29,7 +30,6 @@ from phalanx.core.participant_events import (
     WorkersStopped,
 )
 from phalanx.core.round_records import NodeInfo, Round
-from phalanx.core.rounds import Options
 from phalanx.core.store_commands import Notice
 from phalanx.store.embedded.client import Client, State
 from phalanx.store.embedded.server import Server

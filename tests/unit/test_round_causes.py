@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.core.leader_view import LeaderView, Options, Seen
 from phalanx.core.quarantine import Offence, QuarantinePolicy
 from phalanx.core.round_causes import offences_of
 from phalanx.core.round_records import (
@@ -20,7 +21,7 @@ from phalanx.core.round_records import (
     Round,
     encode,
 )
-from phalanx.core.rounds import LeaderView, Options, Seen, decide
+from phalanx.core.rounds import decide
 from phalanx.core.store_commands import Change, Entry, Txn
 
 # Ranks 0 and 1, 2 and 3, 4 and 5.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.core.leader_view import LeaderView, Options
 from phalanx.core.participant import CONTROL, PLACE, Participant
 from phalanx.core.participant_events import (
     Answer,
@@ -40,7 +41,7 @@ from phalanx.core.round_records import (
     encode,
     printable,
 )
-from phalanx.core.rounds import LeaderView, Options, RoundDecision, assign_ranks, decide
+from phalanx.core.rounds import RoundDecision, assign_ranks, decide
 from phalanx.core.store_commands import (
     Change,
     Delete,

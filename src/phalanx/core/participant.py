@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from phalanx.core.leader_view import LeaderView, Options
 from phalanx.core.participant_events import (
     Action,
     Answer,
@@ -61,7 +62,7 @@ from phalanx.core.round_records import (
     decode_round,
     encode,
 )
-from phalanx.core.rounds import LeaderView, Options, begin_again, decide
+from phalanx.core.rounds import begin_again, decide
 from phalanx.core.store_commands import (
     Change,
     Command,

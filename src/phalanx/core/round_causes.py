@@ -26,7 +26,7 @@ from phalanx.core.store_commands import Command, Delete, Put, Txn, When
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.core.rounds import LeaderView
+    from phalanx.core.leader_view import LeaderView
 
 HOSTS = "ctl/quarantine/"
 _MOST = 10  # records in one transaction, beside a round of 100 places; etcd allows 128 operations

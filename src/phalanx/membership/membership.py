@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.core.goodput import GoodputTotals
+    from phalanx.core.leader_view import Options
     from phalanx.core.participant_events import Action, Event
     from phalanx.core.round_records import HostRecord, Round
-    from phalanx.core.rounds import Options
     from phalanx.core.store_commands import Command, Notice, Reply
     from phalanx.membership.job_goodput import JobGoodput, NodeGoodput
     from phalanx.membership.master_port import MasterPort

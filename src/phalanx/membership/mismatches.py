@@ -15,8 +15,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phalanx.core.leader_view import Options
     from phalanx.core.participant import Participant
-    from phalanx.core.rounds import Options
     from phalanx.core.store_commands import Command
     from phalanx.membership.membership_events import Happening
 
