@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec
-from phalanx.agent.torch_agent import ElasticAgent, LocalElasticAgent, SimpleElasticAgent
+from phalanx.agent.torch_agent import ElasticAgent, SimpleElasticAgent
 from phalanx.core.group_events import WorkerState
 from phalanx.errors import (
     PhalanxError,

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from phalanx.agent import torch_agent
+from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
-from phalanx.agent.torch_agent import STEPS, LocalElasticAgent, SimpleElasticAgent
+from phalanx.agent.torch_agent import STEPS, SimpleElasticAgent
 from phalanx.agent.torch_events import METHODS as EVENT_METHODS
 from phalanx.core.group_events import WorkerState
 from phalanx.errors import RendezvousClosedError, RendezvousTimeoutError, SignalException, StartError

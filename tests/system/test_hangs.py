@@ -274,8 +274,8 @@ def test_a_collective_that_waits_for_a_lost_peer(tmp_path: Path, workers: int) -
 def test_slow_ranks_are_reported_and_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, to shorten the window."""
     import phalanx.core.stragglers as progress
+    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.spec import AgentOptions, WorkerSpec
-    from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.logs.specs import DefaultLogsSpecs
     from phalanx.membership.solo import SoloRendezvous
 
@@ -334,8 +334,8 @@ def test_an_agent_whose_loop_stalls_is_not_healthy(tmp_path: Path, monkeypatch: 
     """In this process, so that an event handler that does not return can block the loop."""
     import threading
 
+    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.spec import AgentOptions, WorkerSpec
-    from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.logs.specs import DefaultLogsSpecs
     from phalanx.membership.solo import SoloRendezvous
     from phalanx.supervision.supervision import Supervision

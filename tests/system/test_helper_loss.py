@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import RunResult
-from phalanx.agent.torch_agent import LocalElasticAgent
 from phalanx.core.group_events import RoundOver, Signal, WorkerState
 from phalanx.core.restarts import RestartPolicy
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes

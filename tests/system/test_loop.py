@@ -16,8 +16,8 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
+from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, RunResult, WorkerSpec
-from phalanx.agent.torch_agent import LocalElasticAgent
 from phalanx.cli.status import jobs
 from phalanx.core.group_events import MembershipChanged, Signal, WorkerState
 from phalanx.core.restarts import RestartPolicy

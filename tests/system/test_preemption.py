@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, WorkerSpec
-from phalanx.agent.torch_agent import LocalElasticAgent
 from phalanx.errors import SignalException
 from phalanx.logs.specs import DefaultLogsSpecs
 from phalanx.membership.solo import SoloRendezvous

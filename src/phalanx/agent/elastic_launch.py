@@ -15,8 +15,8 @@ from typing import Any
 
 from phalanx import environment
 from phalanx.agent.job import export_environment, make_agent
+from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import RunResult
-from phalanx.agent.torch_agent import LocalElasticAgent
 from phalanx.config import from_launch_config
 from phalanx.errors import ChildFailedError, PhalanxError
 from phalanx.integrations.torch_internals import entrypoint_name

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from signal import Signals
     from typing import Any
 
+    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.spec import WorkerSpec
-    from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.config import JobSpec
     from phalanx.logs.console import OutputOptions
     from phalanx.logs.specs import LogsSpecs
@@ -54,8 +54,8 @@ def make_agent(
     traces: TraceSender | None = None,
 ) -> LocalElasticAgent:
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
+    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.spec import AgentOptions
-    from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.core.restarts import RestartPolicy
 
     handler = make_handler(job)

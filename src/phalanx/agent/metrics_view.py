@@ -11,7 +11,7 @@ from phalanx.web.metrics import MetricsPage, MetricsSample, RankSample
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.agent.torch_agent import LocalElasticAgent
+    from phalanx.agent.local_agent import LocalElasticAgent
 
 
 class MetricsView:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.gpu_probe import Figures
-    from phalanx.agent.torch_agent import LocalElasticAgent
+    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.observe.train_status import TrainProgress
 
 _TICKS = float(os.sysconf("SC_CLK_TCK"))

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from msgspec import Raw
 
     from phalanx.agent.gpu_probe import Figures, GpuProbe
+    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.node_view import NodeView
-    from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.core.group import Phase
     from phalanx.supervision.stack_collection import StackDump
 

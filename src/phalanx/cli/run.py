@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
+    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.spec import RunResult
-    from phalanx.agent.torch_agent import LocalElasticAgent
     from phalanx.config import JobSpec
     from phalanx.logs.specs import LogsSpecs
     from phalanx.observe.notifier import Notifier

@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.agent.torch_agent import LocalElasticAgent
+    from phalanx.agent.local_agent import LocalElasticAgent
 
 FILE = "summary.json"
 _LONG = 60.0  # seconds after which the figure means something

@@ -1,7 +1,8 @@
 """torch.distributed.elastic.agent.server's names."""
 
+from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
-from phalanx.agent.torch_agent import ElasticAgent, LocalElasticAgent, SimpleElasticAgent
+from phalanx.agent.torch_agent import ElasticAgent, SimpleElasticAgent
 from phalanx.core.group_events import WorkerState
 from phalanx.elastic.agent.server.local_elastic_agent import (
     TORCHELASTIC_ENABLE_FILE_TIMER,
