@@ -63,7 +63,7 @@ demo: $(READY)
 
 TESTS  ?=
 test: $(READY) $(EXTRAS) etcd
-	$(BIN)/python -m pytest -q -n $(JOBS) $(TESTS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(TESTS)
 
 # On every other version of Python that is found here: a part of the tests on each (.ci/versions), or with ALL=1 all
 # of them. All on one version: make test PYTHON=python3.13 VENV=.venv-3.13
@@ -73,7 +73,7 @@ versions: etcd
 # Coverage of all processes, by the tests named in COVER; no module of the core may be below 95 %.
 COVER  ?= tests/unit tests/simulation
 coverage: $(READY) $(EXTRAS) etcd
-	$(BIN)/python -m pytest -q -n $(JOBS) $(COVER) --cov
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(COVER) --cov
 	$(BIN)/python .ci/core_coverage.py
 
 test-long: $(READY) $(EXTRAS) etcd slurm
