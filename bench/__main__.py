@@ -142,6 +142,8 @@ def with_local_names(arguments: list[str]) -> int | None:
         return None
     with tempfile.NamedTemporaryFile("w", suffix=".hosts") as hosts:
         hosts.write(Path("/etc/hosts").read_text() + "\n127.0.0.1 localhost\n::ffff:127.0.0.1 localhost\n")
+        for number in (1, 2):  # the hosts of tests/support/netns.py
+            hosts.write(f"10.77.0.{number} host{number}\n::ffff:10.77.0.{number} host{number}\n")
         hosts.flush()
         inside = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', hosts.name]
         try:

@@ -1,8 +1,8 @@
-"""A fault → the next all_reduce of all ranks: worker.reenter beside nvidia-resiliency-ext's in-process wrapper.
+"""A fault → the next all_reduce of all ranks: worker.reenter beside the wrapper of nvidia-resiliency-ext.
 
 The wrapper keeps the process of a rank that raises, and has no process for one that was killed: it goes on
 with fewer ranks. It is measured with its default intervals, and with 0.1 s for all of them. Its own abort,
-made for NCCL, does not free ranks that wait in gloo (none came back within a minute): it gets a hook for that.
+made for NCCL, does not free ranks that wait in gloo (none came back within a minute): a hook does that here.
 """
 
 from __future__ import annotations

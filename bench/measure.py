@@ -281,7 +281,10 @@ class Launch:
                     backend = "c10d" if side == THEIRS else "phalanx"
                     options += [f"--nnodes={self.nodes}", f"--rdzv-backend={backend}", "--rdzv-id=bench"]
                     options += [f"--rdzv-endpoint={hosts[0][1]}:29400"]
-                    where = [(before, [f"--local-addr={address}"]) for before, address in hosts]
+                    where = [
+                        (before, [f"--local-addr={address}", f"--rdzv-conf=is_host={int(number == 0)}"])
+                        for number, (before, address) in enumerate(hosts)
+                    ]
                 else:
                     where = [((), ["--standalone"])]
                 commands = [

@@ -49,7 +49,7 @@ def train(_round: object) -> None:
         if os.path.exists(told):
             os.unlink(told)
             stamp("raised")
-            raise RuntimeError("a fault")
+            raise RuntimeError(f"fault {os.environ['TORCHELASTIC_RESTART_COUNT']}")  # another error each time
         dist.all_reduce(value)
         worker.heartbeat()
 
