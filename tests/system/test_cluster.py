@@ -731,7 +731,8 @@ def test_a_node_that_has_left_is_not_found_even_if_its_connection_had_died(
 def test_whatever_is_killed_the_world_comes_back(tmp_path: Path, seed: int) -> None:
     """Agents and workers of ten nodes are killed at random; nodes come back; the job always does."""
     chance = random.Random(seed)
-    with Job(tmp_path, "3:10", "", "--max-restarts", "1000", "--backoff", "0") as job:
+    words = ("--max-restarts", "1000", "--backoff", "0", "--quarantine", "off")
+    with Job(tmp_path, "3:10", "", *words) as job:
         nodes = {name: job.node(name) for name in "abcdefghij"}
         workers = everybody(list(nodes.values()), 10)
         for _ in range(15):

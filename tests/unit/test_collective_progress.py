@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.core.collective_progress import CollectiveProgress, RankPulse, observe
+from phalanx.core.collective_progress import CollectiveProgress, RankPulse, marks, moved, observe
+from phalanx.core.collectives import GroupTrace, Operation, RankTrace
 
 
 def sampled(*pulses: tuple[int, bool, float]) -> CollectiveProgress:
@@ -36,3 +37,15 @@ def test_a_rank_that_gets_no_processor_runs_if_it_wants_to() -> None:
 def test_a_rank_that_is_gone_is_forgotten() -> None:
     known = observe({}, [RankPulse(0), RankPulse(1)], 1.0)
     assert observe(known, [RankPulse(1)], 2.0).keys() == {1}
+
+
+def test_a_rank_that_arrives_while_the_evidence_is_collected_has_moved() -> None:
+    def at(number: int, done: bool) -> RankTrace:
+        return RankTrace(0, (GroupTrace("0", "", (0, 1), (Operation(number, "all_reduce", done),), number),))
+
+    known = observe({}, [RankPulse(0, marks(at(5, True))), RankPulse(1)], 10.0)
+    assert moved(known, {0: at(5, True)}) == set()
+    assert moved(known, {0: at(6, False)}) == {0}
+    assert moved(known, {0: at(5, False)}) == {0}
+    assert moved(known, {1: at(6, False)}) == set()  # it had not answered before
+    assert moved(known, {2: at(6, False)}) == set()

@@ -66,3 +66,11 @@ def observe(
         ran = outside and (used or pulse.runnable)
         found[pulse.rank] = CollectiveProgress(pulse, now, numbers_at, now if ran else old.ran_at)
     return found
+
+
+def moved(progress: Mapping[int, CollectiveProgress], traces: Mapping[int, RankTrace]) -> set[int]:
+    """The ranks that have entered or left a collective since they were sampled, by records read later.
+
+    A slow rank may arrive while the evidence of its hang is being collected: then it is not one."""
+    known = {rank: one.pulse.marks for rank, one in progress.items() if one.pulse.marks}
+    return {rank for rank, trace in traces.items() if rank in known and marks(trace) != known[rank]}

@@ -367,6 +367,7 @@ class HangDetector:
         self._due = now + RECHECK
 
     def _proceed(self, incident: HangIncident, now: float) -> Event | None:
+        from phalanx.core.collective_progress import moved
         from phalanx.core.progress import WatchPolicy
         from phalanx.supervision.stack_collection import RECHECK
 
@@ -376,6 +377,7 @@ class HangDetector:
                 return None
             self._findings = incident.collect()
             if self._collectives is not None:
+                self._findings.mark_moved(moved(self._collectives.progress, self._findings.traces), now)
                 # Of ranks that have not answered now, on a machine that is busy.
                 stopped = {rank for rank, one in self._findings.found.items() if one.stopped}
                 for rank, trace in self._collectives.recent_traces(now).items():

@@ -37,6 +37,13 @@ class Findings:
         self.traces: dict[int, RankTrace] = {}  # of torch's collectives
         self.silent: list[str] = []  # nodes that did not answer
 
+    def mark_moved(self, ranks: set[int], now: float) -> None:
+        """These have entered or left a collective since the hang was noticed."""
+        alive = tuple(
+            beat.replace(numbers_at=now) if beat.rank in ranks else beat for beat in self.view.alive
+        )
+        self.view = self.view.replace(alive=alive)
+
 
 class StackDump:
     """The stacks of running workers, requested now; by local rank."""
