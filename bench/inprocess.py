@@ -46,7 +46,7 @@ def run(quick: bool) -> list[Row]:
                 *phases(samples[OURS]),
                 f"worker.reenter goes on with {nproc} ranks, the wrapper with {size}",
             ]
-            target = Target(0.15, "value") if fault == "SIGKILL" else None  # the interpreter's end takes longer
+            target = Target(0.15, "value") if fault == "SIGKILL" else None  # an exit takes longer
             rows.append(compare("inprocess", what, "s", target, samples, "again", notes))
     return rows
 
