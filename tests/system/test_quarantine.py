@@ -86,7 +86,7 @@ def test_a_host_that_is_lost_again_and_again_is_kept_out(tmp_path: Path) -> None
     run = f"lost-{os.getpid()}"
     words = ("--max-restarts", "5", "--quarantine", "2:600:600", "--rdzv-id", run)
     # A killed process hangs up, which is noticed at once; a long lease, because only those are to be lost.
-    with Job(tmp_path, "2:3", "", *words, conf="last_call_timeout=20,ttl=8") as job:
+    with Job(tmp_path, "2:3", "", *words, conf="last_call_timeout=20,ttl=15") as job:
         job.environment |= env
         a, b, c = nodes = [job.node(name) for name in "abc"]
         everybody(nodes, 3)

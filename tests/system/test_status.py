@@ -79,10 +79,9 @@ def test_a_running_job_shows_its_workers_and_their_activity(tmp_path: Path) -> N
     gone = status(run)
     assert (gone.returncode, gone.stdout) == (1, "")
     # The list of runs knows of it, unless it was very short.
-    known = rf"(; run {run} stopped .* ago, exit code 143)?"
-    assert re.fullmatch(
-        rf"phalanx status: no job '{run}' of this user runs on this machine{known}\n", gone.stderr
-    )
+    ended = rf"(; run {run} stopped .* ago, exit code 143)?"
+    line = rf"phalanx status: no job '{run}' of this user runs on this machine{ended}\n"
+    assert re.fullmatch(line, gone.stderr)
 
 
 def test_standbys_are_counted_with_their_memory(tmp_path: Path) -> None:
