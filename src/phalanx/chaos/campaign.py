@@ -288,7 +288,7 @@ class Episode:
         if not pids:
             return False
         if kind == "exit":
-            (self.folder / f"exit-{pids[0]}").write_text(str(action.value))
+            self._let_exit(pids[0], action.value)
             return True
         stops = kind in ("stop", "freeze")
         if stops:
@@ -404,7 +404,7 @@ class Episode:
             for node in self.job.names:
                 self._finish(node)
         elif self.plan.ending == "failure":
-            (self.folder / f"exit-{victim.pid}").write_text(str(FATAL_CODE))
+            self._let_exit(victim.pid, FATAL_CODE)
         else:
             for agent in agents:
                 signal_process(agent.process.pid, signal.SIGTERM)
@@ -417,6 +417,12 @@ class Episode:
             if a in agents or (a.asked and not a.killed)
         ]
         self.violations += invariants.endings(exits)
+
+    def _let_exit(self, pid: int, code: int) -> None:
+        """Have a worker exit with this code, which it reads as soon as the file is there."""
+        whole = self.folder / f"exit-{pid}.new"
+        whole.write_text(str(code))
+        whole.rename(self.folder / f"exit-{pid}")
 
     def _finish(self, node: str) -> None:
         self._finished = min(self._finished, time.time())

@@ -58,7 +58,7 @@ def main() -> None:
             code = 0
         elif os.path.exists(leave):
             with open(leave) as file:
-                code = int(file.read() or "1")
+                code = int(file.read())
         elif time.monotonic() >= ends_at[0]:
             code = 143
         if code is not None:
