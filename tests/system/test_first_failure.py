@@ -214,8 +214,8 @@ import _socket, os, signal
 from phalanx.zygote.channel import Channel
 from phalanx.zygote.zygote import ForkedWorker, Zygote
 ours, theirs = _socket.socketpair()
-read, write = os.pipe()
-zygote = Zygote(Channel(theirs), read)
+keeper, zygotes = _socket.socketpair()
+zygote = Zygote(Channel(theirs), zygotes.detach())
 stays = os.fork()
 if not stays:
     os.setsid(); signal.pause()
