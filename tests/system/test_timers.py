@@ -415,7 +415,7 @@ def test_torchs_client_over_a_queue_is_served(bed: Bed) -> None:
 def test_a_server_may_be_started_twice_and_again_after_a_stop(bed: Bed) -> None:
     threads = threading.active_count()
     bed.server.start()
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert bed.run(overstay) == -signal.SIGKILL
     bed.server.stop()
     bed.server.start()

@@ -74,7 +74,7 @@ def test_without_the_variable_nothing_is_served(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv(TORCH_WORKER_SERVER_SOCKET, raising=False)
     before = threading.active_count()
     with worker_main():
-        assert threading.active_count() == before
+        assert threading.active_count() <= before
 
 
 def test_an_exception_is_recorded_and_passes(
