@@ -37,10 +37,14 @@ class Steps:
 
     def __init__(self, lines) -> None:
         self._lines = lines
+        self.phases: dict[int, dict[str, float]] = {rank: {} for rank in range(RANKS)}  # the last of each
 
     def next(self) -> tuple[int, int, int, float]:
         for line in self._lines:
-            if line.startswith("step "):
+            if line.startswith("phase "):
+                where, phase, _, at = line.split()[1:]
+                self.phases[int(where)][phase] = float(at)
+            elif line.startswith("step "):
                 rank, number, pid, at = line.split()[1:]
                 return int(rank), int(number), int(pid), float(at)
         raise RuntimeError("the job ended")
@@ -97,11 +101,17 @@ def measure(mode: str, state: int) -> dict[str, float]:
             if job.poll() is None:
                 os.killpg(job.pid, signal.SIGKILL)
                 job.wait()
+    phases = {
+        f"{whose}_{phase}": max(steps.phases[rank].get(phase, 0.0) for rank in ranks) - killed
+        for whose, ranks in (("killed", [VICTIM]), ("others", [rank for rank in others if rank != VICTIM]))
+        for phase in steps.phases[VICTIM]
+    }
     kept = sum(others[rank][2] == first[rank][2] for rank in others)
     return {
         "launch": began - begin,
         "killed_rank": new[VICTIM][3] - killed,
         "others": max(one[3] for one in others.values()) - killed,
+        **phases,
         "processes_kept": kept,
         "code": code,
     }

@@ -20,6 +20,12 @@ weights = torch.zeros(BYTES // 4, device="cuda")  # once per process
 number = 0
 
 
+def tell(phase: str) -> None:
+    """For the phases of a re-entry."""
+    sys.stdout.write(f"phase {os.environ['RANK']} {phase} {os.getpid()} {time.monotonic()}\n")
+    sys.stdout.flush()
+
+
 def take_steps(save) -> None:
     global number
     rank, stop = dist.get_rank(), os.path.join(os.environ["SCRATCH"], "stop")
@@ -41,12 +47,18 @@ def take_steps(save) -> None:
 @worker.reenter
 def train(round) -> None:
     global number
+    tell("called")
     dist.init_process_group("gloo")
+    tell("joined")
     agreed = worker.agree("state")
+    tell("agreed")
     if agreed is not None and agreed != number:  # a survivor may be there already
         found = worker.kept("state", device="cuda")
+        tell("read")
         weights.copy_(found.tree)
         number = found.step
+        torch.cuda.synchronize()
+    tell("loaded")
     take_steps(lambda rank: worker.keep("state", weights, step=number))
 
 

@@ -55,6 +55,7 @@ WORKER_STATE = "PHALANX_STATE"
 WORKER_REENTRY = "PHALANX_REENTRY"
 WORKER_COLLECTIVES = "PHALANX_COLLECTIVES"
 WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
+NCCL_RAS = "NCCL_RAS_ADDR"
 
 NOTIFY = "PHALANX_NOTIFY"  # a command or a URL, which may hold a password
 
@@ -249,3 +250,8 @@ def temporary_directory() -> str:
         f"no directory for temporary files: none of {', '.join(dict.fromkeys(tried))} can be written; "
         "set TMPDIR to one that can"
     )
+
+
+def nccl_ras_address() -> str:
+    """Where NCCL in the workers answers questions; empty: at its default."""
+    return os.environ.get(NCCL_RAS, "")

@@ -149,6 +149,7 @@ def wait_for_rank() -> None:
     """
     standby = sys.modules.get(_STANDBY)
     if standby is not None and standby.pid == os.getpid():
+        _prepare()
         standby.wait()
         _connect()
         _make_good()
@@ -156,6 +157,18 @@ def wait_for_rank() -> None:
     if board is not None:
         board[WAITS_AT] = 1
         _wake_agent()
+
+
+def _prepare() -> None:
+    """What `agree` and `kept` would do at their first use, in a standby, where nobody waits for it."""
+    import encodings.idna  # noqa: F401 - of every connection that is made to a name
+
+    import phalanx.state.agreement
+    import phalanx.state.rank_state
+    import phalanx.store.torch.client  # noqa: F401
+    from phalanx.state.device_load import pin_ahead
+
+    pin_ahead()
 
 
 def _make_good() -> None:

@@ -97,6 +97,15 @@ def exception(make: Make) -> dict[int, ProcessFailure]:
     }
 
 
+def nccl(make: Make) -> dict[int, ProcessFailure]:
+    said = (
+        "NCCL error in: /src/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN for details), "
+        "NCCL version 2.28.9\nncclInvalidUsage: This usually reflects invalid usage.\nLast error:\n"
+        "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60"
+    )
+    return {rank: make(rank, 1, 4.2 + rank / 100, f"DistBackendError: {said}") for rank in (0, 1)}
+
+
 def out_of_memory(make: Make) -> dict[int, ProcessFailure]:
     why = "probably out of memory: the kernel's count of OOM kills in its cgroup went up (/sys/fs/cgroup/job)"
     return {
@@ -209,6 +218,7 @@ def output_not_read(make: Make) -> dict[int, ProcessFailure]:
 
 
 SITUATIONS: dict[str, tuple[Situation, int]] = {
+    "nccl": (nccl, 100),
     "exception": (exception, 100),
     "exception_60": (exception, 60),
     "out_of_memory": (out_of_memory, 100),

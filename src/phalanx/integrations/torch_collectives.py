@@ -29,7 +29,6 @@ GROUPS_SUFFIX = ".groups"
 """Beside the socket: a line of JSON for every process group of the rank."""
 _MODULE = "torch.distributed.distributed_c10d"
 _MEMBERS = "_pg_group_ranks"  # process group -> {global rank: rank in the group}
-_LOG_LEVEL = "FLAGS_caffe2_log_level"
 
 
 def offer() -> None:
@@ -136,18 +135,15 @@ def open_server(path: str) -> bool:
             pass
     import ctypes
 
-    import torch
     from torch._C._distributed_c10d import _WorkerServer
 
-    # It writes a line to stderr where it listens. The level of torch's messages is a variable of its library.
-    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
-    level = ctypes.c_int.in_dll(library, _LOG_LEVEL)
-    before = level.value
-    level.value = max(before, 2)  # errors
+    from phalanx.integrations.torch_messages import errors_only
+
+    restore = errors_only()  # it writes a line to stderr where it listens
     try:
         server = _WorkerServer(path)
     finally:
-        level.value = before
+        restore()
     # It lives until the process ends. Its destructor shuts the socket down, which a forked child shares with
     # the worker: at the end of such a child, torch would abort the worker.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))

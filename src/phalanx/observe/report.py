@@ -346,6 +346,9 @@ def _headline(message: str) -> str:
         inner = [line for line in lines[1:] if line.strip("=-")]
         error = next((line.partition(" ")[2].strip() for line in inner if line.startswith("error ")), "")
         lines[0] = " ".join([lines[0], *inner[:1], *([f"({error})"] if error else [])])
+    elif "NCCL error" in lines[0] and "Last error:" in lines[1:-1]:  # before it: torch's file, NCCL's version
+        cause = lines[lines.index("Last error:") + 1]
+        lines[0] = f"{lines[0].partition(': ')[0]}: NCCL: {cause}"
     return lines[0][:300] + more
 
 

@@ -20,7 +20,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any
 
 _THREAD = "gloo_tcp_loop"
@@ -29,12 +29,14 @@ _MAPS = (
     "pg_to_tag", "tags_to_pg", "pg_coalesce_state",
 )  # fmt: skip
 _TRIES = 20  # a thread that is not in a system call is looked at again
+_restore: Callable[[], None] | None = None  # the messages of torch's libraries
 
 
 def abort() -> None:
     """Free whatever waits in a collective; called in a thread of its own, again and again until it has."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is not None and _uses_nccl(c10d):
+        _mute()
         c10d._abort_process_group()
     shut_gloo()
 
@@ -45,11 +47,27 @@ def _uses_nccl(c10d: Any) -> bool:
     return any("nccl" in str(config) for config in list(c10d._world.pg_backend_config.values()))
 
 
+def _mute() -> None:
+    """NCCL's monitor looks for the round's store, which is gone, and writes a native stack of it."""
+    global _restore
+    if _restore is None:
+        from phalanx.integrations.torch_messages import errors_only
+
+        _restore = errors_only()
+
+
 def destroy() -> None:
     """Destroy all process groups, also those that an abort has left in disorder."""
+    global _restore
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None:
-        return
+    if c10d is not None:
+        _destroy(c10d)
+    if _restore is not None:
+        _restore()
+        _restore = None
+
+
+def _destroy(c10d: Any) -> None:
     if c10d.GroupMember.WORLD is not None:
         c10d.destroy_process_group()
     # A set-up that was interrupted has counted its group: the next one would have another name than in a new

@@ -4,6 +4,7 @@ A process that has saved to a region has it mapped and pinned; the device reads 
 a new process the mapping would have to be pinned first, which takes longer than the copy, or would be copied
 by the driver at the speed of one processor. There, several threads each read a part of the file into one of
 their two pinned buffers, without any page of it being mapped, while the other is on its way to the device.
+The buffers take about as long to pin as the copy takes; a standby has done it before it is needed.
 """
 
 from __future__ import annotations
@@ -17,8 +18,26 @@ if TYPE_CHECKING:
     import mmap
     from typing import Any
 
-_THREADS = 6
-_PART = 16 << 20
+_THREADS = 8
+_PART = 4 << 20
+
+
+def pin_ahead() -> None:
+    """Let torch keep as much pinned memory at hand as a load needs, if this process uses a GPU."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        try:
+            _buffers(torch, 2 * _threads(), True)
+        except RuntimeError:
+            pass  # no memory: a load is going to say so
+
+
+def _threads() -> int:
+    return min(_THREADS, os.cpu_count() or 1)
+
+
+def _buffers(torch: Any, count: int, pinned: bool) -> list[Any]:
+    return [torch.empty(_PART, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
 
 
 class DeviceLoad:
@@ -64,7 +83,7 @@ class DeviceLoad:
         if not self._parts:
             return
         before = self._torch.cuda.current_stream(self._device) if self.to_cuda else None
-        count = min(_THREADS, os.cpu_count() or 1, len(self._parts))
+        count = min(_threads(), len(self._parts))
         threads = [
             threading.Thread(target=self._work, args=(fd, base, before), name="phalanx-state-load")
             for _ in range(count)
@@ -95,7 +114,7 @@ class DeviceLoad:
         from ctypes import c_char  # torch offers the memory of a tensor through NumPy only
 
         torch = self._torch
-        buffers = [torch.empty(_PART, dtype=torch.uint8, pin_memory=stream is not None) for _ in "ab"]
+        buffers = _buffers(torch, 2, stream is not None)
         events = [None if stream is None else torch.cuda.Event() for _ in buffers]
         turn = 0
         while self._error is None:

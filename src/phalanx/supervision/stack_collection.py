@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from phalanx.core.collectives import Explanation, RankTrace
     from phalanx.supervision.collective_traces import TraceCollection
     from phalanx.supervision.heartbeat import Boards
+    from phalanx.supervision.nccl_ras import RasQuery
     from phalanx.supervision.trace_sockets import TraceSockets
     from phalanx.workers.worker_group import PContext
 
@@ -27,6 +28,7 @@ TIMEOUT = 2.0
 RECHECK = 0.02
 _NATIVE_TIMEOUT = 8.0
 _SAVE_TIMEOUT = 0.3
+_NCCL_TIMEOUT = 0.3
 
 
 class Findings:
@@ -111,12 +113,14 @@ class HangIncident:
         self.explanation: Explanation | None = None
         self._deadline, self._timeout = now + timeout, timeout
         self._traces = self._ask_for_traces(trace_sockets)
+        self._nccl = self._ask_nccl()
         self._native: dict[int, Any] = self._start_py_spy()
         self._native_deadline = now + _NATIVE_TIMEOUT
 
     def answered(self, now: float) -> bool:
         """Whether all workers have answered, or the timeout is over."""
         told = self._traces is None or self._traces.parsed or now >= self._deadline
+        told = told and (self._nccl.done or now >= self._at + _NCCL_TIMEOUT)
         return self._dump.answered(now) and told
 
     # -- collectives --------------------------------------------------------------------------------
@@ -135,6 +139,12 @@ class HangIncident:
         from phalanx.supervision.collective_traces import TraceCollection
 
         return TraceCollection(paths, self._timeout, self._attempt_path("flight_recorder"))
+
+    def _ask_nccl(self) -> RasQuery:
+        from phalanx.supervision.nccl_ras import RasQuery
+
+        pids = [pid for rank, pid in self._pids.items() if rank not in self._stopped]
+        return RasQuery(pids, self._attempt_path("nccl_ras.txt"))
 
     # -- native stacks ------------------------------------------------------------------------------
 
@@ -217,6 +227,9 @@ class HangIncident:
             self.report.append(
                 f"  flight recorder{f' on {host}' if host else ''}: {self._attempt_path('flight_recorder')}"
             )
+        self.report += [f"  NCCL: {line}" for line in self._nccl.complaints]
+        if self._nccl.path:
+            self.report.append(f"  NCCL's own report{f' on {host}' if host else ''}: {self._nccl.path}")
         self.write_report(host)
         return self.summary
 
