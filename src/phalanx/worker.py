@@ -160,15 +160,18 @@ def wait_for_rank() -> None:
 
 
 def _prepare() -> None:
-    """What `agree` and `kept` would do at their first use, in a standby, where nobody waits for it."""
-    import encodings.idna  # noqa: F401 - of every connection that is made to a name
+    """In a standby, where nobody waits for it: what `agree` and `kept` would do at their first use.
 
-    import phalanx.state.agreement
-    import phalanx.state.rank_state
-    import phalanx.store.torch.client  # noqa: F401
-    from phalanx.state.device_load import pin_ahead
+    Only if torch has loaded all that is imported for it, except our own modules: the program must not be able
+    to tell a standby from a start from scratch by what is loaded.
+    """
+    if "torch.distributed" in sys.modules:
+        import phalanx.state.agreement
+        import phalanx.state.rank_state
+        import phalanx.store.torch.client  # noqa: F401
+        from phalanx.state.device_load import pin_ahead
 
-    pin_ahead()
+        pin_ahead()
 
 
 def _make_good() -> None:

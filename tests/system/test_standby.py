@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -504,3 +505,17 @@ def test_the_example(tmp_path: Path) -> None:
     for attempt in range(2):
         for rank in range(2):
             assert f"attempt {attempt}: rank {rank} of 2, True after" in done.out
+
+
+@pytest.mark.parametrize("library", ["json", "torch.distributed"])
+def test_what_a_standby_does_in_advance_loads_nothing_of_others(library: str) -> None:
+    """A program could tell by it that it is not a start from scratch."""
+    pytest.importorskip(library.partition(".")[0])
+    script = (
+        f"import sys, {library}\nfrom phalanx import worker\nbefore = set(sys.modules)\nworker._prepare()\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
+    loaded = done.stdout.split()
+    assert {name.partition(".")[0] for name in loaded} <= {"phalanx"}
+    assert ("phalanx.state.agreement" in loaded) == (library != "json")
