@@ -42,6 +42,22 @@ def check(plan: Plan, size: int, end: Ended) -> None:
     assert not wrong, wrong
 
 
+def show_times(plan: Plan, logs: list[Path]) -> None:
+    """Print how long the verdicts took, by kind; a dead rank needs none."""
+    found: dict[str, list[float]] = {}
+    for turn, (name, _) in enumerate(plan):
+        reports = [one.read_text() for path in logs for one in path.glob(f"*/attempt_{turn}/hang.txt")]
+        times = {float(time) for text in reports for time in re.findall(r"decided (\S+) s after", text)}
+        if times:
+            found.setdefault(name, []).append(max(times))
+    for name, times_of_it in found.items():
+        ordered = sorted(times_of_it)
+        middle, late = ordered[len(ordered) // 2], sum(time > 1.0 for time in ordered)
+        print(f"{name}: {len(ordered)} verdicts, median {middle} s, most {ordered[-1]} s, {late} over 1 s")
+        assert ordered[-1] < HUNG, (name, ordered)
+    assert set(found) == {name for name, _ in plan} - {"dead"}
+
+
 def flags(plan: Plan, timeout: float) -> list[str]:
     restarts = ["--max-restarts", str(len(plan)), "--backoff", "0", "--grace", "0.2"]
     return [*restarts, "--hang-timeout", str(timeout)]
@@ -64,6 +80,7 @@ def test_which_rank_and_which_collective(tmp_path: Path) -> None:
             running.read_until(f"; restart {turn + 1} of ")
         end = running.end()
     check(plan, 3, end)
+    show_times(plan, [logs])
     assert "and rank 2 is running outside of it; not a hang" in end.err, end
     assert "WorkerServer" not in end.err, end  # torch's own line
     assert list(scratch.iterdir()) == []
@@ -93,6 +110,7 @@ def test_many_hangs_of_every_kind(tmp_path: Path, size: int) -> None:
     done = subprocess.run(
         command, env=plain_environment(), capture_output=True, text=True, timeout=7000, check=False
     )
+    show_times(plan, [tmp_path / "logs"])
     check(plan, size, Ended(done.returncode, done.stdout, done.stderr))
 
 
@@ -111,7 +129,9 @@ def test_many_hangs_of_every_kind_on_two_nodes(tmp_path: Path) -> None:
         job.script.write_text(program(plan))
         nodes = [job.node(name, "--log-dir", str(tmp_path / name), nproc=2) for name in "ab"]
         with ThreadPoolExecutor(len(nodes)) as pool:  # at the same time: neither waits for its console
-            for end in pool.map(to_the_end, nodes):
-                check(plan, 4, end)
+            ends = list(pool.map(to_the_end, nodes))
+    show_times(plan, [tmp_path / name for name in "ab"])
+    for end in ends:
+        check(plan, 4, end)
     kept = [len(os.listdir(path)) for path in tmp_path.glob("[ab]/*/attempt_0/flight_recorder")]
     assert max(kept) >= 3, "the node that decides keeps the records of all"

@@ -263,6 +263,7 @@ threading.Event().wait()
         b.signal(signal.SIGSTOP)
         a.read_until("no answer")
         assert "node 1: no answer" in a.text
+        a.read_until(" s after the detection")
         assert a.end().code == HANG
         b.signal(signal.SIGCONT)
         b.signal(signal.SIGTERM)

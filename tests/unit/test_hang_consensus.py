@@ -15,12 +15,13 @@ import pytest
 
 from phalanx.agent.status import StatusSocket
 from phalanx.core.group import Phase
+from phalanx.core.patience import NODE
 from phalanx.core.progress import Beat, Verdict, View, WatchPolicy
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.torch.client import TorchStoreClient
 from phalanx.store.torch.torch_store_adapter import StoreFacade
-from phalanx.supervision.hang_consensus import REPORT_TIMEOUT, HangConsensus
+from phalanx.supervision.hang_consensus import HangConsensus
 from phalanx.supervision.hang_detector import HangDetector
 from phalanx.supervision.incident_log import IncidentLog
 from phalanx.supervision.round_broadcast import RoundBroadcast
@@ -75,7 +76,10 @@ class Shared:
         return self.multi_get([key])[0]
 
     def wait(self, keys: list[str], timeout: Any) -> None:
-        wait_until(lambda: all(key in self.values for key in keys), "keys", timeout.total_seconds())
+        try:
+            wait_until(lambda: all(key in self.values for key in keys), "keys", timeout.total_seconds())
+        except AssertionError as error:
+            raise TimeoutError from error
 
 
 class Owners:
@@ -170,10 +174,44 @@ def test_without_the_store_a_node_concludes_alone() -> None:
     consensus.publish_hang(Verdict("heartbeat", (0,), "no heartbeat"), now)
     found = Findings(View(now, (Beat(0, now, count=1),)), now, {}, {0: "pid 1"})
     assert consensus.proceed(found, now) == "wait"
-    assert consensus.proceed(found, now + REPORT_TIMEOUT) == "conclude"
+    assert consensus.proceed(found, now + NODE) == "conclude"
     assert found.silent == ["the other nodes"]
     consensus.publish_verdict({})
     owners.close()
+
+
+@pytest.mark.parametrize("how", ["acknowledged", "found it, too", "frozen"])
+def test_a_node_without_a_report_is_waited_for_if_it_knows_of_the_hang(how: str) -> None:
+    owners = Owners(Shared(), 2)
+    try:
+        consensus, other = owners.members
+        since = time.monotonic()
+        consensus.publish_hang(Verdict("heartbeat", (0,), "no heartbeat"), since)
+        owners.run()
+        if how == "found it, too":
+            other.publish_hang(Verdict("heartbeat", (1,), "no heartbeat"), since)
+            owners.run()
+        if how != "frozen":
+            assert other.open_case(owners.received[1][0], since)
+            owners.run()
+        opened = [consensus.open_case(message, since) for message in owners.received[0]]
+        assert opened == [True, False][: len(opened)]
+        found = Findings(View(since, (Beat(0, since, count=1),)), since, {}, {0: "pid 1"})
+        assert consensus.proceed(found, since + NODE - 0.1) == "wait"  # the first fetch does not wait
+        if how == "frozen":
+            owners.run()
+            assert consensus.proceed(found, since + NODE) == "conclude"
+            assert found.silent == ["node 1"]
+            return
+        # The report arrives while the second fetch waits for it.
+        late = Findings(View(since, (Beat(1, since, count=1),)), since, {}, {1: "pid 2"})
+        assert other.proceed(late, since + NODE) == "wait"
+        owners.run()
+        assert consensus.proceed(found, since + NODE) == "conclude"
+        assert [beat.rank for beat in found.view.alive] == [0, 1]
+        assert not found.silent
+    finally:
+        owners.close()
 
 
 MALFORMED_VALUES: list[Any] = [

@@ -17,12 +17,14 @@ import os
 import time
 
 from phalanx.core.collectives import GroupTrace, Operation, RankTrace
+from phalanx.core.patience import RANK_BUSY
 from phalanx.integrations.torch_collectives import GROUPS_SUFFIX, runs
+from phalanx.supervision.silent_workers import SilentWorkers
 from phalanx.supervision.trace_reader import ask
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Any
 
 # The recorder of libraries for CPUs, and that of NCCL, which torch has only with CUDA.
@@ -42,28 +44,35 @@ DEFAULT_GROUP = "default_pg"
 
 
 class TraceCollection:
-    """Asks ranks for their collectives in a thread: `paths` are their sockets, by global rank."""
+    """Asks ranks for their collectives in a thread: their sockets and processes, by global rank."""
 
-    def __init__(self, paths: Mapping[int, str], timeout: float, directory: str) -> None:
+    def __init__(self, paths: Mapping[int, str], pids: Mapping[int, int], directory: str) -> None:
         self.traces: dict[int, RankTrace] = {}
         self.parsed = self.saved = False
-        self._paths, self._timeout, self._directory = dict(paths), timeout, directory
+        self._paths, self._directory = dict(paths), directory
+        self._silent = SilentWorkers(dict(pids), time.monotonic())
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
         dumps: dict[int, dict[str, Any]] = {}
         try:
-            dumps = read_dumps(self._paths, self._timeout)
+            dumps = read_dumps(self._paths, RANK_BUSY, self._is_awaited)
             self.traces = parse_all(dumps)
         finally:
             self.parsed = True
             save(self._directory, dumps)
             self.saved = True
 
+    def _is_awaited(self, silent: set[int], begun: set[int]) -> bool:
+        return bool(self._silent.awaited(silent, begun, time.monotonic()))
 
-def read_dumps(paths: Mapping[int, str], timeout: float) -> dict[int, dict[str, Any]]:
+
+def read_dumps(
+    paths: Mapping[int, str], timeout: float, awaited: Callable[[set[int], set[int]], bool] | None = None
+) -> dict[int, dict[str, Any]]:
     """The dumps of all ranks that answer in time, with the members of their groups; waits."""
-    answers = ask({(rank, target): path for rank, path in paths.items() for target in _TARGETS}, timeout)
+    asked = {(rank, target): path for rank, path in paths.items() for target in _TARGETS}
+    answers = ask(asked, timeout, awaited)
     dumps = {}
     for rank, path in paths.items():
         found = [decode(answers[rank, target]) for target in _TARGETS if (rank, target) in answers]

@@ -68,9 +68,14 @@ class CollectiveWatch:
         pulses: list[RankPulse] = []
         found: dict[int, RankTrace] = {}
         try:
+            from phalanx.kernel import is_stopped
             from phalanx.supervision.collective_traces import read_traces
 
-            paths = {self._global_ranks[rank]: path for rank in pids if (path := self._sockets.path(rank))}
+            paths = {
+                self._global_ranks[rank]: path
+                for rank, pid in pids.items()
+                if (path := self._sockets.path(rank)) and not is_stopped(pid)  # it would not answer
+            }
             found = read_traces(paths, _ANSWER_TIMEOUT)
             before = {rank: trace for rank, (trace, _) in self._traces.items()}
             known = before | found  # one that does not answer this time has not moved

@@ -12,15 +12,19 @@ nodes with recent output answer, unless another node has answered first.
 *Hangs.* In a hung collective all nodes fall silent together, and the rank that blocks the others may be on
 any of them. The node that notices first publishes the hang (of several, the first in the log, which is the
 same for all nodes). Every node collects stacks and stores them as its report; the publisher fetches the
-reports, decides over the whole world, publishes the verdict and acts on it as on a hang of its own. A node
-that does not answer in time is named as silent and delays no other. Reports carry times as ages, because
-nodes share no clock.
+reports, decides over the whole world, publishes the verdict and acts on it as on a hang of its own. Every
+other node acknowledges the hang at once, if it has not published it as well: one that has done neither is
+frozen or cut off, and is not waited for as long as one whose ranks are late (`core.patience`). It is named as
+silent. Reports carry times as ages, because nodes share no clock.
 
 Everything here runs in the owner's thread, except the threads of the broadcast.
 """
 
 from __future__ import annotations
 
+from time import monotonic
+
+from phalanx.core.patience import NODE, NODE_BUSY, is_node_awaited
 from phalanx.core.progress import Beat, Evidence, Verdict
 from phalanx.core.stragglers import SlowHistory, compare, slow_hosts
 from phalanx.supervision.round_broadcast import RoundBroadcast
@@ -33,11 +37,8 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import WorkerGroup
 
-REPORT_TIMEOUT = 3.0
-"""Seconds from a hang's first notice until the reports of the other nodes must have arrived.
-
-They usually take a tenth of a second. On an overloaded machine they were often later than one second, and a
-verdict without the ranks of a node is worth less than one that comes later."""
+_MARGIN = 0.1
+"""Seconds by which the fetching of reports ends before they are given up: its end has to arrive, too."""
 _VERDICT_TIMEOUT = 10.0
 """Seconds to wait for the verdict of another node before this node checks again on its own."""
 _FINAL_VERDICT_TIMEOUT = 1.0
@@ -140,7 +141,7 @@ class HangConsensus:
     def publish_hang(self, verdict: Verdict, now: float) -> None:
         """This node has found a hang: make all nodes collect their stacks."""
         self._hangs += 1
-        self._case = HangCase(now)
+        self._case = HangCase(now, verdict.rule)
         case = f"{self.node}-{self._hangs}"
         self._broadcast.publish(
             {"kind": "hang", "node": self.node, "case": case, "after": self._verdicts, **vars(verdict)}
@@ -155,8 +156,10 @@ class HangConsensus:
             return False
         name, publisher = str(message["case"]), int(message["node"])
         if self._case is None:
-            self._case = HangCase(now)
+            self._case = HangCase(now, str(message["rule"]))
+            self._broadcast.put(f"{name}/{self.node}/begun", {"begun": True})
         elif self._case.name:
+            self._case.heard_of.add(publisher)
             return False
         self._case.name, self._case.publisher = name, publisher
         return True
@@ -169,43 +172,52 @@ class HangConsensus:
         case = self._case
         if case is None:
             return "drop"  # the verdict is known
-        if not case.name:  # our own message has not come back: the store is slow or away
-            return self._conclude_alone(findings, case, now) if complete else "wait"
-        if not case.reported:
+        if case.name and not case.reported:
             case.reported = True
-            self._report(case, findings, now)
-        if case.publisher != self.node:
+            self._report(case, findings)
+            if case.publisher == self.node:
+                self._fetch_reports(case, findings, now)
+        if case.name and case.publisher != self.node:
             return "wait" if now < case.since + _VERDICT_TIMEOUT else "drop"
-        if not complete:
+        # Without a name our own message has not come back: the store is slow or away.
+        if not complete or not (case.fetched or case.is_overdue(findings, now - case.since)):
             return "wait"
-        if case.reports is None:
-            return self._conclude_alone(findings, case, now)
+        if not case.fetched and not case.reports:
+            findings.silent.append("the other nodes")
+            return "conclude"
         for node in range(self._nodes):
             report = case.reports.get(f"{case.name}/{node}")
             if node != self.node and (report is None or not merge_report(findings, report)):
                 findings.silent.append(f"node {node}")
         return "conclude"
 
-    @staticmethod
-    def _conclude_alone(findings: Findings, case: HangCase, now: float) -> str:
-        if now < case.since + REPORT_TIMEOUT:
-            return "wait"
-        findings.silent.append("the other nodes")
-        return "conclude"
-
-    def _report(self, case: HangCase, findings: Findings, now: float) -> None:
+    def _report(self, case: HangCase, findings: Findings) -> None:
         self._broadcast.put(f"{case.name}/{self.node}", make_report(findings, self._host))
-        if case.publisher != self.node:
-            return
-        for rank, where in findings.where.items():
-            findings.where[rank] = f"{where} on {self._host}"
-        others = [f"{case.name}/{node}" for node in range(self._nodes) if node != self.node]
+        if case.publisher == self.node:
+            for rank, where in findings.where.items():
+                findings.where[rank] = f"{where} on {self._host}"
 
-        def arrived(reports: dict[str, dict[str, Any]]) -> None:
-            case.reports = reports
+    def _fetch_reports(self, case: HangCase, findings: Findings, now: float, limit: float = NODE) -> None:
+        """Fetch the reports that are missing; those that are late only while they may still come."""
+        names = [f"{case.name}/{node}" for node in range(self._nodes) if node != self.node]
+        missing = [name for name in names if name not in case.reports]
 
-        left = case.since + REPORT_TIMEOUT - now - 0.05  # must arrive before this node concludes alone
-        self._broadcast.fetch(others, max(0.0, left), lambda found: self._post(lambda: arrived(found)))
+        def arrived(found: dict[str, dict[str, Any]]) -> None:
+            case.reports.update(found)
+            case.fetched = len(case.reports) == len(names) or limit == NODE_BUSY
+            if not case.fetched:
+                begun = [f"{name}/begun" for name in missing if name not in found]
+                self._broadcast.fetch(begun, 0.0, lambda some: self._post(lambda: decide(some)))
+
+        def decide(begun: dict[str, dict[str, Any]]) -> None:
+            late = any(f"{case.name}/{node}" not in case.reports for node in case.heard_of)
+            case.acknowledged = bool(begun) or late
+            case.fetched = case.is_overdue(findings, NODE)
+            if not case.fetched:
+                self._fetch_reports(case, findings, monotonic(), NODE_BUSY)
+
+        timeout = max(0.0, case.since + limit - _MARGIN - now)
+        self._broadcast.fetch(missing, timeout, lambda found: self._post(lambda: arrived(found)))
 
     def publish_verdict(self, data: dict[str, Any]) -> None:
         """Close the case; publish the verdict if this node opened it."""
@@ -246,14 +258,26 @@ class HangConsensus:
 
 
 class HangCase:
-    """One hang from its first notice to the verdict, as one node sees it."""
+    """One hang from its first notice to the verdict, as one node sees it; `rule`: that found it."""
 
-    def __init__(self, since: float) -> None:
-        self.since = since
+    def __init__(self, since: float, rule: str) -> None:
+        self.since, self._rule = since, rule
         self.name = ""  # empty until its message has arrived
         self.publisher = -1
         self.reported = False
-        self.reports: dict[str, dict[str, Any]] | None = None
+        self.reports: dict[str, dict[str, Any]] = {}
+        self.fetched = False  # all of them, or as many as will come
+        self.heard_of: set[int] = set()  # nodes that have published it, too
+        self.acknowledged = False  # by a node whose report is missing
+
+    def is_overdue(self, findings: Findings, waited: float) -> bool:
+        """Whether reports that are missing are no longer waited for."""
+        return not is_node_awaited(
+            waited,
+            acknowledged=self.acknowledged,
+            took=findings.took,
+            may_progress=self._rule == "collectives",
+        )
 
 
 def _call_safely(call: Callable[[], None]) -> None:

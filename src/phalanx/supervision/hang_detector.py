@@ -371,7 +371,7 @@ class HangDetector:
         from phalanx.core.progress import WatchPolicy
         from phalanx.supervision.stack_collection import RECHECK
 
-        self._due = now + RECHECK
+        late, self._due = now - (self._due or now), now + RECHECK
         if self._findings is None:
             if not incident.answered(now):
                 return None
@@ -383,6 +383,7 @@ class HangDetector:
                 for rank, trace in self._collectives.recent_traces(now).items():
                     if rank not in stopped:
                         self._findings.traces.setdefault(rank, trace)
+        self._findings.took = max(self._findings.took, late)
         native = incident.native_done(now)  # takes longer, and needs the workers alive
         if self._consensus is None and not native:
             return None
@@ -398,7 +399,8 @@ class HangDetector:
         if not incident.is_confirmed(self._findings, policy):
             self._withdraw(self._findings, now)
             return None
-        summary = incident.conclude(self._findings, policy, self._host if self._consensus is not None else "")
+        host = self._host if self._consensus is not None else ""
+        summary = incident.conclude(self._findings, policy, now, host)
         self._incident, self._due = None, now
         if self._consensus is not None:
             self._consensus.publish_verdict(incident.as_data())

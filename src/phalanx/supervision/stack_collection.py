@@ -1,16 +1,18 @@
 """One hang, from the verdict to the report: request the stacks of every worker, wait briefly, sum up.
 
 Nothing here blocks: the owner's loop calls `answered` and `native_done` until they return True. A worker that
-does not answer within `TIMEOUT` is reported without a stack.
+does not answer while it can (`core.patience`) is reported without a stack.
 """
 
 from __future__ import annotations
 
 import os
 
+from phalanx.core.patience import RANK_BUSY
 from phalanx.core.progress import Blame, Evidence, Verdict, View, WatchPolicy, blame, judge
 from phalanx.supervision import stacks
 from phalanx.supervision.heartbeat import STACK_SIGNAL
+from phalanx.supervision.silent_workers import SilentWorkers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from phalanx.supervision.trace_sockets import TraceSockets
     from phalanx.workers.worker_group import PContext
 
-TIMEOUT = 2.0
-"""Seconds for all workers to answer: the handlers are C code, and slow only on an overloaded machine."""
 RECHECK = 0.02
 _NATIVE_TIMEOUT = 8.0
 _SAVE_TIMEOUT = 0.3
@@ -38,6 +38,7 @@ class Findings:
         self.view, self.at, self.found, self.where = view, at, found, where
         self.traces: dict[int, RankTrace] = {}  # of torch's collectives
         self.silent: list[str] = []  # nodes that did not answer
+        self.took = 0.0  # seconds by which this node was late itself: a sign of a busy machine
 
     def mark_moved(self, ranks: set[int], now: float) -> None:
         """These have entered or left a collective since the hang was noticed."""
@@ -56,7 +57,6 @@ class StackDump:
         boards: Boards,
         now: float,
         ranks: set[int] | None = None,
-        timeout: float = TIMEOUT,
     ) -> None:
         running = context.running if ranks is None else context.running & ranks
         self.pids = {rank: pid for rank, pid in context.pids().items() if rank in running}
@@ -64,23 +64,42 @@ class StackDump:
         self._context, self._boards = context, boards
         self._before = {rank: boards.stacks_size(rank) for rank in self.pids}
         self._sizes: dict[int, int] = {}
+        self._complete: set[int] = set()
         self._asked = {
             rank
             for rank, pid in self.pids.items()
             if rank not in self.stopped and STACK_SIGNAL and stacks.catches(pid, STACK_SIGNAL)
         }
-        self._deadline = now + timeout
+        self.took = 0.0  # seconds until the last answer so far
+        self._since = now
+        self._silent = SilentWorkers(self.pids, now)
         context.send_signal(STACK_SIGNAL, self._asked, alone=True)
 
     def answered(self, now: float) -> bool:
-        """Whether all workers have answered, or the timeout is over."""
-        # The end of an answer is not marked: it is complete when it has stopped growing.
-        sizes = {rank: self._boards.stacks_size(rank) for rank in self._asked & self._context.running}
-        complete = all(
-            size > self._before[rank] and size == self._sizes.get(rank) for rank, size in sizes.items()
-        )
-        self._sizes = sizes
-        return complete or now >= self._deadline
+        """Whether all workers have answered that can."""
+        asked = self._asked & self._context.running
+        silent = asked - self._complete
+        # Before the sizes: one that is done by now has grown by then.
+        awaited = self._silent.awaited(silent, self._begun(silent), now)
+        for rank in silent:
+            size, before = self._boards.stacks_size(rank), self._sizes.get(rank, self._before[rank])
+            self._sizes[rank] = size
+            if size > before:
+                awaited.add(rank)
+                self.took = now - self._since
+            # The end of an answer is not marked: it is complete when it has stopped growing.
+            elif size > self._before[rank]:
+                self._complete.add(rank)
+        left = silent - self._complete
+        if not left:
+            return True
+        if left & awaited and now < self._since + RANK_BUSY:
+            return False
+        self.stopped |= self._silent.stopped & left
+        return True
+
+    def _begun(self, ranks: set[int]) -> set[int]:
+        return {rank for rank in ranks if self._sizes.get(rank, 0) > self._before[rank]}
 
     def text(self, rank: int) -> str:
         """What a worker has written; empty for one that was not asked."""
@@ -99,7 +118,6 @@ class HangIncident:
         global_ranks: dict[int, int],
         now: float,
         trace_sockets: TraceSockets | None = None,
-        timeout: float = TIMEOUT,
     ) -> None:
         self.verdict = verdict
         self.view, self._at = view, now
@@ -108,20 +126,22 @@ class HangIncident:
         self.report: list[str] = []
         self._context = context
         self._global_ranks = global_ranks
-        self._dump = StackDump(context, boards, now, timeout=timeout)
+        self.decided_after = 0.0  # seconds since the detection
+        self._dump = StackDump(context, boards, now)
         self._pids, self._stopped = self._dump.pids, self._dump.stopped
         self.explanation: Explanation | None = None
-        self._deadline, self._timeout = now + timeout, timeout
+        self._deadline = now + RANK_BUSY
         self._traces = self._ask_for_traces(trace_sockets)
         self._nccl = self._ask_nccl()
         self._native: dict[int, Any] = self._start_py_spy()
         self._native_deadline = now + _NATIVE_TIMEOUT
+        self._save_deadline = 0.0
 
     def answered(self, now: float) -> bool:
-        """Whether all workers have answered, or the timeout is over."""
+        """Whether all workers have answered that can."""
         told = self._traces is None or self._traces.parsed or now >= self._deadline
-        told = told and (self._nccl.done or now >= self._at + _NCCL_TIMEOUT)
-        return self._dump.answered(now) and told
+        nccl_told = self._nccl.done or now >= self._at + _NCCL_TIMEOUT
+        return self._dump.answered(now) and told and nccl_told
 
     # -- collectives --------------------------------------------------------------------------------
 
@@ -138,7 +158,8 @@ class HangIncident:
             return None
         from phalanx.supervision.collective_traces import TraceCollection
 
-        return TraceCollection(paths, self._timeout, self._attempt_path("flight_recorder"))
+        pids = {self._global_ranks[rank]: pid for rank, pid in self._pids.items()}
+        return TraceCollection(paths, pids, self._attempt_path("flight_recorder"))
 
     def _ask_nccl(self) -> RasQuery:
         from phalanx.supervision.nccl_ras import RasQuery
@@ -181,7 +202,8 @@ class HangIncident:
                 process.wait()
             if process.returncode is not None:
                 del self._native[rank]
-        saved = self._traces is None or self._traces.saved or now >= self._deadline + _SAVE_TIMEOUT
+        self._save_deadline = self._save_deadline or now + _SAVE_TIMEOUT
+        saved = self._traces is None or self._traces.saved or now >= self._save_deadline
         return not self._native and saved
 
     def abandon(self) -> None:
@@ -201,6 +223,7 @@ class HangIncident:
             self._append(self._path(rank, "stacks.txt"), text)
         where = {self._global_ranks[rank]: f"pid {pid}" for rank, pid in self._pids.items()}
         findings = Findings(self.view, self._at, found, where)
+        findings.took = self._dump.took
         if self._traces is not None:
             findings.traces.update(self._traces.traces)
         return findings
@@ -209,8 +232,9 @@ class HangIncident:
         """Whether it is a hang with the findings of the other nodes, too: their ranks may progress."""
         return self.verdict.rule != "collectives" or (judge(findings.view, findings.at, policy) is not None)
 
-    def conclude(self, findings: Findings, policy: WatchPolicy, host: str = "") -> str:
+    def conclude(self, findings: Findings, policy: WatchPolicy, now: float, host: str = "") -> str:
         """One line that says what hangs and which rank differs; the full report goes to the log directory."""
+        self.decided_after = now - self._at
         # With the findings of other nodes, the same rule may name more ranks.
         again = judge(findings.view, findings.at, policy)
         if again is not None and again.rule == self.verdict.rule:
@@ -223,6 +247,7 @@ class HangIncident:
         if self.explanation is not None:
             self.report[1:1] = [f"  {line}" for line in self.explanation.others]
         self.report += [f"  {node}: no answer" for node in findings.silent]
+        self.report.append(f"  decided {self.decided_after:.2f} s after the detection")
         if findings.traces and self._save_traces(findings):
             self.report.append(
                 f"  flight recorder{f' on {host}' if host else ''}: {self._attempt_path('flight_recorder')}"
@@ -279,6 +304,7 @@ class HangIncident:
             "rule": self.verdict.rule,
             "ranks": list(self.verdict.ranks),
             "summary": self.summary,
+            "decided_after": round(self.decided_after, 3),
             "report": self.report,
         } | ({} if self.explanation is None else {"collectives": self.explanation.as_dict()})
 

@@ -13,18 +13,27 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 MAX_ANSWER = 32 << 20
 """Bytes; the recorder's default of 2,000 entries makes about 2 MB."""
+_LOOK = 0.1
+"""Seconds between two questions whether the others may still answer."""
 
 
 TraceKey = tuple[int, str]
 """A rank, and what it is asked for: the path of a handler."""
 
 
-def ask(sockets: Mapping[TraceKey, str], timeout: float) -> dict[TraceKey, bytes]:
-    """The bodies of the answers of the servers at these paths; waits for at most `timeout`."""
+def ask(
+    sockets: Mapping[TraceKey, str],
+    timeout: float,
+    awaited: Callable[[set[int], set[int]], bool] | None = None,
+) -> dict[TraceKey, bytes]:
+    """The bodies of the answers of the servers at these paths; waits for at most `timeout`.
+
+    `awaited` gets the ranks that have not answered, and those of them that have begun to: whether to wait.
+    """
     end = time.monotonic() + timeout
     open_: dict[int, TraceConnection] = {}
     found: dict[TraceKey, bytes] = {}
@@ -36,7 +45,13 @@ def ask(sockets: Mapping[TraceKey, str], timeout: float) -> dict[TraceKey, bytes
                 open_[connection.fileno()] = connection
                 poll.register(connection.fileno(), select.POLLIN | select.POLLOUT)
         while open_ and (left := end - time.monotonic()) > 0:
-            for fd, _ in poll.poll(left * 1000):
+            silent = {one.key[0] for one in open_.values()}
+            begun = {one.key[0] for one in open_.values() if one.begun}
+            goes_on = awaited is None or awaited(silent, begun)
+            found_now = poll.poll(1000 * (left if awaited is None else min(left, _LOOK) if goes_on else 0))
+            if not found_now and not goes_on:
+                break
+            for fd, _ in found_now:
                 connection = open_[fd]
                 if connection.advance():
                     poll.unregister(fd)
@@ -81,6 +96,11 @@ class TraceConnection:
     @property
     def sent(self) -> bool:
         return not self._left
+
+    @property
+    def begun(self) -> bool:
+        """A part of the answer has arrived."""
+        return bool(self._answer)
 
     def advance(self) -> bool:
         """Send and receive what is possible now; True when the answer has ended, for better or worse."""
