@@ -6,6 +6,7 @@ import http.client
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,6 +103,33 @@ def test_the_guilty_rank_is_named(tmp_path: Path, body: str, at: str) -> None:
     stacks = kept(tmp_path, "*/stacks.txt")
     assert len(stacks) == (2 if body is STOPPED else 3)
     assert ended.out == ""
+
+
+def test_ranks_that_cannot_answer_are_reported_without_a_stack(tmp_path: Path) -> None:
+    """One is in the kernel, where no signal reaches it, the other one blocks all signals."""
+    body = f"""
+    def in_the_kernel():
+        # The parent of a child that has not come to its program yet sleeps without interruption.
+        path = {str(tmp_path / "fifo")!r}
+        os.mkfifo(path)
+        waits = (os.POSIX_SPAWN_OPEN, 0, path, os.O_RDONLY, 0)
+        os.posix_spawn("/bin/true", ["true"], {{}}, file_actions=[waits])
+    def deaf():
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+        threading.Event().wait()
+    if rank == 1: in_the_kernel()
+    if rank == 2: deaf()
+    go_on()
+    """
+    ended = hang(tmp_path, body, "--heartbeat-timeout", "1")
+    assert ended.code == HANG, ended
+    (report,) = kept(tmp_path, "hang.txt")
+    assert "  ranks 1, 2: pid" in report
+    assert "no Python stack: no answer" in report
+    assert report.count("in go_on") == 1
+    (decided,) = re.findall(r"  decided (\S+) s after the detection", report)
+    assert float(decided) < HUNG
+    assert len(kept(tmp_path, "*/stacks.txt")) == 1
 
 
 def test_native_stacks_where_the_tool_is_installed(tmp_path: Path) -> None:
