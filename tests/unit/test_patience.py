@@ -102,6 +102,13 @@ def test_workers_that_are_asleep_stopped_or_gone() -> None:
         assert workers.awaited(everyone, {0}, LATER + 0.2) == {0}, "it has begun to answer"
 
 
+def test_a_worker_sleeps_until_the_helper_has_passed_the_question_on() -> None:
+    with process(ASLEEP) as worker, process(BUSY) as helper, process(ASLEEP) as idle:
+        for courier, awaited in ((helper, {0}), (idle, set()), (0, set())):
+            wait_until(lambda courier=courier: courier != idle or _state(courier) == "S", "its sleep")
+            assert SilentWorkers({0: worker}, 0.0, courier).awaited({0}, set(), LATER) == awaited
+
+
 def _state(pid: int) -> str:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]

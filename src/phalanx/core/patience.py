@@ -7,8 +7,10 @@ to answer, and a verdict without it is worth less than one that comes later. So 
     rank      stopped, exited             no wait at all
               has begun to answer, or is
               held by a debugger          until RANK_BUSY
-              a thread is ready to run,
-              and gets no processor       until RANK_BUSY
+              a thread of it, or of the
+              helper that passes the
+              question on, is ready to
+              run and gets no processor   until RANK_BUSY
               anything else               until RANK: asleep, in the kernel, or busy with something else
     node      has acknowledged the hang   until NODE_BUSY: its ranks are late
               this node was late itself   until NODE_BUSY: both may be on a busy machine
@@ -39,7 +41,8 @@ class SilentRank(Record):
     begun: bool = False
     """A part of its answer has arrived."""
     threads: tuple[tuple[str, float | None], ...] = ()
-    """The state of each, and the share of a processor that it got since the last look; None: not known."""
+    """Of it and of the helper that passes the question on: the state of each, and the share of a processor
+    that it got since the last look; None: not known."""
 
 
 def is_rank_awaited(waited: float, rank: SilentRank) -> bool:

@@ -16,10 +16,13 @@ _INTERVAL = 0.1
 
 
 class SilentWorkers:
-    """Looks at workers that were asked at `since`; `pids` by rank. For one thread."""
+    """Looks at workers that were asked at `since`; `pids` by rank. For one thread.
 
-    def __init__(self, pids: Mapping[int, int], since: float) -> None:
-        self._pids, self._since = pids, since
+    `courier`: the process that passes the question on. A worker sleeps until it has.
+    """
+
+    def __init__(self, pids: Mapping[int, int], since: float, courier: int = 0) -> None:
+        self._pids, self._since, self._courier = pids, since, courier
         self._due = since
         self._awaited: set[int] = set()
         self.stopped: set[int] = set()  # since they were asked
@@ -30,22 +33,25 @@ class SilentWorkers:
         """Those of the silent ranks that may still answer; `begun`: a part of their answer has arrived."""
         if now >= self._due:
             waited = now - self._since
-            self._awaited = {
-                rank for rank in silent if is_rank_awaited(waited, self._look(rank, rank in begun, now))
-            }
+            # What threads do matters only at the end; the look before it is what theirs is compared with.
+            late = waited >= RANK - 2 * _INTERVAL
+            courier = self._threads(self._courier, now) if late and self._courier else ()
+            self._awaited = set()
+            for rank in silent:
+                seen = self._look(rank, now, late)
+                if is_rank_awaited(waited, seen.replace(begun=rank in begun, threads=seen.threads + courier)):
+                    self._awaited.add(rank)
             self._looked_at, self._due = now, now + _INTERVAL
         return self._awaited & set(silent)
 
-    def _look(self, rank: int, begun: bool, now: float) -> SilentRank:
+    def _look(self, rank: int, now: float, late: bool) -> SilentRank:
         pid = self._pids[rank]
         fields = stat_fields(pid)
         if fields is None:
             return SilentRank("")
         if fields[0] == "T":
             self.stopped.add(rank)
-        # What the threads do matters only at the end; the look before it is what theirs is compared with.
-        late = now - self._since >= RANK - 2 * _INTERVAL
-        return SilentRank(fields[0], begun, self._threads(pid, now) if late else ())
+        return SilentRank(fields[0], threads=self._threads(pid, now) if late else ())
 
     def _threads(self, pid: int, now: float) -> tuple[tuple[str, float | None], ...]:
         span, found = now - self._looked_at, []
