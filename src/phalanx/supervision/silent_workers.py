@@ -24,7 +24,7 @@ class SilentWorkers:
     def __init__(self, pids: Mapping[int, int], since: float, courier: int = 0) -> None:
         self._pids, self._since, self._courier = pids, since, courier
         self._due = since
-        self._awaited: set[int] = set()
+        self._awaited = set(pids)  # also at a look that began before the question was asked
         self.stopped: set[int] = set()  # since they were asked
         self._ran: dict[str, float] = {}  # seconds on a processor at the last look, by thread
         self._looked_at = since
