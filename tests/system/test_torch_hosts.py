@@ -15,7 +15,7 @@ from tests.support.jobs import Job, python_with, script
 from tests.system.test_torch_jobs import TRAINING
 
 KILLS = pytest.mark.parametrize(
-    "kills", [pytest.param(3, id="few"), pytest.param(50, id="many", marks=pytest.mark.long)]
+    "kills", [pytest.param(2, id="few"), pytest.param(50, id="many", marks=pytest.mark.long)]
 )
 
 

@@ -248,7 +248,7 @@ def check_restarts(python: str, folder: Path, kills: int) -> None:
 
 
 def test_every_restart_comes_back(python: str, tmp_path: Path) -> None:
-    check_restarts(python, tmp_path, 10)
+    check_restarts(python, tmp_path, 5)
 
 
 @pytest.mark.long
