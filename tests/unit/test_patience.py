@@ -95,6 +95,7 @@ def test_workers_that_are_asleep_stopped_or_gone() -> None:
             wait_until(lambda pid=pid, state=state: _state(pid) == state, f"state {state}")
         workers = SilentWorkers({0: asleep, 1: stopped, 2: gone}, 0.0)
         everyone = {0, 1, 2}
+        assert workers.awaited(everyone, set(), -0.01) == {0}, "the owner's time is that of the turn"
         for tenths in range(1, 6):
             assert workers.awaited(everyone, set(), tenths / 10) == {0}
         assert workers.awaited(everyone, set(), LATER) == set()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _INTERVAL = 0.1
 """Seconds between two looks: a rank may have hundreds of threads."""
+_EVER = float("inf")
 _MOST = 1.5 * _INTERVAL
 """What counts of the time between two looks: if it was more, this process got no processor itself."""
 
@@ -22,7 +23,7 @@ class SilentWorkers:
 
     def __init__(self, pids: Mapping[int, int], since: float) -> None:
         self._pids = pids
-        self._due = since
+        self._due = -_EVER  # the owner's time may be a moment older than the request
         self._waited = 0.0
         self._awaited: set[int] = set()
         self.stopped: set[int] = set()  # since they were asked
@@ -33,7 +34,7 @@ class SilentWorkers:
     def awaited(self, silent: Collection[int], begun: Collection[int], now: float) -> set[int]:
         """Those of the silent ranks that may still answer; `begun`: a part of their answer has arrived."""
         if now >= self._due:
-            self._waited += min(now - self._looked_at, _MOST)
+            self._waited += min(max(0.0, now - self._looked_at), _MOST)
             self._ran_before, self._ran = self._ran, {}
             looks = {rank: self._look(rank, rank in begun, now) for rank in silent}
             self._awaited = {rank for rank, seen in looks.items() if is_rank_awaited(self._waited, seen)}
