@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from phalanx.agent.status import StatusSocket
+from phalanx.core.collective_progress import RankPulse, marks, observe
+from phalanx.core.collectives import GroupTrace, Operation, RankTrace
 from phalanx.core.group import Phase
 from phalanx.core.patience import NODE
-from phalanx.core.progress import Beat, Verdict, View, WatchPolicy
+from phalanx.core.progress import Beat, Verdict, View, WatchPolicy, judge
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.torch.client import TorchStoreClient
@@ -269,6 +271,36 @@ def test_malformed_messages_are_ignored(message: dict[str, Any]) -> None:
         "\n".join(incidents.last_hang)
 
 
+def test_a_sample_that_arrives_during_the_collection_does_not_hide_what_has_moved() -> None:
+    """Rank 0 entered the operation after it was sampled; the next sample, already under way, has it."""
+
+    def trace(entered: int) -> RankTrace:
+        return RankTrace(0, (GroupTrace("0", "", (0,), (Operation(entered, "all_reduce"),), entered),))
+
+    policy = WatchPolicy(hang_timeout=1.5, on_hang="warn")
+    with watching(policy) as (detector, incidents, _):
+        now = detector._started_at + 10.0
+        assert detector._consensus is not None
+        detector._consensus.close()
+        detector._consensus = None  # one node
+        known = observe({}, [RankPulse(0, marks(trace(6)), True)], now - 2.0)
+        watch = SimpleNamespace(progress=known, recent_traces=lambda _now: {}, close=lambda: None)
+        detector._collectives = watch  # type: ignore[assignment]
+        view = View(now - 10.0, (Beat(0, waits=True, numbers_at=now - 2.0),))
+        verdict = judge(view, now, policy)
+        assert verdict is not None
+        detector._collect(verdict, view, now)
+        incident = detector._incident
+        assert incident is not None
+        found = incident.collect()
+        found.traces[0] = trace(7)
+        incident.collect = lambda: found  # type: ignore[method-assign]
+        watch.progress = observe(known, [RankPulse(0, marks(trace(7)), True)], now + 0.01)
+        assert detector.look(now + 0.1) is None
+        assert detector._incident is None, "withdrawn"
+        assert not incidents.findings
+
+
 def test_a_call_that_fails_does_not_end_the_owner(
     owners: Owners, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,10 +344,10 @@ class watching:
             group_world_size=NODES,
             store=self.store,
         )
-        context = SimpleNamespace(running=set(), pids=dict, error_files={})
+        context = SimpleNamespace(running=set(), pids=dict, error_files={}, send_signal=lambda *_, **__: None)
         self.detector = HangDetector(
             context,  # type: ignore[arg-type]
-            SimpleNamespace(),  # type: ignore[arg-type]
+            SimpleNamespace(clear_bell=lambda: False),  # type: ignore[arg-type]
             group,  # type: ignore[arg-type]
             policy,
             self.incidents,

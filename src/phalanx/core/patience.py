@@ -18,7 +18,8 @@ to answer, and a verdict without it is worth less than one that comes later. So 
                                           mistake
               anything else               until NODE: it is frozen, or cut off
 
-All times are seconds since the detection.
+All times are seconds since the detection. Time in which this node did not get to look does not count: nothing
+has been asked then, or answers wait to be read.
 """
 
 from __future__ import annotations

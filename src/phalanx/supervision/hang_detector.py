@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.spec import WorkerGroup
+    from phalanx.core.collective_progress import CollectiveProgress
     from phalanx.core.group_events import Event
     from phalanx.core.progress import Beat, Verdict, View, WatchPolicy
     from phalanx.core.stragglers import SlowHistory, StepCounts
@@ -76,6 +77,7 @@ class HangDetector:
         self._output: OutputActivity | None = None
         self._output_elsewhere = self._output_queried = self._output_reported = 0.0
         self._collectives: CollectiveWatch | None = None
+        self._progress_then: dict[int, CollectiveProgress] = {}
         self._progress_elsewhere = 0.0
         self._said_why_not = False  # in this stall
         self._consensus: HangConsensus | None = None
@@ -363,6 +365,8 @@ class HangDetector:
             now,
             self._trace_sockets,
         )
+        # As it was when the hang was found: a sample that was under way may arrive meanwhile.
+        self._progress_then = {} if self._collectives is None else self._collectives.progress
         self._findings = None
         self._due = now + RECHECK
 
@@ -377,7 +381,7 @@ class HangDetector:
                 return None
             self._findings = incident.collect()
             if self._collectives is not None:
-                self._findings.mark_moved(moved(self._collectives.progress, self._findings.traces), now)
+                self._findings.mark_moved(moved(self._progress_then, self._findings.traces), now)
                 # Of ranks that have not answered now, on a machine that is busy.
                 stopped = {rank for rank, one in self._findings.found.items() if one.stopped}
                 for rank, trace in self._collectives.recent_traces(now).items():

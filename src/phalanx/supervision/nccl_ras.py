@@ -35,7 +35,7 @@ class RasQuery:
     """One question, asked in a thread; the answer is written to `path`, if there is one."""
 
     def __init__(self, pids: Iterable[int], path: str) -> None:
-        self.done = False
+        self.done = self.asks = False
         self.path = ""  # where the answer is, once it is there
         self.complaints: list[str] = []
         self._pids, self._path = tuple(pids), path
@@ -45,6 +45,7 @@ class RasQuery:
         try:
             where = address(environment.nccl_ras_address())
             if where is not None and listens(where[1], self._pids):
+                self.asks = True
                 answer = _ask(where, time.monotonic() + _TIMEOUT)
                 self.complaints = complaints(answer)
                 if answer and self._path:
@@ -54,7 +55,7 @@ class RasQuery:
         except OSError:
             pass  # a process that ends, a port that is closed, a full disk: the other witnesses remain
         finally:
-            self.done = True
+            self.asks, self.done = False, True
 
 
 def address(text: str) -> tuple[str, int] | None:

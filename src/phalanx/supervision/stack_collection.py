@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 
-from phalanx import kernel
 from phalanx.core.patience import RANK_BUSY
 from phalanx.core.progress import Blame, Evidence, Verdict, View, WatchPolicy, blame, judge
 from phalanx.supervision import stacks
@@ -73,7 +72,7 @@ class StackDump:
         }
         self.took = 0.0  # seconds until the last answer so far
         self._since = now
-        self._silent = SilentWorkers(self.pids, now, _parent(self.pids))
+        self._silent = SilentWorkers(self.pids, now)
         context.send_signal(STACK_SIGNAL, self._asked, alone=True)
 
     def answered(self, now: float) -> bool:
@@ -105,13 +104,6 @@ class StackDump:
     def text(self, rank: int) -> str:
         """What a worker has written; empty for one that was not asked."""
         return self._boards.stacks(rank, self._before[rank]) if rank in self._asked else ""
-
-
-def _parent(pids: dict[int, int]) -> int:
-    """The helper that passes signals on to these workers; 0 if this process does."""
-    fields = kernel.stat_fields(next(iter(pids.values()), 0))
-    parent = 0 if fields is None else int(fields[1])
-    return parent if parent != os.getpid() else 0
 
 
 class HangIncident:
@@ -148,8 +140,8 @@ class HangIncident:
     def answered(self, now: float) -> bool:
         """Whether all workers have answered that can."""
         told = self._traces is None or self._traces.parsed or now >= self._deadline
-        nccl_told = self._nccl.done or now >= self._at + _NCCL_TIMEOUT
-        return self._dump.answered(now) and told and nccl_told
+        asks_nccl = self._nccl.asks and now < self._at + _NCCL_TIMEOUT
+        return self._dump.answered(now) and told and not asks_nccl
 
     # -- collectives --------------------------------------------------------------------------------
 
