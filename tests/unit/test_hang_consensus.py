@@ -176,7 +176,7 @@ def test_without_the_store_a_node_concludes_alone() -> None:
     consensus.publish_hang(Verdict("heartbeat", (0,), "no heartbeat"), now)
     found = Findings(View(now, (Beat(0, now, count=1),)), now, {}, {0: "pid 1"})
     assert consensus.proceed(found, now) == "wait"
-    assert consensus.proceed(found, now + NODE) == "conclude"
+    assert consensus.proceed(found, now + NODE + 0.01) == "conclude"
     assert found.silent == ["the other nodes"]
     consensus.publish_verdict({})
     owners.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.environment import NCCL_RAS
+from phalanx.supervision import nccl_ras
 from phalanx.supervision.nccl_ras import RasQuery, address, complaints, listens
 
 QUIET = """\
@@ -115,6 +116,7 @@ def test_a_port_belongs_to_the_process_that_listens_on_it() -> None:
 
 
 def test_only_a_worker_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_ras, "DEVICES", ("/dev/null",))  # as if there was a GPU
     server = subprocess.Popen([sys.executable, "-c", SERVER, LOUD], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -128,6 +130,10 @@ def test_only_a_worker_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert own.complaints[0] == "INCOMPLETE"
         with open(path) as file:
             assert file.read() == LOUD
+        monkeypatch.setattr(nccl_ras, "DEVICES", ())
+        without = _answer(RasQuery([server.pid], ""))
+        assert (without.path, without.complaints) == ("", [])
+        monkeypatch.setattr(nccl_ras, "DEVICES", ("/dev/null",))
         unkept = _answer(RasQuery([server.pid], ""))
         assert (unkept.path, len(unkept.complaints)) == ("", 5)
     finally:

@@ -19,6 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Without any of them there is no GPU, hence no NCCL."""
 _DEFAULT = "localhost:28028"
 _REQUEST = (
     b"timeout 1\nverbose status\n"  # how long NCCL waits for processes that do not answer it, in seconds
@@ -39,7 +41,10 @@ class RasQuery:
         self.path = ""  # where the answer is, once it is there
         self.complaints: list[str] = []
         self._pids, self._path = tuple(pids), path
-        _thread.start_new_thread(self._run, ())
+        if any(os.path.exists(device) for device in DEVICES):
+            _thread.start_new_thread(self._run, ())
+        else:
+            self.done = True
 
     def _run(self) -> None:
         try:
