@@ -223,3 +223,20 @@ def test_bad_usage_is_one_line(words: list[str], says: str) -> None:
     said = command(*words, env=plain_environment(PHALANX_TOKEN="x"), code=2)
     assert says in said
     assert said.count("\n") == 1
+
+
+def test_a_host_whose_gpu_has_failed_is_kept_out_at_once(tmp_path: Path) -> None:
+    with Job(tmp_path, "2:3", "", "--max-restarts", "2", conf="last_call_timeout=20") as job:
+        failure = 'raise RuntimeError("CUDA error: uncorrectable ECC error encountered")'
+        last, told = "os._exit(told[signal.sigwait(told)])", "signal.sigwait(told) == signal.SIGUSR2"
+        job.script.write_text(job.script.read_text().replace(last, f"if {told}:\n    {failure}"))
+        a, b, c = nodes = [job.node(name) for name in "abc"]
+        workers = everybody(nodes, 3)
+        tell([one for one in workers if one.node == 2], signal.SIGUSR2)
+        workers = everybody([a, b], 2)
+        for node in nodes:
+            node.read_until(
+                "c is quarantined for 3600 s: rank 2: RuntimeError: CUDA error: uncorrectable ECC"
+            )
+        succeed([a, b], workers)
+        assert c.end().code == 0

@@ -17,12 +17,10 @@ from phalanx.core.fitness import (
     join_verdicts,
     judge_network,
     judge_node,
-    offence_of,
     rate_of_latency,
     suspects,
 )
 from phalanx.core.pairing import NodeGroup, confirming_round, first_round, overall, second_round
-from phalanx.core.quarantine import Offence
 
 FINE = CheckFinding("memory", "plenty")
 DOUBTFUL = CheckFinding("clock", "not synchronised", WARN)
@@ -54,11 +52,6 @@ def test_several_verdicts_are_one() -> None:
     slow, lost = NodeVerdict("a", UNFIT, "slow"), NodeVerdict("a", UNFIT, "lost")
     assert join_verdicts([NodeVerdict("a", FIT), NodeVerdict("a", WARN, "hot")]).reason == "hot"
     assert join_verdicts([slow, NodeVerdict("a", WARN, "hot"), lost]) == NodeVerdict("a", UNFIT, "slow; lost")
-
-
-def test_only_an_unfit_node_is_kept_out() -> None:
-    assert offence_of(judge_node("a", [SILENT])) is None
-    assert offence_of(judge_node("a", [BROKEN])) == Offence("a", "check", "unfit: GPU 3: lost")
 
 
 # ---- between nodes ---------------------------------------------------------------------------------

@@ -106,6 +106,14 @@ def nccl(make: Make) -> dict[int, ProcessFailure]:
     return {rank: make(rank, 1, 4.2 + rank / 100, f"DistBackendError: {said}") for rank in (0, 1)}
 
 
+def lost_device(make: Make) -> dict[int, ProcessFailure]:
+    error = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    return {
+        5: make(5, 1, 42.0, error, host="gpu-07"),
+        **{rank: make(rank, -15, 42.1, stop=42.02, host="gpu-06") for rank in (0, 1)},
+    }
+
+
 def out_of_memory(make: Make) -> dict[int, ProcessFailure]:
     why = "probably out of memory: the kernel's count of OOM kills in its cgroup went up (/sys/fs/cgroup/job)"
     return {
@@ -219,6 +227,7 @@ def output_not_read(make: Make) -> dict[int, ProcessFailure]:
 
 SITUATIONS: dict[str, tuple[Situation, int]] = {
     "nccl": (nccl, 100),
+    "lost_device": (lost_device, 100),
     "exception": (exception, 100),
     "exception_60": (exception, 60),
     "out_of_memory": (out_of_memory, 100),

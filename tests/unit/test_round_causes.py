@@ -28,6 +28,7 @@ from phalanx.core.store_commands import Change, Entry, Txn
 MEMBERS = tuple(Member(f"{host}.1", 7, host, "", 2, "default") for host in ("a", "b", "c"))
 EXIT = Result(False, what="rank 2: exit code 1")
 LOST_A_PEER = Result(False, what="rank 0: connection reset", blameless=True)
+ECC = Result(False, what="rank 4: RuntimeError: CUDA error: uncorrectable ECC error encountered ...")
 UNFIT = Result(False, what="no such program", unfit=True)
 
 
@@ -51,6 +52,9 @@ def hang(*ranks: int) -> Result:
         ([("c", UNFIT)], [("c", "unfit")]),
         ([("c", UNFIT), ("b", UNFIT), ("a", EXIT)], [("c", "unfit"), ("b", "unfit"), ("a", "failure")]),
         ([("x", EXIT)], []),  # not a member
+        ([("c", ECC)], [("c", "device")]),
+        ([("a", EXIT), ("c", ECC)], [("c", "device")]),  # the first one lost a peer, in words of its own
+        ([("a", UNFIT), ("c", ECC), ("b", ECC)], [("a", "unfit"), ("c", "device"), ("b", "device")]),
     ],
 )
 def test_who_is_the_cause(reported: list[tuple[str, Result]], blamed: list[tuple[str, str]]) -> None:

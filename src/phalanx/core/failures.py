@@ -118,6 +118,11 @@ ECHOES: tuple[tuple[str, str], ...] = (
         "coordinator unavailable",
     ),
 )
+# How CUDA, HIP and their management library name a device that has failed; no program can cause these.
+_LOST_DEVICE = (
+    r"uncorrectable (ECC|NVLink) error|CUDA_ERROR_(ECC|NVLINK)_UNCORRECTABLE|hipErrorECCNotCorrectable"
+    r"|\bGPU is lost\b|fallen off the bus"
+)
 _SIGABRT = 6
 # How a crash stack begins, and the signal that caused it.
 _FATAL = (
@@ -156,6 +161,11 @@ def echo_in(text: str) -> str:
         if re.search(pattern, text, re.IGNORECASE | re.MULTILINE):
             return meaning
     return ""
+
+
+def tells_of_lost_device(text: str) -> bool:
+    """Whether a failure is that of a device, not of the program."""
+    return re.search(_LOST_DEVICE, text, re.IGNORECASE) is not None
 
 
 def _was_printing(ending: WorkerExit) -> bool:

@@ -9,7 +9,6 @@ kernel log cannot be read in a container says nothing about the machine, that a 
 from __future__ import annotations
 
 from phalanx.core.pairing import SLOW, judge_pairs
-from phalanx.core.quarantine import Offence
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False
@@ -72,13 +71,6 @@ def join_verdicts(verdicts: Sequence[NodeVerdict]) -> NodeVerdict:
     fitness = worst(one.fitness for one in verdicts)
     reasons = [one.reason for one in verdicts if one.fitness == fitness and one.reason]
     return NodeVerdict(verdicts[0].node, fitness, "; ".join(dict.fromkeys(reasons)))
-
-
-def offence_of(verdict: NodeVerdict) -> Offence | None:
-    """What an unfit node is quarantined for; None: nothing that keeps a node out."""
-    if verdict.fitness != UNFIT:
-        return None
-    return Offence(verdict.node, "check", f"unfit: {verdict.reason}")
 
 
 def rate_of_latency(seconds: float) -> float:

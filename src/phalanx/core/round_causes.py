@@ -4,6 +4,9 @@ Every write is conditional on the term of the leader and on the records that it 
 person may write them at any time. What the members of a round have reported counts once: the transaction that
 makes the next round active, or ends the job, also holds the records.
 
+A failure that is due to a device (`core.failures.tells_of_lost_device`) is its host's alone, and is enough to
+keep it out.
+
 A *lost* node is a member whose key is gone (its lease ran out: agent killed, machine frozen or off the
 network) before it has reported how its workers ended, or that they are stopped for the next round. Its host
 is the cause of the round's end, even if others have reported failures: those of ranks that lost a peer come
@@ -19,6 +22,7 @@ connections with it, so there nearly always is such a failure.
 from __future__ import annotations
 
 from phalanx.core import quarantine
+from phalanx.core.failures import tells_of_lost_device
 from phalanx.core.quarantine import Offence, Quarantine, QuarantinePolicy
 from phalanx.core.ranks import offsets
 from phalanx.core.round_records import HostRecord, Member, Result, encode
@@ -59,11 +63,15 @@ def offences_of(view: LeaderView) -> list[Offence]:
     results = view.results.get(view.members.number, {})
     failed = sorted((mod, node, r) for node, (mod, r) in results.items() if not r.ok and node in by_id)
     found = [Offence(by_id[node].name, "unfit", _what(r)) for _, node, r in failed if r.unfit]
+    broken = {by_id[node].name: r for _, node, r in failed if not r.unfit and tells_of_lost_device(r.what)}
+    found += [Offence(host, "device", _what(r)) for host, r in broken.items()]
     gone = [by_id[node].name for node in lost_nodes(view)]
     if gone:
         hosts = dict.fromkeys(gone)
         many = 2 * len(hosts) > len({m.name for m in members}) or len(hosts) > _MOST
         return found if many else found + [Offence(host, "loss", "its node was lost") for host in hosts]
+    if broken:
+        return found  # whoever reported first: the others lost a peer, in whatever words
     first = next(((by_id[node], r) for _, node, r in failed if not (r.unfit or r.blameless)), None)
     if first is not None:
         member, result = first

@@ -14,7 +14,15 @@ import os
 import re
 import sys
 
-from phalanx.core.failures import diagnose, echo_of, last_line, moment, ranks_text, root_of
+from phalanx.core.failures import (
+    diagnose,
+    echo_of,
+    last_line,
+    moment,
+    ranks_text,
+    root_of,
+    tells_of_lost_device,
+)
 from phalanx.observe.duration import duration
 from phalanx.workers.exit_evidence import code_in_words, next_step, signal_label
 
@@ -273,6 +281,9 @@ def hint(found: Diagnosis, failure: ProcessFailure) -> str:
     if "out of memory" in failure.evidence:
         return "use smaller batches or fewer data-loading processes on this rank, or raise its memory limit"
     place = _own_frame(failure.traceback or ("" if failure.error else failure.tail))
+    if tells_of_lost_device(failure.message):
+        on = f" on {failure.host}" if failure.host else ""
+        return f"a GPU{on} has failed, not the program: run `phalanx check` there, and keep the host out"
     if re.search(r"(CUDA|HIP|XPU).{0,20}out of memory|OutOfMemoryError", failure.message):
         return f"check GPU memory (`nvidia-smi`: other processes?), then {place or 'the batch size'}"
     if "ModuleNotFoundError" in failure.message:
