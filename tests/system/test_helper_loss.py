@@ -22,7 +22,7 @@ from phalanx.core.group_events import RoundOver, Signal, WorkerState
 from phalanx.core.restarts import RestartPolicy
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from phalanx.errors import SignalException
-from phalanx.kernel import is_readable, is_stopped
+from phalanx.kernel import is_readable, is_stopped, read_text
 from phalanx.membership.membership import clock
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.zygote import job_cgroup
@@ -390,6 +390,15 @@ time.sleep(1000)
 """
 
 
+def is_seen(argument: str) -> bool:
+    """Whether a process has this argument; in several looks: one that forks all the time may escape one."""
+    for _ in range(30):
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            if argument in read_text(f"/proc/{pid}/cmdline"):
+                return True
+    return False
+
+
 @needs_cgroups
 @few_or_200(ways=3)
 @pytest.mark.parametrize("victim", ["agent", "agent+keeper", "agent+zygote"])
@@ -411,6 +420,7 @@ def test_what_forks_faster_than_it_can_be_killed_ends_with_the_agent(
             while is_populated(group) and time.monotonic() < since + 3 * PROMISE:
                 pass
             assert not is_populated(group)
+            assert not is_seen(mark), "it is outside of the group"
 
 
 def test_a_plain_fork_bomb_ends_with_the_worker(tmp_path: Path) -> None:
