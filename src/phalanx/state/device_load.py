@@ -4,7 +4,7 @@ A process that has saved to a region has it mapped and pinned; the device reads 
 a new process the mapping would have to be pinned first, which takes longer than the copy, or would be copied
 by the driver at the speed of one processor. There, several threads each read a part of the file into one of
 their two pinned buffers, without any page of it being mapped, while the other is on its way to the device.
-The buffers take about as long to pin as the copy takes; a standby has done it before it is needed.
+Pinning the buffers takes time as well; a standby has done it before they are needed.
 """
 
 from __future__ import annotations

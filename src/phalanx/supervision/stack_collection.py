@@ -10,6 +10,7 @@ import os
 
 from phalanx.core.patience import RANK_BUSY
 from phalanx.core.progress import Blame, Evidence, Verdict, View, WatchPolicy, blame, judge
+from phalanx.kernel import is_stopped
 from phalanx.supervision import stacks
 from phalanx.supervision.heartbeat import STACK_SIGNAL
 from phalanx.supervision.silent_workers import SilentWorkers
@@ -60,7 +61,7 @@ class StackDump:
     ) -> None:
         running = context.running if ranks is None else context.running & ranks
         self.pids = {rank: pid for rank, pid in context.pids().items() if rank in running}
-        self.stopped = {rank for rank, pid in self.pids.items() if stacks.is_stopped(pid)}
+        self.stopped = {rank for rank, pid in self.pids.items() if is_stopped(pid)}
         self._context, self._boards = context, boards
         self._before = {rank: boards.stacks_size(rank) for rank in self.pids}
         self._sizes: dict[int, int] = {}

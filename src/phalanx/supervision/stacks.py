@@ -38,14 +38,6 @@ def catches(pid: int, sig: int) -> bool:
     return False
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or a debugger."""
-    from phalanx.kernel import stat_fields
-
-    fields = stat_fields(pid)
-    return fields is not None and fields[0] in "Tt"
-
-
 # ---- faulthandler's text -----------------------------------------------------------------------------
 
 
