@@ -93,7 +93,7 @@ bench: $(READY) $(EXTRAS)
 
 # Ten minutes of random faults against real agents; as root, each in a network of its own (docs/chaos.md).
 chaos: $(READY)
-	$(BIN)/phalanx chaos $(CHAOS)
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 clean:
 	rm -rf $(VENV) .venv-3.* .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/results

@@ -30,8 +30,10 @@ for _signal in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 # Newer versions of libffi open a file with the first callback, for good: not in the middle of a test.
 ctypes.CFUNCTYPE(None)(lambda: None)
 
-# Seconds; no claim about speed, only about ever coming back. More where many trials share a busy machine.
-HUNG = float(os.environ.get("HUNG", "30"))
+# Seconds; no claim about speed, only about ever coming back, on a machine with ten times as much to do as it
+# can. More where many trials share one.
+HUNG = float(os.environ.get("HUNG", "120"))
+_ENDING = 30  # seconds for what ends by itself; shorter than the sleep of any process in a test
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = HUNG) -> None:
@@ -79,6 +81,10 @@ def as_nobody() -> Iterator[Path]:
     finally:
         if root:
             os.setresuid(0, 0, 0)
+        for path, _, _ in os.walk(folder):  # without privileges, a locked directory could not be removed
+            for entry in os.scandir(path):
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)
         rmtree(folder)
 
 
@@ -98,6 +104,10 @@ def nothing_left_behind(
     private = tmp_path_factory.mktemp("tmp")
     monkeypatch.setenv("TMPDIR", str(private))
     monkeypatch.setattr("tempfile.tempdir", None)
+    # Nothing of the user's or of another test's is seen: neither their files nor their running jobs.
+    (private / "home").mkdir()
+    monkeypatch.setenv("HOME", str(private / "home"))
+    monkeypatch.setenv("PHALANX_NAMESPACE", f"test-{os.urandom(8).hex()}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(private / "cache"))  # no lists of modules in somebody's home
     monkeypatch.setenv("XDG_STATE_HOME", str(private / "state"))  # nor lists of runs
     # With it every piece of a print is a write of its own, and those of two ranks end up in one line.
@@ -106,11 +116,13 @@ def nothing_left_behind(
         monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
     processes, threads, fds = _descendants(), set(threading.enumerate()), _fds()
     yield
-    wait_until(lambda: _descendants() <= processes, f"the end of processes {_descendants() - processes}", 5)
+    wait_until(
+        lambda: _descendants() <= processes, f"the end of processes {_descendants() - processes}", _ENDING
+    )
     wait_until(
         lambda: {t for t in threading.enumerate() if t.is_alive()} <= threads,
         f"the end of threads {set(threading.enumerate()) - threads}",
-        5,
+        _ENDING,
     )
     new = {fd: where for fd, where in _fds().items() if fd not in fds}
     # pytest's own capture files come and go.

@@ -141,6 +141,11 @@ class JobSpec(Record):
     taken: tuple[tuple[str, str, str], ...]  # from it: option, value, origin
     warnings: tuple[str, ...]  # worth one line each, not worth stopping
 
+    @property
+    def node_name(self) -> str:
+        """This node, as all nodes and every record call it."""
+        return str(self.rdzv_conf.get("name") or os.uname().nodename)
+
 
 class Sources:
     """The raw values of a command line and its variables, by option; every complaint names the source."""

@@ -34,10 +34,12 @@ ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
 WORKERS_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"
 OWN_WORKER_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 EVENTS_FILE = "PHALANX_EVENTS_FILE"
+NAMESPACE = "PHALANX_NAMESPACE"
 TOKEN = "PHALANX_TOKEN"
 TOKEN_FILE = "PHALANX_TOKEN_FILE"
 ETCD_PASSWORD = "PHALANX_ETCD_PASSWORD"
 OUTCOMES = "PHALANX_OUTCOMES"
+BATCH_STEP = "PHALANX_BATCH_STEP"  # of a job of Slurm: its host, its port, and how often it may be requeued
 PYTHON_EXEC = "PYTHON_EXEC"
 LOG_LEVEL = "LOGLEVEL"
 OMP_THREADS = "OMP_NUM_THREADS"
@@ -207,6 +209,19 @@ def node_index() -> int:
 def in_pod() -> bool:
     """Whether this is a pod of Kubernetes, whose home directory no other pod shares unless it is mounted."""
     return bool(os.environ.get("KUBERNETES_SERVICE_HOST") or os.environ.get(COMPLETION_INDEX))
+
+
+def namespace() -> str:
+    """The jobs and commands of one user that see each other; empty: those that name none."""
+    raw = os.environ.get(NAMESPACE, "")
+    if raw and not (len(raw) <= 24 and raw.isascii() and raw.replace("-", "").replace("_", "").isalnum()):
+        raise ValueError(f"{NAMESPACE}={raw!r}: must be at most 24 letters, digits, '-' and '_'")
+    return raw
+
+
+def socket_scope() -> str:
+    """How the names of our local sockets go on after their kind: the user, then the namespace."""
+    return f"{os.geteuid()}/{namespace()}/"
 
 
 def log_level() -> str:

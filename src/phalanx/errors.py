@@ -206,9 +206,7 @@ class RendezvousTimeoutError(RendezvousError):
 
 
 class RendezvousConnectionError(RendezvousError):
-    """The rendezvous backend cannot be reached."""
-
-    lasting = False  # whether another attempt would end the same way: another token, a foreign protocol
+    """The rendezvous backend cannot be reached, or refuses this node."""
 
 
 class RendezvousStateError(RendezvousError):

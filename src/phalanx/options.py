@@ -215,6 +215,22 @@ OPTIONS: tuple[Option, ...] = _grouped(
                 env="PHALANX_",
                 metavar="K:WINDOW:COOLDOWN",
             ),
+            Option(
+                "--quarantine-dir",
+                "str",
+                None,
+                "share quarantined hosts with other jobs in this directory",
+                env="PHALANX_",
+                metavar="DIR",
+            ),
+            Option(
+                "--quarantine-hook",
+                "str",
+                None,
+                "shell command to run for a quarantined host, $1, as to drain it",
+                env="PHALANX_",
+                metavar="CMD",
+            ),
         ),
         "Restarts and stopping": (
             Option("--max-restarts", "int", 0, "restarts for the whole job", metavar="N"),

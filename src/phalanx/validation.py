@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 # What the built-in backends know of --rdzv-conf; the last line is torch's and has no effect here.
 _CONF = frozenset(
     (
-        "is_host", "join_timeout", "journal", "keep_alive_interval", "keep_alive_max_attempt",
-        "last_call_timeout", "linger", "name", "quarantine", "rank", "return_timeout", "settle",
-        "store_grace", "timeout", "token_file", "tls_ca", "tls_cert", "tls_key", "ttl",
+        "all_nodes", "is_host", "join_timeout", "journal", "keep_alive_interval", "keep_alive_max_attempt",
+        "last_call_timeout", "linger", "name", "quarantine", "quarantine_dir", "quarantine_hook", "rank",
+        "return_timeout", "settle", "store_grace", "timeout", "token_file", "tls_ca", "tls_cert", "tls_key",
+        "ttl",
         "cacert", "cert", "key", "password", "password_file", "protocol", "user",
         "close_timeout", "read_timeout", "use_libuv",
     )
@@ -296,6 +297,12 @@ def trust_files(v: Sources) -> dict[str, Any]:
         settings["store_grace"] = grace
     if v.given("quarantine"):
         settings["quarantine"] = _quarantine(v)
+    if folder := v.text("quarantine_dir"):
+        if not os.path.isdir(folder):
+            raise v.bad("quarantine_dir", "not a directory; make one that all nodes share")
+        settings["quarantine_dir"] = os.path.abspath(folder)
+    if hook := v.text("quarantine_hook"):
+        settings["quarantine_hook"] = hook
     return settings
 
 

@@ -9,7 +9,7 @@
         with worker.section("step"), worker.expires(60):
             train(batch)
         worker.heartbeat(step)           # --heartbeat-timeout limits the time between two
-        if worker.should_checkpoint():   # the machine will be taken away
+        if worker.should_checkpoint(step):  # the machine will be taken away; at the same step in all ranks
             save()
             break
 
@@ -40,8 +40,11 @@ import sys
 from time import monotonic
 
 from phalanx.supervision.heartbeat import (
+    ASKED,
+    ASKED_AT,
     BEAT,
     BEAT_AT,
+    CHECKPOINT_AT,
     DEADLINE_AT,
     FIRST_AT,
     LISTENS_AT,
@@ -103,6 +106,7 @@ _watched_step = 0  # the step at the one that it last looked at, and its number
 _watched_count = 0
 _saved = _saved_since_beat = _saving_since = 0.0  # seconds in checkpoint sections
 _saved_count = 0  # heartbeats sent when the last one of them ended
+_asked_step, _asked_at, _pace = -1, 0.0, 0.0  # the last should_checkpoint(step); seconds per step
 _pack_beat = BEAT.pack_into
 _sections: list[str] = []
 _state: tuple[str, RankState] | None = None  # what it was made from, and it
@@ -185,15 +189,24 @@ def _make_good() -> None:
     _early.clear()
 
 
-def should_checkpoint() -> bool:
-    """Whether this worker is about to be preempted: save a checkpoint and exit within the grace period."""
+def should_checkpoint(step: int | None = None) -> bool:
+    """Whether this worker is about to be preempted: save a checkpoint and exit within the grace period.
+
+    With a step number, which only grows, it becomes true at the same step in all ranks of the job that pass
+    one: for saves in which all ranks take part. That step is about a second ahead of the ranks when the
+    preemption is announced, and at least two steps. No call waits.
+    """
     board = _board
     if board is None:
         return False
     if not board[LISTENS_AT]:
         board[LISTENS_AT] = 1
         _shield(board[SIGNAL_AT])
+    if step is not None and step != _asked_step:
+        _note_asked(board, step)
     if not board[PREEMPTED_AT]:
+        return False
+    if step is not None and not 0 < PID.unpack_from(board, CHECKPOINT_AT)[0] <= step + 1:
         return False
     if _callbacks:
         _run_callbacks()
@@ -274,8 +287,9 @@ class expires:
 def keep(name: str, tree: object, step: int, *, wait: bool = True) -> PendingSave:
     """Save a tree of tensors, arrays and anything that pickle takes, in memory that outlives this process.
 
-    Two saves are held for each name: the new one replaces the older when it is whole. With `wait=False`, CUDA
-    tensors are copied while the program goes on; `wait()` of what is returned waits for that.
+    Two saves are held for each name, three with --keep-replicas: a new one replaces an older one when it is
+    whole. With `wait=False`, CUDA tensors are copied while the program goes on; `wait()` of what is returned
+    waits for that.
     """
     state = _rank_state()
     if state is not None:
@@ -299,7 +313,7 @@ def kept(name: str, step: int | None = None, *, anywhere: bool = False, device: 
 def agree(name: str, timeout: float = 300.0) -> int | None:
     """The newest step that every rank has kept; None if there is none. To be called by every rank.
 
-    Each rank forgets its other saves of this name, so that `kept` returns this one.
+    Each rank forgets its newer saves of this name, so that `kept` returns this one.
     """
     state = _rank_state()
     if state is None:
@@ -365,6 +379,17 @@ def _note_beat(board: mmap.mmap, step: int | None) -> None:
     # Not every heartbeat is looked at: the one that should reach it, by the pace so far; at first the next.
     ahead = int((mark - step) / stride) if _watched_count else 1
     _watched, _watched_step, _watched_count = _count + max(1, ahead), step, _count
+
+
+def _note_asked(board: mmap.mmap, step: int) -> None:
+    """The shortest of the last few steps is the pace: an evaluation or a compilation in between is not."""
+    global _asked_step, _asked_at, _pace
+    now = monotonic()
+    if 0 <= _asked_step < step:
+        took = (now - _asked_at) / (step - _asked_step)
+        _pace = min(took, 1.5 * _pace) if _pace else took
+    _asked_step, _asked_at = step, now
+    ASKED.pack_into(board, ASKED_AT, step + 1, _pace)
 
 
 def _begin_saving(board: mmap.mmap) -> None:
@@ -468,8 +493,9 @@ def _connect() -> None:
 def _move() -> None:
     """This process has another place: map its board, and repeat there what still holds."""
     global _board, _count, _agent_deadline, _watched, _watched_step, _watched_count
-    global _saved, _saved_since_beat, _saved_count, _saving_since
+    global _saved, _saved_since_beat, _saved_count, _saving_since, _asked_step, _asked_at, _pace
     _board, _count, _agent_deadline = None, 0, 0.0
+    _asked_step, _asked_at, _pace = -1, 0.0, 0.0
     _watched, _watched_step, _watched_count = 1, 0, 0
     _saved = _saved_since_beat = _saving_since = 0.0
     _saved_count = 0

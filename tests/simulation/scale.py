@@ -79,6 +79,32 @@ and one reply per node in each third of a lease.
 Messages and bytes grow linearly: about {each:,.0f} bytes per node for a first round at {nodes:,} nodes. Every
 node watches the round, which has no list of members, and its own place, which has its rank and the
 sizes. The leader alone sees all nodes; the list of members is one key that is read on demand.
+
+## What joining costs the store
+
+Measured with `python -m bench.joins`: `phalanx store` in a process of its own, and n real participants in
+another (`tests/support/join_crowd.py`), which connect at once or within one second and form a round. The
+CPU time is the store's, for everything from the first connection until all nodes can start their workers.
+
+| nodes | all at once | within 1 s | connections that the store closed |
+|---:|---:|---:|---:|
+| 100 | 0.51 ms | 0.72 ms | 0 |
+| 500 | 0.62 ms | 0.44 ms | 0 |
+| 1,000 | 0.51 ms | 0.51 ms | 0 |
+| 2,000 | 0.61 ms | 0.44 ms | 0 |
+
+These are milliseconds per node on two cores with a load of 35. The store's loop handles everything that has
+arrived in one turn and writes to each connection once per turn, so a node costs less the more nodes come at
+a time. Most of the rest is the kernel's: six writes per node, three of them until its Welcome.
+
+A node joins a store without a round with one command: a lease, the node's key on it, and the leader's key
+if there is none yet. Its two watches travel with that. In etcd the command is one grant and one
+transaction.
+
+The store holds up to 4,096 connections that have not proved the token yet, and never more than a quarter of
+its descriptors (`ulimit -n`, which `phalanx store` raises as far as it may), of which every node needs one.
+Each step of the handshake has 5 s of the time in which the store waits for its peers: a store that is
+itself late does not time them out.
 """
 
 

@@ -6,7 +6,9 @@ outside is touched. Links can be cut (a partition) or made deaf in one direction
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import re
 import select
 import signal
@@ -95,11 +97,22 @@ def tell(workers: Sequence[Worker], sig: int = signal.SIGUSR1) -> None:
         os.kill(worker.pid, sig)
 
 
+# Below the ports that the kernel hands out; each process has a part of them.
+_FIRST_PORT, _PARTS, _PORTS = 16_000, 160, 100
+_turn = itertools.count(random.randrange(_PORTS))
+
+
 def free_port() -> int:
-    """A port that was free a moment ago: agents of one job must all know it beforehand."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, nor will by chance: agents of one job must all know it beforehand."""
+    for _ in range(_PORTS):
+        port = _FIRST_PORT + os.getpid() % _PARTS * _PORTS + next(_turn) % _PORTS
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no free port in {_PORTS}")
 
 
 class Job:
@@ -109,7 +122,7 @@ class Job:
         self.first_hosts = "is_host" not in conf  # the store; otherwise whoever is first to bind its address
         self.endpoint = endpoint or f"127.0.0.1:{free_port()}"
         self.run_id = "job"
-        self._conf = "ttl=2,last_call_timeout=0.3,join_timeout=25" + (f",{conf}" if conf else "")
+        self._conf = "ttl=2,last_call_timeout=0.3,join_timeout=100" + (f",{conf}" if conf else "")
         self._words = ["--nnodes", nodes, "--rdzv-backend", "phalanx", "--rdzv-id", self.run_id, *words]
         self.script = folder / "train.py"
         self.script.write_text(WORKER)

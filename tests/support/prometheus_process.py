@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,32 @@ def check_metrics(text: str) -> str:
 def check_rules(path: Path) -> str:
     """What `promtool check rules` has to say."""
     return _promtool("check", "rules", str(path))
+
+
+def check_alerts(rules: Path, folder: Path, series: dict[str, str], at: str) -> list[tuple[str, str]]:
+    """The alerts that fire at a time for these series (promtool's notation), by name and run id.
+
+    `promtool test rules` compares with what is expected, and prints what there is if that is nothing."""
+    found = []
+    names = re.findall(r"alert: (\w+)", rules.read_text())
+    for name in names:
+        test = {
+            "rule_files": [str(rules)],
+            "evaluation_interval": "1m",
+            "tests": [
+                {
+                    "interval": "1m",
+                    "input_series": [{"series": one, "values": values} for one, values in series.items()],
+                    "alert_rule_test": [{"eval_time": at, "alertname": name, "exp_alerts": []}],
+                }
+            ],
+        }
+        (folder / "test.json").write_text(json.dumps(test))
+        told = _promtool("test", "rules", str(folder / "test.json"))
+        assert "FAILED" in told or "SUCCESS" in told, told
+        got = told.partition("got:")[2]
+        found += [(name, run) for run in re.findall(r'Labels:{[^}]*run_id="([^"]*)"', got)]
+    return sorted(found)
 
 
 def _promtool(*words: str, stdin: str = "") -> str:

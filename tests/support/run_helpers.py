@@ -19,7 +19,15 @@ import psutil
 from tests.conftest import HUNG, gone
 
 PHALANX = [str(Path(sys.executable).with_name("phalanx")), "run"]
-IN_PLACE = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+_PASSED_ON = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "TMPDIR",
+    "XDG_STATE_HOME",
+    "PHALANX_NAMESPACE",
+    "COVERAGE_PROCESS_CONFIG",
+)
 
 # The beginning of a worker that says who it is and then waits for the end of the world.
 READY = "import os, sys, time; print('ready', os.environ['RANK'], os.getpid(), flush=True)\n"
@@ -35,9 +43,7 @@ def script(directory: Path, text: str, name: str = "train.py") -> str:
 
 def plain_environment(**more: str) -> dict[str, str]:
     """What a worker may inherit, without what a test runner or a CI machine adds."""
-    passed_on = ("COVERAGE_PROCESS_CONFIG", "XDG_STATE_HOME")
-    traced = {name: os.environ[name] for name in passed_on if name in os.environ}
-    return {**IN_PLACE, **traced, "TMPDIR": os.environ.get("TMPDIR", "/tmp"), **more}
+    return {**{name: os.environ[name] for name in _PASSED_ON if name in os.environ}, **more}
 
 
 def run(

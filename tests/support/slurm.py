@@ -60,10 +60,18 @@ def _free_ports(count: int) -> list[int]:
 class SlurmCluster:
     """The daemons of one cluster."""
 
-    def __init__(self, nodes: int = 2, proctrack: str = "proctrack/linuxproc", *, home: Path) -> None:
+    def __init__(
+        self,
+        nodes: int = 2,
+        proctrack: str = "proctrack/linuxproc",
+        *,
+        home: Path,
+        preempts_after: int | None = None,
+    ) -> None:
+        """`preempts_after`: jobs of the partition `urgent` preempt others, with this GraceTime."""
         # Not in the folder of the test: the sockets of a node have long names, and room for 108 bytes.
         self.directory = Path(mkdtemp(prefix="slurm", dir="/tmp"))
-        self.proctrack, self.home = proctrack, home
+        self.proctrack, self.home, self.preempts_after = proctrack, home, preempts_after
         self.nodes = [f"127.0.0.{number}" for number in range(11, 11 + nodes)]
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.conf = self.directory / "slurm.conf"
@@ -105,6 +113,15 @@ class SlurmCluster:
     def _tell(self) -> None:
         for log in sorted(self.directory.glob("*.log")):
             print(f"---- {log.name}\n{log.read_text(errors='replace')[-6000:]}")
+
+    def lose_tasks(self, node: str) -> None:
+        """What runs on a node is gone; the node itself, and the daemons of its steps, are not."""
+        for one in self.processes(node):
+            try:
+                if one.name() != "slurmstepd":
+                    one.kill()
+            except psutil.NoSuchProcess:
+                pass
 
     @staticmethod
     def _kill(one: psutil.Process) -> None:
@@ -198,7 +215,12 @@ class SlurmCluster:
                 f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 State=UNKNOWN"
             )
             (self.directory / f"spool.{node}").mkdir()
-        lines.append(f"PartitionName=main Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP")
+        partition = f"Nodes={','.join(self.nodes)} MaxTime=INFINITE State=UP"
+        lines.append(f"PartitionName=main Default=YES {partition}")
+        if self.preempts_after is not None:
+            lines[-1] += f" PriorityTier=1 PreemptMode=REQUEUE GraceTime={self.preempts_after}"
+            lines.append(f"PartitionName=urgent {partition} PriorityTier=10 PreemptMode=OFF")
+            lines += ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE"]
         self.conf.write_text("\n".join(lines) + "\n")
         (self.directory / "cgroup.conf").write_text("CgroupAutomount=yes\n")
 
@@ -238,7 +260,7 @@ class SlurmCluster:
     def _idle(self) -> bool:
         if any(daemon.poll() is not None for daemon in self.daemons.values()):
             raise RuntimeError("a daemon of Slurm has ended")
-        done = self.command("sinfo", "-h", "-N", "-o", "%T", check=False)
+        done = self.command("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False)
         return done.split() == ["idle"] * len(self.nodes)
 
     # -- use -------------------------------------------------------------------------------------------

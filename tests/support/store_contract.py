@@ -168,6 +168,23 @@ class StoreContract:
         assert store.request(KeepAlive(lease)).error == "lease"
         assert store.request(Put("l/c", b"", lease)).error == "lease"
 
+    def test_a_lease_comes_with_a_transaction_on_it(self, store: Store) -> None:
+        joins = Txn((When("g/a", "mod", 0),), (Put("g/a", b"1"), Put("g/first", b"one", new=True)))
+        one = store.request(Grant(30.0, joins))
+        assert one.ok
+        assert [(e.key, e.lease) for e in one.entries] == [("g/a", one.number)]
+        other = store.second().request(Grant(30.0, Txn((), (Put("g/b", b"2"), *joins.puts[1:]))))
+        assert other.ok
+        found = store.request(Get("g/", prefix=True)).entries
+        assert [(e.key, e.value, e.lease) for e in found] == [
+            ("g/a", b"1", one.number), ("g/b", b"2", other.number), ("g/first", b"one", one.number),
+        ]  # fmt: skip
+        late = store.request(Grant(30.0, joins))
+        assert (late.error, late.entries[0].value) == ("condition", b"1")
+        assert store.request(KeepAlive(late.number)).ok, "a lease all the same"
+        store.request(Revoke(one.number))
+        assert [e.key for e in store.request(Get("g/", prefix=True)).entries] == ["g/b"]
+
     def test_lease_ends_by_itself(self, store: Store) -> None:
         lease = store.request(Grant(1.0)).number
         store.request(Put("gone", b"1", lease))

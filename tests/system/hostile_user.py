@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -14,7 +15,14 @@ import pytest
 
 NOBODY = 65534
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as two users")
+
+def unused_uid() -> int:
+    """A user that nobody is: one that no process has, also not of a test that runs beside this one."""
+    first, _, count = (int(word) for word in Path("/proc/self/uid_map").read_text().split()[:3])
+    return random.randrange(first + min(100_000, count // 2), first + min(count, 1 << 31) - 1)
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 @contextmanager

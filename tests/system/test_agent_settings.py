@@ -26,10 +26,10 @@ from phalanx.elastic.rendezvous import (
 from phalanx.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from phalanx.elastic.rendezvous.etcd_server import EtcdServer
 from phalanx.elastic.rendezvous.registry import get_rendezvous_handler
-from phalanx.membership.address import free_port
 from phalanx.membership.solo import SoloRendezvous
 from tests.support.etcd_process import etcd_program
 from tests.support.memory_blob import MemoryBlob
+from tests.support.netns import free_port
 
 WORKER = """
 import json, os, sys

@@ -21,7 +21,8 @@ import psutil
 import pytest
 
 from phalanx.core.exit_codes import NO_MEETING
-from phalanx.core.store_commands import Get
+from phalanx.core.participant import CONTROL
+from phalanx.core.store_commands import Get, Watch
 from phalanx.errors import RendezvousClosedError
 from phalanx.membership.handler import RendezvousHandler, RendezvousParameters
 from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over
@@ -235,6 +236,22 @@ def test_scale_from_one_to_four_and_down_to_two(tmp_path: Path) -> None:
         succeed(nodes[:2], again)
 
 
+def test_a_spare_says_once_that_it_waits_and_that_it_was_not_needed(
+    tmp_path: Path,
+) -> None:
+    with Job(tmp_path, "2") as job:
+        nodes = [job.node("a"), job.node("b")]
+        workers = everybody(nodes, 2)
+        spare = job.node("c")
+        spare.read_until("1 spare")
+        succeed(nodes, workers)
+        ended = spare.end()
+        assert ended.code == 0, ended
+        assert ended.err.count("1 spare") == 1, ended
+        assert "this node was a spare and was not needed; the job succeeded (workers of 2" in ended.err, ended
+        assert "closed" not in ended.err, ended
+
+
 def test_a_spare_waits_and_steps_in(tmp_path: Path) -> None:
     with Job(tmp_path, "2:2") as job:
         nodes = [job.node(name) for name in "ab"]
@@ -344,7 +361,12 @@ def test_on_a_terminal_one_line_tells_who_is_awaited(tmp_path: Path) -> None:
 
 
 def static_node(
-    job: Job, rank: int, nodes: int, conf: str = "join_timeout=25", terminal: bool = False, warm: str = "auto"
+    job: Job,
+    rank: int,
+    nodes: int,
+    conf: str = "join_timeout=100",
+    terminal: bool = False,
+    warm: str = "auto",
 ) -> Node:
     words = ["--warm", warm, "--nnodes", str(nodes), "--node-rank", str(rank), "--rdzv-conf", conf]
     host, _, port = job.endpoint.rpartition(":")
@@ -387,7 +409,7 @@ def test_on_a_terminal_one_line_tells_which_rank_is_awaited(tmp_path: Path) -> N
         succeed(nodes[1:], everybody(nodes, 2))
 
 
-QUICK = "join_timeout=25,ttl=2"
+QUICK = "join_timeout=100,ttl=2"
 
 
 def test_a_static_job_needs_no_token_and_says_that_it_is_open(tmp_path: Path) -> None:
@@ -479,7 +501,7 @@ def test_a_wrong_token_is_told_at_once(tmp_path: Path) -> None:
             "job",
         ]
         ended = run(*words, str(tmp_path / "train.py"), env=plain_environment(PHALANX_TOKEN="wrong"))
-        assert ended.code == 1
+        assert ended.code == 94
         assert "refused our token" in ended.err
         assert "PHALANX_TOKEN" in ended.err
         assert "wrong" not in ended.err
@@ -601,6 +623,29 @@ def test_torchs_interface_forms_a_round_re_forms_it_and_closes(monkeypatch: pyte
     assert together([h.shutdown for h in reversed(made)]) == [True, True, True]
 
 
+def test_a_node_whose_first_look_shows_its_round_and_its_meeting_place_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One command registers it: its round can be active before it sees anything."""
+    endpoint, looks, send = f"127.0.0.1:{free_port()}", [], Client.send
+
+    def late(client: Client, command: Any, *more: Any) -> None:
+        if isinstance(command, Watch) and command.watch == CONTROL:
+            looks.append(client)
+            if len(looks) == 2:
+                with Client("127.0.0.1", int(endpoint[10:]), token=Token(TOKEN.encode(), "test")) as other:
+                    wait_until(lambda: other.get("job/run/ctl/meeting/1"), "a meeting place")
+        send(client, command, *more)
+
+    monkeypatch.setattr(Client, "send", late)
+    made = handlers(2, monkeypatch, (2, 2), endpoint)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(made[0].next_rendezvous)
+        wait_until(lambda: looks, "the first node")
+        assert [pool.submit(made[1].next_rendezvous).result(HUNG).rank, first.result(HUNG).rank] == [1, 0]
+    together([h.shutdown for h in reversed(made)])
+
+
 def test_asking_for_a_round_while_one_runs_is_a_restart_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     made = handlers(2, monkeypatch, (2, 2))
     together([h.next_rendezvous for h in made])
@@ -609,6 +654,20 @@ def test_asking_for_a_round_while_one_runs_is_a_restart_for_all(monkeypatch: pyt
         wait_until(lambda: made[0].num_nodes_waiting(), "the other's wish")
         infos = [made[0].next_rendezvous(), first.result(HUNG)]
     assert [i.rank for i in infos] == [0, 1]
+    together([h.shutdown for h in reversed(made)])
+
+
+def test_a_round_that_is_over_before_its_caller_has_it_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = handlers(2, monkeypatch, (1, 2))
+    made[0]._joined()  # as by a thread in `next_rendezvous` that does not get to run
+    wait_until(lambda: made[0]._formed is not None, "the first round")
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(made[1].next_rendezvous)
+        wait_until(lambda: made[0].num_nodes_waiting(), "the end of the first round")
+        infos = [made[0].next_rendezvous(), second.result(HUNG)]
+    assert sorted((i.rank, i.world_size) for i in infos) == [(0, 2), (1, 2)]
     together([h.shutdown for h in reversed(made)])
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.errors import StoreAuthError
+from phalanx.errors import StoreAuthError, StoreTimeoutError
+from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.embedded.token import Token
@@ -25,6 +26,7 @@ from phalanx.store.torch.server import TorchStoreServer
 from phalanx.web import health
 from phalanx.web.health import HealthServer
 from tests.conftest import HUNG, wait_until
+from tests.support.join_crowd import Crowd
 from tests.support.run_helpers import Running, plain_environment, script
 from tests.system.test_store_server import TOKEN
 from tests.unit.test_torch_tcp import HELLO, encode
@@ -82,6 +84,116 @@ def test_strangers_that_keep_coming_do_not_keep_a_node_out(many_files: None) -> 
         finally:
             over.set()
             thread.join(HUNG)
+
+
+def test_nodes_that_come_all_at_once_keep_their_connections(many_files: None) -> None:
+    with Server(token=TOKEN) as server:
+        nodes = Crowd(server.address, 700, TOKEN)
+        try:
+            found = nodes.form(0.0, HUNG)
+        finally:
+            nodes.close()
+    assert found["dropped"] == 0
+    assert found["requests"] <= 3.1, "one to join, and two watches"
+
+
+def test_a_store_of_its_own_uses_all_the_descriptors_that_it_may() -> None:
+    limited = ["bash", "-c", 'ulimit -Sn 256; exec "$0" "$@"', sys.executable, "-m", "phalanx"]
+    with subprocess.Popen(
+        [*limited, "store", "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True
+    ) as store:
+        assert store.stderr is not None
+        try:
+            assert "listening" in store.stderr.readline()
+            soft, hard = resource.prlimit(store.pid, resource.RLIMIT_NOFILE)
+        finally:
+            store.terminate()
+    assert soft == hard
+
+
+@contextmanager
+def stalled(server: Server) -> Iterator[threading.Event]:
+    """A store that is stuck in the middle of a turn, until the event is set."""
+    stuck, go_on = threading.Event(), threading.Event()
+
+    def complain(text: str) -> None:
+        stuck.set()
+        go_on.wait(HUNG)
+
+    server.on_incident = complain
+    with socket.create_connection(server.address, timeout=HUNG) as stranger:
+        stranger.sendall(b"no greeting")
+        assert stuck.wait(HUNG)
+        server.on_incident = lambda text: None
+        try:
+            yield go_on
+        finally:
+            go_on.set()
+
+
+def test_a_store_that_is_late_does_not_hold_it_against_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.store.embedded.server.HANDSHAKE_TIME", 0.5)
+    nonce = b"n" * wire.NONCE
+    with Server(token=TOKEN) as server, socket.create_connection(server.address, timeout=HUNG) as node:
+        node.sendall(wire.greeting(nonce))
+        theirs = wire.read_greeting(node.recv(wire.GREETING, socket.MSG_WAITALL))
+        with stalled(server) as go_on:
+            node.sendall(wire.proof(TOKEN.key, "client", theirs, nonce))
+            go_on.wait(1.0)  # nothing sets it: the node's time would be over
+        proof = node.recv(wire.PROOF, socket.MSG_WAITALL)
+        assert wire.proves(proof, TOKEN.key, "server", nonce, theirs)
+        seal, incoming = wire.seals(TOKEN.key, nonce, theirs)
+        node.sendall(seal.sealed(wire.encode(0, 0, wire.Hello("node"))))
+        assert wire.Frames(seal=incoming).feed(node.recv(4096)), "a Welcome"
+
+
+def test_a_dripping_handshake_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.store.embedded.server.HANDSHAKE_TIME", 0.3)
+    with Server(token=TOKEN) as server, socket.create_connection(server.address, timeout=HUNG) as slow:
+        slow.settimeout(0.1)
+        slow.recv(wire.GREETING)
+        for byte in wire.greeting(bytes(wire.NONCE)):
+            try:
+                slow.sendall(bytes([byte]))
+                if not slow.recv(1):
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            pytest.fail("it may drip for as long as it likes")
+
+
+def test_a_busy_store_is_not_dialled_again_and_again() -> None:
+    with Server(token=TOKEN) as server:
+        admitted: list[object] = []
+        admit = server._admit
+        server._admit = lambda *about: (admitted.append(about), admit(*about))[1]  # type: ignore[method-assign]
+        with stalled(server) as go_on:
+            client = Client(*server.address, token=TOKEN, patience=6.0)
+            with pytest.raises(StoreTimeoutError):
+                client.connect(1.5)  # more than the time after which a session looks for another connection
+            go_on.set()
+            client.connect(HUNG)
+        client.close()
+    assert len(admitted) == 2, "the one that stalls the store, and the node's"
+
+
+def test_a_store_that_has_greeted_is_not_asked_whether_it_is_torchs() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(HUNG)
+        client = Client(*listener.getsockname(), token=TOKEN)
+        with pytest.raises(StoreTimeoutError):
+            client.connect(0)
+        try:
+            for _ in range(3):
+                with listener.accept()[0] as sock:
+                    sock.settimeout(HUNG)
+                    sock.sendall(wire.greeting(bytes(wire.NONCE)))
+                    assert wire.read_greeting(sock.recv(wire.GREETING, socket.MSG_WAITALL))
+        finally:
+            client.close()
 
 
 def test_wrong_tokens_do_not_fill_the_log() -> None:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -125,7 +125,7 @@ def test_the_page_of_a_job(tmp_path: Path) -> None:
         for path in ("/", "/static/page.js", "/api/events", "/api/rank/0", "/api/files", "/api/drain", "/x"):
             assert page.ask(path, cookie="")[0] == 401
         for method in ("HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
-            assert page.ask("/api/drain", method, f"phalanx_page={page.token}")[0] == 401
+            assert page.ask("/api/drain", method, f"{page.cookie.partition('=')[0]}={page.token}")[0] == 401
         assert page.ask("/", Host="evil.example")[0] == 421
         assert page.ask("/", Origin="http://evil.example")[0] == 403
         assert page.ask("/api/drain", "POST", body={"node": "", "confirm": True})[0] == 403
@@ -177,6 +177,28 @@ def test_the_page_of_a_job(tmp_path: Path) -> None:
         assert gone(process)
     for file in logs.rglob("*"):
         assert not file.is_file() or page.token not in file.read_text(errors="replace")
+
+
+def test_connections_that_were_refused_do_not_keep_the_owner_out(tmp_path: Path) -> None:
+    """More of them than the page has room for, kept open, each with an answer of 401."""
+    with Running(["--dashboard", script(tmp_path, WORKER)]) as job, ExitStack() as held:
+        page = Page(link_of(job))
+
+        def refused() -> bool:
+            client = page.connect()
+            held.callback(client.close)
+            try:
+                client.request("GET", "/")
+                return client.getresponse().status == 401
+            except OSError:  # closed by the page
+                return False
+
+        assert sum(refused() for _ in range(300)) > 256
+        for _ in range(20):
+            refused()
+            assert page.ask("/")[0] == 200
+        job.signal(signal.SIGTERM)
+        job.end()
 
 
 def test_the_page_ends_with_the_agent_and_the_job_goes_on_without_it(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from phalanx.membership.address import free_port
 from tests.conftest import HUNG
+from tests.support.netns import free_port
 from tests.support.run_helpers import PHALANX, plain_environment, run, script
 
 needs_torch = pytest.mark.skipif(
@@ -100,6 +100,7 @@ DIFFERS = {
     "TORCHELASTIC_ERROR_FILE": r"/.+/attempt_0/\d+/error\.json",
     "DUMP": r"/.+",
     "_": r"/.+",
+    "HOME": r"/.+",
     "TMPDIR": r"/.+",
     "XDG_STATE_HOME": r"/.+",
     "PWD": r"/.+/scripts",  # set by the shell of --no-python

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.store_commands import Get
+from phalanx.core.store_commands import Entry, Get
 from phalanx.membership.node_requests import ASK
 from phalanx.store.etcd.client import etcd_client_from
 from tests.conftest import HUNG
@@ -89,12 +89,45 @@ def test_a_killed_agent_is_replaced_when_its_lease_expires(tmp_path: Path, etcd:
         succeed(nodes, again)
 
 
-def left_in(etcd: Cluster, run_id: str) -> list[str]:
-    """What a job has left in the store; without the one key of those who looked at it (`phalanx list`)."""
+def entries_of(etcd: Cluster, prefix: str) -> tuple[Entry, ...]:
     config, environ = {"user": "root"}, {"PHALANX_ETCD_PASSWORD": PASSWORD}
     with etcd_client_from(str(etcd.addresses[0]), config, environ=environ) as client:
-        entries = client.request(Get(f"job/{run_id}/", prefix=True), HUNG).entries
+        return client.request(Get(prefix, prefix=True), HUNG).entries
+
+
+def left_in(etcd: Cluster, run_id: str) -> list[str]:
+    """What a job has left in the store; without the one key of those who looked at it (`phalanx list`)."""
+    entries = entries_of(etcd, f"job/{run_id}/")
     return sorted({entry.key.removeprefix(f"job/{run_id}/") for entry in entries} - {ASK})
+
+
+@pytest.mark.parametrize("how", ["succeeds", "fails", "is cancelled"])
+def test_the_keys_of_a_finished_job_expire(tmp_path: Path, etcd: Cluster, how: str) -> None:
+    run_id = f"over-{how.replace(' ', '-')}"
+    with job_at(etcd, tmp_path, "2", run_id, "--max-restarts", "0") as job:
+        nodes = [job.node(name) for name in "ab"]
+        workers = everybody(nodes, 2)
+        if how == "succeeds":
+            succeed(nodes, workers)
+        elif how == "fails":
+            tell(workers[:1], signal.SIGUSR2)
+            assert {node.end().code for node in nodes} == {9}
+        else:
+            for node in nodes:
+                node.signal(signal.SIGTERM)
+            assert {node.end().code for node in nodes} == {143}
+    left = [*entries_of(etcd, f"job/{run_id}/"), *entries_of(etcd, f"shared/{run_id}/")]
+    assert left, "a node that comes late finds that the job is over"
+    assert [entry.key for entry in left if not entry.lease] == []
+
+
+def test_a_wrong_password_is_one_line_and_no_code_of_the_program(tmp_path: Path, etcd: Cluster) -> None:
+    with job_at(etcd, tmp_path, "1", "refused") as job:
+        job.environment["PHALANX_ETCD_PASSWORD"] = "not it"
+        ended = job.node("a").end()
+    assert ended.code == 94, ended
+    assert ended.err.count("PHALANX_ETCD_PASSWORD") == 1
+    assert "Traceback" not in ended.err
 
 
 def test_a_run_id_can_be_reused_when_the_nodes_of_its_job_are_gone(tmp_path: Path, etcd: Cluster) -> None:

@@ -21,6 +21,7 @@ from phalanx.errors import StartError
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.fault_agent import KINDS, family
 from tests.support.run_helpers import kill_at_once
+from tests.system.hostile_user import as_root, unused_uid
 
 AGENT = str(Path(__file__).parents[1] / "support" / "fault_agent.py")
 PROMISE = 1.0  # seconds after the agent's death: the contract, not a measurement
@@ -225,7 +226,7 @@ def test_a_fork_that_fails_leaves_no_partial_group(times: int, tmp_path: Path) -
     """A real process limit: root is exempt from it, so another real user runs this, without the privilege."""
     if os.getuid() != 0:
         pytest.skip("needs root, to be another user with a process limit of its own")
-    other = ["setpriv", "--ruid", "54321", "--bounding-set", "-sys_resource,-sys_admin", "--"]
+    other = ["setpriv", "--ruid", str(unused_uid()), "--bounding-set", "-sys_resource,-sys_admin", "--"]
     for turn in range(times):
         ran = tmp_path / f"ran{turn}"
         code = LIMITED.format(room=turn % 5, ran=ran)
@@ -253,6 +254,7 @@ def test_output_before_an_abrupt_exit_is_complete(
         assert Path(result.stdouts[0]).stat().st_size == 1 << 20
 
 
+@as_root
 @few_or_many
 def test_pid_reuse_a_stranger_with_a_workers_pid_is_never_signalled(times: int, tmp_path: Path) -> None:
     """In a pid namespace whose next pid can be chosen, a stranger takes the dead worker's number."""

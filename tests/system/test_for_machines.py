@@ -64,6 +64,20 @@ def told(tmp_path: Path, *flags: str) -> tuple[Ended, list[dict[str, Any]]]:
     return done, messages(notes)
 
 
+@pytest.mark.parametrize("backend", [(), ("--rdzv-backend", "phalanx", "--nnodes", "1:2")])
+def test_every_record_has_the_name_of_the_node(tmp_path: Path, backend: tuple[str, ...]) -> None:
+    """Several nodes may run on one machine: its name would not tell them apart."""
+    conf = "name=alpha,last_call_timeout=0.1"
+    endpoint = ("--rdzv-endpoint", f"127.0.0.1:{free_port()}") if backend else ()
+    done, notes = told(tmp_path, "--max-restarts", "1", "--rdzv-conf", conf, *backend, *endpoint)
+    assert done.code == 0, done
+    (events,) = (tmp_path / "logs").glob("*/events.jsonl")
+    kept = messages(events)
+    assert {one["host"] for one in (*objects(done.out), *objects(done.err), *kept)} == {"alpha"}
+    assert {one["node"] for one in kept if one["kind"] == "incident"} == {"alpha"}
+    assert {one["host"] for one in notes} == {"alpha"}
+
+
 def test_a_job_that_recovers(tmp_path: Path) -> None:
     done, notes = told(tmp_path, "--max-restarts", "1")
     assert done.code == 0, done
@@ -207,7 +221,8 @@ RULES = Path(__file__).parents[2] / "docs" / "prometheus_rules.yml"
 
 def measured(tmp_path: Path) -> Running:
     """A job of two workers that fails once, when the file `kill` is there."""
-    flags = ("--health-port", "127.0.0.2:0", "--metrics", "--max-restarts", "1", "-t", "1", "--grace", "1")
+    flags = ["--health-port", "127.0.0.2:0", "--metrics", "--max-restarts", "1", "-t", "1", "--grace", "1"]
+    flags += ["--rdzv-id", "m"]
     return Running(["--nproc-per-node", "2", *flags, script(tmp_path, STEPS), str(tmp_path / "kill")])
 
 
@@ -217,18 +232,18 @@ def test_metrics_of_a_job_that_is_killed(tmp_path: Path) -> None:
         job.read_until("attempt 0", 2)
         wait_until(lambda: port_of(job.agent), "the health port")
         port = port_of(job.agent)
-        wait_until(lambda: 'last_step_timestamp_seconds{rank="1"}' in page(port), "a step")
-        wait_until(lambda: 'phalanx_workers{state="ready"} 2.0' in page(port), "both workers")
-        assert 'phalanx_lost_seconds_total{reason="recovering"} 0.0\n' in page(port)
+        wait_until(lambda: 'last_step_timestamp_seconds{rank="1",run_id="m"}' in page(port), "a step")
+        wait_until(lambda: 'phalanx_workers{run_id="m",state="ready"} 2.0' in page(port), "both workers")
+        assert 'phalanx_lost_seconds_total{reason="recovering",run_id="m"} 0.0\n' in page(port)
         (tmp_path / "kill").touch()
         job.read_until("attempt 1", 2)
-        stage = 'phalanx_recovery_seconds_count{phase="first_step"} 1.0'
+        stage = 'phalanx_recovery_seconds_count{phase="first_step",run_id="m"} 1.0'
         wait_until(lambda: stage in page(port), "the first step after the restart")
         text = page(port)
-        assert 'phalanx_restarts_total{cause="failure",kind="restart"} 1.0' in text
-        assert 'phalanx_lost_seconds_total{reason="recovering"} 0.0\n' not in text
-        assert "phalanx_goodput_ratio 0." in text
-        assert 'phalanx_log_bytes_total{stream="stdout"} 20.0' in text
+        assert 'phalanx_restarts_total{cause="failure",kind="restart",run_id="m"} 1.0' in text
+        assert 'phalanx_lost_seconds_total{reason="recovering",run_id="m"} 0.0\n' not in text
+        assert 'phalanx_goodput_ratio{run_id="m"} 0.' in text
+        assert 'phalanx_log_bytes_total{run_id="m",stream="stdout"} 20.0' in text
         job.signal(signal.SIGTERM)
         assert job.end().code == 143
     assert check_metrics(text) == ""
@@ -257,7 +272,10 @@ def test_a_real_prometheus_with_the_rules_and_the_dashboard(tmp_path: Path) -> N
             dashboard = json.loads((RULES.parent / "grafana_dashboard.json").read_text())
             for panel in dashboard["panels"]:
                 for target in panel["targets"]:
-                    answer = server.get("/api/v1/query", query=target["expr"].replace("$instance", ".*"))
+                    answer = server.get(
+                        "/api/v1/query",
+                        query=target["expr"].replace("$instance", ".*").replace("$run_id", "m"),
+                    )
                     assert answer["status"] == "success", (panel["title"], answer)
         job.signal(signal.SIGTERM)
         assert job.end().code == 143

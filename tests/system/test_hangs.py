@@ -18,6 +18,7 @@ import pytest
 
 from phalanx.core.exit_codes import HANG, UNFIT_NODE
 from tests.conftest import HUNG, gone, wait_until
+from tests.support.netns import free_port
 from tests.support.run_helpers import Ended, Running, all_gone, plain_environment, run, script
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
@@ -331,14 +332,6 @@ def ask(port: int, path: str) -> int:
         return 0
     finally:
         connection.close()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("how", ["flag", "variable"])

@@ -40,10 +40,19 @@ from phalanx.zygote.spawner import (
 )
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.fault_agent import KINDS, family
-from tests.support.run_helpers import FOREVER, Running, all_gone, helpers_of, kill_at_once, script
+from tests.support.run_helpers import (
+    FOREVER,
+    Running,
+    all_gone,
+    helpers_of,
+    kill_at_once,
+    run,
+    script,
+    unshare,
+)
 from tests.support.trials import few_or_many as few_or_200
 from tests.support.trials import play
-from tests.system.test_faults import PROMISE, Agent, agent, all_gone_in_time, few_or_many, zygote_of
+from tests.system.test_faults import Agent, agent, all_gone_in_time, few_or_many, zygote_of
 from tests.system.test_loop import PAUSE, Waiting, agent_of, idle_in, is_in
 
 __all__ = ["agent"]  # a fixture
@@ -290,7 +299,7 @@ def test_a_workers_children_end_although_no_process_of_ours_is_left(
         all_gone_in_time(mine, since)
         one.process.wait()
         for pid in strays:
-            if not gone(pid):  # outside of the process group, and too early for a control group
+            if not gone(pid):  # outside of the process group; the next job would end them
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -316,10 +325,10 @@ def cgroup_of(pid: int) -> str:
     return next((line[3:] for line in lines if line.startswith("0::")), "")
 
 
-def is_populated(group: str) -> bool:
+def is_populated(group: Path) -> bool:
     """Whether a process is in a control group."""
     try:
-        return bool(Path(job_cgroup.base(), group, "cgroup.procs").read_text())
+        return bool((group / "cgroup.procs").read_text())
     except OSError:
         return False
 
@@ -346,8 +355,6 @@ def test_the_control_group_catches_strays(victims: str, times: int, tmp_path: Pa
             files = {kind: folder / f"{kind}.0" for kind in KINDS}
             wait_until(lambda: all(f.exists() and f.read_text().strip() for f in files.values()), "all pids")
             pids = {kind: int(file.read_text()) for kind, file in files.items()}
-            for pid in pids.values():
-                wait_until(lambda: "/phalanx-" in cgroup_of(pid), "the control group")  # noqa: B023
             for file in files.values():
                 file.unlink()
             kill_at_once([*([job.agent] if victims == "all" else []), *helpers_of(job.agent)])
@@ -356,6 +363,7 @@ def test_the_control_group_catches_strays(victims: str, times: int, tmp_path: Pa
                 # One that has left its group may be seen a moment longer, without memory or files of its own.
                 left = [pid for pid in pids.values() if not gone(pid) and has_memory(pid)]
                 assert not left, "nothing is started over leftovers"
+                wait_until(lambda: all(f.exists() for f in files.values()), "all that the end has to kill")
         if victims == "all":
             with Running([script(folder, FOREVER)]) as job:
                 job.workers(1)
@@ -378,58 +386,131 @@ def test_who_sees_other_clocks_kills_nobody(tmp_path: Path) -> None:
         assert psutil.Process(worker).status() != psutil.STATUS_ZOMBIE
 
 
-BOMB = """
+INSIDE = "print('inside' if '/phalanx-' in open('/proc/self/cgroup').read() else 'outside', flush=True)\n"
+
+
+@needs_cgroups
+@pytest.mark.parametrize("how", ["--warm off", "--warm auto", "--no-python"])
+def test_a_worker_starts_in_the_control_group(how: str, tmp_path: Path) -> None:
+    """With its first line: what it starts there is caught, whatever is killed when."""
+    command = [sys.executable, "-c", INSIDE] if how == "--no-python" else [script(tmp_path, INSIDE)]
+    done = run(*how.split(), "--nproc-per-node", "2", *command)
+    assert done.code == 0, done
+    assert done.out.count("inside") == 2, done
+    assert not [name for name in os.listdir(job_cgroup.base()) if is_left(name)], "it ends with the job"
+
+
+def inside() -> str:
+    return cgroup_of(os.getpid())
+
+
+@needs_cgroups
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_a_function_starts_in_the_control_group(method: str, tmp_path: Path) -> None:
+    logs = DefaultLogsSpecs(str(tmp_path))
+    result = start_processes("f", inside, {0: ()}, {0: {}}, logs, start_method=method).wait(HUNG)
+    assert result is not None
+    assert "/phalanx-" in result.return_values[0]
+
+
+@needs_cgroups
+def test_without_clone3_the_zygote_moves_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A service with RestrictNamespaces=, for example."""
+    monkeypatch.setattr("phalanx.kernel.clone_into", lambda _group: -1)
+    logs = DefaultLogsSpecs(str(tmp_path))  # "fork": the helpers are copies of this process
+    result = start_processes("f", inside, {0: ()}, {0: {}}, logs, start_method="fork").wait(HUNG)
+    assert result is not None
+    assert "/phalanx-" in result.return_values[0]
+
+
+def is_left(group: str) -> bool:
+    """Whether a group of this namespace has outlived its keeper."""
+    spaces, _, keeper = group.removeprefix("phalanx-").partition("-")
+    here = Path(job_cgroup._name(0, "")).name.removeprefix("phalanx-").partition("-")[0]
+    return group.startswith("phalanx-") and spaces == here and gone(int(keeper.partition("-")[0]))
+
+
+# Always another process, whose parent is gone. It ends by itself after so many forks or seconds, whatever
+# happens to the test.
+CHAIN = """
 import os, time
-print('ready 0', os.getpid(), flush=True)
+until = time.monotonic() + 30
 if os.fork() == 0:
-    while True:  # always another process, in another session, whose parent is gone
-        if os.fork():
+    for _ in range(100_000):
+        if os.fork() or time.monotonic() > until:
             os._exit(0)
         os.setsid()
-time.sleep(1000)
+    os._exit(0)
 """
+# Each process starts others until there are 585, in as many sessions.
+TREE = """
+import os, time
+until = time.monotonic() + 30
+def grow(depth):
+    for _ in range(8 if depth else 0):
+        if os.fork() == 0:
+            os.setsid()
+            grow(depth - 1)
+            time.sleep(max(0.0, until - time.monotonic()))
+            os._exit(0)
+if os.fork() == 0:
+    grow(3)
+    os._exit(0)
+"""
+BOMBS = {"chain": CHAIN, "tree": TREE}
 
 
-def is_seen(argument: str) -> bool:
+class BombedJob(Running):
+    """A job whose worker forks at once, in a pid namespace that ends with the test, however that ends."""
+
+    def __init__(self, words: list[str]) -> None:
+        contained = ["setpriv", "--pdeathsig", "KILL", *unshare(), "sh", "-c", '"$@" & exec sleep 60', "sh"]
+        super().__init__(words, before=contained)
+        self.read_until("ready ")
+        (init,) = psutil.Process(self.process.pid).children()
+        (agent,) = init.children()
+        self.agent = agent.pid  # its number here
+        self.keeper, self.zygote = helpers_of(self.agent)
+        self.worker = min(child.pid for child in psutil.Process(self.zygote).children())
+        self.group = Path(job_cgroup.base(), Path(cgroup_of(self.worker)).name)
+
+
+def is_seen(argument: str, but: int) -> bool:
     """Whether a process has this argument; in several looks: one that forks all the time may escape one."""
     for _ in range(30):
         for pid in filter(str.isdigit, os.listdir("/proc")):
-            if argument in read_text(f"/proc/{pid}/cmdline"):
+            if argument in read_text(f"/proc/{pid}/cmdline") and int(pid) != but:
                 return True
     return False
 
 
+needs_namespaces = pytest.mark.skipif(not unshare(), reason="needs a pid namespace")
+
+
 @needs_cgroups
-@few_or_200(ways=3)
+@needs_namespaces
+@few_or_200(ways=6)
 @pytest.mark.parametrize("victim", ["agent", "agent+keeper", "agent+zygote"])
+@pytest.mark.parametrize("bomb", BOMBS)
 def test_what_forks_faster_than_it_can_be_killed_ends_with_the_agent(
-    victim: str, times: int, tmp_path: Path
+    bomb: str, victim: str, times: int, tmp_path: Path
 ) -> None:
+    """From its first line on, and although the agent is killed at once."""
     mark = f"bomb{os.getpid()}"
-    main = script(tmp_path, BOMB)
+    main = script(tmp_path, f"{BOMBS[bomb]}print('ready 0', flush=True)\ntime.sleep(30)\n")
     for _ in range(times):
-        with Running(["--warm", "off", main, mark]) as job:
-            (worker,) = job.workers(1).values()
-            wait_until(lambda: "/phalanx-" in cgroup_of(worker), "the control group")  # noqa: B023
-            group = Path(cgroup_of(worker)).name
-            keeper, zygote = helpers_of(job.agent)
-            who = {"agent": job.agent, "keeper": keeper, "zygote": zygote}
-            kill_at_once(who[name] for name in victim.split("+"))
-            since = time.monotonic()
-            wait_until(lambda: gone(worker), "the end of the worker")  # noqa: B023
-            while (is_populated(group) or is_seen(mark)) and time.monotonic() < since + 3 * PROMISE:
-                pass
-            assert not is_populated(group)
-            assert not is_seen(mark), "it is outside of the group"
+        with BombedJob(["--warm", "off", main, mark]) as job:
+            kill_at_once(getattr(job, name) for name in victim.split("+"))
+            wait_until(lambda: gone(job.worker), "the end of the worker")
+            wait_until(lambda: not is_populated(job.group), "the end of the group")
+            assert not is_seen(mark, but=job.process.pid), "it is outside of the group"
+            job_cgroup.remove(str(job.group))
 
 
 def test_a_plain_fork_bomb_ends_with_the_worker(tmp_path: Path) -> None:
     """In the worker's process group: killed at once, although its leader is gone; no control group needed."""
     mark = tmp_path / "mark"
-    bomb = (
-        f"import os, time\nif os.fork(): open({str(mark)!r}, 'w').close(); os._exit(3)\n"
-        "while True:\n    if os.fork(): os._exit(0)\n"
-    )
+    bomb = CHAIN.replace("os.setsid()", "pass") + f"open({str(mark)!r}, 'w').close(); os._exit(3)"
     begin = time.monotonic()
     args: dict[int, tuple[str, ...]] = {0: ("-c", bomb)}
     group = start_processes("b", sys.executable, args, {0: {}}, DefaultLogsSpecs(str(tmp_path)))

@@ -8,11 +8,11 @@ import subprocess
 from pathlib import Path
 
 from phalanx.cli.logs import RemoteLogs
-from phalanx.membership.address import free_port
-from phalanx.observe.local_agents import LocalAgent, agents
+from phalanx.observe.local_agents import LocalAgent, find
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.token import Token
 from tests.conftest import HUNG, wait_until
+from tests.support.netns import free_port
 from tests.support.run_helpers import PHALANX, Running, plain_environment, script
 
 LINES = """
@@ -92,7 +92,7 @@ def test_logs_of_another_node_are_followed_and_a_node_is_drained(tmp_path: Path)
         return Running([*words, *own, path, str(tmp_path)], env=env)
 
     def here(*names: str) -> list[LocalAgent]:
-        return [one for one in agents(run) if one.job.host in names and one.job.workers]
+        return [one for one in find()[0] if one.job.run == run and one.job.host in names and one.job.workers]
 
     with agent("one") as one:
         Client("127.0.0.1", port, token=Token(b"secret" * 6, "the test")).connect(HUNG).close()

@@ -18,13 +18,13 @@ import pytest
 
 from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, RunResult, WorkerSpec
-from phalanx.cli.status import jobs
 from phalanx.core.group_events import MembershipChanged, Signal, WorkerState
 from phalanx.core.restarts import RestartPolicy
 from phalanx.errors import SignalException
 from phalanx.logs.specs import DefaultLogsSpecs
 from phalanx.membership.handler import RendezvousInfo
 from phalanx.membership.solo import SoloRendezvous
+from phalanx.observe.local_agents import as_dict, find
 from phalanx.store.torch.client import TorchStoreClient
 from phalanx.store.torch.server import TorchStoreServer
 from phalanx.warm.helper_pool import HelperPool
@@ -48,7 +48,7 @@ def agent_of(code: str, at: Path, handler: Any = None, **more: Any) -> LocalElas
 
 
 def status_of(agent: int) -> dict[str, Any] | None:
-    return next((job for job in jobs() if job["pid"] == agent), None)
+    return next((as_dict(one) for one in find()[0] if one.job.pid == agent), None)
 
 
 def is_in(agent: LocalElasticAgent, phase: str) -> Callable[[], bool]:

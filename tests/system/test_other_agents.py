@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import HUNG, wait_until
+from tests.support.netns import free_port
 from tests.support.run_helpers import Ended, plain_environment, script
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(8 * HUNG)]  # their imports alone take many seconds
@@ -35,12 +36,6 @@ if os.environ["RANK"] == "1" and not os.path.exists(os.environ["MARK"]):
 def needs(*packages: str) -> pytest.MarkDecorator:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def swapped(tmp_path: Path, *words: str, **env: str) -> Ended:

@@ -41,7 +41,7 @@ pods_possible = pytest.mark.skipif(not containers_possible(), reason="containers
 
 def job(folder: Path, *words: str) -> Pods:
     common = ["--image", "this", "-N", "2", "--no-preflight", "--max-restarts", "0", "--rdzv-conf", "ttl=2"]
-    kind, made = parse_manifest([*common, *words, "--", "train.py"], TOKEN)
+    kind, made, _ = parse_manifest([*common, *words, "--", "train.py"], TOKEN)
     pods = Pods(folder, manifest(kind, made))
     (pods.app / "train.py").write_text(TRAIN)
     return pods
@@ -103,6 +103,26 @@ def test_pods_come_back_one_by_one_while_the_others_restart_in_place(tmp_path: P
         (pods.data / "end").write_text("0")
         assert [pod.end().code for pod in (first, second)] == [0, 0]
         assert [pod.termination_log for pod in (first, second)] == ["", ""]
+
+
+@pods_possible
+def test_a_spare_pod_replaces_a_lost_one_and_ends_with_the_job(tmp_path: Path) -> None:
+    with job(tmp_path, "--restricted", "--spares", "1") as pods:
+        assert pods.names is not None
+        first, second = pods.start(0), pods.start(1)
+        pods.names.set(first.record)
+        ready(first, 0)
+        ready(second, 1)
+        spare = pods.start(2)
+        spare.read_until("spare")
+        second.kill()
+        assert second.end().code == 128 + signal.SIGKILL
+        ready(spare, 1)
+        ready(first, 0, 2)
+        second = pods.start(1)  # now the spare
+        second.read_until("spare")
+        (pods.data / "end").write_text("0")
+        assert [pod.end().code for pod in (first, spare, second)] == [0, 0, 0]
 
 
 @pods_possible

@@ -23,6 +23,7 @@ from phalanx.observe import events
 from phalanx.supervision.heartbeat import Boards
 from phalanx.supervision.supervision import Supervision
 from tests.conftest import gone, wait_until
+from tests.support.netns import Job
 from tests.support.run_helpers import Ended, Running, all_gone, run, script
 
 READY = "print('ready', os.environ['RANK'], os.getpid(), flush=True)\n"
@@ -326,3 +327,128 @@ def test_a_worker_that_exits_at_once_when_preempted_has_not_failed(
         e["metadata"]["state"] for e in found if e["source"] == "WORKER" and not e["name"].endswith("START")
     ]
     assert ends == ["TERMINATED"] * 4
+
+
+# -- the same step in all ranks ---------------------------------------------------------------------------
+
+# Ranks without a collective between them drift apart; they save together all the same.
+BY_STEP = """
+import os, random, sys, time
+from phalanx import worker
+e = os.environ
+step = 0
+while not worker.should_checkpoint(step):
+    if step == 5:
+        print("ready", e["RANK"], e["WORLD_SIZE"], os.getpid(), 0, e["GROUP_RANK"], e["MASTER_ADDR"],
+              e["MASTER_PORT"], "-", e["ROLE_RANK"], flush=True)
+    step += 1
+    worker.heartbeat(step)
+    time.sleep(PACE * random.uniform(0.8, 1.2))
+print(f"saved {e['RANK']} at {step}", flush=True)
+"""
+
+
+def saved_steps(ended: list[Ended]) -> list[str]:
+    return [line.split(" at ")[1] for one in ended for line in one.out.splitlines() if "saved " in line]
+
+
+@pytest.mark.parametrize("pace", ["0.001", "0.02", "0.4"])
+def test_all_ranks_of_a_node_save_at_the_same_step(tmp_path: Path, pace: str) -> None:
+    body = BY_STEP.replace('e["WORLD_SIZE"], os.getpid()', 'os.getpid(), e["WORLD_SIZE"]')  # for `workers`
+    ended = preempt(tmp_path, body.replace("PACE", pace))
+    assert ended.code == 128 + signal.SIGUSR1, ended
+    steps = saved_steps([ended])
+    assert len(steps) == 2, ended
+    assert len(set(steps)) == 1, ended
+
+
+@pytest.mark.parametrize("pace", ["0.001", "0.02", "0.4"])
+def test_all_ranks_of_all_nodes_save_at_the_same_step(tmp_path: Path, pace: str) -> None:
+    with Job(tmp_path, "3", "", "--preempt-signal", "SIGUSR1", "--grace", "20") as job:
+        job.script.write_text(BY_STEP.replace("PACE", pace))
+        nodes = [job.node(name, nproc=2) for name in "abc"]
+        for node in nodes:
+            node.up(6)
+        nodes[1].signal(signal.SIGUSR1)
+        assert nodes[1].end().code == 128 + signal.SIGUSR1
+        for node in (nodes[0], nodes[2]):
+            node.read_until("saved", 2)
+            node.signal(signal.SIGUSR1)
+        steps = saved_steps([node.end() for node in nodes])
+        assert len(steps) == 6, steps
+        assert len(set(steps)) == 1, steps
+
+
+# One rank asks by step, one by flag, one not at all: nobody waits for anybody.
+MIXED = """
+import os, time
+from phalanx import worker
+rank = int(os.environ["RANK"])
+worker.should_checkpoint()
+READY
+step = 0
+while True:
+    if rank == 0 and worker.should_checkpoint(step): break
+    if rank == 1 and worker.should_checkpoint(): break
+    step += 1
+    time.sleep(0.01)
+print(f"saved {rank}", flush=True)
+"""
+
+
+def test_ranks_that_do_not_ask_by_step_are_not_waited_for(tmp_path: Path) -> None:
+    ended = preempt(tmp_path, MIXED)
+    assert ended.code == 128 + signal.SIGUSR1, ended
+    assert sum(ended.out.count(f"saved {rank}") for rank in "01") == 2, ended
+
+
+WITH_DCP = """
+import os, sys, time
+import torch, torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from phalanx import worker
+dist.init_process_group("gloo")
+rank, e = dist.get_rank(), os.environ
+weights = torch.zeros(4)
+folder = os.path.join(os.path.dirname(__file__), "checkpoint")
+step = 0
+if os.path.exists(os.path.join(folder, ".metadata")):
+    state = {"weights": weights, "step": 0}
+    dcp.load(state, checkpoint_id=folder)
+    print(f"loaded {rank} {state['step']} {weights.tolist()}", flush=True)
+    os._exit(0)
+while True:
+    step += 1
+    grad = torch.ones(4)
+    dist.all_reduce(grad)
+    weights += grad
+    if step == 5:
+        print("ready", e["RANK"], e["WORLD_SIZE"], os.getpid(), 0, e["GROUP_RANK"], e["MASTER_ADDR"],
+              e["MASTER_PORT"], "-", e["ROLE_RANK"], flush=True)
+    if worker.should_checkpoint(step):
+        dcp.save({"weights": weights, "step": step}, checkpoint_id=folder)
+        print(f"saved {rank} at {step}", flush=True)
+        os._exit(0)
+"""
+
+
+def test_a_collective_save_of_two_nodes_finds_all_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    with Job(tmp_path, "2", "", "--preempt-signal", "SIGUSR1", "--grace", "60") as job:
+        job.script.write_text(WITH_DCP)
+        nodes = [job.node(name) for name in "ab"]
+        for node in nodes:
+            node.up(2)
+        nodes[1].signal(signal.SIGUSR1)
+        nodes[0].read_until("saved")
+        nodes[0].signal(signal.SIGUSR1)
+        ended = [node.end() for node in nodes]
+        steps = saved_steps(ended)
+        assert len(steps) == 2, ended
+        assert len(set(steps)) == 1, ended
+    with Job(tmp_path, "2") as job:
+        job.script.write_text(WITH_DCP)
+        nodes = [job.node(name) for name in "ab"]
+        step = int(steps[0])
+        for rank, one in enumerate(node.end() for node in nodes):
+            assert f"loaded {rank} {step} {[2.0 * step] * 4}" in one.out, one

@@ -80,6 +80,66 @@ def test_a_host_that_causes_failures_is_kept_out_and_all_nodes_say_so(tmp_path: 
         succeed(nodes, everybody([a, c], 2))
 
 
+def test_a_new_job_begins_with_the_hosts_that_another_one_keeps_out(tmp_path: Path) -> None:
+    """The hook is called once, by one node of the job that found the host."""
+    shared, called = tmp_path / "shared", tmp_path / "called"
+    shared.mkdir()
+    env = plain_environment(PHALANX_TOKEN="a token for tests", XDG_STATE_HOME=str(tmp_path / "state"))
+    hook = f'cat > {called}.new; echo " for $1" >> {called}.new; cat {called}.new >> {called}'
+    words = ("--max-restarts", "5", "--quarantine", "1:600:600", "--quarantine-dir", str(shared))
+    with Job(tmp_path, "2:3", "", *words, "--quarantine-hook", hook, conf="last_call_timeout=20") as job:
+        job.environment |= env
+        a, b, c = nodes = [job.node(name) for name in "abc"]
+        tell([one for one in everybody(nodes, 3) if one.node == 2], signal.SIGUSR2)
+        workers = everybody([a, b], 2)
+        succeed(nodes, workers)
+    (line,) = called.read_text().splitlines()
+    assert line.endswith("} for c")
+    found = json.loads(line.removesuffix(" for c"))
+    assert (found["host"], found["run_id"]) == ("c", job.run_id)
+    assert found["reason"].startswith("root cause of a failure: rank 2")
+    (listed,) = json.loads(command("quarantine", "--dir", str(shared), "--json", env=env))
+    assert (listed["host"], 0 < listed["left"] <= 600) == ("c", True)
+    assert [path.name for path in shared.iterdir()] == ["c.json"]
+
+    again = tmp_path / "again"
+    again.mkdir()
+    with Job(again, "2:3", "", *words, "--quarantine-hook", hook, conf="last_call_timeout=0.1") as job:
+        job.environment |= env
+        c = job.node("c")  # the first to come, and yet it has no part
+        c.read_until("c is quarantined for")
+        a, b = nodes = [job.node(name) for name in "ab"]
+        workers = everybody(nodes, 2)
+        assert f"(run {found['run_id']})" in c.text
+        assert "c may take part again" in command("quarantine", "remove", "c", "--dir", str(shared), env=env)
+        assert "no host is quarantined" in command("quarantine", "--dir", str(shared), env=env)
+        succeed([a, b, c], workers)
+    assert len(called.read_text().splitlines()) == 1, "the one who found it has told"
+
+
+def test_a_host_is_kept_out_of_all_jobs_by_a_person(tmp_path: Path) -> None:
+    env = plain_environment(XDG_STATE_HOME=str(tmp_path / "state"))
+    at = ["--dir", str(tmp_path)]
+    assert "no host is quarantined" in command("quarantine", *at, env=env)
+    command("quarantine", "add", "gpu-1", "gpu-2", "--reason", "XID 79", *at, env=env)
+    command("quarantine", "add", "gpu-3", "--for", "60", *at, env=env)
+    (tmp_path / "gpu-4.json").write_text("no JSON")
+    (tmp_path / "gpu-5.json").write_text('{"reason": "over", "until": 1}')
+    (tmp_path / "gpu-6.json").symlink_to(tmp_path / "gpu-1.json")
+    listed = json.loads(command("quarantine", "list", *at, "--json", env=env))
+    assert [one["host"] for one in listed] == ["gpu-1", "gpu-2", "gpu-3"]
+    assert listed[0] == {"host": "gpu-1", "reason": "XID 79", "left": None}
+    assert 0 < listed[2]["left"] <= 60
+    assert "gpu-1 may take part again" in command("quarantine", "remove", "gpu-1", *at, env=env)
+    assert "is not quarantined" in command("quarantine", "remove", "gpu-1", *at, env=env, code=1)
+    assert "not the name of a host" in command("quarantine", "add", "../x", *at, env=env, code=2)
+    assert "none with --rdzv-endpoint or --dir" in command("quarantine", "list", "x", *at, env=env, code=2)
+    gone_dir = command("quarantine", "--dir", str(tmp_path / "no"), env=env, code=1)
+    assert f"--dir {tmp_path / 'no'}: No such file or directory" in gone_dir
+    refused = command("run", "--quarantine-dir", str(tmp_path / "no"), "x.py", env=env, code=2)
+    assert "make one that all nodes share" in refused or "no such script" in refused
+
+
 def test_a_host_that_is_lost_again_and_again_is_kept_out(tmp_path: Path) -> None:
     """Its agent is killed twice; to leave on SIGTERM does not count."""
     env = plain_environment(PHALANX_TOKEN="a token for tests", XDG_STATE_HOME=str(tmp_path / "state"))

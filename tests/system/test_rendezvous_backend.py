@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.elastic.rendezvous import RendezvousClosedError, RendezvousParameters, RendezvousStateError
+from phalanx.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
 from phalanx.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from phalanx.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -435,3 +442,42 @@ def test_bad_parameters_of_torchs_backend() -> None:
         create_backend(RendezvousParameters("c10d", "localhost:0", "run", 1, 1, read_timeout=-1))
     with pytest.raises(ValueError, match="run id"):
         C10dRendezvousBackend(None, "")
+
+
+class ReadOnlyBlob(MemoryBlob):
+    """Answers every read, and takes no write: it refuses it, raises, or never returns."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.end = how, threading.Event()
+
+    def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
+        if self.how == "raises":
+            raise PermissionError("read only")
+        if self.how == "hangs":
+            self.end.wait()
+        return None
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("refuses", RendezvousTimeoutError, "'memory' has taken no write of this node for 1 s"),
+        ("raises", RendezvousConnectionError, "has not answered for 1 s .PermissionError: read only."),
+        ("hangs", RendezvousTimeoutError, "no answer from the rendezvous backend 'memory'"),
+    ],
+)
+def test_the_time_to_join_is_kept_over_a_backend_that_takes_no_write(
+    how: str, error: type[Exception], words: str
+) -> None:
+    blob = ReadOnlyBlob(how)
+    timeout = RendezvousTimeout(timedelta(seconds=1), timedelta(seconds=1))
+    handler = DynamicRendezvousHandler.from_backend("run", None, blob, 1, 1, "localhost", timeout)  # type: ignore[arg-type]
+    try:
+        found = in_thread(handler.next_rendezvous).get(timeout=HUNG)
+        assert isinstance(found, error)
+        assert re.search(words, str(found))
+        assert handler.is_closed() == (error is RendezvousTimeoutError)
+        handler.leave()
+    finally:
+        blob.end.set()

@@ -444,7 +444,7 @@ def test_a_crash_loop_leaks_nothing(rounds: int, tmp_path: Path) -> None:
         ended = job.end()
     assert ended.code == 0, ended
     assert len(list((temp / "logs").glob("loop_*/attempt_*"))) == rounds + 1
-    wait_until(lambda: not _mentioning(str(temp)), "the end of all processes of the loop", 5)
+    wait_until(lambda: not _mentioning(str(temp)), "the end of all processes of the loop")
 
 
 def _mentioning(text: str) -> list[psutil.Process]:

@@ -16,6 +16,7 @@ import pytest
 from phalanx.core.exit_codes import UNFIT_NODE
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.run_helpers import PHALANX, READY, Ended, Running, ended, plain_environment, run, script
+from tests.system.hostile_user import as_root
 
 
 def in_shell(text: str, *words: str, cwd: Path) -> Ended:
@@ -37,6 +38,7 @@ def test_files_that_nobody_named_are_named_at_the_start(option: str, tmp_path: P
     assert log.read_text() == "text\n"
 
 
+@as_root  # anybody else finds that /proc cannot be written, and uses /tmp
 @pytest.mark.parametrize(("words", "code"), [([], UNFIT_NODE), (["-t", "3"], 2)])
 def test_a_temporary_directory_that_cannot_be_used_is_named_with_what_to_do(
     words: list[str], code: int, tmp_path: Path

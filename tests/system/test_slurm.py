@@ -86,8 +86,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def cluster_in(folder: Path, nodes: int, proctrack: str = "proctrack/linuxproc") -> SlurmCluster:
-    return SlurmCluster(nodes, proctrack, home=folder / "home")
+def cluster_in(
+    folder: Path, nodes: int, proctrack: str = "proctrack/linuxproc", preempts_after: int | None = None
+) -> SlurmCluster:
+    return SlurmCluster(nodes, proctrack, home=folder / "home", preempts_after=preempts_after)
 
 
 # How Slurm itself finds the processes of a job: by parents, by process group, by control group.
@@ -130,8 +132,71 @@ def test_a_job_outlives_a_node_a_preemption_and_nothing_outlives_it(folder: Path
         cluster.wait_state(job, "FAILED")
         assert cluster.field(job, "ExitCode") == f"{DO_NOT_RETRY}:0"
         said = jobs.status(job)
-        assert "attempt 0: exit code 140; preempted" in said
+        assert "attempt 0: exit code 143; preempted" in said
         assert f"attempt 1: exit code {DO_NOT_RETRY}; exit code {DO_NOT_RETRY} says 'do not retry'" in said
+        cluster.nothing_left()
+
+
+@pytest.mark.parametrize("requeues", [1, 0])
+def test_the_agents_give_the_nodes_back_when_the_batch_host_is_lost(folder: Path, requeues: int) -> None:
+    """With its batch step and its store; the agents that are left requeue the job, or end it."""
+    with cluster_in(folder, 4) as cluster:
+        jobs = Jobs(cluster, folder / "work")
+        job = jobs.submit("l", "-N", "2", "--spares", "1", "--requeues", str(requeues))
+        jobs.ready("l", 2)
+        cluster.lose_node(cluster.field(job, "BatchHost"))
+        if not requeues:
+            cluster.wait_state(job, "CANCELLED")
+            assert "attempt 0: exit code 94; " in jobs.status(job)
+            cluster.nothing_left()
+            return
+        settle(lambda: cluster.field(job, "Restarts") == "1", "the agents requeue the job")
+        cluster.start_now(job)
+        assert {run for *_, run, _ in jobs.ready("l", 4)[2:]} == {f"{job}-r1"}
+        jobs.end("l", 0)
+        cluster.wait_state(job, "COMPLETED")
+        assert "attempt 0: exit code 94; " in jobs.status(job)
+        cluster.nothing_left()
+
+
+@pytest.mark.parametrize("grace", [15, 0])
+def test_a_job_that_slurm_preempts_is_requeued_and_resumes(folder: Path, grace: int) -> None:
+    with cluster_in(folder, 2, preempts_after=grace) as cluster:
+        jobs = Jobs(cluster, folder / "work")
+        job = jobs.submit("p", "-N", "2", "--requeues", "1", "-p", "main")
+        jobs.ready("p", 2)
+        words = ("-p", "urgent", "-N", "2", "--exclusive", "-o", "/dev/null", "--wrap", "true")
+        cluster.command("sbatch", *words, cwd=folder)
+        if grace:  # the agents have it requeued before Slurm would
+            text = read_until(folder / "work" / "p.out", "preempted (exit code 143); requeue 1 of 1")
+            assert text.count("saved") == 2
+        else:
+            text = read_until(folder / "work" / "p.out", "Slurm has put the job back into the queue")
+            assert "phalanx slurm: not requeued: preempted" in text
+        assert "the job was cancelled" not in text
+        cluster.start_now(job)
+        resumed = jobs.ready("p", 4)[2:]
+        assert {run for *_, run, _ in resumed} == {f"{job}-r1"}
+        if grace:
+            assert {steps for *_, steps in resumed} == {"1"}
+        jobs.end("p", 0)
+        cluster.wait_state(job, "COMPLETED")
+        assert cluster.field(job, "Restarts") == "1"
+        cluster.nothing_left()
+
+
+def test_a_job_without_a_spare_ends_as_soon_as_an_agent_is_lost(folder: Path) -> None:
+    """Slurm knows of no lost node: the leader knows that srun starts nothing again."""
+    with cluster_in(folder, 2) as cluster:
+        jobs = Jobs(cluster, folder / "work")
+        job = jobs.submit("n", "-N", "2", "--requeues", "1")
+        first = jobs.ready("n", 2)
+        other = cluster.node_of(int(next(pid for rank, _, pid, *_ in first if rank == "1")))
+        cluster.lose_tasks(other)
+        text = read_until(folder / "work" / "n.out", "requeue 1 of 1")
+        assert "no other node can come: 1 of the 2 nodes that were started is gone" in text
+        assert "attempt 0: exit code 94; " in jobs.status(job)
+        cluster.command("scancel", job)
         cluster.nothing_left()
 
 

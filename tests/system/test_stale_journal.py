@@ -58,7 +58,9 @@ def in_one_world(nodes: list[Node], old: list[Worker]) -> list[Worker]:
 def test_a_job_survives_a_journal_that_went_back(tmp_path: Path, state: str, times: int) -> None:
     def trial(folder: Path) -> None:
         journal, old = folder / "journal", folder / "old"
-        with Job(folder, "1:2", "", "--max-restarts", "5", conf="is_host=0,last_call_timeout=20") as job:
+        with Job(
+            folder, "1:2", "", "--max-restarts", "5", conf="is_host=0,last_call_timeout=20,ttl=6"
+        ) as job:
             store = separate_store(job, "--journal", str(journal))
             if state == "before the job":
                 store.signal(signal.SIGKILL)
@@ -97,7 +99,7 @@ def test_a_job_survives_a_journal_that_went_back(tmp_path: Path, state: str, tim
 
 def test_a_damaged_journal_is_refused_and_the_job_waits_for_another(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    with Job(tmp_path, "2", "", "--max-restarts", "5", conf="is_host=0") as job:
+    with Job(tmp_path, "2", "", "--max-restarts", "5", conf="is_host=0,ttl=6") as job:
         store = separate_store(job, "--journal", str(journal))
         nodes = [job.node(name) for name in "ab"]
         workers = everybody(nodes, 2)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from phalanx.errors import StoreAuthError
-from phalanx.state import replicas as frames
+from phalanx.state import copy_sender as frames
 from phalanx.state.memory_file import MemoryFile, SlotHeader
 from phalanx.state.replica_channel import dial
 from phalanx.state.replicas import Replicas, ReplicaSettings
@@ -97,6 +99,94 @@ def test_copies_travel_inside_tls(tmp_path: Path) -> None:
             assert node.end().code == 0
 
 
+# Every rank saves at the same steps: the next one begins when all have finished the last.
+STEADY = """
+import os, sys, time
+from phalanx import worker
+from phalanx.state.agreement import round_store
+rank, world, size, interval = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), LENGTH, INTERVAL
+step = worker.agree("model")
+found = worker.kept("model")
+whole = found is None or (found.step == step and set(found.tree["data"][:: 1 << 16]) == {step % 251})
+print(f"found {rank} {step} {'whole' if whole else 'broken'}", flush=True)
+del found
+step = 0 if step is None else step + 1
+data = bytearray(size)
+with round_store("the test", "steps/", 600) as store:
+    while True:
+        data[:] = bytes([step % 251]) * size
+        worker.keep("model", {"data": data}, step=step)
+        if store.add(f"{step}", 1) == world:
+            store.set(f"{step}/all", b"1")
+        store.wait([f"{step}/all"], 600)
+        time.sleep(interval)
+        step += 1
+"""
+
+
+def common_steps(agent: int) -> list[int]:
+    """The common step of each file of an agent, its own and copies; -1: none yet."""
+    found = []
+    for fd in os.listdir(f"/proc/{agent}/fd"):
+        path = f"/proc/{agent}/fd/{fd}"
+        with suppress(OSError):
+            if "phalanx-state" in os.readlink(path):
+                with closing(MemoryFile(os.open(path, os.O_RDONLY))) as file:
+                    common = [file.pins(number).common for number in file.names().values()]
+                    found += [-1 if one is None else one[0] for one in common] or [-1]
+    return found
+
+
+def steps_after_kills(folder: Path, nodes: int, size: int, interval: float, kills: int) -> list[str]:
+    """Kill a random node's agent at a random moment, again and again; the steps that were resumed from."""
+    luck = random.Random()
+    with Job(folder, str(nodes)) as job:
+        job.script.write_text(STEADY.replace("LENGTH", str(size)).replace("INTERVAL", str(interval)))
+        words = ("--keep-replicas", "1", "--max-restarts", "100000")
+        running = [job.node(f"n{number}", *words) for number in range(nodes)]
+        rounds = [0] * nodes  # that each has been part of
+        steps: list[str] = []
+
+        def look() -> None:
+            for number, node in enumerate(running):
+                rounds[number] += 1
+                node.read_until("whole", rounds[number])
+                line = [one for one in node.text.splitlines() if "found " in one][rounds[number] - 1]
+                steps.append(line.partition("found ")[2])
+
+        look()
+        for kill in range(kills):
+            for node in running:
+                wait_until(
+                    lambda node=node: len(found := common_steps(node.agent)) >= 2 and min(found) >= 0,  # type: ignore[misc]
+                    "a common step",
+                    timeout=10 * HUNG,  # of 200 MB, beside others that need the processor
+                )
+            time.sleep(luck.random() * luck.choice((0.1, 1.0, 3.0)))  # any moment is as good as any other
+            lost = luck.randrange(1, nodes)  # the first one has the store
+            os.kill(running[lost].agent, signal.SIGKILL)
+            running[lost] = job.node(f"n{nodes + kill}", *words)
+            rounds[lost] = 0
+            look()
+    return steps[nodes:]
+
+
+def test_a_common_step_is_held_until_there_is_a_newer_one(tmp_path: Path) -> None:
+    steps = steps_after_kills(tmp_path, nodes=2, size=1_000_000, interval=0.05, kills=3)
+    assert not [step for step in steps if "None" in step or "broken" in step], steps
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("interval", [0.05, 0.3, 5.0])
+@pytest.mark.parametrize(("size", "kills"), [(1_000_000, 20), (200_000_000, 8)])
+def test_no_kill_loses_all_that_was_kept(
+    tmp_path: Path, nodes: int, interval: float, size: int, kills: int
+) -> None:
+    steps = steps_after_kills(tmp_path, nodes, size, interval, kills)
+    assert not [step for step in steps if "None" in step or "broken" in step], steps
+
+
 TOKEN = Token(b"one token of thirty-two bytes or more", "the test")
 OTHER = Token(b"another token of thirty-two bytes too", "the test")
 
@@ -108,7 +198,7 @@ def test_strangers_learn_and_change_nothing(tmp_path: Path, tls: bool) -> None:
     server = Replicas(ReplicaSettings("job", "127.0.0.1", TOKEN, sealing))
     server.note = said.append
     server.copies[3] = MemoryFile.create()
-    where = ("127.0.0.1", server._server.getsockname()[1])
+    where = ("127.0.0.1", server._door.port)
     try:
         with pytest.raises(StoreAuthError):
             dial(where, OTHER, sealing)

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli.status import jobs
+from phalanx.observe.local_agents import LocalAgent, as_dict, find
+from phalanx.observe.snapshot import decode
 from phalanx.observe.status_text import format_status
 from tests.conftest import HUNG
 from tests.support.run_helpers import run
@@ -64,14 +65,18 @@ def dripping(peer: socket.socket) -> None:
         time.sleep(0.5)
 
 
+def socket_name(user: int, last: bytes) -> bytes:
+    return f"\0phalanx/{user}/{os.environ['PHALANX_NAMESPACE']}/".encode() + last
+
+
 def asked(answer: Callable[[socket.socket], None], *words: str, claims: int = NOBODY) -> Any:
     """What root's `phalanx status` prints meanwhile."""
     ready, told = os.pipe()
-    name = f"\0phalanx/{claims}/{os.getpid()}-{os.urandom(4).hex()}".encode()
+    name = socket_name(claims, f"{os.getpid()}-{os.urandom(4).hex()}".encode())
     try:
         with doing(serve(answer, told, name)):
             os.read(ready, 1)
-            return status(*words)
+            return status("--all-users", *words)
     finally:
         os.close(ready)
         os.close(told)
@@ -152,18 +157,15 @@ def test_a_socket_under_the_name_of_another_user_is_not_asked() -> None:
 def test_a_name_that_is_not_text_is_skipped() -> None:
     ready, told = os.pipe()
     try:
-        with doing(serve(say(a_job()), told, b"\0phalanx/65534/\xff\xfe\n7")):
+        with doing(serve(say(a_job()), told, socket_name(NOBODY, b"\xff\xfe\n7"))):
             os.read(ready, 1)
-            jobs()
+            find(everyone=True)
     finally:
         os.close(ready)
         os.close(told)
 
 
 def test_a_job_of_an_older_agent_is_shown() -> None:
-    from phalanx.observe.local_agents import LocalAgent, as_dict
-    from phalanx.observe.snapshot import decode
-
     few = {key: a_job()[key] for key in ("run", "name", "host", "pid", "since", "now", "phase")}
     found = as_dict(LocalAgent("", os.geteuid(), decode(json.dumps({**few, "news": 1}).encode())))
     assert format_status(found).startswith("train.py (run job7) on node-a, pid 42, running")

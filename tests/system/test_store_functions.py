@@ -18,8 +18,8 @@ from phalanx.elastic.rendezvous import RendezvousStoreInfo
 from phalanx.elastic.utils.distributed import create_c10d_store
 from phalanx.elastic.utils.store import barrier, get_all, synchronize
 from phalanx.errors import StoreConnectionError, StoreTimeoutError
-from phalanx.membership.address import free_port
 from tests.conftest import HUNG
+from tests.support.netns import free_port
 
 
 class Shelf:

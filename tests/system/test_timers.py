@@ -28,6 +28,7 @@ from phalanx.elastic.timer import (
 )
 from phalanx.supervision.timers import pipe_codec
 from tests.conftest import HUNG, gone, wait_until
+from tests.system.hostile_user import as_root
 
 FORK = multiprocessing.get_context("fork")
 KINDS = ("queue", "pipe")
@@ -123,6 +124,20 @@ def inner_overstays(bed: Bed) -> None:
             signal.pause()
 
 
+def after_an_inner_block(bed: Bed) -> None:
+    client = bed.client()
+    with expires(0.05, "same", client):
+        with expires(1000, "same", client):
+            pass
+        signal.pause()
+
+
+def recurses(bed: Bed) -> None:
+    client = bed.client()
+    with expires(1, "same", client), expires(1000, "same", client):
+        time.sleep(1.5)
+
+
 def outer_overstays(bed: Bed) -> None:
     client = bed.client()
     with expires(0.05, "outer", client):
@@ -172,6 +187,7 @@ def in_a_child_of_mine(bed: Bed) -> None:
         overstay,
         hang_with_the_interpreter_locked,
         inner_overstays,
+        after_an_inner_block,
         outer_overstays,
         thread_overstays,
     ],
@@ -181,8 +197,9 @@ def test_a_worker_that_does_not_leave_in_time_is_killed(bed: Bed, work: Callable
 
 
 @both
-def test_a_worker_that_is_in_time_is_left_alone(bed: Bed) -> None:
-    assert bed.run(in_time) == 0
+@pytest.mark.parametrize("work", [in_time, recurses])
+def test_a_worker_that_is_in_time_is_left_alone(bed: Bed, work: Callable[..., None]) -> None:
+    assert bed.run(work) == 0
     wait_until(lambda: not bed.held(), "no timer held")
 
 
@@ -329,6 +346,7 @@ REUSE = textwrap.dedent(
 )
 
 
+@as_root
 def test_a_process_that_got_a_dead_workers_pid_is_never_signalled(tmp_path: Path) -> None:
     """In a pid namespace of its own, where the next pid can be chosen."""
     done = subprocess.run(

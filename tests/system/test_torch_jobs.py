@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from phalanx.membership.solo import SoloRendezvous
 from phalanx.options import OPTIONS
 from tests.conftest import gone
 from tests.support.jobs import Job, job, python_with, script
+from tests.support.netns import free_port
 
 
 @pytest.fixture
@@ -151,11 +151,6 @@ def test_a_script_that_binds_the_port_itself(python: str, tmp_path: Path) -> Non
     assert said == "bound by rank 0\n" * 2
     path = script(tmp_path, INIT_ONLY, "init.py")
     assert job(tmp_path / "init", "--nproc-per-node", "2", path, python=python, **switch) == "sum 2\n" * 2
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
 
 
 def test_two_nodes_with_static_ranks(python: str, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def pod(home: Path) -> dict[str, str]:
 
 def test_pods_without_a_common_token_wait_for_one_instead_of_training_alone(tmp_path: Path) -> None:
     script(tmp_path, WORKER)
-    conf = "ttl=2,last_call_timeout=0.3,join_timeout=25"
+    conf = "ttl=2,last_call_timeout=0.3,join_timeout=100"
     words = ["--nnodes", "1:2", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     homes = [tmp_path / name for name in ("a", "b")]
     with (

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import main
+from phalanx.cli.k8s import with_patches
 from phalanx.config import parse
+from phalanx.integrations.kubernetes.document_text import documents
 from phalanx.integrations.kubernetes.manifest import KINDS, failure_policy
-from phalanx.integrations.kubernetes.yaml_text import documents
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
@@ -36,10 +37,21 @@ def test_the_commands_of_the_page(line: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_page_shows_each_kind() -> None:
-    assert len(MANIFESTS) == 5
+    assert len(MANIFESTS) == 9
     for kind in KINDS[1:]:
         assert any(f"--kind {kind} " in line for line in MANIFESTS)
         assert f"| `{kind}` |" in PAGE
+
+
+def test_the_patch_of_the_page_fits(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    text = re.search(r"^    kind: Pod\n(?:    .*\n)+", PAGE, re.MULTILINE)
+    assert text is not None
+    (tmp_path / "patch.yaml").write_text(re.sub("^    ", "", text[0], flags=re.MULTILINE))
+    pod = {"spec": {"containers": [{"name": "node"}]}}
+    (job,) = with_patches([{"kind": "Job", "spec": {"template": pod}}], [str(tmp_path / "patch.yaml")])
+    assert job["metadata"]["annotations"] == {"example.com/owner": "ml"}
+    assert set(job["spec"]["template"]["spec"]) == {"affinity", "topologySpreadConstraints", "containers"}
 
 
 def test_the_failure_policy_is_the_one_that_is_written() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from phalanx import config
 from phalanx.errors import UsageError
+from phalanx.logs.rotation import RotatedLog, Rotation
 from phalanx.observe import snapshot
 from phalanx.web.dashboard import job_feed, log_files, log_stream, page_state
 from phalanx.web.dashboard.agent_link import AgentLink
@@ -242,6 +243,7 @@ def ask(
     method: str = "GET",
     host: str = "127.0.0.1:8080",
     served: str = "127.0.0.1",
+    token: str = TOKEN,
     **headers: str,
 ) -> Answer:
     """What the guard answers; 299 if the request gets through."""
@@ -262,7 +264,7 @@ def ask(
     sent += [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": sent}
     with pytest.raises(StopIteration):  # nothing in it waits, so it needs no loop
-        PageGuard(behind, TOKEN, served)(scope, None, send).send(None)
+        PageGuard(behind, token, served)(scope, None, send).send(None)
     return answer
 
 
@@ -287,8 +289,8 @@ def test_every_route_and_method_asks_for_the_token(path: str, method: str, cooki
     wrong = cookie[:-1] + ("0" if cookie[-1] != "0" else "1")
     for attempt in (
         "",
-        f"{COOKIE}=",
-        f"{COOKIE}={TOKEN}",
+        f"{cookie.partition('=')[0]}=",
+        f"{cookie.partition('=')[0]}={TOKEN}",
         wrong,
         f"{cookie}0",
         f"x{cookie}",
@@ -317,6 +319,13 @@ def test_every_route_and_method_asks_for_the_token(path: str, method: str, cooki
         ("localhost.evil.example", "127.0.0.1", False),
         ("127.0.0.1.evil.example", "127.0.0.1", False),
         ("evil.example:80@127.0.0.1", "127.0.0.1", False),
+        ("localhost:80@evil.com", "127.0.0.1", False),
+        ("127.0.0.1:80@evil.com", "127.0.0.1", False),
+        ("[::1]@evil.com", "127.0.0.1", False),
+        ("[::1].evil.com:80", "127.0.0.1", False),
+        ("[localhost]", "127.0.0.1", False),
+        ("localhost:", "127.0.0.1", False),
+        (":80", "127.0.0.1", False),
         ("", "127.0.0.1", False),
     ],
 )
@@ -340,6 +349,16 @@ def test_names_of_other_sites_are_refused(host: str, served: str, lets_in: bool,
 def test_requests_of_other_sites_are_refused(method: str, origin: str, code: int, cookie: str) -> None:
     more = {"origin": origin} if origin else {}
     assert ask(method=method, cookie=cookie, **more).status == code
+
+
+def test_the_cookies_of_two_pages_do_not_replace_each_other(cookie: str) -> None:
+    other = ask(query="token=other", token="other").header(b"set-cookie").decode().partition(";")[0]
+    assert cookie.startswith(COOKIE)
+    assert other.startswith(COOKIE)
+    assert other.partition("=")[0] != cookie.partition("=")[0]
+    for sent in (f"{cookie}; {other}", f"{other}; x=y; {cookie}"):
+        assert (ask(cookie=sent).status, ask(cookie=sent, token="other").status) == (299, 299)
+    assert ask(cookie=other).status == 401
 
 
 def test_every_answer_has_the_policy(cookie: str) -> None:
@@ -398,6 +417,20 @@ def test_log_files(run: Path) -> None:
     assert len(log_files.read_end(str(run), "attempt_0/1/stdout.log") or b"") == log_files.LONGEST
 
 
+def test_a_rotated_log_is_listed_and_read_without_its_hole(run: Path) -> None:
+    path = run / "attempt_0" / "1" / "stdout.log"
+    path.write_bytes(b"old\n" * 2000 + b"new\n" * 300)
+    log = RotatedLog(str(path), Rotation(8000))
+    assert log.move_front(9000)
+    log.close()
+    found = {one["name"]: one["size"] for one in log_files.list_files(str(run))}
+    part = "attempt_0/1/stdout.log.000000000000000"
+    assert found[part] == 8000
+    assert 1200 <= int(str(found["attempt_0/1/stdout.log"])) < 9200, "a hole has no size, up to a block"
+    assert log_files.read_end(str(run), part) == b"old\n" * 2000
+    assert log_files.read_end(str(run), "attempt_0/1/stdout.log") == b"new\n" * 300
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -405,7 +438,8 @@ def test_log_files(run: Path) -> None:
         "attempt_0/1/error.json", "attempt_0/1/stdout.log/", "attempt_0//1/stdout.log",
         "attempt_0/1/stdout.log\x00", "attempt_0/1/stdout.log\n", "attempt_0/1/stderr.log",
         "attempt_1/0/stdout.log", "attempt_2/0/stdout.log", "attempt_٠/1/stdout.log", "%2e%2e/secret",
-        "attempt_0/1/stdout.log.000001", "attempt_9/9/stdout.log",
+        "attempt_0/1/stdout.log.000001", "attempt_9/9/stdout.log", "attempt_00/1/stdout.log",
+        f"attempt_{'9' * 10_000}/1/stdout.log", "attempt_0.0/1/stdout.log", "attempt_-1/1/stdout.log",
     ],
 )  # fmt: skip
 def test_nothing_but_log_files_is_read(run: Path, name: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli.k8s import OPTIONS_HERE as K8S
 from phalanx.options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -23,21 +24,19 @@ OF_OTHER_COMMANDS = {
     "--stop",
     "--listen", "--journal", "--linger", "--self", "--timeout", "--with", "--wait", "--json",
     # phalanx quarantine
-    "--for", "--reason",
+    "--for", "--reason", "--dir",
     # phalanx check
     "--only", "--disk",
     # phalanx status, list, logs, stacks
-    "--watch", "--all", "--rank", "--node", "--attempt", "--since", "--grep", "--full",
-    # phalanx chaos
+    "--watch", "--all", "--rank", "--node", "--attempt", "--since", "--grep", "--full", "--all-users",
+    # make chaos
     "--duration", "--episodes", "--seed", "--agents", "--backend", "--faults", "--list-faults", "--idle",
     "--keep", "--keep-going",
     # phalanx warm
     "--explain", "--forget",
     # phalanx slurm
     "--spares", "--requeues", "--notice", "--print", "--sbatch",
-    # phalanx k8s
-    "--kind", "--image", "--gpus", "--cpus", "--memory", "--shm", "--name", "--namespace", "--secret",
-    "--retries", "--termination-grace", "--no-preflight", "--restricted", "--nodes",
+    *K8S,
     # benchmarks and tests
     "--quick", "--runs", "--settle", "--python",
 }  # fmt: skip
@@ -46,7 +45,7 @@ OF_OTHER_PROGRAMS = {
     "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port",
     "--no-kill", "--kill-on-bad-exit", "--wait", "--gpus-per-node", "--nice",
     "--mixed_precision", "--cpu", "--signal", "--data-dir", "--strict", "--shm-size", "--read-only",
-    "--no-cache-dir",
+    "--no-cache-dir", "--from-literal",
     # examples/ray_launch.py
     "--nodes", "--min-nodes",
     # a training script, and how options may be shortened

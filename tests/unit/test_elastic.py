@@ -131,6 +131,10 @@ def test_the_line_counts_down_and_is_shown_at_its_times() -> None:
     assert line.show_at() == 100.0 + waiting_line.SHOW_AFTER
     line.show(101.0)
     assert line.show_at() == 101.0 + waiting_line.SHOW_EVERY
+    line.learn("round 1: 2 nodes running, 1 spare", 104.0)
+    assert line.show_at() == 101.0 + waiting_line.SHOW_EVERY, "it has changed"
+    line.show(111.0)
+    assert line.show_at() is None, "shown once, and again only when something changes"
     line.wait(110.0)
     assert not line.shown
     assert line.show_at() == 110.0 + waiting_line.SHOW_AFTER

@@ -23,7 +23,6 @@ ALLOWED = {
     "workers/worker_kinds.py": "PATH, as the worker will see it",
     "zygote/spawner.py": "the environment of helpers",
     # Runs in a helper or in a worker, whose own environment it is.
-    "chaos/chaos_worker.py": "the worker's own",
     "integrations/jax.py": "the worker's own",
     "integrations/torch_collectives.py": "the worker's own",
     "integrations/torch_functions.py": "a function of torch's that reads any variable",

@@ -148,6 +148,24 @@ def test_a_failed_condition_is_not_mistaken_for_an_earlier_try() -> None:
     assert (reply.ok, reply.error, reply.entries[0].value) == (False, "condition", b"other")
 
 
+def test_joining_is_one_grant_and_one_transaction() -> None:
+    written = {"header": {"revision": "8"}, "succeeded": True, "responses": []}
+    found = {"response_range": {"kvs": [kv("node", "n", 8, 7)]}}
+    etcd = Etcd({}, {}, {**written, "responses": [{}, {}, {}, found]})
+    joins = Txn((When("node", "mod", 0),), (Put("node", b"n"), Put("leader", b"n", new=True)))
+    reply = EtcdRequests("s", etcd).carry_out(1, Grant(6.0, joins))
+    grant, _, (path, body) = etcd.asked  # between them, once in a session: the lease of the session's key
+    assert (grant[0], path) == ("/v3/lease/grant", "/v3/kv/txn")
+    assert (reply.ok, reply.entries[0].value, str(reply.number)) == (True, b"n", grant[1]["ID"])
+    lease = grant[1]["ID"]
+    leader = {"request_put": {"key": b64("leader"), "value": b64("n"), "lease": lease}}
+    absent = {"key": b64("leader"), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
+    assert body["success"][:2] == [
+        {"request_put": {"key": b64("node"), "value": b64("n"), "lease": lease}},
+        {"request_txn": {"compare": [absent], "success": [leader]}},
+    ]
+
+
 def test_temporary_and_permanent_errors() -> None:
     assert EtcdError(14, "etcdserver: no leader").temporary
     assert EtcdError(8, "etcdserver: too many requests").temporary

@@ -19,7 +19,7 @@ from phalanx.errors import (
     UsageError,
 )
 from phalanx.integrations.outcomes import AgentOutcome, job_code, read_outcomes, write_outcome
-from phalanx.integrations.slurm.requeue import RequeueVerdict, judge
+from phalanx.integrations.slurm.requeue import AttemptEnd, SlurmJob, judge, lost_nodes, read_job
 
 USED_BY_OTHERS = {0, 1, 2, 120, 255, *range(64, 79), *range(124, 193)}
 PREEMPTED = 128 + signal.SIGUSR2
@@ -46,12 +46,6 @@ def test_the_codes_collide_with_nothing_usual() -> None:
 )
 def test_codes_of_errors(error: Exception, code: int) -> None:
     assert codes.of_error(error) == code
-
-
-def test_another_token_would_be_refused_again() -> None:
-    error = RendezvousConnectionError("x")
-    error.lasting = True
-    assert codes.of_error(error) == codes.FAILURE
 
 
 @pytest.mark.parametrize(
@@ -96,25 +90,100 @@ def test_one_code_of_many_agents(outcomes: list[AgentOutcome], otherwise: int, c
     assert job_code(outcomes, otherwise, signal.SIGUSR2) == code
 
 
-def test_verdicts() -> None:
-    def of(*outcomes: AgentOutcome, **more: int) -> RequeueVerdict:
-        settings = {"attempt": 0, "most": 2, **more}
-        return judge(outcomes, 1, preempt_signal=signal.SIGUSR2, **settings)  # type: ignore[arg-type]
+TERM = codes.SIGNALED + signal.SIGTERM
+RUNS, ENDS = SlurmJob("RUNNING"), SlurmJob("COMPLETING")
+PREEMPTS = SlurmJob("RUNNING", preempted=True)
+AGAIN = SlurmJob("COMPLETING", restarts=1)
 
-    assert of(GOOD) == RequeueVerdict(0, False, "all workers succeeded")
-    assert of(bad(PREEMPTED)).reason == f"preempted (exit code {PREEMPTED}); requeue 1 of 2"
-    assert of(bad(PREEMPTED), attempt=1).again
-    last = of(bad(PREEMPTED), attempt=2)
-    assert not last.again
-    assert last.reason.endswith("; it was requeued 2 times (--requeues 2)")
-    assert not of(bad(PREEMPTED), cancelled=1).again
-    assert not of(bad(93)).again
-    unfit = of(bad(95, "n3"), bad(94, "n4"), bad(95, "n3"))
+# How the attempt ended, what Slurm says about the job, whether we requeue it, and why.
+VERDICTS = [
+    ([GOOD], AttemptEnd(1), RUNS, False, "all workers succeeded"),
+    ([GOOD], AttemptEnd(1, stopped=True), ENDS, False, "all workers succeeded"),
+    ([bad(TERM)], AttemptEnd(1, noticed=True), RUNS, True, "preempted (exit code 143); requeue 1 of 2"),
+    ([bad(TERM)], AttemptEnd(1), PREEMPTS, True, "preempted (exit code 143); requeue 1 of 2"),
+    (
+        [bad(1)],
+        AttemptEnd(1),
+        PREEMPTS,
+        True,
+        "preempted (exit code 1); requeue 1 of 2",
+    ),  # a worker's handler
+    ([], AttemptEnd(TERM), PREEMPTS, True, "preempted (exit code 143); requeue 1 of 2"),
+    ([bad(93)], AttemptEnd(1), PREEMPTS, False, "exit code 93 says 'do not retry'"),
+    ([bad(TERM)], AttemptEnd(1), RUNS, False, "stopped by SIGTERM, and not preempted"),  # scancel JOB.0
+    ([bad(TERM)], AttemptEnd(1, stopped=True), ENDS, False, "the job was cancelled"),
+    ([bad(TERM)], AttemptEnd(1, noticed=True), ENDS, False, "the job was cancelled"),
+    ([bad(TERM)], AttemptEnd(1, stopped=True), SlurmJob(), False, "the job was cancelled"),  # Slurm is silent
+    ([bad(94)], AttemptEnd(1), SlurmJob(), True, "(exit code 94); requeue 1 of 2"),
+    (
+        [bad(TERM)],
+        AttemptEnd(1, stopped=True),
+        AGAIN,
+        False,
+        "preempted, or requeued by an operator; Slurm has put the job back into the queue",
+    ),
+    (
+        [bad(94)],
+        AttemptEnd(1, stopped=True, lost=("n2",)),
+        AGAIN,
+        False,
+        "lost n2; Slurm has put the job back into the queue",
+    ),
+    (
+        [bad(TERM)],
+        AttemptEnd(1, stopped=True),
+        SlurmJob("COMPLETING", preempted=True),
+        False,
+        "preempted, and Slurm ends the job",
+    ),
+    (
+        [bad(TERM)],
+        AttemptEnd(1, number=1, noticed=True),
+        AGAIN.replace(state="RUNNING"),
+        True,
+        "requeue 2 of 2",
+    ),
+    (
+        [bad(TERM)],
+        AttemptEnd(1, number=2, noticed=True),
+        SlurmJob("RUNNING", restarts=2),
+        False,
+        "preempted (exit code 143); it was requeued 2 times (--requeues 2)",
+    ),
+    ([bad(3)], AttemptEnd(1), RUNS, False, "exit code 3 is the program's own"),
+]
+
+
+@pytest.mark.parametrize(("outcomes", "attempt", "job", "again", "why"), VERDICTS)
+def test_verdicts(
+    outcomes: list[AgentOutcome], attempt: AttemptEnd, job: SlurmJob, again: bool, why: str
+) -> None:
+    verdict = judge(outcomes, attempt.replace(most=2), job)
+    assert verdict.again is again
+    assert verdict.reason.endswith(why)
+
+
+def test_nodes_that_the_next_attempt_avoids() -> None:
+    unfit = judge([bad(95, "n3"), bad(94, "n4"), bad(95, "n3")], AttemptEnd(1, most=2), RUNS)
     assert (unfit.again, unfit.exclude) == (True, ("n3",))
     kept_out = ("n1", "n2.0", "n7", "other.host")  # n2.0: where a node has several agents; n7 is not ours
     out = AgentOutcome("n4", "FAILED", 94, quarantined=kept_out)
-    again = judge([bad(95, "n3"), out, out], 1, preempt_signal=0, most=1, nodes=["n1", "n2", "n3", "n4"])
+    again = judge([bad(95, "n3"), out, out], AttemptEnd(1, most=1, nodes=("n1", "n2", "n3", "n4")), RUNS)
     assert (again.again, again.exclude) == (True, ("n3", "n1", "n2"))
+
+
+def test_what_slurm_shows() -> None:
+    line = "JobId=7 JobName=train JobState=RUNNING Reason=None Restarts=1"
+    line += (
+        " PreemptEligibleTime=2026-11-16T23:33:21 PreemptTime={} BatchHost=n1 ExcNodeList={} Features=(null)"
+    )
+    assert read_job(line.format("None", "(null)")) == SlurmJob("RUNNING", False, 1, "n1")
+    preempted = read_job(line.format("2026-11-16T23:33:26", "n[3-4]"))
+    assert preempted == SlurmJob("RUNNING", True, 1, "n1", ("n3", "n4"))
+    assert read_job("slurm_load_jobs error: Unable to contact slurm controller") == SlurmJob()
+    states = ["IDLE", "ALLOCATED*", "DOWN", "DOWN*+DRAIN", "IDLE+POWERED_DOWN", "MIXED+NOT_RESPONDING"]
+    nodes = "\n".join(f"NodeName=n{n} Arch=x State={state} Reason=a b" for n, state in enumerate(states))
+    assert lost_nodes(nodes) == ("n1", "n2", "n3", "n5")
 
 
 def test_outcomes_in_files(tmp_path: Path) -> None:

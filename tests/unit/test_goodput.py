@@ -16,6 +16,7 @@ from phalanx.core.goodput import (
     StartBounds,
     goodput_line,
     losses,
+    read_totals,
     seconds,
     split,
     typical_step,
@@ -282,7 +283,7 @@ def test_workers_that_die_before_their_first_step_count_as_recovering_only_if_th
         job(5.0, Stopped())
         job.up(5.0, 0.0)
         job.boards = [RankProgress(BASE + 6.0)]
-        expected = {"starting": 1.0, "productive": 4.0 + 4.0, "recovering": 1.0}
+        expected = {"starting": 1.0, "running": 4.0 + 4.0, "recovering": 1.0}
         if beats:
             job.steps(8.0, 1, 2)
             expected = {"starting": 5.0, "recovering": 3.0, "productive": 2.0}
@@ -296,7 +297,7 @@ def test_a_long_wait_for_a_round_is_a_wait_for_nodes() -> None:
     job(10.0, WorkerFailed("x"))
     job(11.0, Stopped())
     job.up(71.0, 0.0)
-    assert job.totals(71.0) == {"productive": 10.0, "recovering": 6.0, "nodes": 55.0}
+    assert job.totals(71.0) == {"running": 10.0, "recovering": 6.0, "nodes": 55.0}
 
 
 def test_the_first_wait_for_a_round_is_a_wait_for_nodes() -> None:
@@ -313,7 +314,7 @@ def test_a_spare_begins_with_its_first_round() -> None:
     job(50.0, RoundReady(GroupRound(5)))
     job(50.0, Started())
     job.boards = [RankProgress(BASE + 50.0)]
-    assert job.sum(60.0).seconds["productive"] == 10.0
+    assert job.sum(60.0).seconds["running"] == 10.0
 
 
 def test_a_silent_rank_is_booked_like_one_that_sends_heartbeats() -> None:
@@ -372,7 +373,28 @@ def test_memory_does_not_grow_with_incidents() -> None:
 def test_nodes_add_up() -> None:
     one = GoodputTotals(2, dict.fromkeys(CATEGORIES, 1.0), {1: {"recovering": 1.0}})
     both = one + one
-    assert (both.ranks, both.total, both.ratio) == (4, 16.0, 0.125)
+    assert (both.ranks, both.total, both.ratio) == (4, 18.0, pytest.approx(2 / 9))
+
+
+def test_without_heartbeats_it_is_uptime_and_not_goodput() -> None:
+    """31 s of imports are no progress; a node that does send heartbeats makes it the job's goodput."""
+    job = Job(1)
+    job.up(0.0, 0.5)
+    job.boards = [RankProgress(BASE + 0.5)]
+    found = job.sum(31.0)
+    assert {name: spent for name, spent in found.seconds.items() if spent} == {
+        "starting": 0.5,
+        "running": 30.5,
+    }
+    assert goodput_line(found, []) == "uptime 98.4 %: 0.5 s lost to starting"
+    assert (found.as_dict().get("goodput"), found.as_dict()["uptime"]) == (None, 0.983871)
+    marked = Job(1)
+    marked.up(0.0, 0.5)
+    marked.steps(1.0, 1, 30)
+    both = found + marked.sum(31.0)
+    assert both.measure == "goodput"
+    assert "uptime" not in both.as_dict()
+    assert read_totals(both.as_dict()) == both.replace(lost={})
 
 
 def test_the_line_names_what_was_lost_and_leaves_small_things_out() -> None:

@@ -12,7 +12,6 @@ from phalanx.core.group_events import (
     Hang,
     MembershipChanged,
     PeerFailed,
-    RestartRequested,
     RoundFailed,
     RoundOver,
     RoundReady,
@@ -112,7 +111,6 @@ def test_old_news_open_nothing() -> None:
     life(0.0, Start())
     life(0.0, RoundReady(GroupRound(1, ("a", "b"))))
     life(0.0, Started())
-    life(4.0, RestartRequested("refused: no restart is left"))
     life(5.0, MembershipChanged(waiting=1, round=7))
     life(6.0, MembershipChanged())
     life(7.0, AllSucceeded())

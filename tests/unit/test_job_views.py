@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.cli.events import in_words
 from phalanx.cli.logs import LogReader, WrittenLog, chosen, files
-from phalanx.cli.run_list import table
+from phalanx.cli.run_list import entries, table
 from phalanx.cli.runs import ranks_of, since_of
 from phalanx.cli.stacks import text
 from phalanx.cli.watch import WatchView, press, screen
@@ -237,12 +237,58 @@ def test_a_log_is_read_line_by_line_as_it_grows(tmp_path: Path) -> None:
 # ---- the registry ------------------------------------------------------------------------------------
 
 
+def record(run: str, since: float, **more: Any) -> dict[str, Any]:
+    return {"run": run, "name": "n", "host": "h", "pid": 1, "since": since, **more}
+
+
+def test_a_job_of_many_machines_with_one_home_does_not_push_out_history(tmp_path: Path) -> None:
+    environ = {"HOME": str(tmp_path)}
+    for number in range(5):
+        run_registry.note(environ, record(f"small-{number}", number, outcome="SUCCEEDED"), "login")
+    for number in range(run_registry.KEPT + 50):
+        run_registry.note(environ, record("large", 100.0 + number / 10, pid=number), f"node-{number}")
+    run_registry.note(environ, record("large", 400.0), "node-7")
+    expected = [*(f"small-{number}" for number in range(5)), "large", "large"]
+    for machine, first in (("login", "node-0"), ("elsewhere", "node-0"), ("node-7", "node-7")):
+        found = run_registry.runs(environ, machine)
+        assert [one.run for one in found] == expected
+        assert [one.machine for one in found[5:]] == [first, "node-7"]
+
+
+def test_machines_that_have_not_written_for_longest_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pods have a new name every time."""
+    monkeypatch.setattr(run_registry, "_MACHINES", 3)
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    for number in range(6):
+        run_registry.note(environ, record(f"r{number}", number), f"pod-{number}")
+        os.utime(tmp_path / "phalanx" / "runs" / f"pod-{number}", (number, number))
+    assert [one.machine for one in run_registry.runs(environ)] == ["pod-3", "pod-4", "pod-5"]
+
+
+def test_a_run_on_another_machine_is_not_called_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    run_registry.note(os.environ, record("here", 1.0))
+    run_registry.note(os.environ, record("there", 2.0), "node-7")
+    run_registry.note(os.environ, record("over", 3.0, outcome="FAILED", until=4.0), "node-7")
+    rows = entries([])
+    assert [(row["run"], row["state"]) for row in rows] == [
+        ("here", "killed"),
+        ("there", "unknown"),
+        ("over", "FAILED"),
+    ]
+    assert "began on node-7" in table(rows).splitlines()[2]
+
+
 def test_the_registry_keeps_the_newest_runs_and_believes_only_its_user(tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path), "XDG_STATE_HOME": "relative is ignored"}
-    folder = tmp_path / ".local" / "state" / "phalanx" / "runs"
+    folder = tmp_path / ".local" / "state" / "phalanx" / "runs" / run_registry.this_machine()
     assert run_registry.runs(environ) == []
     for number in range(run_registry.KEPT + 5):
-        run_registry.note(environ, {"run": f"r{number}", "name": "n", "host": "h", "pid": 1, "since": number})
+        run_registry.note(environ, record(f"r{number}", number))
     found = run_registry.runs(environ)
     assert (len(found), found[0].run, found[-1].run) == (run_registry.KEPT, "r5", f"r{run_registry.KEPT + 4}")
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.agent.requests import tail
 from phalanx.logs import rotation
 from phalanx.logs.log_follower import LogFollower
-from phalanx.logs.rotation import LogRotation, RotatedLog, Rotation, punch, read_log, wait_for_rotation
+from phalanx.logs.log_layout import WholeLog, tail
+from phalanx.logs.rotation import LogRotation, RotatedLog, Rotation, punch, wait_for_rotation
 from phalanx.workers.result import tail_of
 from tests.conftest import wait_until
 
@@ -57,10 +57,11 @@ def whole(log: Path) -> bytes:
 
 def read_all(log: Path) -> tuple[bytes, int]:
     """The whole output, and the offset at which it begins."""
-    first, block = read_log(str(log), 0)
+    reader = WholeLog(str(log))
+    first, block = reader.read(0)
     data, at = block, first + len(block)
     while block:
-        at, block = read_log(str(log), at)
+        at, block = reader.read(at)
         data, at = data + block, at + len(block)
     return data, first
 
@@ -165,10 +166,10 @@ def test_a_writer_at_full_speed_loses_no_byte(tmp_path: Path, killed: bool) -> N
     over = threading.Event()
 
     def read() -> None:  # as `phalanx logs -f` does
-        at = 0
+        at, log = 0, WholeLog(str(path))
         while not over.is_set():
             ended = over.is_set()
-            at, block = read_log(str(path), at)
+            at, block = log.read(at)
             at += len(block)
             seen.append(block)
             if not block and not ended:

@@ -77,13 +77,16 @@ def test_the_page_has_every_metric() -> None:
     assert kind.startswith("text/plain")
     families = {one.name: one for one in parser.text_string_to_metric_families(body.decode())}
     values = {
-        (one.name, *sorted(one.labels.items())): one.value
+        (one.name, *sorted(item for item in one.labels.items() if item[0] != "run_id")): one.value
         for family in families.values()
         for one in family.samples
     }
+    assert {one.labels["run_id"] for family in families.values() for one in family.samples} == {'run "7"'}
     assert values["phalanx_goodput_ratio",] == 0.75
     assert values["phalanx_lost_seconds_total", ("reason", "recovering")] == 1.5
-    assert ("phalanx_lost_seconds_total", ("reason", "productive")) not in values
+    reasons = {key[1][1] for key in values if key[0] == "phalanx_lost_seconds_total"}
+    assert reasons == set(CATEGORIES) - {"productive", "running"}
+    assert values["phalanx_running_seconds_total",] == 1.5
     assert values["phalanx_productive_seconds_total",] == 1.5
     assert values["phalanx_restarts_total", ("cause", "failure"), ("kind", "restart")] == 1
     assert values["phalanx_recovery_seconds_bucket", ("le", "1"), ("phase", "total")] == 1
@@ -97,7 +100,8 @@ def test_the_page_has_every_metric() -> None:
     assert (values["phalanx_round",], values["phalanx_nodes",], values["phalanx_standbys",]) == (3, 2, 1)
     assert values["phalanx_log_bytes_total", ("stream", "stdout")] == 4096
     assert values["phalanx_store_operations_total", ("store", "nodes")] == 7
-    assert 'run_id="run \\"7\\""' in body.decode()
+    without = page(lambda: sample().replace(goodput=None)).answer()[2].decode()
+    assert "phalanx_goodput_ratio" not in without, "without heartbeats nothing is known of it"
 
 
 def test_promtool_finds_no_fault() -> None:
@@ -116,7 +120,7 @@ def test_a_counter_never_falls() -> None:
     shown = page(take)
     for expected in ("5.0", "5.0", "6.0"):
         shown._taken_at = -1e9  # long ago
-        assert f'phalanx_lost_seconds_total{{reason="hung"}} {expected}' in shown.answer()[2].decode()
+        assert f'total{{reason="hung",run_id="run \\"7\\""}} {expected}' in shown.answer()[2].decode()
 
 
 def test_many_clients_cost_the_agent_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:

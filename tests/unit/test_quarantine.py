@@ -16,10 +16,33 @@ from hypothesis import strategies as st
 
 from phalanx.core import quarantine
 from phalanx.core.quarantine import HostWatch, Offence, Quarantine, QuarantinePolicy
-from phalanx.core.round_records import HostRecord, decode_host, encode
+from phalanx.core.round_records import UNTIL_REMOVED, HostRecord, decode_host, encode
 from phalanx.core.store_commands import Entry
 
 TRACES = Path(__file__).parent / "quarantine"
+
+
+def add(state: Quarantine, node: str, reason: str, now: float) -> tuple[Quarantine, str]:
+    """A person keeps a node out: the record is the store's."""
+    held = quarantine.restore(state, node, HostRecord(reason, UNTIL_REMOVED), now)
+    return held, f"{node} is quarantined: {reason}"
+
+
+def remove(state: Quarantine, node: str) -> tuple[Quarantine, str]:
+    """A person lets a node in again; its offences are forgotten."""
+    held = any(one.node == node for one in state.entries)
+    said = f"{node} is no longer quarantined: removed" if held else ""
+    return (quarantine.restore(state, node, None, 0.0) if held else state), said
+
+
+def describe(state: Quarantine, now: float) -> dict[str, str]:
+    """Node → reason and time left."""
+    left = {
+        one.node: "" if one.until is None else f" (for another {one.until - now:.0f} s)"
+        for one in state.entries
+        if one.until is None or now < one.until
+    }
+    return {one.node: one.reason + left[one.node] for one in state.entries if one.node in left}
 
 
 def replay(text: str) -> str:
@@ -44,10 +67,10 @@ def replay(text: str) -> str:
                 )
                 lines = (said,)
             case "add":
-                state, said = quarantine.add(state, words[0], " ".join(words[1:]), now)
+                state, said = add(state, words[0], " ".join(words[1:]), now)
                 lines = (said,)
             case "remove":
-                state, said = quarantine.remove(state, words[0])
+                state, said = remove(state, words[0])
                 lines = (said,)
             case "time":
                 state, lines = quarantine.expire(state, now, policy)
@@ -56,7 +79,7 @@ def replay(text: str) -> str:
                 lines = (f"round of {' '.join(words[2:][one] for one in found) or 'nobody'}", why)
         written.append(line)
         written += [f"  {one}" for one in lines if one]
-        written += [f"  out: {node}: {why}" for node, why in quarantine.describe(state, now).items()]
+        written += [f"  out: {node}: {why}" for node, why in describe(state, now).items()]
     return "\n".join(written) + "\n"
 
 
@@ -82,14 +105,14 @@ def test_in_any_order(happened: list[tuple[float, str, str]], failures: int, min
         state, lines = quarantine.expire(state, now, policy)
         out -= {line.split()[0] for line in lines}
         if what == "add":
-            state, said = quarantine.add(state, node, "by hand", now)
+            state, said = add(state, node, "by hand", now)
         elif what == "remove":
-            state, said = quarantine.remove(state, node)
+            state, said = remove(state, node)
         else:
             state, said = quarantine.record(state, Offence(node, what, "why"), now, policy)
         if said:
             (out.discard if "no longer" in said else out.add)(node)
-        assert set(quarantine.describe(state, now)) == out
+        assert set(describe(state, now)) == out
         chosen, why = quarantine.choose(state, "abcd", minimum, 4, now)
         assert len(chosen) >= minimum
         assert len(chosen) == (4 if len(out) == 4 else max(minimum, 4 - len(out)))
@@ -113,13 +136,13 @@ def test_a_watch_takes_each_record_once_and_says_each_change_once() -> None:
     held = Entry("", encode(HostRecord("lost its device", 30.0)), mod=7)
     watch.learn(100.0, "a", held)
     watch.learn(110.0, "a", held)  # through another watch, or again after a reconnect
-    assert quarantine.describe(watch.state, 110.0) == {"a": "lost its device (for another 20 s)"}
+    assert describe(watch.state, 110.0) == {"a": "lost its device (for another 20 s)"}
     watch.learn(111.0, "a", Entry("", b"[", mod=8))
     assert watch.unreadable == {"a"}  # what was known stays
-    assert quarantine.describe(watch.state, 111.0)
+    assert describe(watch.state, 111.0)
     watch.learn(112.0, "a", Entry("", mod=9), deleted=True)
     watch.learn(113.0, "a", held)  # late
-    assert not quarantine.describe(watch.state, 113.0)
+    assert not describe(watch.state, 113.0)
     watch.learn(120.0, "b", Entry("", encode(HostRecord("by hand", -1.0)), mod=10))
     watch.only(121.0, {"a", "c"})
     watch.learn(130.0, "c", Entry("", encode(HostRecord("slow", 5.0)), mod=11))

@@ -15,6 +15,7 @@ from phalanx.core.participant_events import (
     Disconnected,
     End,
     Event,
+    LeaveRequested,
     Noticed,
     Send,
     StartRound,
@@ -27,6 +28,7 @@ from phalanx.core.round_records import (
     ACTIVE,
     CLOSED,
     FORMING,
+    Member,
     MemberList,
     NodeInfo,
     NodeRecord,
@@ -52,6 +54,7 @@ from phalanx.core.store_commands import (
     Notice,
     Put,
     Reply,
+    Revoke,
     Txn,
     Watch,
     When,
@@ -141,6 +144,40 @@ def test_waiting_says_who_is_here_and_how_long_it_will_wait() -> None:
     assert (closed.phase, closed.outcome) == (CLOSED, "timeout")
 
 
+def test_the_job_ends_at_once_when_too_few_of_the_nodes_that_were_started_are_left() -> None:
+    job = Job(replace(OPTIONS, all_nodes=3, ttl=6.0))
+    job.node("a")
+    assert job.decide().commands == (), "two more can come"
+    job.running("b", "c")
+    job.lose("b")
+    assert job.published().phase == FORMING
+    for name in ("a", "c"):
+        job.ready(name, 2)
+    assert job.members() == ["a", "c"], "enough are left"
+    job.now = 100.0
+    job.lose("c")
+    assert job.published().phase == FORMING
+    job.ready("a", 3)
+    waits = job.decide()
+    assert waits.commands == ()
+    assert waits.wake_at == 112.0, "its network may have failed: it has two leases to return in"
+    job.now = 112.0
+    assert job.decide().reason == (
+        "1 of 2 to 3 nodes here (a), waiting for 1 more; no other node can come: 2 of the 3 nodes that were "
+        "started are gone; before that: lost c"
+    )
+    assert job.published().outcome == "timeout"
+
+
+def test_a_node_that_leaves_on_purpose_is_not_waited_for() -> None:
+    job = Job(replace(OPTIONS, all_nodes=2))
+    job.node("a")
+    job.node("b")
+    job.node("b", leaving="preempted")
+    job.lose("b")
+    assert "no other node can come: 1 of the 2 nodes that were started is gone" in job.decide().reason
+
+
 def test_last_call_counts_from_the_moment_min_is_reached() -> None:
     job = Job()
     job.node("a")
@@ -211,6 +248,67 @@ def test_failures_cost_one_restart_per_round_and_name_the_first() -> None:
     closed = job.published()
     assert (closed.phase, closed.outcome, closed.cause[2]) == (CLOSED, "failed", "again")
     assert job.decide().commands == ()
+
+
+def test_a_round_that_a_node_asks_for_costs_what_the_node_has_counted() -> None:
+    job = Job().running("a", "b")
+    job.put("result/1/b", encode(Result(False, "detail", what="asked", request=0)))
+    forming = job.published()
+    assert (forming.phase, forming.restarts, forming.reason) == (FORMING, 0, "b: asked")
+    for name in ("a", "b"):
+        job.ready(name, 2)
+    assert job.published().phase == ACTIVE
+    job.put("result/2/a", encode(Result(False, "detail", what="asked and counted", request=1)))
+    forming = job.published()
+    assert (forming.restarts, forming.cause) == (1, ("a", "a", "detail"))
+
+
+def test_a_failure_beats_a_request_and_a_request_a_success() -> None:
+    job = Job().running("a", "b")
+    job.put("result/1/a", encode(Result(False, what="asked", request=0)))
+    job.put("result/1/b", encode(Result(True)))
+    assert job.published().reason == "a: asked"
+    job = Job().running("a", "b")
+    job.put("result/1/a", encode(Result(False, what="asked", request=0)))
+    job.put("result/1/b", encode(Result(False, "exit code 3")))
+    assert (forming := job.published()).restarts == 1
+    assert forming.reason == "workers on b failed, 0 restarts left"
+
+
+def test_a_delay_after_a_failure_is_the_whole_jobs_newcomers_included() -> None:
+    job = Job().running("a", "b")
+    job.put("result/1/b", encode(Result(False, "exit code 3", delay=20.0)))
+    begin = job.now
+    assert job.published().delay == 20.0
+    for name in ("a", "b"):
+        job.ready(name, 2)
+    job.now += 5.0
+    job.node("c", ready=2)  # it has not seen the failure
+    decision = job.decide()
+    assert (decision.commands, decision.wake_at) == ((), begin + 20.0)
+    assert decision.reason == "3 of 2 to 3 nodes here (a b c), back-off for 15 s"
+    job.put("drain/c", b"")
+    assert job.published().phase == FORMING, "c has to know"
+    job.now = begin + 19.9
+    assert not job.decide().commands, "it does not begin again"
+    job.now = begin + 20.0
+    active = job.published()
+    assert (active.phase, active.nodes, active.delay) == (ACTIVE, 2, 0.0)
+
+
+def test_a_new_leader_counts_a_delay_from_when_it_saw_the_round() -> None:
+    round = Round(2, reason="workers on b failed", delay=20.0)
+    view = LeaderView(OPTIONS, 8, round=round, since=100.0)
+    members = MemberList(
+        "7.1.0", tuple(Member(*one, "", 1, "default") for one in (("a", 3, "a"), ("b", 4, "b"))), 1
+    )
+    found = {"ctl/round": encode(round._replace(term=7)), "members": encode(members)}
+    entries = [Entry(key, value, 5, 5) for key, value in found.items()]
+    for name, created in (("a", 3), ("c", 6)):  # b was the leader
+        entries.append(Entry(f"node/{name}", encode(NodeRecord(NodeInfo(name, name), 2)), created, 6, 5))
+    view.learn(112.0, tuple(map(Change, entries)), reset=True)
+    assert decide(112.0, view, OPTIONS).wake_at == 120.0
+    assert decide(120.0, view, OPTIONS).commands
 
 
 def test_success_needs_the_report_of_every_member() -> None:
@@ -341,16 +439,31 @@ def late(job: int, phase: str, mod: int) -> Entry:
     return Entry("ctl/round", value, 1, mod)
 
 
+def test_a_node_that_leaves_while_it_joins_gives_its_lease_back() -> None:
+    it = Participant(NodeInfo("me", "me"), OPTIONS)
+    grant = it.start(0.0)[0]
+    assert isinstance(grant, Send)
+    assert it.step(0.1, LeaveRequested("SIGTERM")) == [], "the store may have registered it"
+    joined = Reply(True, 2, (Entry("ctl/round"), Entry("node/me", b"", 2, 2, 3)), 3)
+    *_, revoke = it.step(0.2, Answer(grant.tag, joined))
+    assert isinstance(revoke, Send)
+    assert revoke.command == Revoke(3)
+    (end,) = it.step(0.3, Answer(revoke.tag, Reply(True, 3)))
+    assert isinstance(end, End)
+    assert end.outcome == "left"
+
+
 class Latecomer:
     """A node whose first look finds a round, of a job that has ended or not; the test plays the store."""
 
     def __init__(self, phase: str = CLOSED, *more: Entry) -> None:
         self.it = Participant(NodeInfo("me", "me"), OPTIONS)
-        watch, placed, grant = self.it.start(0.0)
+        grant, watch, placed = self.it.start(0.0)
         assert isinstance(placed, Send)
         self.it.step(0.0, Answer(placed.tag, Reply(True, 20)))
         assert isinstance(grant, Send)
-        self.it.step(0.0, Answer(grant.tag, Reply(True, 20, number=3)))
+        entries = late(1, phase, 20), Entry("node/me")
+        self.it.step(0.0, Answer(grant.tag, Reply(False, 20, entries, 3, "condition")))
         assert isinstance(watch, Send)
         self.asked = self.answer(watch, Reply(True, 20, (*more, late(1, phase, 20))))
 
@@ -711,7 +824,8 @@ def test_records_come_back_and_unknown_fields_are_ignored() -> None:
         ),
         (Place("9.8", 42, 1, 8, 16, 0, 8), decode_place),
         (Place(refused="taken"), decode_place),
-        (Result(True, "detail"), decode_result),
+        (Result(False, "detail", delay=2.5), decode_result),
+        (Round(3, delay=0.5), decode_round),
     ):
         assert decode(encode(record)) == record  # type: ignore[operator]
         more = json.loads(encode(record)) | {"of": ["a", "later"], "version": {}}

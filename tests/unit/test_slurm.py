@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,10 @@ from phalanx.cli.dry_run import plan
 from phalanx.cli.slurm import parse_submit
 from phalanx.config import parse
 from phalanx.errors import UsageError
+from phalanx.integrations.outcomes import AgentOutcome, write_outcome
+from phalanx.integrations.slurm import job_end
 from phalanx.integrations.slurm.allocation import look, run_id
+from phalanx.integrations.slurm.batch_script import batch_script
 from phalanx.integrations.slurm.host_list import first_host, parse_counts, parse_host_list
 
 LISTS = [
@@ -253,7 +258,7 @@ def test_the_job_and_its_plan(script: str) -> None:
     job = parse([script], {**STEP, "SLURM_RESTART_COUNT": "1", "SLURM_GPUS_ON_NODE": "3"})
     assert (job.min_nodes, job.max_nodes, job.local_world_size) == (2, 2, 3)
     assert (job.run_id, job.keep_id) == ("1234-r1", "1234")
-    assert job.rdzv_conf == {"is_host": "0", "name": "n08", "rank": 1}
+    assert job.rdzv_conf == {"is_host": "0", "all_nodes": "2", "name": "n08", "rank": 1}
     text = plan(job)
     assert "# from Slurm: --nnodes 2 (SLURM_STEP_NUM_TASKS=2)" in text
     assert "# from Slurm: --nproc-per-node 3 (SLURM_GPUS_ON_NODE=3)" in text
@@ -277,6 +282,81 @@ def test_an_option_whose_value_may_be_left_out_leaves_the_script_alone() -> None
     assert (job.run_words, job.script, job.script_args) == (("--dashboard",), "train.py", ("--lr", "1"))
     job, _ = parse_submit(["-N", "2", "--dashboard", "0.0.0.0:8000", "train.py"])
     assert (job.run_words, job.script) == (("--dashboard", "0.0.0.0:8000"), "train.py")
+
+
+# An agent's end, attempt 1 of a job whose batch step ran on n1; what Slurm shows, one line for each question
+# about the job; the states of n1; and the commands that change something.
+STANDS_IN: list[tuple[str, str, int, str, str, list[str]]] = [
+    ("the host is lost", "FAILED", 94, "RUNNING 1", "DOWN*", ["scontrol requeue 7"]),
+    ("Slurm takes a while", "FAILED", 94, "RUNNING 1|RUNNING 1", "MIXED|MIXED*", ["scontrol requeue 7"]),
+    ("Slurm is silent at first", "FAILED", 94, "|RUNNING 1", "DOWN", ["scontrol requeue 7"]),
+    ("another agent was faster", "FAILED", 94, "RUNNING 1|COMPLETING 2", "MIXED", []),
+    ("Slurm has cancelled it", "SIGNALED", 143, "COMPLETING 1", "MIXED", []),
+    ("the program failed", "FAILED", 3, "RUNNING 1", "DOWN*", ["scancel --state=RUNNING 7"]),
+    ("the job succeeded", "SUCCEEDED", 0, "RUNNING 1", "DOWN*", ["scancel --state=RUNNING 7"]),
+    ("a node that has left", "LEFT", 0, "RUNNING 1", "DOWN*", []),
+    ("an unfit node", "FAILED", 95, "RUNNING 1", "DOWN*", []),
+]
+# Gives the next answer, or the last one again.
+COMMAND = """#!/bin/bash
+next() { head -n 1 "$0.$1"; [ "$(wc -l < "$0.$1")" -gt 1 ] && sed -i 1d "$0.$1"; }
+case "$1 $2" in
+"show job") set -- $(next job); echo "${1:+JobState=$1 Restarts=$2}" ;;
+"show node") echo "NodeName=localhost State=$(next node)" ;;
+*) echo "${0##*/} $*" >> "${0%/*}/requests" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("case", STANDS_IN, ids=[case[0] for case in STANDS_IN])
+def test_an_agent_in_the_place_of_the_batch_step(
+    case: tuple[str, str, int, str, str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, word, code, jobs, nodes, wanted = case
+    for name in ("scontrol", "scancel"):
+        (tmp_path / name).write_text(COMMAND)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "scontrol.job").write_text(jobs.replace("|", "\n") + "\n")
+    (tmp_path / "scontrol.node").write_text(nodes.replace("|", "\n") + "\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(job_end, "_PAUSE", 0.0)
+    listener = job_end.BatchListener()
+    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "HOME": str(tmp_path)}
+    environ |= job_end.batch_place({"SLURMD_NODENAME": "localhost"}, listener.port, 2)
+    outcome = AgentOutcome("n2", word, code)
+    outcomes = job_end.SlurmAttempt(environ, print).record.outcomes(1)
+    write_outcome(outcomes, outcome, "n2.1")
+    requests = tmp_path / "requests"
+    job_end.stand_in(outcomes, outcome, environ, print)
+    assert not requests.exists(), "the batch step is alive"
+    listener.drain()
+    listener.close()
+    job_end.stand_in(outcomes, outcome, environ, print)
+    assert (requests.read_text().splitlines() if requests.exists() else []) == wanted
+    kept = job_end.SlurmAttempt(environ, print).record.attempts()
+    assert [(one["attempt"], one["code"]) for one in kept] == ([(1, code)] if wanted else [])
+
+
+def test_no_kill_only_where_the_job_can_go_on_without_a_node() -> None:
+    def outlives(*words: str) -> bool:
+        text = batch_script(parse_submit(["-N", "2", *words, "train.py"])[0], ["phalanx"])
+        assert ("#SBATCH --no-kill\n" in text) == (" --no-kill " in text)
+        return " --no-kill " in text
+
+    assert not outlives()
+    assert outlives("--spares", "1")
+    assert outlives("--nnodes=1:2")
+
+
+def test_nothing_is_imported_from_the_directory_of_the_job(tmp_path: Path) -> None:
+    """The start of the script, with another program in the place of the rest."""
+    (tmp_path / "select.py").write_text("open('imported', 'w')")
+    text = batch_script(parse_submit(["-N", "2", "train.py"])[0], ["phalanx"])
+    start = text.partition("exec ")[0] + 'exec "${phalanx[@]}" --version\n'
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run(["bash", "-c", start], cwd=tmp_path, capture_output=True, text=True, env=environ)
+    assert done.stdout.startswith("phalanx"), done
+    assert not (tmp_path / "imported").exists()
 
 
 def test_the_run_id_of_an_array_that_was_requeued() -> None:

@@ -10,8 +10,17 @@ from hypothesis import strategies as st
 
 from phalanx.config import parse
 from phalanx.errors import UsageError
-from phalanx.integrations.ssh.frames import GREETING, GreetingReader, LinkFrameReader, SentFrames, frame
+from phalanx.integrations.outcomes import AgentOutcome
+from phalanx.integrations.ssh.frames import (
+    GREETING,
+    VERSION,
+    GreetingReader,
+    LinkFrameReader,
+    SentFrames,
+    frame,
+)
 from phalanx.integrations.ssh.host_names import parse_host_file, parse_hosts
+from phalanx.integrations.ssh.starter import _options
 
 
 @pytest.mark.parametrize(
@@ -32,10 +41,36 @@ def test_a_host_file() -> None:
     assert [(host.target, host.slots) for host in found] == [("a", 4), ("b", 2), ("c", 0)]
 
 
-@pytest.mark.parametrize("text", ["", ",", "a:0", "a:x", "a,a", "-oProxyCommand=x", "a b", "[::1", "a:99999"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ",",
+        "a:0",
+        "a:x",
+        "a,a",
+        "a b",
+        "[::1",
+        "a:99999",
+        "[]",
+        "me@",
+        "[a b]",
+        "[a\n]",
+        "-oProxyCommand=x",
+        "[-oProxyCommand=x]",
+        "[-oProxyCommand=x]:8",
+        "me@-oProxyCommand=x",
+    ],
+)
 def test_hosts_that_are_none(text: str) -> None:
     with pytest.raises(ValueError):
         parse_hosts(text)
+
+
+@pytest.mark.parametrize("text", ["-oProxyCommand=x", "[-oProxyCommand=x] slots=2", "a,is_host=1"])
+def test_a_host_file_with_a_name_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a host; write HOST or HOST:SLOTS"):
+        parse_host_file(f"b\n{text}\n")
 
 
 @pytest.mark.parametrize(
@@ -91,13 +126,43 @@ def test_what_is_kept_for_a_new_connection_is_bounded() -> None:
 def test_a_login_shell_may_print_before() -> None:
     reader = GreetingReader()
     assert reader.feed(b"Welcome!\n" + GREETING[:5]) == b""
-    assert reader.feed(GREETING[5:] + b"17\nrest") == b"rest"
+    assert reader.feed(GREETING[5:] + VERSION + b" 17\nrest") == b"rest"
     assert reader.offset == 17
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="the login shell prints more than"):
         GreetingReader().feed(b"x" * (1 << 17))
+
+
+def test_a_host_with_another_version() -> None:
+    with pytest.raises(ValueError, match="another version of Phalanx"):
+        GreetingReader().feed(GREETING + b"1 0\n")
 
 
 def test_a_message_that_is_too_long() -> None:
     with pytest.raises(ValueError, match="bytes"):
         LinkFrameReader().feed(b"o" + b"\xff" * 4)
     assert LinkFrameReader().feed(frame(b"D")) == [(b"D", b"")]
+
+
+def test_the_users_own_time_to_connect_counts() -> None:
+    assert "ConnectTimeout=20" in _options({"connecttimeout": "none"}, "/tmp/x")
+    assert not any("ConnectTimeout" in word for word in _options({"connecttimeout": "60"}, "/tmp/x"))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "ends"),
+    [
+        ("SUCCEEDED", 0, True),
+        ("CLOSED", 0, True),
+        ("FAILED", 1, True),
+        ("FAILED", 137, True),  # a worker was killed
+        ("FAILED", 96, True),
+        ("FAILED", 94, False),  # this node has lost the store
+        ("FAILED", 95, False),
+        ("LEFT", 0, False),  # drained
+        ("SIGNALED", 143, False),
+        ("", 2, False),  # it refused to start
+        ("", 137, False),  # it was killed
+    ],
+)
+def test_which_ends_of_an_agent_end_the_job(outcome: str, code: int, ends: bool) -> None:
+    assert AgentOutcome("a", outcome, code).ends_job is ends

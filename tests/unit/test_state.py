@@ -6,7 +6,9 @@ import array
 import gc
 import os
 import pickle
+import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from phalanx.state import memory_limit
 from phalanx.state.agreement import newest_common
 from phalanx.state.memory_file import NAMES, REGIONS, MemoryFile, region_at
 from phalanx.state.rank_state import RankState, StatePlace, read_place
+from phalanx.state.spill import SpillDirectory
 from phalanx.state.tree_codec import encode, torch_view
 
 
@@ -188,10 +191,46 @@ def test_ranks_forget_what_they_did_not_agree_on(file: MemoryFile) -> None:
     state.keep("model", "ten", 10, True)
     state.keep("model", "eleven", 11, True)
     assert state.moments("model") == [(11, 1), (10, 1)]
-    state.forget_others("model", (10, 1))
+    state.forget_newer("model", (10, 1))
     assert tree_of(state) == "ten"
     state_of(file, round_=2).keep("model", "eleven again", 11, True)
     assert state.moments("model") == [(11, 2), (10, 1)]
+
+
+def test_a_save_that_was_damaged_on_disk_is_left_out(file: MemoryFile, tmp_path: Path) -> None:
+    state = state_of(file)
+    for step in (1, 2):
+        state.keep("model", Buffer(bytes([step]) * 9_000_000), step, True)
+    spill = SpillDirectory(str(tmp_path), "job")
+    spill.prepare()
+    assert spill.write(0, file) > 18_000_000
+    (path,) = Path(spill.path).iterdir()
+    good = path.read_bytes()
+    for damaged_step, older in ((2, 1), (1, 2)):
+        data = bytearray(good)
+        start = data.index(bytes([damaged_step]) * 100)
+        for offset in random.sample(range(9_000_000), 200):
+            data[start + offset] ^= 1 << random.randrange(8)
+        path.write_bytes(data)
+        with closing(MemoryFile.create()) as again:
+            (said,) = spill.read(0, again)
+            assert f"'model', step {damaged_step}" in said
+            assert state_of(again).moments("model") == [(older, 1)]
+            assert bytes(tree_of(state_of(again)).data) == bytes([older]) * 9_000_000
+            gc.collect()
+    for _ in range(50):  # one bit anywhere
+        data = bytearray(good)
+        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+        path.write_bytes(data)
+        with closing(MemoryFile.create()) as again:
+            try:
+                assert spill.read(0, again)
+            except ValueError:
+                pass  # in a record: nothing after it can be found
+    path.write_bytes(good)
+    with closing(MemoryFile.create()) as again:
+        assert spill.read(0, again) == []
+        assert state_of(again).moments("model") == [(2, 1), (1, 1)]
 
 
 def test_another_processes_descriptor_is_not_taken(file: MemoryFile) -> None:

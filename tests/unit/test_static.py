@@ -26,7 +26,6 @@ from phalanx.errors import (
     RendezvousTimeoutError,
     StoreAuthError,
 )
-from phalanx.membership.address import free_port
 from phalanx.membership.elastic import ElasticInfo, error_of
 from phalanx.membership.membership import NOT_AUTHENTICATED, Membership
 from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over, Remark, Waiting
@@ -35,6 +34,7 @@ from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.wire import MAGIC
 from phalanx.store.torch.client import TorchStoreClient
 from tests.conftest import HUNG, wait_until
+from tests.support.netns import free_port
 
 Make = Callable[..., StaticRendezvous]
 QUICK = {"ttl": 1.2, "linger": 0.2}

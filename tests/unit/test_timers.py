@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import multiprocessing
 import os
@@ -34,7 +35,6 @@ class ImportRecorder(timer.TimerClient):
         self.said: list[str] = []
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        assert scope_id not in self.held, "two scopes share one timer"
         self.held[scope_id] = expiration_time
         self.said.append(f"+{scope_id}")
 
@@ -105,16 +105,59 @@ def test_the_configured_client_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.said == ["+step", "-step"]
 
 
-def test_nested_and_reentrant_scopes_are_independent() -> None:
+def test_nested_scopes_of_several_names_are_independent() -> None:
     client = ImportRecorder()
     with timer.expires(60, "a", client):
-        with timer.expires(30, "a", client), timer.expires(10, "b", client), timer.expires(20, "a", client):
-            assert len(client.held) == 4
+        with timer.expires(30, "b", client), timer.expires(10, "c", client):
+            assert list(client.held) == ["a", "b", "c"]
         assert list(client.held) == ["a"]
     assert not client.held
 
 
-def test_scopes_without_a_name_are_independent_and_named_by_their_place() -> None:
+def test_each_entry_and_exit_of_a_nested_scope_begins_its_time_again() -> None:
+    client = ImportRecorder()
+
+    def left() -> float:
+        assert list(client.held) == ["a"]
+        return client.held["a"] - time.time()
+
+    with timer.expires(100, "a", client):
+        with timer.expires(1000, "a", client):
+            assert 100 < left() <= 1000
+            with timer.expires(10, "a", client):
+                assert left() <= 10
+            assert 100 < left() <= 1000
+        assert 10 < left() <= 100
+    assert not client.held
+    with timer.expires(10, "a", client):
+        assert left() <= 10
+
+
+def test_scopes_of_one_name_in_several_tasks_are_independent() -> None:
+    client = ImportRecorder()
+
+    async def task(entered: asyncio.Event, end: asyncio.Event) -> None:
+        with timer.expires(60, "a", client), timer.expires(60, "a", client):
+            entered.set()
+            await end.wait()
+
+    async def both() -> None:
+        events = [(asyncio.Event(), asyncio.Event()) for _ in range(2)]
+        tasks = [asyncio.create_task(task(*pair)) for pair in events]
+        for entered, _ in events:
+            await entered.wait()
+        assert list(client.held) == ["a", "a (2)"]
+        events[0][1].set()
+        await tasks[0]
+        assert list(client.held) == ["a (2)"]
+        events[1][1].set()
+        await tasks[1]
+
+    asyncio.run(both())
+    assert not client.held
+
+
+def test_scopes_without_a_name_are_named_by_their_place() -> None:
     client = ImportRecorder()
 
     def deeper(levels: int) -> None:
@@ -122,8 +165,8 @@ def test_scopes_without_a_name_are_independent_and_named_by_their_place() -> Non
             if levels:
                 deeper(levels - 1)
             else:
-                assert len(client.held) == 4
-                assert all(Path(__file__).name in scope for scope in client.held)
+                (scope,) = client.held
+                assert Path(__file__).name in scope
 
     deeper(3)
     assert not client.held

@@ -161,9 +161,8 @@ class NodeCheck:
 
     def run_own(self, say: Callable[[str], None]) -> NodeUnfit | None:
         """`phalanx check`, before the first round only: between rounds a restart waits for it."""
-        import sys
-
         from phalanx.core.fitness import FIT, UNFIT, UNKNOWN, NodeVerdict
+        from phalanx.python_command import python_command
 
         own, self._own = self._own, ()
         if not own:
@@ -171,7 +170,7 @@ class NodeCheck:
         host = os.uname().nodename
         verdict = NodeVerdict(host, UNKNOWN, f"the check did not end within {_OWN_PATIENCE:g} s")
         try:
-            ended = self._execute([sys.executable, "-P", "-m", "phalanx", "check", *own], _OWN_PATIENCE)
+            ended = self._execute(python_command("phalanx", "check", *own), _OWN_PATIENCE)
             if ended is not None:
                 verdict = read_verdict(host, *ended)
         except OSError as error:

@@ -146,7 +146,7 @@ def make_handler(job: JobSpec) -> RendezvousHandler:
     if job.max_nodes == 1 and job.rdzv_backend in ("phalanx", "static"):
         from phalanx.membership.solo import SoloRendezvous
 
-        return SoloRendezvous(job.run_id, job.rdzv_backend)
+        return SoloRendezvous(job.run_id, job.rdzv_backend, job.node_name)
     from phalanx.membership.handler import RendezvousParameters
     from phalanx.membership.registry import get_rendezvous_handler
 
@@ -237,11 +237,9 @@ def make_notifier(job: JobSpec) -> Notifier | None:
     """What tells a command or a URL of incidents."""
     if not job.notify:
         return None
-    import os
-
     from phalanx.observe.notifier import JobNames, Notifier
 
-    return Notifier(job.notify, JobNames(job.name, job.run_id, os.uname().nodename))
+    return Notifier(job.notify, JobNames(job.name, job.run_id, job.node_name))
 
 
 def make_dashboard(job: JobSpec, say: Callable[[str], None]) -> DashboardProcess | None:
@@ -261,12 +259,10 @@ def make_traces(job: JobSpec) -> TraceSender | None:
     """What sends a trace of each incident."""
     if not job.otel:
         return None
-    import os
-
     from phalanx.observe.notifier import JobNames
     from phalanx.observe.trace_sender import TraceSender
 
-    return TraceSender(JobNames(job.name, job.run_id, os.uname().nodename))
+    return TraceSender(JobNames(job.name, job.run_id, job.node_name))
 
 
 def make_train_status(agent: LocalElasticAgent) -> TrainStatus | None:

@@ -83,7 +83,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             from phalanx.agent.goodput_report import GoodputReport
 
             self._loop.parts.append(GoodputReport(self.history, self._loop.nodes))
-        self.history.ended = self._workers.ended_at
+        self.history.ended, self.history.node = self._workers.ended_at, self.host
         self.dashboard = options.dashboard
         if self.dashboard is not None:
             self.dashboard.attach(
@@ -294,12 +294,15 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         workers, loop = self._workers, self._stepped
+        sig, grace = loop.stop_terms or (loop.policy.stop_signal, loop.policy.grace)
         if self._own_context is not None:
-            self._own_context.close(signal.Signals(loop.stop_signal), int(self._shutdown_timeout))
-        workers.stop(loop.stop_signal, loop.stop_grace)
+            self._own_context.close(signal.Signals(sig), int(self._shutdown_timeout))
+        workers.stop(sig, grace)
         loop.pump(lambda: workers.idle)
 
-    def _unkillable(self) -> tuple[str, ...]:
+    def _clear(self) -> tuple[str, ...]:
+        if not self._workers.idle:
+            LocalElasticAgent._stop_workers(self, self._worker_group)
         return self._workers.take_stop()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

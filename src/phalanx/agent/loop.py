@@ -116,6 +116,8 @@ class OwnerLoop:
             case events.ReportFailure():
                 result = self.workers.result
                 self.nodes.failed(command, lambda: self._record.report(command, result))
+            case events.RequestRound():
+                self.nodes.request_round(command)
             case events.Leave():
                 self.nodes.leave(self.number, self.state.ending.message if self.state.ending else "left")
             case events.CloseRendezvous():
@@ -250,8 +252,9 @@ class SteppedLoop(OwnerLoop):
     """
 
     stepped = False
-    stop_signal: int = signal.SIGTERM
-    stop_grace = 0.0
+    stop_terms: tuple[int, float] | None = None
+    """Signal and grace of the stop that the core asked for; None: it asked for none."""
+
     guarded = False
     """Whether a signal is posted; in a subclass's step, which does not look at the queue, it is raised."""
 
@@ -276,7 +279,7 @@ class SteppedLoop(OwnerLoop):
         match command:
             case events.StopWorkers() | events.RecallWorkers():
                 self._announce_ending()
-                self.stop_signal, self.stop_grace = command.sig or signal.SIGTERM, command.grace
+                self.stop_terms = command.sig or signal.SIGTERM, command.grace
             case events.Join():
                 self.wants_join = True
             case events.StartWorkers() | events.EnterBarrier():

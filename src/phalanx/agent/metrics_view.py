@@ -39,7 +39,7 @@ class MetricsView:
             group.spec.role,
             agent.host,
             self._since,
-            totals.ratio,
+            totals.ratio if totals.measure == "goodput" else None,
             dict(totals.seconds),
             dict(self._counters.restarts),
             {phase: counts.copy() for phase, counts in self._counters.recovery.items()},

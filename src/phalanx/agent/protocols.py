@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Event,
         RecallWorkers,
         ReportFailure,
+        RequestRound,
         StartWorkers,
     )
     from phalanx.core.ranks import WorkerRanks
@@ -159,6 +160,9 @@ class Nodes(Protocol):
     def failed(self, command: ReportFailure, report: Callable[[], tuple[str, int, bool]]) -> None:
         """A failure on this node; `report` makes text and exit code for all nodes, should it end the job, and
         whether all that happened here is that workers lost their peers."""
+
+    def request_round(self, command: RequestRound) -> None:
+        """Have all nodes form the next round, although nothing failed."""
 
     def fenced(self, number: int) -> None:
         """The workers of this round were killed because their lease was not renewed in time."""

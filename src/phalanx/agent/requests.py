@@ -4,7 +4,6 @@
 |---|---|
 | `{}` or `{"ask": "status"}` | the node, as `observe.snapshot` has it; `"gpus": true`: with its devices |
 | `{"ask": "stacks", "ranks": [0, 3]}` | `{"stacks": [...]}`: the Python stack of these ranks now, or of all |
-| `{"ask": "logs", "ranks": [0, 3]}` | `{"logs": [...]}`: the end of each log file of the current start |
 | `{"ask": "read_logs", "ranks": [0, 3], "places": {...}}` | `{"logs": …}`: what is new in them |
 | `{"ask": "quarantine"}` | `{"quarantine": [...]}`: the hosts that are kept out, why and for how long |
 | `{"do": "quarantine", "hosts": [...], "reason": "...", "seconds": 60}` | they are; not, with `remove` |
@@ -35,12 +34,12 @@ if TYPE_CHECKING:
     from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.node_view import NodeView
     from phalanx.core.group import Phase
+    from phalanx.logs.log_layout import WholeLog
     from phalanx.supervision.stack_collection import StackDump
 
     Answer = Callable[[dict[str, Any]], None]
 
 _PATIENCE = 3.0  # seconds for the other nodes
-_MOST_BYTES = 1 << 18  # of all logs in an answer
 _FRAMES = 60
 _MOST_HOSTS, _LONGEST_HOST, _LONGEST_TIME = 64, 256, 1e9  # of one request
 
@@ -51,7 +50,7 @@ class RequestDesk:
     def __init__(self, agent: LocalElasticAgent, view: NodeView) -> None:
         self._agent, self._view = agent, view
         self._dumps: list[tuple[StackDump, Answer]] = []
-        self._known_logs: dict[str, str] = {}
+        self._known_logs: dict[str, WholeLog] = {}
         self.probe: GpuProbe | None = None
         """Of the devices, once somebody has asked for them."""
 
@@ -81,15 +80,10 @@ class RequestDesk:
                 self._status(request, answer)
             case "stacks", _:
                 self._stacks(_numbers(request.get("ranks")), answer)
-            case "logs", _:
-                answer({"logs": self._logs(request)})
             case "read_logs", _:
-                from phalanx.agent.log_reader import read_logs, read_on_logs
+                from phalanx.agent.log_reader import read_logs
 
-                if request.get("whole") is True:
-                    answer({"logs": read_on_logs(self._agent, request, self._known_logs)})
-                else:
-                    answer({"logs": read_logs(self._agent, request)})
+                answer({"logs": read_logs(self._agent, request, self._known_logs)})
             case "quarantine", _:
                 answer({"quarantine": self._agent.place().get("quarantine", [])})
             case _, "quarantine":
@@ -161,28 +155,6 @@ class RequestDesk:
                         "threads": len(threads),
                     }
                 )
-        return found
-
-    # -- logs ---------------------------------------------------------------------------------------
-
-    def _logs(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """The ends of the log files of the current start, no more than fits into one answer."""
-        context = self._agent._pcontext
-        if context is None:
-            return []
-        ranks = _numbers(request.get("ranks"))
-        workers = [
-            w for w in self._agent.get_worker_group().workers if ranks is None or w.global_rank in ranks
-        ]
-        each = _MOST_BYTES // max(1, 2 * len(workers))
-        found = []
-        for worker in workers:
-            for stream, paths in (("stdout", context.stdouts), ("stderr", context.stderrs)):
-                text = tail(paths.get(worker.local_rank, ""), each)
-                if text:
-                    found.append(
-                        {"rank": worker.global_rank, "host": self._agent.host, "stream": stream, "text": text}
-                    )
         return found
 
     # -- deeds --------------------------------------------------------------------------------------
@@ -275,23 +247,3 @@ def _numbers(value: object) -> set[int] | None:
     if not isinstance(value, list):
         return None
     return {one for one in value if type(one) is int}
-
-
-def tail(path: str, most: int) -> str:
-    """The last whole lines of a log; empty for what is not a file, or not there."""
-    if not path or path == os.devnull:
-        return ""
-    try:
-        # Without O_NONBLOCK, a worker that replaced its log by a named pipe would stop the agent.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        if status.st_mode & 0o170000 != 0o100000 or status.st_size == 0:
-            return ""
-        file.seek(max(0, status.st_size - most))
-        data = file.read(most).lstrip(b"\0")  # a rotated log begins with a hole
-    if status.st_size > most:
-        data = data.partition(b"\n")[2] or data
-    return data.decode("utf-8", "replace")

@@ -19,6 +19,8 @@ import select
 import sys
 import time
 
+from phalanx.environment import socket_scope
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
@@ -62,11 +64,11 @@ class StatusSocket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             # A random part: two agents in different containers may have one pid and one network.
-            name = f"\0{PREFIX}{os.geteuid()}/{os.getpid()}-{os.urandom(4).hex()}"
+            name = f"\0{PREFIX}{socket_scope()}{os.getpid()}-{os.urandom(4).hex()}"
             listener.bind(name)
             listener.listen(16)
             self._socket, self.name = listener, name
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a namespace that is not valid, in an embedded agent
             listener.close()
 
     def fds(self, phase: Phase) -> list[tuple[int, int]]:

@@ -41,8 +41,8 @@ from phalanx.core.group_events import (
     GroupRound,
     MembershipChanged,
     Outcome,
+    RestartRequested,
     RoundFailed,
-    RoundOver,
     RoundReady,
     Signal,
     Start,
@@ -147,6 +147,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         self._total_execution_time = 0
         self._stray_signals = options.stray_signals
         self._in_exit_barrier = False
+        self._placed = 0  # the round that the workers have their ranks from
         self.restart_policy = options.restart_policy or RestartPolicy(max_restarts=spec.max_restarts)
         self.supervision = options.supervision or Supervision()
         self.outcome: Finish | None = None
@@ -256,6 +257,10 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the group to its end. A signal is raised as SignalException once nothing is left."""
+        if self._loop.finish is not None:
+            raise RuntimeError(
+                f"this agent has ended ({self._loop.finish.message}): make another one to run again"
+            )
         began = time.monotonic()
         sig: signal.Signals | None = None
         self._running = True
@@ -356,7 +361,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         if not loop.stepped:
             return self._conclude(loop.run())
         group = self._worker_group
-        loop.step(Start())
+        self._leave_round()  # a step may have been called before `run`
         try:
             while loop.finish is None:
                 self._take_turn(loop, group)
@@ -375,7 +380,11 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
                     group.spec.monitor_interval,
                 )
                 if self.state.phase is Phase.RUNNING:
-                    self._take_result(self._monitor_workers(group))
+                    watched = self.state.round
+                    result = self._monitor_workers(group)
+                    self._settle_start()
+                    if self.state.phase is Phase.RUNNING and self.state.round is watched:
+                        self._take_result(result)
             case Phase.BARRIER:
                 self._exit_barrier()
                 if self.state.phase is Phase.BARRIER:  # the step is the subclass's own
@@ -418,6 +427,9 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         """
         if self.state is before:
             self._settle_round()
+        self._settle_start()
+
+    def _settle_start(self) -> None:
         if self.state.phase is Phase.STARTING:
             pids = (worker.id for worker in self._worker_group.workers)
             self._loop.step(Started(tuple(pid for pid in pids if isinstance(pid, int))))
@@ -432,16 +444,23 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         if self.state.phase is Phase.JOINING:
             members = tuple(f"node {rank}" for rank in range(group.group_world_size or 1))
             loop.step(RoundReady(GroupRound(loop.number + 1, members, group.group_rank or 0)))
+            self._placed = loop.number
         self._back_off()
 
     def _leave_round(self) -> None:
-        """The workers of the last round are gone, by torch's contract; bring the core to JOINING."""
+        """Bring the core to JOINING, or to a round that formed meanwhile and whose workers have no ranks yet.
+
+        By torch's contract the workers of the last round are gone."""
+        self._request_round("a new round was asked for")
+        self._stopped()
+
+    def _request_round(self, reason: str) -> None:
+        """The subclass decides to leave the round that it is in: have all nodes form the next one."""
         loop = self._stepped
         if self.state.phase is Phase.NEW:
             loop.step(Start())
-        if self.state.phase in (Phase.STARTING, Phase.RUNNING, Phase.BARRIER):
-            loop.step(RoundOver(loop.number, "a new round was asked for"))
-        self._stopped()
+        if self._placed == loop.number and self.state.phase in (Phase.STARTING, Phase.RUNNING, Phase.BARRIER):
+            loop.step(RestartRequested(reason))
 
     @property
     def _stepped(self) -> SteppedLoop:
@@ -470,6 +489,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         """Wait for the next round; give the group its place in it, and the workers their ranks."""
         loop = self._stepped
         self._leave_round()
+        self._back_off()
         while self.state.phase is Phase.JOINING:
             loop.wants_join = False
             loop.enter_rendezvous()
@@ -489,6 +509,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
     def _place_workers(self, info: RendezvousInfo) -> None:
         """Give the group its place in the round, and each worker its ranks."""
         group = self._worker_group
+        self._placed = self._loop.number
         self._store = group.store = info.store
         group.group_rank = info.rank
         group.group_world_size = info.world_size
@@ -527,36 +548,39 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Stop the workers, join the next round, and start again."""
-        loop = self._stepped
-        if self.state.phase in (Phase.RUNNING, Phase.STARTING):  # the decision was the subclass's own
-            loop.step(RoundOver(loop.number, "a restart was asked for"))
+        self._request_round("a restart was asked for")
         self._stop_workers(worker_group)
         self._stopped()
         if self._loop.finish is not None:
             return  # something could not be killed
         worker_group.state = WorkerState.STOPPED
-        left = self.state.not_before - time.monotonic()
-        if left > 0:
-            self._stepped.pump(lambda: False, left)
+        # Before the rendezvous: a subclass's own step may do without `_rendezvous`. A round that forms
+        # meanwhile is kept.
+        self._stepped.pump(lambda: False, self.state.not_before - time.monotonic())
         self._initialize_workers(worker_group)
 
     def _stopped(self) -> None:
         """The workers are stopped: tell core and nodes."""
+        loop = self._loop
         if self.state.phase in (Phase.REFORMING, Phase.CLEARING, Phase.ENDING):
-            self._loop.nodes.workers_gone(self._loop.number)
-            self._loop.step(Stopped(self._unkillable()))
+            unkillable = self._clear()
+            loop.nodes.workers_gone(loop.number)
+            loop.step(Stopped(unkillable))
+        loop.stop_terms = None
 
-    def _unkillable(self) -> tuple[str, ...]:
+    def _clear(self) -> tuple[str, ...]:
+        """Stop what `_stop_workers` has left, if it was called at all; what could not be killed."""
         return ()
 
     def _exit_barrier(self) -> None:
         """Wait until the workers of all nodes have ended; never fails a job whose workers succeeded."""
         loop = self._stepped
-        if self.state.phase is Phase.RUNNING:
+        if self.state.phase in (Phase.STARTING, Phase.RUNNING):
             loop.step(AllSucceeded())
         self._in_exit_barrier = True
         try:
-            loop.nodes.finished(loop.number)
+            if self.state.phase is Phase.BARRIER:
+                loop.nodes.finished(loop.number)
             loop.pump(lambda: self.state.phase is not Phase.BARRIER)
         finally:
             self._in_exit_barrier = False

@@ -18,6 +18,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.python_command import python_command
+
 IMPORT_LIMIT = 60.0
 PAIR_LIMIT = 12.0
 _COLLECTIVE_LIMIT = 8.0  # below it: a lost partner is an error of torch's, not the end of the process
@@ -34,7 +36,7 @@ class BackendProcess:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "phalanx.check.backend_process"],
+            python_command("phalanx.check.backend_process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from phalanx.errors import PhalanxError
 from phalanx.store.embedded import wire
-from phalanx.store.embedded.peer_handshake import prove_as_client, prove_as_server, read_exactly
+from phalanx.store.embedded.door import Door
+from phalanx.store.embedded.peer_handshake import prove_as_client, read_exactly
 from phalanx.store.embedded.token import Token
 
 SECONDS = 0.5
@@ -29,7 +30,6 @@ _BLOCK = 1 << 18
 _HANDSHAKE = 3.0
 _TURN = 5.0  # until the other node is free
 _SILENCE = 2.0
-_MOST_CONNECTIONS = 32
 _PURPOSE = b"phalanx check"
 _PING, _TO_YOU, _TO_ME = b"P", b"S", b"R"
 _GO = b"g"
@@ -48,15 +48,11 @@ class PairLink:
 
     def __init__(self, address: str, token: Token) -> None:
         self._token = token
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._door = socket.create_server((address, 0), family=family, backlog=64)
-        self.port = int(self._door.getsockname()[1])
         self._turn = threading.Lock()
         self._news = threading.Condition()
         self._received: dict[tuple[int, int], float] = {}  # round and partner → bytes per second
-        self._open: set[socket.socket] = set()
-        self._closed = False
-        threading.Thread(target=self._serve, name="phalanx-check-door", daemon=True).start()
+        self._door = Door(address, token, self._answer, binding=_PURPOSE, name="phalanx-check-pair")
+        self.port = self._door.port
 
     # -- dialing ------------------------------------------------------------------------------------
 
@@ -94,28 +90,9 @@ class PairLink:
             self._news.wait_for(lambda: key in self._received, max(0.0, until - time.monotonic()))
             return self._received.get(key)
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                sock, _ = self._door.accept()
-            except OSError:
-                return  # closed
-            with self._news:
-                full = self._closed or len(self._open) >= _MOST_CONNECTIONS
-                if not full:
-                    self._open.add(sock)
-            if full:
-                sock.close()
-                continue
-            threading.Thread(
-                target=self._answer, args=(sock,), name="phalanx-check-pair", daemon=True
-            ).start()
-
-    def _answer(self, sock: socket.socket) -> None:
+    def _answer(self, sock: socket.socket, _outgoing: wire.Seal, _incoming: wire.Seal) -> None:
         try:
             sock.settimeout(_HANDSHAKE)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            prove_as_server(sock, self._token, _PURPOSE)
             asked = read_exactly(sock, 9)
             kind, key = asked[:1], (int.from_bytes(asked[1:5], "big"), int.from_bytes(asked[5:], "big"))
             if not self._turn.acquire(timeout=_TURN):
@@ -135,23 +112,11 @@ class PairLink:
                     _send(sock)
             finally:
                 self._turn.release()
-        except (*ERRORS, wire.WireError):
-            pass  # a stranger, or the end of a measurement
-        finally:
-            with self._news:
-                self._open.discard(sock)
-            sock.close()
+        except OSError:
+            pass  # the end of a measurement
 
     def close(self) -> None:
         """End everything; threads that wait on a connection end with it."""
-        with self._news:
-            self._closed = True
-            left = list(self._open)
-        for sock in (self._door, *left):
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
         self._door.close()
 
 

@@ -36,7 +36,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "env": ("phalanx.cli.env", "print what belongs in a bug report"),
     "doctor": ("phalanx.cli.doctor", "check this machine and its connection to the others"),
     "check": ("phalanx.cli.check", "test whether this machine, and others with it, are fit for a job"),
-    "chaos": ("phalanx.cli.chaos", "disturb jobs on this machine at random and check every promise"),
     "completion": ("phalanx.cli.completion", "print a completion script for bash, zsh, fish or tcsh"),
     "help": ("phalanx.cli.help", "explain a command: phalanx help run"),
 }
@@ -65,8 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def invoke(command: str, argv: Sequence[str]) -> int:
     """Run a command's `main` under the rules common to all commands."""
+    from phalanx.environment import namespace
     from phalanx.options import InformationRequested
 
+    try:
+        namespace()
+    except ValueError as error:
+        return complain(command, str(error))
     if command != "run" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be able to show a letter
     try:

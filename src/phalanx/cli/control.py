@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.cli.runs import NoSuchRun, request, running
+from phalanx.cli.runs import NoSuchRun, add_all_users, local_agents, request, running
 from phalanx.cli.store import Parser
 from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
-from phalanx.observe.local_agents import LocalAgent, agents
+from phalanx.observe.local_agents import LocalAgent
 
 
 def restart(argv: Sequence[str]) -> int:
@@ -25,18 +25,12 @@ def stop(argv: Sequence[str]) -> int:
     return _do("stop", "Stop a running job on all its nodes.", argv, everywhere=True)
 
 
-def leave(word: str) -> int:
+def leave(found: Sequence[LocalAgent], word: str) -> int:
     """`phalanx drain RUN`: the node of this machine leaves the job; of several, the one of that name."""
-    found = nodes_here(word)
     if len(found) > 1:
         names = " ".join(sorted({agent.job.host for agent in found}))
         raise UsageError(f"drain {word}: several nodes of this machine fit; name one: {printable(names)}")
     return _put("drain", found, everywhere=False)
-
-
-def nodes_here(word: str) -> list[LocalAgent]:
-    """The agents of this machine with this run, or of this name."""
-    return agents(word) or [agent for agent in agents() if agent.job.host == word]
 
 
 def _do(what: str, description: str, argv: Sequence[str], everywhere: bool) -> int:
@@ -45,9 +39,10 @@ def _do(what: str, description: str, argv: Sequence[str], everywhere: bool) -> i
     parser.add_argument(
         "run", metavar="RUN", help="a run id, or its beginning, or a script's name (phalanx list)"
     )
-    run = parser.parse_args(argv).run
+    add_all_users(parser)
+    options = parser.parse_args(argv)
     try:
-        found = running(run)
+        found = running(local_agents(what, options.all_users), options.run)
     except NoSuchRun as error:
         write_stderr(f"phalanx {what}: {error}\n")
         return 1

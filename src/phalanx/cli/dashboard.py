@@ -8,11 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from phalanx.cli.runs import add_all_users, fitting, local_agents
 from phalanx.cli.store import Parser
 from phalanx.log import printable
-from phalanx.observe.local_agents import agents, put
-
-_PATIENCE = 5.0
+from phalanx.observe.local_agents import FIND, put_all
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,21 +21,14 @@ def main(argv: Sequence[str]) -> int:
         description="Print the link to the page of a job on this machine that was started with --dashboard.",
     )
     parser.add_argument("run", nargs="?", default="", help="a run id, or its beginning, or a script's name")
-    wanted = parser.parse_args(argv).run
-    links = [link for run, name, link in pages() if run.startswith(wanted) or name == wanted]
+    add_all_users(parser)
+    options = parser.parse_args(argv)
+    agents = fitting(local_agents("dashboard", options.all_users), options.run)
+    answers = [answer.get("link") for answer in put_all(agents, {"ask": "dashboard"}, FIND)]
+    links = [printable(link) for link in answers if isinstance(link, str) and link]
     if not links:
-        what = f"no job {wanted!r} of this user" if wanted else "no job of this user"
+        what = f"no job {options.run!r} of this user" if options.run else "no job of this user"
         print(f"phalanx dashboard: {what} on this machine has a page", file=sys.stderr)
         return 1
     print("\n".join(links))
     return 0
-
-
-def pages() -> list[tuple[str, str, str]]:
-    """Run id, name and link of every job of this user that has a page."""
-    found = []
-    for agent in agents():
-        link = put(agent, {"ask": "dashboard"}, _PATIENCE).get("link")
-        if isinstance(link, str) and link:
-            found.append((agent.job.run, agent.job.name, printable(link)))
-    return found

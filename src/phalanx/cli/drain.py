@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 
+from phalanx.cli.runs import add_all_users
 from phalanx.cli.store import TRUST, Parser, add_options, trust
 from phalanx.core.round_records import NodeRecord, decode_node
 from phalanx.core.store_commands import Get, Notice, Put
@@ -30,10 +31,14 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if bool(options.node) == options.self:
         raise UsageError("name one node, or --self for the nodes of this machine")
-    if options.node and not options.rdzv_endpoint and _runs_here(options.node):
+    if options.node and not options.rdzv_endpoint:
         from phalanx.cli.control import leave
+        from phalanx.cli.runs import fitting, local_agents
 
-        return leave(options.node)
+        agents = local_agents("drain", options.all_users)
+        here = fitting(agents, options.node) or [one for one in agents if one.job.host == options.node]
+        if here:
+            return leave(here, options.node)
     conf = settings_of(options)
     name = str(conf.get("name") or os.uname().nodename) if options.self else options.node
     try:
@@ -44,12 +49,6 @@ def main(argv: Sequence[str]) -> int:
             raise
         write_stderr(f"phalanx drain: {error}\n")
         return 1
-
-
-def _runs_here(word: str) -> bool:
-    from phalanx.cli.control import nodes_here
-
-    return bool(nodes_here(word))
 
 
 def settings_of(options: Namespace) -> dict[str, str]:
@@ -127,11 +126,12 @@ def _parser() -> Parser:
     )
     parser.add_argument("--self", action="store_true", help="the nodes of this machine")
     add_options(parser, "rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
+    add_all_users(parser)
     add_store(parser)
     return parser
 
 
-def add_store(parser: Parser) -> None:
+def add_store(parser: Parser, timeout: float = 60.0) -> None:
     """The options that say what kind of store a job has, and how long it may take to answer."""
     parser.add_argument(
         "--rdzv-backend",
@@ -141,5 +141,5 @@ def add_store(parser: Parser) -> None:
         help="what kind of store that is [%(default)s]",
     )
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=60.0, help="how long it may take [%(default)s]"
+        "--timeout", metavar="SECONDS", type=float, default=timeout, help="how long it may take [%(default)s]"
     )

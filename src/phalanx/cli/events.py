@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.cli.logs import LogReader, WrittenLog
-from phalanx.cli.runs import NoSuchRun, add_run, is_alive, one_run
+from phalanx.cli.runs import NoSuchRun, add_run, local_agents, one_run
 from phalanx.cli.store import Parser
 from phalanx.log import printable, write_stderr
 from phalanx.observe.event_file import FILE
@@ -34,11 +34,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per line, with all fields")
     options = parser.parse_args(argv)
     try:
-        run, agent = one_run(options.run)
+        run, agents = one_run(local_agents("events", options.all_users), options.run)
     except NoSuchRun as error:
         write_stderr(f"phalanx events: {error}\n")
         return 1
-    for event in _events(run, agent, options.follow and agent is not None):
+    for event in _events(run, agents[-1] if agents else None, options.follow):
         print(json.dumps(event) if options.json else in_words(event), flush=options.follow)
     sys.stdout.flush()
     return 0
@@ -54,7 +54,7 @@ def _events(run: RunFile, agent: LocalAgent | None, follow: bool) -> Iterator[di
     while True:
         if time.monotonic() >= look_at:
             look_at = time.monotonic() + _LOOK
-            ended = not follow or not is_alive(run)
+            ended = not follow or agent is None or not agent.runs
         for line in reader.lines():
             try:
                 event = json.loads(line)

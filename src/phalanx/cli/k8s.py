@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Sequence
+from typing import Any
 
-from phalanx.integrations.kubernetes.manifest import KINDS, PodJob, longest_host_name, manifest
+from phalanx.environment import JOB_UID, TOKEN_FILE
+from phalanx.integrations.kubernetes.manifest import (
+    KINDS,
+    PodJob,
+    SecretVariable,
+    Toleration,
+    Volume,
+    longest_host_name,
+    manifest,
+)
 from phalanx.options import BY_DEST, InformationRequested, scan, take_words, usage_error
 
 HELP = """\
@@ -16,16 +25,30 @@ Prints the manifests of a job on NODES pods; give them to kubectl apply -f -.
   -k, --kind KIND        job (an Indexed Job and its Service), jobset, or
                          trainjob (Kubeflow Trainer v2) [job]
       --image IMAGE      has phalanx, SCRIPT and what it needs
-  -N, --nodes N          pods
+  -N, --nodes N|MIN:MAX  pods; with a range the job runs with MIN, and takes more
+      --spares K         pods that wait and replace lost ones [0]
       --gpus N           GPUs of each pod, and workers, unless --nproc-per-node
                          says otherwise [0]
       --cpus C; --memory M
                          of each pod, as Kubernetes writes them: 8, 64Gi
+      --resource NAME=N  a further resource of each pod: rdma/hca=1 (*)
       --shm SIZE         limit of /dev/shm [the memory limit]
+      --volume SOURCE:PATH[:ro]
+                         SOURCE is a PersistentVolumeClaim, secret/NAME,
+                         configmap/NAME, or a /directory of the machine (*)
+      --env NAME=VALUE   a variable of the workers (*)
+      --secret-env NAME=SECRET:KEY
+                         the same from a Secret; SECRET alone: all its keys (*)
       --name NAME        of the job [the script's]
   -n, --namespace NS     [kubectl's]
+      --service-account NAME; --image-pull-secret NAME (*);
+      --priority-class NAME; --node-selector KEY=VALUE (*);
+      --toleration KEY[=VALUE][:EFFECT] (*)
+                         of the pods
+      --queue NAME       of Kueue
+      --ttl SECONDS      delete the job this long after its end
       --secret NAME      an existing Secret whose key `token` is the job's
-                         token; without it, the manifest has a new one
+                         token [the manifest has one, made from your own token]
       --retries K        a pod may fail K times by the infrastructure [10]
       --termination-grace SECONDS
                          from SIGTERM to SIGKILL; workers get 10 less [120]
@@ -33,27 +56,39 @@ Prints the manifests of a job on NODES pods; give them to kubectl apply -f -.
       --no-preflight     without the init container that runs phalanx check
       --restricted       for namespaces that enforce Kubernetes' restricted pod
                          security: no root, read-only file system
-Every other option is one of `phalanx run`: --max-restarts 3. With --metrics, the
-pods have the annotations by which Prometheus finds them.
+      --patch FILE       for everything else: strategic merge patches, of which
+                         the kind Pod changes the pods, or a JSON patch (*)
+(*) may be given several times. Every other option is one of `phalanx run`:
+--max-restarts 3. With --metrics, the pods have the annotations by which
+Prometheus finds them. The text is YAML; without PyYAML, JSON.
 """
 
-_OWN = {
-    "-k": "kind", "--kind": "kind", "--image": "image", "-N": "nodes", "--nodes": "nodes", "--gpus": "gpus",
-    "--cpus": "cpus", "--memory": "memory", "--shm": "shm", "--name": "name", "-n": "namespace",
-    "--namespace": "namespace", "--secret": "secret", "--retries": "retries", "--nproc-per-node": "workers",
-    "--termination-grace": "termination-grace", "--health-port": "health-port",
-    "--no-preflight": "no-preflight", "--restricted": "restricted",
-}  # fmt: skip
+_LISTS = (
+    "volume", "env", "secret-env", "image-pull-secret", "node-selector", "toleration", "resource", "patch",
+)  # fmt: skip
 _FLAGS = ("no-preflight", "restricted")
+_VALUES = (
+    "kind", "image", "nodes", "spares", "gpus", "cpus", "memory", "shm", "name", "namespace", "secret",
+    "retries", "termination-grace", "health-port", "nproc-per-node", "service-account", "priority-class",
+    "queue", "ttl",
+)  # fmt: skip
+OPTIONS_HERE = {
+    "-k": "kind", "-N": "nodes", "-n": "namespace",
+    **{f"--{name}": name for name in (*_LISTS, *_FLAGS, *_VALUES)},
+}  # fmt: skip
 # What the manifest or the pods themselves say.
 _NOT_HERE = (
     "nnodes", "node_rank", "standalone", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint",
     "rdzv_id", "token_file", "hosts", "hostfile", "detach", "attach",
 )  # fmt: skip
 # What cannot be looked at here.
+_NAMES = ("namespace", "secret", "service-account", "priority-class", "queue")
 _OF_THE_IMAGE = ("module", "no_python", "log_dir", "tls_cert", "tls_key", "tls_ca", "keep_spill", "metrics")
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?")
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_KEY = r"([-A-Za-z0-9.]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"  # of labels, taints and resources
+_VARIABLE = r"[A-Za-z_.][-A-Za-z0-9_.]*"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,30 +100,48 @@ def main(argv: Sequence[str]) -> int:
     if words[:1] != ["manifest"]:
         what = f"{words[0]}: no such command" if words else "no command given"
         raise usage_error(f"{what}; there is manifest")
-    from phalanx.integrations.kubernetes.yaml_text import documents
+    from phalanx.integrations.kubernetes.document_text import documents
 
-    kind, job = parse_manifest(words[1:], secrets.token_hex(32))
-    print(documents(manifest(kind, job)), end="")
+    kind, job, patches = parse_manifest(words[1:])
+    print(documents(with_patches(manifest(kind, job), patches)), end="")
     return 0
 
 
-def parse_manifest(words: Sequence[str], token: str) -> tuple[str, PodJob]:
-    """The kind and the job that the words describe; `token`: for the Secret, where a new one is needed."""
+def with_patches(found: list[dict[str, Any]], files: Sequence[str]) -> list[dict[str, Any]]:
+    """The documents with the patches of these files."""
+    from phalanx.integrations.kubernetes.patches import load, patched
+
+    for path in files:
+        for patch in load(path):
+            try:
+                found = patched(found, patch)
+            except ValueError as error:
+                raise usage_error(f"--patch {path}: {error}") from None
+    return found
+
+
+def parse_manifest(words: Sequence[str], token: str = "") -> tuple[str, PodJob, list[str]]:
+    """The kind and the job that the words describe, and the files with patches.
+
+    `token`: for the Secret, where the manifest has one [made from the user's]."""
     rest, own, run = list(words), dict[str, str](), list[str]()
+    lists: dict[str, list[str]] = {name: [] for name in _LISTS}
     while rest and rest[0].startswith("-") and rest[0] != "--":
         word = rest.pop(0)
         name, equals, value = word.partition("=")
-        if not name.startswith("--") and len(name) > 2 and name[:2] in _OWN:
+        if not name.startswith("--") and len(name) > 2 and name[:2] in OPTIONS_HERE:
             name, equals, value = name[:2], "=", word[2:]  # -N4
         if name in ("-h", "--help"):
             raise InformationRequested("help")
-        dashed = name.replace("_", "-")
-        if dashed not in _OWN:
+        option = OPTIONS_HERE.get(name.replace("_", "-"))
+        if option is None:
             run += take_words(word, rest)
-        elif _OWN[dashed] in _FLAGS:
-            own[_OWN[dashed]] = "1"
+        elif option in _FLAGS:
+            own[option] = "1"
         else:
-            own[_OWN[dashed]] = value if equals else _value(name, rest)
+            value = value if equals else _value(name, rest)
+            own[option] = value
+            lists.get(option, []).append(value)
     rest = rest[1:] if rest[:1] == ["--"] else rest
     if not rest:
         raise usage_error(
@@ -97,20 +150,39 @@ def parse_manifest(words: Sequence[str], token: str) -> tuple[str, PodJob]:
     for needed in ("image", "nodes"):
         if not own.get(needed):
             raise usage_error(f"--{needed} is missing")
-    return _checked(own, run, rest, token)
+    kind, job = _checked(own, lists, run, rest)
+    if not own.get("secret"):
+        job = job.replace(token=token or _derived_token(job))
+    return kind, job, lists["patch"]
 
 
-def _checked(own: dict[str, str], run: list[str], rest: list[str], token: str) -> tuple[str, PodJob]:
+def _derived_token(job: PodJob) -> str:
+    """A token for this job that only its user can make, and makes again: applied twice, nothing changes."""
+    import hashlib
+    import hmac
+
+    from phalanx.store.embedded.token import find_token
+
+    what = f"kubernetes {job.namespace}/{job.name}"
+    return hmac.new(find_token().key, what.encode(), hashlib.sha256).hexdigest()
+
+
+def _checked(
+    own: dict[str, str], lists: dict[str, list[str]], run: list[str], rest: list[str]
+) -> tuple[str, PodJob]:
     kind = own.get("kind", "job")
     if kind not in KINDS:
         raise usage_error(f"--kind {kind}: choose one of {', '.join(KINDS)}")
     gpus = _count(own, "gpus", 0, 0)
     name = own.get("name") or _name_of(rest[0])
+    least, nodes = _sizes(own["nodes"])
     job = PodJob(
         name=name,
         image=own["image"],
-        nodes=_count(own, "nodes", 1, 1),
-        workers=_count(own, "workers", 1, gpus or 1),
+        nodes=nodes,
+        least=least,
+        spares=_count(own, "spares", 0, 0),
+        workers=_count(own, "nproc-per-node", 1, gpus or 1),
         script=rest[0],
         script_args=tuple(rest[1:]),
         run_words=tuple(run),
@@ -120,12 +192,24 @@ def _checked(own: dict[str, str], run: list[str], rest: list[str], token: str) -
         shared_memory=own.get("shm", ""),
         namespace=own.get("namespace", ""),
         secret=own.get("secret") or f"{name}-token",
-        token="" if own.get("secret") else token,
         retries=_count(own, "retries", 0, 10),
         termination_grace=_count(own, "termination-grace", 1, 120),
         health_port=_count(own, "health-port", 1, 8080, 65535),
         preflight="no-preflight" not in own,
         restricted="restricted" in own,
+        resources=tuple(_pair("resource", text, _KEY, _QUANTITY.pattern) for text in lists["resource"]),
+        volumes=tuple(_volume(text) for text in lists["volume"]),
+        variables=tuple(_pair("env", text, _VARIABLE, "(?s:.*)") for text in lists["env"]),
+        secret_variables=tuple(_secret_variable(text) for text in lists["secret-env"]),
+        service_account=own.get("service-account", ""),
+        pull_secrets=tuple(lists["image-pull-secret"]),
+        tolerations=tuple(_toleration(text) for text in lists["toleration"]),
+        node_selector=tuple(
+            _pair("node-selector", text, _KEY, "[-A-Za-z0-9_.]*") for text in lists["node-selector"]
+        ),
+        priority_class=own.get("priority-class", ""),
+        queue=own.get("queue", ""),
+        ttl=_count(own, "ttl", 0, 0) if "ttl" in own else None,
     )
     host = longest_host_name(kind, job)
     if not _LABEL.fullmatch(name) or len(host) > 63:
@@ -133,9 +217,15 @@ def _checked(own: dict[str, str], run: list[str], rest: list[str], token: str) -
             f"--name {name}: pods would be named {host}; use small letters, digits and -, a letter first, "
             "at most 63 together"
         )
-    for what, text in (("namespace", job.namespace), ("secret", own.get("secret", ""))):
-        if text and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", text):
+    names = [(what, own.get(what, "")) for what in _NAMES]
+    for what, text in (*names, *(("image-pull-secret", one) for one in lists["image-pull-secret"])):
+        if text and not _NAME.fullmatch(text):
             raise usage_error(f"--{what} {text}: use small letters, digits and -")
+    if job.spares and job.nodes == 1:
+        raise usage_error("--spares with -N 1: the one pod is replaced anyway; leave --spares out")
+    if job.ttl is not None and kind == "trainjob":
+        raise usage_error("--ttl: a TrainJob has no such field; use --kind job or jobset")
+    _check_unique(job)
     for what in ("cpus", "memory", "shm"):
         if own.get(what) and not _QUANTITY.fullmatch(own[what]):
             raise usage_error(f"--{what} {own[what]}: write a quantity of Kubernetes, such as 8 or 64Gi")
@@ -143,6 +233,68 @@ def _checked(own: dict[str, str], run: list[str], rest: list[str], token: str) -
         raise usage_error(f"--image {job.image!r}: an image's name has no blanks")
     _check_run_words(run, job.termination_grace)
     return kind, job
+
+
+def _check_unique(job: PodJob) -> None:
+    """Kubernetes refuses two mounts at one path, and takes one of two variables with one name."""
+    paths = ["/dev/shm", *(["/tmp"] if job.restricted else []), *(one.path for one in job.volumes)]
+    names = [TOKEN_FILE, JOB_UID, *(name for name, _ in job.variables)]
+    names += [one.name for one in job.secret_variables if one.name]
+    for option, texts in (("volume", paths), ("env", names), ("resource", [one for one, _ in job.resources])):
+        for text in texts:
+            if texts.count(text) > 1:
+                raise usage_error(f"--{option}: {text} is given twice, or set by the manifest itself")
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    """N or MIN:MAX."""
+    least, colon, most = text.partition(":")
+    sizes = [_number("nodes", one, text, 1) for one in ((least, most) if colon else (least, least))]
+    if sizes[0] > sizes[1]:
+        raise usage_error(f"--nodes {text}: the first number is the larger one")
+    return sizes[0], sizes[1]
+
+
+def _volume(text: str) -> Volume:
+    kind = r"(?P<kind>secret|configmap)/"
+    found = re.fullmatch(rf"(?:{kind})?(?P<source>/?[^:]+):(?P<path>/[^:]+?)/?(?P<ro>:ro|:rw)?", text)
+    if found is None or ".." in found["path"].split("/"):
+        raise usage_error(f"--volume {text}: write SOURCE:PATH or SOURCE:PATH:ro, as in checkpoints:/data")
+    source = found["source"]
+    kinds = found["kind"] or ("host" if source.startswith("/") else "claim")
+    if kinds != "host" and not _NAME.fullmatch(source):
+        raise usage_error(
+            f"--volume {text}: {source} is not a name; use that of a claim, secret/NAME, configmap/NAME or a "
+            "/directory"
+        )
+    return Volume(kinds, source, found["path"], found["ro"] == ":ro")
+
+
+def _secret_variable(text: str) -> SecretVariable:
+    found = re.fullmatch(
+        rf"(?:(?P<name>{_VARIABLE})=)?(?P<secret>[^:=]+)(?::(?P<key>[-A-Za-z0-9_.]+))?", text
+    )
+    if found is None or bool(found["name"]) != bool(found["key"]) or not _NAME.fullmatch(found["secret"]):
+        raise usage_error(f"--secret-env {text}: write NAME=SECRET:KEY, or SECRET for all its keys")
+    return SecretVariable(found["secret"], found["name"] or "", found["key"] or "")
+
+
+def _toleration(text: str) -> Toleration:
+    effects = "NoSchedule|PreferNoSchedule|NoExecute"
+    found = re.fullmatch(rf"(?P<key>{_KEY})(?:=(?P<value>[-A-Za-z0-9_.]*))?(?::(?P<effect>{effects}))?", text)
+    if found is None:
+        raise usage_error(
+            f"--toleration {text}: write KEY, KEY=VALUE or KEY=VALUE:EFFECT, as in nvidia.com/gpu:NoSchedule"
+        )
+    return Toleration(found["key"], found["value"], found["effect"] or "")
+
+
+def _pair(option: str, text: str, name: str, value: str) -> tuple[str, str]:
+    found = re.fullmatch(f"({name})=({value})", text)
+    if found is None:
+        raise usage_error(f"--{option} {text}: write {'KEY' if 'node' in option else 'NAME'}=VALUE")
+    before, _, after = text.partition("=")
+    return before, after
 
 
 def _check_run_words(run: list[str], termination_grace: int) -> None:
@@ -179,9 +331,12 @@ def _value(name: str, rest: list[str]) -> str:
 
 def _count(own: dict[str, str], name: str, least: int, default: int, most: int = 1_000_000) -> int:
     text = own.get(name, str(default))
+    return _number(name, text, text, least, most)
+
+
+def _number(option: str, text: str, whole: str, least: int, most: int = 1_000_000) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 8) or not least <= int(text) <= most:
-        option = "nproc-per-node" if name == "workers" else name
-        raise usage_error(f"--{option} {text}: use a whole number, {least} or more")
+        raise usage_error(f"--{option} {whole}: use a whole number, {least} or more")
     return int(text)
 
 

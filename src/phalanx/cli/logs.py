@@ -2,7 +2,9 @@
 
 The files are those of `--redirects`, `--tee` or `--log-dir` (observe/run_registry.py knows where they are);
 what goes to the console only is not kept. Files of this machine are read whole. Those of other nodes are
-fetched through the job's store while it runs: the end of each file and, with `-f`, everything that is added.
+fetched through the job's store while it runs: the end of each file and, with `-f`, everything that is added;
+with --rdzv-endpoint, those of all nodes, from any machine. After its end, those of other nodes are read where
+they are in the same directory, and else a line says where they are.
 Lines are escaped: a worker cannot control the terminal of who reads its log.
 """
 
@@ -12,22 +14,32 @@ import os
 import re
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from phalanx.cli.runs import NoSuchRun, add_run, check_directory, one_run, ranks_of, run_of, since_of
+from phalanx.cli.remote_job import RemoteJob, add_endpoint, remote_job
+from phalanx.cli.runs import (
+    NoSuchRun,
+    add_run,
+    check_directory,
+    local_agents,
+    one_run,
+    ranks_of,
+    run_of,
+    since_of,
+)
 from phalanx.cli.store import Parser
 from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
-from phalanx.logs.rotation import read_log
-from phalanx.observe.local_agents import LocalAgent, put
-from phalanx.observe.local_agents import agents as agents_of
+from phalanx.logs.log_layout import WholeLog, list_logs
+from phalanx.observe.local_agents import LocalAgent, put, states
+from phalanx.observe.sibling_logs import elsewhere, siblings
 from phalanx.observe.snapshot import RunFile
 
 _LINE = 1 << 16  # bytes after which a line without an end is shown
 _POLL = 0.3
 _ASK = 1.0  # seconds between two questions to the other nodes
-_PATIENCE = 10.0  # for their answers
 _MANY = 1000  # lines after which there may be more
 _LOOK = 2.0  # seconds between two looks for new starts, or the end of the run
 
@@ -50,34 +62,46 @@ def main(argv: Sequence[str]) -> int:
         wanted = re.compile(options.grep) if options.grep else None
     except re.error as error:
         raise UsageError(f"--grep {options.grep}: {error}") from None
+    if options.rdzv_endpoint:
+        return _at_store(options, ranks, wanted)
     try:
-        runs, agents = _runs(options.run)
-        if options.node and not agents:
-            raise NoSuchRun("the logs of a node can be chosen only while the job runs")
+        run, agents = one_run(local_agents("logs", options.all_users), options.run)
+        runs = [run_of(one) for one in agents] or [run, *siblings(run)]  # once for each node of it
         if not agents:
             check_directory(runs[0])
     except NoSuchRun as error:
         write_stderr(f"phalanx logs: {error}\n")
         return 1
-    reader = RunReader(runs, ranks, options.attempt, since, options.node)
+    reader = RunReader(runs, agents, ranks, options.attempt, since, options.node)
     # An earlier start is known only where its files are.
     others = RemoteLogs(agents, ranks, options.node) if agents and options.attempt is None else None
-    if _show(reader, others, wanted, options.follow and bool(agents)):
+    shown = _show(reader, others, wanted, options.follow and bool(agents))
+    if not agents and (words := elsewhere(runs, options.node)):
+        write_stderr(printable(f"phalanx logs: {words}") + "\n")
+    if shown:
         return 0
     hosts = sorted({one.host for one in runs} | (others.hosts if others is not None else set()))
-    what = f" of {options.node} (there are nodes: {' '.join(hosts)})" if options.node else ""
+    return _no_log(f" of {options.node} (there are nodes: {' '.join(hosts)})" if options.node else "")
+
+
+def _no_log(what: str) -> int:
     why = "output that is not redirected (--tee, --redirects) is not kept"
     write_stderr(printable(f"phalanx logs: no such log{what}: {why}") + "\n")
     return 1
 
 
-def _runs(word: str) -> tuple[list[RunFile], list[LocalAgent]]:
-    """The latest run that fits, once for each node of it on this machine, and its agents if it runs."""
-    run, agent = one_run(word)
-    if agent is None:
-        return [run], []
-    found = [one for one in agents_of(run.run) if one.job.run == run.run] or [agent]
-    return [run_of(one) for one in found], found
+def _at_store(options: Namespace, ranks: set[int] | None, wanted: re.Pattern[str] | None) -> int:
+    if options.attempt is not None or options.since:
+        raise UsageError("--attempt and --since choose files of this machine; leave out --rdzv-endpoint")
+    try:
+        with remote_job(options) as job:
+            if not options.node and ranks is None:
+                job.check_amount()
+            others = RemoteLogs([], ranks, options.node, job)
+            return 0 if _show(None, others, wanted, options.follow) else _no_log("")
+    except NoSuchRun as error:
+        write_stderr(f"phalanx logs: {error}\n")
+        return 1
 
 
 def _parser() -> Parser:
@@ -95,6 +119,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--grep", metavar="RE", default="", help="only lines that this regular expression finds"
     )
+    add_endpoint(parser)
     return parser
 
 
@@ -102,30 +127,17 @@ def _parser() -> Parser:
 
 
 def files(run: RunFile) -> list[WrittenLog]:
-    """The log files of a run, by start and rank; only regular files directly where they belong."""
-    found = []
-    for entry in _folders(run.logs):
-        attempt = re.fullmatch(r"attempt_([0-9]{1,9})(?:\.([0-9]{1,9}))?", entry.name)
-        if attempt is None:
-            continue
-        for rank in _folders(entry.path):
-            if not re.fullmatch(r"[0-9]{1,9}", rank.name):
-                continue
-            local = int(rank.name)
-            everywhere = run.ranks[local] if local < len(run.ranks) else local
-            for stream in ("stdout", "stderr"):
-                path = os.path.join(rank.path, f"{stream}.log")
-                if os.path.isfile(path) and not os.path.islink(path):
-                    found.append(WrittenLog(path, int(attempt[1]), int(attempt[2] or 0), everywhere, stream))
-    return sorted(found, key=lambda one: (one.attempt, one.again, one.rank, one.stream))
-
-
-def _folders(path: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
+    """The log files of a run, by start and rank."""
+    return [
+        WrittenLog(
+            os.path.join(run.logs, log.name),
+            log.attempt,
+            log.again,
+            run.ranks[log.local_rank] if log.local_rank < len(run.ranks) else log.local_rank,
+            log.stream,
+        )
+        for log in list_logs(run.logs)
+    ]
 
 
 def chosen(
@@ -163,14 +175,14 @@ class LogReader:
     """New whole lines of one file, from its begin on."""
 
     def __init__(self, log: WrittenLog) -> None:
-        self.log = log
+        self.log, self._whole = log, WholeLog(log.path)
         self._at = 0
         self._rest = b""
 
     def lines(self, last: bool = False) -> Iterator[str]:
         """Lines since the last call; `last`: what has no end is a line as well."""
         while True:
-            self._at, data = read_log(self.log.path, self._at)
+            self._at, data = self._whole.read(self._at)
             if not data:
                 break
             self._at += len(data)
@@ -190,19 +202,20 @@ class RunReader:
     def __init__(
         self,
         runs: Sequence[RunFile],
+        agents: Sequence[LocalAgent],
         ranks: set[int] | None,
         attempt: int | None,
         since: float | None,
         node: str,
     ) -> None:
         self._runs, self._ranks, self._attempt, self._since = runs, ranks, attempt, since
-        self._node = node
+        self._node, self._agents = node, agents
         self._readers: dict[str, tuple[str, LogReader]] = {}  # with the node, where there are several
         self.several = len(runs) > 1
 
     def look(self) -> bool:
         """Find new files; whether a node of this machine still runs."""
-        here = agents_of(self._runs[0].run)
+        here = states(self._agents, {"ask": "status"})
         running = {(one.job.pid, one.job.run): run_of(one) for one in here}
         self.several |= any(len(one.job.nodes) > 1 for one in here)
         for run in self._runs:
@@ -210,7 +223,7 @@ class RunReader:
                 now = running.get((run.pid, run.run), run)  # ranks may change with every round
                 for log in chosen(now, self._ranks, self._attempt, None if self._readers else self._since):
                     self._readers.setdefault(log.path, (run.host, LogReader(log)))
-        return any((run.pid, run.run) in running for run in self._runs)
+        return any(agent.runs for agent in self._agents)
 
     def lines(self, last: bool) -> Iterator[ShownLine]:
         """What is new."""
@@ -223,21 +236,30 @@ class RunReader:
 
 
 class RemoteLogs:
-    """The logs of the nodes on other machines, through the agent of this one."""
+    """The logs of the nodes on other machines, through the agent of this one or, with `job`, the store."""
 
-    def __init__(self, here: Sequence[LocalAgent], ranks: set[int] | None, node: str) -> None:
-        self._agent, self._node = here[0], node
+    def __init__(
+        self, here: Sequence[LocalAgent], ranks: set[int] | None, node: str, job: RemoteJob | None = None
+    ) -> None:
+        self._here, self._node, self._job = here, node, job
         self._request: dict[str, Any] = {"ask": "read_logs", "all": True, "whole": True}
-        self._request["not"] = [one.job.id for one in here if one.job.id]
+        if job is None:
+            self._request["not"] = [one.job.id for one in here if one.job.id]
+        elif (chosen := job.node_id(node)) is not None:
+            self._request["node"] = chosen
         if ranks is not None:
             self._request["ranks"] = sorted(ranks)
         self._places: dict[str, list[Any]] = {}
         self.hosts: set[str] = set()
         """The nodes that have sent something."""
+        self.over = False
+        """No node is left."""
 
     def lines(self) -> list[ShownLine]:
         """What is new; empty without an answer."""
-        answer = put(self._agent, {**self._request, "places": self._places}, _PATIENCE)
+        request = {**self._request, "places": self._places}
+        answer = put(self._here[0], request) if self._job is None else self._job.ask(request)
+        self.over = answer.get("over") is True
         found = []
         for told in answer.get("peers") or []:
             for log in told.get("logs") or [] if isinstance(told, dict) else []:
@@ -259,15 +281,20 @@ class RemoteLogs:
         return found
 
 
-def _show(reader: RunReader, others: RemoteLogs | None, wanted: re.Pattern[str] | None, follow: bool) -> bool:
-    """Print what there is, and with `follow` what comes, until the job has ended; whether there was a log."""
+def _show(
+    reader: RunReader | None, others: RemoteLogs | None, wanted: re.Pattern[str] | None, follow: bool
+) -> bool:
+    """Print what there is, and with `follow` what comes, until the job has ended; whether there was a log.
+
+    `reader`: None where no file is on this machine."""
     look_at, ask_at, ended, shown = 0.0, 0.0, False, False
     while True:
         now = time.monotonic()
         if now >= look_at:
             look_at = now + _LOOK
-            ended = not reader.look() or not follow
-        lines = list(reader.lines(ended))
+            over = not reader.look() if reader is not None else others is not None and others.over
+            ended = over or not follow
+        lines = list(reader.lines(ended)) if reader is not None else []
         if others is not None and (now >= ask_at or ended):
             new = others.lines()
             # Nothing new is asked for less often; what is long comes at once.

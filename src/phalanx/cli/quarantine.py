@@ -8,9 +8,10 @@ for --for SECONDS; docs/quarantine.md has the rest.
 from __future__ import annotations
 
 import json
+import os
 
 from phalanx.cli.drain import add_store, settings_of, store_client
-from phalanx.cli.runs import NoSuchRun, request, running
+from phalanx.cli.runs import NoSuchRun, add_all_users, fitting, local_agents, request, running
 from phalanx.cli.store import TRUST, Parser, add_options
 from phalanx.core.round_causes import HOSTS
 from phalanx.core.round_records import UNTIL_REMOVED, HostRecord, decode_host, encode
@@ -22,7 +23,7 @@ from phalanx.observe.status_text import quarantine_line
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from phalanx.store.embedded.client import Client
@@ -39,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--for {options.seconds:g}: use a number of seconds above 0")
     _check_words(options)
     try:
+        if options.dir:
+            return _in_directory(options)
         return _at_store(options) if options.rdzv_endpoint else _at_agent(options)
     except (NoSuchRun, PhalanxError) as error:
         if isinstance(error, ValueError):
@@ -48,14 +51,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _at_agent(options: Namespace) -> int:
-    from phalanx.observe.local_agents import agents
-
-    words = list(options.words)
+    words, agents = list(options.words), local_agents("quarantine", options.all_users)
     # The first word may be a run: a host is never called like one that runs here, or another word follows.
-    named = words and (options.action == "list" or (len(words) > 1 and agents(words[0])))
-    if len(words) == 1 and not named and any(agent.job.run == words[0] for agent in agents(words[0])):
+    named = words and (options.action == "list" or (len(words) > 1 and fitting(agents, words[0])))
+    if len(words) == 1 and not named and any(agent.job.run == words[0] for agent in agents):
         raise UsageError(f"{options.action} {words[0]}: name the hosts after the run")
-    agent = running(words.pop(0) if named else "")[0]
+    agent = running(agents, words.pop(0) if named else "")[0]
     if options.action == "list":
         return _show(request(agent, {"ask": "quarantine"}).get("quarantine") or [], options.json)
     what: dict[str, Any] = {"do": "quarantine", "hosts": words}
@@ -69,6 +70,35 @@ def _at_agent(options: Namespace) -> int:
     return 0
 
 
+def _in_directory(options: Namespace) -> int:
+    """Of all jobs that share a directory (--quarantine-dir)."""
+    from phalanx.membership.shared_quarantine import path_of, read_all, write_host
+
+    try:
+        held = dict(read_all(options.dir))
+        if options.action == "list":
+            return _show(_listed(held), options.json)
+        if options.action == "remove":
+            _check_known(options.words, set(held))
+        for host in options.words:
+            if options.action == "remove":
+                os.unlink(path_of(options.dir, host))
+            else:
+                write_host(options.dir, host, options.reason, options.seconds)
+    except OSError as error:
+        raise NoSuchRun(printable(f"--dir {options.dir}: {error.strerror}")) from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return _say_done(options)
+
+
+def _listed(held: Mapping[str, HostRecord]) -> list[dict[str, Any]]:
+    return [
+        {"host": host, "reason": one.reason, "left": None if one.left == UNTIL_REMOVED else one.left}
+        for host, one in sorted(held.items())
+    ]
+
+
 def _at_store(options: Namespace) -> int:
     with store_client(options, settings_of(options)) as client:
         return _change(client, options, f"job/{options.rdzv_id}/{HOSTS}")
@@ -79,17 +109,17 @@ def _change(client: Client, options: Namespace, prefix: str) -> int:
     found = {entry.key.removeprefix(prefix): decode_host(entry.value) for entry in entries}
     held = {host: record for host, record in found.items() if record is not None and record.reason}
     if options.action == "list":
-        listed = [
-            {"host": host, "reason": one.reason, "left": None if one.left == UNTIL_REMOVED else one.left}
-            for host, one in sorted(held.items())
-        ]
-        return _show(listed, options.json)
+        return _show(_listed(held), options.json)
     if options.action == "remove":
         _check_known(options.words, set(held))
     for host in options.words:
         left = UNTIL_REMOVED if options.seconds is None else options.seconds
         put = Put(prefix + host, encode(HostRecord(options.reason, left)))
         client.request(Delete(prefix + host) if options.action == "remove" else put, options.timeout)
+    return _say_done(options)
+
+
+def _say_done(options: Namespace) -> int:
     what = "may take part again" if options.action == "remove" else f"is quarantined: {options.reason}"
     print(printable(f"{' '.join(options.words)} {what}"))
     return 0
@@ -98,8 +128,10 @@ def _change(client: Client, options: Namespace, prefix: str) -> int:
 def _check_words(options: Namespace) -> None:
     """Before anything is asked: hosts to add or remove; to list, at most one run."""
     words = options.words
-    if options.action == "list" and len(words) > (not options.rdzv_endpoint):
-        raise UsageError(f"list {' '.join(words)}: takes at most one RUN, and none with --rdzv-endpoint")
+    if options.action == "list" and len(words) > (not options.rdzv_endpoint and not options.dir):
+        raise UsageError(
+            f"list {' '.join(words)}: takes at most one RUN, and none with --rdzv-endpoint or --dir"
+        )
     if options.action != "list" and not words:
         raise UsageError(f"{options.action}: name the hosts")
     for word in words:
@@ -137,6 +169,8 @@ def make_parser() -> Parser:
     parser.add_argument("--reason", default="by hand", help="why, for everyone to see [%(default)s]")
     parser.add_argument("--for", dest="seconds", metavar="SECONDS", type=float, help="until that is over")
     parser.add_argument("--json", action="store_true", help="list as JSON")
+    parser.add_argument("--dir", metavar="DIR", help="of the jobs with this --quarantine-dir, not of one job")
     add_options(parser, "rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
+    add_all_users(parser)
     add_store(parser)
     return parser

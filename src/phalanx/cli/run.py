@@ -44,11 +44,13 @@ def main(argv: Sequence[str]) -> int:
 
         stay_behind()
     if job.hosts and not job.dry_run:
+        from phalanx.cli.terminal import KeptModes
         from phalanx.integrations.ssh.starter import start
 
         for warning in job.warnings:
             say(f"warning: {warning}")
-        return start(job, argv, say)
+        with KeptModes():  # a question of ssh that is interrupted leaves the terminal without echo
+            return start(job, argv, say)
     return execute(job)
 
 
@@ -64,7 +66,7 @@ def _refuse(argv: Sequence[str], error: ValueError) -> None:
 
 def execute(job: JobSpec, raises: bool = False) -> int:
     """Run a job from the terminal; the exit code. `raises`: for a caller in Python, a failure is raised."""
-    use_format(job.log_format, os.uname().nodename)
+    use_format(job.log_format, job.node_name)
     for warning in job.warnings:
         say(f"warning: {warning}")
     if job.dry_run:
@@ -277,12 +279,18 @@ class JobEnd:
         if directory:
             from phalanx.integrations.outcomes import AgentOutcome, write_outcome
 
-            name = str(self._job.rdzv_conf.get("name") or os.uname().nodename)
+            name = self._job.node_name
             finish = self.agent.outcome if self.agent is not None else None
             word, reason = (str(finish.outcome), finish.message) if finish is not None else ("", "")
             out = self.agent.place().get("quarantine", []) if self.agent is not None else []
             hosts = tuple(str(one["host"]) for one in out)
-            write_outcome(directory, AgentOutcome(name, word, code, reason, hosts), f"{name}.{os.getpid()}")
+            outcome = AgentOutcome(name, word, code, reason, hosts)
+            write_outcome(directory, outcome, f"{name}.{os.getpid()}")
+            if self._job.scheduler == "Slurm":
+                from phalanx.environment import variables
+                from phalanx.integrations.slurm.job_end import stand_in
+
+                stand_in(directory, outcome, variables(), say)
         return code
 
     def _speaks_for_the_job(self) -> bool:

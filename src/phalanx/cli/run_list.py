@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.cli.runs import add_all_users, local_agents
 from phalanx.cli.store import Parser
 from phalanx.environment import variables
 from phalanx.log import printable
 from phalanx.observe.duration import duration
-from phalanx.observe.local_agents import agents
-from phalanx.observe.run_registry import runs
-from phalanx.observe.snapshot import totals_of
+from phalanx.observe.local_agents import LocalAgent
+from phalanx.observe.run_registry import runs, this_machine
 
 _SHOWN = 20
 
@@ -25,8 +25,9 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="phalanx list", description="This user's runs on this machine, the latest last.")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--all", action="store_true", help=f"all runs that are known, not the last {_SHOWN}")
+    add_all_users(parser)
     options = parser.parse_args(argv)
-    rows = entries()
+    rows = entries(local_agents("list", options.all_users))
     rows = rows if options.all else rows[-_SHOWN:]
     if options.json:
         print(json.dumps(rows, indent=2))
@@ -35,9 +36,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def entries() -> list[dict[str, Any]]:
+def entries(alive: Sequence[LocalAgent]) -> list[dict[str, Any]]:
     """Running jobs and finished ones, by their begin."""
-    alive = agents()
     here = {(agent.job.run, agent.job.pid) for agent in alive}
     found: list[dict[str, Any]] = [
         {
@@ -51,7 +51,8 @@ def entries() -> list[dict[str, Any]]:
             "exit_code": None,
             "why": "",
             "restarts": job.restarts,
-            "goodput": round(totals_of(job).ratio, 6) if job.ledger.ranks else None,
+            "goodput": job.ledger.goodput,
+            "uptime": job.ledger.uptime,
             "logs": job.logs,
         }
         for job in (agent.job for agent in alive)
@@ -64,11 +65,12 @@ def entries() -> list[dict[str, Any]]:
             "pid": run.pid,
             "since": run.since,
             "until": run.until,
-            "state": run.outcome or "killed",
+            "state": run.outcome or ("killed" if run.machine == this_machine() else "unknown"),
             "exit_code": run.exit_code,
-            "why": run.why,
+            "why": run.why or ("" if run.outcome else f"began on {run.machine}"),
             "restarts": run.restarts,
             "goodput": None if run.goodput is None else run.goodput.goodput,
+            "uptime": None if run.goodput is None else run.goodput.uptime,
             "logs": run.logs,
         }
         for run in runs(variables())
@@ -84,8 +86,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     cells = [["RUN", "NAME", "STATE", "BEGAN", "TOOK", "RESTARTS", "GOODPUT", "LOGS", ""]]
     for row in rows:
         took = (row["until"] or time.time()) - row["since"]
-        unknown = row["until"] is None and row["state"] == "killed"
+        unknown = row["until"] is None and row["state"] in ("killed", "unknown")
         good = "" if row["goodput"] is None else f"{100 * row['goodput']:.1f} %"
+        good = f"{100 * row['uptime']:.1f} % up" if row.get("uptime") is not None else good
         began = time.strftime("%m-%d %H:%M", time.localtime(row["since"]))
         words = [row["run"][:16], row["name"], row["state"], began, "" if unknown else duration(took)]
         cells.append([*words, str(row["restarts"]), good, row["logs"], row.get("why", "").partition("\n")[0]])

@@ -10,11 +10,12 @@ import argparse
 import os
 import re
 import time
+from collections.abc import Sequence
 
 from phalanx.environment import variables
 from phalanx.errors import UsageError
-from phalanx.log import printable
-from phalanx.observe.local_agents import LocalAgent, agents, put
+from phalanx.log import printable, write_stderr
+from phalanx.observe.local_agents import FIND, LocalAgent, find, put
 from phalanx.observe.run_registry import runs
 from phalanx.observe.snapshot import RunFile
 
@@ -25,9 +26,33 @@ if TYPE_CHECKING:
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def running(word: str) -> list[LocalAgent]:
-    """The agents of the one running job that fits; UsageError if there is none, or several."""
-    found = agents(word)
+def add_all_users(parser: argparse.ArgumentParser) -> None:
+    """The option --all-users."""
+    parser.add_argument(
+        "--all-users", action="store_true", help="as root: the jobs of all users, not of root alone"
+    )
+
+
+def local_agents(command: str, everyone: bool) -> list[LocalAgent]:
+    """The agents of this machine that answer; one line on stderr for each that does not.
+
+    A command asks once, and selects with `fitting`, `running` or `one_run`."""
+    if everyone and os.geteuid():
+        raise UsageError("--all-users: only root may ask the agents of other users")
+    found, silent = find(everyone)
+    for pid in silent:
+        write_stderr(f"phalanx {command}: no answer from pid {pid} within {FIND:g} s\n")
+    return found
+
+
+def fitting(found: Sequence[LocalAgent], word: str) -> list[LocalAgent]:
+    """The agents whose run id begins with this word, or whose script has this name; empty: all."""
+    return [agent for agent in found if agent.job.run.startswith(word) or agent.job.name == word]
+
+
+def running(found: Sequence[LocalAgent], word: str) -> list[LocalAgent]:
+    """The agents of the one running job that fits; NoSuchRun if there is none, UsageError if several."""
+    found = fitting(found, word)
     if not found:
         what = f"no job {word!r}" if word else "no job"
         raise NoSuchRun(f"{what} of this user runs on this machine")
@@ -42,16 +67,17 @@ class NoSuchRun(Exception):
     """There is no such run; the message is for the user."""
 
 
-def one_run(word: str) -> tuple[RunFile, LocalAgent | None]:
-    """The latest run that fits, and its agent if it runs."""
-    alive = agents(word)
+def one_run(found: Sequence[LocalAgent], word: str) -> tuple[RunFile, list[LocalAgent]]:
+    """The latest run that fits, and its agents on this machine if it runs."""
+    alive = fitting(found, word)
     if alive:
-        return run_of(alive[-1]), alive[-1]
+        run = run_of(alive[-1])
+        return run, [agent for agent in found if agent.job.run == run.run]
     ended = [run for run in runs(variables()) if run.run.startswith(word) or run.name == word]
     if not ended:
         what = f"no run {word!r}" if word else "no run"
         raise NoSuchRun(f"{what} of this user is known on this machine; see phalanx list")
-    return ended[-1], None
+    return ended[-1], []
 
 
 def run_of(agent: LocalAgent) -> RunFile:
@@ -70,7 +96,7 @@ def request(agent: LocalAgent, what: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_run(parser: argparse.ArgumentParser, what: str = "the latest by default") -> None:
-    """The argument RUN."""
+    """The argument RUN, and --all-users."""
     parser.add_argument(
         "run",
         nargs="?",
@@ -78,6 +104,7 @@ def add_run(parser: argparse.ArgumentParser, what: str = "the latest by default"
         metavar="RUN",
         help=f"a run id, or its beginning, or a script's name [{what}]",
     )
+    add_all_users(parser)
 
 
 def ranks_of(text: str) -> set[int] | None:
@@ -109,11 +136,6 @@ def since_of(text: str) -> float | None:
         return datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp()  # 3.10 knows no Z
     except ValueError:
         raise UsageError(f"--since {text}: write a span (10m, 2h) or a time (2026-11-16T05:00)") from None
-
-
-def is_alive(run: RunFile) -> bool:
-    """Whether the agent of a run is still there."""
-    return any(agent.job.pid == run.pid and agent.job.run == run.run for agent in agents(run.run))
 
 
 def check_directory(run: RunFile) -> str:

@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from phalanx.integrations.slurm.batch_script import BatchJob, batch_script, name
 from phalanx.integrations.slurm.job_record import JobRecord, all_records, forget_old, records_directory
 from phalanx.log import printable, write_stderr
 from phalanx.options import InformationRequested, take_words, usage_error
+from phalanx.python_command import python_command
 
 # Options of sbatch that submit knows: spelling → name; a name alone is a flag where it is in _FLAGS.
 SBATCH = {
@@ -175,7 +175,7 @@ def parse_submit(words: Sequence[str]) -> tuple[BatchJob, bool]:
         script_args=tuple(rest[1:]),
         run_words=tuple(run),
         sbatch=tuple(sbatch),
-        phalanx=(sys.executable, "-m", "phalanx"),
+        phalanx=tuple(python_command("phalanx")),
     )
     return job, only_print
 

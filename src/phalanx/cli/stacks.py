@@ -1,7 +1,8 @@
 """`phalanx stacks [RUN] [--rank 0,3-7]`: the Python stack of every rank, ranks with the same one together.
 
 Nothing has to be set for it beforehand: a Python worker answers a signal from its first moment on, also while
-it is stuck in C code. Other programs have no Python stack, and are named as such. All nodes are asked.
+it is stuck in C code. Other programs have no Python stack, and are named as such. All nodes are asked: by an
+agent of this machine, or through their store (--rdzv-endpoint).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.cli.runs import NoSuchRun, add_run, ranks_of, request, running
+from phalanx.cli.remote_job import add_endpoint, remote_job
+from phalanx.cli.runs import NoSuchRun, add_run, local_agents, ranks_of, request, running
 from phalanx.cli.store import Parser
 from phalanx.core.progress import Evidence, alike, ranks_text
 from phalanx.log import printable, write_stderr
@@ -28,14 +30,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rank", metavar="RANKS", default="", help="only these, such as 0,3-7")
     parser.add_argument("--full", action="store_true", help="all frames, with the paths of their files")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_endpoint(parser)
     options = parser.parse_args(argv)
     ranks = ranks_of(options.rank)
     try:
-        agents = running(options.run)
         what: dict[str, Any] = {"ask": "stacks", "all": True}
         if ranks is not None:
             what["ranks"] = sorted(ranks)
-        answer = request(agents[0], what)
+        if options.rdzv_endpoint:
+            with remote_job(options) as job:
+                answer = job.ask(what)
+        else:
+            agents = running(local_agents("stacks", options.all_users), options.run)
+            answer = request(agents[0], what)
     except NoSuchRun as error:
         write_stderr(f"phalanx stacks: {error}\n")
         return 1

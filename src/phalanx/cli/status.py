@@ -2,7 +2,7 @@
 
 It asks the agents; see agent/status.py. RUN selects jobs by the beginning of their run id or by the name of
 their script, and then the other nodes of the job are asked as well, through the agent. The exit code is 1
-when there is none.
+when there is none. With --rdzv-endpoint it asks the nodes of a job on other machines, through their store.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
+from phalanx.cli.remote_job import add_endpoint, remote_job
+from phalanx.cli.runs import NoSuchRun, add_all_users, fitting, local_agents, one_run
 from phalanx.cli.store import Parser
-from phalanx.log import printable
+from phalanx.errors import UsageError
+from phalanx.log import printable, write_stderr
 from phalanx.observe.duration import duration
-from phalanx.observe.local_agents import LocalAgent, agents, as_dict
+from phalanx.observe.local_agents import WORK, LocalAgent, as_dict, states
+from phalanx.observe.snapshot import as_json
 from phalanx.observe.status_text import format_job
 
 
@@ -31,12 +34,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", nargs="?", default="", help="a run id, or its beginning, or a script's name")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--watch", action="store_true", help="a live view of one job; q ends it")
+    add_all_users(parser)
+    add_endpoint(parser)
     options = parser.parse_args(argv)
-    if options.watch:
-        from phalanx.cli.watch import watch
+    if options.watch and options.rdzv_endpoint:
+        raise UsageError("--watch shows a job of this machine; leave out --rdzv-endpoint, or --watch")
+    if options.rdzv_endpoint:
+        try:
+            with remote_job(options) as job:
+                found = [as_json(job.status())]
+        except NoSuchRun as error:
+            write_stderr(f"phalanx status: {error}\n")
+            return 1
+    else:
+        here = local_agents("status", options.all_users)
+        if options.watch:
+            from phalanx.cli.watch import watch
 
-        return watch(options.run)
-    found = [as_dict(agent) for agent in with_peers(options.run)]
+            return watch(here, options.run)
+        found = [as_dict(agent) for agent in with_peers(fitting(here, options.run), bool(options.run))]
     if options.json:
         print(json.dumps(found, indent=2))
     elif found:
@@ -51,13 +67,11 @@ def main(argv: Sequence[str]) -> int:
 
 def how_it_ended(word: str) -> str:
     """What the list of runs knows of the last one with this name, to go on with; empty: nothing."""
-    from phalanx.cli.runs import NoSuchRun, one_run
-
     try:
-        run, agent = one_run(word)
+        run, _ = one_run((), word)
     except NoSuchRun:
         return ""
-    if agent is not None or run.until is None:
+    if run.until is None:
         return ""
     code = "" if run.exit_code is None else f", exit code {run.exit_code}"
     why = f": {run.why}" if run.why else ""
@@ -65,14 +79,10 @@ def how_it_ended(word: str) -> str:
     return printable(f"; run {run.run} {run.outcome} {ago} ago{code}{why}".replace("\n", " "))
 
 
-def jobs() -> list[dict[str, Any]]:
-    """The answers of all agents of this user (of all users, for root), the oldest job first."""
-    return [as_dict(agent) for agent in agents()]
-
-
-def with_peers(run: str) -> list[LocalAgent]:
-    """The agents with this run; the first of each job has the nodes that are on other machines as peers."""
-    found = agents(run, {"ask": "status", "gpus": True, **({"all": True} if run else {})})
+def with_peers(here: Sequence[LocalAgent], everywhere: bool) -> list[LocalAgent]:
+    """These agents with their devices; `everywhere`: the first of each job with the nodes elsewhere, too."""
+    told = states(here, {"ask": "status", "gpus": True, **({"all": True} if everywhere else {})}, WORK)
+    found = [{one.name: one for one in told}.get(agent.name, agent) for agent in here]
     local = {(agent.job.run, agent.job.pid, agent.job.id) for agent in found}
     known: set[str] = set()
     for agent in found:

@@ -1,4 +1,4 @@
-"""`phalanx store --listen HOST:PORT [--journal FILE]`: the embedded store by itself.
+"""`phalanx store --listen HOST:PORT [--journal FILE] [--health-port PORT]`: the embedded store by itself.
 
 With a journal it may be killed and restarted under running jobs, without effect on their workers. It prints
 the address it listens on, and one line per incident; SIGTERM and SIGINT end it.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from phalanx.environment import STORE_PORT, TOKEN_FILE, variables
@@ -19,6 +21,7 @@ from phalanx.options import BY_DEST
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from phalanx.store.embedded.server import Server
     from phalanx.store.embedded.tls import Tls
     from phalanx.store.embedded.token import Token
 
@@ -43,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         raise UsageError(f"--listen: {error}") from None
     # Blocked before any thread exists, so that none of them can be the one that gets the signal.
+    health = _health_address(options)
     ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     failures: list[str] = []
@@ -53,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         token, tls = trust(options)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # every node needs a descriptor here
         with Server(
             listening_address(host),
             port,
@@ -65,8 +71,9 @@ def main(argv: Sequence[str]) -> int:
         ) as server:
             where = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
             kept = f", journal {options.journal}" if options.journal else ", no journal: jobs end with it"
-            _say(f"listening on {where}:{server.address[1]}{kept}")
-            signal.sigwait(ends)
+            with _endpoints(server, health, options.metrics) as served:
+                _say(f"listening on {where}:{server.address[1]}{kept}{served}")
+                signal.sigwait(ends)
             if failures:
                 _say(failures[0])
                 return 1
@@ -78,6 +85,37 @@ def main(argv: Sequence[str]) -> int:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return 0
+
+
+def _health_address(options: argparse.Namespace) -> tuple[str, int] | None:
+    """Where the endpoints are; None: nowhere."""
+    if not options.health_port:
+        if options.metrics:
+            raise UsageError("--metrics is served at --health-port; add --health-port [ADDR:]PORT")
+        return None
+    from phalanx.agent.agent_services import split_address
+
+    try:
+        return split_address(options.health_port)
+    except ValueError as error:
+        raise UsageError(f"--health-port {error}") from None
+
+
+@contextmanager
+def _endpoints(server: Server, address: tuple[str, int] | None, metrics: bool) -> Iterator[str]:
+    """Serve /healthz, /readyz and /metrics; words for the line about the store."""
+    if address is None:
+        yield ""
+        return
+    from phalanx.web.store_metrics import store_endpoints
+
+    endpoints = store_endpoints(server, *address, metrics=metrics)
+    endpoints.start()
+    try:
+        host = f"[{endpoints.host}]" if ":" in endpoints.host else endpoints.host
+        yield f", health at {host}:{endpoints.port}"
+    finally:
+        endpoints.stop()
 
 
 def _linger(options: argparse.Namespace) -> float:
@@ -103,6 +141,10 @@ def _parser() -> Parser:
         help="how long a node may take to reconnect, and its workers run on while this store is away "
         "[1; with a journal: as long as the node's lease]",
     )
+    parser.add_argument(
+        "--health-port", metavar="[ADDR:]PORT", help="serve /healthz and /readyz at this address"
+    )
+    parser.add_argument("--metrics", action="store_true", help="serve /metrics for Prometheus there, too")
     add_options(parser, *TRUST)
     return parser
 

@@ -21,12 +21,16 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from phalanx.core.goodput import CATEGORIES, seconds
+from phalanx.core.goodput import LOST, seconds
 from phalanx.core.progress import ranks_text
 from phalanx.log import printable, write_stderr
 from phalanx.observe.duration import duration
 from phalanx.observe.snapshot import JobSnapshot, WorkerSnapshot, nodes_of, totals_of, workers_of
 from phalanx.observe.status_text import PHASES, quarantine_lines
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.observe.local_agents import LocalAgent
 
 _EVERY = 1.0
 _HELP = "q end  j/k scroll  / ranks  a all  g grid  l lines  space pause"
@@ -44,6 +48,7 @@ CELLS = {
 _SLOW = ("▼", "35")
 _BAR = {
     "productive": "42",
+    "running": "42",
     "checkpointing": "46",
     "recomputed": "45",
     "recovering": "41",
@@ -128,9 +133,9 @@ def _headline(job: JobSnapshot) -> list[StyledLine]:
 def _summary(job: JobSnapshot, width: int) -> list[list[StyledLine]]:
     totals = totals_of(job)
     ranks, total = max(1, totals.ranks), totals.total
-    names = [name for name in CATEGORIES[1:] if total and totals.seconds[name] / total >= 0.001]
+    names = [name for name in LOST if total and totals.seconds[name] / total >= 0.001]
     names.sort(key=lambda name: -totals.seconds[name])
-    line = f"goodput {100 * totals.ratio:.1f} %"
+    line = f"{totals.measure} {100 * totals.ratio:.1f} %"
     bar: list[StyledLine] = []
     cells = max(10, min(30, width // 4))
     for name, style in _BAR.items():
@@ -297,8 +302,8 @@ def press(view: WatchView, key: str) -> WatchView | None:
     return view
 
 
-def watch(run: str) -> int:
-    """Draw until the user ends it, or the job has."""
+def watch(here: Sequence[LocalAgent], run: str) -> int:
+    """Draw until the user ends it; the agents of this machine have been asked."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         write_stderr("phalanx status: --watch needs a terminal; use --json for programs\n")
         return 2
@@ -307,10 +312,10 @@ def watch(run: str) -> int:
 
     from phalanx.cli.runs import NoSuchRun, running
     from phalanx.environment import allows_colour
-    from phalanx.observe.local_agents import agents
+    from phalanx.observe.local_agents import WORK, find, states
 
     try:
-        found = running(run)
+        found = running(here, run)
     except NoSuchRun as error:
         write_stderr(f"phalanx status: {error}\n")
         return 1
@@ -327,8 +332,15 @@ def watch(run: str) -> int:
             now = time.monotonic()
             if now >= ask_at and not view.paused:
                 ask_at = now + _EVERY
-                told = agents(chosen, {"ask": "status", "all": True, "gpus": True})
-                job, why = (told[0].job, "") if told else (None, f"run {chosen} has ended; q ends this view")
+                if not any(agent.runs for agent in found):  # it may have begun again
+                    found = [agent for agent in find()[0] if agent.job.run == chosen]
+                told = states(found[:1], {"ask": "status", "all": True, "gpus": True}, WORK)
+                if told:
+                    job, why = told[0].job, ""
+                elif found:
+                    why = f"no answer from pid {found[0].job.pid}"
+                else:
+                    job, why = None, f"run {chosen} has ended; q ends this view"
             size = shutil.get_terminal_size((80, 24))
             # 0: unknown; Python 3.10 says so itself.
             lines = screen(job, view, size.columns or 80, size.lines or 24, why)

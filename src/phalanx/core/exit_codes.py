@@ -31,7 +31,7 @@ HANG = 96
 SIGNALED = 128
 
 INFRASTRUCTURE = {
-    NO_MEETING: "the nodes did not meet in time, or lost their store",
+    NO_MEETING: "too few nodes met in time or are left, or they have no store",
     UNFIT_NODE: "a node is unfit",
     HANG: "the job hung",
 }
@@ -52,8 +52,8 @@ TABLE: tuple[tuple[str, str], ...] = (
     ),
     (
         str(NO_MEETING),
-        "the nodes did not meet within `join_timeout`, or the store that they share was lost or could not be "
-        "reached",
+        "the nodes did not meet within `join_timeout`, or too few are left, or the store that they share was "
+        "lost, could not be reached, or refused this node (another token, a wrong password)",
     ),
     (
         str(UNFIT_NODE),
@@ -77,8 +77,6 @@ def of_error(error: BaseException) -> int:
     """The exit code for an exception that ended the launcher."""
     if isinstance(error, UsageError):
         return USAGE
-    if isinstance(error, RendezvousConnectionError) and error.lasting:
-        return FAILURE
     if isinstance(error, RendezvousTimeoutError | RendezvousConnectionError):
         return NO_MEETING
     if isinstance(error, NodeUnfit | StartError):

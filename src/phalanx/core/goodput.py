@@ -10,6 +10,7 @@ time of the job; the ledgers of all nodes add up.
     checkpointing  in `worker.section("checkpoint")`, from the first step on
     nodes          no round: waiting for other nodes
     slowest        this rank, or this node, has finished, and others have not
+    running        everything else, of a node that sends no heartbeats: whether it was progress is not known
     productive     everything else
 
 `GoodputLedger.step` is told each step of the group (`core.group`), `totals` may be asked at any time. Neither
@@ -19,7 +20,7 @@ booked when it is over, from one look at its boards, and nothing wakes up for th
 
 What is estimated: where the program does not call `ready()`, its first step began one typical step before its
 first heartbeat. A rank that sends no heartbeats is booked like the first one of its node that does; if none
-does, from its first line on it counts as productive, and nothing is known to be recomputed.
+does, it is running from its first line on, imports included, and nothing is known to be recomputed.
 
 Memory is O(ranks). Times are monotonic seconds, always arguments.
 """
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 
     from phalanx.core.incidents import Incident
 
-PRODUCTIVE, RECOMPUTED, STARTING, RECOVERING, HUNG, CHECKPOINTING, NODES, SLOWEST = CATEGORIES = (
+PRODUCTIVE, RUNNING, RECOMPUTED, STARTING, RECOVERING, HUNG, CHECKPOINTING, NODES, SLOWEST = CATEGORIES = (
     "productive",
+    "running",
     "recomputed",
     "starting",
     "recovering",
@@ -46,6 +48,7 @@ PRODUCTIVE, RECOMPUTED, STARTING, RECOVERING, HUNG, CHECKPOINTING, NODES, SLOWES
     "nodes",
     "slowest",
 )
+LOST = CATEGORIES[2:]
 BY_INCIDENT = (RECOVERING, RECOMPUTED, HUNG)
 """What is also booked to the incident that it was lost to."""
 
@@ -114,15 +117,20 @@ class GoodputTotals(Record):
 
     @property
     def ratio(self) -> float:
-        """The productive part; 1.0 before anything was booked."""
+        """The part that was not lost; 1.0 before anything was booked."""
         total = self.total
-        return self.seconds[PRODUCTIVE] / total if total > 0 else 1.0
+        return (self.seconds[PRODUCTIVE] + self.seconds[RUNNING]) / total if total > 0 else 1.0
+
+    @property
+    def measure(self) -> str:
+        """What the ratio is: `goodput`, or `uptime` if no rank has sent a heartbeat."""
+        return "uptime" if self.seconds[RUNNING] > 0.0 == self.seconds[PRODUCTIVE] else "goodput"
 
     def as_dict(self) -> dict[str, Any]:
         """Rounded, as plain values."""
         return {
             "ranks": self.ranks,
-            "goodput": round(self.ratio, 6),
+            self.measure: round(self.ratio, 6),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "lost": {
                 str(number): {name: round(value, 3) for name, value in parts.items()}
@@ -343,7 +351,7 @@ class GoodputLedger:
         lost = {number: dict(parts) for number, parts in book._lost.items()}
         running = seconds.pop(_UNMARKED)
         if not book._beats:
-            seconds[PRODUCTIVE] += running
+            seconds[RUNNING] += running
         else:  # other starts of this job had steps: these workers did not get that far
             for number, value in book._unmarked.items():
                 seconds[RECOVERING if number else STARTING] += value
@@ -479,7 +487,7 @@ def _kind(incident: Incident) -> str:
 
 
 def goodput_line(totals: GoodputTotals, incidents: Sequence[Incident]) -> str:
-    """`goodput 97.3 %: 41 s lost to 3 restarts, 12 s to a hang`."""
+    """`goodput 97.3 %: 41 s lost to 3 restarts, 12 s to a hang`; without heartbeats, `uptime`."""
     words = {
         "restart": ("a restart", "restarts"),
         "re-entry": ("a re-entry", "re-entries"),
@@ -499,7 +507,7 @@ def goodput_line(totals: GoodputTotals, incidents: Sequence[Incident]) -> str:
             continue
         to = one if count < 2 else f"{count} {many}"
         told.append(f"{seconds(lost)}{' lost' * (not told)} to {to}")
-    line = f"goodput {100 * totals.ratio:.1f} %"
+    line = f"{totals.measure} {100 * totals.ratio:.1f} %"
     return f"{line}: {', '.join(told)}" if told else line
 
 

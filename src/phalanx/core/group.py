@@ -32,8 +32,8 @@ The rules:
   One that is closed while workers run here is a failure: they have not succeeded.
   The node that closes it states which; where the backend cannot carry that, a job that is closed while this
   node recovers from a failure counts as failed.
-- A restart that a person asks for is no failure. A node without others re-forms at no cost; with others it
-  uses one restart, because a failure is what makes all nodes stop together; without one left it is refused.
+- A requested restart (by a person, or by the program that drives the agent) is not a failure: all nodes
+  re-form, and no restart is used.
 - A worker that outlives SIGKILL is never started over: the outcome is FAILED and names it.
 - A start that fails is not tried again (a missing program stays missing) unless the shell reports that
   the cause may pass. It is this node's failure, not the job's: the node fails and leaves, and the job goes
@@ -73,6 +73,7 @@ from phalanx.core.group_events import (
     PeerFailed,
     RecallWorkers,
     ReportFailure,
+    RequestRound,
     RestartRequested,
     RoundFailed,
     RoundOver,
@@ -257,7 +258,7 @@ def on_round_failed(state: GroupState, event: RoundFailed, now: float, policy: G
         message = f"the job was closed {when}{told}"
         return _end(state, now, policy, Ending(Outcome.FAILED, message), Note(message))
     if event.kind == "closed" and not job_failed:
-        return _end(state, now, policy, Ending(Outcome.CLOSED, f"the rendezvous is closed{told}"))
+        return _end(state, now, policy, Ending(Outcome.CLOSED, event.message or "the rendezvous is closed"))
     what = {"closed": "the rendezvous was closed", "timeout": "the rendezvous timed out"}
     message = f"{what.get(event.kind, 'the rendezvous failed')}{told}{after}"
     code = exit_codes.NO_MEETING if event.kind == "timeout" else exit_codes.FAILURE
@@ -320,7 +321,6 @@ def _failure(
     failure: Failure,
     code: int = exit_codes.FAILURE,
     guilty: tuple[int, ...] = (),
-    requested: bool = False,
 ) -> Step:
     """This node's own failure: decide for the job, and tell the others; `code`: where no worker has one."""
     number = _number(state)
@@ -344,7 +344,6 @@ def _failure(
         anew=anew,
         ranks=guilty,
         code=code,
-        requested=requested,
     )
     state = state.replace(history=history, void=number, cause=summary, not_before=now + verdict.delay)
     return _recall(
@@ -423,15 +422,8 @@ def on_round_over(state: GroupState, event: RoundOver, now: float, policy: Group
 
 
 def on_restart_requested(state: GroupState, event: RestartRequested, now: float, policy: GroupPolicy) -> Step:
-    if state.round is None or len(state.round.members) < 2:
-        return _reform(state, now, policy, f"{event.reason}; re-forming, which uses no restart")
-    # The other nodes know two reasons to stop: a change of members, which is the leader's, and a failure.
-    failure = Failure(now, event.reason, None, now - state.started_at, True)
-    verdict = restarts.decide(state.history, failure, now, policy.restarts)
-    if not verdict.restart:  # a request must not end the job
-        line = f"{event.reason}; refused: {verdict.reason}"
-        return _go(state, state.phase, line, Note(line))
-    return _failure(state, now, policy, event.reason, failure, requested=True)
+    line = f"{event.reason}; re-forming, which uses no restart"
+    return _reform(state, now, policy, line, RequestRound(_number(state), state.attempt, event.reason))
 
 
 def on_succeeded(state: GroupState, event: AllSucceeded, now: float, policy: GroupPolicy) -> Step:
@@ -658,7 +650,7 @@ MOVES: Mapping[Phase, Row] = {
     },
     STARTING: {
         **_UP,
-        RestartRequested: (on_restart_requested, (REFORMING, STARTING)),
+        RestartRequested: (on_restart_requested, (REFORMING,)),
         Started: (on_started, (RUNNING,)),
         StartFailed: (on_start_failed, (JOINING, DONE)),
         MembershipChanged: (on_membership, (REFORMING, STARTING)),
@@ -668,7 +660,7 @@ MOVES: Mapping[Phase, Row] = {
     },
     RUNNING: {
         **_UP,
-        RestartRequested: (on_restart_requested, (REFORMING, RUNNING)),
+        RestartRequested: (on_restart_requested, (REFORMING,)),
         MembershipChanged: (on_membership, (REFORMING, RUNNING)),
         PeerFailed: (on_peer_failed, (REFORMING, RUNNING, ENDING)),
         RoundOver: (on_round_over, (REFORMING, RUNNING)),
@@ -680,6 +672,7 @@ MOVES: Mapping[Phase, Row] = {
         Signal: (on_signal, (DONE,)),
         RoundOver: (on_round_over, (JOINING, BARRIER)),
         RoundFailed: (on_round_failed, (DONE,)),
+        RestartRequested: (on_restart_requested, (JOINING,)),
     },
     ENDING: {
         Stopped: (on_stopped, (DONE,)),
@@ -704,7 +697,7 @@ LATE: Mapping[Phase, frozenset[type[Any]]] = {
     WAITING: _WATCHDOGS - {Tick},
     STARTING: frozenset({Tick, BarrierDone}),
     RUNNING: frozenset({Tick, BarrierDone}),
-    BARRIER: (_WATCHDOGS - {BarrierDone}) | {Started, MembershipChanged},
+    BARRIER: (_WATCHDOGS - {BarrierDone, RestartRequested}) | {Started, MembershipChanged},
     ENDING: _WATCHDOGS | _EXITS | {MembershipChanged, RoundReady, RoundFailed},
     DONE: _WATCHDOGS
     | _EXITS

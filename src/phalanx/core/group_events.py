@@ -189,7 +189,7 @@ class Hang(Record):
 
 
 class RestartRequested(Record):
-    """A person asked for a restart of the workers; nothing failed."""
+    """A person, or the program that drives the agent, asked for new workers; nothing failed."""
 
     reason: str
 
@@ -271,7 +271,7 @@ class ReportFailure(Record):
     """Tell the other nodes at once (they get `PeerFailed`).
 
     `unfit`: the failure is this node's own, and it leaves; where the job can go on without it, it does.
-    `anew`: no worker re-enters. `requested`: nothing failed, a person asked for a restart."""
+    `anew`: no worker re-enters."""
 
     round: int
     attempt: int
@@ -283,7 +283,14 @@ class ReportFailure(Record):
     ranks: tuple[int, ...] = ()
     code: int = 1
     """The job's exit code, should this failure end it and no worker have one."""
-    requested: bool = False
+
+
+class RequestRound(Record):
+    """Ask for the round after `round`, which uses no restart; `attempt`: those that this node has counted."""
+
+    round: int
+    attempt: int
+    reason: str
 
 
 class EnterBarrier(Record):
@@ -334,6 +341,7 @@ Command: TypeAlias = (
     | StopWorkers
     | RecallWorkers
     | ReportFailure
+    | RequestRound
     | EnterBarrier
     | Leave
     | CloseRendezvous

@@ -37,6 +37,7 @@ class Options:
 
     min_nodes: int = 1
     max_nodes: int = 1
+    all_nodes: int = 0  # that were started, each once; 0: not known, or a lost one is started again
     max_restarts: int | None = 3  # None: the nodes count them
     join_timeout: float = 600.0
     last_call: float = 2.0  # once the minimum is reached for the first time
@@ -79,7 +80,7 @@ class LeaderView:
     nodes: dict[str, Seen] = field(default_factory=dict)
     round: Round = Round()  # noqa: RUF009 - immutable
     round_mod: int = 0
-    since: float = 0.0  # when this round record was first seen
+    since: float = 0.0  # when the round was first seen in its phase
     members: MemberList = MemberList("", ())  # noqa: RUF009 - immutable
     members_mod: int = 0
     results: dict[int, dict[str, tuple[int, Result]]] = field(default_factory=dict)
@@ -95,6 +96,8 @@ class LeaderView:
     skipped: dict[str, None] = field(default_factory=dict)  # keys of records that are not readable
     remarks: list[str] = field(default_factory=list)  # lines about them that nobody has seen yet
     left: set[str] = field(default_factory=set)  # members that went on purpose, or nobody knows how
+    ever: set[str] = field(default_factory=set)  # every node that this leader has known
+    lost_at: float = float("-inf")  # when a node went that had not announced it
     unsure_until: float = 0.0  # a node that goes before may have been lost with the store, or its network
     hosts: HostWatch = field(default_factory=HostWatch)  # the node's own, which has watched for longer
     slow: dict[str, tuple[int, str]] = field(default_factory=dict)  # host -> round and why
@@ -106,8 +109,6 @@ class LeaderView:
             self.nodes = {}
             self.results, self.drains, self.closes, self.refused = {}, set(), {}, set()
             self.stolen, self.slow = {}, {}
-            if not self.round_mod:
-                self.since = now
             key = self.options.prefix + "ctl/round"
             if self.round_mod and not any(c.entry.key == key for c in changes):
                 self.damaged, self.round_mod = True, 0
@@ -115,6 +116,8 @@ class LeaderView:
             kind, _, rest = entry.key.removeprefix(self.options.prefix).partition("/")
             if kind == "node" and deleted:
                 gone = self.nodes.pop(rest, None)
+                if gone is not None and not gone.record.leaving:
+                    self.lost_at = now
                 if gone is None or self._went_on_purpose(now, gone):
                     self.left.add(rest)
                 self.stolen.pop(rest, None)
@@ -131,6 +134,7 @@ class LeaderView:
             elif kind == "members" and not rest and entry.mod > self.members_mod:
                 found = None if deleted else decode_members(entry.value)
                 self.members, self.members_mod = found or MemberList("", ()), entry.mod
+                self.ever.update(m.id for m in self.members.nodes)
                 self.left = set()
                 if found is None and not deleted:
                     self._skip(entry.key)
@@ -146,7 +150,8 @@ class LeaderView:
                 self.closes.pop(rest, None)
             elif kind == "close":
                 self.closes[rest] = printable(entry.value.decode(errors="replace"))
-
+        if reset and not (known.keys() <= self.nodes.keys() and all(map(self.present, self.members.nodes))):
+            self.lost_at = now
         if reset and not (first and self.round.phase == ACTIVE and now >= self.unsure_until):
             # How these went cannot be told. (A node that leaves an active round says so, which ends it.)
             self.left.update(m.id for m in self.members.nodes if not self.present(m))
@@ -182,7 +187,9 @@ class LeaderView:
             if not deleted:
                 self._skip(entry.key)
         else:
-            self.round, self.since, self.damaged, self.read = current, now, False, True
+            if current.stage != self.round.stage:
+                self.since = now
+            self.round, self.damaged, self.read = current, False, True
 
     def _learn_place(self, node: str, entry: Entry) -> None:
         if entry.value.startswith(b'{"stamp":') and b"refused" not in entry.value:
@@ -207,6 +214,7 @@ class LeaderView:
         self.stolen.pop(node, None)
         at, since = (now, now) if old is None else (old.at if old.record == record else now, old.since)
         self.nodes[node] = Seen(record, entry.create, at, since, entry.lease)
+        self.ever.add(node)
 
     def _learn_result(self, rest: str, entry: Entry, deleted: bool) -> None:
         number, _, node = rest.partition("/")

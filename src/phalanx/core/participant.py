@@ -107,7 +107,7 @@ class Participant:
         self.running: int | None = None  # the round whose workers this node has
         self.rank = -1
         self.ended: End | None = None
-        self._round_mod = 0
+        self._round_mod, self._round_at = 0, 0.0  # its revision, and when it was first seen in its phase
         self._job = 0  # the number of this node's job among those with this id; 0: not known yet
         self.place, self._place_mod = Place(), 0
         self._outside = ""  # the stamp of a round that this node is known not to be in
@@ -159,8 +159,15 @@ class Participant:
     def start(self, now: float) -> list[Action]:
         """The first actions of a node."""
         self._heard = self._waiting_since = now
+        # Where there is no round yet, one command joins: it registers the node, and makes the first one the
+        # leader. Elsewhere its conditions fail, and the node registers when it knows the round.
+        round_key, node, leader = map(self._key, ("ctl/round", "node/" + self.info.id, "ctl/leader"))
+        self._ready = 1
+        record = Put(node, encode(self._record()._replace(job=1)))
+        first = Put(leader, self.info.id.encode(), new=True)
+        unknown = When(round_key, "mod", 0), When(node, "mod", 0)
+        self._send(now, "grant", Grant(self.options.ttl, Txn(unknown, (record, first))))
         self._ask_watches(now)
-        self._send(now, "grant", Grant(self.options.ttl))
         return self._drain()
 
     def step(self, now: float, event: Event) -> list[Action]:
@@ -270,7 +277,7 @@ class Participant:
                 )
                 self._send(now, "again", claim)
         elif kind == "again":
-            self._learn_again(reply)
+            self._learn_again(now, reply)
         elif kind == "everything" and self._view is not None:
             self._view_complete = self._dirty = True
             self._view.learn(now, tuple(map(Change, reply.entries)), reset=True)
@@ -278,6 +285,10 @@ class Participant:
         elif kind == "grant":
             self.lease, self._proof, self._cap = reply.number, pending.sent, None
             self._next_beat = pending.sent + self.options.ttl / 3
+            for mine in reply.entries[1:]:
+                if mine.lease == self.lease:
+                    self._job, self._incarnation, self._node_mod = 1, mine.create, mine.mod
+                    self._learn_leader(now, self._leader)  # it may be this node
             if pending.hung_up is not None:
                 # It may have been granted before the connection ended, and shortened then.
                 self._cap, self._next_beat = pending.hung_up + self.options.linger * FENCE, now
@@ -337,7 +348,7 @@ class Participant:
         self._learn_hosts(now, notice)
         for entry, deleted in notice.changes:
             if entry.key == self._key("ctl/round") and not deleted and entry.mod > self._round_mod:
-                self._learn_round(entry, news=not notice.reset)
+                self._learn_round(now, entry, news=not notice.reset)
             elif entry.key == self._key("ctl/leader"):
                 self._learn_leader(now, Entry("", mod=entry.mod) if deleted else entry)
 
@@ -349,7 +360,7 @@ class Participant:
         for entry, deleted in found:
             self.hosts.learn(now, entry.key.removeprefix(prefix), entry, deleted)
 
-    def _learn_round(self, entry: Entry, news: bool = False) -> None:
+    def _learn_round(self, now: float, entry: Entry, news: bool = False) -> None:
         if self.round is not None and self.round.phase == CLOSED and self.round.job == self._job:
             return  # this node's job has ended; the round belongs to the next one
         found = decode_round(entry.value)
@@ -362,6 +373,8 @@ class Participant:
             return
         # A store that went back has an older count; that of a job only grows.
         known = self.restarts if found.job == self._job else 0
+        if self.round is None or found.stage != self.round.stage:
+            self._round_at = now
         self.round, self.restarts = found, max(known, found.restarts)
         if found.phase == ACTIVE:
             self.rounds = max(self.rounds, found.number)
@@ -376,13 +389,13 @@ class Participant:
                 self._place_mod = entry.mod
                 self.place = decode_place(entry.value) or Place()
 
-    def _learn_again(self, reply: Reply) -> None:
+    def _learn_again(self, now: float, reply: Reply) -> None:
         """The round after `begin_again`: a new one, or the one that was found, which is then this node's.
 
         Where that one is the same and the request failed, a leader was elected meanwhile: look again."""
         entry = reply.entries[0]
         if entry.mod > self._round_mod:
-            self._learn_round(entry)
+            self._learn_round(now, entry)
         elif reply.ok and entry.mod == self._round_mod and self.round is not None:
             self._job = self.round.job
 
@@ -401,7 +414,7 @@ class Participant:
                 self.options,
                 entry.create,
                 round=self.round or Round(),
-                since=now,
+                since=now if self.round is None else self._round_at,
                 quiet_until=self._quiet_until,
                 unsure_until=self._unsure_until,
                 skipped=self._skipped,
@@ -525,7 +538,7 @@ class Participant:
                 self.lease = 0
                 self._waiting_since = now
             # An answer is a courtesy: without one the lease runs out by itself.
-            answered = not self._asking("revoke") and not self._old_lease
+            answered = not (self._asking("revoke") or self._asking("grant") or self._old_lease)
             if answered or now >= self._give_up_at():
                 self._quit(End("left", self._leaving, current))
         elif now >= self._give_up_at():
@@ -638,7 +651,8 @@ class Participant:
         """Stand for election when there is no leader; decide when this node is the leader."""
         if self._view is None:
             closed = self.round is not None and self.round.phase == CLOSED
-            if not (self._leader.lease or self._leaving or closed or self._asking("campaign")):
+            known = self._leader.lease or not self._control
+            if not (known or self._leaving or closed or self._asking("campaign")):
                 node, key = self._key("node/" + self.info.id), self._key("ctl/leader")
                 # A foreign key goes first: one that is written over keeps its `create`, the leader's term.
                 foreign = self._foreign_leader
@@ -715,7 +729,8 @@ class Participant:
         if self._leaving:
             return self._waiting_since + self.options.ttl
         # Later than the leader, so that normally all nodes get the same reason from it.
-        return self._waiting_since + self.options.join_timeout + 2 * self.options.ttl
+        delay = self.round.delay if self.round is not None else 0.0
+        return self._waiting_since + delay + self.options.join_timeout + 2 * self.options.ttl
 
     def _quit(self, end: End) -> None:
         if self.running is not None and not self._stopping and self._over is None:
@@ -741,6 +756,6 @@ class Participant:
     def _drain(self) -> list[Action]:
         if self.hosts.lines:
             # First: the record of what follows (a stop, a start) then knows that it is due to this.
-            self._out[:0] = [Tell(line, quarantined) for line, quarantined in self.hosts.news()]
+            self._out[:0] = [Tell(line, host) for line, host in self.hosts.news()]
         out, self._out = self._out, []
         return out

@@ -110,10 +110,10 @@ class End(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """A line for people, shown once; `quarantined`: it says that a host is."""
+    """A line for people, shown once; `quarantined`: the host that it says is."""
 
     text: str
-    quarantined: bool = False
+    quarantined: str = ""
 
 
 Action = Send | StartRound | StopRound | End | Tell

@@ -24,7 +24,7 @@ from phalanx.core.round_records import UNTIL_REMOVED, HostRecord, decode_host, p
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from phalanx.core.store_commands import Entry
 
@@ -123,21 +123,6 @@ def record(
     return _quarantine(state, offence.node, reason, now, policy)
 
 
-def add(state: Quarantine, node: str, reason: str, now: float) -> tuple[Quarantine, str]:
-    """A person keeps a node out, until a person removes it."""
-    entry = QuarantineEntry(node, reason, now, None)
-    return _with(state, entry), f"{node} is quarantined: {reason}"
-
-
-def remove(state: Quarantine, node: str) -> tuple[Quarantine, str]:
-    """A person lets a node in again; its offences are forgotten."""
-    if not any(one.node == node for one in state.entries):
-        return state, ""
-    entries = tuple(one for one in state.entries if one.node != node)
-    offences = tuple(one for one in state.offences if one[0] != node)
-    return Quarantine(entries, offences), f"{node} is no longer quarantined: removed"
-
-
 def expire(state: Quarantine, now: float, policy: QuarantinePolicy) -> tuple[Quarantine, tuple[str, ...]]:
     """The state without what is over, and a line for each node that may take part again."""
     over = [one for one in state.entries if one.until is not None and now >= one.until]
@@ -179,17 +164,6 @@ def choose(
     return tuple(sorted((*fit, *needed))), reason
 
 
-def describe(state: Quarantine, now: float) -> Mapping[str, str]:
-    """Node → reason and time left, for `status`."""
-    found = {}
-    for one in state.entries:
-        if one.until is None:
-            found[one.node] = one.reason
-        elif now < one.until:
-            found[one.node] = f"{one.reason} (for another {one.until - now:.0f} s)"
-    return found
-
-
 def restore(state: Quarantine, host: str, found: HostRecord | None, now: float) -> Quarantine:
     """The state with what the store holds about a host; None: nothing."""
     entries = tuple(one for one in state.entries if one.node != host)
@@ -220,7 +194,7 @@ def failed_check(why: str, policy: QuarantinePolicy) -> HostRecord | None:
 
 
 class HostWatch:
-    """What one observer knows of the hosts' records; `lines` are for people, and whether one is kept out.
+    """What one observer knows of the hosts' records; `lines` are for people, each with the host kept out.
 
     A record counts once, by its revision, however often and through however many watches it is reported: so
     a time that began to run is not set again."""
@@ -230,7 +204,7 @@ class HostWatch:
         self.mods: dict[str, int] = {}
         self.present: dict[str, int] = {}  # the revision of each record that the store holds
         self.unreadable: set[str] = set()
-        self.lines: list[tuple[str, bool]] = []
+        self.lines: list[tuple[str, str]] = []
 
     def learn(self, now: float, host: str, entry: Entry, deleted: bool = False) -> None:
         """Take in the record of a host; if it is not readable, what was known stays."""
@@ -268,18 +242,18 @@ class HostWatch:
         after = self.state.entry(host, now)
         if after is not None and (before is None or before.reason != after.reason):
             left = "" if after.until is None else f" for {after.until - now:.0f} s"
-            self.lines.append((f"{name} is quarantined{left}: {after.reason}", True))
+            self.lines.append((f"{name} is quarantined{left}: {after.reason}", host))
         elif before is not None and after is None:
             over = before.until is not None and now >= before.until - _SLACK
             why = "its time is over" if over else "removed"
-            self.lines.append((f"{name} is no longer quarantined: {why}", False))
+            self.lines.append((f"{name} is no longer quarantined: {why}", ""))
 
-    def news(self) -> list[tuple[str, bool]]:
-        """The lines since the last call, and whether each is about a host that is kept out from now on."""
+    def news(self) -> list[tuple[str, str]]:
+        """The lines since the last call, each with the host that is kept out from now on; empty: none."""
         lines, self.lines = self.lines, []
         if len(lines) > _MOST_LINES:
             rest = len(lines) - _MOST_LINES
-            lines[_MOST_LINES:] = [(f"… and {rest} lines about other hosts: see phalanx quarantine", False)]
+            lines[_MOST_LINES:] = [(f"… and {rest} lines about other hosts: see phalanx quarantine", "")]
         return lines
 
 

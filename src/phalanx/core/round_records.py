@@ -31,6 +31,7 @@ _LONGEST_TEXT = 128 << 10
 _MOST_SLOTS = 1 << 20
 _MOST_WORKERS = 1 << 40
 _MOST_SECONDS = 1e10
+LONGEST_DELAY = 86400.0  # before a restart: what --restart-delay allows
 
 
 class NodeInfo(NamedTuple):
@@ -85,8 +86,9 @@ class Result(NamedTuple):
     """How a node's workers ended in a round; `detail` belongs to the shell (a failure report).
 
     `unfit`: the node could not start them, and leaves. `what`: the failure in a few words. `ranks`: the
-    global ranks that it is due to, where they are known. `blameless`: the node only lost a
-    peer, or a person asked for the restart."""
+    global ranks that it is due to, where they are known. `blameless`: the node only lost a peer, or a person
+    asked for the restart. `request`: nothing failed, the node asks for a new round and has counted so many
+    restarts; -1: it does not ask. `delay`: seconds before the next round."""
 
     ok: bool
     detail: str = ""
@@ -94,6 +96,8 @@ class Result(NamedTuple):
     what: str = ""
     ranks: tuple[int, ...] = ()
     blameless: bool = False
+    request: int = -1
+    delay: float = 0.0
 
 
 class HostRecord(NamedTuple):
@@ -133,7 +137,8 @@ class Round(NamedTuple):
     which the places belong to; `restarts` counts failed rounds so far; `out` lists drained nodes.
     `preempted` names the nodes that are taken away: the workers of the last round save a checkpoint before
     they stop. `lost` has the ids of members of the last round that were gone when it ended, few or none.
-    `format`: the format of the records in this round.
+    `format`: the format of the records in this round. `delay`: a forming round becomes active after so many
+    seconds at the earliest, because workers keep failing.
     """
 
     number: int = 1
@@ -146,16 +151,21 @@ class Round(NamedTuple):
     stamp: str = ""
     out: tuple[str, ...] = ()
     outcome: str = ""  # of a closed round: succeeded, failed, timeout or closed
-    cause: tuple[str, ...] = ("", "", "")  # of a failed round: node id, name, detail
+    cause: tuple[str, ...] = ("", "", "")  # of the last round that a node ended: its id, name, detail
     job: int = 1  # the number of this job among those that used the run id
     preempted: tuple[str, ...] = ()
     format: int = 1
     lost: tuple[str, ...] = ()
+    delay: float = 0.0
+
+    @property
+    def stage(self) -> tuple[int, int, int]:
+        """Its place among all rounds and their phases."""
+        return self.job, self.number, _PHASES.index(self.phase)
 
     def older_than(self, other: Round) -> bool:
         """Whether this one comes before another: rounds of a store only go forward."""
-        mine, theirs = ((r.job, r.number, _PHASES.index(r.phase)) for r in (self, other))
-        return mine < theirs
+        return self.stage < other.stage
 
     def all_names(self) -> tuple[str, ...]:
         """A name for every member, by rank; members beyond the first few are named by their rank."""
@@ -214,6 +224,7 @@ def decode_round(value: bytes) -> Round | None:
     ):
         return None
     counted = record.restarts >= 0 and 0 <= record.nodes <= _MOST_SLOTS and len(record.names) <= _MOST_SLOTS
+    counted = counted and 0 <= record.delay <= LONGEST_DELAY
     return record if counted and min(record.number, record.job, record.format) > 0 else None
 
 
@@ -229,7 +240,8 @@ def decode_place(value: bytes) -> Place | None:
 
 def decode_result(value: bytes) -> Result | None:
     """How the workers of a node ended."""
-    return _decoded(Result, value)  # type: ignore[no-any-return]
+    record: Result | None = _decoded(Result, value)
+    return record if record is None or 0 <= record.delay <= LONGEST_DELAY else None
 
 
 def decode_host(value: bytes) -> HostRecord | None:

@@ -30,11 +30,16 @@ Rules, each of which the simulator checks:
 - Places are written before, or together with, the round that they belong to, and carry its stamp. So a node
   that reads its place after it has seen the round knows whether it is a member.
 - A rank is a position in the list of members: unique and contiguous by construction.
-- One failed round costs one restart, however many nodes report a failure; membership costs none.
+- One failed round costs one restart, however many nodes report a failure; a change of members and a round
+  that a node asks for cost none. The delay after a failure is the job's: the next round becomes active
+  afterwards, so that all its nodes start together, newcomers included. Workers that start earlier would wait
+  for the others, and fail.
 - A job has succeeded when every member of a round has reported success. A member that is lost before that is
   lost as at any other time, even if all others have reported: its workers may have failed, so the others form
   the next round, with a node in its place or without it, and run their workers again. Ending the job as a
   success was rejected: its exit code would hide the loss.
+- Where a launcher starts each node once (`Options.all_nodes`), too few nodes that are present or still to
+  come end the job at once. A node that was lost has two leases to return in: its network may have failed.
 - A node that cannot start its workers is that node's problem: it leaves, and the others form the next round
   without it. Only where too few nodes are left, or in a fixed job, does its reason end the job.
 - A quarantined host (`core.quarantine`) is in a round only if the round cannot reach its minimum without it;
@@ -61,7 +66,8 @@ gets exactly that one; a round needs all ranks, so that a lost member is waited 
 time-out when it does not return; and a second node of a rank is refused once the first has outlived a lease.
 
 A round of n nodes costs each node one write and two notices, and the leader one notice per node; the bytes of
-a round grow linearly. All times are on the leader's own monotonic clock; a new leader starts its waits again.
+a round grow linearly. All times are on the leader's own monotonic clock; a new leader counts from
+when it saw the round, as any node.
 """
 
 from __future__ import annotations
@@ -99,6 +105,8 @@ from phalanx.core.round_records import (
 )
 from phalanx.core.store_commands import Command, Delete, Put, Txn, When
 
+NO_MORE = "no other node can come"
+_RETURN = 2  # leases that a lost node has to return in, where no other can take its place
 _NAMED = 8
 _SWEPT = 10  # leftover requests that one round removes; etcd allows 128 operations in a transaction
 
@@ -265,7 +273,8 @@ def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str
         return _reform(view, "the list of members is not readable")
     ids = {m.id for m in members}
     results = {node: r for node, r in view.results.get(current.number, {}).items() if node in ids}
-    failed = sorted((mod, node, r) for node, (mod, r) in results.items() if not r.ok)
+    ended = sorted((mod, node, r) for node, (mod, r) in results.items() if not r.ok)
+    failed = [one for one in ended if one[2].request < 0]
     unfit = {node for _, node, r in failed if r.unfit}
     if failed and (
         len(unfit) < len(failed) or options.fixed or len(staying.keys() - unfit) < options.min_nodes
@@ -275,6 +284,11 @@ def _supervise(now: float, view: LeaderView, options: Options, staying: dict[str
     if unfit:
         names = [view.label(m, rank) for rank, m in enumerate(members) if m.id in unfit]
         return _reform(view, f"{listing(names)} cannot start workers and leaves")
+    if ended:
+        restarts = max(current.restarts, *(r.request for _, _, r in ended))
+        _, node, result = ended[0]
+        cause = (node, _name_of(view, node), result.detail)
+        return _reform(view, f"{cause[1]}: {result.what}", current._replace(restarts=restarts, cause=cause))
     pending = [(m, rank) for rank, m in enumerate(members) if m.id not in results]
     lost = [view.label(m, rank) for m, rank in pending if not view.present(m)]
     if results and not pending:
@@ -338,11 +352,15 @@ def _swap(
     return _held(now, view, judged(now, view, offences), decision)
 
 
+def _name_of(view: LeaderView, node: str) -> str:
+    found = ((rank, m) for rank, m in enumerate(view.members.nodes) if m.id == node)
+    return next((view.label(m, rank) for rank, m in found), node)
+
+
 def _after_failure(
     now: float, view: LeaderView, options: Options, node: str, result: Result
 ) -> RoundDecision:
-    found = ((rank, m) for rank, m in enumerate(view.members.nodes) if m.id == node)
-    name = next((view.label(m, rank) for rank, m in found), node)
+    name = _name_of(view, node)
     failed = view.round._replace(cause=(node, name, result.detail))
     if result.unfit:
         return _close(
@@ -351,7 +369,7 @@ def _after_failure(
     verdict = decide_for_job(view.round.restarts, options.max_restarts)
     if not verdict.restart:
         return _close(now, view, "failed", f"workers on {name} failed, {verdict.reason}", failed)
-    failed = failed._replace(restarts=view.round.restarts + 1)
+    failed = failed._replace(restarts=view.round.restarts + 1, delay=result.delay)
     left = "" if options.max_restarts is None else f", {count(verdict.remaining, 'restart')} left"
     return _reform(view, f"workers on {name} failed{left}", failed)
 
@@ -361,9 +379,10 @@ def _form(now: float, view: LeaderView, options: Options, staying: dict[str, See
     number = view.round.number
     stopping = [seen for seen in _previous(view) if seen.record.ready < number]
     here = {i: s for i, s in staying.items() if s.record.ready >= number}
-    deadline = view.since + options.join_timeout
+    not_before = view.since + view.round.delay
+    deadline = not_before + options.join_timeout
     low, high = options.min_nodes, options.max_nodes
-    if len(here) >= low and not stopping and now >= view.quiet_until:
+    if len(here) >= low and not stopping and now >= max(not_before, view.quiet_until):
         coming = len(staying) > len(here)
         state = judged(now, view, offences_of(view))
         chosen, needed = _chosen(now, view, state, here)
@@ -383,11 +402,20 @@ def _form(now: float, view: LeaderView, options: Options, staying: dict[str, See
     text, missing = _waiting(here, stopping, options)
     if now < view.quiet_until:
         return RoundDecision((), f"{text}, waiting for nodes that the store forgot to stop", view.quiet_until)
+    if now < not_before:
+        return RoundDecision((), f"{text}, back-off for {not_before - now:.0f} s", not_before)
     after = f"; before that: {view.round.reason}" if view.members.nodes else ""
     if now >= deadline and options.fixed and missing:
         these = ", ".join(map(str, missing))
         text += f"; node {these} of {high} did not come within {options.join_timeout:g} s{after}"
         return _close(now, view, "timeout", text)
+    gone = min(options.all_nodes, len(view.ever)) - len(staying)
+    if options.all_nodes and options.all_nodes - gone < low:
+        deadline = min(deadline, view.lost_at + _RETURN * options.ttl)
+        if now >= deadline:
+            gone_of = f"{gone} of the {count(options.all_nodes, 'node')} that were started"
+            text += f"; {NO_MORE}: {gone_of} {'is' if gone == 1 else 'are'} gone{after}"
+            return _close(now, view, "timeout", text)
     if now >= deadline:
         return _close(now, view, "timeout", f"{text}; gave up after {options.join_timeout:.0f} s{after}")
     return RoundDecision((), f"{text}, {deadline - now:.0f} s left", deadline)
@@ -455,6 +483,7 @@ def _activate(
         stamp=stamp,
         preempted=(),
         lost=(),
+        delay=0.0,
         format=min(FORMAT, *(r.format for r in known)),
         # The store may have lost its data, or a part of it, which its nodes have seen.
         restarts=max(view.round.restarts, *(r.restarts for r in known)),

@@ -41,11 +41,12 @@ class When(NamedTuple):
 
 
 class Put(NamedTuple):
-    """Set a key; with a lease it goes when the lease does."""
+    """Set a key; with a lease it goes when the lease does. `new`: only if it is absent."""
 
     key: str
     value: bytes
     lease: int = 0
+    new: bool = False
 
 
 class Delete(NamedTuple):
@@ -78,9 +79,13 @@ class Add(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """A new lease; the reply's number names it."""
+    """A new lease; the reply's number names it. `txn`: carried out then, with all its puts on the lease.
+
+    The rest of the reply is the transaction's. The lease is granted whether or not its conditions hold.
+    """
 
     ttl: float
+    txn: Txn | None = None
 
 
 class KeepAlive(NamedTuple):

@@ -44,6 +44,12 @@ class AgentOutcome(Record):
         """Whether this agent knows that the whole job has succeeded."""
         return self.outcome == "SUCCEEDED" and self.code == 0
 
+    @property
+    def ends_job(self) -> bool:
+        """Whether the whole job is over; otherwise this node alone has left, and the others wait for it."""
+        own_failure = self.outcome == "FAILED" and self.code not in (NO_MEETING, UNFIT_NODE)
+        return own_failure or self.outcome in ("SUCCEEDED", "CLOSED")
+
 
 def job_code(outcomes: Sequence[AgentOutcome], otherwise: int, preempt_signal: int) -> int:
     """One code for the job: success, then the program's own failure, then what kept it from ending.
@@ -89,7 +95,7 @@ def read_outcomes(directory: str) -> list[AgentOutcome]:
     for name in names:
         try:
             with open(open_trusted(os.path.join(directory, name)), "rb") as file:
-                outcome = _decoded(json.loads(file.read(_LONGEST)))
+                outcome = decoded(json.loads(file.read(_LONGEST)))
         except (OSError, ValueError, RecursionError):
             continue
         if outcome is not None:
@@ -97,7 +103,8 @@ def read_outcomes(directory: str) -> list[AgentOutcome]:
     return found
 
 
-def _decoded(data: Mapping[str, object]) -> AgentOutcome | None:
+def decoded(data: Mapping[str, object]) -> AgentOutcome | None:
+    """An outcome from its JSON; None: it is not one."""
     if not isinstance(data, dict):
         return None
     node, outcome, code = data.get("node"), data.get("outcome"), data.get("code")

@@ -2,8 +2,8 @@
 
     stdout.log.000000000000000   stdout.log.000000104857600   …   stdout.log      each part at most SIZE
 
-The number of a part is the offset of its first byte in the whole output (`read_log` reads that, wherever a
-byte is by now). An empty last part tells that the workers have ended, and that the log begins there.
+The number of a part is the offset of its first byte in the whole output (`log_layout.WholeLog` reads that).
+An empty last part marks that the workers have ended, and that the log begins there.
 
 A worker's log is the worker's own descriptor: nothing can make it write elsewhere, and it must never wait. So
 the older part is *copied* into the next part, and then its room is given back to the file system by punching
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.core.record import Record
 from phalanx.log import warn
 from phalanx.logs.inotify import Watcher
+from phalanx.logs.log_layout import part_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -45,8 +46,6 @@ _SEARCH = 64 * 1024  # bytes at the end of a part in which a line end is looked 
 _PUNCH_AND_KEEP_SIZE = 0x2 | 0x1
 _UNABLE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_DIGITS = 15  # of the number of a part: so that names are in the order of the output
-_BLOCK = 256 * 1024
 _FINISH = 30.0  # seconds that the end of a job waits for parts on a slow disk
 
 _running: set[threading.Thread] = set()
@@ -93,7 +92,7 @@ class RotatedLog:
         if end > limit or not self.due():
             return False
         end = self._line_end(end)
-        part = f"{self.path}.{self._before + self.start:0{_DIGITS}d}"
+        part = part_path(self.path, self._before + self.start)
         self._copy(end, part)
         self._parts.append(part)
         punch(self.fd, self.start, end - self.start)
@@ -106,7 +105,7 @@ class RotatedLog:
         """The writers have ended: leave a log that begins with its first byte of data."""
         if self.start and not self.due():
             self._copy(os.fstat(self.fd).st_size, self.path)
-            mark = f"{self.path}.{self._before + self.start:0{_DIGITS}d}"
+            mark = part_path(self.path, self._before + self.start)
             os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def _line_end(self, end: int) -> int:
@@ -248,62 +247,6 @@ class LogRotation:
         pause = poll()
         pause.register(self._wake_r, POLLIN)
         pause.poll(_PAUSE * 1000)
-
-
-def parts_of(path: str) -> dict[int, tuple[str, int]]:
-    """The parts of a log: offset in the whole output → path and size."""
-    folder, name = os.path.split(path)
-    found = {}
-    try:
-        with os.scandir(folder or ".") as entries:
-            for entry in entries:
-                number = entry.name.removeprefix(f"{name}.")
-                if len(number) == _DIGITS and number.isdecimal() and entry.is_file(follow_symlinks=False):
-                    found[int(number)] = entry.path, entry.stat(follow_symlinks=False).st_size
-    except OSError:
-        pass
-    return found
-
-
-def read_log(path: str, at: int) -> tuple[int, bytes]:
-    """A block of the whole output of a log, and its offset there: `at`, or later if older parts are deleted.
-
-    Empty at the end. Works while the log is written and rotated, and afterwards."""
-    while True:
-        parts = parts_of(path)
-        at = max(at, min(parts, default=0))
-        here = [(part, start) for start, (part, size) in parts.items() if start <= at < start + size]
-        ended = max((start for start, (_, size) in parts.items() if not size), default=0)
-        data = _read(*here[0], at) if here else _read(path, ended, at)
-        if parts_of(path).keys() == parts.keys():  # else what was read may have been moved just now
-            return at, data
-
-
-def end_of_log(path: str) -> int:
-    """The length of the whole output so far."""
-    while True:
-        parts = parts_of(path)
-        ended = max((start for start, (_, size) in parts.items() if not size), default=0)
-        try:
-            length = os.stat(path, follow_symlinks=False).st_size
-        except OSError:
-            length = 0
-        if parts_of(path).keys() == parts.keys():
-            return ended + length
-
-
-def _read(path: str, start: int, at: int) -> bytes:
-    """A block of a file that begins at `start` of the whole output."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        return os.pread(fd, _BLOCK, max(0, at - start))
-    except OSError:
-        return b""
-    finally:
-        os.close(fd)
 
 
 def punch(fd: int, offset: int, length: int, probe: str = "") -> None:

@@ -2,6 +2,8 @@
 
     <log_dir>/<run_id>_<unique>/attempt_<k>/<local_rank>/{stdout.log, stderr.log, error.json}
 
+(`log_layout.py` is the other side: it finds and reads them.)
+
 Invariants
 - A directory is created exclusively and never reused. If workers start again without using up a restart
   (membership changed), the attempt number stays the same: the second such start gets `attempt_0.1`, the
@@ -25,6 +27,8 @@ from phalanx.trusted_files import make_directory
 __all__ = ["DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"]
 
 KEPT = 7 * 86400.0  # seconds that temporary directories stay
+ATTEMPT = "attempt_"
+STREAMS = ("stdout", "stderr")
 _DEFAULT_RUN_ID = "none"
 _LONGEST_RUN_ID = 200  # leaves room for the unique part within the usual 255 bytes of a file name
 
@@ -179,13 +183,14 @@ class DefaultLogsSpecs(LogsSpecs):
             filtered_stdout=os.path.join(attempt_dir, "filtered_stdout.log"),
             filtered_stderr=os.path.join(attempt_dir, "filtered_stderr.log"),
         )
+        out, err = STREAMS
         for rank in envs:
             rank_dir = os.path.join(attempt_dir, str(rank))
             os.mkdir(rank_dir, 0o700)
             dest.error_files[rank] = os.path.join(rank_dir, "error.json")
             streams = (
-                (Std.OUT, "stdout.log", dest.stdouts, dest.tee_stdouts),
-                (Std.ERR, "stderr.log", dest.stderrs, dest.tee_stderrs),
+                (Std.OUT, f"{out}.log", dest.stdouts, dest.tee_stdouts),
+                (Std.ERR, f"{err}.log", dest.stderrs, dest.tee_stderrs),
             )
             for which, name, paths, shown in streams:
                 path = os.path.join(rank_dir, name)
@@ -237,8 +242,7 @@ class DefaultLogsSpecs(LogsSpecs):
     def _new_attempt_dir(run_dir: str, attempt: int) -> str:
         again = 0
         while True:
-            name = f"attempt_{attempt}.{again}" if again else f"attempt_{attempt}"
-            path = os.path.join(run_dir, name)
+            path = os.path.join(run_dir, f"{ATTEMPT}{attempt}{f'.{again}' if again else ''}")
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:

@@ -15,6 +15,7 @@ import threading
 from dataclasses import replace
 
 from phalanx.core.round_records import CLOSED
+from phalanx.core.rounds import NO_MORE
 from phalanx.environment import shares_store
 from phalanx.errors import (
     RendezvousClosedError,
@@ -27,7 +28,7 @@ from phalanx.errors import (
 from phalanx.membership.address import names_loopback
 from phalanx.membership.handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from phalanx.membership.membership import Membership, shared_prefix
-from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over
+from phalanx.membership.membership_events import Ended, Formed, Over
 from phalanx.membership.settings import Settings
 
 TYPE_CHECKING = False
@@ -72,7 +73,7 @@ class ElasticRendezvous(RendezvousHandler):
     watches = True
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self._settings, self.node_name = settings, settings.name
         self.membership: Membership | None = None
         self._attached = False
         self._news = threading.Condition()
@@ -100,6 +101,11 @@ class ElasticRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> ElasticInfo:
         """Wait for the next round that this node is part of."""
+        if self._attached:
+            raise RendezvousStateError(
+                "an agent drives this rendezvous, and would not learn of the round: call its _rendezvous, or "
+                "override _rendezvous, so that the agent leaves next_rendezvous to you"
+            )
         if self._closed_here and self._ended is None:
             run, name = self._settings.run_id, self._settings.name
             raise RendezvousClosedError(f"run {run} is over (closed by {name}, this node)")
@@ -107,8 +113,7 @@ class ElasticRendezvous(RendezvousHandler):
         with self._news:
             if self._number and self._ended is None:
                 if not self._over:
-                    asked = NodeFailure(f"{self._settings.name} asked for a new round")
-                    membership.failed(self._number, asked, blameless=True)
+                    membership.request_round(self._number, "a new round was asked for", self.restarts)
                 membership.workers_gone(self._number)
             self._news.wait_for(lambda: self._ended is not None or self._formed is not None)
             formed, self._formed, self._over = self._formed, None, False
@@ -213,6 +218,8 @@ class ElasticRendezvous(RendezvousHandler):
                 case Formed():
                     self._formed = happening
                 case Over():
+                    if self._formed is not None and self.membership is not None:
+                        self.membership.workers_gone(self._formed.round.number)  # no caller has this round
                     self._over, self._formed = True, None
                     self._closed |= happening.now is not None and happening.now.phase == CLOSED
                 case Ended(end):
@@ -245,6 +252,8 @@ def error_of(ended: Ended, settings: Settings) -> RendezvousError:
     where, tried = settings.where, ", ".join(settings.addresses())
     doctor = f"phalanx doctor --rdzv-endpoint {where}" + " --rdzv-backend etcd" * etcd
     secret = "user and password" if etcd else "token"
+    if outcome == "timeout" and NO_MORE in reason:
+        return RendezvousTimeoutError(f"run {settings.run_id}: {reason}")
     if outcome == "timeout":
         came = "" if current is None or not reason else f"{reason}; "
         if names_loopback(settings.host):
@@ -258,16 +267,14 @@ def error_of(ended: Ended, settings: Settings) -> RendezvousError:
             f"{reason} Tried {tried}; check that {'etcd' if etcd else 'the node with that address'} runs, "
             f"that the port is open, and the {secret} ({doctor})"
         )
-    made = RendezvousConnectionError(reason)
-    made.lasting = outcome == "error"
-    return made
+    return RendezvousError(reason) if outcome == "error" else RendezvousConnectionError(reason)
 
 
 def _blob_error(outcome: str, reason: str, settings: Settings) -> RendezvousError:
     if outcome == "timeout":
         return RendezvousTimeoutError(
-            f"run {settings.run_id}: {reason}; check that the missing nodes use the same run id, and reach "
-            f"the service of {settings.where}"
+            f"run {settings.run_id}: {reason}; check that all nodes use the same run id, and can read and "
+            f"write the state of {settings.where}"
         )
     return RendezvousConnectionError(f"run {settings.run_id}: {reason}")
 

@@ -190,8 +190,10 @@ class ElasticNodes:
         failure = NodeFailure(
             command.summary, final, text, code, command.delay, command.anew, command.ranks[:64]
         )
-        blameless = only_lost_peers or command.requested
-        self._membership.failed(command.round, failure, self._unfit, blameless)
+        self._membership.failed(command.round, failure, self._unfit, only_lost_peers)
+
+    def request_round(self, command: events.RequestRound) -> None:
+        self._membership.request_round(command.round, command.reason, command.attempt)
 
     def fenced(self, number: int) -> None:
         self._membership.fenced(number)
@@ -336,7 +338,11 @@ class ElasticNodes:
             return events.BarrierDone(not missing, missing, number)
         error = error_of(ended, self._membership.settings)
         if outcome in ("succeeded", "closed"):
-            return events.RoundFailed("closed", str(error), job_failed=False)
+            told = str(error)
+            if self._membership.was_spare:
+                end = "succeeded" if outcome == "succeeded" else "was closed"
+                told = f"this node was a spare and was not needed; the job {end} ({reason})"
+            return events.RoundFailed("closed", told, job_failed=False)
         if outcome == "left":
             return events.RoundFailed("graceful", reason)
         self.error = error

@@ -106,6 +106,10 @@ class RendezvousHandler(ABC):
 
     immediate = False
     watches = False
+    node_name = ""
+    """This node, as people know it; empty: the machine's name."""
+    restarts = 0
+    """How many the agent has counted, set before `next_rendezvous`: a job of several nodes has one count."""
 
     @abstractmethod
     def get_backend(self) -> str:

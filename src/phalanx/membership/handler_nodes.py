@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 class HandlerNodes:
     """The other nodes, as far as a handler knows them."""
 
-    name = ""
     has_meeting = False
     waiting = ""
     job_failure: tuple[str, int] | None = None
@@ -52,6 +51,7 @@ class HandlerNodes:
         """`timeout`: of the exit barrier. `exchanges`: nodes tell each other their role and size."""
         self._spec = spec
         self._handler: RendezvousHandler = adapted(spec.rdzv_handler)
+        self.name = self._handler.node_name
         self._post, self._timeout = post, timeout
         self._exchanges = exchanges and not workers_are_identical()
         self._number = 0
@@ -98,6 +98,7 @@ class HandlerNodes:
 
     def join(self, gone: int | None, attempt: int) -> None:
         self._stop_asking()
+        self._handler.restarts = attempt
         self._call("rendezvous", self._next_round)
 
     def _next_round(self) -> events.Event:
@@ -170,6 +171,9 @@ class HandlerNodes:
 
     def failed(self, command: events.ReportFailure, report: Callable[[], tuple[str, int, bool]]) -> None:
         """torch's interface has no word for it: the next rendezvous brings the nodes together."""
+
+    def request_round(self, command: events.RequestRound) -> None:
+        """The next call of `next_rendezvous` does."""
 
     # -- the end ------------------------------------------------------------------------------------
 

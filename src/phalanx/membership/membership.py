@@ -44,7 +44,7 @@ from phalanx.core.quarantine import failed_check
 from phalanx.core.round_causes import HOSTS
 from phalanx.core.round_records import ACTIVE, CLOSED, FORMING, NodeInfo, Result, encode, printable
 from phalanx.core.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
-from phalanx.errors import PhalanxError, StoreAuthError, StoreError
+from phalanx.errors import PhalanxError, StoreAuthError, StoreError, StoreTimeoutError
 from phalanx.membership.address import listening_address
 from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Remark, Waiting
 from phalanx.membership.mismatches import Mismatches
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from phalanx.membership.membership_events import Happening
     from phalanx.membership.name_lookup import NameLookup
     from phalanx.membership.settings import Settings
+    from phalanx.membership.shared_quarantine import QuarantinePost
     from phalanx.store.embedded.client import Client, State
     from phalanx.store.embedded.server import Server
     from phalanx.store.embedded.token import Token
@@ -74,8 +75,11 @@ if TYPE_CHECKING:
 STATUS = 800_000  # the number of a watch, between the participant's and the client's
 REFUSED_PATIENCE = 3.0
 LOOKUP_PATIENCE = 3.0  # for the first answer to a question for the host's name
+HUNG_CALL = 1.0  # after the time to join: the client reports its own failures by then
 SECRET_PAUSE = 1.0  # a Secret that is mounted late appears as a file
 _FEW_WORDS = 200  # of a failure, in the record of its host
+EMBEDDED_BATCH = 5_000  # places in one transaction, so that they arrive with their round; etcd allows 128
+FEW = 64  # nodes: with more, all of them looking for each other as they leave would overload the store
 FAREWELL = 2.0  # seconds, or a lease, for the other nodes to see how the job ended
 NOT_AUTHENTICATED = (
     "control traffic of this job is not authenticated (no PHALANX_TOKEN); "
@@ -118,6 +122,7 @@ class Membership:
         self._server: Server | MasterPort | None = None
         self._master: MasterPort | None = None
         self._lookup: NameLookup | None = None
+        self._quarantine_post: QuarantinePost | None = None
         self._opened = clock()
         self._open_at: float | None = None  # when to look for a token again
         self._unnamed_at: float | None = None  # when a name that is being looked up counts as not known yet
@@ -180,6 +185,11 @@ class Membership:
         `unfit`: they could not be started, and this node leaves. `blameless`: the cause is not on this node.
         """
         self._calls.put(lambda: self._report(number, failure, unfit=unfit, blameless=blameless))
+
+    def request_round(self, number: int, reason: str, restarts: int) -> None:
+        """Have all nodes form the round after this one; `restarts`: how many this node has counted."""
+        asked = NodeFailure(reason)
+        self._calls.put(lambda: self._report(number, asked, blameless=True, request=restarts))
 
     def fenced(self, number: int) -> None:
         """The workers of this round were killed when the time of `lease_until` had come."""
@@ -246,6 +256,11 @@ class Membership:
             self._handed is None and self._coming is None and current is not None and current.phase == ACTIVE
         )
 
+    @property
+    def was_spare(self) -> bool:
+        """Whether rounds were active, and this node was in none of them."""
+        return self._rank < 0 and self.participant is not None and self.participant.rounds > 0
+
     def release(self) -> None:
         """Close everything; a membership that has not ended is abandoned. Idempotent."""
         if self.started and not self._released:
@@ -275,6 +290,8 @@ class Membership:
                 self.client.close()
             if self._server is not None:
                 self._server.close()
+            if self._quarantine_post is not None:
+                self._quarantine_post.close()
 
     def _open(self) -> None:
         from phalanx.membership.store_connection import NO_SECRET, awaits_secret, find_secret
@@ -371,12 +388,8 @@ class Membership:
         participant = self.participant
         if participant is not None and (wake := participant.wake_at()) is not None:
             times.append(wake)
-        own = self._finished_by, self._kill_at, self._open_at, self._unnamed_at
-        times += [due for due in own if due is not None]
-        if self._handed is None and not self.ended.is_set():
-            times.append(self.line.show_at())
-        if (write := self._write_at()) is not None:
-            times.append(write)
+        own = self._finished_by, self._kill_at, self._open_at, self._unnamed_at, self._hung_at
+        times += [due for due in (*own, self._show_at, self._write_at()) if due is not None]
         try:
             call = self._calls.get(timeout=max(0.0, min(times) - now) if times else None)
         except queue.Empty:
@@ -396,12 +409,20 @@ class Membership:
             self._kill_at = None
             if self._last is not None:
                 self.tell(Over(self._last, None, "the lease may be over", True, False))
-        if self._handed is None and not self.ended.is_set() and now >= self.line.show_at():
+        if (show := self._show_at) is not None and now >= show:
             self._show(now)
         if (write := self._write_at()) is not None and now >= write:
             leader = When(self.options.prefix + "ctl/leader", "value", value=self.info.id.encode())
             self._send(Txn((leader,), (Put(self.options.prefix + "status", self.line.write(now)),)))
+        if self._hung_at is not None and now >= self._hung_at:
+            self._end(End("timeout", f"no answer from {self.settings.host_name}", None))
         self._step(ClockTick())
+
+    @property
+    def _hung_at(self) -> float | None:
+        """When a plug-in's call that does not return is given up; every other failure the client reports."""
+        joins = self.settings.blob is not None and self.participant is None and not self.ended.is_set()
+        return self._dialling_until + HUNG_CALL if joins else None
 
     def _gone(self, number: int) -> None:
         if self._clearing == number:
@@ -440,15 +461,19 @@ class Membership:
                 self._stop(action)
             case Tell(text, quarantined):
                 self.tell(Remark(text, quarantined))
+                if quarantined and self._leading:
+                    self._publish_quarantine(quarantined)
 
     def _answered(self, tag: int, command: Command, reply: Reply) -> None:
         self._step(Answer(tag, reply))
         if isinstance(command, Watch) and command.watch == CONTROL:
             self._learn_news(reply.entries)
+        self._meet()  # the first answer can have the round and where its workers meet
 
     def _learn_news(self, entries: tuple[Any, ...], news: bool = False) -> None:
         for entry in entries:
             key = entry.key.removeprefix(self.options.prefix)
+            self._learn_meeting(key, entry.value)
             self._mismatches.learn(key, entry.value)
             self._requests.learn(key, entry.value, news)
 
@@ -505,13 +530,19 @@ class Membership:
     def _join(self) -> None:
         if self.client is None or self.participant is not None:
             return
+        from dataclasses import replace
+
         welcome = self.client.welcome
         self.client.grace = self.options.store_grace
-        options = self.options if welcome is None else _with_linger(self.options, welcome.linger)
+        embedded = self.settings.store == "embedded" and self.settings.blob is None
+        batch = EMBEDDED_BATCH if embedded else self.options.batch
+        linger = self.options.linger if welcome is None else welcome.linger
+        options = replace(self.options, linger=linger, batch=batch)
         self.info = self.settings.node(self._slots, self._role)
         self.participant = Participant(self.info, options, self._rounds, self._restarts)
         self.line.learn("joining", clock())
         self.line.wait(clock())  # for the other nodes: what was shown of the way to the store is over
+        self._bring_quarantine()
         for action in self.participant.start(clock()):
             self._act(action)
         if self._leaving:
@@ -546,7 +577,8 @@ class Membership:
             refused = self.client is not None and isinstance(self.client.lost, StoreAuthError)
             if self._rounds and not refused:
                 why = f"node 0 at {self.settings.where} is gone and did not return: see its output"
-            self._end(End("error" if refused else "connect", why, None))
+            late = self.client is not None and isinstance(self.client.lost, StoreTimeoutError)
+            self._end(End("denied" if refused else "timeout" if late else "connect", why, None))
         elif self.settings.fixed and not (self.hosting or closed or self._leaving or self.ended.is_set()):
             self._rejoin(f"lost node 0 at {self.settings.where}")
         else:
@@ -580,8 +612,6 @@ class Membership:
             self._learn_status(entries)
             return
         if notice.watch == CONTROL:
-            for entry in entries:
-                self._learn_meeting(entry.key.removeprefix(self.options.prefix), entry.value)
             self._learn_news(entries, news=not notice.reset)
         self._step(Noticed(notice))
         self._meet()
@@ -709,6 +739,31 @@ class Membership:
         else:
             self._send(Txn((), puts, deletes), lambda reply: then(reply.ok))
 
+    def _bring_quarantine(self) -> None:
+        """What other jobs hold against this host counts here, unless this job knows more about it."""
+        if not self.settings.quarantine_dir or self.options.quarantine is None:
+            return
+        from phalanx.membership.shared_quarantine import read_host
+
+        found = read_host(self.settings.quarantine_dir, self.info.name)
+        if found is not None:
+            key = f"{self.options.prefix}{HOSTS}{self.info.name}"
+            self._send(Txn((When(key, "create", 0),), (Put(key, encode(found)),)))
+
+    def _publish_quarantine(self, host: str) -> None:
+        """Tell other jobs, and the hook, of a host that is kept out; the leader does."""
+        settings = self.settings
+        entry = next((one for one in self.quarantine() if one["host"] == host), None)
+        if entry is None or not (settings.quarantine_dir or settings.quarantine_hook):
+            return
+        if self._quarantine_post is None:
+            from phalanx.membership.shared_quarantine import QuarantinePost
+
+            self._quarantine_post = QuarantinePost(
+                settings.quarantine_dir, settings.quarantine_hook, settings.run_id
+            )
+        self._quarantine_post.tell(entry)
+
     def _report(
         self,
         number: int,
@@ -717,6 +772,7 @@ class Membership:
         *,
         unfit: bool = False,
         blameless: bool = False,
+        request: int = -1,
     ) -> None:
         start = start or self._handed
         if start is None or start.round.number != number:
@@ -733,6 +789,8 @@ class Membership:
             failure.summary[:_FEW_WORDS],
             failure.ranks,
             blameless,
+            request,
+            failure.delay,
         )
         self._send(Txn((mine,), (Put(f"{prefix}result/{number}/{node}", encode(outcome)),)))
 
@@ -808,6 +866,10 @@ class Membership:
     def _leading(self) -> bool:
         return self.participant is not None and self.participant.leading and not self.ended.is_set()
 
+    @property
+    def _show_at(self) -> float | None:
+        return self.line.show_at() if self._handed is None and not self.ended.is_set() else None
+
     def _show(self, now: float) -> None:
         """Report what the node waits for; the first time, read the leader's line before."""
         if not self._leading and not self._status_watched and self.participant is not None:
@@ -850,6 +912,8 @@ class Membership:
             # With its key the host is still part of the ending job: a newcomer sees the end, and does not
             # begin a new job at a store that is about to close.
             self._wait_for_the_others(client, participant)
+        if self.settings.store == "etcd":
+            self._let_expire(client, participant)
         if participant.lease:
             try:
                 # Answered, not only sent: the store may have taken up another connection of this session, and
@@ -857,6 +921,20 @@ class Membership:
                 client.request(Revoke(participant.lease), FAREWELL)
             except StoreError:
                 pass  # it runs out by itself
+
+    def _let_expire(self, client: Client, participant: Participant) -> None:
+        """The leader of a job that is over, or the last node that leaves it, puts its keys on a lease."""
+        over = self._round is not None and self._round.phase == CLOSED
+        if not participant.leading if over else self._round is None or self._round.nodes > FEW:
+            return
+        from phalanx.membership.leftovers import let_expire
+
+        prefix, shared = self.options.prefix, f"shared/{self.settings.run_id}/"
+        try:
+            nodes = "" if over else f"{prefix}node/"
+            let_expire(client, (prefix, shared), nodes, participant.lease, FAREWELL)
+        except StoreError:
+            pass  # they are few, and the next job with this id uses them
 
     def _wait_for_the_others(self, client: Client, participant: Participant) -> None:
         end = clock() + max(FAREWELL, self.options.ttl)  # a node that is gone loses its key by then
@@ -877,9 +955,3 @@ class Membership:
 def shared_prefix(run_id: str, number: int) -> str:
     """Where the nodes of a round share data; outside of the prefix that the leader watches."""
     return f"shared/{run_id}/{number}/"
-
-
-def _with_linger(options: Options, linger: float) -> Options:
-    from dataclasses import replace
-
-    return replace(options, linger=linger)

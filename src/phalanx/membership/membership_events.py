@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from phalanx.core.participant_events import End
-from phalanx.core.round_records import Place, Round, printable
+from phalanx.core.round_records import LONGEST_DELAY, Place, Round, printable
 
 _LONGEST = 100 << 10
 FAILED = "failed: "  # begins the reason of a job that a node closed for a failure outside of any round
@@ -48,10 +48,10 @@ class Waiting(NamedTuple):
 
 
 class Remark(NamedTuple):
-    """A line for people that is shown once; `quarantined`: it says that a host is."""
+    """A line for people that is shown once; `quarantined`: the host that it says is."""
 
     text: str
-    quarantined: bool = False
+    quarantined: str = ""
 
 
 Happening = Formed | Over | Ended | Waiting | Remark
@@ -93,7 +93,7 @@ class NodeFailure(NamedTuple):
             anew, ranks = found.get("anew", False), found.get("ranks", [])
             if not all(isinstance(one, str) for one in words.values()) or type(code) is not int:
                 raise TypeError
-            if type(delay) not in (int, float) or not 0 <= delay < _LONGEST_DELAY:
+            if type(delay) not in (int, float) or not 0 <= delay <= LONGEST_DELAY:
                 raise TypeError
             if type(anew) is not bool or not all(type(rank) is int for rank in ranks[:_MOST_RANKS]):
                 raise TypeError
@@ -106,6 +106,5 @@ class NodeFailure(NamedTuple):
         )
 
 
-_LONGEST_DELAY = 86400.0 + 1
 _MOST_RANKS = 64
 NO_FAILURE = NodeFailure("")

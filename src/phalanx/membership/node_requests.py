@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from phalanx.store.embedded.client import Client
 
 ASK = "ctl/ask"
-_LONGEST_QUESTION = 1 << 16
+LONGEST_QUESTION = 1 << 16
 LONGEST_ANSWER = 1 << 19
 
 
@@ -46,7 +46,7 @@ def encode_question(request: dict[str, Any], asker: str) -> tuple[str, bytes]:
 
 def decode_question(value: bytes) -> tuple[str, str, dict[str, Any]] | None:
     """Id, asker and request; None for anything else."""
-    if len(value) > _LONGEST_QUESTION:
+    if len(value) > LONGEST_QUESTION:
         return None
     found = _object(value)
     number, asker, request = found.get("id"), found.get("from", ""), found.get("request")

@@ -65,6 +65,9 @@ class Settings:
         self.linger = _seconds(params, "linger", float("inf") if self.journal else 1.0)
         self.name = str(params.get("name") or os.uname().nodename)
         self.token_file: str | None = params.get("token_file")
+        self.quarantine_dir, self.quarantine_hook = (
+            str(params.get(name) or "") for name in ("quarantine_dir", "quarantine_hook")
+        )
         self._tls = tuple(str(params.get(f"tls_{what}") or "") for what in ("cert", "key", "ca"))
         beats, tries = params.get("keep_alive_interval"), params.get("keep_alive_max_attempt")
         ttl = DEFAULT_TTL
@@ -77,6 +80,7 @@ class Settings:
         self.options = Options(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
+            all_nodes=params.get_as_int("all_nodes", 0) or 0,
             join_timeout=_seconds(params, "join_timeout", _seconds(params, "timeout", DEFAULT_TIMEOUT)),
             last_call=_seconds(params, "last_call_timeout", 2.0),
             settle=_seconds(params, "settle", 0.2),

@@ -16,8 +16,9 @@ class SoloRendezvous(RendezvousHandler):
     immediate = True
     watches = True
 
-    def __init__(self, run_id: str, backend: str = "phalanx") -> None:
+    def __init__(self, run_id: str, backend: str = "phalanx", node_name: str = "") -> None:
         self._run_id = run_id
+        self.node_name = node_name
         self._backend = backend
         self._closed = False
 

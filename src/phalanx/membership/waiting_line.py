@@ -17,6 +17,7 @@ class StatusLine:
         self.text, self._at = text, now
         self._waiting_since = now
         self._shown_at: float | None = None
+        self._shown = ""
         self._written = ""
         self._written_at = float("-inf")
 
@@ -45,13 +46,16 @@ class StatusLine:
         """Whether this wait has been shown."""
         return self._shown_at is not None
 
-    def show_at(self) -> float:
-        """When to show it next."""
-        return self._waiting_since + SHOW_AFTER if self._shown_at is None else self._shown_at + SHOW_EVERY
+    def show_at(self) -> float | None:
+        """When to show it next: again only if it has changed, or counts down."""
+        if self._shown_at is None:
+            return self._waiting_since + SHOW_AFTER
+        unchanged = self.text == self._shown and not self.text.endswith(_LEFT)
+        return None if unchanged else self._shown_at + SHOW_EVERY
 
     def show(self, now: float) -> str:
         """Show it now."""
-        self._shown_at = now
+        self._shown_at, self._shown = now, self.text
         return self.words(now)
 
     # For the leader

@@ -1,8 +1,8 @@
 """The agents of this machine, as a client sees them: found in the kernel's list, asked over their sockets.
 
-Any user can open a socket of that name, and root asks all users: an answer is limited in size, all answers
-together in time, and one that does not have the form of a job is ignored. See agent/status.py for the other
-side.
+Any user can open a socket of that name. By default only agents of the client's own user are asked; root can
+ask those of all users. An answer is limited in size, all answers together in time, and one that does not have
+the form of a job is ignored. See agent/status.py for the other side.
 """
 
 from __future__ import annotations
@@ -16,63 +16,90 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from phalanx.agent.status import PREFIX, user_of
+from phalanx.environment import namespace, socket_scope
 from phalanx.observe import snapshot
 from phalanx.observe.snapshot import JobSnapshot
 
-_PATIENCE = 5.0  # seconds, for all answers together
+FIND = 2.0  # seconds for the answers of all agents together
+WORK = 8.0  # for a request that waits for other nodes, workers or devices: more than agent.requests waits
 _LONGEST = 32 << 20  # bytes of one answer: a job of many nodes
 _MOST = 500  # agents of one user
-_TRIES = 5
 
 
 class LocalAgent(NamedTuple):
-    """An agent that has answered: its socket, its user, and what it told."""
+    """An agent that has answered: its socket, its user, and the state of its node."""
 
     name: str
     user: int
     job: JobSnapshot
 
+    @property
+    def runs(self) -> bool:
+        """Whether its socket still listens, even if it does not answer."""
+        return self.name in names(everyone=True)
 
-def agents(run: str = "", request: dict[str, Any] | None = None) -> list[LocalAgent]:
-    """The agents of this user (of all users, for root) with this run, the oldest job first.
 
-    `run`: the beginning of a run id, or the name of a script; empty: all."""
+def find(everyone: bool = False) -> tuple[list[LocalAgent], list[int]]:
+    """The agents of this user (or of `everyone`), the oldest job first, and the pids that did not answer."""
+    answers, silent = ask(list(names(everyone)), {"ask": "status"}, FIND)
+    pids = [name.rpartition("/")[2].partition("-")[0] for name in silent]
+    return _decoded(answers), sorted(int(pid) for pid in pids if pid.isdecimal())
+
+
+def states(known: Sequence[LocalAgent], request: dict[str, Any], patience: float = FIND) -> list[LocalAgent]:
+    """The same agents with their states now; those that do not answer are left out."""
+    return _decoded(ask([agent.name for agent in known], request, patience)[0])
+
+
+def _decoded(answers: Sequence[tuple[str, int, bytes]]) -> list[LocalAgent]:
     found = []
-    for name, user, data in ask(list(names()), request or {"ask": "status"}):
+    for name, user, data in answers:
         try:
-            job = snapshot.decode(data)
+            found.append(LocalAgent(name, user, snapshot.decode(data)))
         except snapshot.READABLE:
             continue
-        if job.run.startswith(run) or job.name == run:
-            found.append(LocalAgent(name, user, job))
     return sorted(found, key=lambda one: (one.job.since, one.job.pid))
 
 
 def as_dict(agent: LocalAgent) -> dict[str, Any]:
-    """What an agent told, as plain values; another user's with the user."""
+    """The state of an agent's node as plain values; another user's with the user."""
     job = snapshot.as_json(agent.job)
     return job if agent.user == os.geteuid() else {**job, "user": agent.user}
 
 
-def put(agent: LocalAgent, request: dict[str, Any], patience: float = 30.0) -> dict[str, Any]:
+def put(agent: LocalAgent, request: dict[str, Any], patience: float = WORK) -> dict[str, Any]:
     """Put one request to an agent: its answer, or `{"error": ...}`."""
-    for _ in range(_TRIES):
-        for _, _, data in ask([agent.name], request, patience):
+    return put_all([agent], request, patience)[0]
+
+
+def put_all(
+    agents: Sequence[LocalAgent], request: dict[str, Any], patience: float = WORK
+) -> list[dict[str, Any]]:
+    """Put one request to several agents in parallel: their answers, in this order."""
+    found = {agent.name: {"error": f"no answer from pid {agent.job.pid}"} for agent in agents}
+    left, end = set(found), time.monotonic() + patience
+    while left and time.monotonic() < end:
+        answers, _ = ask(sorted(left), request, end - time.monotonic())
+        if not answers:
+            break
+        for name, _, data in answers:
             try:
-                found = json.loads(data)
+                answer = json.loads(data)
             except (ValueError, RecursionError):
+                answer = None
+            # An agent that has received no request in time sends its state: this process was held up.
+            if isinstance(answer, dict) and "phase" in answer:
                 continue
-            # An agent that heard nothing in time tells its state: this process was held up, or the agent is
-            # of a version that knows no requests.
-            if isinstance(found, dict) and ("phase" not in found or request.get("ask") == "status"):
-                return found
-    return {"error": "the agent did not answer, or is of an older version"}
+            left.discard(name)
+            if isinstance(answer, dict):
+                found[name] = answer
+    return [found[agent.name] for agent in agents]
 
 
-def names() -> Iterator[str]:
-    """The sockets of agents."""
-    me = os.geteuid()
-    wanted = f"@{PREFIX}" if me == 0 else f"@{PREFIX}{me}/"
+def names(everyone: bool = False) -> Iterator[str]:
+    """The sockets of this user's agents, or of all users'."""
+    wanted = f"@{PREFIX}" if everyone else f"@{PREFIX}{socket_scope()}"
+    mine = [namespace()]
     try:
         with open("/proc/net/unix", errors="surrogateescape") as file:
             lines = file.read().split("\n")
@@ -82,7 +109,7 @@ def names() -> Iterator[str]:
     for line in lines:
         name = line.rpartition(" ")[2]
         listens = line.split()[3:4] == ["00010000"]  # the flag of a socket that accepts
-        if name.startswith(wanted) and listens:
+        if name.startswith(wanted) and name.split("/")[2:3] == mine and listens:
             user = name.removeprefix(f"@{PREFIX}").partition("/")[0]
             of_user[user] = of_user.get(user, 0) + 1
             if of_user[user] <= _MOST:
@@ -90,21 +117,23 @@ def names() -> Iterator[str]:
 
 
 def ask(
-    sockets: Sequence[str], request: dict[str, Any], patience: float = _PATIENCE
-) -> list[tuple[str, int, bytes]]:
-    """Ask all of them at once: sockets, users and complete answers."""
+    sockets: Sequence[str], request: dict[str, Any], patience: float
+) -> tuple[list[tuple[str, int, bytes]], list[str]]:
+    """Ask all of them at once: sockets, users and complete answers; the sockets that did not answer."""
     question = json.dumps(request).encode() + b"\n"
     end = time.monotonic() + patience
     poll = select.poll()
     asked: dict[int, tuple[socket.socket, str, int, bytearray]] = {}
-    answers = []
+    answers, silent = [], []
     try:
         for name in sockets:
             peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
                 peer.connect(name)
                 user = user_of(peer)
-            except (OSError, ValueError):  # gone, or its queue is full
+            except (OSError, ValueError) as error:
+                if isinstance(error, BlockingIOError):  # its queue is full
+                    silent.append(name)
                 peer.close()
                 continue
             if _is_of(name, user):
@@ -132,7 +161,7 @@ def ask(
     finally:
         for peer, *_ in asked.values():
             peer.close()
-    return answers
+    return answers, silent + [name for _, name, _, _ in asked.values()]
 
 
 def _is_of(name: str, user: int) -> bool:

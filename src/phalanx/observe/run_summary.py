@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 FILE = "summary.json"
 _LONG = 60.0  # seconds after which the figure means something
 _LONGEST_REASON = 4096
+_MOST_NODES = 1000  # whose names are kept
 _EVENTFUL = 10.0  # the same for a job that had an incident
 
 
@@ -53,6 +54,7 @@ def ledger(agent: LocalElasticAgent) -> dict[str, Any]:
 
 def describe(agent: LocalElasticAgent, since: float) -> dict[str, Any]:
     """The run as `observe.snapshot.RunFile` has it, while it runs."""
+    current = agent.state.round
     return {
         "run": agent._rdzv_handler.get_run_id(),
         "name": agent.job_name,
@@ -61,6 +63,7 @@ def describe(agent: LocalElasticAgent, since: float) -> dict[str, Any]:
         "since": since,
         "logs": agent.run_dir or "",
         "ranks": [worker.global_rank for worker in agent.get_worker_group().workers],
+        "nodes": list(current.members[:_MOST_NODES]) if current and len(current.members) > 1 else [],
     }
 
 

@@ -108,9 +108,10 @@ class LedgerSnapshot(msgspec.Struct):
     """`core.goodput.GoodputTotals`: rank-seconds by category, and by incident."""
 
     ranks: Count = 0
-    goodput: Seconds = 1.0
+    goodput: Seconds | None = None
     seconds: dict[str, Seconds] = {}
     lost: dict[str, dict[str, Seconds]] = {}
+    uptime: Seconds | None = None  # instead of goodput, where no rank has sent a heartbeat
 
 
 class JobSnapshot(msgspec.Struct):
@@ -161,7 +162,8 @@ class RunFile(msgspec.Struct):
     """A run in the registry (`observe.run_registry`) and, complete, in the `summary.json` of its logs.
 
     `outcome`: empty while it runs (or if it was killed), then succeeded, failed, stopped or left. `why`: what
-    ended it, if that was not its workers. `ranks`: the global ranks of this node's workers, by local rank."""
+    ended it, if that was not its workers. `ranks`: the global ranks of this node's workers, by local rank.
+    `nodes`: the names of the nodes of its last round, where there were several."""
 
     run: str
     name: str
@@ -175,9 +177,11 @@ class RunFile(msgspec.Struct):
     why: str = ""
     restarts: Count = 0
     ranks: list[Count] = []
+    nodes: list[str] = []
     goodput: LedgerSnapshot | None = None
     line: str = ""
     incidents: list[IncidentSnapshot] = []
+    machine: str = ""  # where it began, by the name of its directory
 
 
 READABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

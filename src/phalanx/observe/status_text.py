@@ -49,7 +49,8 @@ def format_status(job: dict[str, Any], width: int = 100) -> str:
         lines.append(f"  {count} standby{'s' * (count > 1)}, {_bytes(job['standbys']['memory'])}")
     ledger = job.get("ledger") or {}
     if any((ledger.get("seconds") or {}).values()):
-        lines.append(f"  goodput {100 * ledger['goodput']:.1f} %")
+        measured = [name for name in ("goodput", "uptime") if ledger.get(name) is not None]
+        lines += [f"  {name} {100 * ledger[name]:.1f} %" for name in measured]
     lines += [f"  slow: {line}" for line in job["slow"]]
     lines += [f"  hang: {line}" for line in job["hangs"]]
     lines += [f"  quarantined: {quarantine_line(one)}" for one in job.get("quarantine", [])]

@@ -91,3 +91,7 @@ def main() -> None:
     except ImportError:
         sys.exit(ABSENT)
     sys.exit(not sent)
+
+
+if __name__ == "__main__":
+    main()

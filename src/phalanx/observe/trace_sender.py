@@ -9,11 +9,10 @@ changes of members.
 from __future__ import annotations
 
 import json
-import os
-import sys
 from typing import TYPE_CHECKING
 
 from phalanx.observe.outbox import Outbox, Undelivered
+from phalanx.python_command import python_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 MISSING = "needs the OpenTelemetry SDK; install phalanx[otel]"
 ABSENT = 78  # exit code: the SDK is not there
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_COMMAND = "import sys; sys.path.append(sys.argv[1]); from phalanx.observe.trace_process import main; main()"
 _LIMIT = 60.0  # seconds; its imports take one, and any time on a busy machine
 _OF_ALL_NODES = ("membership", "preemption", "request")
 
@@ -46,7 +43,7 @@ class TraceSender(Outbox):
         self.put(json.dumps({"names": self._names.as_dict(), "incident": incident.as_dict()}).encode())
 
     def deliver(self, body: bytes) -> None:
-        code = self.run([sys.executable, "-I", "-c", _COMMAND, _PACKAGE], body, _LIMIT)
+        code = self.run(python_command("phalanx.observe.trace_process"), body, _LIMIT)
         if code == ABSENT:
             raise Undelivered(MISSING, final=True)
         if code:

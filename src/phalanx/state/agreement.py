@@ -32,7 +32,7 @@ def newest_common(moments: Iterable[Moments]) -> tuple[int, int] | None:
 
 
 def agree(state: RankState, name: str, timeout: float) -> int | None:
-    """The step, the same in every rank; each forgets its other saves of this name."""
+    """The step, the same in every rank; each forgets its newer saves of this name."""
     place = state.place
     moments = state.moments(name)
     if place.world_size == 1:
@@ -42,7 +42,7 @@ def agree(state: RankState, name: str, timeout: float) -> int | None:
             found = _exchange(store, name, place.rank, place.world_size, moments, timeout)
     if found is None:
         return None
-    state.forget_others(name, found)
+    state.forget_newer(name, found)
     return found[0]
 
 

@@ -124,7 +124,8 @@ class StateHolder:
 
         assert self._spill is not None
         try:
-            self._spill.read(rank, file, lambda: self._closing)
+            for damage in self._spill.read(rank, file, lambda: self._closing):
+                self._say(f"a save of rank {rank} in {self._spill.path} is not used: {damage}")
         except SpillStopped:
             pass
         except (OSError, ValueError) as error:

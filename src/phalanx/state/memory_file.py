@@ -1,14 +1,22 @@
-"""The memory file of one rank: what it has kept, by name, with two slots each.
+"""The memory file of one rank: what it has kept, by name, with up to three slots each.
 
-    head      a magic number, and a table of names; each has two slot headers and the sizes of its regions
+    head      a magic number, and a table of names; each has its slot headers, its pins and the sizes of its
+              regions
     regions   the data; every name has several, far apart in a sparse file, so that each can grow in place
 
 A save writes into a region that no valid slot refers to, and then the slot's header, in one write and with a
-checksum. The newest slot is the valid one with the highest sequence number; there is no pointer to flip.
+checksum. The newest slot is the one of the latest round with the highest sequence number; there is no pointer
+to flip.
+
+A worker's file has two slots in use, or three where its state is copied to another node. There the agent pins
+the save that every rank and every copy has, and the one that is to replace it (core/common_saves.py). A save
+takes the oldest slot that is not pinned.
 
 Invariants
-- A process that is killed at any moment leaves at least the slot that was the newest: its header and its
-  region are not touched by the next save.
+- A process that is killed at any moment leaves the pinned saves, or, where none is pinned, at least the slot
+  that was the newest: their headers and regions are not touched by the next save.
+- A pin holds if the slot is valid after the pin was written: the worker reads the pins again after it has
+  invalidated a slot, and restores it if they have changed.
 - A reader in another process (the agent, which copies to another node or to disk) reads the header again
   after the data: if it is unchanged, so is the data.
 - The file is anonymous and has no limit but memory: /dev/shm, and its size, play no part.
@@ -20,27 +28,31 @@ from __future__ import annotations
 import os
 import struct
 
+from phalanx.core.common_saves import Moment, first_since
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import mmap  # imported on first use: the agent, which only holds the file, starts without it
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 MAGIC = b"phxkeep1"
 NAMES = 64
 NAME_BYTES = 200
-REGIONS = 6  # two are in use; the others serve while trees that were read are still mapped
+REGIONS = 6  # two or three are in use; the others serve while trees that were read are still mapped
 _ENTRY = 1024
 _ENTRIES_AT = 4096
-_SLOTS_AT = (256, 384)
+_SLOTS_AT = (256, 384, 640)
+SLOTS = len(_SLOTS_AT)  # that a name can have
 _SIZES_AT = 512
+_PINS_AT = 768
 _REGION = 1 << 41  # 2 TiB of address space for each
 _DATA_AT = 1 << 44
 SIZE = 1 << 52
 
 _NAME = struct.Struct(f"<H{NAME_BYTES}sI")  # length, name, checksum
 _SLOT = struct.Struct("<QqqIIIIQQQ")
+_PINS = struct.Struct("<qqqq")  # step and round of each, step -1: none
 _CHECKSUM = struct.Struct("<I")
 _SIZE = struct.Struct("<Q")
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
@@ -69,6 +81,38 @@ class SlotHeader(Record):
     def moment(self) -> tuple[int, int]:
         """Which state it is: the same step may have been reached twice, in two rounds."""
         return self.step, self.round
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """The newest save of a rank and name has the highest."""
+        return self.round, self.sequence
+
+
+class Pins(Record):
+    """Which saves are not replaced."""
+
+    common: Moment | None = None  # every rank has it, and so has every copy
+    hold: Moment | None = None  # the first save at or after this one is about to be
+
+    def of(self, slots: Iterable[SlotHeader]) -> set[Moment]:
+        """The moments of these saves that stay."""
+        moments = [header.moment for header in slots]
+        return {one for one in (self.common, first_since(moments, self.hold)) if one is not None}
+
+
+class Room(Record):
+    """Where the next save goes, and what it replaces."""
+
+    slot: int
+    region: int
+    victim: SlotHeader | None
+    held: tuple[SlotHeader, ...]  # stay valid
+    pins: Pins  # when it was chosen
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it would replace a save that is to stay: all slots have one."""
+        return self.victim is not None and self.victim.moment in self.pins.of([self.victim, *self.held])
 
 
 class MemoryFile:
@@ -134,7 +178,7 @@ class MemoryFile:
                 found.append(
                     SlotHeader(sequence, step, round_, rank, world, region, slot, index_at, index_size, used)
                 )
-        return sorted(found, key=lambda header: -header.sequence)
+        return sorted(found, key=lambda header: header.age, reverse=True)
 
     def publish(self, number: int, header: SlotHeader) -> None:
         """Make a save valid: the last write of a save."""
@@ -153,6 +197,48 @@ class MemoryFile:
     def invalidate(self, number: int, slot: int) -> None:
         """Forget a save; before its region is written."""
         os.pwrite(self.fd, bytes(_SLOT.size + _CHECKSUM.size), self._entry(number) + _SLOTS_AT[slot])
+
+    def pins(self, number: int) -> Pins:
+        """The saves of a name that stay."""
+        while True:
+            data = os.pread(self.fd, _PINS.size + _CHECKSUM.size, self._entry(number) + _PINS_AT)
+            if not any(data):
+                return Pins()
+            if _CHECKSUM.unpack_from(data, _PINS.size)[0] == _crc(data[: _PINS.size]):
+                break  # else it is being written
+        step, round_, next_step, next_round = _PINS.unpack_from(data)
+        return Pins(None if step < 0 else (step, round_), None if next_step < 0 else (next_step, next_round))
+
+    def pin(self, number: int, pins: Pins) -> None:
+        """Keep the saves of these moments; for the agent."""
+        if pins != self.pins(number):
+            data = _PINS.pack(*(pins.common or (-1, 0)), *(pins.hold or (-1, 0)))
+            os.pwrite(self.fd, data + _CHECKSUM.pack(_crc(data)), self._entry(number) + _PINS_AT)
+
+    def room(self, number: int, count: int, taken: Iterable[int] = ()) -> Room | None:
+        """Where the next save of a name goes, if it has `count` slots; None: all regions are `taken`."""
+        slots, pins = self.slots(number), self.pins(number)
+        empty = set(range(count)) - {header.slot for header in slots}
+        victim = None
+        if not empty:
+            loose = [header for header in slots if header.moment not in pins.of(slots)]
+            victim = (loose or slots[:1])[-1]  # oldest; where all are pinned, the newest
+        held = tuple(header for header in slots if header is not victim)
+        sizes = self.sizes(number)
+        free = set(range(REGIONS)) - {header.region for header in held} - set(taken)
+        if not free:
+            return None
+        region = max(free, key=lambda one: (sizes[one], -one))
+        return Room(min(empty) if victim is None else victim.slot, region, victim, held, pins)
+
+    def clear(self, number: int, room: Room) -> bool:
+        """Give up what is replaced; False: it was pinned meanwhile and is still there."""
+        if room.victim is not None:
+            self.invalidate(number, room.victim.slot)
+            if self.pins(number) != room.pins:
+                self.publish(number, room.victim)
+                return False
+        return True
 
     # -- the regions --------------------------------------------------------------------------------
 

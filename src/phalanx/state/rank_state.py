@@ -1,7 +1,7 @@
 """A worker's side of kept state: saves into its memory file, and trees read from it.
 
-A save copies into the region of the older slot and then publishes it (memory_file.py). Memory is reserved
-before the first byte is copied, so that a save that does not fit is refused and both slots stay as they are.
+A save copies into the region of the oldest slot and then publishes it (memory_file.py). Memory is reserved
+before the first byte is copied, so that a save that does not fit is refused and all slots stay as they are.
 
 Trees from `kept` are mapped, not copied. As long as one is in use its region is not written: a save takes
 another region instead, and the memory is given back when the tree is gone.
@@ -15,7 +15,7 @@ import threading
 
 from phalanx.core.record import Record
 from phalanx.errors import StateError
-from phalanx.state.memory_file import REGIONS, MemoryFile, SlotHeader, region_at
+from phalanx.state.memory_file import REGIONS, SLOTS, MemoryFile, Room, SlotHeader, region_at
 from phalanx.state.pending_save import PendingSave
 from phalanx.state.tree_codec import EncodedTree, decode, encode, torch_view
 
@@ -78,6 +78,11 @@ class RankState:
         self._pending: dict[int, PendingSave] = {}
         self._pinned: PinnedMappings | None = None
 
+    @property
+    def _slots(self) -> int:
+        """Saves of a name that are held; one more where they are copied to another node (a bell is there)."""
+        return SLOTS - 1 if self.place.bell < 0 else SLOTS
+
     def move(self, place: StatePlace) -> None:
         """Another round, in the same process and with the same file."""
         with self._lock:
@@ -95,21 +100,24 @@ class RankState:
             self._settle()
             number = self._file.number_of(name)
             self._finish(number)
-            slots = self._file.slots(number)
-            newest = slots[0] if slots else None
-            region = self._choose_region(number, newest)
-            self._reserve(name, number, region, newest, encoded.used)
-            slot = 0 if newest is None else 1 - newest.slot
-            self._file.invalidate(number, slot)
-            self._release_unused(number, {region} if newest is None else {region, newest.region})
+            while True:
+                room = self._file.room(number, self._slots, self._in_use(number))
+                if room is None:
+                    raise StateError("too many trees from kept() are still in use: drop them before keep()")
+                self._reserve(name, number, room, encoded.used)
+                if self._file.clear(number, room):
+                    break
+            self._release_unused(number, {room.region, *(header.region for header in room.held)})
+            known = [*room.held] if room.victim is None else [room.victim, *room.held]
+            newest = max(known, key=lambda header: header.age, default=None)
             header = SlotHeader(
                 sequence=1 if newest is None else newest.sequence + 1,
                 step=step,
                 round=self.place.round,
                 rank=self.place.rank,
                 world_size=self.place.world_size,
-                region=region,
-                slot=slot,
+                region=room.region,
+                slot=room.slot,
                 index_at=encoded.size,
                 index_size=len(encoded.index),
                 used=encoded.used,
@@ -147,6 +155,10 @@ class RankState:
 
     def _publish(self, number: int, header: SlotHeader) -> None:
         self._file.publish(number, header)
+        self._ring()
+
+    def _ring(self) -> None:
+        """The agent copies what is kept here."""
         if self.place.bell >= 0:
             try:
                 os.write(self.place.bell, b"!")
@@ -175,25 +187,17 @@ class RankState:
         self._trees = [tree for tree in self._trees if tree[2]() is not None]
         return {region for of, region, _ in self._trees if of == number}
 
-    def _choose_region(self, number: int, newest: SlotHeader | None) -> int:
-        taken = self._in_use(number)
-        if newest is not None:
-            taken.add(newest.region)
-        sizes = self._file.sizes(number)
-        free = [region for region in range(REGIONS) if region not in taken]
-        if not free:
-            raise StateError(f"{REGIONS - 1} trees from kept() are still in use: drop them before keep()")
-        return max(free, key=lambda region: (sizes[region], -region))
-
-    def _reserve(self, name: str, number: int, region: int, newest: SlotHeader | None, used: int) -> None:
+    def _reserve(self, name: str, number: int, room: Room, used: int) -> None:
+        region = room.region
         have = self._file.sizes(number)[region]
         if have >= used:
             return
         from phalanx.state import memory_limit
 
         size = -(-used // _ROUNDED) * _ROUNDED
-        # The second slot is counted before the first is written: what does not fit is refused at once.
-        needed = size - have + (size if newest is None else 0)
+        # All slots are counted before the first is written: what does not fit is refused at once.
+        first = not room.held and room.victim is None
+        needed = size - have + (size * (self._slots - 1) if first else 0)
         start = have
         while start < size:
             available = memory_limit.available()
@@ -203,8 +207,8 @@ class RankState:
                 )
                 self._shrink(number, region, have)
                 raise StateError(
-                    f"keep({name!r}): {problem} (two slots of {size / 1e9:.3f} GB): keep less, or raise the "
-                    "memory limit of the job"
+                    f"keep({name!r}): {problem} ({self._slots} slots of {size / 1e9:.3f} GB): keep less, or "
+                    "raise the memory limit of the job"
                 )
             end = min(start + _CHUNK, size)
             try:
@@ -297,9 +301,14 @@ class RankState:
         with self._lock:
             return [header.moment for header, _ in self._saves(name) if header.place == here]
 
-    def forget_others(self, name: str, moment: tuple[int, int]) -> None:
-        """All ranks resume from this one: what was kept after it belongs to a past that did not happen."""
+    def forget_newer(self, name: str, moment: tuple[int, int]) -> None:
+        """All ranks resume from this one: what was kept after it belongs to a past that did not happen.
+
+        Older ones stay: other nodes may have a copy of those alone.
+        """
         with self._lock:
             for header, number in self._saves(name):
-                if header.moment != moment:
-                    self._file.invalidate(number, header.slot)
+                if header.moment == moment:
+                    break
+                self._file.invalidate(number, header.slot)
+            self._ring()

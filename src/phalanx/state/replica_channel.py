@@ -14,7 +14,7 @@ import socket
 
 from phalanx.errors import StoreAuthError
 from phalanx.store.embedded import wire
-from phalanx.store.embedded.peer_handshake import prove_as_client, prove_as_server, read_exactly
+from phalanx.store.embedded.peer_handshake import prove_as_client, read_exactly
 from phalanx.store.embedded.token import Token
 
 TYPE_CHECKING = False
@@ -92,23 +92,12 @@ def dial(address: tuple[str, int], token: Token, tls: Tls | None) -> ReplicaChan
         raise
 
 
-def accept(sock: socket.socket, token: Token, tls: Tls | None) -> ReplicaChannel:
-    """The other side of `dial`, for a connection that was accepted."""
-    try:
-        _prepare(sock)
-        binding = b""
-        if tls is not None:
-            from phalanx.store.embedded import tls as sealing
-
-            context = sealing.server_context(tls)
-            sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-            sock.do_handshake()
-            binding = sealing.own_fingerprint(tls)
-        outgoing, incoming = prove_as_server(sock, token, binding)
-        return ReplicaChannel(sock, *((outgoing, incoming) if tls is None else (wire.NoSeal(), None)))
-    except BaseException:
-        sock.close()
-        raise
+def accepted(
+    sock: socket.socket, outgoing: wire.Seal, incoming: wire.Seal, tls: Tls | None
+) -> ReplicaChannel:
+    """The other side of `dial`, for a connection that has proved the token (store/embedded/door.py)."""
+    _prepare(sock)
+    return ReplicaChannel(sock, *((outgoing, incoming) if tls is None else (wire.NoSeal(), None)))
 
 
 def _prepare(sock: socket.socket) -> None:

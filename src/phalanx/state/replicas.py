@@ -8,6 +8,8 @@ has no state here asks the node that has the newest. All of it happens in thread
 
 - A save is complete before it is copied; the worker is not involved and never waits. If it saves again while
   its older save is being copied, that copy is abandoned and the newest is sent instead.
+- The newest moment that all ranks and all copies have is held everywhere until a newer one is
+  (core/common_saves.py): on the way to that, one save is pinned and copied however long it takes.
 - At most one frame is in memory on each side; a copy takes as much memory as the original, and is refused
   where that is not available.
 - A copy is valid when all of it has arrived, as every save.
@@ -22,10 +24,27 @@ import select
 import socket
 import threading
 
+from phalanx.core.common_saves import CONFIRM, Ballot
 from phalanx.errors import PhalanxError
 from phalanx.state import memory_limit, save_record
-from phalanx.state.memory_file import FileLock, MemoryFile, SlotHeader, region_at
-from phalanx.state.replica_channel import ERRORS, PART, ReplicaChannel, accept, dial
+from phalanx.state.copy_sender import (
+    BALLOT,
+    COMMON,
+    DATA,
+    DONE,
+    END,
+    FETCH,
+    HAVE,
+    HELLO,
+    SAVE,
+    CopySender,
+    pack_have,
+    send_save,
+    unpack_ballot,
+)
+from phalanx.state.memory_file import SLOTS, FileLock, MemoryFile, Pins, region_at
+from phalanx.state.replica_channel import ERRORS, ReplicaChannel, accepted, dial
+from phalanx.store.embedded.door import Door
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,18 +52,16 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.state.holder import RoundNodes
+    from phalanx.store.embedded import wire
     from phalanx.store.embedded.tls import Tls
     from phalanx.store.embedded.token import Token
 
 _STORE_ERRORS = (PhalanxError, OSError, RuntimeError, ValueError)
 _AGAIN = 2.0  # seconds before another attempt to reach the next node
-_CONNECTIONS = 8
+_COPY_SLOTS = 2
 _EVERYONE = 30.0  # seconds for the other nodes to publish what they have
 
-Age = tuple[int, int]  # the round of a save, and its sequence number: the newest is the highest
-
-# Kinds of frames.
-HELLO, HAVE, SAVE, DATA, END, ABANDON, FETCH, DONE = (bytes([letter]) for letter in b"HISDEAFZ")
+Age = tuple[int, int]  # of a save (SlotHeader.age)
 
 
 class ReplicaSettings:
@@ -70,14 +87,21 @@ class Replicas:
         self._lock = threading.Lock()  # of what is above and below
         self._channels: list[ReplicaChannel] = []
         self._number = 0  # the round; a thread of another one ends
+        self._ballots: list[tuple[int, Ballot]] = []  # of which round; not looked at yet
         self._closed = False
         self._bell_read, self.bell = os.pipe()
         os.set_blocking(self._bell_read, False)
         os.set_blocking(self.bell, False)
         self._round_end = -1  # a pipe that is closed when the round is over
-        self._server = socket.create_server((settings.address, 0), family=_family(settings.address))
         self._threads: list[threading.Thread] = []
-        self._start("phalanx-state-server", self._serve)
+        self._door = Door(
+            settings.address,
+            settings.token,
+            self._answer,
+            tls=settings.tls,
+            report=lambda text: self.note(f"kept state: {text}"),
+            name="phalanx-state-peer",
+        )
 
     def take(self, rank: int) -> MemoryFile | None:
         """The copy of a rank that is now on this node."""
@@ -92,7 +116,7 @@ class Replicas:
         `wanted`: the ranks whose state may be newer on another node; their files are locked meanwhile.
         """
         self.end_round()
-        own = [MemoryFile(os.dup(file.fd)) for file in files.values()]
+        own = {rank: MemoryFile(os.dup(file.fd)) for rank, file in files.items()}
         locks = {}
         for rank in wanted:
             try:
@@ -101,8 +125,8 @@ class Replicas:
                 pass  # the end of a copy is still being written to it, which is the newest there is
         over, self._round_end = os.pipe()
         with self._lock:
-            self._number, self._own = number, own
-        self._start("phalanx-state-round", lambda: self._round(others, number, own, [*files], locks, over))
+            self._number, self._own = number, [*own.values()]
+        self._start("phalanx-state-round", lambda: self._round(others, number, own, locks, over))
 
     def end_round(self) -> None:
         """Stop copying; connections of the round are closed."""
@@ -119,15 +143,12 @@ class Replicas:
         """End it; copies are given back when the threads have ended."""
         self._closed = True
         self.end_round()
-        try:
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
-        except OSError:
-            pass
+        self._door.close()
 
         def end() -> None:
+            self._door.join()
             for thread in threads:
                 thread.join()  # one may still wait for a store that does not answer: until that is closed
-            self._server.close()
             for file in self.copies.values():
                 file.close()
             os.close(self._bell_read)
@@ -143,8 +164,7 @@ class Replicas:
         self,
         others: RoundNodes,
         number: int,
-        own: list[MemoryFile],
-        ranks: list[int],
+        own: dict[int, MemoryFile],
         locks: dict[int, FileLock],
         over: int,
     ) -> None:
@@ -152,7 +172,7 @@ class Replicas:
         store, node = others.store, others.node
         prefix = f"state/{number}/"
         try:
-            store.set(f"{prefix}{node}", json.dumps(self._record(own)))
+            store.set(f"{prefix}{node}", json.dumps(self._record([*own.values()])))
             if locks:
                 elsewhere = [other for other in range(others.nodes) if other != node]
                 self._fetch_all(_records(store, prefix, elsewhere), locks)
@@ -162,14 +182,15 @@ class Replicas:
             for lock in locks.values():
                 lock.release()
         try:
-            self._copy_on(store, f"{prefix}{(node + 1) % others.nodes}", number, own, ranks, over)
+            sender = CopySender(own, number, node == 0, lambda: self._take_ballots(number))
+            self._copy_on(store, f"{prefix}{(node + 1) % others.nodes}", number, sender, [*own], over)
         except _STORE_ERRORS as error:
             if self._current(number):
                 self._say(f"kept state is not copied to the next node: {error}")
         finally:
             with self._lock:
-                self._own = [file for file in self._own if file not in own]
-            for file in own:
+                self._own = [file for file in self._own if file not in own.values()]
+            for file in own.values():
                 file.close()
             os.close(over)
 
@@ -178,9 +199,9 @@ class Replicas:
         have: dict[int, Age] = {}
         with self._lock:
             for file in (*own, *self.copies.values()):
-                for (rank, _), age in _ages(file).items():
+                for rank, age in _ages(file).items():
                     have[rank] = max(have.get(rank, (0, 0)), age)
-        return {"at": [self._settings.address, self._server.getsockname()[1]], "has": have}
+        return {"at": [self._settings.address, self._door.port], "has": have}
 
     def _fetch_all(self, records: list[dict[str, Any]], locks: dict[int, FileLock]) -> None:
         for rank, lock in locks.items():
@@ -188,8 +209,7 @@ class Replicas:
                 (tuple(one["has"][str(rank)]), tuple(one["at"])) for one in records if str(rank) in one["has"]
             ]
             age, where = max(offers, default=((0, 0), ("", 0)))
-            here = (known for (of, _), known in _ages(lock.file).items() if of == rank)
-            if age > max(here, default=(0, 0)):
+            if age > _ages(lock.file).get(rank, (0, 0)):
                 try:
                     self._fetch(rank, where, lock.file)
                 except ERRORS as error:
@@ -204,14 +224,17 @@ class Replicas:
                 if kind == DONE:
                     return
                 if kind == SAVE:
-                    self._take_save(channel, data, file)
+                    self._take_save(channel, data, file, SLOTS)
+                if kind == COMMON:
+                    name, step, round_ = json.loads(data)
+                    file.pin(file.number_of(str(name)), Pins((int(step), int(round_))))
         finally:
             channel.close()
 
     # -- sending ------------------------------------------------------------------------------------
 
     def _copy_on(
-        self, store: Any, key: str, number: int, own: list[MemoryFile], ranks: list[int], over: int
+        self, store: Any, key: str, number: int, sender: CopySender, ranks: list[int], over: int
     ) -> None:
         """Send every save of this round's workers to the next node, until the round is over."""
         where: tuple[str, int] | None = None
@@ -229,9 +252,9 @@ class Replicas:
             try:
                 hello = f"{number} {self._settings.run_id}\n{','.join(map(str, ranks))}"
                 channel.send(HELLO, hello.encode())
-                sent = _unpack_have(channel.receive()[1])
+                sender.connected(channel)
                 while self._current(number):
-                    if not self._send_one(channel, own, sent):
+                    if not sender.send_some(channel):
                         self._sleep(over)
             except ERRORS as error:
                 if self._current(number):
@@ -239,32 +262,6 @@ class Replicas:
                     _wait(over, _AGAIN)
             finally:
                 self._dismiss(channel)
-
-    def _send_one(
-        self, channel: ReplicaChannel, own: list[MemoryFile], sent: dict[tuple[int, str], Age]
-    ) -> bool:
-        """Send the newest save of one rank and name that the other side does not have; False: none."""
-        for file in own:
-            for name, number in file.names().items():
-                newest = next(iter(file.slots(number)), None)
-                if newest is None or _age_of(newest) <= sent.get((newest.rank, name), (0, 0)):
-                    continue
-                if self._send_save(channel, file, name, number, newest):
-                    sent[newest.rank, name] = _age_of(newest)
-                return True
-        return False
-
-    def _send_save(
-        self, channel: ReplicaChannel, file: MemoryFile, name: str, number: int, header: SlotHeader
-    ) -> bool:
-        channel.send(SAVE, save_record.pack(name, header))
-        for part in file.copy(number, header, PART):
-            if header not in file.slots(number):
-                break  # the worker needs the slot: it has saved again, which is the one to copy
-            channel.send(DATA, part)
-        whole = header in file.slots(number)
-        channel.send(END if whole else ABANDON)
-        return whole
 
     def _sleep(self, over: int) -> None:
         """Until a worker has saved, or the round is over."""
@@ -280,25 +277,8 @@ class Replicas:
 
     # -- receiving ----------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        while not self._closed:
-            try:
-                sock, _ = self._server.accept()
-            except OSError:
-                return
-            with self._lock:
-                busy = sum(thread.is_alive() for thread in self._threads) > _CONNECTIONS
-            if busy or self._closed:
-                sock.close()
-                continue
-            self._start("phalanx-state-peer", lambda sock=sock: self._answer(sock))  # type: ignore[misc]
-
-    def _answer(self, sock: socket.socket) -> None:
-        try:
-            channel = accept(sock, self._settings.token, self._settings.tls)
-        except ERRORS as error:
-            self._say(f"a connection for kept state was refused: {error}")
-            return
+    def _answer(self, sock: socket.socket, outgoing: wire.Seal, incoming: wire.Seal) -> None:
+        channel = accepted(sock, outgoing, incoming, self._settings.tls)
         try:
             kind, data = channel.receive()
             text, _, ranks = data.decode("utf-8", "replace").partition("\n")
@@ -324,7 +304,10 @@ class Replicas:
                 for name, number in file.names().items():
                     for header in reversed(file.slots(number)):
                         if header.rank == rank:
-                            self._send_save(channel, file, name, number, header)
+                            send_save(channel, file, name, number, header)
+                    common = file.pins(number).common
+                    if common is not None:
+                        channel.send(COMMON, json.dumps([name, *common]).encode())
             channel.send(DONE)
         finally:
             for file in files:
@@ -335,20 +318,59 @@ class Replicas:
         if not self._admit(channel, None):
             return
         with self._lock:
-            have = [_ages(file) for file in self.copies.values()]
-        channel.send(HAVE, _pack_have({key: age for ages in have for key, age in ages.items()}))
+            have = pack_have([*self.copies.values()])
+        channel.send(HAVE, have)
         while True:
             kind, data = channel.receive(patient=True)
-            if kind != SAVE:
-                continue
-            header = save_record.unpack(data)[1]
-            if header.round == number:
-                self._forget_others(ranks)
-            lock = FileLock(self._copy_of(header.rank))
-            try:
-                self._take_save(channel, data, lock.file)
-            finally:
-                lock.release()
+            if kind == BALLOT:
+                self._take_ballot(data, number, ranks)
+            if kind == SAVE:
+                lock = FileLock(self._copy_of(save_record.unpack(data)[1].rank))
+                try:
+                    self._take_save(
+                        channel,
+                        data,
+                        lock.file,
+                        _COPY_SLOTS,
+                        lambda part: self._take_ballot(part, number, ranks),
+                    )
+                finally:
+                    lock.release()
+
+    def _take_ballot(self, data: bytes, number: int, ranks: set[int]) -> None:
+        """Pin the common saves in the copies of these ranks; the thread that sends takes the ballot."""
+        ballot = unpack_ballot(data)
+        with self._lock:
+            files = [self.copies[rank] for rank in ranks if rank in self.copies]
+        found = 0
+        for file in files:
+            named = file.names().get(ballot.name)
+            if named is not None:
+                pending = ballot.candidate if ballot.phase == CONFIRM else None
+                file.pin(named, Pins(ballot.common or file.pins(named).common, pending))
+                found += any(header.moment == ballot.candidate for header in file.slots(named))
+        if ballot.common is not None:
+            self._forget_others(ranks)
+        if ballot.phase == CONFIRM and found < len(ranks):
+            ballot = ballot.replace(candidate=None)
+        with self._lock:
+            self._ballots.append((number, ballot))
+        self._ring()
+
+    def _take_ballots(self, number: int) -> list[Ballot]:
+        """Those of a round; those of earlier ones are forgotten."""
+        if not self._ballots:
+            return []
+        with self._lock:
+            found = [ballot for of, ballot in self._ballots if of == number]
+            self._ballots = [(of, ballot) for of, ballot in self._ballots if of > number]
+        return found
+
+    def _ring(self) -> None:
+        try:
+            os.write(self.bell, b"!")
+        except OSError:
+            pass  # full: it is going to look
 
     def _copy_of(self, rank: int) -> MemoryFile:
         with self._lock:
@@ -357,27 +379,41 @@ class Replicas:
             return self.copies[rank]
 
     def _forget_others(self, ranks: set[int]) -> None:
-        """Workers of this round save, so all have found what they need: other copies are of the past."""
+        """There is a common save of this round: copies of other ranks are of the past."""
         with self._lock:
             forgotten = [self.copies.pop(rank) for rank in self.copies.keys() - ranks]
         for file in forgotten:
             file.close()  # frees memory, which may take long
 
-    def _take_save(self, channel: ReplicaChannel, data: bytes, file: MemoryFile) -> None:
+    def _take_save(
+        self,
+        channel: ReplicaChannel,
+        data: bytes,
+        file: MemoryFile,
+        slots: int,
+        on_ballot: Callable[[bytes], None] = lambda _data: None,
+    ) -> None:
         """Take in one save; it is valid when its last byte is here. The caller has locked the file."""
         name, header = save_record.unpack(data)
         number, done = file.number_of(name), 0
-        have = file.sizes(number)[header.region]
-        fits = header.used - have <= memory_limit.available()
-        if fits:
-            file.invalidate(number, header.slot)
-            if have < header.used:
-                file.grow(number, header.region, 0, header.used)
-        else:
-            size = f"{header.used / 1e9:.3f} GB"
-            self._say(f"no memory for a copy of {size} of the kept state of rank {header.rank}")
+        room = file.room(number, slots)
+        fits = room is not None and not room.is_pinned
+        if room is not None and fits:
+            header = header.replace(slot=room.slot, region=room.region)
+            have = file.sizes(number)[header.region]
+            fits = header.used - have <= memory_limit.available()
+            if not fits:
+                size = f"{header.used / 1e9:.3f} GB"
+                self._say(f"no memory for a copy of {size} of the kept state of rank {header.rank}")
+            else:
+                file.clear(number, room)
+                if have < header.used:
+                    file.grow(number, header.region, 0, header.used)
         while True:
             kind, part = channel.receive()
+            if kind == BALLOT:
+                on_ballot(part)
+                continue
             if kind != DATA:
                 break
             if done + len(part) > header.used:
@@ -420,29 +456,13 @@ class Replicas:
             self.note(line)
 
 
-def _age_of(header: SlotHeader) -> Age:
-    return header.round, header.sequence
-
-
-def _ages(file: MemoryFile) -> dict[tuple[int, str], Age]:
-    """Rank and name → the age of the newest save of it."""
-    found: dict[tuple[int, str], Age] = {}
-    for name, number in file.names().items():
+def _ages(file: MemoryFile) -> dict[int, Age]:
+    """Rank → the age of the newest save of it."""
+    found: dict[int, Age] = {}
+    for number in file.names().values():
         for header in file.slots(number):
-            key = (header.rank, name)
-            found[key] = max(found.get(key, (0, 0)), _age_of(header))
+            found[header.rank] = max(found.get(header.rank, (0, 0)), header.age)
     return found
-
-
-def _pack_have(have: dict[tuple[int, str], Age]) -> bytes:
-    return json.dumps([[*key, *age] for key, age in have.items()]).encode()
-
-
-def _unpack_have(data: bytes) -> dict[tuple[int, str], Age]:
-    return {
-        (int(rank), str(name)): (int(round_), int(sequence))
-        for rank, name, round_, sequence in json.loads(data)
-    }
 
 
 def _wait_for(store: Any, key: str) -> dict[str, Any]:
@@ -473,10 +493,6 @@ def _checked(text: bytes) -> dict[str, Any]:
 def _where(record: dict[str, Any]) -> tuple[str, int]:
     host, port = record["at"]
     return str(host), int(port)
-
-
-def _family(address: str) -> int:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _wait(over: int, seconds: float) -> None:

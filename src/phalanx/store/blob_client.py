@@ -43,7 +43,7 @@ from phalanx.core.store_commands import (
     Unwatch,
     Watch,
 )
-from phalanx.errors import StoreConnectionError, StoreError
+from phalanx.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client, State, _Waiting
 from phalanx.store.model import Model, mutates
@@ -176,7 +176,7 @@ class BlobClient(Client):
         if self.welcome is None or not any(mutates(c) or isinstance(c, KeepAlive) for _, c in batch):
             self._read()
             current = True
-        pause = 0.0
+        pause, began = 0.0, self.clock()
         while True:
             now = self.clock()
             content = _decode(self._value, self._blob.name)
@@ -193,8 +193,10 @@ class BlobClient(Client):
                 content = _Content(content.store, beats, cast(_ModelState, model.dump()))
                 if self._write(content):
                     break
-                current = True
-                self._closed.wait(pause * random.random())  # others write as well: not in step with them
+                current, tried = True, self.clock() - began
+                if tried >= (_CLOSE_TIMEOUT if self._closed.is_set() else self.grace):
+                    raise StoreTimeoutError(f"{self.where} has taken no write of this node for {tried:.0f} s")
+                time.sleep(pause * random.random())  # others write as well: not in step with them
                 pause = min(0.2, pause * 2 + 0.01)
             elif current:
                 break
@@ -222,7 +224,8 @@ class BlobClient(Client):
             if isinstance(command, KeepAlive) and reply.ok:
                 beats[command.lease] = beats.get(command.lease, 0) + 1
                 changed = True
-            changed |= mutates(command) and reply.ok
+            # A lease is granted even if its transaction fails.
+            changed |= mutates(command) and bool(reply.ok or reply.number)
             replies.append(reply)
         return replies, changed
 

@@ -17,8 +17,9 @@ Invariants:
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
+from itertools import islice, takewhile
 from typing import Any
 
 from phalanx.core.store_commands import (
@@ -85,6 +86,7 @@ class Model:
         self.revision = 0
         self.compacted = 0
         self._entries: dict[str, Entry] = {}
+        self._keys: list[str] = []  # of the entries, in order
         self._history: deque[Change] = deque()
         self._history_limit = history
         self._history_bytes = 0
@@ -142,7 +144,6 @@ class Model:
     def revoke(self, number: int) -> Notices:
         """End one lease in the store's own name."""
         self._revoke(number)
-        self._find_soonest()
         return self._collect()
 
     def hang_up(self, session: str) -> None:
@@ -160,6 +161,16 @@ class Model:
     def forget(self, session: str) -> None:
         """A session will never come back: drop the answers kept for it."""
         self._answered.pop(session, None)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All of them."""
+        return tuple(self._entries)
+
+    @property
+    def leases(self) -> int:
+        """How many are held."""
+        return len(self._leases)
 
     def sessions(self) -> set[str]:
         """Every session that something is kept for."""
@@ -188,13 +199,15 @@ class Model:
                 return self._txn(command)
             case Add(key, amount):
                 return self._add(key, amount)
-            case Grant(ttl):
+            case Grant(ttl, txn):
                 if not 0 < ttl <= LONGEST:
                     return Reply(False, self.revision, error="ttl")
                 lease_number, self._next_lease = self._next_lease, self._next_lease + 1
                 self._hold(Lease(lease_number, ttl, session, now + ttl))
                 self._soonest = min(self._soonest, now + ttl)
-                return Reply(True, self.revision, number=lease_number)
+                then = Txn(()) if txn is None else txn
+                then = then._replace(puts=tuple(put._replace(lease=lease_number) for put in then.puts))
+                return self._txn(then)._replace(number=lease_number)
             case KeepAlive(lease):
                 if (held := self._leases.get(lease)) is None:
                     return Reply(False, self.revision, error="lease")
@@ -250,11 +263,16 @@ class Model:
     def _read(self, key: str, prefix: bool) -> tuple[Entry, ...]:
         if not prefix:
             return (self._entries[key],) if key in self._entries else ()
-        return tuple(self._entries[k] for k in sorted(k for k in self._entries if k.startswith(key)))
+        after = islice(self._keys, bisect_left(self._keys, key), None)
+        return tuple(self._entries[k] for k in takewhile(lambda k: k.startswith(key), after))
 
     def _put(self, put: Put, revision: int) -> None:
         old = self._entries.get(put.key)
-        if old is not None and old.lease and old.lease != put.lease and old.lease in self._leases:
+        if old is None:
+            insort(self._keys, put.key)
+        elif put.new:
+            return
+        elif old.lease and old.lease != put.lease and old.lease in self._leases:
             self._leases[old.lease].keys.discard(put.key)
         if put.lease:
             self._leases[put.lease].keys.add(put.key)
@@ -266,6 +284,7 @@ class Model:
         going = self._read(delete.key, delete.prefix)
         for entry in going:
             del self._entries[entry.key]
+            del self._keys[bisect_left(self._keys, entry.key)]
             if entry.lease in self._leases:
                 self._leases[entry.lease].keys.discard(entry.key)
             self._changes.append(Change(Entry(entry.key, b"", entry.create, revision, entry.lease), True))
@@ -405,6 +424,7 @@ class Model:
             self._hold(Lease(number, ttl, session, now + ttl))
         self.renew_all(now)
         self._entries = {}
+        self._keys = sorted(fields[0] for fields in state["entries"])
         for fields in state["entries"]:
             entry = Entry(*fields)
             self._entries[entry.key] = entry

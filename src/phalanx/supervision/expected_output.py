@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 import struct
-import sys
 
 from phalanx.environment import without_secrets
 from phalanx.kernel import anonymous_file
+from phalanx.python_command import python_command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 
 PAGE = struct.Struct("=dQQ")  # when a line last matched, blocks that were searched, questions answered
 TASK = 4096  # from here on: what to search for, as JSON
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_COMMAND = (
-    "import sys; sys.path.append(sys.argv[1]); "
-    "from phalanx.supervision.pattern_process import main; main(int(sys.argv[2]))"
-)
 _LONGEST_NEWS = 8192
 _SILENT = 4.0  # seconds without an answer or a searched block, after which the process is replaced
 _REPLACEMENTS = 3  # in a row, before the search is given up
@@ -66,7 +61,7 @@ class ExpectedOutput:
         self._asked, self._asked_at, self._news = 0, 0.0, b""
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _COMMAND, _PACKAGE, str(self._page)],
+                python_command("phalanx.supervision.pattern_process", str(self._page)),
                 stdin=subprocess.PIPE,  # closed with the agent, however that ends
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from phalanx.supervision.trace_sockets import TraceSockets
     from phalanx.workers.worker_group import PContext
 
+_SKEW = 5.0  # seconds between the first and the last node that find the same hang
 _RECHECK = 5.0  # seconds between checks after a hang that was only warned about
 
 
@@ -70,6 +71,7 @@ class HangDetector:
         self._incident: HangIncident | None = None
         self._findings: Findings | None = None
         self._warned_rule = ""  # of a hang that was only warned about
+        self._warned_elsewhere = 0.0  # when another node found it: this one may find it a moment later
         self._warned_no_beats = False
         self._step_counts: StepCounts | None = None
         self._slow_history: SlowHistory | None = None
@@ -184,7 +186,8 @@ class HangDetector:
         view = self._view(now, policy)
         verdict = judge(view, now, policy)
         if verdict is None:
-            self._warned_rule = ""
+            if now >= self._warned_elsewhere + _SKEW:
+                self._warned_rule = ""
         elif verdict.rule != self._warned_rule:
             if self._consensus is not None:
                 self._consensus.publish_hang(verdict, now)
@@ -486,7 +489,7 @@ class HangDetector:
 
     def _accept_verdict(self, hang: dict[str, Any], now: float) -> None:
         """Keep the verdict that another node reached from the findings of all nodes."""
-        self._warned_rule = hang["rule"]
+        self._warned_rule, self._warned_elsewhere = hang["rule"], now
         self._incidents.add_hang(hang)
         if self._incident is not None:
             self._incident.report = list(self._incidents.last_hang)

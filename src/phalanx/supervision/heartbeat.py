@@ -1,7 +1,8 @@
 """The board: a page of memory that a worker shares with its agent, and the agent's side of it.
 
     worker  writes its step and the time, its deadline, its section, and that it is ready; rings the bell
-    agent   writes that the worker is preempted; reads the rest when a deadline or the bell wakes it
+    agent   writes that the worker is preempted, and at which step all ranks save; reads the rest when a
+            deadline or the bell wakes it
 
 For the goodput ledger (`core.goodput`) the worker keeps what the agent would otherwise have to watch: its
 first heartbeat, the one that reached the step of its predecessor, and the time spent on checkpoints.
@@ -28,6 +29,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from phalanx.core.checkpoint_step import RankPace
     from phalanx.core.goodput import RankProgress
     from phalanx.zygote.spawner import Place
 
@@ -57,6 +59,8 @@ MARK_AT = 1024  # written by the agent: the step reached before this start, plus
 FIRST_AT = 1032  # the first heartbeat
 PASSED_AT = 1056  # the first one at or beyond the mark
 SAVED_AT = 1080  # the time in checkpoint sections
+ASKED_AT = 1112  # the last should_checkpoint(step)
+CHECKPOINT_AT = 1128  # written by the agent: the step at which all ranks save, plus one; 0: not agreed
 SIZE = 4096
 STACKS_AT = 4096  # repeated in bootstrap.py, which imports nothing of the package
 
@@ -65,6 +69,7 @@ TIME = struct.Struct("@d")
 PID = struct.Struct("@q")
 MOMENT = struct.Struct("@qdd")  # of a heartbeat: step, time, seconds in checkpoint sections by then
 SAVED = struct.Struct("@ddqd")  # seconds: all, since heartbeat number ...; when the current one began, or 0
+ASKED = struct.Struct("@qd")  # the step plus one, 0: never; seconds per step
 _LARGEST = 1 << 62  # step
 _ALL = struct.Struct(f"@8sqqdqddBBB5x{SECTION_BYTES}s")
 
@@ -197,6 +202,17 @@ class Boards:
     def calls_wait_for_rank(self, rank: int) -> bool:
         """Whether the worker has called it: its next incarnation can be prepared up to there."""
         return os.pread(self._fds[rank], 1, WAITS_AT) == b"\1"
+
+    def asked(self, rank: int) -> RankPace | None:
+        """The last step for which this rank called should_checkpoint, and its pace; None: it has not."""
+        from phalanx.core.checkpoint_step import RankPace
+
+        step, pace = ASKED.unpack(os.pread(self._fds[rank], ASKED.size, ASKED_AT))
+        return RankPace(step - 1, pace) if step > 0 else None
+
+    def set_checkpoint_step(self, rank: int, step: int) -> None:
+        """The step from which on should_checkpoint(step) is true."""
+        os.pwrite(self._fds[rank], PID.pack(min(step, _LARGEST) + 1), CHECKPOINT_AT)
 
     def set_preempted(self, rank: int) -> None:
         """Make the worker save a checkpoint and exit."""

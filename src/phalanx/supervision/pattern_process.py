@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from select import POLLHUP, POLLIN, poll
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from phalanx.core.progress import is_finite
 from phalanx.kernel import die_with_parent
 from phalanx.logs.inotify import Watcher
+from phalanx.logs.log_layout import data_at
 from phalanx.supervision.expected_output import PAGE, TASK
 
 _BLOCK = 64 * 1024
@@ -64,10 +66,7 @@ class SearchedFile:
 
     def _skip_hole(self) -> bool:
         """What was rotated away before it was searched reads as zeros; whether there was such a hole."""
-        try:
-            start = os.lseek(self.fd, self._offset, os.SEEK_DATA)
-        except OSError:
-            return False
+        start = data_at(self.fd, self._offset)
         skipped = start > self._offset
         if skipped:
             self._offset, self._rest = start, b""
@@ -179,3 +178,7 @@ def main(page: int) -> None:
         PatternSearch(page, task).run()
     except (PatternTooSlow, BrokenPipeError):
         pass
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

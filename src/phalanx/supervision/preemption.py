@@ -12,6 +12,10 @@ workers by another one (`stop_signal`).
 
 A preemption is the job's: the round carries it to all nodes (core.rounds), and their agents stop their
 workers in the same way, once, whichever comes first: the announcement of another node or their own signal.
+
+Each agent then reports how far its ranks are, through the round's store; the first one collects the reports,
+picks the step at which all ranks save (core.checkpoint_step) and publishes it. A node that does not report in
+time is not waited for.
 """
 
 from __future__ import annotations
@@ -22,8 +26,12 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from typing import Any
 
+    from phalanx.agent.spec import WorkerGroup
+    from phalanx.core.checkpoint_step import RankPace
     from phalanx.supervision.heartbeat import Boards
+    from phalanx.supervision.round_broadcast import RoundBroadcast
     from phalanx.workers.failure import ProcessFailure
     from phalanx.workers.worker_group import PContext
 
@@ -33,6 +41,99 @@ def stop_signal(preempt_signal: int) -> int:
     if preempt_signal != signal.SIGTERM:
         return signal.SIGTERM
     return signal.SIGINT if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else signal.SIGHUP
+
+
+REPORTS = 3.0
+"""Seconds for the other nodes to learn of the preemption and to report how far their ranks are."""
+
+
+class StepAgreement:
+    """One node's part in agreeing on the step at which all ranks save; used in the owner's thread."""
+
+    def __init__(
+        self,
+        boards: Boards,
+        group: WorkerGroup,
+        number: int,
+        post: Callable[[Callable[[], None]], None],
+        note: Callable[[str], None],
+    ) -> None:
+        """Begins at once; `number`: of the round."""
+        self._boards, self._group, self._note = boards, group, note
+        self._post: Callable[[Callable[[], None]], None] = lambda call: post(lambda: self._safely(call))
+        self._since = time.monotonic()
+        self._broadcast: RoundBroadcast | None = None
+        self._leader: int | None = None
+        self._closed = False
+        own = {rank: boards.asked(rank) for rank in range(boards.count)}
+        asked = [one for one in own.values() if one is not None]
+        self._node, self._nodes = group.group_rank or 0, group.group_world_size or 1
+        if self._nodes > 1:
+            from phalanx.supervision.round_broadcast import RoundBroadcast, supports_broadcast
+
+            if supports_broadcast(group.store):
+                self._broadcast = RoundBroadcast(
+                    group.store,
+                    f"phalanx/preemption/{number}/",
+                    lambda message: self._post(lambda: self._receive(message)),
+                )
+        if self._broadcast is None:
+            self._decide(asked)
+        else:
+            self._broadcast.put(f"asked/{self._node}", {"asked": [[one.step, one.pace] for one in asked]})
+            self._broadcast.publish({"node": self._node})
+
+    def close(self) -> None:
+        """The workers are gone."""
+        self._closed = True
+        if self._broadcast is not None:
+            self._broadcast.close()
+
+    def _safely(self, call: Callable[[], None]) -> None:
+        try:
+            if not self._closed:
+                call()
+        except (KeyError, TypeError, ValueError, OverflowError):
+            pass  # not from a node: the workers can write to the store of a static round, too
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        assert self._broadcast is not None
+        if "step" in message:
+            self._apply(int(message["step"]))
+        elif self._leader is None:  # the first report in the log, which is the same for all nodes
+            self._leader = int(message["node"])
+            if self._leader == self._node:
+                names = [f"asked/{node}" for node in range(self._nodes)]
+                self._broadcast.fetch(
+                    names, REPORTS, lambda found: self._post(lambda: self._collect(list(found.values())))
+                )
+
+    def _collect(self, reports: list[dict[str, Any]]) -> None:
+        from phalanx.core.checkpoint_step import RankPace
+
+        found = [(int(step), float(pace)) for report in reports for step, pace in report["asked"]]
+        self._decide([RankPace(step, pace) for step, pace in found])
+
+    def _decide(self, asked: list[RankPace]) -> None:
+        from phalanx.core.checkpoint_step import checkpoint_step
+
+        step = checkpoint_step(asked, time.monotonic() - self._since)
+        if self._broadcast is None:
+            self._apply(step)
+        else:
+            self._broadcast.publish({"step": step})
+
+    def _apply(self, step: int) -> None:
+        late = []
+        for rank in range(self._boards.count):
+            self._boards.set_checkpoint_step(rank, step)
+            asked = self._boards.asked(rank)
+            if asked is not None and asked.step >= step:
+                late.append(self._group.workers[rank].global_rank)
+        if late:
+            from phalanx.core.failures import ranks_text
+
+            self._note(f"preemption: {ranks_text(late)} had passed step {step}, at which the others save")
 
 
 class Preemption:
@@ -64,8 +165,17 @@ class Preemption:
         self.under_way = False
         self._told = set()
 
-    def stop(self, context: PContext, boards: Boards, grace: float, note: Callable[[str], None]) -> None:
-        """Let the workers save a checkpoint and exit; stop them after the grace period."""
+    def stop(
+        self,
+        context: PContext,
+        boards: Boards,
+        grace: float,
+        note: Callable[[str], None],
+        agree: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Let the workers save a checkpoint and exit; stop them after the grace period.
+
+        `agree` begins to agree with the other nodes on the step at which they save."""
         from phalanx.supervision.stacks import catches
 
         if self.under_way:  # they know; another signal could end a worker that saves
@@ -82,6 +192,7 @@ class Preemption:
             return
         for rank in running:
             boards.set_preempted(rank)
+        agree()
         if handlers:
             context.send_signal(self.signal, handlers, alone=True)
         context.ask_stop(0, grace)

@@ -12,7 +12,7 @@ from phalanx.agent.agent_services import NodeCheck, Services
 from phalanx.core.group_events import RoundFailed
 from phalanx.supervision.hang_detector import HangDetector
 from phalanx.supervision.incident_log import IncidentLog
-from phalanx.supervision.preemption import Preemption
+from phalanx.supervision.preemption import Preemption, StepAgreement
 from phalanx.supervision.trace_sockets import TraceSockets
 
 TYPE_CHECKING = False
@@ -58,6 +58,8 @@ class Supervision:
         """Called with a host of a round that is to be replaced by a spare, and why; empty: no longer."""
         self._post: Callable[[Any], None] = lambda _event: None
         self._boards: Boards | None = None
+        self._round: tuple[WorkerGroup, int] | None = None  # of the last start
+        self._agreement: StepAgreement | None = None  # on the step at which preempted workers save
         self.final: list[BoardSnapshot] = []  # the boards when all was over
 
     # -- over the whole run -------------------------------------------------------------------------
@@ -91,6 +93,7 @@ class Supervision:
         if self.node_check is not None:
             self.node_check.close()
         self._end_detector()
+        self._end_agreement()
         if self._boards is not None:
             self.final = self.snapshots()
             self._boards.close()
@@ -157,6 +160,7 @@ class Supervision:
         """New boards for a start, with the steps reached before; those of the last one are given back."""
         from phalanx.supervision.heartbeat import Boards
 
+        self._end_agreement()
         if self._boards is not None:
             self._boards.close()
         self._boards = Boards(count, self.preemption.signal)
@@ -170,6 +174,7 @@ class Supervision:
         """These workers run now, in this round; `host` is this node's name among the others."""
         self._end_detector()
         assert self._boards is not None, "boards come before workers"
+        self._round = group, number
         self.detector = HangDetector(
             context,
             self._boards,
@@ -224,9 +229,19 @@ class Supervision:
     def stop(self, context: PContext, sig: int, grace: float) -> None:
         """Stop the workers; when it is for a preemption, let them checkpoint and leave by themselves."""
         if self._boards is not None and self.preemption.announced_by(sig):
-            self.preemption.stop(context, self._boards, grace, self.incidents.note)
+            self.preemption.stop(context, self._boards, grace, self.incidents.note, self._agree)
         else:
             context.ask_stop(sig, grace)
+
+    def _agree(self) -> None:
+        if self._boards is not None and self._round is not None:
+            group, number = self._round
+            self._agreement = StepAgreement(self._boards, group, number, self._post, self.incidents.note)
+
+    def _end_agreement(self) -> None:
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
 
     def remind(self, context: PContext) -> None:
         """A stop takes long: a worker may have missed that it is a preemption."""

@@ -217,7 +217,7 @@ class ImportValues:
             elif _is_address(value):
                 return 0
             else:
-                kind = self._clocks.kind(value) if value > 1000 else ""
+                kind = self._clocks.kind(value) if value > 60 else ""  # a machine may be up for minutes only
             if kind and (path := _written(place)):
                 self._again.append(f"{kind} {path}")
                 return 1

@@ -14,6 +14,7 @@ import select
 import time
 
 from phalanx import kernel
+from phalanx.environment import socket_scope
 from phalanx.warm.kept_zygote import KeptTerms, peer_of
 from phalanx.warm.launch_key import launch_key, name_of
 from phalanx.zygote.channel import Channel
@@ -225,7 +226,7 @@ def converse(sock: _socket.socket, message: tuple[Any, ...], patience: float) ->
 
 def names() -> list[str]:
     """The kept zygotes of this user, from the kernel's own list."""
-    prefix = f"@phalanx-kept/{os.geteuid()}/"
+    prefix = f"@phalanx-kept/{socket_scope()}"
     lines = kernel.read_text("/proc/net/unix").splitlines()
     words = [line.split() for line in lines if prefix in line]
     # The flag of a socket that accepts: the connection of one that is in use has the same name.

@@ -12,6 +12,7 @@ import os
 import sys
 
 from phalanx import kernel
+from phalanx.environment import socket_scope
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def name_of(program: str) -> str:
     data = "|".join([what, *(part for part in rest if "@" not in part)]).encode("utf-8", "surrogateescape")
     shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in os.path.basename(what))
     place = f"{zlib.crc32(data):08x}{zlib.adler32(data):08x}"
-    return f"\0phalanx-kept/{os.geteuid()}/{place}/{shown.replace(' ', '?')[-40:]}"
+    return f"\0phalanx-kept/{socket_scope()}{place}/{shown.replace(' ', '?')[-40:]}"
 
 
 def _is_passing(name: str) -> bool:

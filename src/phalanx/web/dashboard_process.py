@@ -20,6 +20,7 @@ import sys
 from phalanx.core.record import Record
 from phalanx.environment import without_secrets
 from phalanx.errors import PhalanxError
+from phalanx.python_command import python_command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 MISSING = "needs the packages starlette and uvicorn; install phalanx[dashboard]"
-# As with -P, which Python 3.10 lacks: nothing is imported from the current directory.
-_COMMAND = (
-    "import sys; sys.path[:] = filter(None, sys.path); "
-    "import runpy; runpy.run_module('phalanx.web.dashboard', run_name='__main__')"
-)
 _BACKLOG = 128
 _LAST_WORDS = 5.0  # seconds at most, in which viewers are told of the end; without viewers none
 _VANISHED = 60_000  # milliseconds that sent data may stay unread
@@ -153,7 +149,7 @@ class DashboardProcess:
         listener = self._listener
         assert listener is not None
         process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, str(listener.fileno())],
+            python_command("phalanx.web.dashboard", str(listener.fileno())),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

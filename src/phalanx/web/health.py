@@ -47,7 +47,8 @@ class HealthServer:
         pages: Mapping[str, Callable[[str], Page]] | None = None,
     ) -> None:
         """`pages` make a text of what the client says it can read; they are asked for, unlike the others."""
-        self._address = (host or LOOPBACK, port)
+        self.host = host or LOOPBACK
+        self._address = (self.host, port)
         self._pages = pages or {}
         self._answers = {"/healthz": live, "/": live, "/readyz": ready or live}
         self._server: _Server | None = None

@@ -2,7 +2,8 @@
 
 prometheus-client is optional and takes longer to import than everything that starts a worker, so it is
 imported by the first request. Names, units and labels follow Prometheus' conventions; docs/monitoring.md
-lists them. Labels are few and bounded: ranks of this node, and words of ours.
+lists them. Labels are few and bounded: the run id, ranks of this node, and words of ours. A recovery of the
+job is counted by each of its nodes: a rule takes the maximum by run_id, not the sum.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core.goodput import CATEGORIES, PRODUCTIVE
+from phalanx.core.goodput import LOST, PRODUCTIVE, RUNNING
 from phalanx.core.record import Record
 
 if TYPE_CHECKING:
@@ -38,14 +39,14 @@ class RankSample(Record):
 
 
 class MetricsSample(Record):
-    """An agent at one moment; `seconds` are rank-seconds by category."""
+    """An agent at one moment; `seconds`: rank-seconds by category, `goodput`: None without heartbeats."""
 
     run_id: str
     name: str
     role: str
     host: str
     since: float
-    goodput: float
+    goodput: float | None
     seconds: dict[str, float]
     restarts: dict[tuple[str, str], int]
     recovery: dict[str, DurationCounts]
@@ -60,9 +61,7 @@ class MetricsSample(Record):
 class MetricsPage:
     """Answers requests for `/metrics`, in the threads of the health server."""
 
-    def __init__(
-        self, sample: Callable[[], MetricsSample], post: Callable[[Callable[[], None]], None]
-    ) -> None:
+    def __init__(self, sample: Callable[[], Any], post: Callable[[Callable[[], None]], None]) -> None:
         """`sample` runs in the owner's thread, which `post` reaches."""
         self._sample, self._post = sample, post
         self._lock = threading.Lock()
@@ -81,11 +80,14 @@ class MetricsPage:
             sample = self._fresh_sample()
             if sample is None:
                 return 503, "text/plain; charset=utf-8", b"the agent does not respond\n"
-            seconds = self._grown(sample.seconds)
+            collector = self._collector(sample)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(SampleCollector(sample, seconds))
+        registry.register(collector)
         encode, kind = exposition.choose_encoder(accept)
         return 200, kind, encode(registry)
+
+    def _collector(self, sample: MetricsSample) -> Any:
+        return SampleCollector(sample, self._grown(sample.seconds))
 
     def _fresh_sample(self) -> MetricsSample | None:
         if self._last is not None and time.monotonic() - self._taken_at < _FRESH:
@@ -128,18 +130,20 @@ class SampleCollector:
         self._sample, self._seconds = sample, seconds
 
     def collect(self) -> Iterator[Any]:
-        """All metrics."""
-        yield from self._job()
-        yield from self._time()
-        yield from self._incidents()
-        yield from self._workers()
-        yield from self._rest()
+        """All metrics, with the run id: the nodes of one job are several instances."""
+        for part in (self._job, self._time, self._incidents, self._workers, self._rest):
+            for family in part():
+                family.samples = [
+                    one._replace(labels={"run_id": self._sample.run_id, **one.labels})
+                    for one in family.samples
+                ]
+                yield family
 
     def _job(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
         one = self._sample
-        about = {"run_id": one.run_id, "name": one.name, "role": one.role, "node": one.host}
+        about = {"name": one.name, "role": one.role, "node": one.host}
         yield InfoMetricFamily("phalanx_job", "The job and the node of this agent.", value=about)
         yield GaugeMetricFamily(
             "phalanx_start_time_seconds", "When the agent started, in seconds since 1970.", value=one.since
@@ -153,29 +157,36 @@ class SampleCollector:
     def _time(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        yield GaugeMetricFamily(
-            "phalanx_goodput_ratio",
-            "Part of all rank-seconds of this node since its start that were productive.",
-            value=self._sample.goodput,
-        )
+        if self._sample.goodput is not None:
+            yield GaugeMetricFamily(
+                "phalanx_goodput_ratio",
+                "Part of all rank-seconds of this node since its start that were productive.",
+                value=self._sample.goodput,
+            )
         yield CounterMetricFamily(
             "phalanx_productive_seconds",
             "Rank-seconds of this node that were productive.",
             value=self._seconds.get(PRODUCTIVE, 0.0),
         )
-        lost = CounterMetricFamily(
-            "phalanx_lost_seconds", "Rank-seconds of this node that were not productive.", labels=["reason"]
+        yield CounterMetricFamily(
+            "phalanx_running_seconds",
+            "Rank-seconds of this node that were not lost, if no rank has sent a heartbeat.",
+            value=self._seconds.get(RUNNING, 0.0),
         )
-        for name in CATEGORIES:
-            if name != PRODUCTIVE:
-                lost.add_metric([name], self._seconds.get(name, 0.0))
+        lost = CounterMetricFamily(
+            "phalanx_lost_seconds", "Rank-seconds of this node that were lost.", labels=["reason"]
+        )
+        for name in LOST:
+            lost.add_metric([name], self._seconds.get(name, 0.0))
         yield lost
 
     def _incidents(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
         restarts = CounterMetricFamily(
-            "phalanx_restarts", "Recoveries that began on this node.", labels=["cause", "kind"]
+            "phalanx_restarts",
+            "Recoveries of the job that this node took part in; every node counts them.",
+            labels=["cause", "kind"],
         )
         for (cause, kind), count in sorted(self._sample.restarts.items()):
             restarts.add_metric([cause, kind], count)

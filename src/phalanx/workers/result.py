@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False
@@ -41,17 +39,6 @@ class RunProcsResult(Record, frozen=False):
 
 def tail_of(path: str) -> str:
     """The last lines of a log file, for the report."""
-    if not path:
-        return ""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            data = file.read(_TAIL_BYTES)
-    except OSError:
-        return ""
-    text = data.lstrip(b"\0")  # a rotated log begins with a hole
-    lines = text.decode("utf-8", "replace").splitlines()
-    if size > _TAIL_BYTES and len(lines) > 1 and len(text) == len(data):
-        lines = lines[1:]  # the first one is cut
-    return "\n".join(lines[-_TAIL_LINES:])
+    from phalanx.logs.log_layout import tail
+
+    return "\n".join(tail(path, _TAIL_BYTES).splitlines()[-_TAIL_LINES:])

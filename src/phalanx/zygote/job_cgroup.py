@@ -1,12 +1,11 @@
-"""The last net: a control group for the workers of one set of helpers, ended with `cgroup.kill`.
+"""The last net: a control group for one zygote and all that it forks, ended with `cgroup.kill`.
 
 It catches what the subreapers cannot: descendants of workers that left their session when zygote and keeper
 died, and processes that fork faster than they can be killed one by one. It exists where control groups of
 version 2 can be written (root outside of most containers, delegated groups), and does nothing elsewhere.
 
-Moving a process waits for the kernel for about 12 ms, so the keeper does it, a second after the start, beside
-the work: first the zygote, whose later forks are then inside, and then what it has forked by then. Short jobs
-never pay for it.
+Workers are inside from their first instruction. Moving a process waits for the kernel for about 15 ms, which
+a launch cannot spare, so the keeper creates the zygote in the group (`CLONE_INTO_CGROUP`).
 
 The name carries the keeper's identity, so that whichever process is left (the keeper, the zygote, the agent,
 or the keeper of a later launch) recognizes groups whose keeper is dead, and kills what is in them.
@@ -19,7 +18,6 @@ import os
 from phalanx import kernel
 
 _PREFIX = "phalanx"
-_ROUNDS = 8  # looks for processes that were forked while others were moved
 
 
 def base() -> str:
@@ -70,88 +68,90 @@ class JobCgroup:
         self._path = path
 
     @classmethod
-    def make(cls, zygote: int) -> JobCgroup | None:
-        """Create it and move the zygote and its descendants into it; None where that is not possible."""
+    def make(cls) -> JobCgroup | None:
+        """None where that is not possible."""
         parent = base()
         if not parent:
             return None
         path = os.path.join(parent, _name(os.getpid(), _started(os.getpid())))
-        group = cls(path)
         try:
             os.mkdir(path, 0o700)
-            _move(path, zygote)
         except OSError:
-            remove(path)
             return None
-        for _ in range(_ROUNDS):
-            outside = group._outside(zygote)
-            if not outside:
-                break
-            for pid in outside:
-                try:
-                    _move(path, pid)
-                except OSError:
-                    pass  # it has exited
-        return group
+        return cls(path)
 
-    def _outside(self, zygote: int) -> list[int]:
-        """Descendants of the zygote that are not in the group; a /proc scan."""
-        inside = set(kernel.read_text(os.path.join(self._path, "cgroup.procs")).split())
-        parents: dict[str, list[str]] = {}
-        for entry in kernel.list_dir("/proc"):
-            fields = kernel.stat_fields(entry) if entry.isdigit() else None
-            if fields and fields[0] not in "ZX":
-                parents.setdefault(fields[1], []).append(entry)
-        found, look = [], [str(zygote)]
-        while look:
-            below = parents.get(look.pop(), [])
-            look += below
-            found += [int(pid) for pid in below if pid not in inside]
-        return found
+    def fork(self) -> int:
+        """As os.fork, with the child in the group.
 
-    def dissolve(self, zygote: int) -> bool:
-        """Move the zygote, which is alone in it, back to where it came from; whether the group is gone."""
-        try:
-            _move(os.path.dirname(self._path), zygote)
-        except OSError:
-            return False
-        return remove(self._path)
+        Python and libc do not know of a process that is cloned by a system call: it only forks another one,
+        which the caller, a subreaper, adopts."""
+        read, write = os.pipe()
+        group = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        middle = kernel.clone_into(group)
+        if middle == 0:
+            pid = _fork_on(write)
+        elif middle > 0:
+            os.waitpid(middle, 0)
+        for fd in (group, write):
+            os.close(fd)
+        if middle > 0:
+            pid = int(os.read(read, 16) or -1)
+        os.close(read)
+        if middle < 0 or pid < 0:  # clone3 is not permitted here, say
+            pid = os.fork()
+            if pid == 0:
+                _write(self._path, "cgroup.procs", b"0")
+        return pid
 
-    def kill(self) -> None:
-        """Kill everything in it, and remove it when it is empty."""
-        kill(self._path)
-        remove(self._path)
+    def is_gone(self) -> bool:
+        """Remove it if nothing is left in it, else kill what is."""
+        return remove(self._path) or kill(self._path)
 
 
-def _move(path: str, pid: int) -> None:
-    """Move a process into a control group."""
-    fd = os.open(os.path.join(path, "cgroup.procs"), os.O_WRONLY | os.O_CLOEXEC)
+def _fork_on(answer: int) -> int:
+    """In the middle process: fork the one that counts, and exit; returns in that one, when it is adopted."""
+    middle = os.getpid()
     try:
-        os.write(fd, str(pid).encode())
+        pid = os.fork()
+        if pid:
+            os.write(answer, str(pid).encode())
+    except BaseException:  # noqa: BLE001 - the caller finds no answer
+        os._exit(1)
+    if pid:
+        os._exit(0)
+    while os.getppid() == middle:
+        os.sched_yield()
+    return 0
+
+
+def _write(path: str, file: str, text: bytes) -> bool:
+    try:
+        fd = os.open(os.path.join(path, file), os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.write(fd, text) > 0
+    except OSError:
+        return False
     finally:
         os.close(fd)
 
 
-def kill(path: str) -> None:
-    """Kill every process of a control group; no fork escapes."""
-    try:
-        fd = os.open(os.path.join(path, "cgroup.kill"), os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        os.write(fd, b"1")
-    except OSError:
-        pass
-    finally:
-        os.close(fd)
+def kill(path: str) -> bool:
+    """Kill every process of a control group, and remove it when it is empty; whether it is gone.
+
+    Frozen first: on some kernels, a fork that is under way escapes the kill. It stays frozen until the next
+    kill."""
+    _write(path, "cgroup.freeze", b"1")
+    _write(path, "cgroup.kill", b"1")
+    return remove(path)
 
 
 def kill_own() -> None:
-    """For a zygote that is the last one left: kill everything in its group, itself included."""
-    where = kernel.read_text("/proc/self/cgroup").rpartition("0::")[2].strip()
-    name = os.path.basename(where)
+    """For a zygote that is the last one left: leave its group, and kill everything in it."""
+    name = os.path.basename(kernel.read_text("/proc/self/cgroup").rpartition("0::")[2].strip())
     parent = base() if name.startswith(_PREFIX + "-") else ""
-    if parent:
+    if parent and _write(parent, "cgroup.procs", b"0"):  # a process that freezes itself kills nothing
         kill(os.path.join(parent, name))
 
 
@@ -179,6 +179,5 @@ def sweep(lost: int = 0) -> bool:
         keeper, _, started = name[len(ours) :].partition("-")
         if keeper.isdigit() and (int(keeper) == lost or _started(int(keeper)) != started):
             path = os.path.join(parent, name)
-            kill(path)
-            clear = remove(path) and clear
+            clear = kill(path) and clear
     return clear

@@ -1,10 +1,11 @@
 """The keeper: the parent of the zygote, which kills what a dead agent or zygote leaves behind.
 
-It is idle during normal operation, except for one wake-up after a second (job_cgroup.py). When the agent is
-gone, the zygote gets a moment to kill all processes, and so it does at the end of the node's lease. When the
-zygote is gone (or takes too long, or is stopped), the keeper kills every process that has become its own
-child: it is a subreaper, so it adopts descendants of dead workers, however often they forked or called
-setsid. It is forked from the same small interpreter as the zygote and shares its pages.
+It is idle during normal operation. When the agent is gone, the keeper kills the zygote's control group
+(job_cgroup.py). Where there is none, the zygote gets a moment to kill all processes, and so it does at the
+end of the node's lease. When the zygote is gone (or takes too long, or is stopped), the keeper kills every
+process that has become its own child: it is a subreaper, so it adopts descendants of dead workers, however
+often they forked or called setsid. It is forked from the same small interpreter as the zygote and shares its
+pages.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 
 from phalanx import kernel
 from phalanx.zygote.channel import Channel
+from phalanx.zygote.job_cgroup import JobCgroup, sweep
 from phalanx.zygote.launch_watch import LaunchWatch
 from phalanx.zygote.rawsignal import signal
 from phalanx.zygote.zygote import Become, Zygote, has_children, kill_everything, reap
@@ -24,7 +26,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-    from phalanx.zygote.job_cgroup import JobCgroup
     from phalanx.zygote.lease_timer import LeaseWitness
     from phalanx.zygote.zygote import Runner
 
@@ -43,7 +44,6 @@ KEEPER = "worker-keeper"
 ZYGOTE = "worker-zygote"
 
 _OOM_SCORE = -900  # the keeper is small, and cleans up after all others
-_NET_AFTER = 1.0  # seconds after the start of a zygote: short jobs do without a control group
 
 
 def main(
@@ -84,8 +84,8 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
     wishes = PreloadList(wishes_fd)
     while True:
         reports, reports_write = os.pipe()
-        zygote = os.fork()
-        if zygote == 0:
+        net = LastNet()
+        if net.zygote == 0:
             signal.set_wakeup_fd(-1)
             launch.close()
             for fd in (wake_read, wake_write, reports):
@@ -94,7 +94,7 @@ def _main(sock_fd: int, agent: int, runner: Runner | None, wishes_fd: int | None
         os.close(reports_write)
         kernel.set_name(KEEPER)
         adjust_oom_score(_OOM_SCORE)
-        net = LastNet(zygote)
+        sweep()
         again = ZygoteWatch(net, launch, wake_read, reports, wishes, sock_fd).wait()
         os.close(reports)
         net.close()
@@ -158,34 +158,18 @@ def _terms(sock_fd: int) -> tuple[Any, ...]:
 
 
 class LastNet:
-    """The control group of the zygote and its workers, made when it is known that the job is not short."""
+    """A zygote, forked on construction, and its control group, where there is one."""
 
-    def __init__(self, zygote: int) -> None:
-        self.zygote = zygote
-        self._group: JobCgroup | None = None
-        self.due: float | None = time.monotonic() + _NET_AFTER
-
-    def make(self) -> None:
-        """Make it, and clear what dead keepers left in theirs."""
-        from phalanx.zygote.job_cgroup import JobCgroup, sweep
-
-        self.due = None
-        sweep()
-        self._group = JobCgroup.make(self.zygote)
-
-    def dissolve(self) -> None:
-        """The zygote is kept, without workers: it belongs to no job until the next launch."""
-        self.due = None
-        group, self._group = self._group, None
-        if group is not None and not group.dissolve(self.zygote):
-            os.kill(self.zygote, signal.SIGKILL)  # a launch could not tell why its workers are there
+    def __init__(self) -> None:
+        self._group = JobCgroup.make()
+        self.zygote = os.fork() if self._group is None else self._group.fork()
+        self.grace = _ZYGOTE_GRACE if self._group is None else 0.0  # the group ends all of them at once
 
     def close(self) -> None:
         """The zygote is gone: kill what is left."""
-        if self._group is not None:
-            self._group.kill()
+        if self._group is not None and not self._group.is_gone():
             kill_everything([])  # reap what was adopted: the group cannot be removed before
-            self._group.kill()
+            self._group.is_gone()
 
 
 def adjust_oom_score(score: int) -> None:
@@ -292,14 +276,12 @@ class ZygoteWatch:
             elif agent is not None and agent in ready:
                 self._poll.unregister(agent)
                 self._agent = None
-                self._kill_at = time.monotonic() + _ZYGOTE_GRACE
+                self._kill_at = time.monotonic() + self._net.grace
             if self._wake_read in ready and CLEAR_NOW in os.read(self._wake_read, 4096):
                 self._kill_at = time.monotonic()
             now = time.monotonic()
             if self._importing and now >= self._late_at:
                 self._end_import(now)
-            if self._net.due is not None and now >= self._net.due and self._kill_at is None:
-                self._net.make()
             ended = {pid for pid, _ in reap()}
             self._imports = [pid for pid in self._imports if pid not in ended]
             gone = self._net.zygote in ended or not has_children()
@@ -311,7 +293,7 @@ class ZygoteWatch:
     def _patience(self) -> float | None:
         """For `poll`."""
         lease = None if self._lease is None else self._lease.due
-        times = [when for when in (self._kill_at, self._net.due, lease) if when is not None]
+        times = [when for when in (self._kill_at, lease) if when is not None]
         times += [self._late_at] if self._importing else []
         return max(0.0, min(times) - time.monotonic()) * 1000 + 0.999 if times else None
 
@@ -356,13 +338,9 @@ class ZygoteWatch:
                 self._poll.unregister(self._launch.fileno())
             elif what == "leased":
                 self._watch_lease(fds)
-            elif what == "kept":
-                if self._sock_fd >= 0:
-                    os.close(self._sock_fd)
-                    self._sock_fd = -1
-                self._net.dissolve()
-            elif what == "adopted":
-                self._net.due = time.monotonic() + _NET_AFTER
+            elif what == "kept" and self._sock_fd >= 0:
+                os.close(self._sock_fd)
+                self._sock_fd = -1
         self._watch_agent()
 
     def _watch_lease(self, fds: list[int]) -> None:

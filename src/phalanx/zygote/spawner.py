@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _PROGRAM = (
-    "import sys; sys.path.insert(0, {root!r}); from phalanx.zygote.keeper import close_others, main; "
+    "import sys; sys.path[:] = [{root!r}, *filter(None, sys.path)]; "  # not the current directory
+    "from phalanx.zygote.keeper import close_others, main; "
     "close_others({fd}); main({fd}, {agent}{more})"
 )
 _WISHES_FD = 4  # and the list of modules to import

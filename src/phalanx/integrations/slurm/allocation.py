@@ -132,7 +132,9 @@ class _Allocation:
         self._take("rdzv_backend", "phalanx", "SLURM_JOB_ID")
         self._take("rdzv_endpoint", self._endpoint(), self._list_name)
         name = self._name(mine)
-        return self._found({"is_host": str(int(rank == 0)), **({"name": name} if name else {})})
+        # srun starts each task once: a lost node does not come back.
+        conf = {"is_host": str(int(rank == 0)), "all_nodes": str(tasks)}
+        return self._found({**conf, **({"name": name} if name else {})})
 
     def _found(self, conf: dict[str, str]) -> Surroundings:
         lasting = run_id({**self._environ, "SLURM_RESTART_COUNT": "0"})

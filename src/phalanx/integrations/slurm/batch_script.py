@@ -1,9 +1,10 @@
 """The sbatch script of `phalanx slurm submit`: pure text, made to be read and edited.
 
-One agent for each node, and one for each spare. Slurm must not end the job because a node is lost
-(`--no-kill`) or an agent has failed (`--kill-on-bad-exit=0`, `--wait=0`): the agents decide. The notice
-before the time limit goes to the batch step alone (`--signal=B:`), which passes it on as the preemption
-signal; it is USR2, because NCCL handles USR1.
+One agent for each node, and one for each spare. Slurm must not end the job because an agent has failed
+(`--kill-on-bad-exit=0`, `--wait=0`), nor because a node is lost if the job can go on without it
+(`--no-kill`): the agents decide. The notice before the time limit goes to the batch step alone
+(`--signal=B:`), which passes it on as the preemption signal. That is SIGTERM, which Slurm itself sends to
+jobs that it preempts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import shlex
 
 from phalanx.core.record import Record
+from phalanx.integrations.slurm.requeue import PREEMPT_SIGNAL
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def batch_script(job: BatchJob, written_by: Sequence[str]) -> str:
         "ntasks-per-node": "1",
         "output": file,
         "open-mode": "append",
-        "no-kill": None,
+        **({"no-kill": None} if _outlives_nodes(job) else {}),
         "requeue" if job.requeues else "no-requeue": None,
         "signal": f"B:{NOTICE_SIGNAL}@{job.notice}",
     }
@@ -61,16 +63,23 @@ def batch_script(job: BatchJob, written_by: Sequence[str]) -> str:
         f"#SBATCH --{name}" + (f"={value}" if value is not None else "") for name, value in options.items()
     ]
     per_task = f" --cpus-per-task={given['cpus-per-task']}" if given.get("cpus-per-task") else ""
-    phalanx = shlex.join(job.phalanx)
+    srun = "srun --kill-on-bad-exit=0 --wait=0" + " --no-kill" * _outlives_nodes(job)
     run = [*_run_words(job), job.script, *job.script_args]
     lines += [
         "",
+        f"phalanx=({shlex.join(job.phalanx)})",
         "# The batch step passes the notice on, and requeues the job if its end says that this may help.",
-        f"exec {phalanx} slurm batch --requeues {job.requeues} --wait {_grace(job) + _WAIT} -- \\",
-        f"    srun --kill-on-bad-exit=0 --wait=0 --no-kill --cpu-bind=none{per_task} \\",
-        f"    {phalanx} run {shlex.join(run)}",
+        f'exec "${{phalanx[@]}}" slurm batch --requeues {job.requeues} --wait {_grace(job) + _WAIT} -- \\',
+        f"    {srun} --cpu-bind=none{per_task} \\",
+        f'    "${{phalanx[@]}}" run {shlex.join(run)}',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _outlives_nodes(job: BatchJob) -> bool:
+    """Whether the job may go on when a node is lost: it has spares, or a number of nodes of its own."""
+    given = [word.partition("=")[0].replace("_", "-") for word in job.run_words]
+    return job.spares > 0 or "--nnodes" in given
 
 
 def _run_words(job: BatchJob) -> list[str]:
@@ -78,7 +87,7 @@ def _run_words(job: BatchJob) -> list[str]:
     words: list[str] = []
     if job.spares:
         words += ["--nnodes", str(job.nodes)]
-    given = ["--preempt-signal", f"SIG{NOTICE_SIGNAL}", "--grace", str(_grace(job))]
+    given = ["--preempt-signal", PREEMPT_SIGNAL.name, "--grace", str(_grace(job))]
     return [*words, *given, *job.run_words]
 
 

@@ -59,7 +59,9 @@ class JobRecord:
         write_trusted(os.path.join(self.path, "job.json"), json.dumps(what).encode())
 
     def add_attempt(self, what: Mapping[str, Any]) -> None:
-        """Add how an attempt ended."""
+        """Add how an attempt ended; the first word on an attempt counts."""
+        if any(known.get("attempt") == what.get("attempt") for known in self.attempts()):
+            return
         line = json.dumps(what).encode() + b"\n"
         path = os.path.join(self.path, "attempts.jsonl")
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

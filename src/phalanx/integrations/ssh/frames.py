@@ -1,17 +1,24 @@
-"""What starter and steward say to each other: a kind, a length, and bytes.
+"""The messages between starter and steward: a kind, a length, and bytes.
 
-From the starter: `J` the job as JSON, `S` a signal to pass on, `D` the end has been seen. From the steward:
-`o` and `e` what the agent wrote, `x` its exit code. The steward's stream begins with a line, because a login
-shell may have printed something before: `phalanx-steward 1 OFFSET`, where OFFSET counts the bytes of frames
-before it.
+From the starter: `J` the job as JSON, `A` it is alive (first as the answer to the greeting, then regularly),
+`S` a signal to pass on (its place in the order of all signals, and its number; a new connection repeats all),
+`D` the end has been seen. From the steward: `o` and `e` the agent's output, `x` its outcome as JSON. The
+steward's stream begins with a line, because a login shell may have printed something before:
+`phalanx-steward VERSION OFFSET`, where OFFSET counts the bytes of frames before it.
 """
 
 from __future__ import annotations
 
-GREETING = b"phalanx-steward 1 "
-_LONGEST = 1 << 20
+GREETING = b"phalanx-steward "
+VERSION = b"2"
+_LONGEST = 1 << 26  # an environment may have megabytes, and JSON writes some bytes as six
 _NOISE = 1 << 16  # bytes that a login shell may print
 _HEADER = 5
+
+
+def silence(patience: float) -> float:
+    """Seconds without a message after which a starter counts as gone; it sends one four times as often."""
+    return max(patience, 10.0)
 
 
 def frame(kind: bytes, data: bytes = b"") -> bytes:
@@ -56,11 +63,11 @@ class GreetingReader:
         end = self._buffer.find(b"\n", start) if start >= 0 else -1
         if end < 0:
             if len(self._buffer) > _NOISE:
-                raise ValueError("the login shell prints more than expected")
+                raise ValueError(f"the login shell prints more than {_NOISE} bytes before the agent starts")
             return b""
-        number = self._buffer[start + len(GREETING) : end]
-        if not number.isdigit():
-            raise ValueError("not a greeting of this version")
+        version, _, number = self._buffer[start + len(GREETING) : end].partition(b" ")
+        if version != VERSION or not number.isdigit():
+            raise ValueError("another version of Phalanx is installed there; every host needs the same one")
         self.offset = int(number)
         rest, self._buffer = self._buffer[end + 1 :], b""
         return rest

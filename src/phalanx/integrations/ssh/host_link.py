@@ -7,13 +7,17 @@ import os
 import shlex
 import signal
 import subprocess
+import threading
+import time
 
+from phalanx.integrations.outcomes import AgentOutcome, decoded
 from phalanx.integrations.ssh.frames import GreetingReader, LinkFrameReader, frame
 from phalanx.kernel import die_with_parent
+from phalanx.python_command import python_command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
     from phalanx.integrations.ssh.host_names import HostSlots
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 16
 _STEWARD = "phalanx.integrations.ssh.steward"
 _RETRY = 1.0  # seconds between two attempts to connect again
+_SLOW = 30.0  # seconds without an answer, after which a line names the host
 
 
 class Lines:
@@ -43,58 +48,75 @@ class Lines:
 
 
 class HostLink:
-    """One host: `code` is the agent's exit code once that is known; `lost` once the host is given up."""
+    """One host: `outcome` is the end of its agent once that is known; `lost` once the host is given up."""
 
     def __init__(
         self,
         host: HostSlots,
         ssh: Sequence[str],
-        python: str,
         job: Mapping[str, Any],
         *,
+        environ: Mapping[str, str],
+        handled: Iterable[int],
         say: Callable[[str], None],
         out: Callable[[bytes], None],
         err: Callable[[bytes], None],
     ) -> None:
+        """`environ`: of ssh; `handled`: signals of the starter, which reach ssh too on a terminal."""
         self.host = host
-        self._ssh, self._python, self._job = [*ssh, host.target], python, job
+        self._ssh, self._job = [*ssh, "--", host.target], job
+        self._environ, self._handled = environ, tuple(handled)
         self._say = say
         prefix = f"[{host.name}] ".encode()
         self._lines = {b"o": Lines(prefix, out), b"e": Lines(prefix, err)}
         self._errors = Lines(prefix, err)  # of ssh itself, and of a login shell
         self._process: subprocess.Popen[bytes] | None = None
-        self._unsent = b""
+        self._unsent = bytearray()
+        self._lock = threading.Lock()  # over ssh's stdin, where `beat` writes too
         self._seen = 0
         self._greeting = GreetingReader()
         self._frames = LinkFrameReader()
-        self._signals: list[int] = []  # before there is a connection to send them over
+        self._signals: list[int] = []  # all of them: a connection that ends may not have delivered the last
         self._lost_at: float | None = None
         self._again_at = 0.0
+        self._slow_at: float | None = None
         self.begun = False  # the agent was started
-        self.code: int | None = None
+        self.outcome: AgentOutcome | None = None
         self.lost = False
         self._connect([], frame(b"J", json.dumps(job).encode()))
 
     @property
     def open(self) -> bool:
         """Whether something is still to come from this host."""
-        return self.code is None and not self.lost
+        return self.outcome is None and not self.lost
+
+    @property
+    def gone(self) -> bool:
+        """Whether this host has left a job that goes on without it."""
+        return self.lost or (self.outcome is not None and not self.outcome.ends_job)
+
+    @property
+    def end(self) -> str:
+        """How it left, in words."""
+        return "not reached" if self.outcome is None else f"exit code {self.outcome.code}"
 
     @property
     def leaving(self) -> bool:
         """Whether the agent has ended, and the steward is about to."""
-        return self.code is not None and self._process is not None
+        return self.outcome is not None and self._process is not None
 
     def _connect(self, words: Sequence[str], first: bytes = b"") -> None:
-        command = "exec " + shlex.join([self._python, "-m", _STEWARD, *words])
+        command = "exec " + shlex.join(python_command(_STEWARD, *words))
         self._greeting = GreetingReader()
-        self._unsent = first
+        self._unsent = bytearray(first)
+        self._slow_at = time.monotonic() + _SLOW if first else None
         self._process = subprocess.Popen(
             [*self._ssh, command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            preexec_fn=_settle,
+            env=self._environ,
+            preexec_fn=self._settle,
         )
         for pipe in self._pipes():
             os.set_blocking(pipe, False)
@@ -118,7 +140,9 @@ class HostLink:
 
     def deadline(self) -> float | None:
         """When `look` is due."""
-        return self._again_at if self._process is None and self.open else None
+        if self._process is not None:
+            return self._slow_at
+        return self._again_at if self.open else None
 
     def look(self, ready: set[int], now: float) -> None:
         """Read, write, notice the end, and connect again."""
@@ -126,21 +150,39 @@ class HostLink:
             if self.open and now >= self._again_at:
                 self._connect([str(self._job["key"]), str(self._seen)])
             return
+        if self._slow_at is not None and now >= self._slow_at:
+            self._slow_at = None
+            self._say(f"{self.host.name}: no answer for {_SLOW:g} s from ssh or the login shell there")
         stdin, stdout, stderr = self._pipes()
         if stdin in ready:
-            self._write(stdin)
+            self._write()
         if stderr in ready and not self._read(stderr, self._errors.feed):
             ready = ready | {stdout}
-        if stdout in ready and not self._read(stdout, self._take):
-            self._ended(now)
-
-    def _write(self, fd: int) -> None:
         try:
-            self._unsent = self._unsent[os.write(fd, self._unsent) :]
+            if stdout in ready and not self._read(stdout, self._take):
+                self._ended(now)
+        except ValueError as error:
+            self._say(f"{self.host.name}: {error}")
+            self.give_up()
+
+    def _write(self, data: bytes = b"") -> None:
+        with self._lock:
+            self._unsent += data
+            if self._process is not None:
+                self._write_some(self._pipes()[0])
+
+    def beat(self) -> None:
+        """A sign of life; called in a thread, because the main one may have to wait for the terminal."""
+        if self._greeting.offset is not None and not self._unsent:
+            self._write(frame(b"A"))
+
+    def _write_some(self, fd: int) -> None:
+        try:
+            del self._unsent[: os.write(fd, self._unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent = b""  # the end of its output says why
+            self._unsent.clear()  # the end of its output says why
 
     def _read(self, fd: int, take: Callable[[bytes], None]) -> bool:
         """Whether there may be more."""
@@ -166,9 +208,9 @@ class HostLink:
         for kind, body in self._frames.feed(data):
             if kind in self._lines:
                 self._lines[kind].feed(body)
-            elif kind == b"x" and body:
-                self.code = body[0]
-                self._send(frame(b"D"))
+            elif kind == b"x":
+                self.outcome = decoded(json.loads(body))
+                self._write(frame(b"D"))
 
     def _greeted(self, begin: int) -> None:
         if self._lost_at is not None:
@@ -177,19 +219,17 @@ class HostLink:
         if begin != self._seen:
             self._frames = LinkFrameReader()
             self._seen = begin
-        self.begun, self._lost_at = True, None
-        for number in self._signals:
-            self._send(frame(b"S", bytes([number])))
-        self._signals = []
+        self.begun, self._lost_at, self._slow_at = True, None, None
+        self._write(frame(b"A"))
+        for place in range(len(self._signals)):
+            self._send_signal(place)
 
     def _ended(self, now: float) -> None:
         """ssh has ended: the agent has too, or the connection is lost, or there never was one."""
         assert self._process is not None
         self._read(self._pipes()[2], self._errors.feed)
         status = self._close()
-        for lines in (*self._lines.values(), self._errors):
-            lines.end()
-        if self.code is not None:
+        if self.outcome is not None:
             return
         name = self.host.name
         if not self.begun:
@@ -210,7 +250,8 @@ class HostLink:
         self._again_at = now + (_RETRY if self._lost_at != now else 0.0)
 
     def _close(self) -> int:
-        process, self._process = self._process, None
+        with self._lock:
+            process, self._process = self._process, None
         assert process is not None
         for pipe in (process.stdin, process.stdout, process.stderr):
             assert pipe is not None
@@ -218,22 +259,24 @@ class HostLink:
                 pipe.close()
             except BrokenPipeError:
                 pass
+        for lines in (*self._lines.values(), self._errors):
+            lines.end()
         code = process.wait()
         return 128 - code if code < 0 else code
 
     # -- what the starter asks for ---------------------------------------------------------------------
 
-    def _send(self, data: bytes) -> None:
-        self._unsent += data
-        if self._process is not None:
-            self._write(self._pipes()[0])
-
     def pass_on(self, number: int) -> None:
-        """A signal for the agent."""
+        """Send a signal to the agent; a host that has not answered yet is given up instead."""
+        if not self.begun:
+            self.give_up()
+            return
+        self._signals.append(number)
         if self._process is not None and self._greeting.offset is not None:
-            self._send(frame(b"S", bytes([number])))
-        else:
-            self._signals.append(number)
+            self._send_signal(len(self._signals) - 1)
+
+    def _send_signal(self, place: int) -> None:
+        self._write(frame(b"S", place.to_bytes(4, "big") + bytes([self._signals[place]])))
 
     def give_up(self) -> None:
         """End the connection; a steward that is left without one ends its agent in time."""
@@ -242,9 +285,8 @@ class HostLink:
             self._process.kill()
             self._close()
 
-
-def _settle() -> None:
-    """In the ssh process: Ctrl-C is the starter's to pass on, and ssh ends with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-    die_with_parent()
+    def _settle(self) -> None:
+        """In the ssh process: the starter passes these signals on, and ssh must outlive them for that."""
+        for number in self._handled:
+            signal.signal(number, signal.SIG_IGN)
+        die_with_parent()

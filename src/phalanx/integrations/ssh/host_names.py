@@ -66,14 +66,16 @@ def _host(word: str) -> HostSlots:
         name, bracket, rest = word[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):
             raise ValueError(f"{word!r}: write an IPv6 address as [::1] or [::1]:SLOTS")
-        return HostSlots(name, _number(rest[1:], word) if rest else 0)
-    name, colon, slots = word.rpartition(":")
-    if not colon or word.count(":") > 1:
-        name, slots = word, ""
-    # ssh would take a name that begins with a dash for an option.
-    if not name or name.startswith("-") or not name.isprintable() or " " in name:
+        slots = rest[1:]
+    else:
+        name, colon, slots = word.rpartition(":")
+        if not colon or word.count(":") > 1:
+            name, slots = word, ""
+    host = HostSlots(name, _number(slots, word) if slots else 0)
+    # ssh would take a name that begins with a dash for an option; a comma ends a name in --rdzv-conf.
+    if name.startswith("-") or host.name[:1] in ("", "-") or not name.isprintable() or set(" ,") & set(name):
         raise ValueError(f"{word!r} is not a host; write HOST or HOST:SLOTS")
-    return HostSlots(name, _number(slots, word) if colon and slots else 0)
+    return host
 
 
 def _number(text: str, whole: str) -> int:

@@ -8,15 +8,18 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
+import threading
 import time
 
-from phalanx.core.exit_codes import NO_MEETING, SIGNALED
-from phalanx.environment import carried_variables
-from phalanx.integrations.outcomes import AgentOutcome, job_code
+from phalanx.core.exit_codes import NO_MEETING, SIGNALED, SUCCESS
+from phalanx.environment import carried_variables, own_environment
+from phalanx.integrations.outcomes import job_code
+from phalanx.integrations.ssh.frames import silence
 from phalanx.integrations.ssh.host_link import HostLink
+from phalanx.integrations.ssh.questions import one_question_at_a_time
 from phalanx.options import BY_DEST, scan, usage_error
+from phalanx.python_command import python_command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,8 +32,9 @@ _PATIENCE = 60.0  # seconds that an agent runs on without a connection to the st
 _LOCAL = ("hosts", "hostfile", "ssh", "dry_run")
 _OURS = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "nproc_per_node")
 _LONGEST = 85  # bytes of a control socket's path, of the 107 that the system allows
-_FAREWELL = 5.0  # seconds for the stewards to end, once their agents have
-_LAST = 10.0  # seconds that the other hosts have to end after a second signal
+_DRAIN = 5.0  # seconds for the stewards to end, once their agents have
+_LAST = 10.0  # seconds that the other hosts have to end, beyond the grace period
+_CONNECT = 20  # seconds for a connection, where the configuration of ssh does not set a time
 
 
 def start(job: JobSpec, argv: Sequence[str], say: Callable[[str], None]) -> int:
@@ -55,26 +59,35 @@ class _Starter:
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self._wake_read, False)
         self._links: list[HostLink] = []
-        self._forced_at: float | None = None
+        self._signalled = 0  # the last signal of the user
+        self._hopeless_until: float | None = None  # too few hosts are left: when the others are given up
+        self._handled = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
+        self._handled += [signal.Signals(job.preempt_signal)] if job.preempt_signal else []
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup wants that
+            self._handled.append(signal.SIGHUP)
+        self._patience = float(job.rdzv_conf.get("store_grace", _PATIENCE))
+        self._over = threading.Event()
         settings = _settings_of(ssh, job.hosts[0])
         endpoint = _endpoint(job, settings)
         token = secrets.token_hex(32)
+        environ = {**own_environment(), **one_question_at_a_time(directory)}
         for rank, host in enumerate(job.hosts):
             described = {
-                "argv": [sys.executable, "-m", "phalanx", "run", *_words(job, argv, rank, host, endpoint)],
+                "argv": python_command("phalanx", "run", *_words(job, argv, rank, host, endpoint)),
                 "directory": os.getcwd(),
                 "environment": carried_variables(),
                 "token": token,
                 "key": secrets.token_hex(8),
-                "patience": float(job.rdzv_conf.get("store_grace", _PATIENCE)),
+                "patience": self._patience,
                 "grace": job.shutdown_timeout,
             }
             self._links.append(
                 HostLink(
                     host,
                     [*ssh, *_options(settings, f"{directory}/{rank}")],
-                    sys.executable,
                     described,
+                    environ=environ,
+                    handled=self._handled,
                     say=say,
                     out=_writer(1),
                     err=_writer(2),
@@ -83,19 +96,23 @@ class _Starter:
 
     def run(self) -> int:
         """Until all hosts have ended or are given up."""
-        handled = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
-        handled += [signal.Signals(self._job.preempt_signal)] if self._job.preempt_signal else []
-        before = {number: signal.signal(number, lambda got, _: self._got.append(got)) for number in handled}
+        before = {
+            number: signal.signal(number, lambda got, _: self._got.append(got)) for number in self._handled
+        }
         wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        heart = threading.Thread(target=self._beat, name="phalanx-heartbeat", daemon=True)
+        heart.start()
         try:
             while any(link.open for link in self._links):
-                self._turn(self._forced_at)
+                self._turn(self._hopeless_until)
                 self._judge()
-            until = time.monotonic() + _FAREWELL
+            until = time.monotonic() + _DRAIN
             while any(link.leaving for link in self._links) and time.monotonic() < until:
                 self._turn(until)
             return self._code()
         finally:
+            self._over.set()
+            heart.join()
             for link in self._links:
                 link.give_up()
             signal.set_wakeup_fd(wakeup)
@@ -103,6 +120,11 @@ class _Starter:
                 signal.signal(number, handler)
             os.close(self._wake_read)
             os.close(self._wake_write)
+
+    def _beat(self) -> None:
+        while not self._over.wait(silence(self._patience) / 4):
+            for link in self._links:
+                link.beat()
 
     def _turn(self, until: float | None) -> None:
         poll = select.poll()
@@ -128,47 +150,47 @@ class _Starter:
     def _judge(self) -> None:
         """Pass signals on, and end what cannot go on."""
         while self._got:
-            number = self._got.pop(0)
-            self._stop(number)
-        dead = [link for link in self._links if link.lost and not link.begun]
-        left = len(self._links) - len(dead)
-        if dead and (left < self._job.min_nodes or self._links[0] in dead) and self._forced_at is None:
-            self._say(f"{len(dead)} of {len(self._links)} hosts cannot run the job; stopping")
+            self._signalled = self._got.pop(0)
+            self._stop(self._signalled)
+        gone = [link for link in self._links if link.gone]
+        rest = [link for link in self._links if link.open]
+        over = self._signalled or len(gone) + len(rest) < len(self._links)  # an agent knows the job's end
+        few = len(rest) < self._job.min_nodes or self._links[0] in gone  # the store is on the first host
+        if gone and rest and few and not over and self._hopeless_until is None:
+            ends = ", ".join(f"{link.host.name} ({link.end})" for link in gone)
+            self._say(
+                f"the job cannot go on without {ends}: it needs {self._job.min_nodes} hosts, "
+                f"{self._links[0].host.name} among them, and has {len(rest)} left; stopping"
+            )
+            self._hopeless_until = time.monotonic() + self._job.shutdown_timeout + _LAST
             self._stop(signal.SIGTERM)
-            self._forced_at = time.monotonic() + self._job.shutdown_timeout + _LAST
-        if self._forced_at is not None and time.monotonic() >= self._forced_at:
+        if self._hopeless_until is not None and time.monotonic() >= self._hopeless_until:
             for link in self._links:
                 if link.open:
                     self._say(f"{link.host.name}: did not end; given up")
                     link.give_up()
 
     def _stop(self, number: int) -> None:
-        self._signalled = number
         for link in self._links:
             if link.open:
                 link.pass_on(number)
 
-    _signalled = 0
-
     def _code(self) -> int:
-        ended = [link for link in self._links if link.code is not None]
-        outcomes = [
-            AgentOutcome(link.host.name, "" if link.code else "SUCCEEDED", link.code or 0) for link in ended
-        ]
-        if any(link.lost and not link.begun for link in self._links) and not any(
-            one.succeeded for one in outcomes
-        ):
-            return NO_MEETING
-        if self._signalled and not any(one.succeeded for one in outcomes):
+        outcomes = [link.outcome for link in self._links if link.outcome is not None]
+        if any(one.succeeded for one in outcomes):
+            return SUCCESS
+        if self._signalled:
             return SIGNALED + self._signalled
-        return job_code(outcomes, NO_MEETING if not ended else 0, self._job.preempt_signal or 0)
+        if self._hopeless_until is not None:
+            return NO_MEETING
+        return job_code(outcomes, 0 if outcomes else NO_MEETING, self._job.preempt_signal or 0)
 
 
 def _settings_of(ssh: Sequence[str], host: HostSlots) -> Mapping[str, str]:
     """What the user's configuration says about a host (`ssh -G`); empty where ssh cannot tell."""
     try:
         done = subprocess.run(
-            [*ssh, "-G", host.target], capture_output=True, text=True, timeout=10, check=False
+            [*ssh, "-G", "--", host.target], capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return {}
@@ -180,6 +202,8 @@ def _options(settings: Mapping[str, str], control: str) -> list[str]:
     """One connection for all sessions with a host; no agent and nothing else is forwarded."""
     words = ["-T", "-o", "ForwardAgent=no", "-o", "ForwardX11=no", "-o", "ClearAllForwardings=yes"]
     words += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+    if settings.get("connecttimeout", "none") == "none":
+        words += ["-o", f"ConnectTimeout={_CONNECT}"]
     # Else the user has set it up, or the name is too long for a socket while ssh makes it.
     if settings.get("controlpath", "none") == "none" and len(os.fsencode(control)) < _LONGEST:
         words += ["-o", "ControlMaster=auto", "-o", f"ControlPath={control}", "-o", "ControlPersist=no"]

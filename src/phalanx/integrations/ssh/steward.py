@@ -1,18 +1,20 @@
 """The steward: what ssh starts on a host. It is the parent of the host's agent, and its tie to the starter.
 
-`python -m phalanx.integrations.ssh.steward` reads the job from stdin: directory, environment, command and
-token never appear in the arguments of a process. `… steward KEY SEEN` is a second session for the same job,
-after the first connection was lost: it hands its own stdin and stdout to the steward, which goes on with byte
-SEEN.
+This module as a program reads the job from stdin: directory, environment, command and token never appear in
+the arguments of a process. With the words KEY SEEN it is a second session for the same job, after the first
+connection was lost: it hands its own stdin and stdout to the steward, which goes on with byte SEEN.
 
 A connection that is gone does not say whether the starter is dead. So a steward without one waits for the
-starter to come back, for the time that the job names; after that it stops the agent. If the steward itself is
-killed, the kernel kills the agent, and the agent's helpers end everything else.
+starter to come back, for the time that the job names; after that it stops the agent. A connection without a
+message for that time is as good as gone: sshd does not notice for hours that a machine was switched off. The
+steward does not wait for a starter that has never answered the greeting: that one has given this host up. If
+the steward itself is killed, the kernel kills the agent, and the agent's helpers end everything else.
 """
 
 from __future__ import annotations
 
 import array
+import errno
 import json
 import os
 import select
@@ -20,11 +22,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 from phalanx.agent.status import user_of
-from phalanx.environment import TOKEN, own_environment
-from phalanx.integrations.ssh.frames import GREETING, LinkFrameReader, SentFrames
+from phalanx.environment import OUTCOMES, TOKEN, own_environment
+from phalanx.integrations.outcomes import AgentOutcome, read_outcomes
+from phalanx.integrations.ssh.frames import GREETING, VERSION, LinkFrameReader, SentFrames, silence
 from phalanx.kernel import die_with_parent, pidfd
 
 TYPE_CHECKING = False
@@ -41,28 +45,33 @@ _HARD = 30.0  # seconds beyond the grace period before the agent is killed
 class Steward:
     """One agent, and the connection to its starter, while there is one."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self, job: dict[str, Any], folder: str) -> None:
+        """`folder`: where the agent leaves its outcome. OSError: the agent cannot be started."""
         self._grace = float(job["grace"])
         self._patience = float(job["patience"])
         self._frames = SentFrames(_KEPT)
         self._in, self._out = 0, 1
         self._reader = LinkFrameReader()
         self._pending = b""  # of the stream, for the current connection
+        self._heard_at = 0.0  # the last message of the starter
         self._alone_since: float | None = None
         self._kill_at: float | None = None
-        self._done = False
+        self._acknowledged = self._done = False
+        self._passed = 0  # signals of the starter that the agent has got
         self._session: socket.socket | None = None  # of the process whose stdin and stdout these are
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{_PREFIX}{os.geteuid()}/{job['key']}")
         self._socket.listen(4)
+        self._folder = folder
+        more = {TOKEN: job["token"], OUTCOMES: folder}
         self.agent = subprocess.Popen(
             job["argv"],
             cwd=job["directory"],
-            env={**own_environment(), **job["environment"], TOKEN: job["token"]},
+            env={**own_environment(), **job["environment"], **more},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            preexec_fn=die_with_parent,
+            preexec_fn=_settle,
         )
         assert self.agent.stdout is not None
         assert self.agent.stderr is not None
@@ -79,9 +88,9 @@ class Steward:
     def _greet(self, seen: int) -> None:
         os.set_blocking(self._out, False)
         begin, data = self._frames.since(seen)
-        self._pending = GREETING + str(begin).encode() + b"\n" + data
+        self._pending = b"%b%b %d\n%b" % (GREETING, VERSION, begin, data)
         self._reader = LinkFrameReader()
-        self._alone_since = None
+        self._heard_at, self._alone_since = time.monotonic(), None
 
     def _detach(self) -> None:
         """The connection is gone; wait for another one."""
@@ -92,7 +101,7 @@ class Steward:
             self._session.close()
             self._session = None
         self._pending = b""
-        self._alone_since = time.monotonic()
+        self._alone_since = time.monotonic() - (0.0 if self._acknowledged else self._patience)
 
     def _accept(self) -> None:
         session, _ = self._socket.accept()
@@ -134,8 +143,13 @@ class Steward:
             if code is None and not self._outputs and self.agent.poll() is not None:
                 status = self.agent.returncode
                 code = 128 - status if status < 0 else status
-                self._say(b"x", bytes([code & 255]))
+                self._say(b"x", json.dumps(self._outcome(code).as_dict()).encode())
         return code if code is not None else 1
+
+    def _outcome(self, code: int) -> AgentOutcome:
+        """The file that the agent left; an agent that refused to start, or was killed, leaves none."""
+        left = read_outcomes(self._folder)
+        return (left[0] if left else AgentOutcome("", "", code)).replace(code=code)
 
     def _poll(self, ended: int) -> set[int]:
         poll = select.poll()
@@ -152,9 +166,11 @@ class Steward:
             for fd in self._outputs:
                 poll.register(fd, select.POLLIN)
         deadline = self._kill_at
-        if self._alone_since is not None and self._kill_at is None:
+        if deadline is None and self._alone_since is not None:
             deadline = self._alone_since + self._patience
-        left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000 + 1
+        elif deadline is None:
+            deadline = self._heard_at + silence(self._patience)
+        left = max(0.0, deadline - time.monotonic()) * 1000 + 1
         found = dict(poll.poll(left))
         if self.attached and found.get(self._out, 0) & (select.POLLERR | select.POLLHUP):
             self._detach()
@@ -169,9 +185,12 @@ class Steward:
         if not data:
             self._detach()
             return
+        self._acknowledged, self._heard_at = True, time.monotonic()
         for kind, body in messages:
-            if kind == b"S" and body and self.agent.returncode is None:
-                self.agent.send_signal(body[0])
+            if kind == b"S" and len(body) == 5 and int.from_bytes(body[:4], "big") == self._passed:
+                self._passed += 1
+                if self.agent.returncode is None:
+                    self.agent.send_signal(body[4])
             elif kind == b"D":
                 self._done = True
 
@@ -201,8 +220,11 @@ class Steward:
         return self._alone_since is not None and time.monotonic() >= self._alone_since + self._patience
 
     def _judge(self) -> None:
-        """Stop an agent whose starter did not come back."""
+        """Stop an agent whose starter did not come back, or whose machine is gone without a last packet."""
         now = time.monotonic()
+        if self.attached and now >= self._heard_at + silence(self._patience):
+            self._detach()
+            self._alone_since = self._heard_at
         if self._kill_at is None and self._is_over() and self.agent.returncode is None:
             self.agent.terminate()
             self._kill_at = now + self._grace + _HARD
@@ -219,15 +241,22 @@ def main(argv: list[str]) -> int:
     job = _read_job()
     if job is None:
         return 1
-    try:
-        steward = Steward(job)
-    except OSError as error:
-        where = error.filename or job["argv"][0]
-        sys.stderr.write(
-            f"phalanx: {where}: {error.strerror}; directory and Python must be there on every host\n"
-        )
-        return 95
-    return steward.run()
+    with tempfile.TemporaryDirectory(prefix="phalanx-steward-", ignore_cleanup_errors=True) as folder:
+        try:
+            steward = Steward(job, folder)
+        except OSError as error:
+            absent = error.errno in (errno.ENOENT, errno.ENOTDIR)
+            hint = "; directory and Python must be there on every host" if absent else ""
+            where = error.filename or job["argv"][0]
+            sys.stderr.write(f"phalanx: {where}: {error.strerror}{hint}\n")
+            return 95
+        return steward.run()
+
+
+def _settle() -> None:
+    """In the agent: a SIGHUP that the starter passes on is a reason to stop."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    die_with_parent()
 
 
 def _read_job() -> dict[str, Any] | None:

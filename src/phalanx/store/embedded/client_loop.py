@@ -5,6 +5,11 @@ answer that does not come (answer_time). The client then opens another one besid
 listening: a store that was only slow is heard, and nothing has happened. When the other one is open and the
 first is still silent, the client says Hello there, and the store's Welcome makes it the session's connection.
 
+None of this may add to the load of a store that is merely busy. A store that has greeted an attempt is there:
+no other attempt starts beside it for a while. The time that opening took counts as an answer's, by which the
+first connection may not be silent after all. A client without a session has no lease to lose, and is patient.
+Pauses between attempts are random, so that a thousand clients do not return in step.
+
 The store takes a connection that its client closes for a sign that the client is gone, and shortens its
 leases. So whatever has carried a Hello stays open until a newer one is welcome, however silent it is; if such
 a connection ends before that, the client reports `disconnected`, because the store may have seen that, too.
@@ -13,9 +18,11 @@ The others are then reset, not closed: a Hello that is still on its way must not
 
 from __future__ import annotations
 
+import random
 import selectors
 import socket
 import struct
+from math import inf
 from typing import TYPE_CHECKING
 
 from phalanx.store.embedded import handshake, wire
@@ -102,6 +109,11 @@ class ClientLoop:
 
     # Time
 
+    @property
+    def _patience(self) -> float:
+        """How long an attempt, or a connection without a Welcome, is waited for before another is made."""
+        return self._time.longest if self._client.welcome is None else self._time.seconds
+
     def _silent_at(self) -> float | None:
         """When the line in use counts as silent, unless something comes."""
         asked = self._client.asked_at()
@@ -115,16 +127,17 @@ class ClientLoop:
             return max(0.0, self._end_by - now)
         times = []
         if self._offer is not None:
-            times.append(self._offer.since + self._time.seconds)
+            times.append(self._offer.since + self._patience)
         elif self._dial_at is not None:
             times.append(self._dial_at)
-        if not self._is_looking and (silent := self._silent_at()) is not None:
+        spare = any(attempt.opened is not None for attempt in self._attempts)
+        if (spare or not self._is_looking) and (silent := self._silent_at()) is not None:
             times.append(silent)
         return max(0.0, min(times) - now) if times else None
 
     def _look_around(self, now: float) -> None:
         offer, line = self._offer, self._line
-        if offer is not None and now >= offer.since + self._time.seconds:
+        if offer is not None and now >= offer.since + self._patience:
             self._kept.append(offer)
             self._offer, self._dial_at = None, now
             self._time.missed()
@@ -136,7 +149,10 @@ class ClientLoop:
         elif line is not None and offer is None and self._has_answered(line, now):
             self._stop_looking()
         if self._dial_at is not None and now >= self._dial_at and self._offer is None:
-            self._dial()
+            greeted = [attempt.greeted_at for attempt in self._attempts if attempt.greeted_at is not None]
+            self._dial_at = max(greeted, default=-inf) + self._time.longest
+            if now >= self._dial_at:
+                self._dial()
 
     def _has_answered(self, line: Line, now: float) -> bool:
         """Whether the line in use, which was silent, is not any more."""
@@ -160,7 +176,7 @@ class ClientLoop:
             self._time.missed()
         self._attempts.append(handshake.Attempt(self._client, handshake.CONNECT_TIME, self._client.wake))
         again = len(self._attempts) < _MOST
-        self._dial_at = self._client.clock() + self._time.seconds if again else None
+        self._dial_at = self._client.clock() + self._patience if again else None
 
     def _cancel_attempts(self) -> None:
         for attempt in self._attempts:
@@ -175,9 +191,14 @@ class ClientLoop:
             return
         if self._offer is not None:
             return  # this one comes next, if the one before it is silent
+        now = self._client.clock()
+        assert attempt.greeted_at is not None
+        self._time.answered(attempt.greeted_at - attempt.began)
+        silent = self._silent_at()
+        if silent is not None and now < silent:
+            return  # the store is slow, and the line in use may still answer
         self._attempts.remove(attempt)
         self._dial_at = None
-        now = self._client.clock()
         opened = attempt.opened
         opened.sock.setblocking(False)
         self._offer = Line(opened, self._client.hello(), now)
@@ -190,7 +211,7 @@ class ClientLoop:
         now = self._client.clock()
         if self._offer is None and not self._attempts:
             # One that took its time needs no rest after it.
-            again = max(now, began + self._pause)
+            again = max(now, began + self._pause * random.uniform(0.5, 1.5))
             self._dial_at = min(again, max(now, self._away_since + self._client.grace))
         self._pause = min(self._pause * 2, _LONGEST_PAUSE)
 
@@ -205,6 +226,7 @@ class ClientLoop:
         for one in old:
             self._close(one, at_once=True)
         line.heard = self._client.clock()
+        self._time.answered(line.heard - line.since)
         self._client.welcomed(frame.body)
 
     # Conversing

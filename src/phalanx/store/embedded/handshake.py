@@ -20,7 +20,7 @@ from phalanx.store.embedded.token import key_of
 if TYPE_CHECKING:
     from phalanx.store.embedded.client import Client
 
-CONNECT_TIME = 5.0
+CONNECT_TIME = 5.0  # for each step: a store that a thousand nodes join at once answers, but late
 _TLS_ALERT = b"\x15\x03"  # how a store with TLS turns down what is not TLS
 
 
@@ -43,7 +43,7 @@ class Attempt:
         self.began = client.clock()
         self.opened: Opened | None = None
         self.error: Exception | None = None
-        self._client, self._until, self._done = client, time.monotonic() + seconds, done
+        self._dialling, self._done = Dialling(client, seconds, self._connected), done
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
         self._cancelled = False
@@ -53,6 +53,11 @@ class Attempt:
     def over(self) -> bool:
         """Whether there is a result."""
         return self.opened is not None or self.error is not None
+
+    @property
+    def greeted_at(self) -> float | None:
+        """When the store greeted: it is there, however long the rest takes."""
+        return self._dialling.greeted_at
 
     def cancel(self) -> None:
         """End it, and whatever it has opened; does not wait."""
@@ -70,7 +75,7 @@ class Attempt:
         opened: Opened | None = None
         error: Exception | None = None
         try:
-            opened = Dialling(self._client, self._until, self._connected).open()
+            opened = self._dialling.open()
         except Exception as problem:  # noqa: BLE001 - the client's thread deals with it
             error = problem
         with self._lock:
@@ -90,16 +95,15 @@ class Attempt:
 
 
 class Dialling:
-    """One attempt to open a connection for a client, until a time by the monotonic clock."""
+    """One attempt to open a connection for a client; each step of it has the same time."""
 
-    def __init__(
-        self, client: Client, until: float, connected: Callable[[socket.socket], None] = lambda sock: None
-    ) -> None:
-        self.client, self._until, self._connected = client, until, connected
+    def __init__(self, client: Client, seconds: float, connected: Callable[[socket.socket], None]) -> None:
+        self.client, self._seconds, self._connected = client, seconds, connected
+        self.greeted_at: float | None = None
 
     def open(self) -> Opened:
         """A connection that has passed the handshake; OSError, WireError or StoreAuthError."""
-        sock = socket.create_connection((self.client.host, self.client.port), timeout=self._left())
+        sock = socket.create_connection((self.client.host, self.client.port), timeout=self._seconds)
         try:
             self._connected(sock)
             if sock.getsockname() == sock.getpeername():
@@ -125,14 +129,11 @@ class Dialling:
             sock.close()
             raise
 
-    def _left(self) -> float:
-        return max(0.001, self._until - time.monotonic())
-
     def _recognise(self) -> None:
         """A server that does not want our greeting may be torch's, of a node that runs torchrun."""
         from phalanx.store.torch.client import answers
 
-        if self.client.welcome is not None or self.client.sealing is not None:
+        if self.client.welcome is not None or self.client.sealing is not None or self.greeted_at is not None:
             return
         if answers(self.client.host, self.client.port, CONNECT_TIME / 2):
             raise wire.SpeaksTorch("the server there")
@@ -143,7 +144,7 @@ class Dialling:
         assert self.client.sealing is not None
         assert self.client.tls is not None
         try:
-            raw.settimeout(self._left())
+            raw.settimeout(self._seconds)
             sock, binding = tls.dial(self.client.sealing, raw)
             try:
                 # Read before the first write: a server that refuses the certificate would answer bytes
@@ -165,7 +166,9 @@ class Dialling:
             raise Silent(
                 "it accepts connections and sends nothing: another service, or a store that is stopped"
             ) from None
-        return self._read(sock, wire.NONCE)
+        theirs = self._read(sock, wire.NONCE)
+        self.greeted_at = self.client.clock()
+        return theirs
 
     def _plain_to_tls(self, data: bytes) -> None:
         if self.client.sealing is None and data.startswith(_TLS_ALERT):
@@ -210,9 +213,9 @@ class Dialling:
         self, sock: socket.socket, size: int, look: Callable[[bytes], None] = lambda data: None
     ) -> bytes:
         """Exactly so many bytes; `look` may object to what came before it is complete."""
-        data = b""
+        data, until = b"", time.monotonic() + self._seconds
         while len(data) < size:
-            sock.settimeout(self._left())
+            sock.settimeout(max(0.001, until - time.monotonic()))
             more = sock.recv(size - len(data))
             look(data + more)
             if not more:

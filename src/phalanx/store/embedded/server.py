@@ -28,11 +28,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from phalanx.core.record import Record
 from phalanx.core.store_commands import Command, Notice, Put, Reply, Watch
 from phalanx.errors import StoreError, UsageError
 from phalanx.store.embedded import wire
+from phalanx.store.embedded.strangers import Complaints, Strangers
 from phalanx.store.embedded.token import Token, key_of
 from phalanx.store.model import Model, Notices, mutates
 
@@ -41,15 +44,27 @@ if TYPE_CHECKING:
 
     from phalanx.store.embedded.tls import Tls
 
-HANDSHAKE_TIME = 5.0
+HANDSHAKE_TIME = 5.0  # for each of its steps, of the time in which the store waits for its peers
 UNREAD_CAP = 128 << 20  # what may wait for one client to read it
-STRANGERS = 512  # connections that have not proved the token yet; fewer where descriptors are few
-_COMPLAINTS = 5  # lines about strangers in each
-_COMPLAINT_TIME = 10.0  # seconds
+STRANGERS = 4096  # connections that have not proved the token yet; fewer where descriptors are few
 _ACCEPTS_IN_A_ROW = 64
 STALLED = 1.0
 FORGET_AFTER = 900.0
 _CHUNK = 256 << 10
+
+
+class ServerSample(Record):
+    """A server at one moment; `commands` by kind, `refused` tokens and `expired` leases since its start."""
+
+    clients: int
+    strangers: int
+    keys: tuple[str, ...]
+    leases: int
+    revision: int
+    commands: dict[str, int]
+    refused: int
+    expired: int
+    journal: str  # the file; empty: none
 
 
 class _Peer:
@@ -71,8 +86,8 @@ class _Peer:
         "where",
     )
 
-    def __init__(self, sock: socket.socket, host: str, port: int, deadline: float) -> None:
-        self.sock, self.host, self.where, self.deadline = sock, host, f"{host}:{port}", deadline
+    def __init__(self, sock: socket.socket, host: str, port: int) -> None:
+        self.sock, self.host, self.where, self.deadline = sock, host, f"{host}:{port}", 0.0
         self.stage, self.raw, self.out = "greeting", b"", bytearray()
         self.nonce, self.theirs = os.urandom(wire.NONCE), b""
         self.frames = wire.Frames(wire.HELLO_CAP)
@@ -140,14 +155,17 @@ class Server:
             raise
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, _Peer] = {}
-        self._strangers: dict[_Peer, None] = {}  # those that have not said Hello yet, the oldest first
-        self._crowd: dict[str, int] = {}  # how many of them an address has
-        self._complaints_until, self._complaints = 0.0, 0
+        self._strangers: Strangers[_Peer] = Strangers()  # have not said Hello yet; in order of deadlines
+        self._waited = 0.0  # seconds that the store has waited for its peers: the clock of their deadlines
+        self._complaints = Complaints(lambda text: self.on_incident(text))
         self._current: dict[str, _Peer] = {}
         self._gone: dict[str, float] = {}
         self._dirty: dict[_Peer, None] = {}
         self._accept_at: float | None = None
         self._adopted: deque[tuple[socket.socket, tuple[Any, ...]]] = deque()
+        self._posted: deque[Callable[[], None]] = deque()
+        self._commands: dict[str, int] = {}
+        self._refused, self._expired = 0, 0
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -180,8 +198,31 @@ class Server:
 
     def adopt(self, sock: socket.socket, where: tuple[Any, ...]) -> None:
         """Serve a connection that another listener accepted and has not read from; from any thread."""
+        try:
+            _set_options(sock)
+        except OSError:
+            pass  # it has gone again already
         self._adopted.append((sock, where))
         self._wake()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Call this in the server's thread; from any thread."""
+        self._posted.append(call)
+        self._wake()
+
+    def sample(self) -> ServerSample:
+        """The server now; in its thread."""
+        return ServerSample(
+            clients=len(self._current),
+            strangers=len(self._strangers),
+            keys=self._model.keys,
+            leases=self._model.leases,
+            revision=self._model.revision,
+            commands=dict(self._commands),
+            refused=self._refused,
+            expired=self._expired,
+            journal="" if self._journal is None else self._journal.path,
+        )
 
     def _wake(self) -> None:
         try:
@@ -217,21 +258,24 @@ class Server:
             timeout = self._timeout(now)
             expected = now + (timeout if timeout is not None else float("inf"))
             events = self._selector.select(timeout)
-            now = time.monotonic()
+            began, now = now, time.monotonic()
+            self._waited += min(now, expected + STALLED) - began  # its own delay is not that of its peers
             if now > expected + STALLED:
                 self._model.renew_all(now)
             for key, mask in events:
+                if peer := self._peers.get(key.fileobj):  # type: ignore[call-overload] # sockets only
+                    self._serve(peer, mask, now)
+            # Last: a stranger whose answer has arrived does not have to make room for the next one.
+            for key, _ in events:
                 if key.fileobj is self._listener:
                     self._accept(now)
                 elif key.fileobj is self._wake_in:
-                    self._take_adopted(now)
-                elif peer := self._peers.get(key.fileobj):  # type: ignore[call-overload] # sockets only
-                    self._serve(peer, mask, now)
+                    self._take_adopted()
             self._pass_time(now)
             self._end_turn()
 
     def _timeout(self, now: float) -> float | None:
-        times = [peer.deadline for peer in self._strangers]
+        times = [now + peer.deadline - self._waited for peer in islice(self._strangers, 1)]
         if (expiry := self._model.next_expiry(now)) is not None:
             times.append(expiry)
         if self._accept_at is not None:
@@ -240,15 +284,16 @@ class Server:
 
     def _pass_time(self, now: float) -> None:
         for lease in self._model.expired(now):
+            self._expired += 1
             if self._journal is not None:
                 self._journal.record_expiry(lease)
             self._notify(self._model.revoke(lease))
-        for peer in [p for p in self._strangers if p.deadline <= now]:
+        while (peer := next(iter(self._strangers), None)) and peer.deadline <= self._waited:
             self._drop(peer, "did not finish the handshake in time")
         if self._accept_at is not None and now >= self._accept_at and self._listener is not None:
             self._accept_at = None
             self._selector.register(self._listener, selectors.EVENT_READ)
-        for session in [s for s, at in self._gone.items() if now - at > FORGET_AFTER]:
+        while (session := next(iter(self._gone), None)) and now - self._gone[session] > FORGET_AFTER:
             del self._gone[session]
             self._model.forget(session)
 
@@ -272,10 +317,12 @@ class Server:
 
     # Connections
 
-    def _take_adopted(self, now: float) -> None:
+    def _take_adopted(self) -> None:
         self._wake_in.recv(4096)
         while self._adopted:
-            self._admit(*self._adopted.popleft(), now)
+            self._admit(*self._adopted.popleft())
+        while self._posted:
+            self._posted.popleft()()
 
     def _accept(self, now: float) -> None:
         assert self._listener is not None
@@ -286,48 +333,36 @@ class Server:
                 return
             except OSError as error:
                 if self._strangers:  # out of descriptors
-                    self._evict()
+                    self._drop(self._strangers.next_to_go(), "")
                     continue
                 # The listener stays readable, so look away for a moment instead of spinning.
-                self._complain(f"the store cannot accept connections: {error}", now)
+                self._complaints.say(f"the store cannot accept connections: {error}", now)
                 self._selector.unregister(self._listener)
                 self._accept_at = now + 0.2
                 return
-            self._admit(sock, where, now)
+            self._admit(sock, where)
 
-    def _evict(self) -> None:
-        """Close the oldest stranger of the address that has the most of them."""
-        host, _ = max(self._crowd.items(), key=lambda item: item[1])
-        self._drop(next(peer for peer in self._strangers if peer.host == host), "")
-
-    def _complain(self, text: str, now: float) -> None:
-        """Report something that strangers can cause as often as they like."""
-        if now >= self._complaints_until:
-            if self._complaints > _COMPLAINTS:
-                text = f"{text} ({self._complaints - _COMPLAINTS} similar incidents were not reported)"
-            self._complaints_until, self._complaints = now + _COMPLAINT_TIME, 0
-        self._complaints += 1
-        if self._complaints <= _COMPLAINTS:
-            self.on_incident(text)
-
-    def _admit(self, sock: socket.socket, where: tuple[Any, ...], now: float) -> None:
+    def _admit(self, sock: socket.socket, where: tuple[Any, ...]) -> None:
         sock.setblocking(False)
-        while len(self._strangers) >= min(STRANGERS, max(16, _descriptors() // 8)):
-            self._evict()
+        while len(self._strangers) >= min(STRANGERS, max(16, _descriptors() // 4)):
+            self._drop(self._strangers.next_to_go(), "")
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if self._sealing is not None:
                 sock = self._sealing.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except OSError:  # it has gone again already
             sock.close()
             return
-        peer = _Peer(sock, str(where[0]), int(where[1]), now + HANDSHAKE_TIME)
+        peer = _Peer(sock, str(where[0]), int(where[1]))
         self._peers[sock] = peer
-        self._strangers[peer] = None
-        self._crowd[peer.host] = self._crowd.get(peer.host, 0) + 1
+        self._await(peer)
         self._selector.register(sock, selectors.EVENT_READ)
         self._write(peer, wire.greeting(peer.nonce))
+
+    def _await(self, peer: _Peer) -> None:
+        """Wait for a stranger's next step."""
+        peer.deadline = self._waited + HANDSHAKE_TIME
+        self._strangers.discard(peer)
+        self._strangers.add(peer, peer.host)
 
     def _serve(self, peer: _Peer, mask: int, now: float) -> None:
         if mask & selectors.EVENT_WRITE or peer.out:
@@ -364,6 +399,7 @@ class Server:
                 return
             peer.theirs = wire.read_greeting(peer.raw[: wire.GREETING])
             peer.raw, data, peer.stage = peer.raw[wire.GREETING :], b"", "proof"
+            self._await(peer)
         if peer.stage == "proof":
             peer.raw += data
             if len(peer.raw) < wire.PROOF:
@@ -372,9 +408,10 @@ class Server:
             key = self._key
             if not wire.proves(given, key, "client", peer.nonce + self._binding, peer.theirs):
                 peer.closing = True
+                self._refused += 1
                 self._write(peer, wire.REFUSED if self.token else wire.OPEN)
                 source = f" (ours is from {self.token.source})" if self.token else ""
-                self._complain(f"{peer.where} showed a wrong token{source}", now)
+                self._complaints.say(f"{peer.where} showed a wrong token{source}", now)
                 what = (
                     f"its token is not ours{source}"
                     if self.token
@@ -386,6 +423,7 @@ class Server:
             if self._sealing is None:
                 peer.frames.seal, peer.seal = wire.seals(key, peer.theirs, peer.nonce)
             peer.stage = "hello"
+            self._await(peer)
         if peer.closing:
             return
         for frame in peer.frames.feed(data):
@@ -397,7 +435,7 @@ class Server:
             if not isinstance(body, wire.Hello):
                 raise wire.WireError(f"{type(body).__name__} before Hello")
             peer.session, peer.stage, peer.frames.cap = body.session, "open", wire.CAP
-            self._is_known(peer)
+            self._strangers.discard(peer)
             old = self._current.get(body.session)
             if old is not None:
                 self._drop(old, "")
@@ -433,6 +471,8 @@ class Server:
 
     def _carry_out(self, peer: _Peer, number: int, done: int, command: Command, now: float) -> None:
         reply, notices = self._model.apply(peer.session, number, done, command, now)
+        kind = type(command).__name__
+        self._commands[kind] = self._commands.get(kind, 0) + 1
         if self._journal is not None and mutates(command):
             # After it worked: a command that cannot be carried out must not meet the next server too.
             self._journal.record(peer.session, number, done, command)
@@ -504,23 +544,15 @@ class Server:
         if why and peer.sock in self._peers:
             text = f"connection from {peer.where} closed: {why}"
             if peer in self._strangers:
-                self._complain(text, time.monotonic())
+                self._complaints.say(text, time.monotonic())
             else:
                 self.on_incident(text)
         self._forget(peer)
 
-    def _is_known(self, peer: _Peer) -> None:
-        """It is not a stranger, or not any longer."""
-        if peer in self._strangers:
-            del self._strangers[peer]
-            self._crowd[peer.host] -= 1
-            if not self._crowd[peer.host]:
-                del self._crowd[peer.host]
-
     def _forget(self, peer: _Peer) -> None:
         if self._peers.pop(peer.sock, None) is None:
             return
-        self._is_known(peer)
+        self._strangers.discard(peer)
         self._selector.unregister(peer.sock)
         peer.sock.close()
         if self._current.get(peer.session) is peer:
@@ -544,12 +576,18 @@ def _bind(host: str, port: int, token: Token | None) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        _set_options(sock)  # those that it accepts have them, too
         sock.bind(where)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
         raise StoreError(f"the store cannot listen on {host}:{port}: {error.strerror}") from error
     return sock
+
+
+def _set_options(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def _listen(sock: socket.socket, host: str, port: int) -> None:

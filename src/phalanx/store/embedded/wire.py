@@ -44,7 +44,7 @@ from phalanx.core.store_commands import (
 )
 from phalanx.errors import StoreError
 
-MAGIC = b"PHALANX2"
+MAGIC = b"PHALANX3"
 NONCE = 32
 GREETING = len(MAGIC) + NONCE
 PROOF = 32

@@ -73,8 +73,12 @@ class EtcdRequests:
                 return Reply(True, revision_of(answer), number=int(answer.get("deleted", 0)))
             case Add(name, amount):
                 return self._add(name, amount)
-            case Grant():
-                return self._grant(command)
+            case Grant(_, txn):
+                granted = self._grant(command)
+                if txn is None or not granted.ok:
+                    return granted
+                puts = tuple(put._replace(lease=granted.number) for put in txn.puts)
+                return self._txn(txn._replace(puts=puts))._replace(number=granted.number)
             case KeepAlive(lease):
                 answer = self._call("/v3/lease/keepalive", {"ID": str(lease)})
                 alive = int(answer.get("TTL", 0)) > 0
@@ -245,6 +249,9 @@ def _put(command: Put) -> Json:
     body: Json = {"key": encode_key(command.key), "value": _base64(command.value)}
     if command.lease:
         body["lease"] = str(command.lease)
+    if command.new:
+        absent = _condition(When(command.key, "create", 0))
+        return {"request_txn": {"compare": [absent], "success": [{"request_put": body}]}}
     return {"request_put": body}
 
 

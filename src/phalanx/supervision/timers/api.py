@@ -10,17 +10,23 @@ instead of checking every `max_interval`; that is only an upper bound, because `
 unknown type. The loop survives any exception of the queue or the subclass, and never spins.
 
 Invariants
-- `expires` scopes are independent: if a name is entered several times at once (nested, by threads, or by
-  re-entry), each entry has a scope of its own. The first one has the plain name.
+- `expires` scopes are independent: if a name is entered several times at once by threads or asyncio tasks,
+  each has a scope of its own. The first one has the plain name.
+- A name that is entered again inside of its own block (a recursion) is one scope, as torch's: each entry
+  begins the time again. So does each exit but the last, with the time of the block around it; torch drops
+  the timer there, and the rest of the outer block is not watched.
 - A request that came over a wire may carry `started`, the start time of the sending process in clock ticks
   since boot (0: unknown). It distinguishes a worker from a later process with the same pid.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from _thread import get_ident
 from abc import ABC, abstractmethod
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from phalanx.core.deadlines import Deadlines
@@ -128,9 +134,24 @@ class RequestQueue(ABC):
 
 _configured: TimerClient | None = None
 
-# The entered scopes. Every access is one dict operation, which is atomic: a lock held by another thread
+
+class _Scope:
+    """An entered scope: its name on the wire, its process and thread, and the times of its open blocks."""
+
+    __slots__ = ("blocks", "name", "owner")
+
+    def __init__(self, name: str, owner: tuple[int, int]) -> None:
+        self.name = name
+        self.owner = owner
+        self.blocks: list[float] = []
+
+
+# The names in use. Every access is one dict operation, which is atomic: a lock held by another thread
 # during a fork would never be released in the child.
 _entered: dict[tuple[int, str], object] = {}
+_around: ContextVar[dict[tuple[int, str], _Scope] | None] = ContextVar(
+    "scopes around this code", default=None
+)
 
 
 def configure(timer_client: TimerClient) -> None:
@@ -161,7 +182,7 @@ class Countdown:
         self._after = after
         self._scope = scope
         self._client = client
-        self._open: list[tuple[TimerClient, str]] = []
+        self._open: list[tuple[TimerClient, _Scope]] = []
 
     def __enter__(self) -> None:
         client = self._client if self._client is not None else _configured
@@ -169,20 +190,32 @@ class Countdown:
             raise RuntimeError(
                 f"expires({self._after!r}): no timer client; call configure(client) first, or pass client="
             )
-        scope = self._name(client)
+        around, key, owner = _around.get() or {}, (id(client), self._scope), (os.getpid(), get_ident())
+        scope = around.get(key)
+        if (
+            scope is None or not scope.blocks or scope.owner != owner
+        ):  # a task's and a thread's may be another's
+            scope = _Scope(self._name(client), owner)
+            _around.set({**around, key: scope})
         try:
-            client.acquire(scope, time.time() + self._after)
+            client.acquire(scope.name, time.time() + self._after)
         except BaseException:
-            _entered.pop((id(client), scope), None)
+            if not scope.blocks:
+                _entered.pop((id(client), scope.name), None)
             raise
+        scope.blocks.append(self._after)
         self._open.append((client, scope))
 
     def __exit__(self, *exc: object) -> None:
         client, scope = self._open.pop()
+        scope.blocks.remove(self._after)
+        if scope.blocks:
+            client.acquire(scope.name, time.time() + scope.blocks[-1])
+            return
         try:
-            client.release(scope)
+            client.release(scope.name)
         finally:
-            _entered.pop((id(client), scope), None)
+            _entered.pop((id(client), scope.name), None)
 
     def __call__(self, function: F) -> F:
         from functools import wraps

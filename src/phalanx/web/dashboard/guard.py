@@ -16,12 +16,17 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
 from typing import Any
 from urllib.parse import parse_qs
 
-COOKIE = "phalanx_page"
+COOKIE = "phalanx_page_"
+"""The beginning of its name; the rest is the page's own, as browsers send cookies to all ports of a host."""
+LET_IN = "phalanx.let_in"
+"""In the scope of a request that was let in."""
 METHODS = ("GET", "HEAD", "POST")
 _LONGEST_TOKEN = 256
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^][:@/]+))(?::[0-9]{1,5})?", re.ASCII)
 HEADERS = (
     (
         b"content-security-policy",
@@ -49,9 +54,11 @@ class PageGuard:
         self._app = app
         self._token = token.encode()
         # Not the token itself: who reads the cookie of one browser cannot make a link of it.
-        self._cookie = hashlib.sha256(b"cookie:" + self._token).hexdigest().encode()
-        name = os.uname().nodename
-        self._names = {"localhost", host.lower(), name.lower(), name.partition(".")[0].lower()}
+        secret = hashlib.sha256(b"cookie:" + self._token).hexdigest()
+        name = hashlib.sha256(b"name:" + self._token).hexdigest()
+        self._cookie = f"{COOKIE}{name[:12]}={secret[:40]}".encode()  # short: a browser may hold many
+        own = os.uname().nodename.lower()
+        self._names = {"localhost", host.lower(), own, own.partition(".")[0]}
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -70,8 +77,9 @@ class PageGuard:
         if scope["method"] not in METHODS:
             await _answer(send, 405, b"use GET, HEAD or POST\n", (b"allow", b"GET, HEAD, POST"))
             return
+        scope[LET_IN] = True
         if by_link:
-            cookie = b"%s=%s; HttpOnly; SameSite=Strict; Path=/" % (COOKIE.encode(), self._cookie)
+            cookie = self._cookie + b"; HttpOnly; SameSite=Strict; Path=/"
             page = b"" if scope["method"] == "HEAD" else _WELCOME
             await _answer(send, 200, page, (b"set-cookie", cookie), kind=b"text/html; charset=utf-8")
             return
@@ -86,8 +94,8 @@ class PageGuard:
         await self._app(scope, receive, guarded)
 
     def _is_own_host(self, value: bytes) -> bool:
-        host = value.decode("latin-1").lower()
-        host = host.partition("]")[0][1:] if host.startswith("[") else host.rpartition(":")[0] or host
+        found = _HOST.fullmatch(value.decode("latin-1").lower())
+        host = "" if found is None else found[1] or found[2]
         if host in self._names:
             return True
         try:
@@ -104,12 +112,8 @@ class PageGuard:
         return len(given) <= _LONGEST_TOKEN and hmac.compare_digest(given, self._token)
 
     def _has_cookie(self, value: bytes) -> bool:
-        found = False
-        for part in value.split(b";")[:64]:
-            name, _, given = part.strip().partition(b"=")
-            if name == COOKIE.encode():
-                found |= hmac.compare_digest(given[:_LONGEST_TOKEN], self._cookie)
-        return found
+        parts = [part.strip() for part in value.split(b";")]
+        return any(hmac.compare_digest(part, self._cookie) for part in parts)
 
 
 def _headers(scope: dict[str, Any]) -> dict[bytes, bytes] | None:

@@ -160,6 +160,7 @@ def _goodput(job: JobSnapshot) -> dict[str, Any]:
     totals = totals_of(job)
     known = [Incident(one.number, one.reason, one.trigger, one.recovery) for one in job.records]
     return {
+        "measure": totals.measure,
         "ratio": totals.ratio,
         "line": goodput_line(totals, known),
         "parts": [[name, round(totals.seconds[name], 2)] for name in CATEGORIES],

@@ -1,7 +1,8 @@
 """The HTTP server: uvicorn with limits, so that clients that send nothing, or slowly, do no harm.
 
-A connection has ten seconds to complete its request. When too many are open, the oldest one without a request
-is closed. Everything else (size of headers, pipelining, keep-alive) is uvicorn's.
+A connection has ten seconds to bring a request that the guard lets in. When too many are open, the oldest one
+that the guard has not let in is closed: a client without the token cannot keep out the one with it.
+Everything else (size of headers, pipelining, keep-alive) is uvicorn's.
 """
 
 from __future__ import annotations
@@ -13,40 +14,42 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_ASKING = 10.0  # seconds to complete a request
+from phalanx.web.dashboard.guard import LET_IN
+
+_ASKING = 10.0  # seconds to be let in
 _KEEP_ALIVE = 20
 _MOST = 256  # connections
 _LONGEST_HEADERS = 16384
 
 
 class BoundedProtocol(H11Protocol):  # type: ignore[misc, unused-ignore]  # optional: not typed here
-    """A connection with a deadline for its first request."""
+    """A connection with a deadline for its first request that is let in."""
 
-    _idle: dict[BoundedProtocol, None] = {}  # without a request so far, the oldest first
+    _open: dict[BoundedProtocol, None] = {}  # the oldest first
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        idle = BoundedProtocol._idle
-        idle[self] = None
-        if len(self.connections) > _MOST:
-            oldest = next(iter(idle))
-            idle.pop(oldest)
-            oldest.transport.abort()
-        self._late = asyncio.get_running_loop().call_later(_ASKING, self._too_late)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is not None:
-            BoundedProtocol._idle.pop(self, None)
+        BoundedProtocol._open[self] = None
+        if len(BoundedProtocol._open) > _MOST:
+            next(one for one in BoundedProtocol._open if one is self or not one._is_let_in)._end()
+        self._late = asyncio.get_running_loop().call_later(_ASKING, self._end_if_kept_out)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._late.cancel()
-        BoundedProtocol._idle.pop(self, None)
+        BoundedProtocol._open.pop(self, None)
         super().connection_lost(exc)
 
-    def _too_late(self) -> None:
-        if self in BoundedProtocol._idle:
-            self.transport.abort()
+    @property
+    def _is_let_in(self) -> bool:
+        return self.scope is not None and LET_IN in self.scope
+
+    def _end_if_kept_out(self) -> None:
+        if not self._is_let_in:
+            self._end()
+
+    def _end(self) -> None:
+        BoundedProtocol._open.pop(self, None)
+        self.transport.abort()
 
 
 class PageServer:

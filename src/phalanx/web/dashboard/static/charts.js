@@ -4,6 +4,7 @@ import { plain } from "./ansi.js";
 
 const CATEGORIES = {
   productive: "--g-productive",
+  running: "--g-productive",
   recomputed: "--g-recomputed",
   starting: "--g-starting",
   recovering: "--g-recovering",
@@ -12,7 +13,7 @@ const CATEGORIES = {
   nodes: "--g-nodes",
   slowest: "--g-slowest",
 };
-const NAMES = { nodes: "waiting for nodes", slowest: "waiting for the slowest" };
+const NAMES = { running: "running, without heartbeats", nodes: "waiting for nodes", slowest: "waiting for the slowest" };
 const STAGES = [
   ["detect", "detect"],
   ["reform", "stop and re-form"],
@@ -22,6 +23,7 @@ const STAGES = [
 ];
 
 export function showGoodput(goodput) {
+  setText("goodput-name", goodput.measure === "uptime" ? "Uptime" : "Goodput");
   setText("goodput", `${(100 * goodput.ratio).toFixed(1)} %`);
   const known = goodput.parts.filter(([, seconds]) => seconds > 0);
   const total = known.reduce((sum, [, seconds]) => sum + seconds, 0);
@@ -36,7 +38,7 @@ export function showGoodput(goodput) {
     }),
   );
   bar.setAttribute("aria-label", known.map(([name, seconds]) => `${NAMES[name] ?? name} ${((100 * seconds) / total).toFixed(1)} %`).join(", ") || "nothing yet");
-  const line = goodput.line.replace(/^goodput [\d.]+ %:? ?/, "");
+  const line = goodput.line.replace(/^\w+ [\d.]+ %:? ?/, "");
   setText("goodput-line", line || "no time lost so far");
 }
 

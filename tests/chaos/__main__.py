@@ -1,4 +1,4 @@
-"""`phalanx chaos`: a campaign of random faults against real agents on this machine; see docs/chaos.md.
+"""`python -m tests.chaos`: a campaign of random faults against real agents; see docs/chaos.md.
 
 One line per episode, a summary at the end. Exit code 1 after a violation, 2 for bad usage, else 0.
 """
@@ -23,15 +23,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from phalanx.chaos.campaign import EpisodeResult
+    from tests.chaos.campaign import EpisodeResult
 
 _AT_MOST = 1 << 31
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the campaign."""
-    from phalanx.chaos.private_network import run_isolated
-    from phalanx.chaos.schedule import FAULTS
+    from tests.chaos.private_network import run_isolated
+    from tests.chaos.schedule import FAULTS
 
     options = _parser().parse_args(argv)
     if options.list_faults:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     chosen = options.faults.split(",") if options.faults else list(FAULTS)
     if unknown := [name for name in chosen if name not in FAULTS]:
-        raise UsageError(f"--faults {unknown[0]}: not a fault; phalanx chaos --list-faults shows them")
+        raise UsageError(f"--faults {unknown[0]}: not a fault; --list-faults shows them")
     if options.agents is not None and not 2 <= options.agents <= 32:
         raise UsageError(f"--agents {options.agents}: use a number from 2 to 32")
     if options.duration <= 0 or options.episodes < 0:
@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _campaign(options: Namespace, chosen: list[str], isolated: bool) -> int:
-    from phalanx.chaos.campaign import Bounds, run_episode
-    from phalanx.chaos.schedule import plan_episode
+    from tests.chaos.campaign import Bounds, run_episode
+    from tests.chaos.schedule import plan_episode
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
@@ -68,9 +68,9 @@ def _campaign(options: Namespace, chosen: list[str], isolated: bool) -> int:
         output.flush()
 
     where = "namespaces of their own" if isolated else "loopback"
-    say(f"phalanx chaos: seed {seed}, backend {options.backend}, agents in {where}\n")
+    say(f"chaos: seed {seed}, backend {options.backend}, agents in {where}\n")
     for line in missing:
-        say(f"phalanx chaos: {line}\n")
+        say(f"chaos: {line}\n")
     if not usable:
         raise UsageError("none of the faults can be used here")
     folder = Path(tempfile.mkdtemp(prefix="phalanx-chaos-", dir=options.keep or None))
@@ -106,8 +106,8 @@ def _interrupt(_signum: int, _frame: object) -> None:
 
 def _usable(chosen: list[str], isolated: bool, backend: str) -> tuple[list[str], list[str]]:
     """The faults that this machine allows, and one line about each facility that is missing."""
-    from phalanx.chaos.private_network import clock_possible, delay_possible
-    from phalanx.chaos.schedule import FAULTS
+    from tests.chaos.private_network import clock_possible, delay_possible
+    from tests.chaos.schedule import FAULTS
 
     wanted = {FAULTS[name].needs for name in chosen}
     there = {
@@ -161,7 +161,7 @@ def _explain(result: EpisodeResult, repeat: str) -> str:
 
 def _repeat(options: Namespace) -> str:
     """The command that runs one plan again, but for its seed."""
-    words = ["phalanx chaos --episodes 1", f"--backend {options.backend}"]
+    words = ["python -m tests.chaos --episodes 1", f"--backend {options.backend}"]
     words += [f"--agents {options.agents}"] if options.agents else []
     words += [f"--faults {options.faults}"] if options.faults else []
     return " ".join(words)
@@ -194,7 +194,7 @@ def _summary(results: list[EpisodeResult], seconds: float, folder: Path, options
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="phalanx chaos",
+        prog="python -m tests.chaos",
         description="Run jobs of several agents on this machine, disturb them at random, and check that "
         "every promise holds. As root, every agent gets a network of its own.",
     )
@@ -213,3 +213,13 @@ def _parser() -> Parser:
     add("--keep-going", action="store_true", help="continue after a violation")
     add("--json", action="store_true", help="the result as JSON on stdout")
     return parser
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UsageError as error:
+        sys.stderr.write(f"chaos: {error}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

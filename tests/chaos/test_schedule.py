@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.chaos.schedule import BACKENDS, ENDINGS, FAULTS, REMOVES, STORE, EpisodePlan, plan_episode
+from tests.chaos.schedule import BACKENDS, ENDINGS, FAULTS, REMOVES, STORE, EpisodePlan, plan_episode
 
 PLANS = [plan_episode(seed, backend) for seed in range(300) for backend in BACKENDS]
 

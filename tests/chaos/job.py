@@ -9,18 +9,18 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx import kernel
-from phalanx.chaos import chaos_worker
-from phalanx.chaos.invariants import CpuSample, LifeSigns, ProcessSeen
-from phalanx.chaos.private_network import PrivateNetwork, enter, mount_small_disk, unmount
-from phalanx.chaos.schedule import FATAL_CODE, EpisodePlan
 from phalanx.environment import STORE_PORT, variables
+from phalanx.python_command import python_command
 from phalanx.zygote.keeper import KEEPER, ZYGOTE
+from tests.chaos import chaos_worker
+from tests.chaos.invariants import CpuSample, LifeSigns, ProcessSeen
+from tests.chaos.private_network import PrivateNetwork, enter, mount_small_disk, unmount
+from tests.chaos.schedule import FATAL_CODE, EpisodePlan
 
 MARKER = (
     "CHAOS_NODE"  # in the environment of everything that an agent starts: <campaign>/<node>.<incarnation>
@@ -104,7 +104,7 @@ class ChaosJob:
             words += ["--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", peer]
             words += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
         else:
-            words = [sys.executable, "-m", "phalanx", "store", "--listen", f"{address}:{self._port}"]
+            words = python_command("phalanx", "store", "--listen", f"{address}:{self._port}")
             words += ["--journal", str(self.folder / "journal")]
         self.store = self._popen("store", words, self.folder / "store.log", self._environ)
         self._own.add(self.store.pid)
@@ -113,7 +113,7 @@ class ChaosJob:
         """Another incarnation of a node."""
         plan, node = self.plan, self.names[number]
         owner = f"{node}.{sum(agent.node == node for agent in self.agents)}"
-        words = [sys.executable, "-m", "phalanx", "run", "--verbose", "--tee", "3", "--grace", "5"]
+        words = python_command("phalanx", "run", "--verbose", "--tee", "3", "--grace", "5")
         words += ["--nproc-per-node", str(plan.workers), "--log-dir", str(self.logs(node))]
         words += ["--max-restarts", "1000", "--backoff", "0", "--rdzv-id", RUN_ID]
         # Failures are no node's own here, and a world is complete when all nodes are in it.
@@ -139,7 +139,7 @@ class ChaosJob:
     def ask_status(self, node: str) -> subprocess.Popen[bytes]:
         """`phalanx status` on a node."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx", "status", "--json", RUN_ID],
+            python_command("phalanx", "status", "--json", RUN_ID),
             env=self._environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

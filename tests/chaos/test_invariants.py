@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.chaos.invariants import (
+from tests.chaos.invariants import (
     AgentExit,
     CpuSample,
     Disturbance,

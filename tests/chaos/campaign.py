@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.chaos import invariants
-from phalanx.chaos.invariants import AgentExit, CpuSample, Disturbance, LifeSigns, StatusAnswer, Violation
-from phalanx.chaos.job import TTL, UNKNOWN, ChaosAgent, ChaosJob, signal_process
-from phalanx.chaos.private_network import PrivateNetwork
-from phalanx.chaos.schedule import FATAL_CODE, FAULTS, STORE, ChaosAction, EpisodePlan
+from tests.chaos import invariants
+from tests.chaos.invariants import AgentExit, CpuSample, Disturbance, LifeSigns, StatusAnswer, Violation
+from tests.chaos.job import TTL, UNKNOWN, ChaosAgent, ChaosJob, signal_process
+from tests.chaos.private_network import PrivateNetwork
+from tests.chaos.schedule import FATAL_CODE, FAULTS, STORE, ChaosAction, EpisodePlan
 
 # Bounds in seconds. They allow for a loaded machine; docs/chaos.md lists them beside what is promised.
 FORM = 30.0  # until the first complete world
