@@ -89,6 +89,7 @@ class SshHosts:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=log,
+                    cwd=self.directory,  # not among the processes of a test's own directory
                     env=plain_environment(),
                     text=True,
                 )
