@@ -17,6 +17,8 @@ from phalanx.integrations.slurm import job_end
 from phalanx.integrations.slurm.allocation import look, run_id
 from phalanx.integrations.slurm.batch_script import batch_script
 from phalanx.integrations.slurm.host_list import first_host, parse_counts, parse_host_list
+from phalanx.integrations.slurm.requeue import AttemptEnd
+from tests.conftest import wait_until
 
 LISTS = [
     ("", []),
@@ -307,6 +309,14 @@ case "$1 $2" in
 esac
 """
 
+HOLDS = """#!/bin/bash
+case "$1" in
+show) echo "JobState=RUNNING Restarts=0" ;;
+update) read -r < "${0%/*}/gone"; echo "$*" >> "${0%/*}/asked" ;;
+*) echo "$*" >> "${0%/*}/asked" ;;
+esac
+"""
+
 
 @pytest.mark.parametrize("case", STANDS_IN, ids=[case[0] for case in STANDS_IN])
 def test_an_agent_in_the_place_of_the_batch_step(
@@ -335,6 +345,25 @@ def test_an_agent_in_the_place_of_the_batch_step(
     assert (requests.read_text().splitlines() if requests.exists() else []) == wanted
     kept = job_end.SlurmAttempt(environ, print).record.attempts()
     assert [(one["attempt"], one["code"]) for one in kept] == ([(1, code)] if wanted else [])
+
+
+def test_the_step_ends_although_slurm_holds_a_request_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the loss of a node, a job can be changed only when its batch step is gone."""
+    os.mkfifo(tmp_path / "gone")
+    (tmp_path / "scontrol").write_text(HOLDS)
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    here = job_end.SlurmAttempt({"SLURM_JOB_ID": "7", "HOME": str(tmp_path)}, print)
+    outcomes = here.record.outcomes(0)
+    write_outcome(outcomes, AgentOutcome("n2", "FAILED", 95), "n2.0")
+    assert here.end(outcomes, AttemptEnd(95, most=1)).exclude == ("n2",)
+    assert capsys.readouterr().out.endswith("; requeue 1 of 1\n"), "and no complaint"
+    (tmp_path / "gone").write_text("")
+    asked = tmp_path / "asked"
+    wait_until(lambda: asked.exists() and "update" in asked.read_text(), "the request")
+    assert asked.read_text() == "requeue 7\nupdate JobId=7 ExcNodeList=n2\n"
 
 
 def test_no_kill_only_where_the_job_can_go_on_without_a_node() -> None:

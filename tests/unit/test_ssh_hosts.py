@@ -21,6 +21,7 @@ from phalanx.integrations.ssh.frames import (
 )
 from phalanx.integrations.ssh.host_names import parse_host_file, parse_hosts
 from phalanx.integrations.ssh.starter import _options
+from tests.support.run_helpers import run, script
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,17 @@ def test_a_message_that_is_too_long() -> None:
     with pytest.raises(ValueError, match="bytes"):
         LinkFrameReader().feed(b"o" + b"\xff" * 4)
     assert LinkFrameReader().feed(frame(b"D")) == [(b"D", b"")]
+
+
+def test_no_host_is_an_option_of_ssh(tmp_path: Path) -> None:
+    """Every call ends its options before the host, whatever the check of names lets through."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\necho "$@" >> "$0.calls"\nexit 255\n')
+    ssh.chmod(0o755)
+    assert run("--hosts", "me@a", "--ssh", str(ssh), script(tmp_path, "")).code == 94
+    asked, started = (tmp_path / "ssh.calls").read_text().splitlines()
+    assert asked == "-G -- me@a"
+    assert " -- me@a exec " in started
 
 
 def test_the_users_own_time_to_connect_counts() -> None:

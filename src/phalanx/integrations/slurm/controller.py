@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 
 from phalanx.integrations.slurm.host_list import format_host_list
 from phalanx.integrations.slurm.requeue import lost_nodes, read_job
@@ -12,11 +13,29 @@ if TYPE_CHECKING:
     from phalanx.integrations.slurm.requeue import SlurmJob
 
 _PATIENCE = 60.0
+_SOON = 0.3  # seconds; the controller gives up after five, and the end of a step may take three
 
 
 def request(*words: str) -> str:
     """Run a command of Slurm; what went wrong, or empty."""
     return _run(*words)[1]
+
+
+def leave_request(*words: str) -> str | None:
+    """Start a command of Slurm that the controller may carry out only after this process has ended.
+
+    What went wrong, or empty; None: no answer at once. The command is then left to itself."""
+    null = subprocess.DEVNULL
+    try:
+        with tempfile.TemporaryFile("w+") as errors:
+            child = subprocess.Popen(words, stdin=null, stdout=null, stderr=errors)
+            code = child.wait(_SOON)
+            errors.seek(0)
+            return (errors.read().strip() or f"exit code {code}") if code else ""
+    except subprocess.TimeoutExpired:
+        return None
+    except OSError as error:
+        return f"{words[0]}: {error}"
 
 
 def show_job(job: str) -> SlurmJob:

@@ -14,7 +14,7 @@ import time
 from phalanx.core.exit_codes import UNFIT_NODE
 from phalanx.environment import BATCH_STEP
 from phalanx.integrations.outcomes import read_outcomes
-from phalanx.integrations.slurm.controller import find_lost, request, show_job
+from phalanx.integrations.slurm.controller import find_lost, leave_request, request, show_job
 from phalanx.integrations.slurm.host_list import format_host_list, parse_host_list
 from phalanx.integrations.slurm.job_record import JobRecord, job_key, records_directory
 from phalanx.integrations.slurm.requeue import AttemptEnd, judge
@@ -65,12 +65,12 @@ class SlurmAttempt:
             except OSError:
                 pass  # status knows less
         if verdict.again and verdict.exclude:
-            # Last: only a job that is in the queue can be changed, and Slurm may take until the end of this
-            # step, to which it now gives some seconds (KillWait).
+            # Last: only a job that is in the queue can be changed. After the loss of a node, that is some
+            # seconds after the end of this step, for which Slurm holds the request: the step must end now.
             hosts = format_host_list([*now.excluded, *verdict.exclude])
-            problem = request("scontrol", "update", f"JobId={self.job}", f"ExcNodeList={hosts}")
-            if problem:
-                self._say(f"the next attempt may get {' '.join(verdict.exclude)} again: {problem}")
+            refused = leave_request("scontrol", "update", f"JobId={self.job}", f"ExcNodeList={hosts}")
+            if refused:
+                self._say(f"the next attempt may get {' '.join(verdict.exclude)} again: {refused}")
         return verdict
 
 
