@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
 import subprocess
@@ -13,14 +15,21 @@ import pytest
 from phalanx.core.store_commands import Entry, Get
 from phalanx.membership.node_requests import ASK
 from phalanx.store.etcd.client import etcd_client_from
-from tests.conftest import HUNG
+from tests.conftest import HUNG, wait_until
 from tests.support.etcd_process import Cluster, etcd_program
 from tests.support.netns import Job, tell
 from tests.support.run_helpers import PHALANX, Ended, plain_environment
 from tests.system.test_cluster import everybody, succeed
+from tests.system.test_job_commands import told
 
 pytestmark = pytest.mark.timeout(180)
 PASSWORD = "the password of root"
+SPEAKS = """
+import os, signal
+print("rank", os.environ["RANK"], flush=True)
+while True:
+    signal.pause()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +137,30 @@ def test_a_wrong_password_is_one_line_and_no_code_of_the_program(tmp_path: Path,
     assert ended.code == 94, ended
     assert ended.err.count("PHALANX_ETCD_PASSWORD") == 1
     assert "Traceback" not in ended.err
+
+
+def test_a_job_is_seen_from_a_machine_without_an_agent(tmp_path: Path, etcd: Cluster) -> None:
+    env = plain_environment(PHALANX_ETCD_PASSWORD=PASSWORD, PHALANX_NAMESPACE=f"far-{os.urandom(4).hex()}")
+    words = ("--redirects", "3", "--log-dir", str(tmp_path / "logs"))
+    with job_at(etcd, tmp_path, "2", "seen", *words) as job:
+        job.script.write_text(SPEAKS)
+        nodes = [job.node(name) for name in "ab"]
+        at = ["--rdzv-backend", "etcd", "--rdzv-endpoint", job.endpoint, "--rdzv-conf", "user=root"]
+
+        def shown() -> set[str]:
+            lines = told("logs", "seen", *at, env=env, code=None).splitlines()
+            return {line.rpartition(" ")[2] for line in lines if "rank" in line}
+
+        wait_until(lambda: shown() == {"0", "1"}, "the logs of both nodes")
+        text = told("status", "see", *at, env=env)
+        assert {" on a, pid " in text, " on b, pid " in text} == {True}
+        stacks = json.loads(told("stacks", "seen", *at, "--json", env=env))
+        assert ({one["host"] for one in stacks["stacks"]}, stacks["silent"]) == ({"a", "b"}, 0)
+        refused = told("status", *at, env={**env, "PHALANX_ETCD_PASSWORD": "not it"}, code=1)
+        assert "PHALANX_ETCD_PASSWORD" in refused
+        for node in nodes:
+            node.signal(signal.SIGTERM)
+        assert {node.end().code for node in nodes} == {143}
 
 
 def test_a_run_id_can_be_reused_when_the_nodes_of_its_job_are_gone(tmp_path: Path, etcd: Cluster) -> None:

@@ -280,6 +280,7 @@ def test_a_run_on_another_machine_is_not_called_killed(
         ("there", "unknown"),
         ("over", "FAILED"),
     ]
+    assert [row["why"] for row in rows] == ["", "began on node-7", ""]
     assert "began on node-7" in table(rows).splitlines()[2]
 
 

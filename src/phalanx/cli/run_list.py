@@ -57,6 +57,7 @@ def entries(alive: Sequence[LocalAgent]) -> list[dict[str, Any]]:
         }
         for job in (agent.job for agent in alive)
     ]
+    home = this_machine()
     found += [
         {
             "run": run.run,
@@ -65,9 +66,9 @@ def entries(alive: Sequence[LocalAgent]) -> list[dict[str, Any]]:
             "pid": run.pid,
             "since": run.since,
             "until": run.until,
-            "state": run.outcome or ("killed" if run.machine == this_machine() else "unknown"),
+            "state": run.outcome or ("killed" if run.machine == home else "unknown"),
             "exit_code": run.exit_code,
-            "why": run.why or ("" if run.outcome else f"began on {run.machine}"),
+            "why": run.why or ("" if run.outcome or run.machine == home else f"began on {run.machine}"),
             "restarts": run.restarts,
             "goodput": None if run.goodput is None else run.goodput.goodput,
             "uptime": None if run.goodput is None else run.goodput.uptime,

@@ -8,7 +8,8 @@ goes around the ring, on the connections that carry the copies, three times for 
 
     phase      what a node does when the ballot arrives                   when it passes the ballot on
     PROPOSE    takes over the common moment, and gives up the last        when each of its ranks has a save
-               candidate; raises the new one to its newest save
+               candidate; raises the new one to its newest save, and
+               the earlier common moment to the newest that it has
     HOLD       pins the first save at or after the candidate, and         at once
                copies that one instead of the newest
     CONFIRM    the first node replaces the candidate by the save that     when its ranks have the candidate,
@@ -19,6 +20,11 @@ then do they drop the one before it. A rank that has no save of the candidate an
 it (the candidate is None from there on), and so does a node that finds no copy where it should have one: the
 common moment stays, and the first node tries again when its ranks have saved again. Where saves follow each
 other faster than a ballot goes around, it holds one that lies further ahead.
+
+A round may end between the news of a common moment and its arrival everywhere: some nodes have given up the
+one before it, and others still hold both. Which of the two all have is known when the first PROPOSE of the
+next round has gone around, so that until then a node gives up nothing and copies nothing over it. From HOLD
+on, that *earlier* moment takes the place of the common one, until the round has one.
 
 A node that connects to the next one again repeats the last ballot of each name. A node ignores a ballot that
 it has seen, so that none is lost and none counts twice.
@@ -43,21 +49,40 @@ class Ballot(Record):
     name: str
     serial: int  # of the attempt
     phase: int
-    common: Moment | None
+    common: Moment | None  # of this round
     candidate: Moment | None
+    earlier: Moment | None = None  # the common moment of the rounds before
 
     @property
     def number(self) -> int:
         """Ballots of a name are numbered in the order in which the first node sends them."""
         return 3 * self.serial + self.phase
 
+    @property
+    def settles(self) -> bool:
+        """Whether the earlier common moment is known: every node has been asked."""
+        return self.number >= HOLD
+
+    def stays(self, pinned: Moment | None, saves: Iterable[Moment]) -> Moment | None:
+        """The moment that a file with these saves keeps as the common one; `pinned`: until now."""
+        if self.common is not None:
+            return self.common
+        found = self.earlier if self.settles else None
+        return found if found is not None and found in saves else pinned
+
 
 class Turn(Record):
     """What a node does about a name: what its ranks hold, then the ballot for the next node, if it may go."""
 
-    common: Moment | None
-    hold: Moment | None  # the first save at or after this one stays, too
+    ballot: Ballot  # says what stays as the common moment,
+    hold: Moment | None  # and the first save at or after this one stays, too
     send: Ballot | None
+
+    def pins(
+        self, common: Moment | None, hold: Moment | None, saves: Iterable[Moment]
+    ) -> tuple[Moment | None, Moment | None]:
+        """The pins of a rank with these saves, after those until now: both stay until more is known."""
+        return self.ballot.stays(common, saves), self.hold if self.ballot.settles else hold
 
 
 class RankSaves(Record):
@@ -65,6 +90,7 @@ class RankSaves(Record):
 
     moments: tuple[Moment, ...]
     copied: frozenset[Moment] = frozenset()
+    known: Moment | None = None  # `known_common` of its pins
 
 
 class CommonSaves:
@@ -97,11 +123,14 @@ class CommonSaves:
         else:
             self._lead[name] = -1
 
-    def to_copy(self, name: str, moments: Sequence[Moment]) -> Moment | None:
+    def to_copy(self, name: str, moments: Sequence[Moment], known: Moment | None = None) -> Moment | None:
         """The save of a rank that is copied now: the newest, or the one that is to be the common one.
 
-        That one alone, until the next node knows whether it is: a later one would replace it there.
+        That one alone, until the next node knows whether it is: a later one would replace it there. `known`:
+        as in RankSaves; if it is of an earlier round, the next node must know first what it may replace.
         """
+        if known is not None and not (name in self.sent and self.sent[name].settles):
+            return None
         for ballot in (self._held.get(name), self.sent.get(name)):
             if ballot is not None and ballot.phase != PROPOSE and ballot.candidate is not None:
                 return first_since(moments, ballot.candidate) or (
@@ -119,12 +148,14 @@ class CommonSaves:
             if self._has_tried(ballot, saves):
                 return None
             newest = _newest([ballot.candidate, *(moments[0] for moments in saves)])
-            return Turn(ballot.common, None, ballot.replace(candidate=newest))
+            earlier = [one for one in (ballot.earlier, *(rank.known for rank in ranks)) if one is not None]
+            found = _newest(earlier) if earlier and ballot.serial == 0 else ballot.earlier
+            return Turn(ballot, None, ballot.replace(candidate=newest, earlier=found))
         if ballot.phase == HOLD:
             if self._first:
                 step, round_ = _newest([ballot.candidate, *(moments[0] for moments in saves)])
                 ballot = ballot.replace(candidate=(step + self._lead.get(name, 0), round_))
-            return Turn(ballot.common, ballot.candidate, ballot)
+            return Turn(ballot, ballot.candidate, ballot)
         return self._confirm(ballot, ranks)
 
     def done(self, turn: Turn, saves: Sequence[RankSaves]) -> None:
@@ -145,7 +176,9 @@ class CommonSaves:
         last = self.sent.get(name)
         if not self._first or (last is not None and last.number > self._seen.get(name, -1)):
             return None  # it is under way
-        return Ballot(name, 0 if last is None else last.serial + 1, PROPOSE, self._common.get(name), None)
+        if last is None:
+            return Ballot(name, 0, PROPOSE, None, None)
+        return Ballot(name, last.serial + 1, PROPOSE, self._common.get(name), None, last.earlier)
 
     def _has_tried(self, ballot: Ballot, saves: Sequence[Sequence[Moment]]) -> bool:
         """The first node begins once for each save."""
@@ -155,18 +188,25 @@ class CommonSaves:
     def _confirm(self, ballot: Ballot, ranks: Sequence[RankSaves]) -> Turn:
         candidate = ballot.candidate
         if candidate is None:
-            return Turn(ballot.common, None, ballot)
+            return Turn(ballot, None, ballot)
         held = [first_since(rank.moments, candidate) for rank in ranks]
         if any(one is None for one in held):  # not saved yet
             send = None if candidate[1] == self._round else ballot.replace(candidate=None)
-            return Turn(ballot.common, candidate, send)
+            return Turn(ballot, candidate, send)
         if self._first:
             candidate = _newest(held)
         if any(candidate not in rank.moments for rank in ranks):
             late = any(_order(rank.moments[0]) > _order(candidate) for rank in ranks)
-            return Turn(ballot.common, candidate, ballot.replace(candidate=None) if late else None)
+            return Turn(ballot, candidate, ballot.replace(candidate=None) if late else None)
         copied = all(candidate in rank.copied for rank in ranks)
-        return Turn(ballot.common, candidate, ballot.replace(candidate=candidate) if copied else None)
+        return Turn(ballot, candidate, ballot.replace(candidate=candidate) if copied else None)
+
+
+def known_common(common: Moment | None, hold: Moment | None, saves: Iterable[Moment]) -> Moment | None:
+    """The common moment as far as a file with these pins and saves knows it.
+
+    Without one, the save that is held may be the first: only the node that began knew, and it may be lost."""
+    return common if common is not None else next((one for one in saves if one == hold), None)
 
 
 def first_since(moments: Iterable[Moment], moment: Moment | None) -> Moment | None:

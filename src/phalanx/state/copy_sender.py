@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 
-from phalanx.core.common_saves import CONFIRM, Ballot, CommonSaves, Moment, RankSaves
+from phalanx.core.common_saves import CONFIRM, Ballot, CommonSaves, Moment, RankSaves, known_common
 from phalanx.state import save_record
 from phalanx.state.memory_file import MemoryFile, Pins, SlotHeader
 from phalanx.state.replica_channel import PART, ReplicaChannel
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # Kinds of frames.
-HELLO, HAVE, SAVE, DATA, END, ABANDON, FETCH, DONE, BALLOT, COMMON = (
-    bytes([letter]) for letter in b"HISDEAFZTC"
+HELLO, HAVE, SAVE, DATA, END, ABANDON, FETCH, DONE, BALLOT, PINS = (
+    bytes([letter]) for letter in b"HISDEAFZTP"
 )
 
 _REMEMBERED = 4  # saves of a rank and name that the next node has: two in its slots
@@ -41,9 +41,6 @@ class CopySender:
         self._common = CommonSaves(first, number)
         self._take_ballots = take_ballots
         self._copied: dict[tuple[int, str], set[tuple[int, int, int]]] = {}
-        for file in own.values():
-            for name in file.names().values():
-                file.pin(name, Pins(file.pins(name).common))
 
     def connected(self, channel: ReplicaChannel) -> None:
         """The next node answers: it reports what it has, and a ballot may have been lost on the way to it."""
@@ -59,7 +56,7 @@ class CopySender:
         self._pass_ballots(channel)
         for file in self._own.values():
             for name, number in file.names().items():
-                header = self._to_send(name, file.slots(number))
+                header = self._to_send(name, file.slots(number), file.pins(number))
                 if header is not None:
                     known = self._copied.setdefault((header.rank, name), set())
                     if send_save(channel, file, name, number, header, self._pass_arrived):
@@ -69,12 +66,14 @@ class CopySender:
                     return True
         return False
 
-    def _to_send(self, name: str, slots: list[SlotHeader]) -> SlotHeader | None:
-        moment = self._common.to_copy(name, [header.moment for header in slots]) if slots else None
+    def _to_send(self, name: str, slots: list[SlotHeader], pins: Pins) -> SlotHeader | None:
+        moments = [header.moment for header in slots]
+        known = known_common(pins.common, pins.hold, moments)
+        moment = self._common.to_copy(name, moments, known) if slots else None
         for header in slots:
             if header.moment == moment:
-                known = self._copied.get((header.rank, name), ())
-                return None if _identity(header) in known else header
+                copied = self._copied.get((header.rank, name), ())
+                return None if _identity(header) in copied else header
         return None
 
     # -- ballots -------------------------------------------------------------------------------------
@@ -101,9 +100,10 @@ class CopySender:
             turn = self._common.turn(name, saves)
             if turn is None:
                 continue
-            for rank, number in numbers.items():
+            for (rank, number), saved in zip(numbers.items(), saves, strict=True):
                 file = self._own[rank]
-                file.pin(number, Pins(turn.common or file.pins(number).common, turn.hold))
+                pins = file.pins(number)
+                file.pin(number, Pins(*turn.pins(pins.common, pins.hold, saved.moments)))
             # A worker may have been about to replace it: it stays if it is still there after the pin.
             candidate = turn.send.candidate if turn.send is not None and turn.send.phase == CONFIRM else None
             now = [self._saves(rank, name, number).moments for rank, number in numbers.items()]
@@ -114,10 +114,11 @@ class CopySender:
                 channel.send(BALLOT, pack_ballot(turn.send))
 
     def _saves(self, rank: int, name: str, number: int) -> RankSaves:
-        return RankSaves(
-            tuple(header.moment for header in self._own[rank].slots(number) if header.rank == rank),
-            frozenset((step, round_) for round_, _, step in self._copied.get((rank, name), ())),
-        )
+        file = self._own[rank]
+        moments = tuple(header.moment for header in file.slots(number) if header.rank == rank)
+        copied = frozenset((step, round_) for round_, _, step in self._copied.get((rank, name), ()))
+        pins = file.pins(number)
+        return RankSaves(moments, copied, known_common(pins.common, pins.hold, moments))
 
 
 def send_save(
@@ -154,16 +155,32 @@ def pack_have(files: list[MemoryFile]) -> bytes:
 
 def pack_ballot(ballot: Ballot) -> bytes:
     """A ballot as bytes."""
-    return json.dumps([ballot.name, ballot.serial, ballot.phase, ballot.common, ballot.candidate]).encode()
+    moments = ballot.common, ballot.candidate, ballot.earlier
+    return json.dumps([ballot.name, ballot.serial, ballot.phase, *moments]).encode()
 
 
 def unpack_ballot(data: bytes) -> Ballot:
     """A ballot from bytes; ValueError for anything else."""
     try:
-        name, serial, phase, common, candidate = json.loads(data)
-        return Ballot(str(name), int(serial), int(phase), _moment(common), _moment(candidate))
+        name, serial, phase, common, candidate, earlier = json.loads(data)
+        moments = _moment(common), _moment(candidate), _moment(earlier)
+        return Ballot(str(name), int(serial), int(phase), *moments)
     except TypeError as error:
         raise ValueError(f"not a ballot: {error}") from None
+
+
+def pack_pins(name: str, pins: Pins) -> bytes:
+    """The pins of a name as bytes."""
+    return json.dumps([name, pins.common, pins.hold]).encode()
+
+
+def unpack_pins(data: bytes) -> tuple[str, Pins]:
+    """A name and its pins from bytes; ValueError for anything else."""
+    try:
+        name, common, hold = json.loads(data)
+        return str(name), Pins(_moment(common), _moment(hold))
+    except TypeError as error:
+        raise ValueError(f"not the pins of a name: {error}") from None
 
 
 def _moment(value: list[int] | None) -> Moment | None:

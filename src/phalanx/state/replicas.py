@@ -29,18 +29,20 @@ from phalanx.errors import PhalanxError
 from phalanx.state import memory_limit, save_record
 from phalanx.state.copy_sender import (
     BALLOT,
-    COMMON,
     DATA,
     DONE,
     END,
     FETCH,
     HAVE,
     HELLO,
+    PINS,
     SAVE,
     CopySender,
     pack_have,
+    pack_pins,
     send_save,
     unpack_ballot,
+    unpack_pins,
 )
 from phalanx.state.memory_file import SLOTS, FileLock, MemoryFile, Pins, region_at
 from phalanx.state.replica_channel import ERRORS, ReplicaChannel, accepted, dial
@@ -225,9 +227,9 @@ class Replicas:
                     return
                 if kind == SAVE:
                     self._take_save(channel, data, file, SLOTS)
-                if kind == COMMON:
-                    name, step, round_ = json.loads(data)
-                    file.pin(file.number_of(str(name)), Pins((int(step), int(round_))))
+                if kind == PINS:
+                    name, pins = unpack_pins(data)
+                    file.pin(file.number_of(name), pins)
         finally:
             channel.close()
 
@@ -302,12 +304,11 @@ class Replicas:
         try:
             for file in files:
                 for name, number in file.names().items():
-                    for header in reversed(file.slots(number)):
-                        if header.rank == rank:
-                            send_save(channel, file, name, number, header)
-                    common = file.pins(number).common
-                    if common is not None:
-                        channel.send(COMMON, json.dumps([name, *common]).encode())
+                    saves = [header for header in reversed(file.slots(number)) if header.rank == rank]
+                    for header in saves:
+                        send_save(channel, file, name, number, header)
+                    if saves:
+                        channel.send(PINS, pack_pins(name, file.pins(number)))
             channel.send(DONE)
         finally:
             for file in files:
@@ -346,9 +347,11 @@ class Replicas:
         for file in files:
             named = file.names().get(ballot.name)
             if named is not None:
-                pending = ballot.candidate if ballot.phase == CONFIRM else None
-                file.pin(named, Pins(ballot.common or file.pins(named).common, pending))
-                found += any(header.moment == ballot.candidate for header in file.slots(named))
+                moments = [header.moment for header in file.slots(named)]
+                if ballot.settles:
+                    pending = ballot.candidate if ballot.phase == CONFIRM else None
+                    file.pin(named, Pins(ballot.stays(file.pins(named).common, moments), pending))
+                found += ballot.candidate in moments
         if ballot.common is not None:
             self._forget_others(ranks)
         if ballot.phase == CONFIRM and found < len(ranks):
