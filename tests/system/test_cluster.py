@@ -300,7 +300,7 @@ def test_a_job_that_cannot_go_on_without_a_node_that_did_not_report_fails(tmp_pa
         nodes[1].signal(signal.SIGKILL)
         ended = nodes[0].end()
         assert ended.code == NO_MEETING, ended
-        assert "lost b, which had not reported success" in ended.said[-1], ended
+        assert any("lost b, which had not reported success" in line for line in ended.said), ended
 
 
 @pytest.mark.parametrize("where", ["hosted", "separate"])
@@ -317,7 +317,7 @@ def test_a_store_lost_in_the_exit_barrier_is_not_a_success(tmp_path: Path, where
         for node in nodes[1:] if store is None else nodes:
             ended = node.end()
             assert ended.code == NO_MEETING, ended
-            assert f"the store at {job.endpoint}" in ended.said[-1], ended
+            assert any(f"the store at {job.endpoint}" in line for line in ended.said), ended
 
 
 def test_drain_lets_a_node_leave_for_nothing(tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_a_static_node_that_is_killed_is_noticed_and_replaced(tmp_path: Path) ->
 @pytest.mark.parametrize("when", ["in mid-run", "in the exit barrier"])
 def test_a_static_node_lost_before_it_reported_is_not_a_success(tmp_path: Path, when: str) -> None:
     with Job(tmp_path, "3") as job:
-        conf = "join_timeout=3,ttl=2"
+        conf = "join_timeout=10,ttl=2"
         nodes = [static_node(job, rank, 3, conf) for rank in (0, 1, 2)]
         workers = everybody(nodes, 3)
         if when == "in the exit barrier":
@@ -448,8 +448,8 @@ def test_a_static_node_lost_before_it_reported_is_not_a_success(tmp_path: Path, 
         for node in nodes[:2]:
             ended = node.end()
             assert ended.code == NO_MEETING, ended
-            assert "node 2 of 3 did not come within 3 s" in ended.said[-1], ended
-            assert lost in ended.said[-1], ended
+            (why,) = (line for line in ended.said if "node 2 of 3 did not come within 10 s" in line)
+            assert lost in why, ended
 
 
 @pytest.mark.parametrize("when", ["in mid-run", "in the exit barrier"])
@@ -463,7 +463,7 @@ def test_node_0_of_a_static_job_lost_before_it_reported_is_not_a_success(tmp_pat
         zero.signal(signal.SIGKILL)
         ended = one.end()
         assert ended.code == NO_MEETING, ended
-        assert f"node 0 at {job.endpoint} is gone and did not return" in ended.said[-1], ended
+        assert any(f"node 0 at {job.endpoint} is gone and did not return" in line for line in ended.said), ended
 
 
 def test_node_0_of_a_static_job_is_killed_and_comes_back(tmp_path: Path) -> None:
@@ -528,7 +528,7 @@ def test_the_store_is_killed_under_a_running_job(tmp_path: Path, journal: bool) 
             for node in nodes:
                 ended = node.end()
                 assert ended.code == NO_MEETING
-                assert "kept no journal" in ended.said[-1], ended
+                assert any("kept no journal" in line for line in ended.said), ended
             assert all_gone([w.pid for w in workers])
 
 
@@ -558,7 +558,7 @@ def test_the_host_of_the_store_is_killed_and_nobody_is_orphaned(tmp_path: Path) 
         host.signal(signal.SIGKILL)
         ended = other.end()
         assert ended.code == NO_MEETING
-        assert "kept no journal" in ended.said[-1], ended
+        assert any("kept no journal" in line for line in ended.said), ended
         wait_until(lambda: all_gone([w.pid for w in workers]), "the end of all workers")
 
 
