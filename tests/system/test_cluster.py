@@ -463,7 +463,8 @@ def test_node_0_of_a_static_job_lost_before_it_reported_is_not_a_success(tmp_pat
         zero.signal(signal.SIGKILL)
         ended = one.end()
         assert ended.code == NO_MEETING, ended
-        assert any(f"node 0 at {job.endpoint} is gone and did not return" in line for line in ended.said), ended
+        lost = f"node 0 at {job.endpoint} is gone and did not return"
+        assert any(lost in line for line in ended.said), ended
 
 
 def test_node_0_of_a_static_job_is_killed_and_comes_back(tmp_path: Path) -> None:
