@@ -20,7 +20,7 @@ from tempfile import mkdtemp
 import psutil
 import pytest
 
-from tests.support.run_helpers import plain_environment
+from tests.support.run_helpers import kill_at_once, plain_environment
 
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 SLOW = 90.0  # seconds; Slurm itself looks at things once a second, and a requeue takes it some
@@ -251,8 +251,8 @@ class SlurmCluster:
         daemon.kill()
         daemon.wait()
         at = time.time()
-        for one in self.processes(node):
-            self._kill(one)
+        # All at once: a child of srun would see it die, and have the step killed on the other nodes.
+        kill_at_once([one.pid for one in self.processes(node)])
         # As slurmctld finds out by itself, some seconds later.
         self.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
         return at

@@ -305,7 +305,7 @@ next() { head -n 1 "$0.$1"; [ "$(wc -l < "$0.$1")" -gt 1 ] && sed -i 1d "$0.$1";
 case "$1 $2" in
 "show job") set -- $(next job); echo "${1:+JobState=$1 Restarts=$2}" ;;
 "show node") echo "NodeName=localhost State=$(next node)" ;;
-*) echo "${0##*/} $*" >> "${0%/*}/requests" ;;
+*) kill -TERM $PPID; echo "${0##*/} $*" >> "${0%/*}/requests" ;;  # the step of the agent ends with the job
 esac
 """
 

@@ -8,6 +8,7 @@ its own network may be what has failed: then the batch step is alive, and decide
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _BACKLOG = 4096  # agents that end at the same time
 _CONNECT = 5.0
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # before Slurm kills a step
 _PAUSE = 5.0  # Slurm takes up to SlurmdTimeout to find out that a host is lost
 
 
@@ -118,9 +120,15 @@ def stand_in(
             return  # Slurm, or another agent, has ended it
         if now.state and host in find_lost([host]):
             say(f"the host of the batch step, {host}, is lost; this node ends the job")
-            verdict = here.end(directory, AttemptEnd(outcome.code, most=int(most)))
-            if not verdict.again and here.holds(show_job(here.job)):
-                request("scancel", "--state=RUNNING", here.job)
+            # The requeue ends this node's step, too: not before what was decided is written down.
+            before = [signal.signal(number, signal.SIG_IGN) for number in _ENDING]
+            try:
+                verdict = here.end(directory, AttemptEnd(outcome.code, most=int(most)))
+                if not verdict.again and here.holds(show_job(here.job)):
+                    request("scancel", "--state=RUNNING", here.job)
+            finally:
+                for number, handler in zip(_ENDING, before, strict=True):
+                    signal.signal(number, handler)
             return
         if not told:
             told = True
