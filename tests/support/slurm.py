@@ -251,8 +251,9 @@ class SlurmCluster:
         daemon.kill()
         daemon.wait()
         at = time.time()
-        # All at once: a child of srun would see it die, and have the step killed on the other nodes.
-        kill_at_once([one.pid for one in self.processes(node)])
+        # All at once, children first: one of srun that is left alone is woken, and has the step killed on all
+        # nodes before it is killed itself.
+        kill_at_once([one.pid for one in reversed(self.processes(node))])
         # As slurmctld finds out by itself, some seconds later.
         self.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
         return at

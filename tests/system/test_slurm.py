@@ -153,6 +153,8 @@ def test_the_agents_give_the_nodes_back_when_the_batch_host_is_lost(folder: Path
         settle(lambda: cluster.field(job, "Restarts") == "1", "the agents requeue the job")
         cluster.start_now(job)
         assert {run for *_, run, _ in jobs.ready("l", 4)[2:]} == {f"{job}-r1"}
+        text = (folder / "work" / "l.out").read_text
+        settle(lambda: "1 spare" in text().partition(f"(run {job}-r1)")[2], "the spare of the second attempt")
         jobs.end("l", 0)
         cluster.wait_state(job, "COMPLETED")
         assert "attempt 0: exit code 94; " in jobs.status(job)
