@@ -9,7 +9,7 @@ JOBS   ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 1) + 1 )))
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: demo test versions coverage test-long check format bench chaos clean etcd prometheus chromium sshd runc slurm
+.PHONY: demo test versions coverage test-long check format bench prove-packages chaos clean etcd prometheus chromium sshd runc slurm
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -90,6 +90,12 @@ format: $(READY)
 
 bench: $(READY) $(EXTRAS)
 	$(BIN)/python -m bench
+
+# Each package in a clean environment of its own: hours. Rewrites src/phalanx/warm/packages.py and docs/warm.md.
+# Some only: make prove-packages PROVE="numpy torch"; go on after an interruption: PROVE=--kept
+PROVE  ?=
+prove-packages: $(READY)
+	$(BIN)/python -m tests.warm_packages $(PROVE)
 
 # Ten minutes of random faults against real agents; as root, each in a network of its own (docs/chaos.md).
 chaos: $(READY)

@@ -1,7 +1,6 @@
-"""Warm starts where they could be slower than cold ones: early kills, second launches, first lines, `--help`.
+"""Warm starts where they could be slower than cold ones: first launches, early kills, first lines, `--help`.
 
 Every row has `--warm off` beside torchrun, and most targets are relative to it: a warm start is never slower.
-Lists that are learned come from one launch that stays until its helpers in the background have tried them.
 """
 
 from __future__ import annotations
@@ -15,29 +14,24 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from bench.measure import (
-    LIMIT,
-    OURS,
     THEIRS,
-    WORKERS,
-    FailedRun,
     Figures,
     Launch,
     Row,
     Samples,
     Target,
     compare,
-    environment,
     interleave,
-    phalanx_sides,
     sides,
 )
 
 OFF = "off"  # this checkout, with --warm off
 _KILLS = (0.2, 1.0, 3.0, 8.0)  # seconds after the first all_reduce
-_ALLOWED = 1.1  # of --warm off
+_ALLOWED = 1.05  # of --warm off
 _THREADS = (
     "import threading\n"
     "sum(number * number for number in range(200_000))\n"  # some work, as in a real package
@@ -94,90 +88,77 @@ def _killed(side: str, after: float) -> Figures:
 # -- launches -----------------------------------------------------------------------------------------------
 
 
+PROGRAMS = {  # what a script imports at its top
+    "nothing": "",
+    "numpy": "import numpy\n",
+    "torch": "import torch\n",
+    "torch, and ten packages that leave threads": "import torch\nimport bench_threads\n",
+    "transformers.Trainer": "from transformers import Trainer\n",
+    "lightning": "import lightning\n",
+    "datasets": "import datasets\n",
+}
+STAMP = """
+import os, time
+at = time.monotonic()
+line = f"imported {os.environ['RANK']} {os.environ['TORCHELASTIC_RESTART_COUNT']} {os.getpid()} {at!r}\\n"
+os.write(os.open(os.environ["BENCH_EVENTS"], os.O_WRONLY), line.encode())
+"""
+
+
 @contextmanager
-def _packages() -> Iterator[str]:
-    """A directory of installed packages that leave a thread each."""
+def _program(imports: str) -> Iterator[tuple[str, str]]:
+    """A script with these imports, and a directory of installed packages that leave a thread each."""
     with tempfile.TemporaryDirectory() as base:
         folder = os.path.join(base, "site-packages")
         os.mkdir(folder)
         for number in range(10):
             Path(folder, f"bench_threads{number}.py").write_text(_THREADS)
+        every = "".join(f"import bench_threads{number}\n" for number in range(10))
+        Path(folder, "bench_threads.py").write_text(every)
         subprocess.run([sys.executable, "-m", "compileall", "-q", folder], check=True)
-        yield folder
+        script = os.path.join(base, "train.py")
+        Path(script).write_text(imports + STAMP)
+        yield script, folder
 
 
-def _learned(side: str, script: str, *args: str, cache: str, env: dict[str, str]) -> None:
-    """One launch that stays until the list of the script was tried."""
-    flags = _flags(side)
-    with Launch(side, script, *args, nproc=1, flags=flags, env={**_env(side, cache), **env}) as launch:
+def launches(quick: bool) -> list[Row]:
+    """The first four launches of a script in a fresh home: until all of its workers have imported."""
+    rows = []
+    for what, imports in PROGRAMS.items():
+        module = (imports.split() or ["", "sys"])[1].partition(".")[0]
+        if find_spec(module) is None:
+            continue
+        with _program(imports) as (script, folder):
+            found = interleave(
+                lambda side, at=(script, folder): _four(side, *at),  # type: ignore[misc]
+                1 if quick else 5,
+                names=(*sides(), OFF),
+                warm=False,
+            )
+        for number in range(4):
+            figure = f"launch {number + 1}"
+            row = compare("launches", f"{figure} → {what} imported, N=2", "s", None, found, figure)
+            rows.append(_relative(row, found, figure, 1.05))
+    return rows
+
+
+def _four(side: str, script: str, folder: str) -> Figures:
+    figures = {}
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**_env(side, cache), "PYTHONPATH": folder}
+        for number in range(4):
+            with Launch(side, script, nproc=2, flags=_flags(side), env=env) as launch:
+                imported = launch.expect("imported")
+                figures[f"launch {number + 1}"] = max(one.at for one in imported.values()) - launch.begin
+                launch.ended()
+    return figures
+
+
+def _learned(side: str, script: str, *args: str, cache: str) -> None:
+    """One launch, to its end."""
+    with Launch(side, script, *args, nproc=1, flags=_flags(side), env=_env(side, cache)) as launch:
         launch.expect("imported")
-        if side in phalanx_sides():
-            end = time.monotonic() + LIMIT
-            while not _is_vetted(cache):
-                if time.monotonic() > end:
-                    raise FailedRun("the list was not tried in time")
-                time.sleep(0.1)  # a file in another process's hands: there is no event for it
-
-
-def _is_vetted(cache: str) -> bool:
-    for path in Path(cache, "phalanx", "modules").glob("*"):
-        text = path.read_text(errors="replace")
-        return "\n#0.000\n" not in text  # what is imported later is tried later
-    return False
-
-
-def threads(quick: bool) -> list[Row]:
-    """Second launch of a script with packages that leave threads."""
-    caches = {side: tempfile.mkdtemp() for side in (*sides(), OFF)}
-    try:
-        with _packages() as folder:
-            env = {"PYTHONPATH": folder}
-            for side, cache in caches.items():
-                _learned(side, "threads.py", "stay", cache=cache, env=env)
-
-            def once(side: str) -> Figures:
-                flags, variables = _flags(side), {**_env(side, caches[side]), **env}
-                with Launch(side, "threads.py", nproc=2, flags=flags, env=variables) as launch:
-                    imported = launch.expect("imported")
-                    return {"imported": max(event.at for event in imported.values()) - launch.begin}
-
-            samples = interleave(once, 1 if quick else 7, names=tuple(caches), warm=False)
-    finally:
-        for cache in caches.values():
-            shutil.rmtree(cache, ignore_errors=True)
-    what = "second launch → torch and 10 packages that leave threads imported, N=2"
-    row = compare("second-launch", what, "s", None, samples, "imported")
-    return [_relative(row, samples, "imported")]
-
-
-def ready(quick: bool) -> list[Row]:
-    """Helper readiness with torch and ten packages that leave threads, against one cold import."""
-    with _packages() as folder:
-        names = [f"bench_threads{number}" for number in range(10)]
-        env = {**environment(OURS), "PYTHONPATH": f"{folder}:{os.path.dirname(os.path.dirname(WORKERS))}/src"}
-        code = f"import {', '.join(['torch', *names])}, sys; print(*sys.modules)"
-        command = [sys.executable, "-c", code]
-        listed = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()
-
-        def once(side: str) -> Figures:
-            if side == "import":
-                begin = time.monotonic()
-                subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True)
-                return {"ready": time.monotonic() - begin}
-            script = os.path.join(WORKERS, "readiness.py")
-            run = [sys.executable, script, *listed]
-            done = subprocess.run(run, env=env, capture_output=True, text=True, check=True)
-            seconds, found = done.stdout.split()
-            if int(found) < 10:
-                raise FailedRun(f"{found} of 10 packages were found unsuitable")
-            return {"ready": float(seconds)}
-
-        samples = interleave(once, 2 if quick else 9, names=("import", OURS))
-    what = "helpers ready: torch and 10 packages that leave threads, never tried"
-    row = compare("helper-ready", what, "s", None, samples, "ready")
-    values = samples["import"].of("ready")
-    row.target = Target(1.5 * statistics.median(values), "value") if values else None
-    return [row]
+        launch.ended()
 
 
 def first_lines(quick: bool) -> list[Row]:
@@ -185,7 +166,7 @@ def first_lines(quick: bool) -> list[Row]:
     caches = {side: tempfile.mkdtemp() for side in (*sides(), OFF)}
     try:
         for side, cache in caches.items():
-            _learned(side, "heavy.py", "--stay", cache=cache, env={})
+            _learned(side, "heavy.py", cache=cache)
 
         def line(side: str) -> Figures:
             env, flags = _env(side, caches[side]), _flags(side)

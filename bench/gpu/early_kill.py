@@ -2,7 +2,7 @@
 
     python bench/gpu/early_kill.py [--runs 3] [--after 0.2,1,3,8] [--modes torchrun,off,auto] [--out FILE]
 
-Nothing is known of the script yet: helpers of `--warm auto` begin to import in the background, and must not
+Nothing is known of the script yet but its text. Helpers that import more in the background must not
 delay a restart. The modes alternate; each run has an empty cache. Nothing is asserted: `to_off`, the ratio of
 the medians to `--warm off`, is to stay below 1.1.
 """

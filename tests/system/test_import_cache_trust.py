@@ -10,7 +10,7 @@ import pytest
 from phalanx.kernel import anonymous_file
 from phalanx.warm import preload
 from phalanx.warm.import_cache import ImportCache
-from phalanx.warm.verdict_log import VerdictLog
+from phalanx.warm.preload_log import PreloadLog
 from tests.system.hostile_user import NOBODY, as_root, do, shared_directory
 
 PROGRAM = ["script", "/tmp/phalanx-test-train.py"]
@@ -25,7 +25,7 @@ def saved(base: Path) -> ImportCache:
 
 
 def names(base: Path) -> list[str]:
-    return ImportCache(PROGRAM, {"XDG_CACHE_HOME": str(base)}).names
+    return ImportCache(PROGRAM, {"XDG_CACHE_HOME": str(base)}).seen
 
 
 def test_an_own_list_is_used_and_private_whatever_the_umask(tmp_path: Path) -> None:
@@ -122,13 +122,13 @@ def test_no_variable_that_loads_code_is_set_from_a_list(
     set_here: list[str] = []
     monkeypatch.setattr(preload, "_set_for_script", lambda _word, text, _own: set_here.append(text))
     said: list[str] = []
-    monkeypatch.setattr(preload.Preload, "_try", lambda _self, name: said.append(name))
+    monkeypatch.setattr(preload.Preload, "_entry", lambda _self, name: said.append(name))
     monkeypatch.setattr("gc.freeze", lambda: None)
-    log = VerdictLog(anonymous_file("log"), 0)
+    log = PreloadLog(anonymous_file("log"), 0)
     try:
         lines = ["+A=1", f"{word}{variable}=/tmp/evil", "wave"]
-        preload.preload(lines, log, lambda _line: None, how="vetted")
+        preload.preload(lines, log, lambda _line: None)
     finally:
         os.close(log.fd)
     assert set_here == ["A=1"]
-    assert said == []  # what follows was recorded with it
+    assert said == []  # what follows may depend on it

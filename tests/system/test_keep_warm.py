@@ -433,12 +433,12 @@ def test_one_that_still_imports_is_listed_passed_over_and_stopped(kept: Kept, tm
     packages = tmp_path / "site-packages"
     packages.mkdir()
     hold = tmp_path / "hold"
-    (packages / "slow_package.py").write_text(
+    (packages / "tqdm.py").write_text(
         f"import os, time\nwhile os.path.exists({str(hold)!r}): time.sleep(0.01)\n"
     )
     main = written(
         tmp_path,
-        f"import slow_package, {HEAVY}\n{PARENT}open({str(hold)!r}, 'w').close()\n",
+        f"{PARENT}import {HEAVY}, tqdm\nopen({str(hold)!r}, 'w').close()\n",
         SLOW,
     )
     more = {"PYTHONPATH": str(packages)}

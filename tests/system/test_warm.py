@@ -18,14 +18,11 @@ import psutil
 import pytest
 
 from phalanx.core.group import Phase
-from phalanx.kernel import anonymous_file
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.warm.import_cache import ImportCache
-from phalanx.warm.verdict_log import VerdictLog
 from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import free_port
-from tests.support.vet import vet
 
 # Modules of the standard library that no helper needs for itself.
 HEAVY = ["sqlite3", "xml.dom.minidom", "decimal"]
@@ -77,7 +74,7 @@ def test_preloaded_modules_are_there_before_the_first_line(helpers: Any, tmp_pat
     spawner = helpers(preload=HEAVY)
     assert run_one(spawner, script(tmp_path, REPORT), str(out)) == 0
     assert json.loads(out.read_text()) == dict.fromkeys(HEAVY, True)
-    assert spawner.dropped == []
+    assert spawner.log.seconds is not None
 
 
 @pytest.mark.untraced
@@ -110,25 +107,46 @@ def test_the_users_own_modules_are_never_preloaded(helpers: Any, tmp_path: Path)
         ("import os; keep = os.pipe()", "opens pipe:"),
         ("import subprocess; keep = subprocess.Popen(['sleep', '1000'])", "starts a process"),
         ("import tempfile; keep = tempfile.TemporaryFile()", "(deleted)"),
-        ("import my_plug_in", "imports my_plug_in from"),
+        ("import signal; signal.signal(signal.SIGUSR1, print)", "sets a handler of SIGUSR1"),
+        ("import sys; sys.path.append('/odd')", "edits sys.path"),
+        ("import os; os.umask(0o27)", "changes the umask"),
+        ("import unproven", "imports unproven, which is not on the list"),
+        ("import idna", "imports idna, which is left to the workers"),
     ],
 )
-def test_a_module_that_does_not_suit_a_fork_is_dropped_by_name(
+def test_a_package_that_does_not_suit_a_fork_is_left_to_the_workers(
     text: str, said: str, helpers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real installed package, in a site-packages of its own; the others are still preloaded."""
+    """A newer version of one on the list, say. The zygote gives up, and the workers start cold."""
     packages = tmp_path / "site-packages"
     packages.mkdir()
-    (packages / "unsuitable.py").write_text(text + "\n")
-    script(tmp_path, "VALUE = 1\n", "my_plug_in.py")  # as an editable install has it: found, not installed
-    monkeypatch.setenv("PYTHONPATH", f"{packages}:{tmp_path}")
+    (packages / "tqdm.py").write_text(text + "\n")
+    (packages / "idna.py").write_text("")
+    (packages / "unproven.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
     out = tmp_path / "out.json"
-    spawner = helpers(preload=["unsuitable", *HEAVY])
+    spawner = helpers(preload=["!idna", "tqdm", *HEAVY])
     assert run_one(spawner, script(tmp_path, REPORT), str(out)) == 0
+    assert json.loads(out.read_text()) == dict.fromkeys(HEAVY, False)
+    package, why = spawner.log.refused()
+    assert package == "tqdm"
+    assert said in why
+    again = helpers(preload=["!tqdm", *HEAVY])
+    assert run_one(again, script(tmp_path, REPORT), str(out)) == 0
     assert json.loads(out.read_text()) == dict.fromkeys(HEAVY, True)
-    assert len(spawner.dropped) == 1
-    assert spawner.dropped[0].startswith("unsuitable: ")
-    assert said in spawner.dropped[0]
+
+
+def test_what_the_user_names_may_import_what_is_not_on_the_list(
+    helpers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "mine.py").write_text("import unproven\n")
+    (packages / "unproven.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    main = script(tmp_path, "import sys; sys.exit(sum(n in sys.modules for n in ('mine', 'unproven')))\n")
+    assert run_one(helpers(preload=["*mine"]), main) == 2
+    assert run_one(helpers(preload=["mine"]), main) == 0
 
 
 def test_helpers_that_are_importing_can_be_closed_at_once(
@@ -141,7 +159,7 @@ def test_helpers_that_are_importing_can_be_closed_at_once(
         f"import os, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\nwhile True: time.sleep(1)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(packages))
-    spawner = helpers(preload=["endless"])
+    spawner = helpers(preload=["*endless"])
     wait_until(lambda: pid_file.exists() and pid_file.read_text(), "the import")
     spawner.close()
     assert gone(int(pid_file.read_text()))
@@ -196,21 +214,11 @@ def test_siblings_differ_where_fresh_processes_would(helpers: Any, tmp_path: Pat
         assert len(set(column)) == 3, column
 
 
-EARLY = "import sys\nearly = 'sqlite3' in sys.modules\nimport sqlite3\nsys.exit(40 + early)\n"
-
-
 def launched(main: Path, *words: str, **env: str) -> int:
     """Run a script as one worker, by the command; its exit code."""
     command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "-q", *words, str(main)]
     done = subprocess.run(command, env={**os.environ, **env}, timeout=HUNG, stderr=subprocess.DEVNULL)
     return done.returncode
-
-
-def vetted(main: Path, **env: str) -> int:
-    """The same, where the helpers in the background had the time to try the list; its exit code."""
-    code = launched(main, **env)
-    vet(main, {**os.environ, **env})
-    return code
 
 
 def siblings(spawner: Spawner, main: Path, folder: Path, count: int = 3) -> list[Any]:
@@ -292,76 +300,89 @@ json.dump([early, [os.environ.get(n) for n in names], [str(libc.getenv(n.encode(
 print("running")
 """
     main = script(tmp_path, text)
-    for said in siblings(helpers(preload=["lasting"]), main, tmp_path):
+    for said in siblings(helpers(preload=["*lasting"]), main, tmp_path):
         assert said == [True, ["yes", "before", None], ["b'yes'", "b'before'", "None"], "bc", "def"]
     for rank in range(3):
         assert (tmp_path / f"stdout{rank}").read_text() == "imported\nrunning\n"
 
 
+def listed_package(tmp_path: Path, text: str = "", name: str = "tqdm") -> str:
+    """A site-packages whose package has a name of the list; its directory."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir(exist_ok=True)
+    (packages / f"{name}.py").write_text(text)
+    return str(packages)
+
+
 @pytest.mark.untraced
 def test_a_module_of_the_scripts_own_hides_the_installed_one_at_every_start(tmp_path: Path) -> None:
-    """Also where it is a package that imports it, and where it was not there when the list was made."""
-    text = (
-        "import sys\nearly = 'sqlite3' in sys.modules\nimport decimal, sqlite3, numbers\n"
-        "sys.exit(40 + 2 * hasattr(numbers, 'MINE') + early)\n"
-    )
-    main = script(tmp_path, text)
-    assert [vetted(main), launched(main)] == [40, 41]
-    mine = script(tmp_path, "MINE = 1\nfrom abc import ABC as Number\nRational = Number\n", "numbers.py")
-    assert [vetted(main), launched(main), launched(main)] == [42, 43, 43]
+    """Also where it is a package that imports it."""
+    env = {"PYTHONPATH": listed_package(tmp_path, "import idna\n")}
+    listed_package(tmp_path, "MINE = 0\n", "idna")
+    text = "import sys\nearly = 'tqdm' in sys.modules\nimport tqdm, idna\n"
+    main = script(tmp_path, text + "sys.exit(40 + 2 * idna.MINE + early)\n")
+    assert [launched(main, **env) for _ in range(2)] == [41, 41]
+    mine = script(tmp_path, "MINE = 1\n", "idna.py")
+    assert [launched(main, **env) for _ in range(3)] == [42, 42, 42]
     mine.unlink()
-    assert [vetted(main), launched(main)] == [40, 41]
+    assert launched(main, **env) == 41
 
 
 @pytest.mark.parametrize(
     ("line", "early"),
     [
-        ("os.environ['FLAVOUR'] = 'mint'", 1),
-        ("os.environ.setdefault('FLAVOUR', 'mint')", 1),
-        ("os.environ['FLAVOUR'] = 'mi' + os.environ['END']", 0),
-        ("if True:\n    os.environ['FLAVOUR'] = 'mint'", 0),
-        ("def choose():\n    os.environ['FLAVOUR'] = 'mint'\nchoose()", 0),
-        ("import chooser; chooser.choose()", 0),
+        ("os.environ['TQDM_X'] = 'mint'", 1),
+        ("os.environ.setdefault('TQDM_X', 'mint')", 1),
+        ("os.environ['OTHER'] = os.environ['END']; os.environ['TQDM_X'] = 'mint'", 1),
+        ("os.environ['TQDM_X'] = 'mi' + os.environ['END']", 0),
+        ("if True:\n    os.environ['TQDM_X'] = 'mint'", 0),
+        ("os.environ['TQ' + 'DM_X'] = 'mint'", 0),
+        ("def choose():\n    os.environ['TQDM_X'] = 'mint'\nchoose()", 0),
+        ("import chooser", 0),
+        ("import chooser_of_names", 0),
     ],
 )
 def test_a_variable_set_before_an_import_is_seen_by_it_at_every_start(
     line: str, early: int, tmp_path: Path
 ) -> None:
     """Imported ahead only where it is certain what the variable is going to be."""
-    packages = tmp_path / "site-packages"
-    packages.mkdir()
-    (packages / "icecream.py").write_text("import os\nFLAVOUR = os.environ.get('FLAVOUR')\n")
-    (packages / "chooser.py").write_text("import os\ndef choose(): os.environ['FLAVOUR'] = 'mint'\n")
-    text = "import os, sys\nearly = 'icecream' in sys.modules\nset_before = 'FLAVOUR' in os.environ\n"
-    text += f"{line}\nimport icecream\nassert not set_before\n"
-    text += "sys.exit(40 + 2 * (icecream.FLAVOUR == 'mint') + early)\n"
+    env = {"END": "nt", "PYTHONPATH": listed_package(tmp_path, "import os\nX = os.environ.get('TQDM_X')\n")}
+    script(tmp_path, "import os\ndef choose(): os.environ['TQDM_X'] = 'mint'\nchoose()\n", "chooser.py")
+    script(tmp_path, "import os\nname = 'TQDM_X'\nos.environ[name] = 'mint'\n", "chooser_of_names.py")
+    text = "import os, sys\nearly = 'tqdm' in sys.modules\nset_before = 'TQDM_X' in os.environ\n"
+    text += f"{line}\nimport tqdm\nassert not set_before\nsys.exit(40 + 2 * (tqdm.X == 'mint') + early)\n"
     main = script(tmp_path, text)
-    env = {"PYTHONPATH": str(packages), "END": "nt"}
-    assert [vetted(main, **env), launched(main, **env)] == [42, 42 + early]
-    main.write_text(text.replace("mi", "li").replace("FLAVOUR == 'lint'", "FLAVOUR == 'mint'"))
-    if "chooser" not in line:  # its line is not in the script
-        assert launched(main, **env) == 40
+    assert [launched(main, **env) for _ in range(2)] == [42 + early, 42 + early]
 
 
-def log_of(*lines: str) -> VerdictLog:
-    fd = anonymous_file("log")
-    os.write(fd, "".join(f"{line}\n" for line in lines).encode())
-    log = VerdictLog(fd, 0)
-    log.read()
-    os.close(fd)
-    return log
+def test_a_newer_version_that_reads_a_variable_which_the_script_sets_is_left_out(tmp_path: Path) -> None:
+    env = {"PYTHONPATH": listed_package(tmp_path, "import os\nX = os.environ.get('NEW_NAME')\n", "idna")}
+    text = "import os, sys\nearly = 'idna' in sys.modules\n"
+    text += "if len(sys.argv) < 9: os.environ['NEW_NAME'] = 'yes'\n"
+    main = script(tmp_path, text + "import idna\nsys.exit(40 + 2 * (idna.X == 'yes') + early)\n")
+    assert [launched(main, **env) for _ in range(2)] == [42, 42]
 
 
-def test_a_module_that_was_refused_once_is_not_tried_again(tmp_path: Path) -> None:
-    first = ImportCache(["script", str(tmp_path / "a.py")], os.environ)
-    first.add(["good", "bad", "bad.part", "badly"])
-    log = log_of("bad bad: leaves 1 thread running")
-    first.judge(first.names, log)
+def test_a_package_that_was_refused_once_is_not_tried_again(tmp_path: Path) -> None:
+    main = script(tmp_path, "import tqdm, idna\n", "a.py")
+    first = ImportCache(["script", str(main)], os.environ)
+    assert first.first_lines() == ["tqdm", "idna"]
+    first.add(["tqdm.auto", "idna.layers"])
+    first.refuse("tqdm", "leaves 1 thread running")
     first.save()
-    again = ImportCache(["script", str(tmp_path / "a.py")], os.environ)
-    assert again.names == ["good", "badly"]
-    again.add(["good", "bad", "bad.part"])  # the worker had to import it by itself
-    assert again.names == ["good", "badly"]
+    again = ImportCache(["script", str(main)], os.environ)
+    again.allow(["elsewhere"])
+    assert again.first_lines() == ["!tqdm", "idna"]
+    assert again.modules() == ["idna.layers"]
+
+
+def test_a_package_that_was_refused_for_what_the_user_names_now_is_tried_again(tmp_path: Path) -> None:
+    main = script(tmp_path, "import tqdm, idna\n", "a.py")
+    found = ImportCache(["script", str(main)], os.environ)
+    found.refuse("tqdm", "imports mine, which is not on the list of proven packages")
+    found.refuse("idna", "imports mine_too, which is not on the list of proven packages")
+    found.allow(["mine"])
+    assert found.first_lines() == ["!idna", "tqdm"]
 
 
 def test_a_fork_of_helpers_in_the_background_has_the_usual_priority(helpers: Any, tmp_path: Path) -> None:
@@ -372,27 +393,34 @@ def test_a_fork_of_helpers_in_the_background_has_the_usual_priority(helpers: Any
 
 
 @pytest.mark.untraced
-def test_a_worker_records_what_it_imports_and_the_list_is_kept(tmp_path: Path) -> None:
-    main = script(tmp_path, EARLY)
-    assert launched(main) == 40
-    assert "sqlite3" in ImportCache(["script", str(main)], os.environ).names
-    assert vetted(main) == 40  # a start waits only for modules that are known to suit a fork
-    assert launched(main) == 41
-    main.write_text(EARLY.replace("import sqlite3", "import sqlite3, decimal  # an edit"))
-    assert launched(main) == 41
-    assert launched(main, "--warm", "off") == 40
+def test_a_worker_records_what_it_imports_later_and_the_list_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"PYTHONPATH": listed_package(tmp_path)}
+    monkeypatch.syspath_prepend(env["PYTHONPATH"])  # the package directories belong to the list's key
+    main = script(
+        tmp_path,
+        "import sys\nearly = 'tqdm' in sys.modules\nprint('here')\nimport tqdm\nsys.exit(40 + early)\n",
+    )
+    assert launched(main, **env) == 40
+    learned = ImportCache(["script", str(main)], os.environ)
+    assert "tqdm" in learned.modules()
+    assert (learned.first_lines(), "&tqdm" in learned.all_lines()) == ([], True)
+    assert launched(main, **env) == 40, "a start does not wait for what comes after output"
+    main.write_text(main.read_text().replace("print('here')\n", ""))
+    assert [launched(main, **env), launched(main, "--warm", "off", **env)] == [41, 40]
 
 
 def test_a_list_belongs_to_one_script_and_one_set_of_packages(tmp_path: Path) -> None:
     first = ImportCache(["script", str(tmp_path / "a.py")], os.environ)
-    first.add(["decimal", "decimal", "bad name", "json"])
+    first.add(["decimal", "decimal", "bad\tname", "json"])
     first.save()
-    assert ImportCache(["script", str(tmp_path / "a.py")], os.environ).names == ["decimal", "json"]
-    assert ImportCache(["script", str(tmp_path / "b.py")], os.environ).names == []
-    assert ImportCache(["script", str(tmp_path / "a.py"), "-O"], os.environ).names == []
+    assert ImportCache(["script", str(tmp_path / "a.py")], os.environ).seen == ["decimal", "json"]
+    assert ImportCache(["script", str(tmp_path / "b.py")], os.environ).seen == []
+    assert ImportCache(["script", str(tmp_path / "a.py"), "-O"], os.environ).seen == []
     assert first.path is not None
     Path(first.path).write_bytes(Path(first.path).read_bytes()[:-5])
-    assert ImportCache(["script", str(tmp_path / "a.py")], os.environ).names == []
+    assert ImportCache(["script", str(tmp_path / "a.py")], os.environ).seen == []
 
 
 # -- parked processes -------------------------------------------------------------------------------
@@ -567,8 +595,8 @@ def wait_until_ready(helpers: HelperPool) -> None:
 
 
 SLOW_IN_HELPERS = """
-import os, time
-if b"RANK" not in os.environb._data:  # the helpers of the next start hide it
+import os, sys, time
+if sys.argv == [""]:  # in a helper
     open({began!r}, "w").close()
     while not os.path.exists({go_on!r}):
         time.sleep(0.01)
@@ -582,7 +610,7 @@ def test_a_restart_never_waits_for_helpers_that_are_not_ready(
     packages = tmp_path / "site-packages"
     packages.mkdir()
     began, go_on = tmp_path / "began", tmp_path / "go on"
-    (packages / "slow.py").write_text(SLOW_IN_HELPERS.format(began=str(began), go_on=str(go_on)))
+    (packages / "tqdm.py").write_text(SLOW_IN_HELPERS.format(began=str(began), go_on=str(go_on)))
     monkeypatch.setenv("PYTHONPATH", str(packages))
     learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
     helpers = HelperPool("python", "auto", learned)
@@ -594,7 +622,7 @@ def test_a_restart_never_waits_for_helpers_that_are_not_ready(
             options = SimpleNamespace(boards=None)
 
             def imported(self) -> list[str]:
-                return ["slow", *(f"sqlite3.extra{n}" for n in range(30))]
+                return ["tqdm", *(f"sqlite3.extra{n}" for n in range(30))]
 
         helpers.started(Context(), 0.0)  # type: ignore[arg-type]
         helpers.look(Phase.RUNNING, 5.0)
@@ -607,7 +635,7 @@ def test_a_restart_never_waits_for_helpers_that_are_not_ready(
         second = helpers.take("python")
         assert second is not None
         assert second is not first
-        early = "import sys; sys.exit('slow' in sys.modules)\n"
+        early = "import sys; sys.exit('tqdm' in sys.modules)\n"
         assert run_one(second, script(tmp_path, early)) == 1
     finally:
         helpers.close()
@@ -621,12 +649,12 @@ def test_imports_in_the_background_step_aside_for_workers_that_start(
     packages.mkdir()
     began, go_on, late = tmp_path / "began", tmp_path / "go on", tmp_path / "late"
     slow = SLOW_IN_HELPERS.format(began=str(began), go_on=str(go_on))
-    (packages / "slow.py").write_text(slow.replace('"w").close()', '"a").write("!")'))
-    (packages / "later.py").write_text(f"open({str(late)!r}, 'w').close()\n")
+    (packages / "tqdm.py").write_text(slow.replace('"w").close()', '"a").write("!")'))
+    (packages / "idna.py").write_text(f"open({str(late)!r}, 'w').close()\n")
     monkeypatch.setenv("PYTHONPATH", str(packages))
     learned = ImportCache(["script", str(tmp_path / "s.py")], os.environ)
     helpers = HelperPool("python", "auto", learned, spare=0)
-    names = ["slow", "later", *(f"sqlite3.extra{n}" for n in range(30))]
+    names = ["tqdm", "idna", *(f"sqlite3.extra{n}" for n in range(30))]
     context: Any = SimpleNamespace(
         nprocs=1, options=SimpleNamespace(boards=None), imported=lambda: list(names)
     )
@@ -638,17 +666,15 @@ def test_imports_in_the_background_step_aside_for_workers_that_start(
         helpers.look(Phase.RUNNING, 2.5)
         better = helpers._next
         assert better is not None
-        wait_until(
-            lambda: began.exists() and began.read_text() == "!!", "the import in the helper and its twin"
-        )
+        wait_until(began.exists, "the import in the helper")
         assert helpers.take("python") is first
         assert first is not None
         go_on.touch()
-        wait_until(lambda: better.log is not None and "later" in better.log.executing, "the next module")
+        wait_until(lambda: better.log is not None and better.log.importing == "idna", "the next module")
         assert run_one(first, script(tmp_path, "import sys; sys.exit(6)\n")) == 6
         assert not late.exists()
         helpers.started(context, 10.0)
-        names.append("new")
+        names.append("decimal")
         helpers.look(Phase.RUNNING, 12.0)
         assert not late.exists()
         helpers.look(Phase.RUNNING, 12.5)
@@ -698,7 +724,7 @@ def test_warmth_keeps_the_better_helpers_for_the_next_start(tmp_path: Path) -> N
         second = helpers.take("python")
         assert second is not first
         assert second is not None
-        assert set(HEAVY) <= set(second.preload)
+        assert {f"&{name}" for name in HEAVY} <= set(second.preload)
         out = tmp_path / "out.json"
         assert run_one(second, script(tmp_path, REPORT), str(out)) == 0
         assert json.loads(out.read_text()) == dict.fromkeys(HEAVY, True)
@@ -716,7 +742,7 @@ def test_threads_that_end_at_a_fork_are_no_obstacle(helpers: Any, tmp_path: Path
         text = "import sys\nready = 'numpy' in sys.modules\nimport numpy\n"
         text += "x = numpy.ones((300, 300))\nassert (x @ x)[0, 0] == 300\nsys.exit(30 + ready)\n"
         assert run_one(spawner, script(tmp_path, text)) == 31
-        assert spawner.dropped == []
+        assert spawner.log.seconds is not None
     finally:
         for name in env:
             del os.environ[name]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.warm.import_cache import ImportCache
-from phalanx.warm.verdict_log import VerdictLog
+from phalanx.warm.packages import PACKAGES
 from tests.conftest import HUNG
 
 
@@ -24,36 +24,51 @@ def warm(*words: str, code: int = 0) -> str:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    for name in ("tqdm", "idna", "huggingface_hub", "unproven"):
+        (packages / f"{name}.py").write_text("")
+        (packages / f"{name}-99.0.dist-info").mkdir()
+        (packages / f"{name}-99.0.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 99.0\n")
+        (packages / f"{name}-99.0.dist-info" / "RECORD").write_text(f"{name}.py,,\n")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    monkeypatch.syspath_prepend(str(packages))
     path = tmp_path / "train.py"
-    path.write_text("import os, good, bad\nif __debug__: os.environ['SOMETIMES'] = '1'\n")
+    path.write_text(
+        "import os, tqdm, unproven\nos.environ['A'] = '1'\nif __debug__: os.environ['HF_HOME'] = '1'\n"
+        "import huggingface_hub\n"
+    )
     return path
 
 
 def learn(script: Path) -> None:
-    """As after a launch whose helpers in the background have tried the list."""
+    """As after a launch."""
     cache = ImportCache(["script", str(script)], os.environ)
-    cache.add(["good", "good.part", "bad", "bad.part", "decimal"], complete=True)
-    log = VerdictLog(-1, 0)
-    log.unsuitable = {"bad.part": "leaves 1 thread running"}
-    log.importers = {"bad": "bad.part"}
-    log.seconds = 1.0
-    cache.judge(cache.all_lines(), log)
-    cache.add(["late"])
+    cache.add(["tqdm", "tqdm.auto", "idna", "json", "org.not.there"])
     cache.save()
 
 
 def test_explain_says_why_a_package_is_preloaded_or_not(script: Path) -> None:
-    assert "nothing is known" in warm("--explain", str(script))
     learn(script)
     said = warm("--explain", str(script))
     lines = {line.split()[0]: line for line in said.splitlines() if line.startswith("  ")}
-    assert set(lines) == {"good", "bad", "late"}  # not those of the standard library
-    assert "preloaded" in lines["good"]
-    assert "2 modules" in lines["good"]
-    assert "not preloaded: bad.part leaves 1 thread running" in lines["bad"]
-    assert "not tried yet" in lines["late"]
-    assert "SOMETIMES" in said
+    assert set(lines) == {"tqdm", "unproven", "huggingface_hub", "idna"}  # not those of the standard library
+    proven = PACKAGES["tqdm"][0]
+    assert lines["tqdm"].split(None, 1)[1] == f"preloaded (99.0; proven with {proven})"
+    assert "left to the workers: not on the list of proven packages; each takes 0." in lines["unproven"]
+    assert " s to import it, unless --preload unproven" in lines["unproven"]
+    assert "reads HF_HOME while it is imported, which your code may set" in lines["huggingface_hub"]
+    assert "preloaded for restarts: the script imports it later" in lines["idna"]
+    assert "set by the script to a constant, and by the preload too: A" in said
+    assert said.startswith(f"{script}: 2 of 4 packages are preloaded\n")
+
+
+def test_explain_names_a_package_that_did_not_suit_a_fork_here(script: Path) -> None:
+    cache = ImportCache(["script", str(script)], os.environ)
+    cache.refuse("tqdm", "leaves 1 thread running")
+    cache.save()
+    assert "left to the workers: leaves 1 thread running\n" in warm("--explain", str(script))
 
 
 def test_forget_removes_the_list_of_one_script_or_all(script: Path, tmp_path: Path) -> None:
@@ -62,10 +77,10 @@ def test_forget_removes_the_list_of_one_script_or_all(script: Path, tmp_path: Pa
     for one in (script, other):
         learn(one)
     assert "1 list removed" in warm("--forget", str(script))
-    assert "nothing is known" in warm("--explain", str(script))
-    assert "nothing is known" not in warm("--explain", str(other))
+    assert "idna" not in warm("--explain", str(script))
+    assert "idna" in warm("--explain", str(other))
     assert "1 list removed" in warm("--forget")
-    assert "nothing is known" in warm("--explain", str(other))
+    assert "imports no installed package at its top" in warm("--explain", str(other))
     assert "0 lists removed" in warm("--forget")
 
 

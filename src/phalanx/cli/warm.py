@@ -3,7 +3,7 @@
 phalanx warm [SCRIPT]                the processes that wait for the next launch
 phalanx warm --stop [SCRIPT]         end them
 phalanx warm --explain train.py      per package: preloaded or not, and why
-phalanx warm --forget [train.py]     learn the script's imports anew; without a script: those of all
+phalanx warm --forget [train.py]     forget what was seen of a script; without one: of all
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _PATIENCE = 2.0  # seconds; one that still imports, or is stopped, does not answ
 USAGE = """\
 usage: phalanx warm [SCRIPT] | --stop [SCRIPT] | --explain SCRIPT | --forget [SCRIPT]
 
-From its second launch on, the workers of a script are forked from a Python that
-has imported what earlier workers imported (phalanx run --warm auto). With
---keep-warm, that process stays for the next launch. SCRIPT is a file, or -m MODULE.
+The workers of a script are forked from a Python that has imported the listed
+packages at its top (phalanx run --warm auto). With --keep-warm, that process
+stays for the next launch. SCRIPT is a file, or -m MODULE.
 
   [SCRIPT]            list the processes that stay, with age and memory
   --stop [SCRIPT]     end them
   --explain SCRIPT    print per package whether it is preloaded, and why not
-  --forget [SCRIPT]   forget what was learned about a script, or about all
+  --forget [SCRIPT]   forget what was seen of a script, or of all
 """
 
 

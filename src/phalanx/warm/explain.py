@@ -3,108 +3,101 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 from phalanx.warm.import_cache import ImportCache, cache_dir
-from phalanx.warm.variables import variables_set_in
+from phalanx.warm.packages import PACKAGES
+from phalanx.warm.preload_list import is_listed, newer_than_proven, package_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_UNKNOWN = """\
-{what}: nothing is known, so the next launch imports everything in the workers, and learns from them.
-Either it was not run yet with this Python ({python}) by this user, or packages were installed or removed, a
-line that sets variables or sys.path was edited, or a file with the name of a package has appeared since.
+_NOTHING = """\
+{what}: imports no installed package at its top, and was not seen to import any later.
 """
-
-
-class PackageReport:
-    """One package of a script."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.preloaded = 0  # modules
-        self.first = 0  # of these, those that a launch waits for
-        self.untried = 0
-        self.left_out: dict[str, str] = {}  # module → why
-
-    def line(self) -> str:
-        """In words."""
-        parts = []
-        if self.preloaded:
-            later = " (for restarts: the script imports it later)" if not self.first else ""
-            parts.append(f"preloaded{later}, {self.preloaded} module{'s' * (self.preloaded > 1)}")
-        if self.untried:
-            parts.append(f"not tried yet: {self.untried} module{'s' * (self.untried > 1)}")
-        if self.left_out:
-            parts.append(f"not preloaded: {self._reasons()}")
-        return f"  {self.name:<20} {'; '.join(parts)}"
-
-    def _reasons(self) -> str:
-        own = {name: why for name, why in self.left_out.items() if not why.startswith("imports ")}
-        shown = own or self.left_out
-        name, why = next(iter(shown.items()))
-        more = len(self.left_out) - 1
-        what = f"{name} {why}" if name != self.name else why
-        return f"{what} (and {more} module{'s' * (more > 1)} more)" if more else what
+_PATIENCE = 60.0  # seconds that the import of a package is measured for
 
 
 def explain(program: Sequence[str], environ: Mapping[str, str]) -> str:
     """`program`: mode, target and interpreter flags, as in the cache's key."""
     cache = ImportCache(program, environ)
-    what = program[1]
-    packages = _packages(cache)
+    first, later = _reasons(cache)
+    packages = {**later, **first}
     if not packages:
-        return _UNKNOWN.format(what=what, python=sys.executable)
-    early = sum(1 for package in packages.values() if package.preloaded)
-    lines = [f"{what}: {early} of {len(packages)} packages are preloaded"]
-    lines += [package.line() for package in packages.values()]
-    lines += _about_variables(cache)
-    lines.append(f"list: {cache.path}")
+        return _NOTHING.format(what=program[1])
+    count = sum(1 for why in packages.values() if not why)
+    lines = [f"{program[1]}: {count} of {len(packages)} packages are preloaded"]
+    versions = _versions()
+    for package, why in packages.items():
+        when = "" if package in first else " for restarts: the script imports it later"
+        what = f"left to the workers: {why}" if why else f"preloaded{when}{_about(package, versions)}"
+        if why and not is_listed(package):
+            seconds = _seconds_to_import(package)
+            if seconds is not None:
+                what += f"; each takes {seconds:.2f} s to import it, unless --preload {package}"
+        lines.append(f"  {package:<20} {what}")
+    constant = [entry.line[1:].partition("=")[0] for entry in cache.block if not entry.name]
+    if constant:
+        lines.append(f"set by the script to a constant, and by the preload too: {', '.join(constant)}")
+    if cache.hidden:
+        lines.append(f"hidden by files of yours: {', '.join(sorted(cache.hidden))}")
+    if cache.path is not None and os.path.exists(cache.path):
+        lines.append(f"list: {cache.path}")
     return "\n".join(lines) + "\n"
 
 
-def _packages(cache: ImportCache) -> dict[str, PackageReport]:
-    found: dict[str, PackageReport] = {}
-    first = set(cache.first_lines())
+def _reasons(cache: ImportCache) -> tuple[dict[str, str], dict[str, str]]:
+    """Package → why it is left to the workers, or ''; of those imported at the top, and of later ones."""
+    first: dict[str, str] = {}
+    for entry in cache.block:
+        if entry.name and not _is_standard(entry.name):
+            first.setdefault(package_of(entry.name), cache.why_not(entry))
+    later: dict[str, str] = {}
+    for line in cache.seen:
+        if line[:1] not in ("=", "!") and not _is_standard(line):
+            package = package_of(line)
+            later.setdefault(package, cache.why_not_later(package))
+    # A worker is also seen to look for what is not there.
+    there = _versions().keys() - first.keys()
+    return first, {package: why for package, why in later.items() if package in there}
 
-    def of(module: str) -> PackageReport | None:
-        top = module.partition(".")[0]
-        if top in sys.stdlib_module_names:
-            return None
-        return found.setdefault(top, PackageReport(top))
 
-    for name in cache.modules():
-        package = of(name)
-        if package is None:
-            continue
-        if cache.is_vetted(name):
-            package.preloaded += 1
-            package.first += name in first
-        else:
-            package.untried += 1
-    for name, why in cache.unsuitable.items():
-        package = of(name)
-        if package is not None:
-            package.left_out[name] = why
+def _is_standard(name: str) -> bool:
+    return name.partition(".")[0] in sys.stdlib_module_names
+
+
+def _about(package: str, versions: Mapping[str, str]) -> str:
+    version = versions.get(package, "")
+    if not version or not newer_than_proven(package, version):
+        return ""
+    return f" ({version}; proven with {PACKAGES[package][0]})"
+
+
+def _versions() -> dict[str, str]:
+    """Of the installed packages, by the names under which they are imported."""
+    from importlib.metadata import PackageNotFoundError, packages_distributions, version
+
+    found = {}
+    for package, distributions in packages_distributions().items():
+        try:
+            found[package] = version(distributions[0])
+        except PackageNotFoundError:
+            pass  # removed meanwhile
     return found
 
 
-def _about_variables(cache: ImportCache) -> list[str]:
-    constant = [line[1:].partition("=")[0] for line in cache.names if line[:1] in ("+", "?")]
-    files = [line[1:] for line in cache.own_lines()]
-    may_be_set = sorted(variables_set_in(files, files[0] if files else ""))
-    shadowed = [line[1:] for line in cache.names if line.startswith("!")]
-    lines = []
-    if constant:
-        lines.append(f"set by the script to a constant, and by the preload too: {', '.join(constant)}")
-    if may_be_set:
-        shown = ", ".join(may_be_set[:10]) + (", ..." if len(may_be_set) > 10 else "")
-        lines.append(f"set by your files in some runs: {shown}; a package that reads one is not preloaded")
-    if shadowed:
-        lines.append(f"hidden by files of yours: {', '.join(shadowed)}")
-    return lines
+def _seconds_to_import(package: str) -> float | None:
+    """Measured: how long a process needs; None where it fails."""
+    code = f"import time; begin = time.monotonic(); import {package}; print(time.monotonic() - begin)"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_PATIENCE, check=True
+        )
+        return float(done.stdout.split()[-1])
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
+        return None
 
 
 def forget(program: Sequence[str] | None, environ: Mapping[str, str]) -> int:

@@ -1,14 +1,12 @@
 """Which helpers the next start gets: cold ones, preloaded ones, or standby processes.
 
-At the first start of a script nothing is known: the helpers are bare, and one worker writes down what it
-imports. Once it has been quiet for a while, other helpers are started in the background with that list, and
-find out which of these modules suit a fork. A restart takes them if they are ready; if not, it takes the
-helpers of the last start, and never waits.
+The first start waits until the listed packages are imported that the script itself imports before it does
+anything else (warm/import_cache.py). One worker writes down what it imports later on. Once it has been quiet
+for a while, other helpers are started in the background with that list, too. A restart takes them if they are
+ready; if not, it takes the helpers of the last start, and never waits.
 
-The list is kept (warm/import_cache.py). The first start of the next launch waits until what was found
-suitable is imported, as far as the script itself imports it before it does anything else. What comes later in
-the script, or may take long, is imported in the background for the next start. If there are more workers than
-processors, a list that was never tried is tried at once, because the workers would take longer.
+Helpers that find a package unsuitable give up, and are bare from then on; the package is left out of the
+next ones.
 
     off      every worker is executed from scratch
     auto     as above
@@ -26,6 +24,7 @@ import time
 
 from phalanx.errors import StartError, UnkillableError
 from phalanx.log import warn
+from phalanx.warm.preload_list import names_in, package_of
 from phalanx.zygote.spawner import ClosingHelpers, Spawner
 
 TYPE_CHECKING = False
@@ -38,16 +37,16 @@ if TYPE_CHECKING:
     from phalanx.warm.standby import StandbyRank
     from phalanx.workers.worker_group import PContext
 
-# Seconds after a start at which the list is looked at: early for the imports at the top of a script, later
-# for the ones that come with the first step.
-_LOOKS = (2.0, 10.0, 60.0)
+# Seconds after a start at which it is looked at what a worker has imported: often while its first step may
+# come, which most libraries load a part of themselves for.
+_LOOKS = (1.0, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 60.0)
 _QUIET = 0.5  # seconds without an import in a worker, after which it is taken to have done its own
 _LONGEST = 60.0  # seconds that a worker's own imports are waited for
 _IMPORTERS = 2  # processes that import in the background
 _WORTH_IT = 25  # fewer new modules than this are not worth another set of helpers
 _REPLACE_AFTER = 1.0  # seconds between two replacements of idle helpers; the next start makes them anyway
-_SAY_AFTER = 1.0  # seconds that a start waits for imports before that is said
-_GIVE_UP_AFTER = 20.0  # and before vetted modules are not waited for any longer
+_SAY_AFTER = 5.0  # seconds that a start waits for imports before that is said: longer than torch needs
+_GIVE_UP_AFTER = 60.0  # and before it is not waited for any longer
 _NO_START = ("BARRIER", "ENDING", "DONE")  # phases after which a start is unlikely
 
 
@@ -66,8 +65,8 @@ class HelperPool:
     ) -> None:
         """`kind`: the helpers to start now, while the rest of the agent is imported; empty: none yet.
 
-        `spare`: processors without a worker. If it is negative, the workers' own imports would take long; if
-        there are too few for imports in the background, these wait for those of the workers.
+        `spare`: processors without a worker. If there are too few for imports in the background, these wait
+        for those of the workers.
         """
         self.kind = kind
         self.mode = mode
@@ -75,15 +74,15 @@ class HelperPool:
         self.warm_up = warm_up
         self.standby_ranks: list[StandbyRank] = []  # of the workers, as far as it is known beforehand
         self._waits_for_rank: set[int] = set()  # local ranks whose program calls wait_for_rank()
-        self._crowded = spare < 0
         self._steps_aside = spare < _IMPORTERS
         self._imported = 0  # modules, by a worker, at the last look
         self._quiet_by = 0.0  # when its imports are not waited for any longer
         self.say: Callable[[str], None] = lambda _line: None
         self._own = list(preload)
+        if learned is not None:
+            learned.allow(self._own)
         self._next: Spawner | None = None
         self._context: PContext | None = None  # of the last start
-        self._was_bare = False  # and nothing was preloaded for it
         self._due: list[float] = []
         self._parked = 0
         self._standbys_at: Spawner | None = None  # where they were last asked for
@@ -91,7 +90,7 @@ class HelperPool:
         self._waiting_now: set[int] = set()  # of the current incarnation
         self._closing: list[ClosingHelpers | StayingHelpers] = []
         self._replaced_at = 0.0
-        self._judged: set[Spawner] = set()  # those whose verdict was taken in
+        self._examined: set[Spawner] = set()  # those of which the outcome was taken in
         self._asked_at: float | None = None  # a start waits for helpers that import
         self._has_said = False
         self._keep = keep
@@ -103,19 +102,19 @@ class HelperPool:
         return None if adopted is None else Spawner(self.kind, adopted=adopted)
 
     def _make_first(self) -> Spawner:
-        """For the first start, which waits for them: what was vetted, and what the user asked for."""
-        names = self.learned.first_lines() if self.learned is not None else []
-        vetting = "vetted"
-        if self.learned is not None and not names and self._crowded:
-            names, vetting = self.learned.untried_lines(), "untried"
-        if self.kind.startswith("python") and (names or self._own):
-            return Spawner(self.kind, preload=[*self._own, *names], vetting="" if self._own else vetting)
+        """For the first start, which waits for them."""
+        lines = self.learned.first_lines() if self.learned is not None else []
+        if self.kind.startswith("python") and (lines or self._own):
+            return Spawner(self.kind, preload=[*self._asked_for(), *lines])
         return Spawner(self.kind)
+
+    def _asked_for(self) -> list[str]:
+        return [f"*{name}" for name in self._own]
 
     def _make_better(self) -> Spawner:
         """For a later start: in the background, with everything that is known."""
-        names = self.learned.all_lines() if self.learned is not None else []
-        return Spawner(self.kind, preload=[*self._own, *names], background=True)
+        lines = self.learned.all_lines() if self.learned is not None else []
+        return Spawner(self.kind, preload=[*self._asked_for(), *lines], background=True)
 
     @property
     def warm(self) -> bool:
@@ -153,7 +152,7 @@ class HelperPool:
 
     def retire(self, helpers: Spawner) -> None:
         """End these helpers; they are reaped by `look`."""
-        self._judge(helpers, over=True)
+        self._examine(helpers, over=True)
         closing = helpers.begin_close()
         if closing is not None:
             self._closing.append(closing)
@@ -165,7 +164,6 @@ class HelperPool:
     def started(self, context: PContext, now: float) -> None:
         """These workers run; look at what they import, now and then."""
         self._context = context
-        self._was_bare = self._now is not None and not self._now.preload
         looks = (_LOOKS[0] - _QUIET, *_LOOKS) if self._steps_aside else _LOOKS
         self._due = [now + after for after in looks] if self.kind.startswith("python") else []
         self._imported, self._quiet_by = 0, now + _LONGEST
@@ -232,7 +230,7 @@ class HelperPool:
         if self._due and phase == "RUNNING":
             times.append(self._due[0])
         if self._asked_at is not None and phase == "STARTING":
-            times.append(self._asked_at + (self._patience if self._has_said else _SAY_AFTER))
+            times.append(self._asked_at + (_GIVE_UP_AFTER if self._has_said else _SAY_AFTER))
         return min(times, default=None)
 
     def look(self, phase: Phase, now: float) -> None:
@@ -240,7 +238,7 @@ class HelperPool:
         self._reap()
         for helpers in (self._now, self._next):
             if helpers is not None:
-                self._judge(helpers)
+                self._examine(helpers)
         self._watch_preload(phase, now)
         if self._drop_lost() and self._now is None and phase not in _NO_START:
             self._replace(now)
@@ -249,11 +247,6 @@ class HelperPool:
             self._see_who_waits(self._context)
         if phase == "RUNNING" and self._due and self._due[0] <= now and self._context is not None:
             self._improve(self._context, now)
-
-    @property
-    def _patience(self) -> float:
-        """How long vetted modules are waited for; the machine may be busier than it was."""
-        return _GIVE_UP_AFTER + 10 * (self.learned.seconds if self.learned is not None else 0.0)
 
     def _watch_preload(self, phase: Phase, now: float) -> None:
         """A start waits for imports: say so, and do not wait for ever."""
@@ -264,13 +257,14 @@ class HelperPool:
             return
         if not self._has_said and now >= self._asked_at + _SAY_AFTER:
             self._has_said = True
-            log = helpers.log
-            name = log.executing[0] if log is not None and log.executing else "a module"
-            self.say(f"the workers start when {name} is imported (--warm off: start without a preload)")
-        if now >= self._asked_at + self._patience:
+            name = helpers.log.importing.partition(":")[0] if helpers.log is not None else ""
+            self.say(
+                f"the workers start when {name or 'a module'} is imported (--warm off: without a preload)"
+            )
+        if now >= self._asked_at + _GIVE_UP_AFTER:
             self._asked_at = None
             if not self._own:  # what the user asked for is waited for
-                self._distrust(helpers, f"it takes longer than {self._patience:.0f} s")
+                self.say(f"workers start without a preload: it takes longer than {_GIVE_UP_AFTER:.0f} s")
                 helpers.clear_now()  # the start takes others
 
     def _reap(self) -> None:
@@ -304,19 +298,18 @@ class HelperPool:
         return bool(lost)
 
     def _drop_outdated(self) -> None:
-        """Forget helpers whose packages were upgraded, or proved unsuitable in a worker, meanwhile."""
+        """Forget helpers whose packages were upgraded meanwhile."""
         if self.learned is None:
             return
         self.learn()
         renewed = self.learned.renewed()
-        if renewed is None and not self.learned.outdated:
+        if renewed is None:
             return
         for helpers in (self._now, self._next):
             if helpers is not None:
                 self.retire(helpers)
         self._now = self._next = None
-        self.learned.outdated = False
-        self.learned = renewed or self.learned
+        self.learned = renewed
 
     def _replace(self, now: float) -> None:
         """Make new helpers ahead of the start, unless the last ones ended a moment ago, too."""
@@ -339,17 +332,28 @@ class HelperPool:
             self._next.hold(False)
         ready = self._next or self._now
         # Standbys that wait for their rank have imported everything.
-        if self.learned is not None and self.mode != "off" and not self._waits_for_rank:
-            known = set(ready.preload if ready is not None else ())
-            if len(set(self.learned.names) - known) >= _WORTH_IT or set(self._own) - known:
-                if self._next is not None:
-                    self.retire(self._next)
-                ready = self._next = self._make_better()
+        if self.mode != "off" and not self._waits_for_rank and self._is_worth_it(ready):
+            if self._next is not None:
+                self.retire(self._next)
+            ready = self._next = self._make_better()
         if ready is None:
             return
         ready = self._for_standbys
         if ready is not None and self.mode == "standby" and self.kind.startswith("python"):
             self._park(ready, context.nprocs)
+
+    def _is_worth_it(self, ready: Spawner | None) -> bool:
+        """Whether better helpers could be made than these."""
+        if self._next is not None and self._next.importing:
+            return False  # what is found now may be a part of what they import
+        wanted = {*self._own, *(self.learned.wanted() if self.learned is not None else ())}
+        if ready is not None:
+            wanted -= names_in(ready.preload)
+            if ready.log is not None and ready.log.seconds is None and not ready.importing:
+                return bool(wanted)  # they have given up
+            if ready.log is not None:
+                wanted -= ready.log.loaded
+        return len(wanted) >= _WORTH_IT
 
     def _is_quiet(self, context: PContext, now: float) -> bool:
         """Whether the first worker has imported nothing since the last look."""
@@ -361,27 +365,28 @@ class HelperPool:
         learned, context = self.learned, self._context
         if learned is None or context is None:
             return
-        if learned.add(context.imported(), self._was_bare):
+        if learned.add(context.imported()):
             learned.save()
 
-    def _judge(self, helpers: Spawner, over: bool = False) -> None:
-        """Keep what a preload found, when it is done or cut short; one line for each unsuitable module."""
+    def _examine(self, helpers: Spawner, over: bool = False) -> None:
+        """Take in how a preload went, when it is done or cut short."""
         log = helpers.log
-        if log is None or helpers in self._judged or (helpers.importing and not over):
+        if log is None or helpers in self._examined or (helpers.importing and not over):
             return
-        self._judged.add(helpers)
-        if not helpers.importing and log.seconds is None:  # a bare zygote took its place
-            self._distrust(helpers, log.spoiled or "a module: ended the process")
-        for what in log.in_words():
-            name = what.partition(":")[0]
-            if name not in self._told:
-                self._told.add(name)
-                self.say(f"not preloaded: {what}; workers will import it")
+        self._examined.add(helpers)
+        if helpers.importing or log.seconds is not None:
+            return
+        # A bare zygote took its place.
+        package, why = log.refused()
+        if package not in self._told:
+            self._told.add(package)
+            self.say(f"{package} is not preloaded: {why}; workers import it")
         if self.learned is not None:
-            self.learned.judge(helpers.preload, log)
+            self.learned.refuse(package, why)
             self.learned.save()
-        if not helpers.importing and log.seconds is None:
-            helpers.preload = []  # better ones are worth their while, and these are not worth keeping
+        self._own = [name for name in self._own if package_of(name) != package]
+        helpers.preload = []  # better ones are worth their while, and these are not worth keeping
+        self._due.insert(0, time.monotonic())
 
     def _tell_of_standbys(self) -> None:
         """One line for each reason why there are none."""
@@ -393,14 +398,6 @@ class HelperPool:
                         self._told.add(line)
                         self.say(line)
 
-    def _distrust(self, helpers: Spawner, why: str) -> None:
-        """What was vetted is not suitable now; helpers in the background find out more."""
-        if helpers is self._now:
-            self.say(f"workers start without a preload: {why}")
-        if self.learned is not None:
-            self.learned.distrust()
-            self.learned.save()
-
     # -- the end ------------------------------------------------------------------------------------
 
     def begin_close(self) -> None:
@@ -409,7 +406,7 @@ class HelperPool:
         left = [helpers for helpers in (self._next, self._now) if helpers is not None]
         for helpers in left:
             helpers.hold(False)
-            self._judge(helpers, over=True)
+            self._examine(helpers, over=True)
         if self._keep is not None and left:
             keep, self._keep = self._keep, None
             try:

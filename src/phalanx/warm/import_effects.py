@@ -1,12 +1,9 @@
-"""What an import changes or reads apart from its own module: it decides whether a module may be preloaded.
+"""The settings of the process and the interpreter that an import may change.
 
 A worker is a fork of a process that has done the imports. Most of what an import leaves behind is memory, and
-a fork keeps it. Two things would differ from a fresh process:
-
-* Settings of the process or the interpreter (signal handlers, sys.path, hooks, the locale, ...). Some do not
-  survive the way into a worker, and others would be in effect before the script's first line, where the
-  script may set them, too. A module that changes one of them is not preloaded.
-* Reads of what belongs to the script: sys.argv and `__main__`. A module that reads them is not preloaded.
+a fork keeps it. Settings (signal handlers, sys.path, hooks, the locale, ...) are different: some do not
+survive the way into a worker, and others would be in effect before the script's first line, where the
+script may set them, too. A package that changes one of them is not preloaded.
 
 What only adds to a list (warning filters, finders, exit functions, loggers other than the root logger) is
 kept: the worker has it from its first line on.
@@ -16,14 +13,13 @@ kept: the worker has it from its first line on.
         ... import ...
         why = state.changed()   # "" or a reason; the next call compares with this moment
 
-It takes less than 100 µs, so that every module of a package can be judged by itself.
+It takes less than 100 µs.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import types
 
 from phalanx.zygote.rawsignal import signal
 
@@ -37,56 +33,21 @@ _HELD = tuple(
     getattr(signal, f"SIG{name}")
     for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "ALRM", "TSTP", "CHLD")
 )
-# Attributes of `__main__` that name the script, and modules of the standard library that look at them in all
-# modules without keeping what they see.
-_OF_THE_SCRIPT = ("__file__", "__cached__", "__doc__", "__loader__", "__package__")
-_ONLOOKERS = (
-    "inspect.py",
-    "pkgutil.py",
-    "traceback.py",
-    "linecache.py",
-    "pickle.py",
-    "doctest.py",
-    "warnings.py",
-)
 
 
 class ImportState:
     """The settings at one moment."""
 
-    __slots__ = ("_handlers", "_pending", "_values", "_wakeup")
+    __slots__ = ("_handlers", "_values", "_wakeup")
 
     def __init__(self) -> None:
-        _reads.clear()
-        self._pending: dict[str, dict[int, Any]] = {}  # module → settings that it has changed so far: before
         self._values = [read() for _, read in _SETTINGS]
         self._handlers = _handlers()
         self._wakeup = _wakeup_fd()
 
-    def check(self, name: str) -> str:
-        """As a check of import_judge.py: when a module begins to import another one, and at its end.
-
-        Until its end it may undo what it has done: some packages edit sys.path for one import.
-        """
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        if getattr(spec, "_initializing", False):
-            before = self._pending.setdefault(name, {})
-            for place, (_, read) in enumerate(_SETTINGS):
-                now = read()
-                if now != self._values[place]:
-                    before.setdefault(place, self._values[place])
-                    self._values[place] = now
-            why = _reads[0] if _reads else ""
-            _reads.clear()
-            return why
-        for place, value in self._pending.pop(name, {}).items():
-            self._values[place] = value
-        return self.changed()
-
     def changed(self) -> str:
-        """What was changed or read since the last call: the reason why a module is not preloaded, or ''."""
-        why = _reads[0] if _reads else ""
-        _reads.clear()
+        """What was changed since the last call: the reason why a package is not preloaded, or ''."""
+        why = ""
         for place, (what, read) in enumerate(_SETTINGS):
             now = read()
             if now != self._values[place]:
@@ -284,11 +245,9 @@ def _signal_name(number: int) -> str:
 
 # ---- what the imports find -----------------------------------------------------------------------
 
-_reads: list[str] = []
-
 
 class as_in_a_script:
-    """While it is entered, imports find signal handlers as in a script, and reads of the script are noted.
+    """While it is entered, imports find signal handlers and arguments as in a script that was not given any.
 
     The signals that the helpers ignore are held back meanwhile, and discarded in the end.
     """
@@ -300,13 +259,9 @@ class as_in_a_script:
             if number not in (signal.SIGKILL, signal.SIGSTOP):
                 signal.signal(number, _fresh_handler(number))
         self._argv = sys.argv, sys.orig_argv
-        sys.argv, sys.orig_argv = _Arguments([""]), _Arguments(sys.orig_argv)
-        main = sys.modules["__main__"]
-        self._main, self._class = main, main.__class__
-        main.__class__ = _Main
+        sys.argv, sys.orig_argv = [""], [*sys.orig_argv]
 
     def __exit__(self, *error: object) -> None:
-        self._main.__class__ = self._class
         sys.argv, sys.orig_argv = self._argv
         for number, handler in zip(_NUMBERS, self._handlers, strict=True):
             if number in _HELD:
@@ -320,36 +275,3 @@ def _fresh_handler(number: int) -> Any:
     if number == signal.SIGINT:
         return signal.default_int_handler
     return signal.SIG_IGN if number in (signal.SIGPIPE, signal.SIGXFSZ) else signal.SIG_DFL
-
-
-def _reading(method: str) -> Callable[..., Any]:
-    inherited = getattr(list, method)
-
-    def read(self: _Arguments, *args: Any, **kwargs: Any) -> Any:
-        _reads.append("reads sys.argv during its import")
-        return inherited(self, *args, **kwargs)
-
-    return read
-
-
-class _Arguments(list[str]):
-    """sys.argv while modules are imported; every use of it is noted."""
-
-
-for _method in (
-    "__getitem__", "__iter__", "__len__", "__contains__", "__eq__", "__ne__", "__add__", "__mul__",
-    "__repr__", "__reversed__", "__setitem__", "__delitem__", "__iadd__", "append", "extend", "insert",
-    "remove", "pop", "clear", "copy", "index", "count", "sort", "reverse",
-):  # fmt: skip
-    setattr(_Arguments, _method, _reading(_method))
-
-
-class _Main(types.ModuleType):
-    """The class of `__main__` while modules are imported; reads of the script's name are noted."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _OF_THE_SCRIPT:
-            reader = sys._getframe(1).f_code.co_filename
-            if not reader.startswith("<frozen") and os.path.basename(reader) not in _ONLOOKERS:
-                _reads.append(f"reads __main__.{name} during its import")
-        return types.ModuleType.__getattribute__(self, name)

@@ -17,6 +17,7 @@ from phalanx import kernel
 from phalanx.environment import socket_scope
 from phalanx.warm.kept_zygote import KeptTerms, peer_of
 from phalanx.warm.launch_key import launch_key, name_of
+from phalanx.warm.preload_list import names_in
 from phalanx.zygote.channel import Channel
 from phalanx.zygote.spawner import ClosingHelpers, Spawner
 
@@ -31,7 +32,6 @@ _PATIENCE = 0.05  # seconds that a launch may lose with a kept zygote that does 
 _CROWDED = 1.0  # and on a busy machine, where it waits for a processor as everything else does
 _TICKS = 3  # hundredths of a second of processor time that an answer takes at most
 _STAY = 1.0  # for the zygote to confirm that it stays
-_MARKS = ("+", "?", "!", "~")  # lines of import_recorder.py that are not names of modules
 
 
 class AdoptedHelpers:
@@ -65,9 +65,8 @@ class KeepWarm:
         self._marks = self._current_marks()
 
     def _current_marks(self) -> list[str]:
-        """What the imports depend on; with a first word that tells a list that was discarded."""
-        lines = self._learned.names
-        return ["known" if lines else "unknown", *(line for line in lines if line.startswith(_MARKS))]
+        """What this launch imports before its first worker, and what that depends on."""
+        return self._learned.first_lines()
 
     # -- the start --------------------------------------------------------------------------------
 
@@ -122,17 +121,18 @@ class KeepWarm:
 
     def leave(self, candidates: list[Spawner], kind: str, worth_it: int) -> StayingHelpers | None:
         """Leave a zygote behind: one of these, or a new one; what to wait for, if anything."""
-        wanted = {name for name in self._learned.names if not name.startswith(_MARKS)}
+        wanted = self._learned.wanted()
         for helpers in candidates:
             if (
                 helpers.how == kind
                 and not (helpers.lost or helpers.importing or helpers.in_use)
-                and len(wanted - set(helpers.preload)) < worth_it
+                and len(wanted - names_in(helpers.preload)) < worth_it
             ):
                 helpers.keep(self._terms(helpers.preload))
                 return StayingHelpers(helpers)
         if wanted:
-            helpers = Spawner(kind, preload=[*self._preload, *self._learned.all_lines()], outlives=True)
+            asked_for = [f"*{name}" for name in self._preload]
+            helpers = Spawner(kind, preload=[*asked_for, *self._learned.all_lines()], outlives=True)
             helpers.keep(self._terms(helpers.preload))
             helpers.let_go()
         return None

@@ -121,13 +121,9 @@ def restore_interpreter(
     for name in [name for name in sys.modules if name not in modules]:
         if name.partition(".")[0] in ("phalanx", "setproctitle"):
             del sys.modules[name]
-    late = None
     if residue is not None:
-        late = residue.late_variables(spec)  # with the environment as it is before the next line
         _apply_residue(residue)
-    _make_unique(residue)
-    if late is not None:
-        late.install()
+    _make_unique()
     show_title(spec, set_title)
 
 
@@ -166,6 +162,7 @@ def _apply_residue(residue: ImportResidue) -> None:
                 text = text[os.write(fd, text) :]
         except OSError:
             pass  # closed, or a full disk
+    residue.renewal.apply()
 
 
 def _open_again(fd: int, path: str) -> None:
@@ -184,15 +181,8 @@ def _open_again(fd: int, path: str) -> None:
         os.close(new)
 
 
-def _make_unique(residue: ImportResidue | None) -> None:
-    """Redo per process what an import did once: random seeds, keys and start times.
-
-    Parts of the standard library do this themselves after a fork (random, uuid, tempfile).
-    """
-    if residue is not None and residue.generators is not None:
-        residue.generators.apply()
-    if residue is not None and residue.renewal is not None:
-        residue.renewal.apply()
+def _make_unique() -> None:
+    """Redo what an import of the standard library did once; most of it sees to this itself after a fork."""
     logging: Any = sys.modules.get("logging")
     if logging is not None and hasattr(logging, "_startTime"):
         import time

@@ -131,7 +131,7 @@ def _be_zygote(
         def report(line: str) -> None:
             os.write(reports, line.encode() + b"\n")
 
-        preload(wishes.lines, wishes.log, report, wishes.how)
+        preload(wishes.lines, wishes.log, report)
     if wishes.asked:
         try:
             channel.send(("preloaded",))
@@ -192,20 +192,18 @@ class PreloadList:
     def __init__(self, fd: int | None) -> None:
         self.lines: list[str] = []
         self.asked = fd is not None
-        self.how = ""
         self.failed = False
         self._fd = -1 if fd is None else fd
         if fd is None:
             return
-        from phalanx.warm.verdict_log import VerdictLog
+        from phalanx.warm.preload_log import PreloadLog
 
         size = os.fstat(fd).st_size
         words, *self.lines = os.pread(fd, size, 0).decode("utf-8", "surrogateescape").split("\n")
         os.lseek(fd, size, os.SEEK_SET)
         os.set_inheritable(fd, False)
-        self.log = VerdictLog(fd, size)
-        _gate, nice, self.how = words.split(" ")
-        if nice == "nice":
+        self.log = PreloadLog(fd, size)
+        if words.endswith(" nice"):
             from phalanx.warm.standby import lower_priority
 
             lower_priority(10)
@@ -254,7 +252,6 @@ class ZygoteWatch:
         self._wishes = wishes
         self._sock_fd = sock_fd
         self._importing = bool(wishes.lines)
-        self._imports = [net.zygote]  # the processes that import, as far as they live
         self._late_at = time.monotonic() + _IMPORT_LIMIT
         self._kill_at: float | None = None  # the agent is gone
         self._agent: int | None = None  # as it is polled
@@ -268,8 +265,8 @@ class ZygoteWatch:
         """Wait until it has ended, or has to; True if another one should be forked, which imports nothing."""
         while True:
             ready = {fd for fd, _ in self._poll.poll(self._patience())}
-            if self._reports in ready and not self._hear_imports():
-                return True
+            if self._reports in ready:
+                self._hear_imports()
             agent = self._agent
             if self._launch.fileno() in ready:
                 self._hear_zygote()  # before a look at the agent: it may have gone because its zygote is kept
@@ -283,8 +280,10 @@ class ZygoteWatch:
             if self._importing and now >= self._late_at:
                 self._end_import(now)
             ended = {pid for pid, _ in reap()}
-            self._imports = [pid for pid in self._imports if pid not in ended]
             gone = self._net.zygote in ended or not has_children()
+            if gone and self._importing and self._kill_at is None:
+                self._wishes.give_up()
+                return True
             if (gone and not self._importing) or (self._kill_at is not None and now >= self._kill_at):
                 return False
             if not gone and self._lease is not None and self._lease.is_over(self._net.zygote):
@@ -305,29 +304,20 @@ class ZygoteWatch:
         if self._agent is not None:
             self._poll.register(self._agent, select.POLLIN)
 
-    def _hear_imports(self) -> bool:
-        """How the imports go; False: no process is left that does them."""
+    def _hear_imports(self) -> None:
+        """How the imports go."""
         text = os.read(self._reports, 1 << 16)
         self._late_at = time.monotonic() + _IMPORT_LIMIT  # per module, not for all of them
-        for line in text.decode().split("\n"):
-            if line.startswith("zygote "):  # the line is short enough to come in one piece
-                self._net.zygote = int(line.removeprefix("zygote "))
-                self._imports.append(self._net.zygote)
-            elif line == "done":
-                self._importing = False
-        if not text:  # all that import have ended, or are done
+        if b"done" in text:
+            self._importing = False
+        if not text:
             self._poll.unregister(self._reports)
-            if self._importing and self._kill_at is None:
-                self._wishes.give_up()
-                return False
-        return True
 
     def _end_import(self, now: float) -> None:
-        """A module takes too long: end what imports it; another process goes on."""
+        """A module takes too long: end the zygote; another one imports nothing."""
         self._late_at = now + _IMPORT_LIMIT
         self._wishes.log.write("late")
-        if self._imports:
-            os.kill(self._imports[0], signal.SIGKILL)  # the scout, if there is one
+        os.kill(self._net.zygote, signal.SIGKILL)
 
     def _hear_zygote(self) -> None:
         agent, self._agent = self._agent, None

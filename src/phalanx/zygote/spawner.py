@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from phalanx.warm.keep_warm import AdoptedHelpers
+    from phalanx.warm.preload_log import PreloadLog
     from phalanx.warm.standby import StandbyRank
-    from phalanx.warm.verdict_log import VerdictLog
 
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _PROGRAM = (
@@ -158,7 +158,6 @@ class Spawner:
         runner: Callable[[dict[str, Any]], NoReturn] | None = None,
         preload: list[str] | None = None,
         background: bool = False,
-        vetting: str = "",
         adopted: AdoptedHelpers | None = None,
         outlives: bool = False,
     ) -> None:
@@ -166,8 +165,8 @@ class Spawner:
 
         exec: a bare interpreter, for programs. forkserver: a whole one, for functions. fork: a fork of this
         very process, for functions. python and its flags ("python -u"): a whole one, for Python programs.
-        Only the last has `preload`: modules to import first, in `background` with a low priority, and how
-        much is known of them (warm/preload.py). It may be `adopted` from an earlier launch, or made for the
+        Only the last has `preload`: what to import first (warm/preload.py), in `background` with a low
+        priority. It may be `adopted` from an earlier launch, or made for the
         next one, which it `outlives` this one for.
         """
         self.how = how
@@ -186,7 +185,7 @@ class Spawner:
         self.standby_lines: list[str] = []  # for the user: standbys that do not work out
         self.witness: Witness | None = None  # of the workers of the last start
         self._wishes = -1  # the file with the list and its log
-        self._log: VerdictLog | None = None
+        self._log: PreloadLog | None = None
         self.silent = False  # nothing was heard since the last `stop`
         self.kept: bool | None = None  # the answer to `keep`
         self._files = (0, 0)
@@ -203,7 +202,7 @@ class Spawner:
                 self.pid = _fork_helpers(ours, theirs, runner)
             else:
                 if preload is not None:
-                    self._write_wishes(preload, background or outlives, vetting)
+                    self._write_wishes(preload, background or outlives)
                 self.pid = _exec_helpers(theirs, how, self._wishes, outlives)
         except BaseException:
             ours.close()
@@ -212,33 +211,27 @@ class Spawner:
         finally:
             theirs.close()
 
-    def _write_wishes(self, names: list[str], background: bool, vetting: str) -> None:
+    def _write_wishes(self, names: list[str], background: bool) -> None:
         from phalanx.kernel import anonymous_file
-        from phalanx.warm.verdict_log import ImportGate, VerdictLog
+        from phalanx.warm.preload_log import ImportGate, PreloadLog
 
-        words = f"{ImportGate.OPEN.decode()} {'nice' if background else '-'} {vetting}"
+        words = f"{ImportGate.OPEN.decode()} {'nice' if background else '-'}"
         text = "\n".join([words, *names]).encode("utf-8", "surrogateescape")
         self._wishes = anonymous_file("phalanx-modules")
         os.write(self._wishes, text)
-        self._log = VerdictLog(self._wishes, len(text))
+        self._log = PreloadLog(self._wishes, len(text))
 
     @property
-    def log(self) -> VerdictLog | None:
-        """What is known so far of the modules that are preloaded."""
+    def log(self) -> PreloadLog | None:
+        """What is known so far of the preload."""
         if self._log is not None and self._wishes >= 0:
             self._log.read()
         return self._log
 
-    @property
-    def dropped(self) -> list[str]:
-        """Modules that do not suit a fork, and why."""
-        log = self.log
-        return log.in_words() if log is not None else []
-
     def hold(self, held: bool) -> None:
         """Hold up its imports, or let them go on; nothing happens if there are none."""
         if self._wishes >= 0:
-            from phalanx.warm.verdict_log import ImportGate
+            from phalanx.warm.preload_log import ImportGate
 
             gate = ImportGate(self._wishes)
             gate.close() if held else gate.open()

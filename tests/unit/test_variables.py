@@ -1,0 +1,76 @@
+"""Which variables the user's files may set, as far as their text tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.warm.variables import constant_set_by, names_set_by, parse, variables_set_in
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("os.environ['A'] = '1'", set()),  # repeated by the preload
+        ("os.environ.setdefault('A', '1')", set()),
+        ("os.environ['A'] = value()", {"A"}),
+        ("if fast:\n    os.environ['A'] = '1'", {"A"}),
+        ("def f():\n    environ['A'] = '1'", {"A"}),
+        ("os.environ.update(A='1', B='2')", {"A", "B"}),
+        ("os.environ.update({'A': '1'})", {"A"}),
+        ("os.environ |= {'A': '1'}", {"A"}),
+        ("del os.environ['A']", {"A"}),
+        ("os.environ.pop('A', None)", {"A"}),
+        ("os.putenv('A', '1')", {"A"}),
+        ("value = os.environ.get('A')", set()),
+        ("subprocess.run('A', env={**os.environ, 'B': '1'})", set()),
+        ("for name in ['AA', 'BB']: os.environ[name] = '1'", None),
+        ("env = os.environ\nenv['AA'] = '1'", None),
+        ("os.environ.update(values)", None),
+        ("load_dotenv()", None),
+        ("def broken(:\n    os.environ['A'] = x", set()),  # it does not run either
+    ],
+)
+def test_variables_that_a_script_may_set(text: str, names: set[str] | None, tmp_path: Path) -> None:
+    """None: any, because the names are computed."""
+    script = tmp_path / "script.py"
+    script.write_text(f"{text}\n")
+    assert variables_set_in([str(script)], str(script)) == names
+
+
+def test_a_constant_counts_in_a_module_that_the_script_imports(tmp_path: Path) -> None:
+    module = tmp_path / "settings.py"
+    module.write_text("import os\nos.environ['A'] = '1'\n")
+    assert variables_set_in([str(module)], str(tmp_path / "script.py")) == {"A"}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("def f():\n    os.environ['A'] = value()", set()),
+        ("class C:\n    os.environ['A'] = value()", {"A"}),
+        ("if fast:\n    os.environ['A'] = '1'\nelse:\n    del os.environ['B']", {"A", "B"}),
+        ("f = lambda: os.environ.pop('A')", set()),
+    ],
+)
+def test_variables_that_one_statement_sets(text: str, names: set[str]) -> None:
+    assert names_set_by(parse(text).body[0]) == names
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("os.environ['A'] = '1'", ("+", "A", "1")),
+        ("environ['A'] = '1'", ("+", "A", "1")),
+        ("os.environ.setdefault('A', '1')", ("?", "A", "1")),
+        ("os.environ['A'] = b", None),
+        ("os.environ['A'] = '1' + b", None),
+        ("a['A'] = '1'", None),
+        ("a, os.environ['A'] = '1', '2'", None),
+        ("os.environ['A'] = os.environ['B'] = '1'", None),
+        ("os.environ.get('A', '1')", None),
+    ],
+)
+def test_a_constant_is_known(text: str, found: tuple[str, str, str] | None) -> None:
+    assert constant_set_by(parse(text).body[0]) == found
