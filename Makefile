@@ -20,7 +20,7 @@ $(READY): pyproject.toml
 
 $(VENV)/.torch: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' numpy
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' jax accelerate lightning
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' jax accelerate lightning transformers requests
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[otel]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps axe-core-python
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kubernetes-validate==1.37.0' 'kubeflow-trainer-api==2.3.0'

@@ -228,6 +228,25 @@ def test_a_module_that_cannot_be_imported_does_not_spoil_its_package(
     assert loaded(spawner, tmp_path, "tqdm", "tqdm.optional", "idna") == ["tqdm", "idna"]
 
 
+def test_a_module_that_a_hook_finds_elsewhere_is_not_taken_for_an_installed_one(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    """As editable installs have it: their files are the user's, and may be edited at any time."""
+    (tmp_path / "mine.py").write_text("")
+    hook = (
+        "import importlib.util as u, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'mine':\n"
+        f"            return u.spec_from_file_location(name, {str(tmp_path / 'mine.py')!r})\n"
+        "sys.meta_path.append(Finder())\n"
+    )
+    write(packages, six=hook, tqdm="import mine\n", idna="")
+    spawner = preloaded("six", "tqdm", "idna")
+    assert spawner.log.refused() == ("tqdm", f"imports mine from {tmp_path}")
+    assert loaded(spawner, tmp_path, "six", "tqdm", "idna") == []
+
+
 def test_a_restart_after_a_refusal_is_warm(packages: Path, tmp_path: Path) -> None:
     """Helpers in the background make up for the launch that had to start cold."""
     write(packages, tqdm=THREAD, idna="")

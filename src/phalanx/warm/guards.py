@@ -16,17 +16,20 @@ from phalanx.warm.import_effects import ImportState
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
     Guard = Callable[[], str]
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/infiniband", "/dev/xpu")
+_OURS = ("phalanx", "setproctitle")  # wherever they are installed
 _SHARED = ("socket:", "pipe:", "anon_inode:", "/memfd:")  # siblings would consume each other's data
 
 
-def guards() -> list[Guard]:
-    """All of them, with this moment as the state to compare with."""
+def guards(homes: tuple[str, ...]) -> list[Guard]:
+    """All of them, with this moment as the state to compare with; `homes`: where packages are installed."""
     all_of_them: list[Guard] = [
         ImportState().changed,
+        _Modules(homes),
         _Threads(),
         _OpenFiles(),
         _Processes(),
@@ -116,6 +119,26 @@ class _Processes:
         now = set(kernel.children())
         new, self._known = now - self._known, now
         return "starts a process" if new else ""
+
+
+class _Modules:
+    """A module that is not an installed one, however it was found: it may be edited at any time."""
+
+    def __init__(self, homes: tuple[str, ...]) -> None:
+        self._homes = homes
+        self._known = set(sys.modules)
+
+    def __call__(self) -> str:
+        new = sys.modules.keys() - self._known
+        self._known |= new
+        for name in new:
+            spec: Any = getattr(sys.modules[name], "__dict__", {}).get("__spec__")
+            place = spec.origin if getattr(spec, "has_location", False) else None
+            if name.partition(".")[0] in _OURS or not isinstance(place, str) or not os.path.isabs(place):
+                continue
+            if not place.startswith(self._homes):
+                return f"imports {name} from {os.path.dirname(place)}"
+        return ""
 
 
 def _random_check() -> Guard:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 _LOOKS = (1.0, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 60.0)
 _QUIET = 0.5  # seconds without an import in a worker, after which it is taken to have done its own
 _LONGEST = 60.0  # seconds that a worker's own imports are waited for
-_IMPORTERS = 2  # processes that import in the background
 _WORTH_IT = 25  # fewer new modules than this are not worth another set of helpers
 _REPLACE_AFTER = 1.0  # seconds between two replacements of idle helpers; the next start makes them anyway
 _SAY_AFTER = 5.0  # seconds that a start waits for imports before that is said: longer than torch needs
@@ -60,13 +59,13 @@ class HelperPool:
         learned: ImportCache | None = None,
         preload: tuple[str, ...] = (),
         warm_up: str = "",
-        spare: int = _IMPORTERS,
+        spare: int = 1,
         keep: KeepWarm | None = None,
     ) -> None:
         """`kind`: the helpers to start now, while the rest of the agent is imported; empty: none yet.
 
-        `spare`: processors without a worker. If there are too few for imports in the background, these wait
-        for those of the workers.
+        `spare`: processors without a worker. If there are none, imports in the background wait for those of
+        the workers.
         """
         self.kind = kind
         self.mode = mode
@@ -74,7 +73,7 @@ class HelperPool:
         self.warm_up = warm_up
         self.standby_ranks: list[StandbyRank] = []  # of the workers, as far as it is known beforehand
         self._waits_for_rank: set[int] = set()  # local ranks whose program calls wait_for_rank()
-        self._steps_aside = spare < _IMPORTERS
+        self._steps_aside = spare < 1
         self._imported = 0  # modules, by a worker, at the last look
         self._quiet_by = 0.0  # when its imports are not waited for any longer
         self.say: Callable[[str], None] = lambda _line: None

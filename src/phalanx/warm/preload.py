@@ -107,13 +107,13 @@ class Preload:
         self._is_users_choice = False
         self._console = _Console()
         self._fds = _descriptors()
-        self._guards: list[Guard] = guards()
+        self._guards: list[Guard] = []
         self._began = self._reported = time.monotonic()
 
     def run(self) -> None:
         """Import all of it."""
         with as_in_a_script():
-            self._guards = guards()  # with the settings of a script
+            self._guards = guards(self._homes)  # with the settings of a script
             sys.meta_path.insert(0, self)
             for line in self._entries:
                 if line[:1] in ("+", "?"):
