@@ -16,7 +16,7 @@ from types import TracebackType
 
 import psutil
 
-from tests.conftest import HUNG, gone
+from tests.conftest import HUNG, gone, wait_until
 
 PHALANX = [str(Path(sys.executable).with_name("phalanx")), "run"]
 _PASSED_ON = (
@@ -235,16 +235,27 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+def named(processes: Iterable[psutil.Process], names: Iterable[str]) -> list[psutil.Process]:
+    """Those with one of these names; one that ends meanwhile (what forked a helper does at once) has none."""
+    found = []
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            if one.name() in names:
+                found.append(one)
+    return found
+
+
 def helpers_of(agent: int) -> list[int]:
     """Keeper and zygote."""
-    found = []
-    for child in psutil.Process(agent).children(recursive=True):
-        try:
-            if child.name() in ("worker-keeper", "worker-zygote"):
-                found.append(child.pid)
-        except psutil.NoSuchProcess:
-            pass  # a process of the worker's that has exited since
-    return found
+    below = psutil.Process(agent).children(recursive=True)
+    return [one.pid for one in named(below, ("worker-keeper", "worker-zygote"))]
+
+
+def zygote_below(keeper: int) -> psutil.Process:
+    """The zygote of a keeper, once it has its name."""
+    above = psutil.Process(keeper)
+    wait_until(lambda: named(above.children(), ("worker-zygote",)), "the zygote")
+    return named(above.children(), ("worker-zygote",))[0]
 
 
 def kill_at_once(pids: Iterable[int]) -> None:

@@ -20,7 +20,7 @@ from phalanx.elastic.multiprocessing import DefaultLogsSpecs, Std, start_process
 from phalanx.errors import StartError
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.fault_agent import KINDS, family
-from tests.support.run_helpers import kill_at_once
+from tests.support.run_helpers import kill_at_once, zygote_below
 from tests.system.hostile_user import as_root, unused_uid
 
 AGENT = str(Path(__file__).parents[1] / "support" / "fault_agent.py")
@@ -71,10 +71,6 @@ def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
         one.end()
 
 
-def zygote_of(keeper: int) -> int:
-    return int(psutil.Process(keeper).children()[0].pid)
-
-
 def all_gone_in_time(pids: dict[str, int], since: float) -> None:
     left = {name: pid for name, pid in pids.items() if not gone(pid)}
     while left and time.monotonic() < since + PROMISE:
@@ -111,7 +107,7 @@ def test_helpers_killed_nothing_survives(victims: str, times: int, agent: Callab
     for _ in range(times):
         one = agent("family")
         pids = one.pids(KINDS)
-        zygote = zygote_of(pids["helpers"])
+        zygote = zygote_below(pids["helpers"]).pid
         who = {"zygote": zygote, "keeper": pids["helpers"], "agent": one.process.pid}
         if victims.startswith("stopped"):
             os.kill(zygote, signal.SIGSTOP)

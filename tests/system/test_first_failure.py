@@ -18,6 +18,7 @@ from phalanx.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
 from phalanx.workers.worker_group import GroupOptions
 from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from tests.conftest import HUNG, wait_until
+from tests.support.run_helpers import zygote_below
 
 # Ends well when it is let go, and says so when it was told to stop before that.
 # What waits is a process of its own, and ready only when it has its own way with signals.
@@ -117,7 +118,7 @@ def test_the_owners_word_goes_first(said: str, tmp_path: Path) -> None:
         ]
         pids = spawner.spawn(jobs, os.environ, at_failure=(signal.SIGTERM, HUNG))
         wait_until((tmp_path / "ready").exists, "the other one is ready")
-        zygote = psutil.Process(spawner.pid).children()[0]
+        zygote = zygote_below(spawner.pid)
         zygote.suspend()
         os.kill(pids[0], signal.SIGKILL)
         wait_until(lambda: psutil.Process(pids[0]).status() == psutil.STATUS_ZOMBIE, "it has failed")

@@ -49,10 +49,11 @@ from tests.support.run_helpers import (
     run,
     script,
     unshare,
+    zygote_below,
 )
 from tests.support.trials import few_or_many as few_or_200
 from tests.support.trials import play
-from tests.system.test_faults import Agent, agent, all_gone_in_time, few_or_many, zygote_of
+from tests.system.test_faults import Agent, agent, all_gone_in_time, few_or_many
 from tests.system.test_loop import PAUSE, Waiting, agent_of, idle_in, is_in
 
 __all__ = ["agent"]  # a fixture
@@ -64,9 +65,7 @@ def helpers_in(pool: HelperPool) -> tuple[int, int]:
     """Keeper and zygote of a pool's current helpers, once they are up."""
     wait_until(lambda: pool.current is not None and not pool.current.lost, "helpers")
     assert pool.current is not None
-    keeper = psutil.Process(pool.current.pid)
-    wait_until(lambda: [c for c in keeper.children() if c.name().endswith("zygote")], "the zygote")
-    return keeper.pid, keeper.children()[0].pid
+    return pool.current.pid, zygote_below(pool.current.pid).pid
 
 
 def kill(pool: HelperPool, victims: str) -> None:
@@ -257,7 +256,7 @@ def test_stopped_helpers_end_with_a_killed_agent(times: int, agent: Callable[...
     for _ in range(times):
         one = agent("family")
         pids = one.pids(KINDS)
-        zygote = zygote_of(pids["helpers"])
+        zygote = zygote_below(pids["helpers"]).pid
         os.kill(zygote, signal.SIGSTOP)
         os.kill(pids["helpers"], signal.SIGSTOP)
         one.process.kill()
@@ -271,7 +270,7 @@ def test_workers_are_killed_at_once_although_the_zygote_is_stopped(tmp_path: Pat
     args: dict[int, tuple[str, ...]] = {0: ("-c", "trap '' TERM; while :; do sleep 0.05; done")}
     group = start_processes("k", "/bin/sh", args, {0: {}}, DefaultLogsSpecs(str(tmp_path)))
     assert group.spawner is not None
-    worker, zygote = group.pids()[0], zygote_of(group.spawner.pid)
+    worker, zygote = group.pids()[0], zygote_below(group.spawner.pid).pid
     os.kill(zygote, signal.SIGSTOP)
     group.ask_stop(signal.SIGKILL, 0.0)
     wait_until(lambda: gone(worker), "the end of the worker")
@@ -291,7 +290,7 @@ def test_a_workers_children_end_although_no_process_of_ours_is_left(
     for _ in range(times):
         one = agent("family")
         pids = one.pids(KINDS)
-        zygote = zygote_of(pids["helpers"])
+        zygote = zygote_below(pids["helpers"]).pid
         mine = {name: pid for name, pid in pids.items() if name.startswith(("worker", "child"))}
         strays = [pid for name, pid in pids.items() if name.startswith(("session", "stray"))]
         kill_at_once((pids["helpers"], zygote, one.process.pid))

@@ -30,7 +30,7 @@ from phalanx.store.torch.server import TorchStoreServer
 from phalanx.warm.helper_pool import HelperPool
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import free_port
-from tests.support.run_helpers import Running, plain_environment, script
+from tests.support.run_helpers import Running, plain_environment, script, zygote_below
 from tests.support.trials import few_or_many, play
 
 PROMPT = 10.0  # far below what the helper of these tests would take, and below every grace
@@ -60,9 +60,7 @@ def stopped_zygote() -> Iterator[HelperPool]:
     """Helpers that take nothing in."""
     pool = HelperPool("exec")
     assert pool.current is not None
-    keeper = psutil.Process(pool.current.pid)
-    wait_until(lambda: [c for c in keeper.children() if c.name() == "worker-zygote"], "the zygote")
-    (zygote,) = keeper.children()
+    zygote = zygote_below(pool.current.pid)
     zygote.suspend()
     try:
         yield pool

@@ -23,6 +23,7 @@ from phalanx.warm.import_cache import ImportCache
 from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import free_port
+from tests.support.run_helpers import zygote_below
 
 # Modules of the standard library that no helper needs for itself.
 HEAVY = ["sqlite3", "xml.dom.minidom", "decimal"]
@@ -442,7 +443,7 @@ with open(sys.argv[1] + os.environ["RANK"], "w") as file:
 
 
 def zygote_children(spawner: Spawner) -> set[int]:
-    zygote = psutil.Process(spawner.pid).children()[0]
+    zygote = zygote_below(spawner.pid)
     return {child.pid for child in zygote.children()}
 
 
@@ -573,7 +574,7 @@ def test_many_warm_starts_leak_nothing(times: int, helpers: Any, tmp_path: Path)
     spawner = helpers(preload=HEAVY)
     main = script(tmp_path, "import decimal, sys\nsys.exit(int(decimal.Decimal('6') * 7))\n")
     assert run_one(spawner, main) == 42
-    zygote = psutil.Process(spawner.pid).children()[0]
+    zygote = zygote_below(spawner.pid)
     memory, fds = zygote.memory_info().rss, zygote.num_fds()
     for turn in range(times):
         if turn % 3 == 0:
@@ -810,7 +811,7 @@ print(float((a @ a.T).sum()), float(torch.rand(1)))
         return out.read_text()
 
     assert warm() == cold
-    zygote = psutil.Process(spawner.pid).children()[0]
+    zygote = zygote_below(spawner.pid)
     memory, fds = zygote.memory_info().rss, zygote.num_fds()
     for _ in range(1000):
         assert warm() == cold
