@@ -17,26 +17,42 @@ if TYPE_CHECKING:
     from phalanx.store.embedded.client import Client
 
 KEPT = 86400.0
+ROUND = "ctl/round"
 _BATCH = 50  # of a transaction; etcd allows 128 operations
+_ATTEMPTS = 5
 
 
-def let_expire(client: Client, prefixes: tuple[str, ...], nodes: str, own: int, patience: float) -> None:
-    """Put the keys below these prefixes on a lease, unless another node has a key below `nodes`.
+def round_of(client: Client, prefix: str, patience: float) -> bytes:
+    """What tells this job from the next one with its id."""
+    entries = client.request(Get(prefix + ROUND), patience).entries
+    return entries[0].value if entries else b""
 
-    `nodes`: empty where the job is over for all. `own`: this node's lease."""
-    if nodes and any(
-        entry.lease != own for entry in client.request(Get(nodes, prefix=True), patience).entries
-    ):
-        return
-    found = [e for one in prefixes for e in client.request(Get(one, prefix=True), patience).entries]
-    left = [entry for entry in found if not entry.lease and not _outlives(entry)]
-    lease = client.request(Grant(KEPT), patience).number if left else 0
-    for start in range(0, len(left), _BATCH):
-        batch = left[start : start + _BATCH]
-        # The first node of the next job with this id may have been quicker.
-        unchanged = tuple(When(entry.key, "mod", entry.mod) for entry in batch)
-        puts = tuple(Put(entry.key, entry.value, lease) for entry in batch)
-        client.request(Txn(unchanged, puts), patience)
+
+def let_expire(
+    client: Client, prefixes: tuple[str, str], last: bytes, is_over: bool, patience: float
+) -> None:
+    """Put the keys below these prefixes on a lease, once this node has left.
+
+    Not if the job goes on with another node, or if the next one has begun: then its round is not `last`."""
+    round_key, node_keys = prefixes[0] + ROUND, prefixes[0] + "node/"
+    same = When(round_key, "value", value=last) if last else When(round_key, "create", 0)
+    lease = 0
+    for _ in range(_ATTEMPTS):
+        found = [e for one in prefixes for e in client.request(Get(one, prefix=True), patience).entries]
+        if not is_over and any(entry.key.startswith(node_keys) for entry in found):
+            return  # the last of them does it
+        if any(entry.key == round_key and entry.value != last for entry in found):
+            return
+        left = [entry for entry in found if not entry.lease and not _outlives(entry)]
+        if not left:
+            return
+        lease = lease or client.request(Grant(KEPT), patience).number
+        for start in range(0, len(left), _BATCH):
+            batch = left[start : start + _BATCH]
+            unchanged = tuple(When(entry.key, "mod", entry.mod) for entry in batch)
+            puts = tuple(Put(entry.key, entry.value, lease) for entry in batch)
+            client.request(Txn((same, *unchanged), puts), patience)
+        # Another node may have changed some meanwhile, with its figures or as the last one, too: look again.
 
 
 def _outlives(entry: Entry) -> bool:

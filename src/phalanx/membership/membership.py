@@ -911,33 +911,33 @@ class Membership:
         if self.hosting:
             # With its key the host is still part of the ending job: a newcomer sees the end, and does not
             # begin a new job at a store that is about to close.
-            self._wait_for_the_others(client, participant)
-        if self.settings.store == "etcd":
-            self._let_expire(client, participant)
-        if participant.lease:
-            try:
-                # Answered, not only sent: the store may have taken up another connection of this session, and
-                # who begins this job again would find a node of the last one.
-                client.request(Revoke(participant.lease), FAREWELL)
-            except StoreError:
-                pass  # it runs out by itself
-
-    def _let_expire(self, client: Client, participant: Participant) -> None:
-        """The leader of a job that is over, or the last node that leaves it, puts its keys on a lease."""
-        over = self._round is not None and self._round.phase == CLOSED
-        if not participant.leading if over else self._round is None or self._round.nodes > FEW:
-            return
-        from phalanx.membership.leftovers import let_expire
-
-        prefix, shared = self.options.prefix, f"shared/{self.settings.run_id}/"
+            self._wait_for_the_others(client, participant, max(FAREWELL, self.options.ttl))
+        left = self._round if self.settings.store == "etcd" else None  # in a store that outlives the job
+        over = left is not None and left.phase == CLOSED and participant.leading
+        if over:
+            self._wait_for_the_others(client, participant, FAREWELL)  # they may still write
         try:
-            nodes = "" if over else f"{prefix}node/"
-            let_expire(client, (prefix, shared), nodes, participant.lease, FAREWELL)
-        except StoreError:
-            pass  # they are few, and the next job with this id uses them
+            if left is None:
+                self._revoke(client, participant)
+                return
+            from phalanx.membership.leftovers import let_expire, round_of
 
-    def _wait_for_the_others(self, client: Client, participant: Participant) -> None:
-        end = clock() + max(FAREWELL, self.options.ttl)  # a node that is gone loses its key by then
+            last = round_of(client, self.options.prefix, FAREWELL)
+            self._revoke(client, participant)
+            if over or left.nodes <= FEW:
+                shared = f"shared/{self.settings.run_id}/"
+                let_expire(client, (self.options.prefix, shared), last, over, FAREWELL)
+        except StoreError:
+            pass  # the lease runs out by itself; other keys are few, and the next job with this id uses them
+
+    def _revoke(self, client: Client, participant: Participant) -> None:
+        # Answered, not only sent: the store may have taken up another connection of this session, and who
+        # begins this job again would find a node of the last one.
+        if participant.lease:
+            client.request(Revoke(participant.lease), FAREWELL)
+
+    def _wait_for_the_others(self, client: Client, participant: Participant, patience: float) -> None:
+        end = clock() + patience  # a node that is gone loses its key within a lease
         nodes = self.options.prefix + "node/"
         changed = threading.Event()
         try:
