@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HUNG, wait_until
+from phalanx.cli.runs import local_agents
+from phalanx.errors import UsageError
+from tests.conftest import HUNG, as_nobody, drop_privileges, wait_until
 from tests.support.run_helpers import FOREVER, PHALANX, Running, plain_environment, script
 from tests.system.hostile_user import NOBODY, as_root, doing
 
@@ -116,13 +118,11 @@ def test_an_agent_of_another_user_is_asked_only_if_root_wants_it() -> None:
         os.close(told_ready)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may")
 def test_only_root_may_ask_for_all_users() -> None:
-    done = told("list", "--all-users")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "phalanx list: --all-users: only root may ask the agents of other users\n",
-    )
+    refused = "--all-users: only root may ask the agents of other users"
+    with as_nobody(), pytest.raises(UsageError, match=refused):
+        drop_privileges()
+        local_agents("list", True)
 
 
 def test_jobs_of_two_namespaces_do_not_see_each_other(tmp_path: Path) -> None:
