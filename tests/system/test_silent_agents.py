@@ -120,9 +120,10 @@ def test_an_agent_of_another_user_is_asked_only_if_root_wants_it() -> None:
 
 def test_only_root_may_ask_for_all_users() -> None:
     refused = "--all-users: only root may ask the agents of other users"
-    with as_nobody(), pytest.raises(UsageError, match=refused):
+    with as_nobody():
         drop_privileges()
-        local_agents("list", True)
+        with pytest.raises(UsageError, match=refused):
+            local_agents("list", True)
 
 
 def test_jobs_of_two_namespaces_do_not_see_each_other(tmp_path: Path) -> None:
