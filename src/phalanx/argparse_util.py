@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Action, ArgumentParser, Namespace
 from typing import Any
 
-from phalanx.environment import pet_variable
+from phalanx.job.environment import pet_variable
 
 __all__ = ["check_env", "env"]
 

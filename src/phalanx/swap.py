@@ -86,7 +86,7 @@ def install(children: bool = True) -> None:
     for name in [name for name in sys.modules if _counterpart(name)]:
         _replace(name)
     if children:
-        from phalanx.environment import prepend_python_path
+        from phalanx.job.environment import prepend_python_path
 
         prepend_python_path(_DIRECTORY)
 
@@ -117,14 +117,14 @@ def remove() -> None:
             del sys.modules[name]
             parent, _, child = name.rpartition(".")
             vars(sys.modules.get(parent, sys)).pop(child, None)
-    from phalanx.environment import drop_python_path
+    from phalanx.job.environment import drop_python_path
 
     drop_python_path(_DIRECTORY)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m phalanx.swap`: become the program, with the swap in its environment."""
-    from phalanx.environment import prepend_python_path, variables
+    from phalanx.job.environment import prepend_python_path, variables
 
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):

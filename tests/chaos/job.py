@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx import kernel
-from phalanx.environment import STORE_PORT, variables
+from phalanx.job.environment import STORE_PORT, variables
 from phalanx.python_command import python_command
 from phalanx.zygote.keeper import KEEPER, ZYGOTE
 from tests.chaos import chaos_worker

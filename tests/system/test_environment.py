@@ -260,7 +260,7 @@ def test_every_torchrun_option_is_known() -> None:
          "print(*(o for a in g()._actions for o in a.option_strings))"],
         capture_output=True, text=True, timeout=2 * HUNG, check=True,
     )  # fmt: skip
-    from phalanx.options import OPTIONS
+    from phalanx.job.options import OPTIONS
 
     known = {flag for option in OPTIONS for flag in option.flags}
     assert set(listed.stdout.split()) - known == set()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import environment
+from phalanx.job import environment
 from phalanx.observe import train_status
 from phalanx.observe.train_status import TrainProgress, report
 from tests.conftest import HUNG

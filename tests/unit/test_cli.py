@@ -16,9 +16,9 @@ import pytest
 from phalanx import __version__, cli
 from phalanx.cli import completion, env, main
 from phalanx.cli import help as help_module
-from phalanx.config import parse
 from phalanx.core.exit_codes import TABLE
-from phalanx.options import OPTIONS
+from phalanx.job.config import parse
+from phalanx.job.options import OPTIONS
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_the_examples_in_the_help_are_valid(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "package").mkdir()
-    monkeypatch.setattr("phalanx.validation.resolve_nproc", lambda *_, **__: 4)
+    monkeypatch.setattr("phalanx.job.validation.resolve_nproc", lambda *_, **__: 4)
     lines = help_module.EXAMPLES.replace("\\\n", "").splitlines()
     commands = [line.split() for line in lines if line.startswith("  phalanx run")]
     assert parse(commands[example][2:], {}).local_world_size == 4

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import config as config_module
 from phalanx.agent.elastic_launch import LaunchConfig
 from phalanx.cli.torchrun import config_from_args
-from phalanx.config import (
+from phalanx.errors import UsageError
+from phalanx.job import config as config_module
+from phalanx.job.config import (
     InformationRequested,
     JobSpec,
     from_launch_config,
@@ -23,8 +24,7 @@ from phalanx.config import (
     get_args_parser,
     parse,
 )
-from phalanx.errors import UsageError
-from phalanx.options import OPTIONS, scan, split_list
+from phalanx.job.options import OPTIONS, scan, split_list
 from tests.conftest import as_nobody, drop_privileges
 
 PATH = {"PATH": os.environ.get("PATH", os.defpath)}
@@ -663,7 +663,7 @@ def test_import_stays_cheap() -> None:
     """The launcher's start is measured in milliseconds: none of the costly modules may creep in."""
     costly = "argparse dataclasses typing re inspect enum logging signal subprocess json asyncio"
     code = (
-        "import sys; before = set(sys.modules); import phalanx.config as c\n"
+        "import sys; before = set(sys.modules); import phalanx.job.config as c\n"
         f"c.parse(['--standalone', '--nproc-per-node', '2', {config_module.__file__!r}], {{}})\n"
         "print(*sorted(set(sys.modules) - before))"
     )

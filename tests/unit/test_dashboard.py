@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from phalanx import config
 from phalanx.errors import UsageError
+from phalanx.job import config
 from phalanx.logs.rotation import RotatedLog, Rotation
 from phalanx.observe import snapshot
 from phalanx.web.dashboard import job_feed, log_files, log_stream, page_state

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.k8s import OPTIONS_HERE as K8S
-from phalanx.options import OPTIONS
+from phalanx.job.options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx import environment
+from phalanx.job import environment
 
 ROOT = Path(phalanx.__file__).parent
 
 ALLOWED = {
-    "environment.py": "the only reader of settings",
+    "job/environment.py": "the only reader of settings",
     # Handed to a child process, or to a function that looks programs up for one.
     "agent/local_workers.py": "the environment of workers",
     "warm/helper_pool.py": "the environment of helpers is part of what was learned",
@@ -54,7 +54,7 @@ def uses_environment(path: Path) -> bool:
 
 def test_only_listed_modules_use_the_environment() -> None:
     found = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if uses_environment(path)}
-    assert found - ALLOWED.keys() == set(), "get the value as an argument, or from phalanx.environment"
+    assert found - ALLOWED.keys() == set(), "get the value as an argument, or from phalanx.job.environment"
     # An entry goes when its module no longer needs it.
     assert {name for name in ALLOWED if (ROOT / name).exists()} - found == set()
 
@@ -67,7 +67,7 @@ def test_default_ports_are_written_in_one_place() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in ports and type(node.value) is int
     }
-    assert found == {"environment.py"}
+    assert found == {"job/environment.py"}
 
 
 def test_values_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

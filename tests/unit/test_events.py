@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from phalanx.core.incidents import Incident, OpenIncident
-from phalanx.environment import EVENTS_FILE
+from phalanx.job.environment import EVENTS_FILE
 from phalanx.observe import events
 from phalanx.observe.events import (
     Event,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import config
 from phalanx.cli.dry_run import plan
-from phalanx.config import parse
 from phalanx.errors import UsageError
 from phalanx.integrations.kubernetes.pod import domain_of, look
+from phalanx.job import config
+from phalanx.job.config import parse
 
 DOMAIN = "train.default.svc.cluster.local"
 HOSTS = f"""\

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.environment import NCCL_RAS
+from phalanx.job.environment import NCCL_RAS
 from phalanx.supervision import nccl_ras
 from phalanx.supervision.nccl_ras import RasQuery, address, complaints, listens
 

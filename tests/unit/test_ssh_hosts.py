@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config import parse
 from phalanx.errors import UsageError
 from phalanx.integrations.outcomes import AgentOutcome
 from phalanx.integrations.ssh.frames import (
@@ -21,6 +20,7 @@ from phalanx.integrations.ssh.frames import (
 )
 from phalanx.integrations.ssh.host_names import parse_host_file, parse_hosts
 from phalanx.integrations.ssh.starter import _options
+from phalanx.job.config import parse
 from tests.support.run_helpers import run, script
 
 

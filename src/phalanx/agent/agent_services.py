@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
-from phalanx import environment
 from phalanx.errors import NodeUnfit, PhalanxError
+from phalanx.job import environment
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

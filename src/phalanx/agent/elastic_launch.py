@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx import environment
 from phalanx.agent.job import export_environment, make_agent
 from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import RunResult
-from phalanx.config import from_launch_config
 from phalanx.errors import ChildFailedError, PhalanxError
 from phalanx.integrations.torch_internals import entrypoint_name
+from phalanx.job import environment
+from phalanx.job.config import from_launch_config
 from phalanx.log import warn
 from phalanx.logs.specs import DefaultLogsSpecs, LogsSpecs
 from phalanx.workers.numa import NumaOptions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.environment import SECRETS
+from phalanx.job.environment import SECRETS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

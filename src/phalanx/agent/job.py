@@ -6,8 +6,8 @@ the agent while they come up.
 
 from __future__ import annotations
 
-from phalanx.environment import OMP_THREADS, SIGNALS, export, temporary_directory
-from phalanx.options import usage_error
+from phalanx.job.environment import OMP_THREADS, SIGNALS, export, temporary_directory
+from phalanx.job.options import usage_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.spec import WorkerSpec
-    from phalanx.config import JobSpec
+    from phalanx.job.config import JobSpec
     from phalanx.logs.console import OutputOptions
     from phalanx.logs.specs import LogsSpecs
     from phalanx.membership.handler import RendezvousHandler
@@ -217,8 +217,8 @@ def make_state(job: JobSpec, handler: RendezvousHandler) -> StateHolder:
 
 def make_replicas(job: JobSpec, handler: RendezvousHandler) -> Replicas:
     """What copies kept state between nodes."""
-    from phalanx.environment import TOKEN_FILE, variables
     from phalanx.errors import StoreAuthError
+    from phalanx.job.environment import TOKEN_FILE, variables
     from phalanx.state.replicas import Replicas, ReplicaSettings
     from phalanx.store.embedded.token import find_token
 
@@ -267,7 +267,7 @@ def make_traces(job: JobSpec) -> TraceSender | None:
 
 def make_train_status(agent: LocalElasticAgent) -> TrainStatus | None:
     """What reports progress to a TrainJob's status, in a pod of one."""
-    from phalanx.environment import train_status
+    from phalanx.job.environment import train_status
 
     target = train_status()
     if target is None:

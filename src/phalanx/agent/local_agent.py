@@ -6,7 +6,6 @@ import os
 import signal
 import time
 
-from phalanx import environment
 from phalanx.agent.local_workers import LocalWorkers
 from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
 from phalanx.agent.torch_agent import DEFAULT_ROLE, SimpleElasticAgent, count_as_own
@@ -15,6 +14,7 @@ from phalanx.core.group_events import (
     Outcome,
     WorkerState,
 )
+from phalanx.job import environment
 from phalanx.observe.event_file import EventFile
 from phalanx.state.holder import StateHolder
 from phalanx.warm.helper_pool import HelperPool

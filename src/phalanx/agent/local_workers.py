@@ -24,8 +24,8 @@ from phalanx.core.group_events import (
     WorkerFailed,
     WorkerState,
 )
-from phalanx.environment import WORKER_COLLECTIVES
 from phalanx.errors import RendezvousError, StartError
+from phalanx.job.environment import WORKER_COLLECTIVES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

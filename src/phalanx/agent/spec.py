@@ -52,7 +52,7 @@ class WorkerSpec(Record, frozen=False):
 
             warnings.warn("WorkerSpec(fn=…): use entrypoint=… instead", DeprecationWarning, stacklevel=2)
             entrypoint = entrypoint or fn
-        from phalanx.config import check_worker_spec
+        from phalanx.job.config import check_worker_spec
 
         check_worker_spec(entrypoint, args, local_world_size, max_restarts, monitor_interval, master_port)
         assert entrypoint is not None

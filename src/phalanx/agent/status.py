@@ -19,7 +19,7 @@ import select
 import sys
 import time
 
-from phalanx.environment import socket_scope
+from phalanx.job.environment import socket_scope
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ import signal
 import time
 from abc import ABC, abstractmethod
 
-from phalanx import environment
 from phalanx.agent.local_workers import START_ERRORS, worker_event
 from phalanx.agent.loop import ProgressPart, SteppedLoop, StepWorkers, signal_exception
 from phalanx.agent.run_record import RunRecord
@@ -58,6 +57,7 @@ from phalanx.errors import (
     RendezvousGracefulExitError,
     SignalException,
 )
+from phalanx.job import environment
 from phalanx.membership.handler import adapted
 from phalanx.membership.handler_nodes import HandlerNodes
 from phalanx.supervision.supervision import Supervision

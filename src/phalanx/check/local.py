@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from phalanx.check import gpus, machine
 from phalanx.check.bounded import Check, run_checks
 from phalanx.core.fitness import CheckFinding
-from phalanx.environment import temporary_directory
+from phalanx.job.environment import temporary_directory
 
 NAMES = (
     "gpus", "compute", "links", "errors", "kernel",

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from phalanx.check.local import BETWEEN, NAMES
 from phalanx.cli.table import four_columns, table_width
 from phalanx.core.fitness import EXIT_CODES, FIT, UNKNOWN, CheckFinding, NodeVerdict, judge_node
-from phalanx.environment import temporary_directory, variables
+from phalanx.job.environment import temporary_directory, variables
+from phalanx.job.options import scan, usage_error
 from phalanx.log import printable
-from phalanx.options import scan, usage_error
 
 if TYPE_CHECKING:
-    from phalanx.config import Sources
+    from phalanx.job.config import Sources
     from phalanx.membership.handler import RendezvousParameters
 
 USAGE = f"""\
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> CheckOptions:
     """The words of the command line, with the variables that `phalanx run` reads."""
-    from phalanx.config import Sources
+    from phalanx.job.config import Sources
 
     own, rest = _own_options(argv)
     found = scan([word for word in rest if word != "--json"])
@@ -130,8 +130,8 @@ def _meeting(v: Sources, wait: Sequence[str]) -> RendezvousParameters | None:
     backend = v.text("rdzv_backend") if v.given("rdzv_backend") else "phalanx"
     if backend not in ("phalanx", "c10d", "etcd"):
         raise v.bad("rdzv_backend", "a check meets through phalanx or etcd")
+    from phalanx.job.validation import trust_files
     from phalanx.membership.handler import RendezvousParameters
-    from phalanx.validation import trust_files
 
     try:
         seconds = float(wait[0]) if wait else _WAIT

@@ -19,10 +19,10 @@ from phalanx.core.fitness import (
     show_rate,
     worst,
 )
-from phalanx.environment import TOKEN_FILE, variables
 from phalanx.errors import PhalanxError
+from phalanx.job.environment import TOKEN_FILE, variables
+from phalanx.job.options import usage_error
 from phalanx.log import printable, write_stderr
-from phalanx.options import usage_error
 
 if TYPE_CHECKING:
     from phalanx.check.backend_process import BackendProcess

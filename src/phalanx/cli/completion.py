@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.cli import COMMANDS
-from phalanx.options import SHELLS, usage_error
+from phalanx.job.options import SHELLS, usage_error
 
 _VALUES = {"nproc_per_node": ["auto", "gpu", "xpu", "cpu"], "rdzv_backend": ["phalanx", "static", "etcd"]}
 _FILES = ("token_file", "tls_cert", "tls_key", "tls_ca", "journal", "training_script", "training_script_args")
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     from phalanx.cli.drain import _parser as drain
     from phalanx.cli.quarantine import make_parser as quarantine
     from phalanx.cli.store import _parser as store
-    from phalanx.config import get_args_parser
+    from phalanx.job.config import get_args_parser
 
     run = get_args_parser({})
     run.add_argument("--print-completion", choices=SHELLS, help="print a completion script")

@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 
-from phalanx.config import JobSpec
-from phalanx.options import usage_error
+from phalanx.job.config import JobSpec
+from phalanx.job.options import usage_error
 from phalanx.trusted_files import make_directory
 
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from phalanx.cli.table import four_columns, table_width
-from phalanx.environment import variables
+from phalanx.job.environment import variables
+from phalanx.job.options import scan, usage_error
 from phalanx.log import printable
-from phalanx.options import scan, usage_error
 
 OK, WARN, PROBLEM = "ok", "warn", "problem"
 TAKES = (
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(words: list[str], environ: Mapping[str, str]) -> Asked:
     """The words of the command line, with the variables that `phalanx run` reads."""
-    from phalanx.config import Sources
+    from phalanx.job.config import Sources
 
     own, rest = _own_options(words)
     found = scan(rest)

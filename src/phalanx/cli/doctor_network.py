@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from phalanx.cli.doctor import OK, PROBLEM, WARN, Asked, Finding
-from phalanx.environment import ETCD_PORT, STATIC_PORT, STORE_PORT, TOKEN_FILE
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError
+from phalanx.job.environment import ETCD_PORT, STATIC_PORT, STORE_PORT, TOKEN_FILE
 
 if TYPE_CHECKING:
     from phalanx.store.embedded.client import Client

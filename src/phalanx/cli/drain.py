@@ -13,8 +13,8 @@ from phalanx.cli.runs import add_all_users
 from phalanx.cli.store import TRUST, Parser, add_options, trust
 from phalanx.core.round_records import NodeRecord, decode_node
 from phalanx.core.store_commands import Get, Notice, Put
-from phalanx.environment import STORE_PORT, variables
 from phalanx.errors import PhalanxError, StoreError, UsageError
+from phalanx.job.environment import STORE_PORT, variables
 from phalanx.log import printable, write_stderr
 
 TYPE_CHECKING = False
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 def settings_of(options: Namespace) -> dict[str, str]:
     """--rdzv-conf, of a backend that has a store which these commands know."""
-    from phalanx.config import Sources
+    from phalanx.job.config import Sources
 
     if options.rdzv_backend not in BACKENDS:  # from the variable; argparse checks arguments only
         raise UsageError(

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from phalanx import devices
-from phalanx.environment import variables
+from phalanx.job.environment import variables
+from phalanx.job.options import usage_error
 from phalanx.kernel import read_text
-from phalanx.options import usage_error
 
 Section = dict[str, object]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from phalanx.cli import COMMANDS
 from phalanx.core.exit_codes import TABLE
-from phalanx.options import OPTIONS, Option, usage_error
+from phalanx.job.options import OPTIONS, Option, usage_error
 
 WIDTH = 80
 _INDENT = 30

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.environment import JOB_UID, TOKEN_FILE
 from phalanx.integrations.kubernetes.manifest import (
     KINDS,
     PodJob,
@@ -16,7 +15,8 @@ from phalanx.integrations.kubernetes.manifest import (
     longest_host_name,
     manifest,
 )
-from phalanx.options import BY_DEST, InformationRequested, scan, take_words, usage_error
+from phalanx.job.environment import JOB_UID, TOKEN_FILE
+from phalanx.job.options import BY_DEST, InformationRequested, scan, take_words, usage_error
 
 HELP = """\
 usage: phalanx k8s manifest --image IMAGE -N NODES [options] -- SCRIPT [arguments of the script]
@@ -299,7 +299,7 @@ def _pair(option: str, text: str, name: str, value: str) -> tuple[str, str]:
 
 def _check_run_words(run: list[str], termination_grace: int) -> None:
     """What `phalanx run` would refuse in the pod is refused here; the script is in the image, not here."""
-    from phalanx.config import parse
+    from phalanx.job.config import parse
 
     words = []
     for dest, value in scan([*run, "script"]).values.items():

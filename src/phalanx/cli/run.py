@@ -10,8 +10,8 @@ import os
 import sys
 import time
 
-from phalanx.config import parse
-from phalanx.environment import allows_colour, has_error_file, outcomes_directory
+from phalanx.job.config import parse
+from phalanx.job.environment import allows_colour, has_error_file, outcomes_directory
 from phalanx.log import is_json, use_format, write_stderr
 
 TYPE_CHECKING = False
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.spec import RunResult
-    from phalanx.config import JobSpec
+    from phalanx.job.config import JobSpec
     from phalanx.logs.specs import LogsSpecs
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
@@ -56,9 +56,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _refuse(argv: Sequence[str], error: ValueError) -> None:
     """A command line is wrong: its message goes where that of a job that fails would go."""
-    from phalanx.environment import variables
+    from phalanx.job.environment import variables
+    from phalanx.job.options import peek
     from phalanx.observe import termination_log
-    from phalanx.options import peek
 
     use_format(peek(argv, "log_format", variables()), os.uname().nodename)
     termination_log.write(peek(argv, "termination_log", variables()), f"phalanx run: {error}")
@@ -287,8 +287,8 @@ class JobEnd:
             outcome = AgentOutcome(name, word, code, reason, hosts)
             write_outcome(directory, outcome, f"{name}.{os.getpid()}")
             if self._job.scheduler == "Slurm":
-                from phalanx.environment import variables
                 from phalanx.integrations.slurm.job_end import stand_in
+                from phalanx.job.environment import variables
 
                 stand_in(directory, outcome, variables(), say)
         return code
@@ -316,7 +316,7 @@ class JobEnd:
 def _register(agent: LocalElasticAgent | None, begin: float) -> None:
     """The workers have been running for a while: make the run known to `phalanx list` and `phalanx logs`."""
     if agent is not None:
-        from phalanx.environment import variables
+        from phalanx.job.environment import variables
         from phalanx.observe import run_registry, run_summary
 
         run_registry.note(variables(), run_summary.describe(agent, begin))
@@ -328,7 +328,7 @@ def _sum_up(
     """The goodput line, where it means something, and the same as JSON beside the logs that are kept."""
     if agent is None or not (agent.history.is_known or why):
         return
-    from phalanx.environment import variables
+    from phalanx.job.environment import variables
     from phalanx.observe import run_registry, run_summary
 
     summary = run_summary.conclude(agent, begin, outcome, code, why)

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.cli.runs import add_all_users, local_agents
 from phalanx.cli.store import Parser
-from phalanx.environment import variables
+from phalanx.job.environment import variables
 from phalanx.log import printable
 from phalanx.observe.duration import duration
 from phalanx.observe.local_agents import LocalAgent

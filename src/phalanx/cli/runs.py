@@ -12,8 +12,8 @@ import re
 import time
 from collections.abc import Sequence
 
-from phalanx.environment import variables
 from phalanx.errors import UsageError
+from phalanx.job.environment import variables
 from phalanx.log import printable, write_stderr
 from phalanx.observe.local_agents import FIND, LocalAgent, find, put
 from phalanx.observe.run_registry import runs

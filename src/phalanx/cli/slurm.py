@@ -13,12 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.environment import variables
 from phalanx.errors import StoreAuthError, UsageError
 from phalanx.integrations.slurm.batch_script import BatchJob, batch_script, name_of
 from phalanx.integrations.slurm.job_record import JobRecord, all_records, forget_old, records_directory
+from phalanx.job.environment import variables
+from phalanx.job.options import InformationRequested, take_words, usage_error
 from phalanx.log import printable, write_stderr
-from phalanx.options import InformationRequested, take_words, usage_error
 from phalanx.python_command import python_command
 
 # Options of sbatch that submit knows: spelling → name; a name alone is a flag where it is in _FLAGS.
@@ -195,7 +195,7 @@ def _count(own: Mapping[str, str], name: str, least: int, default: int | None = 
 
 def _check(job: BatchJob) -> None:
     """What `phalanx run` would refuse on the nodes is refused here, as far as this machine can tell."""
-    from phalanx.config import parse
+    from phalanx.job.config import parse
 
     words, skip = [], False
     for word in job.run_words:

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from phalanx.environment import STORE_PORT, TOKEN_FILE, variables
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.job.environment import STORE_PORT, TOKEN_FILE, variables
+from phalanx.job.options import BY_DEST
 from phalanx.log import write_stderr
-from phalanx.options import BY_DEST
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

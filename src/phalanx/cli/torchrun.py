@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 
-from phalanx.environment import OMP_THREADS, STATIC_PORT, export, variables
+from phalanx.job.environment import OMP_THREADS, STATIC_PORT, export, variables
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def get_args_parser() -> ArgumentParser:
     """The options as an argparse parser; PET_* variables are its defaults."""
-    from phalanx.config import get_args_parser as parser
+    from phalanx.job.config import get_args_parser as parser
 
     return parser()
 
@@ -82,7 +82,7 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
     """What a namespace asks for: the configuration, the program, and its arguments."""
     from phalanx.agent.elastic_launch import LaunchConfig
     from phalanx.agent.job import make_logs
-    from phalanx.config import from_namespace
+    from phalanx.job.config import from_namespace
 
     job = from_namespace(args)
     if job.omp_num_threads is not None:
@@ -132,7 +132,7 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
 def main(args: Sequence[str] | None = None) -> None:
     """Run what the words ask for (sys.argv's by default): returns on success, else raises."""
     from phalanx.cli.run import execute
-    from phalanx.config import InformationRequested, parse
+    from phalanx.job.config import InformationRequested, parse
 
     words = list(sys.argv[1:] if args is None else args)
     try:

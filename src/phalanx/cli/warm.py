@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.agent.node_view import memory_of
-from phalanx.environment import variables
+from phalanx.job.environment import variables
+from phalanx.job.options import usage_error
 from phalanx.kernel import stat_fields
 from phalanx.log import printable
 from phalanx.observe.duration import duration
-from phalanx.options import usage_error
 from phalanx.warm.keep_warm import ask, connect, converse, names
 from phalanx.warm.kept_zygote import peer_of
 

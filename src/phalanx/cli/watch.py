@@ -311,7 +311,7 @@ def watch(here: Sequence[LocalAgent], run: str) -> int:
     import tty
 
     from phalanx.cli.runs import NoSuchRun, running
-    from phalanx.environment import allows_colour
+    from phalanx.job.environment import allows_colour
     from phalanx.observe.local_agents import WORK, find, states
 
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-VARIABLE = "PHALANX_COLLECTIVES"  # as in phalanx.environment: the path of the socket
+VARIABLE = "PHALANX_COLLECTIVES"  # as in phalanx.job.environment: the path of the socket
 GROUPS_SUFFIX = ".groups"
 """Beside the socket: a line of JSON for every process group of the rank."""
 _MODULE = "torch.distributed.distributed_c10d"

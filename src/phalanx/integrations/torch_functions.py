@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import socket
 
-from phalanx import environment
 from phalanx.errors import StoreConnectionError, StoreError
+from phalanx.job import environment
 from phalanx.store.torch.client import TorchStoreClient
 from phalanx.store.torch.torch_errors import as_torchs
 

@@ -32,7 +32,7 @@ from collections import deque
 from select import POLLIN, POLLOUT, poll
 from typing import TYPE_CHECKING, TextIO
 
-from phalanx.environment import allows_colour
+from phalanx.job.environment import allows_colour
 from phalanx.logs.followed_file import Containing, FollowedFile
 from phalanx.logs.inotify import Watcher
 from phalanx.logs.sinks import Sink, open_sink

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from enum import IntFlag
 
 from phalanx.core.record import Record
-from phalanx.environment import temporary_directory
+from phalanx.job.environment import temporary_directory
 from phalanx.trusted_files import make_directory
 
 __all__ = ["DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"]

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from phalanx.core.round_records import CLOSED
 from phalanx.core.rounds import NO_MORE
-from phalanx.environment import shares_store
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -25,6 +24,7 @@ from phalanx.errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
+from phalanx.job.environment import shares_store
 from phalanx.membership.address import names_loopback
 from phalanx.membership.handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from phalanx.membership.membership import Membership, shared_prefix

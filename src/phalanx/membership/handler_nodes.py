@@ -8,8 +8,8 @@ they raise becomes an event, too.
 from __future__ import annotations
 
 from phalanx.core import group_events as events
-from phalanx.environment import workers_are_identical
 from phalanx.errors import RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError
+from phalanx.job.environment import workers_are_identical
 from phalanx.membership.handler import adapted
 
 TYPE_CHECKING = False

@@ -109,7 +109,7 @@ def create_c10d_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBac
 
 def create_tcp_store(params: RendezvousParameters) -> Any:
     """The TCP store at the endpoint, served here if that is this machine; torch's own if it is installed."""
-    from phalanx.environment import STORE_PORT
+    from phalanx.job.environment import STORE_PORT
     from phalanx.membership.address import parse_rendezvous_endpoint
 
     host, port = parse_rendezvous_endpoint(params.endpoint, STORE_PORT)

@@ -11,8 +11,8 @@ import os
 from phalanx.core.leader_view import Options
 from phalanx.core.quarantine import QuarantinePolicy, parse_policy
 from phalanx.core.round_records import NodeInfo
-from phalanx.environment import DEFAULT_QUARANTINE, ETCD_PORT, STATIC_PORT, STORE_PORT, node_index
 from phalanx.errors import StoreError, UsageError
+from phalanx.job.environment import DEFAULT_QUARANTINE, ETCD_PORT, STATIC_PORT, STORE_PORT, node_index
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ No thread, no store, no socket: what a single machine does not need, it does not
 
 from __future__ import annotations
 
-from phalanx.environment import shares_store
 from phalanx.errors import RendezvousClosedError
+from phalanx.job.environment import shares_store
 from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
 
 

@@ -12,7 +12,7 @@ A static job authenticates its agents exactly when a token is given (PHALANX_TOK
 
 from __future__ import annotations
 
-from phalanx.environment import STATIC_PORT, shares_store
+from phalanx.job.environment import STATIC_PORT, shares_store
 from phalanx.membership.elastic import ElasticRendezvous
 from phalanx.membership.handler import RendezvousParameters
 from phalanx.membership.settings import DEFAULT_TIMEOUT, Settings

@@ -17,7 +17,7 @@ def find_secret(settings: Settings) -> Token | None:
     """The agents' token; other stores have their own means, and a static job only a given token."""
     if settings.store != "embedded":
         return None
-    from phalanx.environment import TOKEN_FILE, variables
+    from phalanx.job.environment import TOKEN_FILE, variables
     from phalanx.store.embedded.token import find_token, given_token
 
     environ = {TOKEN_FILE: settings.token_file} if settings.token_file else variables()
@@ -29,8 +29,8 @@ def awaits_secret(settings: Settings) -> bool:
 
     The pods of a job have homes of their own. Where one made a token there, the others would be refused,
     and it would train alone if --nnodes allows that."""
-    from phalanx.environment import in_pod, variables
     from phalanx.errors import StoreAuthError
+    from phalanx.job.environment import in_pod, variables
     from phalanx.store.embedded.token import find_token, given_token
 
     if settings.store != "embedded" or settings.fixed or settings.options.max_nodes == 1 or not in_pod():

@@ -19,7 +19,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from phalanx.core.record import Record
-from phalanx.environment import EVENTS_FILE, events_file
+from phalanx.job.environment import EVENTS_FILE, events_file
 from phalanx.log import write_stderr
 
 if TYPE_CHECKING:

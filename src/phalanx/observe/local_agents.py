@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from phalanx.agent.status import PREFIX, user_of
-from phalanx.environment import namespace, socket_scope
+from phalanx.job.environment import namespace, socket_scope
 from phalanx.observe import snapshot
 from phalanx.observe.snapshot import JobSnapshot
 

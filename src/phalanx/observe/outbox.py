@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from phalanx.environment import without_secrets
+from phalanx.job.environment import without_secrets
 from phalanx.log import warn
 
 if TYPE_CHECKING:

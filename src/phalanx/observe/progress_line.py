@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.environment import rewrites_lines
+from phalanx.job.environment import rewrites_lines
 from phalanx.log import printable
 
 TYPE_CHECKING = False

@@ -25,7 +25,7 @@ from phalanx.observe.outbox import Undelivered
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.environment import StatusTarget
+    from phalanx.job.environment import StatusTarget
 
 _FIRST, _EVERY = 5.0, 30.0  # seconds
 _ANSWER = 5.0  # for the owner's thread, which may be busy

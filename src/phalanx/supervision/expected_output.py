@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import struct
 
-from phalanx.environment import without_secrets
+from phalanx.job.environment import without_secrets
 from phalanx.kernel import anonymous_file
 from phalanx.python_command import python_command
 

@@ -13,7 +13,8 @@ import _thread
 import os
 import time
 
-from phalanx import environment, kernel
+from phalanx import kernel
+from phalanx.job import environment
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

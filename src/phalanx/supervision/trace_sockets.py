@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.environment import temporary_directory
+from phalanx.job.environment import temporary_directory
 
 _MAX_PATH = 107  # bytes in the address of a Unix socket
 _LONGEST_RANK = "/99999"

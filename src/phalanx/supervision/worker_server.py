@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 
-from phalanx.environment import WORKER_SERVER_SOCKET as TORCH_WORKER_SERVER_SOCKET
-from phalanx.environment import worker_server_socket
+from phalanx.job.environment import WORKER_SERVER_SOCKET as TORCH_WORKER_SERVER_SOCKET
+from phalanx.job.environment import worker_server_socket
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

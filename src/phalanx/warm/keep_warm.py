@@ -14,7 +14,7 @@ import select
 import time
 
 from phalanx import kernel
-from phalanx.environment import socket_scope
+from phalanx.job.environment import socket_scope
 from phalanx.warm.kept_zygote import KeptTerms, peer_of
 from phalanx.warm.launch_key import launch_key, name_of
 from phalanx.warm.preload_list import names_in

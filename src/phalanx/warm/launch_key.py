@@ -12,7 +12,7 @@ import os
 import sys
 
 from phalanx import kernel
-from phalanx.environment import socket_scope
+from phalanx.job.environment import socket_scope
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

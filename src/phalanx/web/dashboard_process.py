@@ -18,8 +18,8 @@ import os
 import sys
 
 from phalanx.core.record import Record
-from phalanx.environment import without_secrets
 from phalanx.errors import PhalanxError
+from phalanx.job.environment import without_secrets
 from phalanx.python_command import python_command
 
 TYPE_CHECKING = False

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from phalanx.core.record import Record
 from phalanx.core.text_enum import TextEnum
 from phalanx.devices import visible_gpus
-from phalanx.environment import variables
+from phalanx.job.environment import variables
 from phalanx.kernel import list_dir, read_text
 
 

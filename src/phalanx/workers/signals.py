@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 
-from phalanx import environment
 from phalanx.errors import SignalException
+from phalanx.job import environment
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

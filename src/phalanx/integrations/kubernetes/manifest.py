@@ -22,7 +22,7 @@ from typing import Any
 
 from phalanx.core.exit_codes import INFRASTRUCTURE, SIGNALED
 from phalanx.core.record import Record
-from phalanx.environment import JOB_UID, STATIC_PORT, TOKEN_FILE
+from phalanx.job.environment import JOB_UID, STATIC_PORT, TOKEN_FILE
 
 KINDS = ("job", "jobset", "trainjob")
 CONTAINER = "node"  # Kubeflow's name for the container that trains, and for its Job

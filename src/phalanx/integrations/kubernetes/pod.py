@@ -18,8 +18,15 @@ nowhere: it is --nnodes or PET_NNODES. What the user has given is left alone. Th
 
 from __future__ import annotations
 
-from phalanx.environment import COMPLETION_INDEX, JOB_UID, JOBSET_INDEX, JOBSET_REPLICAS, RUN_ID, STORE_PORT
 from phalanx.integrations.surroundings import Surroundings, Taken
+from phalanx.job.environment import (
+    COMPLETION_INDEX,
+    JOB_UID,
+    JOBSET_INDEX,
+    JOBSET_REPLICAS,
+    RUN_ID,
+    STORE_PORT,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

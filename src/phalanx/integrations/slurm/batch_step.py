@@ -11,12 +11,12 @@ import subprocess
 import time
 
 from phalanx.core.exit_codes import NO_MEETING, SIGNALED
-from phalanx.environment import OUTCOMES, variables
 from phalanx.integrations.outcomes import read_outcomes
 from phalanx.integrations.slurm.batch_script import NOTICE_SIGNAL
 from phalanx.integrations.slurm.controller import request
 from phalanx.integrations.slurm.job_end import BatchListener, SlurmAttempt, batch_place
 from phalanx.integrations.slurm.requeue import PREEMPT_SIGNAL, AttemptEnd
+from phalanx.job.environment import OUTCOMES, variables
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ import socket
 import time
 
 from phalanx.core.exit_codes import UNFIT_NODE
-from phalanx.environment import BATCH_STEP
 from phalanx.integrations.outcomes import read_outcomes
 from phalanx.integrations.slurm.controller import find_lost, leave_request, request, show_job
 from phalanx.integrations.slurm.host_list import format_host_list, parse_host_list
 from phalanx.integrations.slurm.job_record import JobRecord, job_key, records_directory
 from phalanx.integrations.slurm.requeue import AttemptEnd, judge
+from phalanx.job.environment import BATCH_STEP
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 
-from phalanx.environment import variables
+from phalanx.job.environment import variables
 from phalanx.kernel import die_with_parent
 from phalanx.python_command import python_command
 

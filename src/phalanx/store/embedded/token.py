@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
-from phalanx.environment import TOKEN, TOKEN_FILE, variables
 from phalanx.errors import StoreAuthError
+from phalanx.job.environment import TOKEN, TOKEN_FILE, variables
 from phalanx.trusted_files import check_directory, make_directory, open_trusted
 
 _LONGEST = 4096

@@ -27,8 +27,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.store_commands import Add, Command, Get, KeepAlive, Notice, Put, Reply, Txn, Unwatch, Watch
-from phalanx.environment import ETCD_PASSWORD, ETCD_PORT, variables
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, UsageError
+from phalanx.job.environment import ETCD_PASSWORD, ETCD_PORT, variables
 from phalanx.log import warn
 from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client, State, _Waiting

@@ -22,8 +22,8 @@ import tempfile
 import threading
 import time
 
-from phalanx.environment import variables
 from phalanx.errors import StoreError
+from phalanx.job.environment import variables
 from phalanx.kernel import die_with_parent
 from phalanx.store.etcd.client import EtcdClient
 from phalanx.store.etcd.http import CONNECTION_ERRORS, Address, EtcdConnection, EtcdError, Members

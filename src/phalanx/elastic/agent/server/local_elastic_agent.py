@@ -1,7 +1,7 @@
 """torch.distributed.elastic.agent.server.local_elastic_agent's names."""
 
 from phalanx.agent.local_agent import LocalElasticAgent
-from phalanx.environment import UNINTERRUPTIBLE_TIMEOUT as TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT
+from phalanx.job.environment import UNINTERRUPTIBLE_TIMEOUT as TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT
 
 TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
 TORCHELASTIC_HEALTH_CHECK_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"

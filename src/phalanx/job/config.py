@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 
-from phalanx import validation
 from phalanx.core.record import Record
-from phalanx.environment import COMPLETION_INDEX, HEALTH_PORT, variables
-from phalanx.options import (
+from phalanx.job import validation
+from phalanx.job.environment import COMPLETION_INDEX, HEALTH_PORT, variables
+from phalanx.job.options import (
     BY_DEST,
     ON,
     OPTIONS,

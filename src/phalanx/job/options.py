@@ -7,7 +7,7 @@ Invariants:
 - scanning stops at the first positional word; it and everything after it belong to the script, untouched;
 - an option may be shortened as long as what is left names one option (argparse's rule, except that the two
   spellings of one option do not make it ambiguous);
-- the scanner reads words, never their meaning: values are checked in `phalanx.config`.
+- the scanner reads words, never their meaning: values are checked in `phalanx.job.config`.
 
 `phalanx run` itself does not use argparse. Importing it and building a parser costs more than everything
 else that happens before the workers are started, and its messages cannot name a variable or suggest a flag.
@@ -15,7 +15,7 @@ else that happens before the workers are started, and its messages cannot name a
 
 from __future__ import annotations
 
-from phalanx.environment import DEFAULT_QUARANTINE, DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATIC_PORT
+from phalanx.job.environment import DEFAULT_QUARANTINE, DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATIC_PORT
 
 TYPE_CHECKING = False  # type checkers take it as true; importing `typing` for it would cost milliseconds
 if TYPE_CHECKING:

@@ -11,17 +11,17 @@ import os
 import sys
 
 from phalanx.devices import resolve_nproc
-from phalanx.environment import DEFAULT_SIGNALS, OMP_THREADS, PYTHON_EXEC, STATIC_PORT, STORE_PORT
-from phalanx.environment import shutdown_timeout as default_grace
-from phalanx.options import truth, usage_error
+from phalanx.job.environment import DEFAULT_SIGNALS, OMP_THREADS, PYTHON_EXEC, STATIC_PORT, STORE_PORT
+from phalanx.job.environment import shutdown_timeout as default_grace
+from phalanx.job.options import truth, usage_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
-    from phalanx.config import Sources
     from phalanx.integrations.ssh.host_names import HostSlots
+    from phalanx.job.config import Sources
 
 # What the built-in backends know of --rdzv-conf; the last line is torch's and has no effect here.
 _CONF = frozenset(
