@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.k8s import parse_manifest
-from phalanx.integrations.kubernetes.manifest import manifest
+from phalanx.platforms.kubernetes.manifest import manifest
 from tests.conftest import HUNG
 from tests.support.netns import TOKEN
 from tests.support.pods import USER, Pod, Pods, containers_possible

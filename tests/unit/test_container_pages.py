@@ -14,9 +14,9 @@ import pytest
 
 from phalanx.cli import main
 from phalanx.cli.k8s import with_patches
-from phalanx.integrations.kubernetes.document_text import documents
-from phalanx.integrations.kubernetes.manifest import KINDS, failure_policy
 from phalanx.job.config import parse
+from phalanx.platforms.kubernetes.document_text import documents
+from phalanx.platforms.kubernetes.manifest import KINDS, failure_policy
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()

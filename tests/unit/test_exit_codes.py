@@ -18,8 +18,8 @@ from phalanx.errors import (
     StartError,
     UsageError,
 )
-from phalanx.integrations.outcomes import AgentOutcome, job_code, read_outcomes, write_outcome
-from phalanx.integrations.slurm.requeue import AttemptEnd, SlurmJob, judge, lost_nodes, read_job
+from phalanx.platforms.outcomes import AgentOutcome, job_code, read_outcomes, write_outcome
+from phalanx.platforms.slurm.requeue import AttemptEnd, SlurmJob, judge, lost_nodes, read_job
 
 USED_BY_OTHERS = {0, 1, 2, 120, 255, *range(64, 79), *range(124, 193)}
 PREEMPTED = 128 + signal.SIGUSR2

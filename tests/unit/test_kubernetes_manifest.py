@@ -18,9 +18,9 @@ import pytest
 from phalanx.cli.k8s import main, parse_manifest, with_patches
 from phalanx.core.exit_codes import DO_NOT_RETRY, HANG, NO_MEETING, UNFIT_NODE, USAGE, retry
 from phalanx.errors import UsageError
-from phalanx.integrations.kubernetes.document_text import documents
-from phalanx.integrations.kubernetes.manifest import KINDS, failure_policy, manifest
-from phalanx.integrations.kubernetes.patches import merged
+from phalanx.platforms.kubernetes.document_text import documents
+from phalanx.platforms.kubernetes.manifest import KINDS, failure_policy, manifest
+from phalanx.platforms.kubernetes.patches import merged
 
 GOLDEN = sorted((Path(__file__).parent / "manifests").glob("*.yaml"))
 TOKEN = "0123456789abcdef" * 4

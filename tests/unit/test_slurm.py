@@ -11,13 +11,13 @@ import pytest
 from phalanx.cli.dry_run import plan
 from phalanx.cli.slurm import parse_submit
 from phalanx.errors import UsageError
-from phalanx.integrations.outcomes import AgentOutcome, write_outcome
-from phalanx.integrations.slurm import job_end
-from phalanx.integrations.slurm.allocation import look, run_id
-from phalanx.integrations.slurm.batch_script import batch_script
-from phalanx.integrations.slurm.host_list import first_host, parse_counts, parse_host_list
-from phalanx.integrations.slurm.requeue import AttemptEnd
 from phalanx.job.config import parse
+from phalanx.platforms.outcomes import AgentOutcome, write_outcome
+from phalanx.platforms.slurm import job_end
+from phalanx.platforms.slurm.allocation import look, run_id
+from phalanx.platforms.slurm.batch_script import batch_script
+from phalanx.platforms.slurm.host_list import first_host, parse_counts, parse_host_list
+from phalanx.platforms.slurm.requeue import AttemptEnd
 from tests.conftest import wait_until
 
 LISTS = [

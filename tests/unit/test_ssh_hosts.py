@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import UsageError
-from phalanx.integrations.outcomes import AgentOutcome
-from phalanx.integrations.ssh.frames import (
+from phalanx.job.config import parse
+from phalanx.platforms.outcomes import AgentOutcome
+from phalanx.platforms.ssh.frames import (
     GREETING,
     VERSION,
     GreetingReader,
@@ -18,9 +19,8 @@ from phalanx.integrations.ssh.frames import (
     SentFrames,
     frame,
 )
-from phalanx.integrations.ssh.host_names import parse_host_file, parse_hosts
-from phalanx.integrations.ssh.starter import _options
-from phalanx.job.config import parse
+from phalanx.platforms.ssh.host_names import parse_host_file, parse_hosts
+from phalanx.platforms.ssh.starter import _options
 from tests.support.run_helpers import run, script
 
 

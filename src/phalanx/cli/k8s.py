@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.integrations.kubernetes.manifest import (
+from phalanx.job.environment import JOB_UID, TOKEN_FILE
+from phalanx.job.options import BY_DEST, InformationRequested, scan, take_words, usage_error
+from phalanx.platforms.kubernetes.manifest import (
     KINDS,
     PodJob,
     SecretVariable,
@@ -15,8 +17,6 @@ from phalanx.integrations.kubernetes.manifest import (
     longest_host_name,
     manifest,
 )
-from phalanx.job.environment import JOB_UID, TOKEN_FILE
-from phalanx.job.options import BY_DEST, InformationRequested, scan, take_words, usage_error
 
 HELP = """\
 usage: phalanx k8s manifest --image IMAGE -N NODES [options] -- SCRIPT [arguments of the script]
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     if words[:1] != ["manifest"]:
         what = f"{words[0]}: no such command" if words else "no command given"
         raise usage_error(f"{what}; there is manifest")
-    from phalanx.integrations.kubernetes.document_text import documents
+    from phalanx.platforms.kubernetes.document_text import documents
 
     kind, job, patches = parse_manifest(words[1:])
     print(documents(with_patches(manifest(kind, job), patches)), end="")
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
 def with_patches(found: list[dict[str, Any]], files: Sequence[str]) -> list[dict[str, Any]]:
     """The documents with the patches of these files."""
-    from phalanx.integrations.kubernetes.patches import load, patched
+    from phalanx.platforms.kubernetes.patches import load, patched
 
     for path in files:
         for patch in load(path):

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         stay_behind()
     if job.hosts and not job.dry_run:
         from phalanx.cli.terminal import KeptModes
-        from phalanx.integrations.ssh.starter import start
+        from phalanx.platforms.ssh.starter import start
 
         for warning in job.warnings:
             say(f"warning: {warning}")
@@ -277,7 +277,7 @@ class JobEnd:
         """For a batch script that decides over a requeue: how this node ended; returns the code."""
         directory = outcomes_directory()
         if directory:
-            from phalanx.integrations.outcomes import AgentOutcome, write_outcome
+            from phalanx.platforms.outcomes import AgentOutcome, write_outcome
 
             name = self._job.node_name
             finish = self.agent.outcome if self.agent is not None else None
@@ -287,8 +287,8 @@ class JobEnd:
             outcome = AgentOutcome(name, word, code, reason, hosts)
             write_outcome(directory, outcome, f"{name}.{os.getpid()}")
             if self._job.scheduler == "Slurm":
-                from phalanx.integrations.slurm.job_end import stand_in
                 from phalanx.job.environment import variables
+                from phalanx.platforms.slurm.job_end import stand_in
 
                 stand_in(directory, outcome, variables(), say)
         return code

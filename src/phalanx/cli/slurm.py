@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import StoreAuthError, UsageError
-from phalanx.integrations.slurm.batch_script import BatchJob, batch_script, name_of
-from phalanx.integrations.slurm.job_record import JobRecord, all_records, forget_old, records_directory
 from phalanx.job.environment import variables
 from phalanx.job.options import InformationRequested, take_words, usage_error
 from phalanx.log import printable, write_stderr
+from phalanx.platforms.slurm.batch_script import BatchJob, batch_script, name_of
+from phalanx.platforms.slurm.job_record import JobRecord, all_records, forget_old, records_directory
 from phalanx.python_command import python_command
 
 # Options of sbatch that submit knows: spelling → name; a name alone is a flag where it is in _FLAGS.
@@ -291,7 +291,7 @@ def _queue() -> dict[str, dict[str, str]]:
 
 
 def _batch(words: list[str]) -> int:
-    from phalanx.integrations.slurm.batch_step import run_batch
+    from phalanx.platforms.slurm.batch_step import run_batch
 
     if words[:1] != ["--requeues"] or words[2:3] != ["--wait"] or words[4:5] != ["--"] or len(words) < 6:
         raise usage_error("slurm batch is run by the script that `phalanx slurm submit` writes")

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
-    from phalanx.integrations.ssh.host_names import HostSlots
     from phalanx.job.config import Sources
+    from phalanx.platforms.ssh.host_names import HostSlots
 
 # What the built-in backends know of --rdzv-conf; the last line is torch's and has no effect here.
 _CONF = frozenset(
@@ -250,7 +250,7 @@ def host_list(v: Sources) -> tuple[HostSlots, ...]:
     """The hosts of --hosts or --hostfile; none: neither is given."""
     if not (v.given("hosts") or v.given("hostfile")):
         return ()
-    from phalanx.integrations.ssh.host_names import parse_host_file, parse_hosts
+    from phalanx.platforms.ssh.host_names import parse_host_file, parse_hosts
 
     if v.given("hosts") and v.given("hostfile"):
         raise usage_error(f"{v.label('hosts')} and {v.label('hostfile')}: both name the hosts; drop one")

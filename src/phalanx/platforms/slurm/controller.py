@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import tempfile
 
-from phalanx.integrations.slurm.host_list import format_host_list
-from phalanx.integrations.slurm.requeue import lost_nodes, read_job
+from phalanx.platforms.slurm.host_list import format_host_list
+from phalanx.platforms.slurm.requeue import lost_nodes, read_job
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.integrations.slurm.requeue import SlurmJob
+    from phalanx.platforms.slurm.requeue import SlurmJob
 
 _PATIENCE = 60.0
 _SOON = 0.3  # seconds; the controller gives up after five, and the end of a step may take three

@@ -13,19 +13,19 @@ import socket
 import time
 
 from phalanx.core.exit_codes import UNFIT_NODE
-from phalanx.integrations.outcomes import read_outcomes
-from phalanx.integrations.slurm.controller import find_lost, leave_request, request, show_job
-from phalanx.integrations.slurm.host_list import format_host_list, parse_host_list
-from phalanx.integrations.slurm.job_record import JobRecord, job_key, records_directory
-from phalanx.integrations.slurm.requeue import AttemptEnd, judge
 from phalanx.job.environment import BATCH_STEP
+from phalanx.platforms.outcomes import read_outcomes
+from phalanx.platforms.slurm.controller import find_lost, leave_request, request, show_job
+from phalanx.platforms.slurm.host_list import format_host_list, parse_host_list
+from phalanx.platforms.slurm.job_record import JobRecord, job_key, records_directory
+from phalanx.platforms.slurm.requeue import AttemptEnd, judge
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from phalanx.integrations.outcomes import AgentOutcome
-    from phalanx.integrations.slurm.requeue import RequeueVerdict, SlurmJob
+    from phalanx.platforms.outcomes import AgentOutcome
+    from phalanx.platforms.slurm.requeue import RequeueVerdict, SlurmJob
 
 _BACKLOG = 4096  # agents that end at the same time
 _CONNECT = 5.0

@@ -10,9 +10,9 @@ import subprocess
 import threading
 import time
 
-from phalanx.integrations.outcomes import AgentOutcome, decoded
-from phalanx.integrations.ssh.frames import GreetingReader, LinkFrameReader, frame
 from phalanx.kernel import die_with_parent
+from phalanx.platforms.outcomes import AgentOutcome, decoded
+from phalanx.platforms.ssh.frames import GreetingReader, LinkFrameReader, frame
 from phalanx.python_command import python_command
 
 TYPE_CHECKING = False
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
-    from phalanx.integrations.ssh.host_names import HostSlots
+    from phalanx.platforms.ssh.host_names import HostSlots
 
 _BLOCK = 1 << 16
-_STEWARD = "phalanx.integrations.ssh.steward"
+_STEWARD = "phalanx.platforms.ssh.steward"
 _RETRY = 1.0  # seconds between two attempts to connect again
 _SLOW = 30.0  # seconds without an answer, after which a line names the host
 

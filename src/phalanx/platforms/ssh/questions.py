@@ -28,7 +28,7 @@ def one_question_at_a_time(directory: str) -> dict[str, str]:
     except OSError:
         return {}
     with open(path, "w") as file:
-        command = shlex.join(python_command("phalanx.integrations.ssh.questions", f"{directory}/turn"))
+        command = shlex.join(python_command("phalanx.platforms.ssh.questions", f"{directory}/turn"))
         file.write(f'#!/bin/sh\nexec {command} "$@"\n')
         os.fchmod(file.fileno(), 0o700)
     if _REQUIRE in variables() or not os.access(path, os.X_OK):  # a directory whose programs do not run

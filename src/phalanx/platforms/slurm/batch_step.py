@@ -11,18 +11,18 @@ import subprocess
 import time
 
 from phalanx.core.exit_codes import NO_MEETING, SIGNALED
-from phalanx.integrations.outcomes import read_outcomes
-from phalanx.integrations.slurm.batch_script import NOTICE_SIGNAL
-from phalanx.integrations.slurm.controller import request
-from phalanx.integrations.slurm.job_end import BatchListener, SlurmAttempt, batch_place
-from phalanx.integrations.slurm.requeue import PREEMPT_SIGNAL, AttemptEnd
 from phalanx.job.environment import OUTCOMES, variables
+from phalanx.platforms.outcomes import read_outcomes
+from phalanx.platforms.slurm.batch_script import NOTICE_SIGNAL
+from phalanx.platforms.slurm.controller import request
+from phalanx.platforms.slurm.job_end import BatchListener, SlurmAttempt, batch_place
+from phalanx.platforms.slurm.requeue import PREEMPT_SIGNAL, AttemptEnd
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from phalanx.integrations.outcomes import AgentOutcome
+    from phalanx.platforms.outcomes import AgentOutcome
 
 _NOTICE = signal.Signals[f"SIG{NOTICE_SIGNAL}"]
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

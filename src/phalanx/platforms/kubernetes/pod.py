@@ -18,7 +18,6 @@ nowhere: it is --nnodes or PET_NNODES. What the user has given is left alone. Th
 
 from __future__ import annotations
 
-from phalanx.integrations.surroundings import Surroundings, Taken
 from phalanx.job.environment import (
     COMPLETION_INDEX,
     JOB_UID,
@@ -27,6 +26,7 @@ from phalanx.job.environment import (
     RUN_ID,
     STORE_PORT,
 )
+from phalanx.platforms.surroundings import Surroundings, Taken
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import shlex
 
 from phalanx.core.record import Record
-from phalanx.integrations.slurm.requeue import PREEMPT_SIGNAL
+from phalanx.platforms.slurm.requeue import PREEMPT_SIGNAL
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ import tempfile
 import time
 
 from phalanx.agent.status import user_of
-from phalanx.integrations.outcomes import AgentOutcome, read_outcomes
-from phalanx.integrations.ssh.frames import GREETING, VERSION, LinkFrameReader, SentFrames, silence
 from phalanx.job.environment import OUTCOMES, TOKEN, own_environment
 from phalanx.kernel import die_with_parent, pidfd
+from phalanx.platforms.outcomes import AgentOutcome, read_outcomes
+from phalanx.platforms.ssh.frames import GREETING, VERSION, LinkFrameReader, SentFrames, silence
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -13,20 +13,20 @@ import threading
 import time
 
 from phalanx.core.exit_codes import NO_MEETING, SIGNALED, SUCCESS
-from phalanx.integrations.outcomes import job_code
-from phalanx.integrations.ssh.frames import silence
-from phalanx.integrations.ssh.host_link import HostLink
-from phalanx.integrations.ssh.questions import one_question_at_a_time
 from phalanx.job.environment import carried_variables, own_environment
 from phalanx.job.options import BY_DEST, scan, usage_error
+from phalanx.platforms.outcomes import job_code
+from phalanx.platforms.ssh.frames import silence
+from phalanx.platforms.ssh.host_link import HostLink
+from phalanx.platforms.ssh.questions import one_question_at_a_time
 from phalanx.python_command import python_command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from phalanx.integrations.ssh.host_names import HostSlots
     from phalanx.job.config import JobSpec
+    from phalanx.platforms.ssh.host_names import HostSlots
 
 _PATIENCE = 60.0  # seconds that an agent runs on without a connection to the starter, as without the store
 _LOCAL = ("hosts", "hostfile", "ssh", "dry_run")
