@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx import worker
-from phalanx.store.torch.client import TorchStoreClient
+from phalanx.store.tcpstore.client import TorchStoreClient
 
 compiled = 0  # how often the step was traced in this process
 

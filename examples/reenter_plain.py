@@ -12,7 +12,7 @@ import signal
 from typing import Any
 
 from phalanx import worker
-from phalanx.store.torch.client import TorchStoreClient
+from phalanx.store.tcpstore.client import TorchStoreClient
 
 table: dict[int, int] = {}  # what took long to compute
 

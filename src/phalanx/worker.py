@@ -172,7 +172,7 @@ def _prepare() -> None:
     if "torch.distributed" in sys.modules:
         import phalanx.state.agreement
         import phalanx.state.rank_state
-        import phalanx.store.torch.client  # noqa: F401
+        import phalanx.store.tcpstore.client  # noqa: F401
         from phalanx.state.device_load import pin_ahead
 
         pin_ahead()

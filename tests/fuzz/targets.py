@@ -21,12 +21,12 @@ from phalanx.core.store_commands import (
     Watch,
     When,
 )
-from phalanx.store.embedded import wire
 from phalanx.store.etcd import requests as etcd_requests
 from phalanx.store.etcd.watch import MALFORMED
 from phalanx.store.model import Model
-from phalanx.store.torch import protocol as torch_tcp
-from phalanx.store.torch.protocol import MAGIC, UINT32, VALIDATE, Request, RequestParser
+from phalanx.store.net import wire
+from phalanx.store.tcpstore import protocol as torch_tcp
+from phalanx.store.tcpstore.protocol import MAGIC, UINT32, VALIDATE, Request, RequestParser
 
 CAP = 4096
 

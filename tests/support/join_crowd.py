@@ -34,9 +34,9 @@ from phalanx.core.participant_events import (
 from phalanx.core.round_records import NodeInfo
 from phalanx.core.store_commands import Command, Notice, Put, Reply
 from phalanx.membership.membership import EMBEDDED_BATCH
-from phalanx.store.embedded import wire
 from phalanx.store.embedded.client_session import Request, Session
-from phalanx.store.embedded.token import Token, find_token
+from phalanx.store.net import wire
+from phalanx.store.net.token import Token, find_token
 
 MEETING = "ctl/meeting/1"  # as its node of rank 0 writes it: only then can the others start
 _CHUNK = 256 << 10

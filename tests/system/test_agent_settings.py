@@ -33,7 +33,7 @@ from tests.support.netns import free_port
 
 WORKER = """
 import json, os, sys
-from phalanx.store.torch.client import TorchStoreClient
+from phalanx.store.tcpstore.client import TorchStoreClient
 names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 where = [os.environ[name] for name in names]
 client = TorchStoreClient(where[0], int(where[1]), 30)

@@ -26,8 +26,8 @@ from phalanx.errors import StoreAuthError
 from phalanx.membership.handler import RendezvousInfo
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.token import Token
-from phalanx.store.torch.torch_store_adapter import StoreFacade
+from phalanx.store.net.token import Token
+from phalanx.store.tcpstore.torch_store_adapter import StoreFacade
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import TOKEN, Job, Network, free_port, possible, tell
 from tests.support.run_helpers import PHALANX, Ended, Running, ended, plain_environment, script

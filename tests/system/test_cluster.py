@@ -29,7 +29,7 @@ from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Ove
 from phalanx.membership.registry import get_rendezvous_handler
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.token import Token
+from phalanx.store.net.token import Token
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import TOKEN, Job, Node, Worker, free_port, tell
 from tests.support.run_helpers import PHALANX, all_gone, plain_environment, run

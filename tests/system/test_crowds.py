@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import StoreAuthError, StoreTimeoutError
-from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.token import Token
-from phalanx.store.torch import model, protocol, torch_selector
-from phalanx.store.torch.server import TorchStoreServer
+from phalanx.store.net import wire
+from phalanx.store.net.token import Token
+from phalanx.store.tcpstore import model, protocol, torch_selector
+from phalanx.store.tcpstore.server import TorchStoreServer
 from phalanx.web import health
 from phalanx.web.health import HealthServer
 from tests.conftest import HUNG, wait_until
@@ -267,7 +267,7 @@ def test_a_dripping_client_is_served_for_so_long_and_no_longer(monkeypatch: pyte
 SERVE = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from phalanx.store.torch.server import TorchStoreServer
+from phalanx.store.tcpstore.server import TorchStoreServer
 with TorchStoreServer("127.0.0.1", 0) as server:
     print(server.port, flush=True)
     sys.stdin.readline()

@@ -17,7 +17,7 @@ from phalanx.cli import doctor, doctor_machine, doctor_network
 from phalanx.cli import main as phalanx
 from phalanx.cli.doctor import OK, PROBLEM, WARN, Finding
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.token import Token
+from phalanx.store.net.token import Token
 from tests.conftest import HUNG
 from tests.system.test_tls import Authority
 

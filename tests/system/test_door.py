@@ -12,10 +12,10 @@ from contextlib import closing
 import pytest
 
 from phalanx.errors import StoreAuthError
-from phalanx.store.embedded import door, wire
-from phalanx.store.embedded.door import Door
-from phalanx.store.embedded.peer_handshake import prove_as_client, read_exactly
-from phalanx.store.embedded.token import Token
+from phalanx.store.net import door, wire
+from phalanx.store.net.door import Door
+from phalanx.store.net.peer_handshake import prove_as_client, read_exactly
+from phalanx.store.net.token import Token
 from tests.conftest import HUNG, wait_until
 
 TOKEN = Token(b"one token of thirty-two bytes or more", "the test")

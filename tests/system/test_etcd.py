@@ -34,10 +34,10 @@ from phalanx.core.store_commands import (
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError
 from phalanx.store.embedded.client import Client, State
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.tls import Tls
 from phalanx.store.etcd.client import EtcdClient, etcd_client_from
 from phalanx.store.etcd.http import Address
-from phalanx.store.torch.torch_store_adapter import StoreFacade
+from phalanx.store.net.tls import Tls
+from phalanx.store.tcpstore.torch_store_adapter import StoreFacade
 from tests.conftest import HUNG
 from tests.support.etcd_process import Cluster, etcd_program
 from tests.support.store_contract import StoreContract

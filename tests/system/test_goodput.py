@@ -15,7 +15,7 @@ import pytest
 from phalanx.core.store_commands import Get
 from phalanx.membership.job_goodput import ledgers_prefix
 from phalanx.store.embedded.client import Client
-from phalanx.store.embedded.token import Token
+from phalanx.store.net.token import Token
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import free_port
 from tests.support.run_helpers import PHALANX, Running, plain_environment, run, script

@@ -18,7 +18,7 @@ import pytest
 from phalanx.core.exit_codes import UNFIT_NODE
 from phalanx.core.store_commands import Get, Put
 from phalanx.store.embedded.client import Client
-from phalanx.store.embedded.token import Token
+from phalanx.store.net.token import Token
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import TOKEN, Job, Node
 from tests.support.run_helpers import all_gone

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from phalanx.integrations import jax as integration
-from phalanx.store.torch.server import TorchStoreServer
+from phalanx.store.tcpstore.server import TorchStoreServer
 from tests.support.jobs import job, python_with, script
 
 COLLECTIVES = """

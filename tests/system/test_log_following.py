@@ -10,7 +10,7 @@ from pathlib import Path
 from phalanx.cli.logs import RemoteLogs
 from phalanx.observe.local_agents import LocalAgent, find
 from phalanx.store.embedded.client import Client
-from phalanx.store.embedded.token import Token
+from phalanx.store.net.token import Token
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import free_port
 from tests.support.run_helpers import PHALANX, Running, plain_environment, script

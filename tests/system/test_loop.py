@@ -25,8 +25,8 @@ from phalanx.logs.specs import DefaultLogsSpecs
 from phalanx.membership.handler import RendezvousInfo
 from phalanx.membership.solo import SoloRendezvous
 from phalanx.observe.local_agents import as_dict, find
-from phalanx.store.torch.client import TorchStoreClient
-from phalanx.store.torch.server import TorchStoreServer
+from phalanx.store.tcpstore.client import TorchStoreClient
+from phalanx.store.tcpstore.server import TorchStoreServer
 from phalanx.warm.helper_pool import HelperPool
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import free_port

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.exit_codes import NO_MEETING
-from phalanx.store.torch.client import TorchStoreClient
-from phalanx.store.torch.server import TorchStoreServer
+from phalanx.store.tcpstore.client import TorchStoreClient
+from phalanx.store.tcpstore.server import TorchStoreServer
 from tests.support.netns import Job, Node, tell
 from tests.support.run_helpers import plain_environment
 

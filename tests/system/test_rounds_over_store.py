@@ -33,7 +33,7 @@ from phalanx.core.round_records import NodeInfo, Round
 from phalanx.core.store_commands import Notice
 from phalanx.store.embedded.client import Client, State
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.token import Token
+from phalanx.store.net.token import Token
 from tests.conftest import HUNG, wait_until
 from tests.support.trials import play
 from tests.system.test_hostile_rounds import line

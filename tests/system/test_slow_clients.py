@@ -11,9 +11,9 @@ from contextlib import ExitStack
 import pytest
 
 from phalanx.core.store_commands import Get, Put, Watch
-from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
+from phalanx.store.net import wire
 from tests.conftest import HUNG
 from tests.system.test_store_server import TOKEN, closes, shake_hands
 

@@ -18,8 +18,8 @@ from phalanx.state.memory_file import MemoryFile, SlotHeader
 from phalanx.state.replica_channel import dial
 from phalanx.state.replicas import Replicas, ReplicaSettings
 from phalanx.state.save_record import pack
-from phalanx.store.embedded.tls import Tls
-from phalanx.store.embedded.token import Token
+from phalanx.store.net.tls import Tls
+from phalanx.store.net.token import Token
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import Job, Node
 from tests.support.run_helpers import run, script

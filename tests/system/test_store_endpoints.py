@@ -16,7 +16,7 @@ from phalanx.core.store_commands import Grant, Put
 from phalanx.errors import StoreAuthError
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.token import Token
+from phalanx.store.net.token import Token
 from phalanx.web import health
 from phalanx.web.store_metrics import store_endpoints
 from tests.conftest import HUNG

@@ -20,11 +20,11 @@ import pytest
 
 from phalanx.core.store_commands import Add, Change, Command, Get, Grant, KeepAlive, Notice, Put, Reply
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError, UsageError
-from phalanx.store.embedded import handshake, wire
 from phalanx.store.embedded.client import Client, State
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.token import Token
-from phalanx.store.torch.torch_store_adapter import StoreFacade
+from phalanx.store.net import handshake, wire
+from phalanx.store.net.token import Token
+from phalanx.store.tcpstore.torch_store_adapter import StoreFacade
 from tests.conftest import HUNG, wait_until
 from tests.support.store_contract import StoreContract
 
@@ -432,7 +432,7 @@ def test_values_of_megabytes_and_messages_over_the_limit(
     entry = client.get("big")
     assert entry is not None
     assert entry.value == big
-    monkeypatch.setattr("phalanx.store.embedded.wire.CAP", 1 << 20)
+    monkeypatch.setattr("phalanx.store.net.wire.CAP", 1 << 20)
     with pytest.raises(StoreError, match="over the store's limit"):
         client.put("big", big)
     assert client.request(Get("big")).error == "size"
@@ -442,7 +442,7 @@ def test_values_of_megabytes_and_messages_over_the_limit(
 SERVE = """
 import sys
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.token import Token
+from phalanx.store.net.token import Token
 token = Token(b"test secret", "")
 with Server("127.0.0.1", int(sys.argv[1]), token=token, journal=sys.argv[2] or None) as server:
     print(server.address[1], flush=True)

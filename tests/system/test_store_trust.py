@@ -13,12 +13,12 @@ import pytest
 
 from phalanx.core.store_commands import Change, Delete, Entry, Grant, Notice, Put
 from phalanx.errors import StoreAuthError, StoreError
-from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client, State
 from phalanx.store.embedded.journal import Journal
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.token import Token, find_token
 from phalanx.store.model import Model
+from phalanx.store.net import wire
+from phalanx.store.net.token import Token, find_token
 from tests.conftest import HUNG
 from tests.system.hostile_user import NOBODY, as_root
 from tests.system.test_store_server import TOKEN, Process, Proxy, Rude, closes

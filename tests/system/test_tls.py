@@ -15,11 +15,11 @@ import pytest
 
 from phalanx.core.store_commands import Grant, KeepAlive
 from phalanx.errors import StoreAuthError, UsageError
-from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.tls import Tls, client_context, own_fingerprint
-from phalanx.store.embedded.token import Token
+from phalanx.store.net import wire
+from phalanx.store.net.tls import Tls, client_context, own_fingerprint
+from phalanx.store.net.token import Token
 from tests.conftest import HUNG
 from tests.support.store_contract import StoreContract
 from tests.system.test_store_server import Proxy

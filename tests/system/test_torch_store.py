@@ -21,7 +21,7 @@ SHORT = timedelta(milliseconds=100)
 # In a process of its own: some of torch's client calls hold the interpreter's lock while they wait.
 SERVER = """
 import sys
-from phalanx.store.torch.server import TorchStoreServer
+from phalanx.store.tcpstore.server import TorchStoreServer
 
 with TorchStoreServer(sys.argv[1]) as server:
     print(server.port, flush=True)

@@ -13,8 +13,8 @@ from phalanx.membership.handler import RendezvousParameters
 from phalanx.membership.membership_events import NodeFailure
 from phalanx.membership.settings import Settings, open_server
 from phalanx.membership.waiting_line import StatusLine
-from phalanx.store.embedded.token import Token
 from phalanx.store.etcd.client import etcd_client_from
+from phalanx.store.net.token import Token
 from tests.support.netns import free_port
 
 TOKEN = Token(b"x", "the test")

@@ -21,8 +21,8 @@ from phalanx.core.patience import NODE
 from phalanx.core.progress import Beat, Verdict, View, WatchPolicy, judge
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
-from phalanx.store.torch.client import TorchStoreClient
-from phalanx.store.torch.torch_store_adapter import StoreFacade
+from phalanx.store.tcpstore.client import TorchStoreClient
+from phalanx.store.tcpstore.torch_store_adapter import StoreFacade
 from phalanx.supervision.hang_consensus import HangConsensus
 from phalanx.supervision.hang_detector import HangDetector
 from phalanx.supervision.incident_log import IncidentLog

@@ -26,7 +26,7 @@ from phalanx.membership.job_goodput import (
 )
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.token import Token
+from phalanx.store.net.token import Token
 from tests.conftest import HUNG
 
 TOKEN = Token(b"0123456789abcdef0123456789abcdef", "the test")

@@ -23,7 +23,7 @@ from phalanx.membership.node_requests import (
 )
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
-from phalanx.store.embedded.token import Token
+from phalanx.store.net.token import Token
 from tests.conftest import HUNG
 from tests.system.test_store_server import Proxy
 

@@ -31,8 +31,8 @@ from phalanx.membership.membership import NOT_AUTHENTICATED, Membership
 from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over, Remark, Waiting
 from phalanx.membership.static import StaticRendezvous
 from phalanx.store.embedded.client import Client
-from phalanx.store.embedded.wire import MAGIC
-from phalanx.store.torch.client import TorchStoreClient
+from phalanx.store.net.wire import MAGIC
+from phalanx.store.tcpstore.client import TorchStoreClient
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import free_port
 

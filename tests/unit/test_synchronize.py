@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from phalanx.elastic.utils.store import barrier, get_all, store_timeout, synchronize
 from phalanx.errors import StoreConnectionError, StoreTimeoutError
-from phalanx.store.store_barrier import barrier, get_all, store_timeout, synchronize
-from phalanx.store.torch.client import TorchStoreClient
-from phalanx.store.torch.server import TorchStoreServer
+from phalanx.store.tcpstore.client import TorchStoreClient
+from phalanx.store.tcpstore.server import TorchStoreServer
 from tests.conftest import HUNG
 
 

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 
 from phalanx.errors import StoreConnectionError, StoreTimeoutError
-from phalanx.store.torch.client import TorchStoreClient
-from phalanx.store.torch.server import TorchStoreServer
+from phalanx.store.tcpstore.client import TorchStoreClient
+from phalanx.store.tcpstore.server import TorchStoreServer
 from tests.conftest import HUNG
 
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import StoreConnectionError, StoreError, StoreTimeoutError
-from phalanx.store.torch import protocol as tcp
-from phalanx.store.torch.model import TorchStoreModel
-from phalanx.store.torch.server import TorchStoreServer
+from phalanx.store.tcpstore import protocol as tcp
+from phalanx.store.tcpstore.model import TorchStoreModel
+from phalanx.store.tcpstore.server import TorchStoreServer
 
 HELLO = b"\x00" + struct.pack("=I", tcp.MAGIC)
 SIZE = struct.Struct("=Q")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from phalanx.core.store_commands import Change, Delete, Entry, Get, Notice, Put, Reply, Txn, Watch, When
 from phalanx.errors import StoreAuthError, StoreError
-from phalanx.store.embedded import wire
-from phalanx.store.embedded.token import find_token
+from phalanx.store.net import wire
+from phalanx.store.net.token import find_token
 
 text, blob, number = st.text(max_size=20), st.binary(max_size=40), st.integers(0, 2**62)
 entry = st.builds(Entry, text, blob, number, number, number)
@@ -140,7 +140,7 @@ def test_a_token_that_is_missing_empty_or_open_says_what_to_fix(tmp_path: Path) 
 
 
 def test_first_users_at_the_same_time_get_the_same_token(tmp_path: Path) -> None:
-    code = "from phalanx.store.embedded.token import find_token; print(find_token().secret.decode())"
+    code = "from phalanx.store.net.token import find_token; print(find_token().secret.decode())"
     env = {**os.environ, "HOME": str(tmp_path)}
     env.pop("PHALANX_TOKEN", None)
     users = [

@@ -220,7 +220,7 @@ def make_replicas(job: JobSpec, handler: RendezvousHandler) -> Replicas:
     from phalanx.errors import StoreAuthError
     from phalanx.job.environment import TOKEN_FILE, variables
     from phalanx.state.replicas import Replicas, ReplicaSettings
-    from phalanx.store.embedded.token import find_token
+    from phalanx.store.net.token import find_token
 
     what = f"--keep-replicas {job.keep_replicas}"
     settings = getattr(handler, "settings", None)

@@ -66,7 +66,7 @@ class WorkerStore:
     def serve(self) -> None:
         """Answer; connections made since the bind wait in the backlog."""
         if self._server is None and self._socket is not None:
-            from phalanx.store.torch.server import TorchStoreServer
+            from phalanx.store.tcpstore.server import TorchStoreServer
 
             self._server = TorchStoreServer(sock=self._socket)
             self._socket = None

@@ -31,7 +31,7 @@ from phalanx.core.fitness import UNKNOWN, NodeVerdict, join_verdicts, judge_netw
 from phalanx.core.pairing import NodeGroup, confirming_round, first_round, overall, second_round
 from phalanx.errors import StoreError, StoreTimeoutError
 from phalanx.membership.network_interface import VARIABLES, interface_of
-from phalanx.store.embedded.token import Token
+from phalanx.store.net.token import Token
 
 if TYPE_CHECKING:
     from phalanx.membership.handler import RendezvousInfo
@@ -261,7 +261,7 @@ class _CheckLeader:
             where = "any node" if len(missing) == self._count else ", ".join(missing[:5])
             self._notes.append(f"no backend was measured: there is no torch on {where}")
             return
-        from phalanx.store.torch.server import TorchStoreServer
+        from phalanx.store.tcpstore.server import TorchStoreServer
 
         self._backend = "nccl" if kinds == {"nccl"} else "gloo"
         server = TorchStoreServer(self._how.address)

@@ -17,10 +17,10 @@ import time
 from typing import NamedTuple
 
 from phalanx.errors import PhalanxError
-from phalanx.store.embedded import wire
-from phalanx.store.embedded.door import Door
-from phalanx.store.embedded.peer_handshake import prove_as_client, read_exactly
-from phalanx.store.embedded.token import Token
+from phalanx.store.net import wire
+from phalanx.store.net.door import Door
+from phalanx.store.net.peer_handshake import prove_as_client, read_exactly
+from phalanx.store.net.token import Token
 
 SECONDS = 0.5
 """Of one direction."""

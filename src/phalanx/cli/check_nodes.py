@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from phalanx.check.meeting import MeetingVerdict
     from phalanx.membership.handler import RendezvousParameters
     from phalanx.membership.settings import Settings
-    from phalanx.store.embedded.token import Token
+    from phalanx.store.net.token import Token
 
 
 def check_together(asked: CheckOptions, params: RendezvousParameters) -> int:
@@ -71,7 +71,7 @@ def check_together(asked: CheckOptions, params: RendezvousParameters) -> int:
 
 
 def _token(settings: Settings) -> Token:
-    from phalanx.store.embedded.token import find_token
+    from phalanx.store.net.token import find_token
 
     return find_token({TOKEN_FILE: settings.token_file} if settings.token_file else variables())
 

@@ -20,8 +20,8 @@ from phalanx.job.environment import ETCD_PORT, STATIC_PORT, STORE_PORT, TOKEN_FI
 
 if TYPE_CHECKING:
     from phalanx.store.embedded.client import Client
-    from phalanx.store.embedded.tls import Tls
-    from phalanx.store.embedded.token import Token
+    from phalanx.store.net.tls import Tls
+    from phalanx.store.net.token import Token
 
 NAME_TIME = 5.0
 REACH_TIME = 3.0
@@ -177,7 +177,7 @@ def _at_the_store(asked: Asked, environ: Mapping[str, str], hosting: bool) -> It
 
 
 def _token(asked: Asked, environ: Mapping[str, str]) -> Token:
-    from phalanx.store.embedded.token import Token, find_token
+    from phalanx.store.net.token import Token, find_token
 
     if not asked.token_file:
         # A check makes no file: the token of a running store is another one.
@@ -189,7 +189,7 @@ def _token(asked: Asked, environ: Mapping[str, str]) -> Token:
 def _tls(asked: Asked) -> Tls | None:
     if not any(asked.tls):
         return None
-    from phalanx.store.embedded.tls import Tls
+    from phalanx.store.net.tls import Tls
 
     return Tls(*asked.tls)
 

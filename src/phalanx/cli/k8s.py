@@ -161,7 +161,7 @@ def _derived_token(job: PodJob) -> str:
     import hashlib
     import hmac
 
-    from phalanx.store.embedded.token import find_token
+    from phalanx.store.net.token import find_token
 
     what = f"kubernetes {job.namespace}/{job.name}"
     return hmac.new(find_token().key, what.encode(), hashlib.sha256).hexdigest()

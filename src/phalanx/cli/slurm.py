@@ -213,7 +213,7 @@ def _make_token(job: BatchJob) -> None:
     """The agents read it from the user's home, which the nodes share; it is made here, before they start."""
     if job.nodes + job.spares == 1:
         return
-    from phalanx.store.embedded.token import find_token
+    from phalanx.store.net.token import find_token
 
     try:
         find_token()

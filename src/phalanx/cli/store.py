@@ -22,8 +22,8 @@ from phalanx.log import write_stderr
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.store.embedded.server import Server
-    from phalanx.store.embedded.tls import Tls
-    from phalanx.store.embedded.token import Token
+    from phalanx.store.net.tls import Tls
+    from phalanx.store.net.token import Token
 
 TRUST = ("token_file", "tls_cert", "tls_key", "tls_ca")
 
@@ -161,13 +161,13 @@ def add_options(parser: argparse.ArgumentParser, *dests: str) -> None:
 
 def trust(options: argparse.Namespace) -> tuple[Token, Tls | None]:
     """The token, and the files for TLS where it is asked for."""
-    from phalanx.store.embedded.token import find_token
+    from phalanx.store.net.token import find_token
 
     token = find_token({TOKEN_FILE: options.token_file} if options.token_file else None)
     files = (options.tls_cert, options.tls_key, options.tls_ca)
     if not any(files):
         return token, None
-    from phalanx.store.embedded.tls import Tls
+    from phalanx.store.net.tls import Tls
 
     return token, Tls(*files)
 

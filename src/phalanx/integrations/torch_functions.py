@@ -10,8 +10,8 @@ import socket
 
 from phalanx.errors import StoreConnectionError, StoreError
 from phalanx.job import environment
-from phalanx.store.torch.client import TorchStoreClient
-from phalanx.store.torch.torch_errors import as_torchs
+from phalanx.store.tcpstore.client import TorchStoreClient
+from phalanx.store.tcpstore.torch_errors import as_torchs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class ServedStore(TorchStoreClient):
     """A store and its server; closing it closes both."""
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
-        from phalanx.store.torch.server import TorchStoreServer
+        from phalanx.store.tcpstore.server import TorchStoreServer
 
         self._server = TorchStoreServer(host, port)
         try:
@@ -117,7 +117,7 @@ def create_c10d_store(
         store = _served(server_addr, max(server_port, 0), timeout, retries) if is_server else None
         store = store or TorchStoreClient(server_addr, server_port, timeout)
         if wait_for_workers:
-            from phalanx.store.store_barrier import barrier
+            from phalanx.elastic.utils.store import barrier
 
             try:
                 store.join_members()

@@ -144,7 +144,7 @@ class DynamicRendezvousHandler(ElasticRendezvous):
 
     def info(self, formed: Formed) -> ElasticInfo:
         """A round in torch's form, with the caller's store under a prefix of its own."""
-        from phalanx.store.torch.torch_store_adapter import prefixed
+        from phalanx.store.tcpstore.torch_store_adapter import prefixed
 
         prefix = f"phalanx.rendezvous.{self.get_run_id()}.{formed.round.number}"
         return ElasticInfo(formed, prefixed(self._store, prefix), self._slots)

@@ -185,7 +185,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     def info(self, formed: Formed) -> ElasticInfo:
         """A round in torch's form, with the store that its nodes share."""
-        from phalanx.store.torch.torch_store_adapter import StoreFacade
+        from phalanx.store.tcpstore.torch_store_adapter import StoreFacade
 
         assert self.membership is not None
         assert self.membership.client is not None

@@ -14,16 +14,16 @@ import socket
 
 from phalanx.errors import RendezvousConnectionError, StoreConnectionError, StoreError
 from phalanx.membership.address import free_port, listening_address
-from phalanx.store.embedded import wire
 from phalanx.store.embedded.server import Server
-from phalanx.store.torch.server import TorchStoreServer
+from phalanx.store.net import wire
+from phalanx.store.tcpstore.server import TorchStoreServer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx.membership.settings import Settings
-    from phalanx.store.embedded.token import Token
+    from phalanx.store.net.token import Token
 
 JOB = "static/job"  # the key with the job that meets here
 _FIRST_BYTES = wire.MAGIC[:1] + b"\x16"  # 0x16: a TLS record with a handshake message

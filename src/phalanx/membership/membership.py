@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from phalanx.membership.shared_quarantine import QuarantinePost
     from phalanx.store.embedded.client import Client, State
     from phalanx.store.embedded.server import Server
-    from phalanx.store.embedded.token import Token
+    from phalanx.store.net.token import Token
 
 STATUS = 800_000  # the number of a watch, between the participant's and the client's
 REFUSED_PATIENCE = 3.0

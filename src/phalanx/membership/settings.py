@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from phalanx.membership.handler import RendezvousParameters
     from phalanx.store.blob_client import CompareAndSetBlob
     from phalanx.store.embedded.server import Server
-    from phalanx.store.embedded.tls import Tls
-    from phalanx.store.embedded.token import Token
+    from phalanx.store.net.tls import Tls
+    from phalanx.store.net.token import Token
 
 DEFAULT_TTL, DEFAULT_TIMEOUT = 6.0, 600.0
 RETURN_PATIENCE = 60.0  # seconds
@@ -117,7 +117,7 @@ class Settings:
         """The files for TLS, if TLS is asked for."""
         if not any(self._tls):
             return None
-        from phalanx.store.embedded.tls import Tls
+        from phalanx.store.net.tls import Tls
 
         return Tls(*self._tls)
 

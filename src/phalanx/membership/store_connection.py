@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from phalanx.core.store_commands import Notice
     from phalanx.membership.settings import Settings
     from phalanx.store.embedded.client import Client, State
-    from phalanx.store.embedded.token import Token
+    from phalanx.store.net.token import Token
 
 
 def find_secret(settings: Settings) -> Token | None:
@@ -18,7 +18,7 @@ def find_secret(settings: Settings) -> Token | None:
     if settings.store != "embedded":
         return None
     from phalanx.job.environment import TOKEN_FILE, variables
-    from phalanx.store.embedded.token import find_token, given_token
+    from phalanx.store.net.token import find_token, given_token
 
     environ = {TOKEN_FILE: settings.token_file} if settings.token_file else variables()
     return given_token(environ) if settings.fixed else find_token(environ)
@@ -31,7 +31,7 @@ def awaits_secret(settings: Settings) -> bool:
     and it would train alone if --nnodes allows that."""
     from phalanx.errors import StoreAuthError
     from phalanx.job.environment import in_pod, variables
-    from phalanx.store.embedded.token import find_token, given_token
+    from phalanx.store.net.token import find_token, given_token
 
     if settings.store != "embedded" or settings.fixed or settings.options.max_nodes == 1 or not in_pod():
         return False

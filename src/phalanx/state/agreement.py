@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from phalanx.state.rank_state import RankState
-    from phalanx.store.torch.client import TorchStoreClient
+    from phalanx.store.tcpstore.client import TorchStoreClient
 
 Moments = list[tuple[int, int]]  # step, and the round in which it was kept
 
@@ -48,7 +48,7 @@ def agree(state: RankState, name: str, timeout: float) -> int | None:
 
 def round_store(what: str, prefix: str, timeout: float) -> TorchStoreClient:
     """The store of this round, which is empty when it begins; `what` asks for it."""
-    from phalanx.store.torch.client import TorchStoreClient
+    from phalanx.store.tcpstore.client import TorchStoreClient
 
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not port.isdigit():

@@ -1,6 +1,6 @@
 """A connection between two agents that carries kept state: both prove the token, every frame has a tag.
 
-The handshake and the tags are those of the store (store/embedded/wire.py), with TLS where it is set: a frame
+The handshake and the tags are those of the store (store/net/wire.py), with TLS where it is set: a frame
 that was injected or changed ends the connection, so that what a worker unpickles later is what a worker of
 this job had pickled. A frame is a length, a kind of one byte, the data, and the tag. Its length is checked
 before anything is allocated.
@@ -13,13 +13,13 @@ from __future__ import annotations
 import socket
 
 from phalanx.errors import StoreAuthError
-from phalanx.store.embedded import wire
-from phalanx.store.embedded.peer_handshake import prove_as_client, read_exactly
-from phalanx.store.embedded.token import Token
+from phalanx.store.net import wire
+from phalanx.store.net.peer_handshake import prove_as_client, read_exactly
+from phalanx.store.net.token import Token
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.store.embedded.tls import Tls
+    from phalanx.store.net.tls import Tls
 
 PART = 1 << 20  # bytes of data in one frame
 _CAP = PART + 4096
@@ -82,7 +82,7 @@ def dial(address: tuple[str, int], token: Token, tls: Tls | None) -> ReplicaChan
         _prepare(sock)
         binding = b""
         if tls is not None:
-            from phalanx.store.embedded import tls as sealing
+            from phalanx.store.net import tls as sealing
 
             sock, binding = sealing.dial(sealing.client_context(tls), sock)
         outgoing, incoming = prove_as_client(sock, token, address[0], binding)
@@ -95,7 +95,7 @@ def dial(address: tuple[str, int], token: Token, tls: Tls | None) -> ReplicaChan
 def accepted(
     sock: socket.socket, outgoing: wire.Seal, incoming: wire.Seal, tls: Tls | None
 ) -> ReplicaChannel:
-    """The other side of `dial`, for a connection that has proved the token (store/embedded/door.py)."""
+    """The other side of `dial`, for a connection that has proved the token (store/net/door.py)."""
     _prepare(sock)
     return ReplicaChannel(sock, *((outgoing, incoming) if tls is None else (wire.NoSeal(), None)))
 

@@ -46,7 +46,7 @@ from phalanx.state.copy_sender import (
 )
 from phalanx.state.memory_file import SLOTS, FileLock, MemoryFile, Pins, region_at
 from phalanx.state.replica_channel import ERRORS, ReplicaChannel, accepted, dial
-from phalanx.store.embedded.door import Door
+from phalanx.store.net.door import Door
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.state.holder import RoundNodes
-    from phalanx.store.embedded import wire
-    from phalanx.store.embedded.tls import Tls
-    from phalanx.store.embedded.token import Token
+    from phalanx.store.net import wire
+    from phalanx.store.net.tls import Tls
+    from phalanx.store.net.token import Token
 
 _STORE_ERRORS = (PhalanxError, OSError, RuntimeError, ValueError)
 _AGAIN = 2.0  # seconds before another attempt to reach the next node

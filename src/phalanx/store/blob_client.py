@@ -44,9 +44,9 @@ from phalanx.core.store_commands import (
     Watch,
 )
 from phalanx.errors import StoreConnectionError, StoreError, StoreTimeoutError
-from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client, State, _Waiting
 from phalanx.store.model import Model, mutates
+from phalanx.store.net import wire
 
 POLL = 1.0  # seconds between two reads while nothing is asked
 MAGIC = b"PHALANX-BLOB-1\n"

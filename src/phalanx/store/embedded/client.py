@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.core.store_commands import Command, Entry, Get, Notice, Put, Reply, Unwatch, Watch
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError
-from phalanx.store.embedded import wire
 from phalanx.store.embedded.answer_time import AnswerTime
 from phalanx.store.embedded.client_session import Request, Session
-from phalanx.store.embedded.token import Token, key_of
+from phalanx.store.net import wire
+from phalanx.store.net.token import Token, key_of
 
 if TYPE_CHECKING:
     import ssl
 
-    from phalanx.store.embedded.tls import Tls
+    from phalanx.store.net.tls import Tls
 
 OWN_WATCHES = 1_000_000  # numbers of `Client.watch`; callers that number their own watches stay below
 
@@ -390,6 +390,6 @@ def _sealing(tls: Tls | None) -> ssl.SSLContext | None:
     """What TLS needs, made here so that bad files are the caller's error and not a thread's."""
     if tls is None:
         return None
-    from phalanx.store.embedded.tls import client_context
+    from phalanx.store.net.tls import client_context
 
     return client_context(tls)

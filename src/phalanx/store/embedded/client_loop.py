@@ -25,7 +25,7 @@ import struct
 from math import inf
 from typing import TYPE_CHECKING
 
-from phalanx.store.embedded import handshake, wire
+from phalanx.store.net import handshake, wire
 
 if TYPE_CHECKING:
     from phalanx.store.embedded.client import Client

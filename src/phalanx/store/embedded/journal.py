@@ -18,8 +18,8 @@ import msgspec
 
 from phalanx.core.store_commands import Command
 from phalanx.errors import StoreError
-from phalanx.store.embedded import wire
 from phalanx.store.model import Model
+from phalanx.store.net import wire
 
 if TYPE_CHECKING:
     import sqlite3

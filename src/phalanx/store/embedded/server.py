@@ -34,15 +34,15 @@ from typing import TYPE_CHECKING, Any
 from phalanx.core.record import Record
 from phalanx.core.store_commands import Command, Notice, Put, Reply, Watch
 from phalanx.errors import StoreError, UsageError
-from phalanx.store.embedded import wire
-from phalanx.store.embedded.strangers import Complaints, Strangers
-from phalanx.store.embedded.token import Token, key_of
 from phalanx.store.model import Model, Notices, mutates
+from phalanx.store.net import wire
+from phalanx.store.net.strangers import Complaints, Strangers
+from phalanx.store.net.token import Token, key_of
 
 if TYPE_CHECKING:
     import ssl
 
-    from phalanx.store.embedded.tls import Tls
+    from phalanx.store.net.tls import Tls
 
 HANDSHAKE_TIME = 5.0  # for each of its steps, of the time in which the store waits for its peers
 UNREAD_CAP = 128 << 20  # what may wait for one client to read it
@@ -122,7 +122,7 @@ class Server:
         self._key = key_of(token)  # now: it may take a while
         self._binding = b""  # ties the proof of the token to this server's certificate
         if tls is not None:
-            from phalanx.store.embedded.tls import own_fingerprint, server_context
+            from phalanx.store.net.tls import own_fingerprint, server_context
 
             self._sealing, self._binding = server_context(tls), own_fingerprint(tls)
         self._listener: socket.socket | None = None

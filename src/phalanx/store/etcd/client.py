@@ -30,11 +30,11 @@ from phalanx.core.store_commands import Add, Command, Get, KeepAlive, Notice, Pu
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, UsageError
 from phalanx.job.environment import ETCD_PASSWORD, ETCD_PORT, variables
 from phalanx.log import warn
-from phalanx.store.embedded import wire
 from phalanx.store.embedded.client import Client, State, _Waiting
 from phalanx.store.etcd import requests
 from phalanx.store.etcd.http import CONNECTION_ERRORS, Address, EtcdConnection, EtcdError, Members
 from phalanx.store.etcd.watch import WatchStream
+from phalanx.store.net import wire
 
 if TYPE_CHECKING:
     import ssl
@@ -374,7 +374,7 @@ def etcd_client_from(
         raise UsageError(f"--rdzv-conf protocol={protocol}: use http or https, the same for every endpoint")
     context = None
     if protocol == "https":
-        from phalanx.store.embedded.tls import https_context
+        from phalanx.store.net.tls import https_context
 
         context = https_context(*files)
     elif any(files):

@@ -23,8 +23,8 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from phalanx.errors import StoreConnectionError, StoreError, StoreTimeoutError
-from phalanx.store.torch import protocol as op
-from phalanx.store.torch.torch_errors import as_torchs
+from phalanx.store.tcpstore import protocol as op
+from phalanx.store.tcpstore.torch_errors import as_torchs
 
 DEFAULT_TIMEOUT = 300.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from phalanx.errors import StoreAuthError, UsageError
-from phalanx.store.embedded.wire import WireError
+from phalanx.store.net.wire import WireError
 
 PROTOCOL_ALERT = bytes.fromhex("15 0301 0002 02 46")  # fatal: protocol version
 

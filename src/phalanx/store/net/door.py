@@ -19,15 +19,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from phalanx.errors import StoreAuthError
-from phalanx.store.embedded import wire
-from phalanx.store.embedded.peer_handshake import prove_as_server
-from phalanx.store.embedded.strangers import Complaints, Strangers
-from phalanx.store.embedded.token import Token
+from phalanx.store.net import wire
+from phalanx.store.net.peer_handshake import prove_as_server
+from phalanx.store.net.strangers import Complaints, Strangers
+from phalanx.store.net.token import Token
 
 if TYPE_CHECKING:
     import ssl
 
-    from phalanx.store.embedded.tls import Tls
+    from phalanx.store.net.tls import Tls
 
     Serve = Callable[[socket.socket, wire.Seal, wire.Seal], None]
 
@@ -57,7 +57,7 @@ class Door:
         self._token, self._serve, self._binding, self._name = token, serve, binding, name
         self._sealing: ssl.SSLContext | None = None
         if tls is not None:
-            from phalanx.store.embedded.tls import own_fingerprint, server_context
+            from phalanx.store.net.tls import own_fingerprint, server_context
 
             self._sealing, self._binding = server_context(tls), own_fingerprint(tls)
         self._complaints = Complaints(report)

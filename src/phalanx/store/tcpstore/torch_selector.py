@@ -24,8 +24,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.store.torch.model import Replies, TorchStoreModel
-from phalanx.store.torch.protocol import Request, RequestParser, TorchProtocolError
+from phalanx.store.tcpstore.model import Replies, TorchStoreModel
+from phalanx.store.tcpstore.protocol import Request, RequestParser, TorchProtocolError
 
 _READ = selectors.EVENT_READ
 _WRITE = selectors.EVENT_WRITE

@@ -10,8 +10,8 @@ import os
 import socket
 
 from phalanx.errors import StoreAuthError
-from phalanx.store.embedded import wire
-from phalanx.store.embedded.token import Token
+from phalanx.store.net import wire
+from phalanx.store.net.token import Token
 
 
 def prove_as_client(

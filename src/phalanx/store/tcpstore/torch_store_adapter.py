@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.core.store_commands import Add, Delete, Entry, Get, Notice, Put, Reply, Txn, When
 from phalanx.errors import StoreError, StoreTimeoutError
 from phalanx.store.embedded.client import Client
-from phalanx.store.torch.torch_errors import as_torchs
+from phalanx.store.tcpstore.torch_errors import as_torchs
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 

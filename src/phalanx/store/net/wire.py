@@ -54,7 +54,7 @@ HEADER = 4
 TAG = 16
 CAP = 64 << 20  # of a frame: a value that large is a mistake, not data for a rendezvous
 HELLO_CAP = 4096
-_TORCH = b"\x00\xce\xf7\x85\x3c"  # how a client of torch's TCPStore begins (store.torch.protocol)
+_TORCH = b"\x00\xce\xf7\x85\x3c"  # how a client of torch's TCPStore begins (store/tcpstore/protocol.py)
 
 
 class Hello(NamedTuple):

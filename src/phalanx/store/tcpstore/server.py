@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from phalanx.errors import StoreConnectionError, StoreError, StoreTimeoutError
-from phalanx.store.torch.protocol import (
+from phalanx.store.tcpstore.protocol import (
     ADD,
     CHECK,
     DELETE_KEY,
@@ -32,7 +32,7 @@ from phalanx.store.torch.protocol import (
     Request,
     TorchProtocolError,
 )
-from phalanx.store.torch.torch_selector import Adopt, StoreLoop
+from phalanx.store.tcpstore.torch_selector import Adopt, StoreLoop
 
 _BACKLOG = 4096
 

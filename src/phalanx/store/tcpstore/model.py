@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from phalanx.store.torch.protocol import (
+from phalanx.store.tcpstore.protocol import (
     ADD,
     APPEND,
     BARRIER,

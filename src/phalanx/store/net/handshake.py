@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.errors import StoreAuthError
-from phalanx.store.embedded import wire
-from phalanx.store.embedded.token import key_of
+from phalanx.store.net import wire
+from phalanx.store.net.token import key_of
 
 if TYPE_CHECKING:
     from phalanx.store.embedded.client import Client
@@ -131,7 +131,7 @@ class Dialling:
 
     def _recognise(self) -> None:
         """A server that does not want our greeting may be torch's, of a node that runs torchrun."""
-        from phalanx.store.torch.client import answers
+        from phalanx.store.tcpstore.client import answers
 
         if self.client.welcome is not None or self.client.sealing is not None or self.greeted_at is not None:
             return
@@ -139,7 +139,7 @@ class Dialling:
             raise wire.SpeaksTorch("the server there")
 
     def _open_sealed(self, raw: socket.socket) -> Opened:
-        from phalanx.store.embedded import tls
+        from phalanx.store.net import tls
 
         assert self.client.sealing is not None
         assert self.client.tls is not None
