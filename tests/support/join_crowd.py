@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable
 
+from phalanx.cluster.membership import EMBEDDED_BATCH
 from phalanx.core.leader_view import Options
 from phalanx.core.participant import CONTROL, Participant
 from phalanx.core.participant_events import (
@@ -33,7 +34,6 @@ from phalanx.core.participant_events import (
 )
 from phalanx.core.round_records import NodeInfo
 from phalanx.core.store_commands import Command, Notice, Put, Reply
-from phalanx.membership.membership import EMBEDDED_BATCH
 from phalanx.store.embedded.client_session import Request, Session
 from phalanx.store.net import wire
 from phalanx.store.net.token import Token, find_token

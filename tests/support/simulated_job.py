@@ -98,8 +98,8 @@ async def serve(ranks: int) -> None:
 def be_agent(ranks: int) -> None:
     """The real socket of an agent; the answers of the other nodes are read and written as they would be."""
     from phalanx.agent.status import StatusSocket
+    from phalanx.cluster.node_requests import decode_answer, encode_answer
     from phalanx.core.group import Phase
-    from phalanx.membership.node_requests import decode_answer, encode_answer
 
     job = SimulatedJob(ranks)
     others = range(1, -(-ranks // PER_NODE))

@@ -19,6 +19,8 @@ import pytest
 from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec
 from phalanx.agent.torch_agent import ElasticAgent, SimpleElasticAgent
+from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo
+from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group_events import WorkerState
 from phalanx.errors import (
     PhalanxError,
@@ -29,8 +31,6 @@ from phalanx.errors import (
     StartError,
 )
 from phalanx.logs.specs import DefaultLogsSpecs
-from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
-from phalanx.membership.solo import SoloRendezvous
 from phalanx.observe import events, metrics
 from tests.conftest import HUNG, gone, wait_until
 

@@ -12,14 +12,14 @@ import pytest
 
 from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
+from phalanx.cluster.handler import RendezvousParameters
+from phalanx.cluster.registry import get_rendezvous_handler
+from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group_events import WorkerState
 from phalanx.core.restarts import RestartPolicy
+from phalanx.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from phalanx.errors import RendezvousStateError
 from phalanx.logs.specs import DefaultLogsSpecs
-from phalanx.membership.dynamic import DynamicRendezvousHandler
-from phalanx.membership.handler import RendezvousParameters
-from phalanx.membership.registry import get_rendezvous_handler
-from phalanx.membership.solo import SoloRendezvous
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.etcd_process import Cluster
 from tests.support.memory_blob import MemoryBlob

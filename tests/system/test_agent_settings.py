@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.cluster.solo import SoloRendezvous
 from phalanx.elastic.agent.server import WorkerSpec
 from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs
@@ -26,7 +27,6 @@ from phalanx.elastic.rendezvous import (
 from phalanx.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from phalanx.elastic.rendezvous.etcd_server import EtcdServer
 from phalanx.elastic.rendezvous.registry import get_rendezvous_handler
-from phalanx.membership.solo import SoloRendezvous
 from tests.support.etcd_process import etcd_program
 from tests.support.memory_blob import MemoryBlob
 from tests.support.netns import free_port

@@ -17,11 +17,11 @@ from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
 from phalanx.agent.torch_agent import STEPS, SimpleElasticAgent
 from phalanx.agent.torch_events import METHODS as EVENT_METHODS
+from phalanx.cluster.handler import RendezvousInfo
+from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group_events import WorkerState
 from phalanx.errors import RendezvousClosedError, RendezvousTimeoutError, SignalException, StartError
 from phalanx.logs.specs import DefaultLogsSpecs
-from phalanx.membership.handler import RendezvousInfo
-from phalanx.membership.solo import SoloRendezvous
 from tests.conftest import HUNG, gone, wait_until
 from tests.system.test_cluster import handlers, together
 
@@ -495,7 +495,7 @@ def test_workers_of_a_subclass_are_stopped_with_it(tmp_path: Path, monkeypatch: 
 
 def test_nodes_exchange_ranks_as_torchs_do() -> None:
     """A handler's own store may answer torch's keys: the place of a node is what the store says."""
-    from phalanx.membership.exchange import exchange_ranks
+    from phalanx.cluster.exchange import exchange_ranks
 
     class Told:
         def set(self, key: str, value: bytes) -> None:

@@ -20,10 +20,10 @@ from phalanx.check.meeting import Measuring, MeetingVerdict, meet
 from phalanx.check.pair_link import PairLink
 from phalanx.cli import check
 from phalanx.cli import main as phalanx
+from phalanx.cluster.handler import RendezvousInfo
 from phalanx.core.exit_codes import UNFIT_NODE
 from phalanx.core.fitness import EXIT_CODES, FIT, UNFIT, UNKNOWN, WARN, CheckFinding, NodeVerdict, judge_node
 from phalanx.errors import StoreAuthError
-from phalanx.membership.handler import RendezvousInfo
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.net.token import Token

@@ -20,13 +20,13 @@ from typing import Any
 import psutil
 import pytest
 
+from phalanx.cluster.handler import RendezvousHandler, RendezvousParameters
+from phalanx.cluster.membership_events import Ended, Formed, NodeFailure, Over
+from phalanx.cluster.registry import get_rendezvous_handler
 from phalanx.core.exit_codes import NO_MEETING
 from phalanx.core.participant import CONTROL
 from phalanx.core.store_commands import Get, Watch
 from phalanx.errors import RendezvousClosedError
-from phalanx.membership.handler import RendezvousHandler, RendezvousParameters
-from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over
-from phalanx.membership.registry import get_rendezvous_handler
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.net.token import Token

@@ -305,8 +305,8 @@ def test_slow_ranks_are_reported_and_not_stopped(tmp_path: Path, monkeypatch: py
     import phalanx.core.stragglers as progress
     from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.spec import AgentOptions, WorkerSpec
+    from phalanx.cluster.solo import SoloRendezvous
     from phalanx.logs.specs import DefaultLogsSpecs
-    from phalanx.membership.solo import SoloRendezvous
 
     monkeypatch.setattr(progress, "WINDOW", 0.5)
     path = script(tmp_path, BEGIN + "for step in range(6, 300 if rank != 1 else 30):\n"
@@ -357,8 +357,8 @@ def test_an_agent_whose_loop_stalls_is_not_healthy(tmp_path: Path, monkeypatch: 
 
     from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.spec import AgentOptions, WorkerSpec
+    from phalanx.cluster.solo import SoloRendezvous
     from phalanx.logs.specs import DefaultLogsSpecs
-    from phalanx.membership.solo import SoloRendezvous
     from phalanx.supervision.supervision import Supervision
 
     monkeypatch.setattr("phalanx.web.health.LoopProbe.__init__.__defaults__", (None, 0.5))

@@ -18,12 +18,12 @@ import pytest
 
 from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import RunResult
+from phalanx.cluster.membership import clock
 from phalanx.core.group_events import RoundOver, Signal, WorkerState
 from phalanx.core.restarts import RestartPolicy
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from phalanx.errors import SignalException
 from phalanx.kernel import is_readable, is_stopped, read_text
-from phalanx.membership.membership import clock
 from phalanx.warm.helper_pool import HelperPool
 from phalanx.zygote import job_cgroup
 from phalanx.zygote.lease_timer import LeaseTimer, LeaseWitness

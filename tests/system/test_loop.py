@@ -18,12 +18,12 @@ import pytest
 
 from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, RunResult, WorkerSpec
+from phalanx.cluster.handler import RendezvousInfo
+from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group_events import MembershipChanged, Signal, WorkerState
 from phalanx.core.restarts import RestartPolicy
 from phalanx.errors import SignalException
 from phalanx.logs.specs import DefaultLogsSpecs
-from phalanx.membership.handler import RendezvousInfo
-from phalanx.membership.solo import SoloRendezvous
 from phalanx.observe.local_agents import as_dict, find
 from phalanx.store.tcpstore.client import TorchStoreClient
 from phalanx.store.tcpstore.server import TorchStoreServer

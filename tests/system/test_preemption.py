@@ -16,9 +16,9 @@ import pytest
 
 from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, WorkerSpec
+from phalanx.cluster.solo import SoloRendezvous
 from phalanx.errors import SignalException
 from phalanx.logs.specs import DefaultLogsSpecs
-from phalanx.membership.solo import SoloRendezvous
 from phalanx.observe import events
 from phalanx.supervision.heartbeat import Boards
 from phalanx.supervision.supervision import Supervision

@@ -391,7 +391,7 @@ from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, WorkerSpec
 from phalanx.core.restarts import RestartPolicy
 from phalanx.logs.specs import DefaultLogsSpecs, Std
-from phalanx.membership.solo import SoloRendezvous
+from phalanx.cluster.solo import SoloRendezvous
 
 rounds, temp = int(sys.argv[1]), sys.argv[2]
 

@@ -166,7 +166,7 @@ from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import WorkerSpec
 from phalanx.errors import SignalException
 from phalanx.logs.specs import DefaultLogsSpecs
-from phalanx.membership.solo import SoloRendezvous
+from phalanx.cluster.solo import SoloRendezvous
 
 class Never(SoloRendezvous):
     immediate = False

@@ -14,8 +14,8 @@ import pytest
 
 from phalanx.agent.environment import worker_environment
 from phalanx.agent.spec import Worker, WorkerGroup, WorkerSpec
+from phalanx.cluster.solo import SoloRendezvous
 from phalanx.job.options import OPTIONS
-from phalanx.membership.solo import SoloRendezvous
 from tests.conftest import gone
 from tests.support.jobs import Job, job, python_with, script
 from tests.support.netns import free_port

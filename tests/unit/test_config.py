@@ -384,7 +384,7 @@ def test_a_launch_config_reads_the_variables_that_torch_reads_for_it(monkeypatch
 
 
 def test_a_backend_registered_from_python_is_known() -> None:
-    from phalanx.membership.registry import rendezvous_handler_registry
+    from phalanx.cluster.registry import rendezvous_handler_registry
 
     rendezvous_handler_registry.register("of-this-test", lambda params: None)  # type: ignore[arg-type,return-value]
     try:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.agent.spec import RunResult, WorkerSpec
+from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group_events import WorkerState
 from phalanx.core.record import Record
 from phalanx.logs.specs import LogsDest
-from phalanx.membership.solo import SoloRendezvous
 from phalanx.workers.error_file import message_data, write_data
 from phalanx.workers.failure import ProcessFailure
 from phalanx.workers.numa import AffinityMode, NumaOptions, Topology

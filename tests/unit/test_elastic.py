@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from phalanx.cluster import waiting_line
+from phalanx.cluster.address import listening_address
+from phalanx.cluster.handler import RendezvousParameters
+from phalanx.cluster.membership_events import NodeFailure
+from phalanx.cluster.settings import Settings, open_server
+from phalanx.cluster.waiting_line import StatusLine
 from phalanx.errors import PhalanxError, StoreError, UsageError
-from phalanx.membership import waiting_line
-from phalanx.membership.address import listening_address
-from phalanx.membership.handler import RendezvousParameters
-from phalanx.membership.membership_events import NodeFailure
-from phalanx.membership.settings import Settings, open_server
-from phalanx.membership.waiting_line import StatusLine
 from phalanx.store.etcd.client import etcd_client_from
 from phalanx.store.net.token import Token
 from tests.support.netns import free_port

@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from phalanx.core.goodput import CATEGORIES, GoodputTotals, goodput_line, read_totals
-from phalanx.core.store_commands import Delete, Get
-from phalanx.membership import job_goodput
-from phalanx.membership.job_goodput import (
+from phalanx.cluster import job_goodput
+from phalanx.cluster.job_goodput import (
     GoodputExchange,
     JobGoodput,
     NodeGoodput,
@@ -24,6 +22,8 @@ from phalanx.membership.job_goodput import (
     next_report,
     total_key,
 )
+from phalanx.core.goodput import CATEGORIES, GoodputTotals, goodput_line, read_totals
+from phalanx.core.store_commands import Delete, Get
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.net.token import Token

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.store_commands import Notice, Put
-from phalanx.errors import StoreTimeoutError
-from phalanx.membership.node_requests import (
+from phalanx.cluster.node_requests import (
     ASK,
     LONGEST_ANSWER,
     NodeRequests,
@@ -21,6 +19,8 @@ from phalanx.membership.node_requests import (
     encode_question,
     told_prefix,
 )
+from phalanx.core.store_commands import Notice, Put
+from phalanx.errors import StoreTimeoutError
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.net.token import Token

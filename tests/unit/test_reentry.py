@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import worker
-from phalanx.membership.membership_events import NodeFailure
+from phalanx.cluster.membership_events import NodeFailure
 from phalanx.reentry.recall_watch import Reentry, has_reentry
 from phalanx.reentry.reenter import ReentryHooks, lost_peer
 from phalanx.reentry.takeover import ReentryPlace

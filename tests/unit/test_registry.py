@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.membership.address import parse_rendezvous_endpoint
-from phalanx.membership.handler import RendezvousHandler, RendezvousParameters, RendezvousStoreInfo
-from phalanx.membership.registry import RendezvousHandlerRegistry, get_rendezvous_handler
-from phalanx.membership.solo import SoloRendezvous
-from phalanx.membership.static import StaticRendezvous
+from phalanx.cluster.address import parse_rendezvous_endpoint
+from phalanx.cluster.handler import RendezvousHandler, RendezvousParameters, RendezvousStoreInfo
+from phalanx.cluster.registry import RendezvousHandlerRegistry, get_rendezvous_handler
+from phalanx.cluster.solo import SoloRendezvous
+from phalanx.cluster.static import StaticRendezvous
 
 
 def parameters(backend: str, **settings: object) -> RendezvousParameters:
@@ -30,7 +30,7 @@ def install(monkeypatch: pytest.MonkeyPatch, place: Path, group: str, name: str)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plug-in\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{group}]\n{name} = plug_in_for_tests:offer\n")
     (place / "plug_in_for_tests.py").write_text(
-        "from phalanx.membership.solo import SoloRendezvous\n"
+        "from phalanx.cluster.solo import SoloRendezvous\n"
         "def offer():\n    return lambda params: SoloRendezvous(params.run_id, params.backend)\n"
     )
     monkeypatch.syspath_prepend(str(place))

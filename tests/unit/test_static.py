@@ -16,6 +16,10 @@ from typing import Any
 
 import pytest
 
+from phalanx.cluster.elastic import ElasticInfo, error_of
+from phalanx.cluster.membership import NOT_AUTHENTICATED, Membership
+from phalanx.cluster.membership_events import Ended, Formed, NodeFailure, Over, Remark, Waiting
+from phalanx.cluster.static import StaticRendezvous
 from phalanx.core.exit_codes import NO_MEETING
 from phalanx.core.store_commands import Get, Put
 from phalanx.errors import (
@@ -26,10 +30,6 @@ from phalanx.errors import (
     RendezvousTimeoutError,
     StoreAuthError,
 )
-from phalanx.membership.elastic import ElasticInfo, error_of
-from phalanx.membership.membership import NOT_AUTHENTICATED, Membership
-from phalanx.membership.membership_events import Ended, Formed, NodeFailure, Over, Remark, Waiting
-from phalanx.membership.static import StaticRendezvous
 from phalanx.store.embedded.client import Client
 from phalanx.store.net.wire import MAGIC
 from phalanx.store.tcpstore.client import TorchStoreClient
@@ -280,7 +280,7 @@ def test_node_0_comes_back_and_the_counts_go_on(node: Make) -> None:
 
 def test_node_0_that_is_killed_stops_the_others_at_once(node: Make, port: int) -> None:
     code = (
-        "import sys; from phalanx.membership.static import StaticRendezvous as S;"
+        "import sys; from phalanx.cluster.static import StaticRendezvous as S;"
         f"S('127.0.0.1', {port}, 0, 2, 'job').next_rendezvous(); print('in', flush=True); sys.stdin.read()"
     )
     zero = subprocess.Popen(

@@ -11,8 +11,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.agent.job_history import JobHistory
     from phalanx.agent.protocols import Nodes
+    from phalanx.cluster.job_goodput import NodeGoodput
     from phalanx.core.group import Phase
-    from phalanx.membership.job_goodput import NodeGoodput
 
 _SETTLED = 2.5  # seconds after a start: what a start costs is known by then
 
@@ -30,8 +30,8 @@ class GoodputReport:
         history.close_ledger()
         if not history.is_known:
             return None
+        from phalanx.cluster.job_goodput import NodeGoodput
         from phalanx.core.goodput import goodput_line
-        from phalanx.membership.job_goodput import NodeGoodput
 
         incidents = history.incidents()
         return NodeGoodput(history.totals(), lambda totals: goodput_line(totals, incidents))
@@ -48,7 +48,7 @@ class GoodputReport:
 
     def look(self, phase: Phase, now: float) -> None:
         if phase == "RUNNING" and self._due is not None and now >= self._due:
-            from phalanx.membership.job_goodput import next_report
+            from phalanx.cluster.job_goodput import next_report
 
             self._due = next_report(self._history.began, now)
             self._nodes.keep_goodput(self._history.totals())

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.spec import WorkerSpec
+    from phalanx.cluster.handler import RendezvousHandler
     from phalanx.job.config import JobSpec
     from phalanx.logs.console import OutputOptions
     from phalanx.logs.specs import LogsSpecs
-    from phalanx.membership.handler import RendezvousHandler
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
     from phalanx.observe.trace_sender import TraceSender
@@ -144,11 +144,11 @@ def make_helpers(job: JobSpec) -> HelperPool | None:
 def make_handler(job: JobSpec) -> RendezvousHandler:
     """The node's way into the rendezvous."""
     if job.max_nodes == 1 and job.rdzv_backend in ("phalanx", "static"):
-        from phalanx.membership.solo import SoloRendezvous
+        from phalanx.cluster.solo import SoloRendezvous
 
         return SoloRendezvous(job.run_id, job.rdzv_backend, job.node_name)
-    from phalanx.membership.handler import RendezvousParameters
-    from phalanx.membership.registry import get_rendezvous_handler
+    from phalanx.cluster.handler import RendezvousParameters
+    from phalanx.cluster.registry import get_rendezvous_handler
 
     try:
         return get_rendezvous_handler(

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from phalanx.agent.protocols import Nodes
     from phalanx.agent.worker_store import WorkerStore
+    from phalanx.cluster.handler import RendezvousInfo
     from phalanx.core.group_events import Event, Finish
     from phalanx.core.round_records import HostRecord
     from phalanx.logs.specs import LogsSpecs
-    from phalanx.membership.handler import RendezvousInfo
     from phalanx.supervision.timers.file_timer import FileTimerServer
     from phalanx.workers.worker_group import PContext
 
@@ -367,7 +367,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             last.new_round()  # the port is given: it is kept, and emptied
             return last, last.port
         if spec.master_addr:
-            from phalanx.membership.address import listening_address
+            from phalanx.cluster.address import listening_address
 
             address = listening_address(spec.master_addr)
         store = WorkerStore(address, spec.master_port, self._rdzv_handler.use_agent_store)

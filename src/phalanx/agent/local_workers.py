@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from phalanx.agent.run_record import RunRecord
     from phalanx.agent.spec import WorkerGroup
     from phalanx.agent.worker_store import WorkerStore
+    from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo
+    from phalanx.cluster.network_interface import NetworkInterface
     from phalanx.core.group import Phase
     from phalanx.core.group_events import Event, RecallWorkers, SiblingStop, StartWorkers
     from phalanx.logs.console import OutputOptions
     from phalanx.logs.specs import LogsSpecs
-    from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
-    from phalanx.membership.network_interface import NetworkInterface
     from phalanx.state.holder import RoundNodes, StateHolder
     from phalanx.supervision.supervision import Supervision
     from phalanx.warm.helper_pool import HelperPool
@@ -152,7 +152,7 @@ class LocalWorkers:
     def joining(self) -> None:
         """A round is awaited: prepare for it."""
         if self._interface is None and not self._handler.immediate:
-            from phalanx.membership.network_interface import NetworkInterface
+            from phalanx.cluster.network_interface import NetworkInterface
 
             self._interface = NetworkInterface(self._post)
         self._describe_standbys()

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from phalanx.agent.protocols import LoopPart, Nodes, NodeWorkers
     from phalanx.agent.run_record import RunRecord
+    from phalanx.cluster.handler import RendezvousInfo
     from phalanx.core.group import GroupPolicy, Phase
     from phalanx.core.group_events import Command, Event, Finish, RecallWorkers, StartWorkers
-    from phalanx.membership.handler import RendezvousInfo
     from phalanx.observe.progress_line import Progress
     from phalanx.supervision.supervision import Supervision
 

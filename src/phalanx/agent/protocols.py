@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from msgspec import Raw
 
     from phalanx.agent.spec import RunResult
+    from phalanx.cluster.handler import RendezvousInfo
+    from phalanx.cluster.job_goodput import JobGoodput, NodeGoodput
     from phalanx.core.goodput import GoodputTotals
     from phalanx.core.group import Ending, Phase
     from phalanx.core.group_events import (
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     )
     from phalanx.core.ranks import WorkerRanks
     from phalanx.core.round_records import HostRecord
-    from phalanx.membership.handler import RendezvousInfo
-    from phalanx.membership.job_goodput import JobGoodput, NodeGoodput
 
 
 class LoopPart(Protocol):

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from signal import Signals
     from typing import Any
 
+    from phalanx.cluster.handler import RendezvousHandler
     from phalanx.core.restarts import RestartPolicy
     from phalanx.logs.console import OutputOptions
-    from phalanx.membership.handler import RendezvousHandler
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
     from phalanx.observe.trace_sender import TraceSender

@@ -31,6 +31,8 @@ from phalanx.agent.run_record import RunRecord
 from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec, complete
 from phalanx.agent.torch_events import METHODS as EVENT_METHODS
 from phalanx.agent.torch_events import TorchEvents
+from phalanx.cluster.handler import adapted
+from phalanx.cluster.handler_nodes import HandlerNodes
 from phalanx.core import group as core
 from phalanx.core import restarts
 from phalanx.core.group import Phase
@@ -58,8 +60,6 @@ from phalanx.errors import (
     SignalException,
 )
 from phalanx.job import environment
-from phalanx.membership.handler import adapted
-from phalanx.membership.handler_nodes import HandlerNodes
 from phalanx.supervision.supervision import Supervision
 from phalanx.workers.signals import SignalScope, signals_to_handle
 
@@ -69,9 +69,9 @@ if TYPE_CHECKING:
 
     from phalanx.agent.job_history import JobHistory
     from phalanx.agent.protocols import Nodes, NodeWorkers
+    from phalanx.cluster.handler import RendezvousInfo
+    from phalanx.cluster.job_goodput import JobGoodput
     from phalanx.core.group_events import Finish
-    from phalanx.membership.handler import RendezvousInfo
-    from phalanx.membership.job_goodput import JobGoodput
 
 DEFAULT_ROLE = "default"
 
@@ -175,7 +175,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
     def _new_nodes(self) -> Nodes:
         spec = self._worker_group.spec
         if not (self._rdzv_handler.immediate or self._overridden & _OF_NODES):
-            from phalanx.membership.elastic_nodes import elastic_nodes
+            from phalanx.cluster.elastic_nodes import elastic_nodes
 
             nodes = elastic_nodes(
                 spec,
@@ -524,7 +524,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
 
         places = self._loop.nodes.worker_ranks
         if places is None and group_world_size > 1 and not environment.workers_are_identical():
-            from phalanx.membership.exchange import exchange_ranks
+            from phalanx.cluster.exchange import exchange_ranks
 
             places = exchange_ranks(store, group_rank, group_world_size, spec)
         if places is None:
@@ -542,7 +542,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
 
     def open_meeting(self, address: str) -> tuple[Any, int]:
         """Where the workers of a round meet, should this node be its first: (what serves there, port)."""
-        from phalanx.membership.address import free_port
+        from phalanx.cluster.address import free_port
 
         return None, free_port()
 

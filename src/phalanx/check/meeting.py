@@ -27,14 +27,14 @@ import msgspec
 
 from phalanx.check.backend_process import PAIR_LIMIT, BackendProcess
 from phalanx.check.pair_link import ERRORS, PairLink
+from phalanx.cluster.network_interface import VARIABLES, interface_of
 from phalanx.core.fitness import UNKNOWN, NodeVerdict, join_verdicts, judge_network, rate_of_latency, suspects
 from phalanx.core.pairing import NodeGroup, confirming_round, first_round, overall, second_round
 from phalanx.errors import StoreError, StoreTimeoutError
-from phalanx.membership.network_interface import VARIABLES, interface_of
 from phalanx.store.net.token import Token
 
 if TYPE_CHECKING:
-    from phalanx.membership.handler import RendezvousInfo
+    from phalanx.cluster.handler import RendezvousInfo
 
 _LINK_LIMIT = 6.0  # seconds for all pairs of one node in one round, over TCP
 _ARRIVAL = 90.0  # for the slowest node to import torch

@@ -22,8 +22,8 @@ from phalanx.job.options import scan, usage_error
 from phalanx.log import printable
 
 if TYPE_CHECKING:
+    from phalanx.cluster.handler import RendezvousParameters
     from phalanx.job.config import Sources
-    from phalanx.membership.handler import RendezvousParameters
 
 USAGE = f"""\
 usage: phalanx check [--only NAMES] [--disk DIR] [--json]
@@ -130,8 +130,8 @@ def _meeting(v: Sources, wait: Sequence[str]) -> RendezvousParameters | None:
     backend = v.text("rdzv_backend") if v.given("rdzv_backend") else "phalanx"
     if backend not in ("phalanx", "c10d", "etcd"):
         raise v.bad("rdzv_backend", "a check meets through phalanx or etcd")
+    from phalanx.cluster.handler import RendezvousParameters
     from phalanx.job.validation import trust_files
-    from phalanx.membership.handler import RendezvousParameters
 
     try:
         seconds = float(wait[0]) if wait else _WAIT

@@ -27,15 +27,15 @@ from phalanx.log import printable, write_stderr
 if TYPE_CHECKING:
     from phalanx.check.backend_process import BackendProcess
     from phalanx.check.meeting import MeetingVerdict
-    from phalanx.membership.handler import RendezvousParameters
-    from phalanx.membership.settings import Settings
+    from phalanx.cluster.handler import RendezvousParameters
+    from phalanx.cluster.settings import Settings
     from phalanx.store.net.token import Token
 
 
 def check_together(asked: CheckOptions, params: RendezvousParameters) -> int:
     """Check this machine, meet the others, print the verdict on all."""
     from phalanx.check.meeting import start_backend
-    from phalanx.membership.settings import Settings
+    from phalanx.cluster.settings import Settings
 
     environ = variables()
     try:
@@ -86,7 +86,7 @@ def _meet(
 ) -> MeetingVerdict | str:
     """The verdict on all nodes, or why there is none."""
     from phalanx.check.meeting import Measuring, meet
-    from phalanx.membership.elastic import create_handler
+    from phalanx.cluster.elastic import create_handler
 
     handler = create_handler(params)
     try:

@@ -72,7 +72,7 @@ def _at_agent(options: Namespace) -> int:
 
 def _in_directory(options: Namespace) -> int:
     """Of all jobs that share a directory (--quarantine-dir)."""
-    from phalanx.membership.shared_quarantine import path_of, read_all, write_host
+    from phalanx.cluster.shared_quarantine import path_of, read_all, write_host
 
     try:
         held = dict(read_all(options.dir))

@@ -1,7 +1,7 @@
 """A running job of other machines, asked through its store by any machine that has the token.
 
 `phalanx status`, `logs` and `stacks` ask the agent of this machine; with `--rdzv-endpoint` they put the same
-questions to all nodes as an agent does (membership/node_requests.py).
+questions to all nodes as an agent does (cluster/node_requests.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from phalanx.cli.drain import add_store, settings_of, store_client
 from phalanx.cli.runs import NoSuchRun
 from phalanx.cli.store import TRUST, Parser, add_options
+from phalanx.cluster.node_requests import LONGEST_QUESTION, ask_nodes
 from phalanx.core.round_records import decode_node
 from phalanx.core.store_commands import Get
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.log import printable
-from phalanx.membership.node_requests import LONGEST_QUESTION, ask_nodes
 from phalanx.observe import snapshot
 from phalanx.observe.snapshot import JobSnapshot
 

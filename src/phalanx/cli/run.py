@@ -347,7 +347,7 @@ def _progress(job: JobSpec) -> Progress | None:
 
     line = on_terminal(sys.stderr)
     if line is not None and job.max_nodes > 1:
-        from phalanx.membership.elastic_nodes import CountdownLine
+        from phalanx.cluster.elastic_nodes import CountdownLine
 
         return CountdownLine(sys.stderr)
     return line

@@ -342,7 +342,7 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
         endpoint = endpoint or (f"localhost:{STORE_PORT}" if most > 1 else "localhost:0")
     else:
         if backend == "etcd-v2":
-            from phalanx.membership.registry import ETCD_V2
+            from phalanx.cluster.registry import ETCD_V2
 
             v.warnings.append(ETCD_V2)
             backend = "etcd"
@@ -386,7 +386,7 @@ def _check_backend(v: Sources, backend: str, endpoint: str) -> None:
         if not endpoint:
             raise v.bad("rdzv_backend", f"needs {v.name('rdzv_endpoint')} HOST:PORT of the etcd server")
         return
-    from phalanx.membership.registry import rendezvous_handler_registry
+    from phalanx.cluster.registry import rendezvous_handler_registry
 
     known = _plugins("torchrun.handlers", "phalanx.handlers") | rendezvous_handler_registry._registry.keys()
     if backend not in known:
@@ -405,7 +405,7 @@ def _check_endpoint(v: Sources, endpoint: str) -> None:
 
 def _host_and_port(v: Sources, endpoint: str) -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT of a static rendezvous."""
-    from phalanx.membership.address import parse_rendezvous_endpoint
+    from phalanx.cluster.address import parse_rendezvous_endpoint
 
     try:
         return parse_rendezvous_endpoint(endpoint, STATIC_PORT)

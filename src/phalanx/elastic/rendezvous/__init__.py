@@ -1,5 +1,16 @@
 """torch.distributed.elastic.rendezvous's names."""
 
+from phalanx.cluster.handler import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from phalanx.cluster.registry import (
+    RendezvousHandlerCreator,
+    RendezvousHandlerRegistry,
+    rendezvous_handler_registry,
+)
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -9,17 +20,6 @@ from phalanx.errors import (
     RendezvousTimeoutError,
 )
 from phalanx.lazy_modules import below
-from phalanx.membership.handler import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
-from phalanx.membership.registry import (
-    RendezvousHandlerCreator,
-    RendezvousHandlerRegistry,
-    rendezvous_handler_registry,
-)
 
 __all__ = [
     "RendezvousClosedError",

@@ -1,5 +1,16 @@
 """torch.distributed.elastic.rendezvous.api's names."""
 
+from phalanx.cluster.handler import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from phalanx.cluster.registry import (
+    RendezvousHandlerCreator,
+    RendezvousHandlerRegistry,
+    rendezvous_handler_registry,
+)
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -7,17 +18,6 @@ from phalanx.errors import (
     RendezvousGracefulExitError,
     RendezvousStateError,
     RendezvousTimeoutError,
-)
-from phalanx.membership.handler import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
-from phalanx.membership.registry import (
-    RendezvousHandlerCreator,
-    RendezvousHandlerRegistry,
-    rendezvous_handler_registry,
 )
 
 __all__ = [

@@ -1,7 +1,7 @@
 """torch.distributed.elastic.rendezvous.c10d_rendezvous_backend's names."""
 
-from phalanx.membership.rendezvous_backend import C10dRendezvousBackend
-from phalanx.membership.rendezvous_backend import create_c10d_backend as create_backend
-from phalanx.membership.rendezvous_backend import create_tcp_store as _create_tcp_store
+from phalanx.elastic.rendezvous.rendezvous_backend import C10dRendezvousBackend
+from phalanx.elastic.rendezvous.rendezvous_backend import create_c10d_backend as create_backend
+from phalanx.elastic.rendezvous.rendezvous_backend import create_tcp_store as _create_tcp_store
 
 __all__ = ["C10dRendezvousBackend", "_create_tcp_store", "create_backend"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, NoReturn
 
+from phalanx.elastic.rendezvous.rendezvous_backend import RendezvousBackend
 from phalanx.errors import RendezvousError
-from phalanx.membership.rendezvous_backend import RendezvousBackend
 
 _V2 = "it needs etcd's v2 API, which etcd has removed; use rdzv_backend='etcd', which speaks v3"
 

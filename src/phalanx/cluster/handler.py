@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.cluster.membership import Membership
+    from phalanx.cluster.membership_events import Happening
     from phalanx.core.ranks import WorkerRanks
-    from phalanx.membership.membership import Membership
-    from phalanx.membership.membership_events import Happening
 
 
 class RendezvousStoreInfo(Record, frozen=False):
@@ -37,7 +37,7 @@ class RendezvousStoreInfo(Record, frozen=False):
     ) -> RendezvousStoreInfo:
         """Rank 0 publishes its address and port through `store`; the others read them."""
         if rank == 0:
-            from phalanx.membership.address import free_port, own_address
+            from phalanx.cluster.address import free_port, own_address
 
             address = local_addr or own_address()
             port = server_port or free_port()

@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.membership.handler import RendezvousHandler, RendezvousParameters
+    from phalanx.cluster.handler import RendezvousHandler, RendezvousParameters
 
     RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
 else:
@@ -73,7 +73,7 @@ def _plugin_names() -> set[str]:
 
 
 def _static(params: RendezvousParameters) -> RendezvousHandler:
-    from phalanx.membership.static import create_rdzv_handler
+    from phalanx.cluster.static import create_rdzv_handler
 
     return create_rdzv_handler(params)
 
@@ -81,7 +81,7 @@ def _static(params: RendezvousParameters) -> RendezvousHandler:
 def _elastic(params: RendezvousParameters) -> RendezvousHandler:
     from importlib import import_module
 
-    where = "phalanx.membership.elastic"
+    where = "phalanx.cluster.elastic"
     try:
         module = import_module(where)
     except ModuleNotFoundError as error:
@@ -97,8 +97,8 @@ def _elastic(params: RendezvousParameters) -> RendezvousHandler:
 
 def create_etcd_v2_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Our rendezvous over etcd, under the name that torch has for its own."""
+    from phalanx.cluster.handler import RendezvousParameters
     from phalanx.log import warn
-    from phalanx.membership.handler import RendezvousParameters
 
     warn(ETCD_V2)
     return _elastic(

@@ -14,6 +14,11 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+from phalanx.cluster.address import names_loopback
+from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from phalanx.cluster.membership import Membership, shared_prefix
+from phalanx.cluster.membership_events import Ended, Formed, Over
+from phalanx.cluster.settings import Settings
 from phalanx.core.round_records import CLOSED
 from phalanx.core.rounds import NO_MORE
 from phalanx.errors import (
@@ -25,20 +30,15 @@ from phalanx.errors import (
     RendezvousTimeoutError,
 )
 from phalanx.job.environment import shares_store
-from phalanx.membership.address import names_loopback
-from phalanx.membership.handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from phalanx.membership.membership import Membership, shared_prefix
-from phalanx.membership.membership_events import Ended, Formed, Over
-from phalanx.membership.settings import Settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.cluster.handler import RendezvousParameters
+    from phalanx.cluster.membership_events import Happening
     from phalanx.core.ranks import WorkerRanks
-    from phalanx.membership.handler import RendezvousParameters
-    from phalanx.membership.membership_events import Happening
 
 _CLOSE = 30.0  # for a node that has not joined to close the job
 _LAST_WORD = 5.0  # for this node and the leader to exchange how the job ended
@@ -199,7 +199,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _joined(self) -> Membership:
         if self.membership is None:
-            from phalanx.membership.address import free_port
+            from phalanx.cluster.address import free_port
 
             options = replace(self._settings.options, max_restarts=None)
             self.membership = Membership(

@@ -12,10 +12,10 @@ A static job authenticates its agents exactly when a token is given (PHALANX_TOK
 
 from __future__ import annotations
 
+from phalanx.cluster.elastic import ElasticRendezvous
+from phalanx.cluster.handler import RendezvousParameters
+from phalanx.cluster.settings import DEFAULT_TIMEOUT, Settings
 from phalanx.job.environment import STATIC_PORT, shares_store
-from phalanx.membership.elastic import ElasticRendezvous
-from phalanx.membership.handler import RendezvousParameters
-from phalanx.membership.settings import DEFAULT_TIMEOUT, Settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class StaticRendezvous(ElasticRendezvous):
 
 def create_rdzv_handler(params: RendezvousParameters) -> StaticRendezvous:
     """The handler for these parameters."""
-    from phalanx.membership.address import parse_rendezvous_endpoint
+    from phalanx.cluster.address import parse_rendezvous_endpoint
 
     rank = params.get_as_int("rank")
     if rank is None:

@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.cluster.settings import Settings
     from phalanx.core.store_commands import Notice
-    from phalanx.membership.settings import Settings
     from phalanx.store.embedded.client import Client, State
     from phalanx.store.net.token import Token
 

@@ -14,7 +14,7 @@ from phalanx.errors import RendezvousConnectionError, RendezvousStateError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.membership.handler import RendezvousParameters
+    from phalanx.cluster.handler import RendezvousParameters
 
 Token = Any  # torch's name: whatever a backend uses to tell the versions of its value apart
 
@@ -109,8 +109,8 @@ def create_c10d_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBac
 
 def create_tcp_store(params: RendezvousParameters) -> Any:
     """The TCP store at the endpoint, served here if that is this machine; torch's own if it is installed."""
+    from phalanx.cluster.address import parse_rendezvous_endpoint
     from phalanx.job.environment import STORE_PORT
-    from phalanx.membership.address import parse_rendezvous_endpoint
 
     host, port = parse_rendezvous_endpoint(params.endpoint, STORE_PORT)
     timeout = params.get_as_int("read_timeout", 60) or 0

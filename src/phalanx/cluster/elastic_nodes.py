@@ -7,13 +7,10 @@ takes it over.
 
 from __future__ import annotations
 
-from phalanx.core import group_events as events
-from phalanx.core.group_events import Outcome
-from phalanx.core.round_records import CLOSED
-from phalanx.membership.elastic import error_of
-from phalanx.membership.handler import adapted
-from phalanx.membership.membership import clock
-from phalanx.membership.membership_events import (
+from phalanx.cluster.elastic import error_of
+from phalanx.cluster.handler import adapted
+from phalanx.cluster.membership import clock
+from phalanx.cluster.membership_events import (
     FAILED,
     Ended,
     Formed,
@@ -22,6 +19,9 @@ from phalanx.membership.membership_events import (
     Remark,
     Waiting,
 )
+from phalanx.core import group_events as events
+from phalanx.core.group_events import Outcome
+from phalanx.core.round_records import CLOSED
 from phalanx.observe.progress_line import Progress
 
 TYPE_CHECKING = False
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from msgspec import Raw
 
     from phalanx.agent.spec import WorkerSpec
+    from phalanx.cluster.elastic import ElasticInfo, ElasticRendezvous
+    from phalanx.cluster.job_goodput import JobGoodput, NodeGoodput
+    from phalanx.cluster.membership import Membership
+    from phalanx.cluster.membership_events import Happening
     from phalanx.core.goodput import GoodputTotals
     from phalanx.core.group import Ending
     from phalanx.core.ranks import WorkerRanks
     from phalanx.core.restarts import RestartPolicy
     from phalanx.core.round_records import HostRecord, Round
     from phalanx.errors import RendezvousError
-    from phalanx.membership.elastic import ElasticInfo, ElasticRendezvous
-    from phalanx.membership.job_goodput import JobGoodput, NodeGoodput
-    from phalanx.membership.membership import Membership
-    from phalanx.membership.membership_events import Happening
 
     RequestHandler = Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]
 
@@ -125,8 +125,8 @@ class ElasticNodes:
     def ask(self, request: dict[str, Any], timeout: float, then: Callable[[list[Raw], int], None]) -> None:
         import threading
 
+        from phalanx.cluster.node_requests import ask_nodes
         from phalanx.errors import StoreError
-        from phalanx.membership.node_requests import ask_nodes
 
         membership, client = self._membership, self._membership.client
 

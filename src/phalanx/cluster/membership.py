@@ -21,6 +21,12 @@ import queue
 import threading
 import time
 
+from phalanx.cluster.address import listening_address
+from phalanx.cluster.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Remark, Waiting
+from phalanx.cluster.mismatches import Mismatches
+from phalanx.cluster.node_requests import NodeRequests, told_prefix
+from phalanx.cluster.settings import open_server
+from phalanx.cluster.waiting_line import StatusLine
 from phalanx.core.participant import CONTROL, Participant
 from phalanx.core.participant_events import (
     Answer,
@@ -45,29 +51,23 @@ from phalanx.core.round_causes import HOSTS
 from phalanx.core.round_records import ACTIVE, CLOSED, FORMING, NodeInfo, Result, encode, printable
 from phalanx.core.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError, StoreTimeoutError
-from phalanx.membership.address import listening_address
-from phalanx.membership.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Remark, Waiting
-from phalanx.membership.mismatches import Mismatches
-from phalanx.membership.node_requests import NodeRequests, told_prefix
-from phalanx.membership.settings import open_server
-from phalanx.membership.waiting_line import StatusLine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
+    from phalanx.cluster.job_goodput import JobGoodput, NodeGoodput
+    from phalanx.cluster.master_port import MasterPort
+    from phalanx.cluster.membership_events import Happening
+    from phalanx.cluster.name_lookup import NameLookup
+    from phalanx.cluster.settings import Settings
+    from phalanx.cluster.shared_quarantine import QuarantinePost
     from phalanx.core.goodput import GoodputTotals
     from phalanx.core.leader_view import Options
     from phalanx.core.participant_events import Action, Event
     from phalanx.core.round_records import HostRecord, Round
     from phalanx.core.store_commands import Command, Notice, Reply
-    from phalanx.membership.job_goodput import JobGoodput, NodeGoodput
-    from phalanx.membership.master_port import MasterPort
-    from phalanx.membership.membership_events import Happening
-    from phalanx.membership.name_lookup import NameLookup
-    from phalanx.membership.settings import Settings
-    from phalanx.membership.shared_quarantine import QuarantinePost
     from phalanx.store.embedded.client import Client, State
     from phalanx.store.embedded.server import Server
     from phalanx.store.net.token import Token
@@ -294,7 +294,7 @@ class Membership:
                 self._quarantine_post.close()
 
     def _open(self) -> None:
-        from phalanx.membership.store_connection import NO_SECRET, awaits_secret, find_secret
+        from phalanx.cluster.store_connection import NO_SECRET, awaits_secret, find_secret
 
         self._open_at = None
         if awaits_secret(self.settings):
@@ -307,7 +307,7 @@ class Membership:
             return
         self._token = find_secret(self.settings)
         if self.settings.store == "embedded" and self.settings.is_host is not False:
-            from phalanx.membership.name_lookup import NameLookup, needs_lookup
+            from phalanx.cluster.name_lookup import NameLookup, needs_lookup
 
             if needs_lookup(self.settings.host):
                 self._lookup = NameLookup(
@@ -351,7 +351,7 @@ class Membership:
             return open_server(self.settings, self._token, failed, refused)
         if not self.settings.is_host:
             return None
-        from phalanx.membership.master_port import MasterPort
+        from phalanx.cluster.master_port import MasterPort
 
         def visited(host: str) -> None:
             self._calls.put(lambda: self._mismatches.visited(host))
@@ -364,7 +364,7 @@ class Membership:
 
     def _dial(self, grace: float) -> None:
         """Connect in the background; what joins then is a new incarnation of this node."""
-        from phalanx.membership.store_connection import connect
+        from phalanx.cluster.store_connection import connect
 
         self._connections += 1
         number = self._connections
@@ -512,14 +512,14 @@ class Membership:
 
     def _begin(self) -> None:
         if self.settings.fixed:
-            from phalanx.membership.master_port import JOB
+            from phalanx.cluster.master_port import JOB
 
             self._send(Get(JOB), lambda reply: self._check_job(reply.entries))
         else:
             self._join()
 
     def _check_job(self, entries: tuple[Any, ...]) -> None:
-        from phalanx.membership.master_port import mismatch
+        from phalanx.cluster.master_port import mismatch
 
         wrong = mismatch(entries[0].value if entries else b"", self.settings)
         if wrong:
@@ -743,7 +743,7 @@ class Membership:
         """What other jobs hold against this host counts here, unless this job knows more about it."""
         if not self.settings.quarantine_dir or self.options.quarantine is None:
             return
-        from phalanx.membership.shared_quarantine import read_host
+        from phalanx.cluster.shared_quarantine import read_host
 
         found = read_host(self.settings.quarantine_dir, self.info.name)
         if found is not None:
@@ -757,7 +757,7 @@ class Membership:
         if entry is None or not (settings.quarantine_dir or settings.quarantine_hook):
             return
         if self._quarantine_post is None:
-            from phalanx.membership.shared_quarantine import QuarantinePost
+            from phalanx.cluster.shared_quarantine import QuarantinePost
 
             self._quarantine_post = QuarantinePost(
                 settings.quarantine_dir, settings.quarantine_hook, settings.run_id
@@ -833,7 +833,7 @@ class Membership:
     # The goodput of the job
 
     def _keep_goodput(self, totals: GoodputTotals) -> None:
-        from phalanx.membership.job_goodput import encode_ledger, ledgers_prefix
+        from phalanx.cluster.job_goodput import encode_ledger, ledgers_prefix
 
         if self.participant is not None and not self.ended.is_set():
             value = encode_ledger(self.participant.job, totals, final=False)
@@ -848,7 +848,7 @@ class Membership:
         own = self.goodput
         if self._rank < 0 or (own is None and self._rank):
             return
-        from phalanx.membership.job_goodput import GoodputExchange, exchange
+        from phalanx.cluster.job_goodput import GoodputExchange, exchange
 
         here = GoodputExchange(client, self.settings.run_id, self.info.id, participant.job)
         if over and self._rank == 0:
@@ -920,7 +920,7 @@ class Membership:
             if left is None:
                 self._revoke(client, participant)
                 return
-            from phalanx.membership.leftovers import let_expire, round_of
+            from phalanx.cluster.leftovers import let_expire, round_of
 
             last = round_of(client, self.options.prefix, FAREWELL)
             self._revoke(client, participant)

@@ -5,9 +5,9 @@ No thread, no store, no socket: what a single machine does not need, it does not
 
 from __future__ import annotations
 
+from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo
 from phalanx.errors import RendezvousClosedError
 from phalanx.job.environment import shares_store
-from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
 
 
 class SoloRendezvous(RendezvousHandler):

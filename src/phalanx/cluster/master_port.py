@@ -12,8 +12,8 @@ import errno
 import json
 import socket
 
+from phalanx.cluster.address import free_port, listening_address
 from phalanx.errors import RendezvousConnectionError, StoreConnectionError, StoreError
-from phalanx.membership.address import free_port, listening_address
 from phalanx.store.embedded.server import Server
 from phalanx.store.net import wire
 from phalanx.store.tcpstore.server import TorchStoreServer
@@ -22,7 +22,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.membership.settings import Settings
+    from phalanx.cluster.settings import Settings
     from phalanx.store.net.token import Token
 
 JOB = "static/job"  # the key with the job that meets here

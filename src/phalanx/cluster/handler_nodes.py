@@ -7,10 +7,10 @@ they raise becomes an event, too.
 
 from __future__ import annotations
 
+from phalanx.cluster.handler import adapted
 from phalanx.core import group_events as events
 from phalanx.errors import RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError
 from phalanx.job.environment import workers_are_identical
-from phalanx.membership.handler import adapted
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from msgspec import Raw
 
     from phalanx.agent.spec import WorkerSpec
+    from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo
+    from phalanx.cluster.job_goodput import JobGoodput, NodeGoodput
     from phalanx.core.goodput import GoodputTotals
     from phalanx.core.group import Ending
     from phalanx.core.ranks import WorkerRanks
     from phalanx.core.round_records import HostRecord
-    from phalanx.membership.handler import RendezvousHandler, RendezvousInfo
-    from phalanx.membership.job_goodput import JobGoodput, NodeGoodput
 
     RequestHandler = Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]
 
@@ -107,7 +107,7 @@ class HandlerNodes:
             number = max(self._number + 1, info.round)
             ranks = info.worker_ranks
             if ranks is None and info.world_size > 1 and self._exchanges:
-                from phalanx.membership.exchange import exchange_ranks
+                from phalanx.cluster.exchange import exchange_ranks
 
                 ranks = exchange_ranks(info.store, info.rank, info.world_size, self._spec)
         except RendezvousGracefulExitError as error:
@@ -190,7 +190,7 @@ class HandlerNodes:
 
     def _barrier(self, info: RendezvousInfo, number: int) -> events.BarrierDone:
         """Never fails a job whose workers succeeded."""
-        from phalanx.membership.exchange import exit_barrier
+        from phalanx.cluster.exchange import exit_barrier
 
         try:
             exit_barrier(info.store, info.rank, info.world_size, number, self._timeout)
