@@ -91,7 +91,7 @@ format: $(READY)
 bench: $(READY) $(EXTRAS)
 	$(BIN)/python -m bench
 
-# Each package in a clean environment of its own: hours. Rewrites src/phalanx/warm/packages.py and docs/warm.md.
+# Each package in a clean environment of its own: hours. Rewrites src/phalanx/helpers/preload/packages.py and docs/warm.md.
 # Some only: make prove-packages PROVE="numpy torch"; go on after an interruption: PROVE=--kept
 PROVE  ?=
 prove-packages: $(READY)

@@ -13,7 +13,7 @@ import nvidia_resiliency_ext.inprocess as inprocess
 import torch
 import torch.distributed as dist
 
-from phalanx.reentry import torch_groups
+from phalanx.worker.reentry import torch_groups
 
 torch.set_num_threads(1)
 layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)

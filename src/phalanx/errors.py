@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from phalanx.agent.workers.failure import ProcessFailure
     from phalanx.core.fitness import NodeVerdict
-    from phalanx.workers.failure import ProcessFailure
 
 
 # Exceptions that torch has too: name → its module there.

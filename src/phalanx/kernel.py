@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from phalanx.zygote.rawsignal import signal
+from phalanx.rawsignal import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Lines of Phalanx's own: on stderr, or through logging where the program has set it up.
 
 Such a line may quote another process, user or host. Characters that a terminal obeys are shown as escapes.
-With `--log-format json` every line is one JSON object (logs/json_lines.py).
+With `--log-format json` every line is one JSON object (agent/logs/json_lines.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.logs.json_lines import JsonLines
+    from phalanx.agent.logs.json_lines import JsonLines
 
 _objects: JsonLines | None = None
 _PREFIX = "phalanx: "
@@ -28,7 +28,7 @@ def use_format(name: str, host: str) -> None:
     global _objects
     _objects = None
     if name == "json":
-        from phalanx.logs.json_lines import JsonLines
+        from phalanx.agent.logs.json_lines import JsonLines
 
         _objects = JsonLines(host, None, "phalanx")
 

@@ -29,14 +29,14 @@ __all__ = [
 
 # Names that users import from torch's module although it only imports them; loaded on first use.
 _ELSEWHERE = {
-    "DefaultLogsSpecs": "phalanx.logs.specs",
+    "DefaultLogsSpecs": "phalanx.agent.logs.specs",
     "LaunchConfig": "phalanx.agent.elastic_launch",
-    "LogsSpecs": "phalanx.logs.specs",
-    "Std": "phalanx.logs.specs",
+    "LogsSpecs": "phalanx.agent.logs.specs",
+    "Std": "phalanx.agent.logs.specs",
     "elastic_launch": "phalanx.agent.elastic_launch",
-    "get_logger": "phalanx.integrations.torch_functions",
-    "macros": "phalanx.integrations.torch_functions",
-    "record": "phalanx.workers.record",
+    "get_logger": "phalanx.elastic.utils.functions",
+    "macros": "phalanx.elastic.utils.functions",
+    "record": "phalanx.worker.recorder",
 }
 
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from phalanx.zygote.keeper import KEEPER, ZYGOTE
+from phalanx.helpers.keeper import KEEPER, ZYGOTE
 
 LINE = "chaos-line"
 HELPERS = {KEEPER: "keeper-stop", ZYGOTE: "zygote-stop"}

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx import kernel
+from phalanx.helpers.keeper import KEEPER, ZYGOTE
 from phalanx.job.environment import STORE_PORT, variables
 from phalanx.python_command import python_command
-from phalanx.zygote.keeper import KEEPER, ZYGOTE
 from tests.chaos import chaos_worker
 from tests.chaos.invariants import CpuSample, LifeSigns, ProcessSeen
 from tests.chaos.private_network import PrivateNetwork, enter, mount_small_disk, unmount

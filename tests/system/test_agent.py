@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from phalanx.agent.local_agent import LocalElasticAgent
+from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec
 from phalanx.agent.torch_agent import ElasticAgent, SimpleElasticAgent
 from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo
@@ -30,7 +31,6 @@ from phalanx.errors import (
     SignalException,
     StartError,
 )
-from phalanx.logs.specs import DefaultLogsSpecs
 from phalanx.observe import events, metrics
 from tests.conftest import HUNG, gone, wait_until
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx.agent.local_agent import LocalElasticAgent
+from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
 from phalanx.cluster.handler import RendezvousParameters
 from phalanx.cluster.registry import get_rendezvous_handler
@@ -19,7 +20,6 @@ from phalanx.core.group_events import WorkerState
 from phalanx.core.restarts import RestartPolicy
 from phalanx.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from phalanx.errors import RendezvousStateError
-from phalanx.logs.specs import DefaultLogsSpecs
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.etcd_process import Cluster
 from tests.support.memory_blob import MemoryBlob

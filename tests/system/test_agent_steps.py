@@ -14,6 +14,7 @@ import pytest
 
 from phalanx.agent import torch_agent
 from phalanx.agent.local_agent import LocalElasticAgent
+from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
 from phalanx.agent.torch_agent import STEPS, SimpleElasticAgent
 from phalanx.agent.torch_events import METHODS as EVENT_METHODS
@@ -21,7 +22,6 @@ from phalanx.cluster.handler import RendezvousInfo
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group_events import WorkerState
 from phalanx.errors import RendezvousClosedError, RendezvousTimeoutError, SignalException, StartError
-from phalanx.logs.specs import DefaultLogsSpecs
 from tests.conftest import HUNG, gone, wait_until
 from tests.system.test_cluster import handlers, together
 

@@ -32,11 +32,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.logs.specs import DefaultLogsSpecs, Std
-from phalanx.workers.program import BOOTSTRAP, worker_argv
-from phalanx.workers.worker_group import GroupOptions
-from phalanx.workers.worker_kinds import SubprocessContext
-from phalanx.zygote.bootstrap import ERROR_FILE
+from phalanx.agent.logs.specs import DefaultLogsSpecs, Std
+from phalanx.agent.workers.program import BOOTSTRAP, worker_argv
+from phalanx.agent.workers.worker_group import GroupOptions
+from phalanx.agent.workers.worker_kinds import SubprocessContext
+from phalanx.worker.bootstrap import ERROR_FILE
 from tests.conftest import HUNG
 
 pytestmark = pytest.mark.untraced

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx.agent.workers.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
+from phalanx.agent.workers.worker_group import GroupOptions
 from phalanx.core.group_events import SiblingStop
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
-from phalanx.workers.worker_group import GroupOptions
-from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from tests.conftest import HUNG, wait_until
 from tests.support.run_helpers import zygote_below
 
@@ -212,8 +212,8 @@ def test_the_next_group_of_the_same_helpers_is_watched_again(before: str, tmp_pa
 
 IN_BETWEEN = """
 import _socket, os, signal
-from phalanx.zygote.channel import Channel
-from phalanx.zygote.zygote import ForkedWorker, Zygote
+from phalanx.helpers.channel import Channel
+from phalanx.helpers.zygote import ForkedWorker, Zygote
 ours, theirs = _socket.socketpair()
 keeper, zygotes = _socket.socketpair()
 zygote = Zygote(Channel(theirs), zygotes.detach())

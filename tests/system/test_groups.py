@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.agent.workers.worker_group import GroupOptions
 from phalanx.core.group_events import SiblingStop
 from phalanx.elastic.multiprocessing import (
     DefaultLogsSpecs,
@@ -30,7 +31,6 @@ from phalanx.elastic.multiprocessing import (
 )
 from phalanx.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from phalanx.errors import StartError
-from phalanx.workers.worker_group import GroupOptions
 from tests.conftest import HUNG, gone, wait_until
 
 LIBC_OWN = 0b11 << 31  # signals 32 and 33, which glibc's posix_spawn leaves ignored

@@ -33,7 +33,8 @@ QUICK = (
 
 # Ignores verdicts when they arrive.
 IGNORES_VERDICTS = (
-    "import sys; from phalanx.supervision.hang_detector import HangDetector; handle = HangDetector._handle;"
+    "import sys; from phalanx.agent.supervision.hang_detector import HangDetector;"
+    "handle = HangDetector._handle;"
     "HangDetector._handle = lambda self, consensus, message, now: None"
     " if message.get('kind') == 'verdict' and message['node'] >= 0"
     " else handle(self, consensus, message, now);"

@@ -18,16 +18,8 @@ import pytest
 
 from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import RunResult
-from phalanx.cluster.membership import clock
-from phalanx.core.group_events import RoundOver, Signal, WorkerState
-from phalanx.core.restarts import RestartPolicy
-from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-from phalanx.errors import SignalException
-from phalanx.kernel import is_readable, is_stopped, read_text
-from phalanx.warm.helper_pool import HelperPool
-from phalanx.zygote import job_cgroup
-from phalanx.zygote.lease_timer import LeaseTimer, LeaseWitness
-from phalanx.zygote.spawner import (
+from phalanx.agent.warm.helper_pool import HelperPool
+from phalanx.agent.workers.spawner import (
     Event,
     Exit,
     GroupStopped,
@@ -38,6 +30,14 @@ from phalanx.zygote.spawner import (
     WorkersFenced,
     WorkersStarted,
 )
+from phalanx.cluster.membership import clock
+from phalanx.core.group_events import RoundOver, Signal, WorkerState
+from phalanx.core.restarts import RestartPolicy
+from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from phalanx.errors import SignalException
+from phalanx.helpers import job_cgroup
+from phalanx.helpers.lease_timer import LeaseTimer, LeaseWitness
+from phalanx.kernel import is_readable, is_stopped, read_text
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.fault_agent import KINDS, family
 from tests.support.run_helpers import (
@@ -173,8 +173,8 @@ def test_killed_just_before_the_start(victims: str, times: int, tmp_path: Path) 
 @pytest.mark.parametrize("victims", VICTIMS)
 def test_killed_before_a_group_without_a_loop(victims: str, tmp_path: Path) -> None:
     """`start_processes` has its own helpers; they are replaced as well."""
-    from phalanx.workers.worker_group import GroupOptions
-    from phalanx.workers.worker_kinds import SubprocessContext
+    from phalanx.agent.workers.worker_group import GroupOptions
+    from phalanx.agent.workers.worker_kinds import SubprocessContext
 
     pool = HelperPool("exec")
     helpers = helpers_in(pool)
@@ -379,7 +379,7 @@ def test_who_sees_other_clocks_kills_nobody(tmp_path: Path) -> None:
         (worker,) = job.workers(1).values()
         wait_until(lambda: "/phalanx-" in cgroup_of(worker), "the control group")
         elsewhere = ["unshare", "--time", "--boottime", "3600", "--fork", sys.executable, "-c"]
-        look = "from phalanx.zygote.job_cgroup import sweep\nassert sweep()"
+        look = "from phalanx.helpers.job_cgroup import sweep\nassert sweep()"
         subprocess.run([*elsewhere, look], check=True, timeout=HUNG)
         assert not gone(worker)
         assert psutil.Process(worker).status() != psutil.STATUS_ZOMBIE

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.agent.warm.import_cache import ImportCache
+from phalanx.helpers.preload import preload
+from phalanx.helpers.preload.preload_log import PreloadLog
 from phalanx.kernel import anonymous_file
-from phalanx.warm import preload
-from phalanx.warm.import_cache import ImportCache
-from phalanx.warm.preload_log import PreloadLog
 from tests.system.hostile_user import NOBODY, as_root, do, shared_directory
 
 PROGRAM = ["script", "/tmp/phalanx-test-train.py"]

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from phalanx.integrations import jax as integration
 from phalanx.store.tcpstore.server import TorchStoreServer
+from phalanx.worker import jax as integration
 from tests.support.jobs import job, python_with, script
 
 COLLECTIVES = """
@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 if sys.argv[1:] == ["below a shell"]:
-    from phalanx.integrations.jax import offer
+    from phalanx.worker.jax import offer
     offer()
 assert not [finder for finder in sys.meta_path if type(finder).__name__ == "_Hook"]
 # Slurm's variables describe the agents, not the workers: the class for Phalanx must come first.
@@ -133,7 +133,7 @@ def test_the_address_goes_through_the_store(monkeypatch: pytest.MonkeyPatch) -> 
         waiting = threading.Thread(target=lambda: asked.append(integration.coordinator(30)))
         waiting.start()
         # Environments belong to processes: rank 0 is another process.
-        code = "import json; from phalanx.integrations import jax; print(json.dumps(jax.coordinator(30)))"
+        code = "import json; from phalanx.worker import jax; print(json.dumps(jax.coordinator(30)))"
         env = os.environ | worker(0, server.port)
         said = subprocess.run(
             [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, check=True

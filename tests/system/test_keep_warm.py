@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.warm.keep_warm import ask, connect, names
-from phalanx.warm.kept_zygote import memory_is_short
-from phalanx.zygote import job_cgroup
+from phalanx.agent.warm.keep_warm import ask, connect, names
+from phalanx.helpers import job_cgroup
+from phalanx.helpers.kept_zygote import memory_is_short
 from tests.conftest import HUNG, drop_privileges, gone, wait_until
 from tests.support.run_helpers import PHALANX, Running, plain_environment, run
 

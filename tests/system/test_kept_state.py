@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from phalanx import LaunchConfig, elastic_launch
-from phalanx.state.memory_file import MemoryFile
-from phalanx.state.rank_state import RankState, StatePlace
+from phalanx.worker.state.memory_file import MemoryFile
+from phalanx.worker.state.rank_state import RankState, StatePlace
 from tests.conftest import HUNG, wait_until
 from tests.support.jobs import job, python_with
 from tests.support.run_helpers import Running, run, script, unshare
@@ -63,7 +63,7 @@ def test_kept_state_is_found_after_a_restart(tmp_path: Path, warm: str) -> None:
 # Saves as fast as it can; every byte of a save is that of its step.
 SAVES = """
 import os, sys
-from phalanx.state.rank_state import RankState, StatePlace
+from phalanx.worker.state.rank_state import RankState, StatePlace
 fd, first = int(sys.argv[1]), int(sys.argv[2])
 file = os.fstat(fd)
 state = RankState(StatePlace(fd, -1, file.st_dev, file.st_ino, 1, 0, 1))
@@ -287,7 +287,7 @@ import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from phalanx import worker
-from phalanx.integrations import torch_checkpoint
+from phalanx.worker import torch_checkpoint
 
 dist.init_process_group("gloo")
 rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from phalanx.agent.elastic_launch import LaunchConfig, elastic_launch, launch_agent
+from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.errors import ChildFailedError, SignalException, StartError
 from phalanx.job.environment import SIGNALS
-from phalanx.logs.specs import DefaultLogsSpecs
 from tests.conftest import HUNG
 from tests.support.run_helpers import plain_environment, script
 

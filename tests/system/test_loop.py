@@ -17,17 +17,17 @@ import psutil
 import pytest
 
 from phalanx.agent.local_agent import LocalElasticAgent
+from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.agent.spec import AgentOptions, RunResult, WorkerSpec
+from phalanx.agent.warm.helper_pool import HelperPool
 from phalanx.cluster.handler import RendezvousInfo
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group_events import MembershipChanged, Signal, WorkerState
 from phalanx.core.restarts import RestartPolicy
 from phalanx.errors import SignalException
-from phalanx.logs.specs import DefaultLogsSpecs
 from phalanx.observe.local_agents import as_dict, find
 from phalanx.store.tcpstore.client import TorchStoreClient
 from phalanx.store.tcpstore.server import TorchStoreServer
-from phalanx.warm.helper_pool import HelperPool
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import free_port
 from tests.support.run_helpers import Running, plain_environment, script, zygote_below

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from phalanx.agent.local_agent import LocalElasticAgent
+from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.agent.spec import AgentOptions, WorkerSpec
+from phalanx.agent.supervision.supervision import Supervision
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.errors import SignalException
-from phalanx.logs.specs import DefaultLogsSpecs
 from phalanx.observe import events
-from phalanx.supervision.heartbeat import Boards
-from phalanx.supervision.supervision import Supervision
+from phalanx.worker.board import Boards
 from tests.conftest import gone, wait_until
 from tests.support.netns import Job
 from tests.support.run_helpers import Ended, Running, all_gone, run, script

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from phalanx.agent.warm.helper_pool import HelperPool
+from phalanx.agent.warm.import_cache import ImportCache
+from phalanx.agent.workers.spawner import Exit, Spawner, WorkerLaunch
 from phalanx.core.group import Phase
-from phalanx.warm.helper_pool import HelperPool
-from phalanx.warm.import_cache import ImportCache
-from phalanx.zygote.spawner import Exit, Spawner, WorkerLaunch
 from tests.conftest import HUNG, wait_until
 from tests.support.run_helpers import FOREVER, Running, plain_environment, run, script
 
@@ -78,7 +78,7 @@ def test_a_module_that_a_package_only_looks_for_is_not_recorded(packages: Path, 
     main = script(tmp_path, "print('first')\nimport idna\n")
     env = environment(packages)
     assert run(main, env=env).code == 0
-    code = "import os, sys\nfrom phalanx.warm.import_cache import ImportCache\n"
+    code = "import os, sys\nfrom phalanx.agent.warm.import_cache import ImportCache\n"
     code += "print(*ImportCache(['script', sys.argv[1]], os.environ).seen)\n"
     known = subprocess.run(
         [sys.executable, "-c", code, main], env=env, capture_output=True, text=True, check=True

@@ -390,7 +390,7 @@ import os, sys, psutil
 from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, WorkerSpec
 from phalanx.core.restarts import RestartPolicy
-from phalanx.logs.specs import DefaultLogsSpecs, Std
+from phalanx.agent.logs.specs import DefaultLogsSpecs, Std
 from phalanx.cluster.solo import SoloRendezvous
 
 rounds, temp = int(sys.argv[1]), sys.argv[2]
@@ -533,7 +533,9 @@ def test_logs_specs_of_a_plug_in(tmp_path: Path) -> None:
     script(about, "[torchrun.logs_specs]\nmine = plug:Mine\n", "entry_points.txt")
     body = "    def reify(self, envs):\n        print('mine', *sorted(envs), flush=True)\n"
     code = f"{body}        return super().reify(envs)\n"
-    script(tmp_path, f"from phalanx.logs.specs import *\nclass Mine(DefaultLogsSpecs):\n{code}", "plug.py")
+    script(
+        tmp_path, f"from phalanx.agent.logs.specs import *\nclass Mine(DefaultLogsSpecs):\n{code}", "plug.py"
+    )
     env = plain_environment(PYTHONPATH=str(tmp_path))
     ended = run("--logs-specs", "mine", "--nproc-per-node", "2", script(tmp_path, "print('x')"), env=env)
     assert (ended.code, ended.out) == (0, "mine 0 1\nx\nx\n"), ended

@@ -165,7 +165,7 @@ import sys, threading
 from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import WorkerSpec
 from phalanx.errors import SignalException
-from phalanx.logs.specs import DefaultLogsSpecs
+from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.cluster.solo import SoloRendezvous
 
 class Never(SoloRendezvous):

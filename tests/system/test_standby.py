@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.warm.standby import StandbyRank
-from phalanx.zygote.spawner import Exit, Spawner, WorkerLaunch
+from phalanx.agent.workers.spawner import Exit, Spawner, WorkerLaunch
+from phalanx.helpers.standby import StandbyRank
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.run_helpers import PHALANX, Running, plain_environment
 from tests.support.run_helpers import run as run_job
@@ -512,10 +512,10 @@ def test_what_a_standby_does_in_advance_loads_nothing_of_others(library: str) ->
     """A program could tell by it that it is not a start from scratch."""
     pytest.importorskip(library.partition(".")[0])
     script = (
-        f"import sys, {library}\nfrom phalanx import worker\nbefore = set(sys.modules)\nworker._prepare()\n"
+        f"import sys, {library}\nfrom phalanx.worker import api\nbefore = set(sys.modules)\napi._prepare()\n"
         "print(*sorted(set(sys.modules) - before))"
     )
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
     loaded = done.stdout.split()
     assert {name.partition(".")[0] for name in loaded} <= {"phalanx"}
-    assert ("phalanx.state.agreement" in loaded) == (library != "json")
+    assert ("phalanx.worker.state.agreement" in loaded) == (library != "json")

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.agent.state import copy_sender as frames
+from phalanx.agent.state.replica_channel import dial
+from phalanx.agent.state.replicas import Replicas, ReplicaSettings
+from phalanx.agent.state.save_record import pack
 from phalanx.errors import StoreAuthError
-from phalanx.state import copy_sender as frames
-from phalanx.state.memory_file import MemoryFile, SlotHeader
-from phalanx.state.replica_channel import dial
-from phalanx.state.replicas import Replicas, ReplicaSettings
-from phalanx.state.save_record import pack
 from phalanx.store.net.tls import Tls
 from phalanx.store.net.token import Token
+from phalanx.worker.state.memory_file import MemoryFile, SlotHeader
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import Job, Node
 from tests.support.run_helpers import run, script
@@ -103,7 +103,7 @@ def test_copies_travel_inside_tls(tmp_path: Path) -> None:
 STEADY = """
 import os, sys, time
 from phalanx import worker
-from phalanx.state.agreement import round_store
+from phalanx.worker.state.agreement import round_store
 rank, world, size, interval = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), LENGTH, INTERVAL
 step = worker.agree("model")
 found = worker.kept("model")

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from phalanx.agent.supervision.timers import pipe_codec
 from phalanx.elastic.timer import (
     FileTimerClient,
     FileTimerServer,
@@ -26,7 +27,6 @@ from phalanx.elastic.timer import (
     LocalTimerServer,
     expires,
 )
-from phalanx.supervision.timers import pipe_codec
 from tests.conftest import HUNG, gone, wait_until
 from tests.system.hostile_user import as_root
 
@@ -271,7 +271,7 @@ def test_garbage_floods_and_foreign_pids_have_no_effect(bed: Bed, monkeypatch: p
     signalled: list[int] = []
     with monkeypatch.context() as patch:
         # As in an agent that uses no timers itself. The signal is harmless if the check fails.
-        patch.setattr("phalanx.supervision.timers.watched_processes.client_pids", set())
+        patch.setattr("phalanx.agent.supervision.timers.watched_processes.client_pids", set())
         patch.setattr(signal, "pidfd_send_signal", lambda *args: signalled.append(args[1]))
         for pid in strange:
             bed.write(b"\x1e%d.0:strange\t%b 18\n" % (pid, now))

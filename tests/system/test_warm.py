@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
+from phalanx.agent.warm.helper_pool import HelperPool
+from phalanx.agent.warm.import_cache import ImportCache
+from phalanx.agent.workers.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from phalanx.core.group import Phase
-from phalanx.warm.helper_pool import HelperPool
-from phalanx.warm.import_cache import ImportCache
-from phalanx.zygote.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import free_port
 from tests.support.run_helpers import zygote_below

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.warm.import_cache import ImportCache
-from phalanx.warm.packages import PACKAGES
+from phalanx.agent.warm.import_cache import ImportCache
+from phalanx.helpers.preload.packages import PACKAGES
 from tests.conftest import HUNG
 
 

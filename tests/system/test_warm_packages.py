@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.warm.packages import LEFT_OUT, PACKAGES
+from phalanx.helpers.preload.packages import LEFT_OUT, PACKAGES
 from tests.warm_packages.four_starts import four_starts
 from tests.warm_packages.judgement import Judgement
 from tests.warm_packages.observation import observe

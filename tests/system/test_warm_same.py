@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.warm.packages import PACKAGES
+from phalanx.helpers.preload.packages import PACKAGES
 from tests.conftest import HUNG
 
 pytestmark = pytest.mark.untraced  # coverage has hooks of its own in every process

@@ -16,10 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core.collectives import RankTrace, explain
-from phalanx.integrations.torch_collectives import GROUPS_SUFFIX, GroupMembers, TorchFinder, runs
-from phalanx.supervision import trace_reader
-from phalanx.supervision.collective_traces import (
+from phalanx.agent.supervision import trace_reader
+from phalanx.agent.supervision.collective_traces import (
     condense,
     decode,
     dump_of,
@@ -30,7 +28,9 @@ from phalanx.supervision.collective_traces import (
     save,
     spread,
 )
-from phalanx.supervision.trace_sockets import TraceSockets
+from phalanx.agent.supervision.trace_sockets import TraceSockets
+from phalanx.core.collectives import RankTrace, explain
+from phalanx.worker.torch_collectives import GROUPS_SUFFIX, GroupMembers, TorchFinder, runs
 from tests.support.hang_scenarios import expected
 
 RECORDED = Path(__file__).parent / "flight_recorder"

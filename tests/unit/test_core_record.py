@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.agent.logs.specs import LogsDest
 from phalanx.agent.spec import RunResult, WorkerSpec
+from phalanx.agent.workers.failure import ProcessFailure
+from phalanx.agent.workers.numa import AffinityMode, NumaOptions, Topology
+from phalanx.agent.workers.result import RunProcsResult
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group_events import WorkerState
 from phalanx.core.record import Record
-from phalanx.logs.specs import LogsDest
-from phalanx.workers.error_file import message_data, write_data
-from phalanx.workers.failure import ProcessFailure
-from phalanx.workers.numa import AffinityMode, NumaOptions, Topology
-from phalanx.workers.result import RunProcsResult
+from phalanx.worker.error_file import message_data, write_data
 from tests.conftest import HUNG
 
 
@@ -224,7 +224,7 @@ def test_a_subclass_of_a_failure_reads_the_file_as_well() -> None:
 def test_nothing_is_imported_for_it() -> None:
     code = (
         "import sys; from phalanx.agent.spec import RunResult;"
-        "from phalanx.workers.failure import ProcessFailure;"
+        "from phalanx.agent.workers.failure import ProcessFailure;"
         "ProcessFailure(0, 1, -9, '').ending(); assert 'dataclasses' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HUNG)

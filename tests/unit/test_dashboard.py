@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from phalanx.agent.logs.rotation import RotatedLog, Rotation
 from phalanx.errors import UsageError
 from phalanx.job import config
-from phalanx.logs.rotation import RotatedLog, Rotation
 from phalanx.observe import snapshot
 from phalanx.web.dashboard import job_feed, log_files, log_stream, page_state
 from phalanx.web.dashboard.agent_link import AgentLink

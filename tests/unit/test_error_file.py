@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.workers import error_file
-from phalanx.workers.failure import ProcessFailure
+from phalanx.agent.workers.failure import ProcessFailure
+from phalanx.worker import error_file
 
 NOW = 1_700_000_000_123_456_789
 
@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
         "import resource, signal, sys, os\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
-        "from phalanx.workers import error_file\n"
+        "from phalanx.worker import error_file\n"
         "print(error_file.write_exception(sys.argv[1], ValueError('y' * 1000)))\n"
     )
     target = str(tmp_path / "error.json")
@@ -166,7 +166,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_cheap_to_import() -> None:
     code = (
         "import sys; before = set(sys.modules)\n"
-        "import phalanx.workers.error_file\n"
+        "import phalanx.worker.error_file\n"
         "print(*sorted(set(sys.modules) - before))"
     )
     run = subprocess.run(

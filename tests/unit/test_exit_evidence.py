@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.workers import exit_evidence
-from phalanx.workers.exit_evidence import Snapshot, code_in_words, explain, next_step, signal_label, snapshot
+from phalanx.agent.workers import exit_evidence
+from phalanx.agent.workers.exit_evidence import (
+    Snapshot,
+    code_in_words,
+    explain,
+    next_step,
+    signal_label,
+    snapshot,
+)
 
 LIMIT = 48 << 20
 EATER = "import sys\nsys.stdin.readline()\nkept = []\nwhile True: kept.append(b'x' * (1 << 20))"

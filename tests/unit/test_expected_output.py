@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.supervision import expected_output
-from phalanx.supervision.expected_output import ExpectedOutput
-from phalanx.supervision.pattern_process import SearchedFile
+from phalanx.agent.supervision import expected_output
+from phalanx.agent.supervision.expected_output import ExpectedOutput
+from phalanx.agent.supervision.pattern_process import SearchedFile
 from tests.conftest import HUNG, gone, wait_until
 
 
@@ -148,7 +148,7 @@ def test_the_loss_of_the_process_is_told(search: Search) -> None:
 def test_it_ends_with_the_agent(tmp_path: Path) -> None:
     """Even while it is busy with a pattern that never ends."""
     code = (
-        "import sys; from phalanx.supervision.expected_output import ExpectedOutput\n"
+        "import sys; from phalanx.agent.supervision.expected_output import ExpectedOutput\n"
         "out = ExpectedOutput('^(a+)+$', True, [(0, sys.argv[1])], print)\n"
         "print(out._process.pid, flush=True); sys.stdin.read()"
     )

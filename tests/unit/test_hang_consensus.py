@@ -14,6 +14,11 @@ from typing import Any
 import pytest
 
 from phalanx.agent.status import StatusSocket
+from phalanx.agent.supervision.hang_consensus import HangConsensus
+from phalanx.agent.supervision.hang_detector import HangDetector
+from phalanx.agent.supervision.incident_log import IncidentLog
+from phalanx.agent.supervision.round_broadcast import RoundBroadcast
+from phalanx.agent.supervision.stack_collection import Findings
 from phalanx.core.collective_progress import RankPulse, marks, observe
 from phalanx.core.collectives import GroupTrace, Operation, RankTrace
 from phalanx.core.group import Phase
@@ -23,11 +28,6 @@ from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.tcpstore.client import TorchStoreClient
 from phalanx.store.tcpstore.torch_store_adapter import StoreFacade
-from phalanx.supervision.hang_consensus import HangConsensus
-from phalanx.supervision.hang_detector import HangDetector
-from phalanx.supervision.incident_log import IncidentLog
-from phalanx.supervision.round_broadcast import RoundBroadcast
-from phalanx.supervision.stack_collection import Findings
 from tests.conftest import HUNG, wait_until
 
 NODES = 64

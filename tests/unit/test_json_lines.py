@@ -17,9 +17,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phalanx import log
-from phalanx.logs.followed_file import BLOCK
-from phalanx.logs.json_lines import JsonLines, timestamp, whole_characters
-from phalanx.logs.log_follower import LogFollower
+from phalanx.agent.logs.followed_file import BLOCK
+from phalanx.agent.logs.json_lines import JsonLines, timestamp, whole_characters
+from phalanx.agent.logs.log_follower import LogFollower
 
 
 def objects(data: bytes) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.warm.leading_imports import LeadingImports, leading_imports
+from phalanx.agent.warm.leading_imports import LeadingImports, leading_imports
 
 INSTALLED = "/usr/lib/site-packages/"
 

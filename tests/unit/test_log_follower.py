@@ -24,11 +24,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.logs import followed_file, inotify
-from phalanx.logs.followed_file import BLOCK
-from phalanx.logs.log_follower import Containing, LogFollower
-from phalanx.logs.repeated_tracebacks import RepeatedTracebacks
-from phalanx.logs.tail_log import TailLog, tail_logfile
+from phalanx.agent.logs import followed_file, inotify
+from phalanx.agent.logs.followed_file import BLOCK
+from phalanx.agent.logs.log_follower import Containing, LogFollower
+from phalanx.agent.logs.repeated_tracebacks import RepeatedTracebacks
+from phalanx.elastic.multiprocessing.tail_log import TailLog, tail_logfile
 
 HUNG = 20.0
 
@@ -308,7 +308,7 @@ def test_a_huge_line_streams_in_bounded_memory_and_is_not_mixed(tmp_path: Path) 
         log.write(b"\n")
     (tmp_path / "small").write_bytes(b"y\n" * 1000)
     program = (
-        "import sys, resource; from phalanx.logs.log_follower import LogFollower\n"
+        "import sys, resource; from phalanx.agent.logs.log_follower import LogFollower\n"
         "t = LogFollower('t')\n"
         "for p in sys.argv[1:]: t.follow(p, sys.stdout, 'p:')\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
@@ -458,7 +458,7 @@ def test_stdout_and_stderr_on_one_pipe_never_tear_lines(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).write_bytes((name * 70 + "\n").encode() * 20_000)
     program = (
-        "import sys; from phalanx.logs.log_follower import LogFollower\n"
+        "import sys; from phalanx.agent.logs.log_follower import LogFollower\n"
         "t = LogFollower('t'); t.follow(sys.argv[1], sys.stdout); t.follow(sys.argv[2], sys.stderr)\n"
         "t.start(); t.drain(); t.stop()\n"
     )
@@ -666,7 +666,7 @@ def test_without_inotify_files_are_looked_at_now_and_then(
 def test_no_descriptors_left_is_survived_and_counted(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"line\n")
     program = (
-        "import os, resource, sys; from phalanx.logs.log_follower import LogFollower\n"
+        "import os, resource, sys; from phalanx.agent.logs.log_follower import LogFollower\n"
         "t = LogFollower('t'); t.follow(sys.argv[1], sys.stdout)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32)); held = []\n"
         "try:\n"

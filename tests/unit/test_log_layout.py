@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.agent.log_reader import next_lines
-from phalanx.logs import log_layout
-from phalanx.logs.log_layout import LogName, WholeLog, list_logs, parse_name, part_path, tail
-from phalanx.logs.rotation import RotatedLog, Rotation
+from phalanx.agent.logs import log_layout
+from phalanx.agent.logs.log_layout import LogName, WholeLog, list_logs, parse_name, part_path, tail
+from phalanx.agent.logs.rotation import RotatedLog, Rotation
 
 SIZE = 8192
 LINE = b"%07d\n"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.logs import rotation
-from phalanx.logs.log_follower import LogFollower
-from phalanx.logs.log_layout import WholeLog, tail
-from phalanx.logs.rotation import LogRotation, RotatedLog, Rotation, punch, wait_for_rotation
-from phalanx.workers.result import tail_of
+from phalanx.agent.logs import rotation
+from phalanx.agent.logs.log_follower import LogFollower
+from phalanx.agent.logs.log_layout import WholeLog, tail
+from phalanx.agent.logs.rotation import LogRotation, RotatedLog, Rotation, punch, wait_for_rotation
+from phalanx.agent.workers.result import tail_of
 from tests.conftest import wait_until
 
 SIZE = 64 * 1024

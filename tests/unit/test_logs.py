@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.logs import temporary_logs
-from phalanx.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
+from phalanx.agent.logs import temporary_logs
+from phalanx.agent.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
 from tests.conftest import as_nobody, drop_privileges
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.agent.supervision import nccl_ras
+from phalanx.agent.supervision.nccl_ras import RasQuery, address, complaints, listens
 from phalanx.job.environment import NCCL_RAS
-from phalanx.supervision import nccl_ras
-from phalanx.supervision.nccl_ras import RasQuery, address, complaints, listens
 
 QUIET = """\
 NCCL version 2.28.9 compiled with CUDA 13.0

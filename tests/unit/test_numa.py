@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.workers.numa import (
+from phalanx.agent.workers.numa import (
     AffinityMode,
     NumaOptions,
     Topology,

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from phalanx.agent.supervision.silent_workers import SilentWorkers
 from phalanx.core.patience import (
     NODE,
     NODE_BUSY,
@@ -21,7 +22,6 @@ from phalanx.core.patience import (
     is_node_awaited,
     is_rank_awaited,
 )
-from phalanx.supervision.silent_workers import SilentWorkers
 from tests.conftest import wait_until
 
 SOON, LATER, TOO_LATE = RANK - 0.1, RANK + 0.1, RANK_BUSY

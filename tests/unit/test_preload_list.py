@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.warm import preload_list
-from phalanx.warm.packages import LEFT_OUT, PACKAGES
-from phalanx.warm.preload_list import is_listed, is_read, left_out, names_in, newer_than_proven, package_of
-from phalanx.warm.renewal import Renewal
+from phalanx.helpers.preload import preload_list
+from phalanx.helpers.preload.packages import LEFT_OUT, PACKAGES
+from phalanx.helpers.preload.preload_list import (
+    is_listed,
+    is_read,
+    left_out,
+    names_in,
+    newer_than_proven,
+    package_of,
+)
+from phalanx.helpers.preload.renewal import Renewal
 
 
 @pytest.mark.parametrize("name", ["torch", "torch.nn.functional", "numpy", "json", "xml.dom.minidom"])

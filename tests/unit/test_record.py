@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from phalanx.agent.workers.failure import ProcessFailure
 from phalanx.errors import ChildFailedError
-from phalanx.workers.error_file import VARIABLE, write_data, write_exception
-from phalanx.workers.failure import ProcessFailure
-from phalanx.workers.record import ErrorHandler, get_error_handler, record
+from phalanx.worker.error_file import VARIABLE, write_data, write_exception
+from phalanx.worker.recorder import ErrorHandler, get_error_handler, record
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ def run_python(code: str, *flags: str) -> str:
 def test_a_decorated_function_runs_with_faulthandler_on() -> None:
     assert run_python("""
         import faulthandler
-        from phalanx.workers.record import record
+        from phalanx.worker.recorder import record
         print(faulthandler.is_enabled(), record(faulthandler.is_enabled)())
     """).split() == ["False", "True"]
 
@@ -298,7 +298,7 @@ def test_a_decorated_function_runs_with_faulthandler_on() -> None:
 def test_a_crash_of_a_decorated_function_shows_its_stack() -> None:
     code = """
         import faulthandler
-        from phalanx.workers.record import record
+        from phalanx.worker.recorder import record
 
         @record
         def crash_here():
@@ -316,7 +316,7 @@ def test_a_crash_of_a_decorated_function_shows_its_stack() -> None:
 def test_a_faulthandler_that_is_on_is_left_alone(tmp_path: Path) -> None:
     code = f"""
         import faulthandler
-        from phalanx.workers.record import get_error_handler
+        from phalanx.worker.recorder import get_error_handler
         faulthandler.enable(open({str(tmp_path / "own")!r}, "w"))
         get_error_handler().initialize()
         faulthandler._sigsegv()
@@ -331,7 +331,7 @@ def test_a_faulthandler_that_is_on_is_left_alone(tmp_path: Path) -> None:
 def test_a_stderr_without_descriptor_is_no_obstacle(stderr: str) -> None:
     assert run_python(f"""
         import io, os, sys
-        from phalanx.workers.record import record
+        from phalanx.worker.recorder import record
         sys.stderr = {stderr}
         print(record(lambda: "ran")())
     """).split() == ["ran"]

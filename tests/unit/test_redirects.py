@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.elastic.multiprocessing import redirects as compat
-from phalanx.logs.redirects import get_libc, redirect, redirect_stderr, redirect_stdout
+from phalanx.elastic.multiprocessing.redirects import get_libc, redirect, redirect_stderr, redirect_stdout
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_python_c_and_children_are_caught_in_order(
 
 def test_buffers_of_python_and_c_land_where_they_were_printed(tmp_path: Path) -> None:
     program = (
-        "import ctypes, sys; from phalanx.logs.redirects import redirect_stdout\n"
+        "import ctypes, sys; from phalanx.elastic.multiprocessing.redirects import redirect_stdout\n"
         "libc = ctypes.CDLL(None)\n"
         "libc.printf(b'c1\\n'); print('p1')\n"
         "with redirect_stdout(sys.argv[1]): libc.printf(b'c2\\n'); print('p2')\n"
@@ -98,7 +98,7 @@ def test_a_replaced_or_closed_python_stream_is_no_obstacle(
 
 def test_a_closed_descriptor_is_closed_again(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from phalanx.logs.redirects import get_libc, redirect_stdout\n"
+        "import os, sys; from phalanx.elastic.multiprocessing.redirects import get_libc, redirect_stdout\n"
         "get_libc(); os.close(1)\n"  # newer versions of libffi keep a file open, here under the number 1
         "with redirect_stdout(sys.argv[1]): os.write(1, b'x')\n"
         "try: os.fstat(1)\n"

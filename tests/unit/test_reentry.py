@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from phalanx import worker
+from phalanx.agent.workers.worker_group import ReentryTerms
 from phalanx.cluster.membership_events import NodeFailure
-from phalanx.reentry.recall_watch import Reentry, has_reentry
-from phalanx.reentry.reenter import ReentryHooks, lost_peer
-from phalanx.reentry.takeover import ReentryPlace
-from phalanx.reentry.worker_round import WorkerRound, compare
-from phalanx.workers.worker_group import ReentryTerms
+from phalanx.worker.reentry.recall_watch import Reentry, has_reentry
+from phalanx.worker.reentry.reenter import ReentryHooks, lost_peer
+from phalanx.worker.reentry.takeover import ReentryPlace
+from phalanx.worker.reentry.worker_round import WorkerRound, compare
 
 
 @pytest.mark.parametrize(

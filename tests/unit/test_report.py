@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from phalanx.agent.workers.failure import ProcessFailure
 from phalanx.observe import report
 from phalanx.observe.report import format_report, report_json, root_cause
-from phalanx.workers.error_file import message_data
-from phalanx.workers.failure import ProcessFailure
+from phalanx.worker.error_file import message_data
 
 START = 1_700_000_000.0
 Make = Callable[..., ProcessFailure]

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from phalanx.agent.state.spill import SpillDirectory
 from phalanx.errors import StateError
-from phalanx.state import memory_limit
-from phalanx.state.agreement import newest_common
-from phalanx.state.memory_file import NAMES, REGIONS, MemoryFile, region_at
-from phalanx.state.rank_state import RankState, StatePlace, read_place
-from phalanx.state.spill import SpillDirectory
-from phalanx.state.tree_codec import encode, torch_view
+from phalanx.worker.state import memory_limit
+from phalanx.worker.state.agreement import newest_common
+from phalanx.worker.state.memory_file import NAMES, REGIONS, MemoryFile, region_at
+from phalanx.worker.state.rank_state import RankState, StatePlace, read_place
+from phalanx.worker.state.tree_codec import encode, torch_view
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_arrays_of_jax_come_back(file: MemoryFile) -> None:
 def test_tensors_are_read_onto_a_device(file: MemoryFile) -> None:
     """The way of CUDA tensors, with the CPU as the device; bench/gpu/keep.py has the real one."""
     torch = pytest.importorskip("torch")
-    from phalanx.state.device_load import DeviceLoad
+    from phalanx.worker.state.device_load import DeviceLoad
 
     sources = {
         "large": torch.arange(10_000_000, dtype=torch.int32),  # several parts

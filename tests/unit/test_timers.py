@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.agent.supervision.timers import api, file_timer, pipe_codec, queue_codec
 from phalanx.elastic import timer
 from phalanx.elastic.timer import debug_info_logging, file_based_local_timer, local_timer
-from phalanx.supervision.timers import api, file_timer, pipe_codec, queue_codec
 from tests.conftest import HUNG, wait_until
 
 FORK = multiprocessing.get_context("fork")  # spawn would leave its resource tracker running
@@ -412,7 +412,7 @@ def test_garbage_in_a_queue_is_dropped_alone() -> None:
 
 
 def test_a_full_queue_is_waited_for_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.supervision.timers.queue_timer.WRITE_TIMEOUT", 0.05)
+    monkeypatch.setattr("phalanx.agent.supervision.timers.queue_timer.WRITE_TIMEOUT", 0.05)
     q = FORK.Queue(2)
     client = timer.LocalTimerClient(q)
     client.acquire("a", 5.0)
@@ -425,7 +425,7 @@ def test_a_full_queue_is_waited_for_but_not_forever(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_full_pipe_of_a_queue_is_waited_for_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.supervision.timers.queue_timer.WRITE_TIMEOUT", 0.05)
+    monkeypatch.setattr("phalanx.agent.supervision.timers.queue_timer.WRITE_TIMEOUT", 0.05)
     q = FORK.Queue()
     client, source = timer.LocalTimerClient(q), local_timer.MultiprocessingRequestQueue(q)
     with pytest.raises(TimeoutError, match="stuck"):
@@ -660,7 +660,7 @@ def test_a_server_can_be_started_again_and_is_alive_while_idle(tmp_path: Path) -
 
 
 def test_a_stalled_server_shows_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.supervision.timers.watchdog._STALLED", 0.0)
+    monkeypatch.setattr("phalanx.agent.supervision.timers.watchdog._STALLED", 0.0)
     stuck, go = threading.Event(), threading.Event()
 
     def block(name: str, request: object) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from phalanx import errors
-from phalanx.workers.failure import ProcessFailure
+from phalanx.agent.workers.failure import ProcessFailure
 from tests.conftest import HUNG
 
 FAILED = {0: ProcessFailure(0, 77, 3, "<N/A>")}

@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import subprocess, sys
 import torch.distributed as dist
-from phalanx.integrations.torch_messages import errors_only
+from phalanx.worker.torch_messages import errors_only
 
 server = subprocess.Popen(
     [sys.executable, "-c", "import sys, torch.distributed as d; "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.warm.variables import constant_set_by, names_set_by, parse, variables_set_in
+from phalanx.helpers.preload.variables import constant_set_by, names_set_by, parse, variables_set_in
 
 
 @pytest.mark.parametrize(

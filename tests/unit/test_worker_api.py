@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.logs.specs import DefaultLogsSpecs
-from phalanx.supervision.heartbeat import STACK_SIGNAL, VARIABLE, Boards
-from phalanx.supervision.stacks import catches, parse
-from phalanx.workers.worker_group import GroupOptions, PContext
-from phalanx.workers.worker_kinds import MultiprocessContext, SubprocessContext
+from phalanx.agent.logs.specs import DefaultLogsSpecs
+from phalanx.agent.supervision.stacks import catches, parse
+from phalanx.agent.workers.worker_group import GroupOptions, PContext
+from phalanx.agent.workers.worker_kinds import MultiprocessContext, SubprocessContext
+from phalanx.worker.board import STACK_SIGNAL, VARIABLE, Boards
 from tests.conftest import HUNG, wait_until
 
 Start = Callable[..., tuple[PContext, Boards]]
@@ -102,7 +102,7 @@ def test_functions(start: Start, kind: str) -> None:
 
 
 def test_a_forked_function_is_heard_when_its_parent_has_imported_the_module(start: Start) -> None:
-    importlib.import_module("phalanx.worker")
+    importlib.import_module("phalanx.worker.api")
     context, boards = start(beat_in_function, "fork")
     assert succeeded(context)
     assert boards.read(0).step == 3
@@ -133,7 +133,7 @@ if __name__ == "__main__":
     # A child with the descriptor open, as after a plain fork, that imports the module itself.
     pid = os.fork()
     if pid == 0:
-        del sys.modules["phalanx.worker"]
+        del sys.modules["phalanx.worker"], sys.modules["phalanx.worker.api"]
         from phalanx import worker as again
         os._exit(again.supervised())
     assert os.waitpid(pid, 0)[1] == 0
@@ -174,14 +174,14 @@ def test_the_calls_have_no_effect_outside_phalanx(value: str | None) -> None:
 
 def test_deadlines_are_those_of_the_scope_that_ends_first(start: Start) -> None:
     context, boards = start(
-        "import time\nfrom phalanx import worker\nnow = time.monotonic()\n"
+        "import time\nfrom phalanx import worker\nfrom phalanx.worker import api\nnow = time.monotonic()\n"
         "e = worker.expires(50)\n"
         "with worker.expires(1000):\n"
         "    with e:\n"
         "        with e: pass\n"
         "        with worker.expires(500): pass\n"
-        "        assert 40 < worker.TIME.unpack_from(worker._board, worker.DEADLINE_AT)[0] - now < 60\n"
-        "    assert 900 < worker.TIME.unpack_from(worker._board, worker.DEADLINE_AT)[0] - now < 1100\n"
+        "        assert 40 < api.TIME.unpack_from(api._board, api.DEADLINE_AT)[0] - now < 60\n"
+        "    assert 900 < api.TIME.unpack_from(api._board, api.DEADLINE_AT)[0] - now < 1100\n"
     )
     assert succeeded(context)
     assert boards.read(0).deadline == 0.0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.supervision.worker_server import TORCH_WORKER_SERVER_SOCKET, worker_main
+from phalanx.elastic.control_plane import TORCH_WORKER_SERVER_SOCKET, worker_main
 from tests.conftest import HUNG
 
 

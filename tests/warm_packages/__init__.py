@@ -6,7 +6,7 @@
 `values`        the values and random generators that an import leaves; two processes are compared
 `judgement`     one graph of all observed modules: rows of the list, or the reason why there is none
 `four_starts`   a script that imports the package sees the same at every launch
-`tables`        rewrites src/phalanx/warm/packages.py and the table of docs/warm.md
+`tables`        rewrites src/phalanx/helpers/preload/packages.py and the table of docs/warm.md
 
 Nothing of this is part of the wheel. `observe` and `values` run in the environment under test: standard
 library only.

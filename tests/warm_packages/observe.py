@@ -25,8 +25,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 sys.path[0:1] = [os.path.join(ROOT, "src"), ROOT]
 
 from phalanx import kernel
-from phalanx.warm import import_effects
-from phalanx.warm.import_effects import ImportState
+from phalanx.helpers.preload import import_effects
+from phalanx.helpers.preload.import_effects import ImportState
 from tests.warm_packages.script_reads import noting_reads, reads
 from tests.warm_packages.values import Clocks, ImportValues, generators_found
 

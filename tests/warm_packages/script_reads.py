@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.warm.import_effects import as_in_a_script
+from phalanx.helpers.preload.import_effects import as_in_a_script
 
 # Attributes of `__main__` that name the script, and modules of the standard library that look at them in all
 # modules without keeping what they see.

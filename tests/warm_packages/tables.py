@@ -1,4 +1,4 @@
-"""Rewrites the generated parts of src/phalanx/warm/packages.py and docs/warm.md."""
+"""Rewrites the generated parts of src/phalanx/helpers/preload/packages.py and docs/warm.md."""
 
 from __future__ import annotations
 

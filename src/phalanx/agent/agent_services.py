@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
+    from phalanx.agent.supervision.timers.file_timer import FileTimerServer
     from phalanx.core.fitness import NodeVerdict
-    from phalanx.supervision.timers.file_timer import FileTimerServer
     from phalanx.web.health import HealthServer
     from phalanx.web.metrics import Page
 
@@ -77,7 +77,7 @@ class Services:
         path = environment.timer_file()
         if path is None or self.timers is not None:
             return
-        from phalanx.supervision.timers.file_timer import FileTimerServer, private_path
+        from phalanx.agent.supervision.timers.file_timer import FileTimerServer, private_path
 
         if not path:
             path = private_path()

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.local_agent import LocalElasticAgent
+    from phalanx.agent.logs.console import OutputOptions
+    from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.spec import WorkerSpec
+    from phalanx.agent.state.holder import StateHolder
+    from phalanx.agent.state.replicas import Replicas
+    from phalanx.agent.supervision.supervision import Supervision
+    from phalanx.agent.warm.helper_pool import HelperPool
     from phalanx.cluster.handler import RendezvousHandler
     from phalanx.job.config import JobSpec
-    from phalanx.logs.console import OutputOptions
-    from phalanx.logs.specs import LogsSpecs
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
     from phalanx.observe.trace_sender import TraceSender
     from phalanx.observe.train_status import TrainStatus
-    from phalanx.state.holder import StateHolder
-    from phalanx.state.replicas import Replicas
-    from phalanx.supervision.supervision import Supervision
-    from phalanx.warm.helper_pool import HelperPool
     from phalanx.web.dashboard_process import DashboardProcess
 
 
@@ -131,7 +131,7 @@ def make_spec(job: JobSpec, handler: RendezvousHandler) -> WorkerSpec:
 
 def make_helpers(job: JobSpec) -> HelperPool | None:
     """The processes that fork the workers; None where each function worker is a fork of this process."""
-    from phalanx.warm.helper_pool import helper_pool_for, helper_pool_for_function
+    from phalanx.agent.warm.helper_pool import helper_pool_for, helper_pool_for_function
 
     if isinstance(job.entrypoint, str):
         args = tuple(str(arg) for arg in job.args)
@@ -168,7 +168,7 @@ def make_handler(job: JobSpec) -> RendezvousHandler:
 
 def make_supervision(job: JobSpec) -> Supervision:
     """What watches the workers, and the services of the node."""
-    from phalanx.supervision.supervision import Supervision
+    from phalanx.agent.supervision.supervision import Supervision
 
     timeouts = (
         job.heartbeat_timeout, job.silence_timeout, job.startup_timeout, job.partial_exit_timeout,
@@ -199,11 +199,11 @@ def _own_check(job: JobSpec) -> tuple[str, ...]:
 
 def make_state(job: JobSpec, handler: RendezvousHandler) -> StateHolder:
     """What holds the state that workers keep."""
-    from phalanx.state.holder import StateHolder
+    from phalanx.agent.state.holder import StateHolder
 
     spill = None
     if job.keep_spill:
-        from phalanx.state.spill import SpillDirectory
+        from phalanx.agent.state.spill import SpillDirectory
 
         spill = SpillDirectory(job.keep_spill, job.keep_id or job.run_id)
         try:
@@ -217,9 +217,9 @@ def make_state(job: JobSpec, handler: RendezvousHandler) -> StateHolder:
 
 def make_replicas(job: JobSpec, handler: RendezvousHandler) -> Replicas:
     """What copies kept state between nodes."""
+    from phalanx.agent.state.replicas import Replicas, ReplicaSettings
     from phalanx.errors import StoreAuthError
     from phalanx.job.environment import TOKEN_FILE, variables
-    from phalanx.state.replicas import Replicas, ReplicaSettings
     from phalanx.store.net.token import find_token
 
     what = f"--keep-replicas {job.keep_replicas}"
@@ -282,11 +282,11 @@ def make_output(job: JobSpec) -> OutputOptions | None:
     """How lines are shown and files rotated."""
     if job.log_format == "text" and job.log_rotate is None:
         return None
-    from phalanx.logs.console import OutputOptions
+    from phalanx.agent.logs.console import OutputOptions
 
     rotate = None
     if job.log_rotate is not None:
-        from phalanx.logs.rotation import Rotation
+        from phalanx.agent.logs.rotation import Rotation
 
         rotate = Rotation(*job.log_rotate)
     return OutputOptions(job.log_format == "json", rotate)
@@ -294,7 +294,7 @@ def make_output(job: JobSpec) -> OutputOptions | None:
 
 def make_logs(job: JobSpec) -> LogsSpecs:
     """Where the workers' output goes: the given object, a plug-in, or the default."""
-    from phalanx.logs.specs import DefaultLogsSpecs, Std
+    from phalanx.agent.logs.specs import DefaultLogsSpecs, Std
 
     if job.logs_specs is not None and not isinstance(job.logs_specs, str):
         return job.logs_specs

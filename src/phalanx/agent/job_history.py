@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from phalanx.agent.spec import RunResult
+    from phalanx.agent.supervision.supervision import Supervision
     from phalanx.core.goodput import GoodputLedger, GoodputTotals, RankProgress
     from phalanx.core.group import GroupState
     from phalanx.core.group_events import Command, Event
     from phalanx.core.incidents import Culprit, Incident, IncidentBook
-    from phalanx.supervision.supervision import Supervision
 
 _TOGETHER = 2.0  # seconds between two reports of the same thing
 SHORT = 1.0

@@ -6,9 +6,11 @@ import os
 import signal
 import time
 
-from phalanx.agent.local_workers import LocalWorkers
 from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
+from phalanx.agent.state.holder import StateHolder
 from phalanx.agent.torch_agent import DEFAULT_ROLE, SimpleElasticAgent, count_as_own
+from phalanx.agent.warm.helper_pool import HelperPool
+from phalanx.agent.workers.local_workers import LocalWorkers
 from phalanx.core import group as core
 from phalanx.core.group_events import (
     Outcome,
@@ -16,8 +18,6 @@ from phalanx.core.group_events import (
 )
 from phalanx.job import environment
 from phalanx.observe.event_file import EventFile
-from phalanx.state.holder import StateHolder
-from phalanx.warm.helper_pool import HelperPool
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from msgspec import Raw
 
+    from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.protocols import Nodes
+    from phalanx.agent.supervision.timers.file_timer import FileTimerServer
     from phalanx.agent.worker_store import WorkerStore
+    from phalanx.agent.workers.worker_group import PContext
     from phalanx.cluster.handler import RendezvousInfo
     from phalanx.core.group_events import Event, Finish
     from phalanx.core.round_records import HostRecord
-    from phalanx.logs.specs import LogsSpecs
-    from phalanx.supervision.timers.file_timer import FileTimerServer
-    from phalanx.workers.worker_group import PContext
 
 
 _LONGEST_CAUSE = 32768  # characters of the report of a failure in an answer
@@ -204,7 +204,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         context = self._pcontext
         if context is None or not context.error_files:
             return self._early_run_dir
-        from phalanx.logs.specs import DefaultLogsSpecs
+        from phalanx.agent.logs.specs import DefaultLogsSpecs
 
         if not isinstance(self._logs_specs, DefaultLogsSpecs):
             return self._logs_specs.root_log_dir  # a plug-in has its own layout of files
@@ -213,7 +213,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def make_run_dir(self) -> None:
         """Make that directory, where it was named, for a node that ends before its workers start."""
-        from phalanx.logs.specs import DefaultLogsSpecs
+        from phalanx.agent.logs.specs import DefaultLogsSpecs
 
         specs = self._logs_specs
         if self.run_dir is None and isinstance(specs, DefaultLogsSpecs) and not specs.is_temporary:
@@ -261,21 +261,21 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def remove_empty_logs(self) -> None:
         """Remove the temporary directories of this run that hold no output; given ones stay."""
-        from phalanx.logs.specs import DefaultLogsSpecs
+        from phalanx.agent.logs.specs import DefaultLogsSpecs
 
         if isinstance(self._logs_specs, DefaultLogsSpecs):
             self._logs_specs.remove_empty()
 
     def clean_up_logs(self, succeeded: bool) -> None:
         """The same, and what is of no use after a success; old directories of this user, too."""
-        from phalanx.logs.specs import DefaultLogsSpecs
+        from phalanx.agent.logs.specs import DefaultLogsSpecs
 
         if isinstance(self._logs_specs, DefaultLogsSpecs):
             self._logs_specs.clean_up(succeeded)
 
     def exception_of(self, global_rank: int) -> BaseException | None:
         """The exception that ended a function worker, where it could be pickled."""
-        from phalanx.workers.worker_kinds import MultiprocessContext
+        from phalanx.agent.workers.worker_kinds import MultiprocessContext
 
         context = self._pcontext
         if isinstance(context, MultiprocessContext):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.logs.log_layout import WholeLog
+from phalanx.agent.logs.log_layout import WholeLog
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

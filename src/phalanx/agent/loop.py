@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     from phalanx.agent.protocols import LoopPart, Nodes, NodeWorkers
     from phalanx.agent.run_record import RunRecord
+    from phalanx.agent.supervision.supervision import Supervision
     from phalanx.cluster.handler import RendezvousInfo
     from phalanx.core.group import GroupPolicy, Phase
     from phalanx.core.group_events import Command, Event, Finish, RecallWorkers, StartWorkers
     from phalanx.observe.progress_line import Progress
-    from phalanx.supervision.supervision import Supervision
 
     Posted = Event | Callable[[], None]
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     from phalanx.agent.gpu_probe import Figures, GpuProbe
     from phalanx.agent.local_agent import LocalElasticAgent
+    from phalanx.agent.logs.log_layout import WholeLog
     from phalanx.agent.node_view import NodeView
+    from phalanx.agent.supervision.stack_collection import StackDump
     from phalanx.core.group import Phase
-    from phalanx.logs.log_layout import WholeLog
-    from phalanx.supervision.stack_collection import StackDump
 
     Answer = Callable[[dict[str, Any]], None]
 
@@ -126,7 +126,7 @@ class RequestDesk:
     def _stacks(self, ranks: set[int] | None, answer: Answer) -> None:
         from time import monotonic
 
-        from phalanx.supervision.stack_collection import StackDump
+        from phalanx.agent.supervision.stack_collection import StackDump
 
         agent = self._agent
         context, boards = agent._pcontext, agent.supervision.current_boards
@@ -139,7 +139,7 @@ class RequestDesk:
         self._dumps.append((StackDump(context, boards, monotonic(), local), answer))
 
     def _collect(self, dump: StackDump) -> list[dict[str, Any]]:
-        from phalanx.supervision import stacks
+        from phalanx.agent.supervision import stacks
 
         found = []
         for worker in self._agent.get_worker_group().workers:
@@ -220,7 +220,7 @@ class RequestDesk:
             return probed
         from time import monotonic
 
-        from phalanx.supervision.stack_collection import RECHECK
+        from phalanx.agent.supervision.stack_collection import RECHECK
 
         again = monotonic() + RECHECK
         return again if probed is None else min(again, probed)

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup
+    from phalanx.agent.supervision.supervision import Supervision
     from phalanx.core.group import GroupState
     from phalanx.core.group_events import Command, Event, Finish, ReportFailure
     from phalanx.core.restarts import RestartPolicy
     from phalanx.observe.event_file import EventFile
     from phalanx.observe.run_log import RunLog
-    from phalanx.supervision.supervision import Supervision
 
 _FAILURES = frozenset({"WorkerFailed", "StartFailed", "Uninterruptible", "Hang"})
 """Events of the node where it happened; the others learn of it as PeerFailed."""

@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from signal import Signals
     from typing import Any
 
+    from phalanx.agent.logs.console import OutputOptions
+    from phalanx.agent.state.holder import StateHolder
+    from phalanx.agent.supervision.supervision import Supervision
+    from phalanx.agent.warm.helper_pool import HelperPool
+    from phalanx.agent.workers.failure import ProcessFailure
+    from phalanx.agent.workers.numa import NumaOptions
     from phalanx.cluster.handler import RendezvousHandler
     from phalanx.core.restarts import RestartPolicy
-    from phalanx.logs.console import OutputOptions
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
     from phalanx.observe.trace_sender import TraceSender
-    from phalanx.state.holder import StateHolder
-    from phalanx.supervision.supervision import Supervision
-    from phalanx.warm.helper_pool import HelperPool
     from phalanx.web.dashboard_process import DashboardProcess
-    from phalanx.workers.failure import ProcessFailure
-    from phalanx.workers.numa import NumaOptions
 
 
 class WorkerSpec(Record, frozen=False):

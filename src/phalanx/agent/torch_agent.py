@@ -25,12 +25,14 @@ import signal
 import time
 from abc import ABC, abstractmethod
 
-from phalanx.agent.local_workers import START_ERRORS, worker_event
 from phalanx.agent.loop import ProgressPart, SteppedLoop, StepWorkers, signal_exception
 from phalanx.agent.run_record import RunRecord
 from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec, complete
+from phalanx.agent.supervision.supervision import Supervision
 from phalanx.agent.torch_events import METHODS as EVENT_METHODS
 from phalanx.agent.torch_events import TorchEvents
+from phalanx.agent.workers.local_workers import START_ERRORS, worker_event
+from phalanx.agent.workers.signals import SignalScope, signals_to_handle
 from phalanx.cluster.handler import adapted
 from phalanx.cluster.handler_nodes import HandlerNodes
 from phalanx.core import group as core
@@ -60,8 +62,6 @@ from phalanx.errors import (
     SignalException,
 )
 from phalanx.job import environment
-from phalanx.supervision.supervision import Supervision
-from phalanx.workers.signals import SignalScope, signals_to_handle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ STEPS = (
 _OF_NODES = frozenset({"_invoke_run", "_rendezvous", "_exit_barrier"})
 """Steps that may call the handler themselves: such a class has torch's interface only, on every node."""
 
-_NOT_CALLED = {"_log_watchdog_event": "what the watchdog does is logged by phalanx.supervision.timers"}
+_NOT_CALLED = {"_log_watchdog_event": "what the watchdog does is logged by phalanx.agent.supervision.timers"}
 """torch's methods that have no counterpart here: an override would never be called."""
 
 

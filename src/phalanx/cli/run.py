@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.local_agent import LocalElasticAgent
+    from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.spec import RunResult
+    from phalanx.agent.warm.helper_pool import HelperPool
     from phalanx.job.config import JobSpec
-    from phalanx.logs.specs import LogsSpecs
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
     from phalanx.observe.trace_sender import TraceSender
     from phalanx.observe.train_status import TrainStatus
-    from phalanx.warm.helper_pool import HelperPool
     from phalanx.web.dashboard_process import DashboardProcess
 
 
@@ -161,10 +161,10 @@ def launch(job: JobSpec, raises: bool = False) -> int:
 
 def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> int:
     from phalanx.agent.job import make_agent, make_dashboard, make_logs, make_train_status
+    from phalanx.agent.workers.signals import SignalScope, signals_to_handle, stray_signals
+    from phalanx.agent.workers.spawner import require_files
     from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
-    from phalanx.workers.signals import SignalScope, signals_to_handle, stray_signals
-    from phalanx.zygote.spawner import require_files
 
     begin = time.time()
     agent: LocalElasticAgent | None = None
@@ -308,7 +308,7 @@ class JobEnd:
             if outbox is not None:
                 outbox.close()
         if self._job.log_rotate is not None:
-            from phalanx.logs.rotation import wait_for_rotation
+            from phalanx.agent.logs.rotation import wait_for_rotation
 
             wait_for_rotation()
 
@@ -451,7 +451,7 @@ def _tell_parent(text: str, code: int, result: RunResult | None = None) -> None:
     """The root cause in the error file of this process itself, if whatever started it asked for one."""
     if not has_error_file():
         return
-    from phalanx.workers.record import record_root_cause
+    from phalanx.worker.recorder import record_root_cause
 
     if result is None or not result.failures:
         record_root_cause(text, code)

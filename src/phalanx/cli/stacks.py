@@ -11,12 +11,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.agent.supervision.stacks import short
 from phalanx.cli.remote_job import add_endpoint, remote_job
 from phalanx.cli.runs import NoSuchRun, add_run, local_agents, ranks_of, request, running
 from phalanx.cli.store import Parser
 from phalanx.core.progress import Evidence, alike, ranks_text
 from phalanx.log import printable, write_stderr
-from phalanx.supervision.stacks import short
 
 _FRAMES = 12
 

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.agent.node_view import memory_of
+from phalanx.agent.warm.keep_warm import ask, connect, converse, names
+from phalanx.helpers.kept_zygote import peer_of
 from phalanx.job.environment import variables
 from phalanx.job.options import usage_error
 from phalanx.kernel import stat_fields
 from phalanx.log import printable
 from phalanx.observe.duration import duration
-from phalanx.warm.keep_warm import ask, connect, converse, names
-from phalanx.warm.kept_zygote import peer_of
 
 _PATIENCE = 2.0  # seconds; one that still imports, or is stopped, does not answer
 
@@ -73,7 +73,7 @@ def _imports(words: list[str]) -> int:
     option, *rest = words
     if option not in ("--explain", "--forget"):
         raise usage_error(f"{option}: begin with --explain or --forget")
-    from phalanx.warm.explain import explain, forget
+    from phalanx.agent.warm.explain import explain, forget
 
     program = _program(option, rest)
     if option == "--explain":

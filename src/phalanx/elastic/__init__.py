@@ -1,12 +1,14 @@
 """torch.distributed.elastic at Phalanx's path: names, and nothing but names."""
 
-from phalanx.lazy_modules import below
+from phalanx.elastic.lazy_modules import below
 
 __getattr__ = below(
     __name__,
     "agent",
     "control_plane",
     "events",
+    "internals",
+    "lazy_modules",
     "metrics",
     "multiprocessing",
     "rendezvous",

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.elastic_launch import LaunchConfig
+    from phalanx.agent.logs.specs import LogsSpecs
+    from phalanx.agent.workers.numa import NumaOptions
     from phalanx.errors import UsageError
-    from phalanx.logs.specs import LogsSpecs
     from phalanx.platforms.ssh.host_names import HostSlots
     from phalanx.platforms.surroundings import Surroundings, Taken
-    from phalanx.workers.numa import NumaOptions
 
 __all__ = [
     "InformationRequested",

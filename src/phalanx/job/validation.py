@@ -163,8 +163,8 @@ def _is_module(name: str) -> bool:
 
 
 def _is_program(name: str, environ: Mapping[str, str]) -> bool:
+    from phalanx.agent.workers.program import find_program
     from phalanx.errors import StartError
-    from phalanx.workers.program import find_program
 
     try:
         return bool(find_program(name, environ))
@@ -221,7 +221,7 @@ def _numa(v: Sources) -> Any:
     mode = v.text("numa_binding")
     if not mode:
         return None
-    from phalanx.workers.numa import AffinityMode, NumaOptions
+    from phalanx.agent.workers.numa import AffinityMode, NumaOptions
 
     return NumaOptions(AffinityMode(mode))
 

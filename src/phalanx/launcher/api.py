@@ -1,7 +1,7 @@
 """torch.distributed.launcher.api's names."""
 
 from phalanx.agent.elastic_launch import LaunchConfig, elastic_launch, launch_agent
-from phalanx.integrations.torch_internals import addr_and_port as _get_addr_and_port  # noqa: F401
-from phalanx.integrations.torch_internals import entrypoint_name as _get_entrypoint_name  # noqa: F401
+from phalanx.elastic.internals import addr_and_port as _get_addr_and_port  # noqa: F401
+from phalanx.elastic.internals import entrypoint_name as _get_entrypoint_name  # noqa: F401
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]

@@ -16,14 +16,14 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+from phalanx.agent.logs.json_lines import timestamp
 from phalanx.core.record import Record
-from phalanx.logs.json_lines import timestamp
 from phalanx.observe.outbox import Outbox, Undelivered
 
 if TYPE_CHECKING:
     from phalanx.agent.job_history import JobHistory
+    from phalanx.agent.supervision.incident_log import IncidentLog
     from phalanx.core.incidents import Incident
-    from phalanx.supervision.incident_log import IncidentLog
 
 _ANSWER = 5.0  # seconds for a server
 _NOT_WORTH_ANOTHER = frozenset(range(400, 500)) - {408, 425, 429}

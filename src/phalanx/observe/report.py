@@ -14,6 +14,7 @@ import os
 import re
 import sys
 
+from phalanx.agent.workers.exit_evidence import code_in_words, next_step, signal_label
 from phalanx.core.failures import (
     diagnose,
     echo_of,
@@ -24,14 +25,13 @@ from phalanx.core.failures import (
     tells_of_lost_device,
 )
 from phalanx.observe.duration import duration
-from phalanx.workers.exit_evidence import code_in_words, next_step, signal_label
 
 TYPE_CHECKING = False  # a restart waits for `summary`: nothing is imported or compiled that it does not need
 if TYPE_CHECKING:
     from typing import Any
 
+    from phalanx.agent.workers.failure import ProcessFailure
     from phalanx.core.failures import Diagnosis, Group, WorkerExit
-    from phalanx.workers.failure import ProcessFailure
 
 Failures = dict[int, "ProcessFailure"]
 WIDTH = 100
@@ -168,7 +168,7 @@ def _root_lines(
 
 def _enriched(lines: list[str], failure: ProcessFailure) -> list[str]:
     """What the program's own error handler makes of a death by signal (torch's hook)."""
-    record = sys.modules.get("phalanx.workers.record")
+    record = sys.modules.get("phalanx.worker.recorder")
     if record is None:  # nothing here can have defined or replaced a handler
         return lines
     enrich = getattr(record.current_handler(), "maybe_enrich_signal_failure_message", None)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from phalanx.agent.spec import RunResult, Worker, WorkerGroup
+    from phalanx.agent.workers.failure import ProcessFailure
     from phalanx.core.group import GroupState
     from phalanx.core.incidents import Incident
     from phalanx.core.restarts import RestartPolicy
     from phalanx.observe.events import EventMetadataValue
-    from phalanx.workers.failure import ProcessFailure
 
 AGENT_METRICS = "torchelastic"
 

@@ -1,12 +1,12 @@
 """torch.distributed.elastic.multiprocessing's names."""
 
+from phalanx.agent.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
+from phalanx.agent.workers.failure import ProcessFailure
+from phalanx.agent.workers.result import RunProcsResult
+from phalanx.agent.workers.worker_group import PContext
+from phalanx.agent.workers.worker_kinds import MultiprocessContext, SubprocessContext, start_processes
+from phalanx.elastic.lazy_modules import below
 from phalanx.errors import SignalException
-from phalanx.lazy_modules import below
-from phalanx.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
-from phalanx.workers.failure import ProcessFailure
-from phalanx.workers.result import RunProcsResult
-from phalanx.workers.worker_group import PContext
-from phalanx.workers.worker_kinds import MultiprocessContext, SubprocessContext, start_processes
 
 __all__ = [
     "DefaultLogsSpecs",

@@ -1,15 +1,15 @@
 """torch.distributed.elastic.multiprocessing.api's names."""
 
+from phalanx.agent.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
+from phalanx.agent.workers.failure import ProcessFailure
+from phalanx.agent.workers.result import RunProcsResult
+from phalanx.agent.workers.subprocess_handle import SubprocessHandler, get_subprocess_handler
+from phalanx.agent.workers.worker_group import PContext
+from phalanx.agent.workers.worker_kinds import MultiprocessContext, SubprocessContext
+from phalanx.elastic.multiprocessing.redirects import get_std_cm
+from phalanx.elastic.multiprocessing.tail_log import TailLog
 from phalanx.errors import SignalException
-from phalanx.logs.redirects import get_std_cm
-from phalanx.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
-from phalanx.logs.tail_log import TailLog
-from phalanx.workers.failure import ProcessFailure
-from phalanx.workers.record import record
-from phalanx.workers.result import RunProcsResult
-from phalanx.workers.subprocess_handle import SubprocessHandler, get_subprocess_handler
-from phalanx.workers.worker_group import PContext
-from phalanx.workers.worker_kinds import MultiprocessContext, SubprocessContext
+from phalanx.worker.recorder import record
 
 __all__ = [
     "DefaultLogsSpecs",

@@ -11,6 +11,7 @@ from phalanx.cluster.registry import (
     RendezvousHandlerRegistry,
     rendezvous_handler_registry,
 )
+from phalanx.elastic.lazy_modules import below
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -19,7 +20,6 @@ from phalanx.errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from phalanx.lazy_modules import below
 
 __all__ = [
     "RendezvousClosedError",

@@ -134,7 +134,7 @@ def _tcp_store(host: str, port: int, serves: bool, timeout: float) -> Any:
     try:
         from torch.distributed import TCPStore
     except ImportError:
-        from phalanx.integrations.torch_functions import create_c10d_store
+        from phalanx.elastic.utils.functions import create_c10d_store
 
         return create_c10d_store(serves, host, port, timeout=timeout, wait_for_workers=False)
     from datetime import timedelta

@@ -1,10 +1,10 @@
 """torch.distributed.elastic.rendezvous.utils's names."""
 
 from phalanx.cluster.address import parse_rendezvous_endpoint
-from phalanx.integrations.torch_internals import (  # noqa: F401
+from phalanx.elastic.internals import (  # noqa: F401
     matches_machine_hostname as _matches_machine_hostname,
 )
-from phalanx.integrations.torch_internals import (  # noqa: F401
+from phalanx.elastic.internals import (  # noqa: F401
     parse_rendezvous_config as _parse_rendezvous_config,
 )
 

@@ -1,6 +1,6 @@
 """torch.distributed.elastic.timer.api's names."""
 
-from phalanx.supervision.timers.api import (
+from phalanx.agent.supervision.timers.api import (
     RequestQueue,
     TimerClient,
     TimerRequest,

@@ -1,8 +1,8 @@
 """torch.distributed.elastic.timer.file_based_local_timer's names."""
 
-from phalanx.supervision.timers.api import FileTimerRequest
-from phalanx.supervision.timers.file_timer import FileTimerClient, FileTimerServer
-from phalanx.supervision.timers.file_timer import (
+from phalanx.agent.supervision.timers.api import FileTimerRequest
+from phalanx.agent.supervision.timers.file_timer import FileTimerClient, FileTimerServer
+from phalanx.agent.supervision.timers.file_timer import (
     log_debug_info_for_expired_timers as log_debug_info_for_expired_timers,
 )
 

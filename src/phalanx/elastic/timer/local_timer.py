@@ -1,6 +1,6 @@
 """torch.distributed.elastic.timer.local_timer's names."""
 
-from phalanx.supervision.timers.queue_timer import (
+from phalanx.agent.supervision.timers.queue_timer import (
     LocalTimerClient,
     LocalTimerServer,
     MultiprocessingRequestQueue,

@@ -1,5 +1,5 @@
 """torch.distributed.elastic.utils.api's names."""
 
-from phalanx.integrations.torch_functions import get_env_variable_or_raise, get_socket_with_port, macros
+from phalanx.elastic.utils.functions import get_env_variable_or_raise, get_socket_with_port, macros
 
 __all__ = ["get_env_variable_or_raise", "get_socket_with_port", "macros"]

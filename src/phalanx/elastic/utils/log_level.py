@@ -1,5 +1,5 @@
 """torch.distributed.elastic.utils.log_level's names."""
 
-from phalanx.integrations.torch_functions import get_log_level
+from phalanx.elastic.utils.functions import get_log_level
 
 __all__ = ["get_log_level"]

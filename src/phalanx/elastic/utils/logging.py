@@ -1,5 +1,5 @@
 """torch.distributed.elastic.utils.logging's names."""
 
-from phalanx.integrations.torch_functions import get_log_level, get_logger
+from phalanx.elastic.utils.functions import get_log_level, get_logger
 
 __all__ = ["get_log_level", "get_logger"]

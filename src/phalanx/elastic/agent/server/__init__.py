@@ -8,7 +8,7 @@ from phalanx.elastic.agent.server.local_elastic_agent import (
     TORCHELASTIC_ENABLE_FILE_TIMER,
     TORCHELASTIC_TIMER_FILE,
 )
-from phalanx.lazy_modules import below
+from phalanx.elastic.lazy_modules import below
 
 __all__ = [
     "TORCHELASTIC_ENABLE_FILE_TIMER",

@@ -1,9 +1,9 @@
 """`torch.distributed.elastic.multiprocessing.errors`, at the same names."""
 
+from phalanx.agent.workers.failure import ProcessFailure
+from phalanx.elastic.lazy_modules import below
 from phalanx.errors import ChildFailedError
-from phalanx.lazy_modules import below
-from phalanx.workers.failure import ProcessFailure
-from phalanx.workers.record import ErrorHandler, get_error_handler, record
+from phalanx.worker.recorder import ErrorHandler, get_error_handler, record
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
 

@@ -1,5 +1,5 @@
 """`torch.distributed.elastic.multiprocessing.errors.error_handler`, at the same names."""
 
-from phalanx.workers.record import ErrorHandler
+from phalanx.worker.recorder import ErrorHandler
 
 __all__ = ["ErrorHandler"]

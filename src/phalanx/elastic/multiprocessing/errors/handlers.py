@@ -1,5 +1,5 @@
 """`torch.distributed.elastic.multiprocessing.errors.handlers`, at the same names."""
 
-from phalanx.workers.record import ErrorHandler, get_error_handler
+from phalanx.worker.recorder import ErrorHandler, get_error_handler
 
 __all__ = ["ErrorHandler", "get_error_handler"]

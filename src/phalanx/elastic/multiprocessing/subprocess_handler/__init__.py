@@ -1,7 +1,7 @@
 """torch.distributed.elastic.multiprocessing.subprocess_handler's names."""
 
-from phalanx.lazy_modules import below
-from phalanx.workers.subprocess_handle import SubprocessHandler, get_subprocess_handler
+from phalanx.agent.workers.subprocess_handle import SubprocessHandler, get_subprocess_handler
+from phalanx.elastic.lazy_modules import below
 
 __all__ = ["SubprocessHandler", "get_subprocess_handler"]
 

@@ -1,5 +1,5 @@
 """torch.distributed.elastic.multiprocessing.subprocess_handler.handlers's names."""
 
-from phalanx.workers.subprocess_handle import SubprocessHandler, get_subprocess_handler
+from phalanx.agent.workers.subprocess_handle import SubprocessHandler, get_subprocess_handler
 
 __all__ = ["SubprocessHandler", "get_subprocess_handler"]

@@ -1,5 +1,5 @@
 """torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler's names."""
 
-from phalanx.workers.subprocess_handle import SubprocessHandler
+from phalanx.agent.workers.subprocess_handle import SubprocessHandler
 
 __all__ = ["SubprocessHandler"]

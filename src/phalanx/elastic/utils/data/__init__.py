@@ -2,17 +2,17 @@
 
 from typing import TYPE_CHECKING
 
-from phalanx.integrations.torch_data import CyclingIterator
-from phalanx.lazy_modules import below
+from phalanx.elastic.lazy_modules import below
+from phalanx.elastic.utils.data.elastic_data import CyclingIterator
 
 if TYPE_CHECKING:
-    from phalanx.integrations.torch_data import ElasticDistributedSampler
+    from phalanx.elastic.utils.data.elastic_data import ElasticDistributedSampler
 
 __all__ = ["CyclingIterator", "ElasticDistributedSampler"]
 
 
 def __getattr__(name: str) -> object:
-    from phalanx.integrations import torch_data
+    from phalanx.elastic.utils.data import elastic_data as torch_data
 
     if name in __all__:
         return getattr(torch_data, name)

@@ -1,5 +1,5 @@
 """torch.distributed.elastic.utils.data.cycling_iterator's names."""
 
-from phalanx.integrations.torch_data import CyclingIterator
+from phalanx.elastic.utils.data.elastic_data import CyclingIterator
 
 __all__ = ["CyclingIterator"]

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phalanx.integrations.torch_data import ElasticDistributedSampler
+    from phalanx.elastic.utils.data.elastic_data import ElasticDistributedSampler
 
 __all__ = ["ElasticDistributedSampler"]
 
@@ -11,6 +11,6 @@ __all__ = ["ElasticDistributedSampler"]
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from phalanx.integrations import torch_data
+    from phalanx.elastic.utils.data import elastic_data as torch_data
 
     return getattr(torch_data, name)

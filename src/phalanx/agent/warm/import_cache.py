@@ -1,0 +1,350 @@
+"""What helpers import for a script before it runs, and what is known of it from earlier launches.
+
+The first start of a launch waits for what the script imports before it does anything that can be seen, read
+from its text (leading_imports.py). Helpers in the background, for restarts, also import what workers were
+seen to import later. Only modules of listed packages count (preload_list.py). A file per script keeps
+
+    =TIME SIZE PATH    a user's file that was read
+    >LINE VARIABLES    an entry of the block at the top of the script, and what may be set by then (*: all)
+    ;                  the script may put directories in front of the installed packages
+                       (an empty line)
+    -PACKAGE WHY       a package that did not suit a fork here
+    NAME               a module that a worker imported; =PATH a user's file; !NAME a file that hides a package
+
+The key contains the script, the interpreter and its flags, the packages that files beside the script hide,
+and the state of the package directories (what is there, and since when). A block is read again when one of
+its files was edited.
+
+A stale or broken file is ignored. The list decides what the zygote imports, so a file that another user could
+have written is ignored too, and nothing is written to a directory that others can change (trusted_files.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from phalanx.agent.warm.leading_imports import LeadingImport, leading_imports
+from phalanx.helpers.preload.import_recorder import homes
+from phalanx.helpers.preload.packages import PACKAGES
+from phalanx.helpers.preload.preload_list import is_listed, left_out, names_in, package_of
+from phalanx.helpers.preload.variables import variables_set_in
+from phalanx.trusted_files import open_trusted, write_trusted
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_LIMIT = 1 << 20  # bytes; torch and transformers together need about 100 KB
+_MOST = 100  # lists
+_MARK = "phalanx modules 5"
+_MOST_OWN = 1000  # user files that are remembered
+
+
+def cache_dir(environ: Mapping[str, str]) -> str | None:
+    """The directory of the lists; None without a home directory."""
+    base = environ.get("XDG_CACHE_HOME")
+    if not base:
+        home = environ.get("HOME")
+        if not home:
+            return None
+        base = os.path.join(home, ".cache")
+    return os.path.join(base, "phalanx", "modules")
+
+
+class ImportCache:
+    """The list of one script."""
+
+    def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
+        """`program`: mode, target and interpreter flags; of a function, `module:name` and the main file."""
+        self._program, self._environ = program, environ
+        self._hidden = _hidden_by(_first_path(program))
+        self.key = _key(program, self._hidden)
+        directory = cache_dir(environ)
+        self.path = os.path.join(directory, _name_of(self.key)) if directory else None
+        self.seen: list[str] = []  # lines of import_recorder.py
+        self.refused: dict[str, str] = {}  # package → why
+        self.block: list[LeadingImport] = []
+        self._files: list[_File] = []  # of the block
+        self._edits_path = False
+        self._was_seen = False  # with this block, by a worker
+        if not self._load():
+            self._read_block()
+
+    def _load(self) -> bool:
+        """Whether the block is known."""
+        if self.path is None:
+            return False
+        try:
+            with open(open_trusted(self.path), encoding="utf-8", errors="surrogateescape") as file:
+                lines = file.read(_LIMIT).split("\n")
+        except (OSError, ValueError):
+            return False
+        if lines[:2] != [_MARK, self.key] or lines[-2:] != [".", ""] or "" not in lines[:-1]:
+            return False  # another version, another key with the same file name, or truncated
+        middle = lines.index("")
+        head, rest = lines[2:middle], lines[middle + 1 : -2]
+        try:
+            files = [_File.read(line[1:]) for line in head if line.startswith("=")]
+        except ValueError:
+            return False
+        self.seen = [line for line in rest if not line.startswith("-")]
+        parts = (line[1:].partition(" ") for line in rest if line.startswith("-"))
+        self.refused = {package: why for package, _, why in parts}
+        if not all(file.is_unchanged() for file in files):
+            return False
+        self._files = files
+        self.block = [_entry(line[1:]) for line in head if line.startswith(">")]
+        self._edits_path = ";" in head
+        self._was_seen = bool(self.seen)
+        return True
+
+    def _read_block(self) -> None:
+        search = [_first_path(self._program), *sys.path[1:]]
+        found = leading_imports(self._program, [path for path in search if path], homes(), _file_of)
+        self._files = [_File(path) for path in found.own]
+        self.block = [entry for entry in found.entries if _is_plain(entry.line)]
+        self._edits_path = found.edits_path
+
+    # -- what to import -----------------------------------------------------------------------------
+
+    def why_not(self, entry: LeadingImport) -> str:
+        """Why a module of the block is left to the workers; '' if it is preloaded."""
+        package = package_of(entry.name)
+        if package in self.refused:
+            return self.refused[package]
+        if package in self.hidden:
+            return "is hidden by a file of yours"
+        why = left_out(entry.name, entry.may_be_set)
+        if not why and self._edits_path and not self._was_seen:
+            return "your code edits sys.path, and was not run since"
+        return why
+
+    def why_not_later(self, package: str) -> str:
+        """The same for what workers import later on."""
+        if package in self.refused or package in self.hidden:
+            return self.refused.get(package, "is hidden by a file of yours")
+        own = [file.path for file in self._files] + [line[1:] for line in self.seen if line.startswith("=")]
+        return left_out(package, variables_set_in(own, own[0] if own else ""))
+
+    @property
+    def hidden(self) -> set[str]:
+        """Packages that the script finds elsewhere."""
+        elsewhere = {line[1:] for line in self.seen if line.startswith("!")} if self._edits_path else set()
+        return self._hidden | elsewhere
+
+    def first_lines(self) -> list[str]:
+        """What a start may wait for: what the script imports first, and what affects it."""
+        if self._program[0] == "function":  # it is called after all imports
+            return self.all_lines()
+        lines = self._first()
+        if not any(package_of(name) in PACKAGES for name in names_in(lines)):
+            return []  # only of the standard library: a worker imports them as fast
+        variables = {name for entry in self.block for name in entry.may_be_set or ()}
+        return [*self._forbidden(), *(f"~{name}" for name in sorted(variables)), *lines]
+
+    def _first(self) -> list[str]:
+        return [entry.line for entry in self.block if not entry.name or not self.why_not(entry)]
+
+    def all_lines(self) -> list[str]:
+        """What helpers in the background import: also what workers imported later."""
+        first, later = self._first(), self.modules()
+        if not later and not names_in(first):
+            return []
+        own = [f"={file.path}" for file in self._files]
+        own += [line for line in self.seen if line.startswith("=") and line not in own]
+        return [*self._forbidden(), *own, *first, *(f"&{name}" for name in later)]
+
+    def modules(self) -> list[str]:
+        """Modules of listed packages that workers have imported."""
+        without = self.hidden | self.refused.keys()
+        return [
+            line
+            for line in self.seen
+            if line[:1] not in ("=", "!") and is_listed(line) and package_of(line) not in without
+        ]
+
+    def wanted(self) -> set[str]:
+        """What is gained by importing `all_lines`: not the standard library at the top of a script."""
+        first = {name for name in names_in(self._first()) if package_of(name) in PACKAGES}
+        return first.union(self.modules())
+
+    def _forbidden(self) -> list[str]:
+        return [f"!{name}" for name in sorted(self.hidden | self.refused.keys())]
+
+    # -- what is learned ------------------------------------------------------------------------------
+
+    def add(self, lines: Iterable[str]) -> bool:
+        """Add the lines of a worker's recorder, in order; whether something is new."""
+        known = set(self.seen)
+        new = [line for line in dict.fromkeys(lines) if line not in known and _is_plain(line)]
+        room = _MOST_OWN - sum(line.startswith("=") for line in self.seen)
+        own = [line for line in new if line.startswith("=")]
+        too_many = set(own[max(0, room) :])
+        self.seen += [line for line in new if line not in too_many]
+        self._was_seen = self._was_seen or bool(new)
+        return bool(new)
+
+    def refuse(self, package: str, why: str) -> None:
+        """This package did not suit a fork."""
+        self.refused[package] = why
+
+    def allow(self, names: Iterable[str]) -> None:
+        """The user names these modules: a package that imports one of them may suit a fork now."""
+        for package, why in list(self.refused.items()):
+            if package in names or any(why.startswith(f"imports {name}, ") for name in names):
+                del self.refused[package]
+
+    def renewed(self) -> ImportCache | None:
+        """The list for the packages as they are now, if any was installed, upgraded or removed since."""
+        same = _key(self._program, self._hidden) == self.key
+        return None if same else ImportCache(self._program, self._environ)
+
+    def save(self) -> None:
+        """Write the list atomically; errors are ignored."""
+        if self.path is None:
+            return
+        head = [*(f"={file.written()}" for file in self._files), *(f">{_written(one)}" for one in self.block)]
+        head += [";"] if self._edits_path else []
+        refused = [f"-{package} {why}" for package, why in self.refused.items()]
+        text = "\n".join([_MARK, self.key, *head, "", *refused, *self.seen, "."]) + "\n"
+        try:
+            write_trusted(self.path, text.encode("utf-8", "surrogateescape"))
+            _make_room(os.path.dirname(self.path))
+        except OSError:
+            pass
+
+
+class _File:
+    """A user's file at one moment."""
+
+    def __init__(self, path: str, seen: tuple[int, int] | None = None) -> None:
+        self.path = path
+        self.seen = seen or _stat(path)
+
+    @classmethod
+    def read(cls, text: str) -> _File:
+        """From a line of the cache file."""
+        time, size, path = text.split(" ", 2)
+        return cls(path, (int(time), int(size)))
+
+    def written(self) -> str:
+        return f"{self.seen[0]} {self.seen[1]} {self.path}"
+
+    def is_unchanged(self) -> bool:
+        return _stat(self.path) == self.seen
+
+
+def _stat(path: str) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+def _written(entry: LeadingImport) -> str:
+    variables = "*" if entry.may_be_set is None else " ".join(sorted(entry.may_be_set))
+    return f"{entry.line}\t{variables}"
+
+
+def _entry(text: str) -> LeadingImport:
+    line, _, variables = text.rpartition("\t")
+    return LeadingImport(line, None if variables == "*" else frozenset(variables.split()))
+
+
+def _first_path(program: Sequence[str]) -> str:
+    """The first directory in which the program's modules are searched."""
+    mode, target = program[0], program[1]
+    if mode == "script":
+        return target if os.path.isdir(target) else os.path.dirname(os.path.realpath(target))
+    return os.getcwd() if mode in ("module", "code") else ""
+
+
+def _file_of(module: str) -> str:
+    """The file of an installed module that is run as a program (-m), or that a function comes from."""
+    from importlib.machinery import PathFinder
+
+    path = None
+    origin = ""
+    for part in module.split("."):
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            return ""
+        path, origin = spec.submodule_search_locations, spec.origin or ""
+    return os.path.join(next(iter(path)), "__main__.py") if path else origin
+
+
+def _hidden_by(folder: str) -> set[str]:
+    """Packages with the name of a file in this directory."""
+    try:
+        entries = os.listdir(folder) if folder else []
+    except OSError:
+        return set()
+    found = set()
+    for entry in entries:
+        name, _, suffix = entry.partition(".")
+        if (name in PACKAGES or name in sys.stdlib_module_names) and (
+            suffix.endswith(("py", "pyc", "so"))
+            or (not suffix and os.path.exists(os.path.join(folder, name, "__init__.py")))
+        ):
+            found.add(name)
+    return found
+
+
+def _make_room(directory: str) -> None:
+    """Keep only the newest lists: every installed package changes all keys."""
+    entries = [entry for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False)]
+    if len(entries) > _MOST:
+        entries.sort(key=lambda entry: entry.stat().st_mtime)
+        for entry in entries[: len(entries) - _MOST]:
+            os.unlink(entry.path)
+
+
+def _is_plain(line: str) -> bool:
+    """Whether it can be written as one line."""
+    return bool(line) and line.isprintable() and "\t" not in line and len(line) < 5000
+
+
+def _key(program: Sequence[str], hidden: Iterable[str]) -> str:
+    """`program` is mode and target; a script is identified by its real path."""
+    mode, target = program[0], program[1]
+    what = os.path.realpath(target) if mode == "script" else f"-{mode[0]} {target}"
+    parts = [what, sys.executable, sys.version.split()[0], *program[2:], *sorted(hidden)]
+    for path in sys.path:
+        if path.endswith(("site-packages", "dist-packages")):
+            try:
+                parts.append(f"{path}@{_installed_state(path)}")
+            except OSError:
+                pass
+    return "|".join(part.replace("\n", " ") for part in parts)
+
+
+def _installed_state(folder: str) -> str:
+    """Changes when a package is installed, upgraded or removed, and not when byte code is first written."""
+    import zlib
+
+    names = []
+    newest = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name != "__pycache__":
+                names.append(entry.name)
+                if entry.name.endswith("-info") or entry.is_file():
+                    newest = max(newest, entry.stat().st_mtime_ns)
+    return f"{zlib.crc32(os.fsencode(chr(0).join(sorted(names)))):08x}.{newest}"
+
+
+def _name_of(key: str) -> str:
+    # Not hashlib, which takes longer to import than the rest; the file itself contains the key.
+    import zlib
+
+    data = key.encode("utf-8", "surrogateescape")
+    return f"{zlib.crc32(data):08x}{zlib.adler32(data):08x}"
+
+
+def read_names(fd: int) -> list[str]:
+    """The lines that a worker's recorder has written so far."""
+    size = os.fstat(fd).st_size
+    data = os.pread(fd, min(size, _LIMIT), 0)
+    return data.decode("utf-8", "surrogateescape").split("\n")[:-1]

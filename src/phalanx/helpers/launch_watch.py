@@ -1,0 +1,71 @@
+"""Which launch the keeper serves. The zygote reports when it is kept beyond its launch, when the next one
+adopts it (helpers/kept_zygote.py), and until when its workers may run (lease_timer.py).
+
+An adopted keeper is not a child of its agent, so that no parent-death signal wakes it up, should it be
+stopped when the agent dies. The *tether* does that: a pipe whose write end the agent holds. Its read end,
+here, is set to send SIGCONT to keeper and zygote when the write end closes.
+"""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.helpers.channel import Channel
+from phalanx.rawsignal import signal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import _socket
+
+
+class LaunchWatch:
+    """The keeper's end of the connection to its zygote, and the agent that it watches."""
+
+    def __init__(self, sock: _socket.socket, agent: int | None) -> None:
+        self._channel = Channel(sock)
+        self.agent = agent  # a pidfd; None: there is none to watch
+        self._tether = -1
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def read(self) -> list[tuple[str, list[int]]]:
+        """What the zygote reports: kept, adopted, leased (with the timer, if there is one), gone."""
+        messages, gone = self._channel.pending()
+        reports = []
+        for message, fds in messages:
+            what = message[0]
+            if what == "kept":
+                from phalanx.helpers.kept_zygote import let_go
+
+                self._release()
+                let_go()
+            elif what == "adopted":
+                from phalanx.helpers.kept_zygote import take_hold
+
+                self._release()
+                self.agent, self._tether = fds
+                _arm(self._tether)
+                take_hold(message[1])
+            reports.append((what, fds if what == "leased" else []))
+        return [*reports, ("gone", [])] if gone else reports
+
+    def _release(self) -> None:
+        if self.agent is not None:
+            os.close(self.agent)
+            self.agent = None
+        if self._tether >= 0:
+            os.close(self._tether)
+            self._tether = -1
+
+    def close(self) -> None:
+        self._channel.close()
+        self._release()
+
+
+def _arm(tether: int) -> None:
+    import fcntl
+
+    fcntl.fcntl(tether, fcntl.F_SETOWN, -os.getpgrp())  # the zygote is in the keeper's group, no worker is
+    fcntl.fcntl(tether, fcntl.F_SETSIG, signal.SIGCONT)
+    fcntl.fcntl(tether, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
