@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from phalanx.agent.workers.failure import ProcessFailure
-    from phalanx.core.fitness import NodeVerdict
+    from phalanx.core.diagnosis.fitness import NodeVerdict
 
 
 # Exceptions that torch has too: name → its module there.

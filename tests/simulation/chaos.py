@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 from typing import NamedTuple
 
-from phalanx.core.leader_view import Options
-from phalanx.core.participant_events import StartRound
-from phalanx.core.quarantine import QuarantinePolicy
-from phalanx.core.round_causes import HOSTS
+from phalanx.core.rounds.causes import HOSTS
+from phalanx.core.rounds.leader_view import Options
+from phalanx.core.rounds.participant_events import StartRound
+from phalanx.core.rounds.quarantine import QuarantinePolicy
 from tests.simulation.simulator import Agent, Broken, Simulation
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.core.leader_view import Options
+from phalanx.core.rounds.leader_view import Options
 from tests.simulation.simulator import Agent, Broken, Simulation
 
 LIVES = 4

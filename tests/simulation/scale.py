@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
-from phalanx.core.leader_view import Options
-from phalanx.core.participant_events import StartRound
+from phalanx.core.rounds.leader_view import Options
+from phalanx.core.rounds.participant_events import StartRound
 from tests.simulation.simulator import Agent, Broken, Simulation
 
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.core.leader_view import Options
-from phalanx.core.quarantine import QuarantinePolicy
+from phalanx.core.rounds.leader_view import Options
+from phalanx.core.rounds.quarantine import QuarantinePolicy
 from tests.simulation.simulator import Simulation
 
 _FIELDS = {"min": "min_nodes", "max": "max_nodes", "restarts": "max_restarts", "fixed": "fixed"}

@@ -37,9 +37,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.core.leader_view import Options
-from phalanx.core.participant import Participant
-from phalanx.core.participant_events import (
+from phalanx.core.group.ranks import NodeSlots, assign_to
+from phalanx.core.rounds.causes import HOSTS
+from phalanx.core.rounds.leader_view import Options
+from phalanx.core.rounds.participant import Participant
+from phalanx.core.rounds.participant_events import (
     Action,
     Answer,
     ClockTick,
@@ -58,10 +60,8 @@ from phalanx.core.participant_events import (
     WorkersEnded,
     WorkersStopped,
 )
-from phalanx.core.quarantine import restore
-from phalanx.core.ranks import NodeSlots, assign_to
-from phalanx.core.round_causes import HOSTS
-from phalanx.core.round_records import (
+from phalanx.core.rounds.quarantine import restore
+from phalanx.core.rounds.records import (
     ACTIVE,
     Member,
     NodeInfo,
@@ -71,7 +71,7 @@ from phalanx.core.round_records import (
     decode_round,
     encode,
 )
-from phalanx.core.store_commands import Command, Delete, Notice, Put, Reply, Txn, Watch, When
+from phalanx.core.rounds.store_commands import Command, Delete, Notice, Put, Reply, Txn, Watch, When
 from phalanx.store.embedded.answer_time import AnswerTime
 from phalanx.store.embedded.client_session import Request, Session
 from phalanx.store.model import Model

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 
 from phalanx.cluster.membership import EMBEDDED_BATCH
-from phalanx.core.leader_view import Options
-from phalanx.core.participant import CONTROL, Participant
-from phalanx.core.participant_events import (
+from phalanx.core.rounds.leader_view import Options
+from phalanx.core.rounds.participant import CONTROL, Participant
+from phalanx.core.rounds.participant_events import (
     Action,
     Answer,
     ClockTick,
@@ -32,8 +32,8 @@ from phalanx.core.participant_events import (
     Send,
     StartRound,
 )
-from phalanx.core.round_records import NodeInfo
-from phalanx.core.store_commands import Command, Notice, Put, Reply
+from phalanx.core.rounds.records import NodeInfo
+from phalanx.core.rounds.store_commands import Command, Notice, Put, Reply
 from phalanx.store.embedded.client_session import Request, Session
 from phalanx.store.net import wire
 from phalanx.store.net.token import Token, find_token

@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from phalanx.core.goodput import CATEGORIES
+from phalanx.core.ledger.goodput import CATEGORIES
 
 TOKEN = "0123456789abcdef"
 PER_NODE = 8
@@ -99,7 +99,7 @@ def be_agent(ranks: int) -> None:
     """The real socket of an agent; the answers of the other nodes are read and written as they would be."""
     from phalanx.agent.status import StatusSocket
     from phalanx.cluster.node_requests import decode_answer, encode_answer
-    from phalanx.core.group import Phase
+    from phalanx.core.group.group import Phase
 
     job = SimulatedJob(ranks)
     others = range(1, -(-ranks // PER_NODE))

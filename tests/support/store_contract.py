@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from phalanx.core.store_commands import (
+from phalanx.core.rounds.store_commands import (
     Add,
     Change,
     Command,

@@ -22,7 +22,7 @@ from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, Wor
 from phalanx.agent.torch_agent import ElasticAgent, SimpleElasticAgent
 from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo
 from phalanx.cluster.solo import SoloRendezvous
-from phalanx.core.group_events import WorkerState
+from phalanx.core.group.events import WorkerState
 from phalanx.errors import (
     PhalanxError,
     RendezvousClosedError,

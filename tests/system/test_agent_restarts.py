@@ -16,8 +16,8 @@ from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
 from phalanx.cluster.handler import RendezvousParameters
 from phalanx.cluster.registry import get_rendezvous_handler
 from phalanx.cluster.solo import SoloRendezvous
-from phalanx.core.group_events import WorkerState
-from phalanx.core.restarts import RestartPolicy
+from phalanx.core.group.events import WorkerState
+from phalanx.core.group.restarts import RestartPolicy
 from phalanx.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from phalanx.errors import RendezvousStateError
 from tests.conftest import HUNG, gone, wait_until

@@ -20,7 +20,7 @@ from phalanx.agent.torch_agent import STEPS, SimpleElasticAgent
 from phalanx.agent.torch_events import METHODS as EVENT_METHODS
 from phalanx.cluster.handler import RendezvousInfo
 from phalanx.cluster.solo import SoloRendezvous
-from phalanx.core.group_events import WorkerState
+from phalanx.core.group.events import WorkerState
 from phalanx.errors import RendezvousClosedError, RendezvousTimeoutError, SignalException, StartError
 from tests.conftest import HUNG, gone, wait_until
 from tests.system.test_cluster import handlers, together

@@ -9,7 +9,18 @@ from contextlib import ExitStack
 
 import pytest
 
-from phalanx.core.store_commands import Add, Change, Command, Get, Grant, KeepAlive, Notice, Put, Reply, Watch
+from phalanx.core.rounds.store_commands import (
+    Add,
+    Change,
+    Command,
+    Get,
+    Grant,
+    KeepAlive,
+    Notice,
+    Put,
+    Reply,
+    Watch,
+)
 from phalanx.errors import StoreConnectionError, StoreError
 from phalanx.store.blob_client import MAGIC, BlobClient
 from phalanx.store.embedded.client import State

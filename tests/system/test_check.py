@@ -21,8 +21,17 @@ from phalanx.check.pair_link import PairLink
 from phalanx.cli import check
 from phalanx.cli import main as phalanx
 from phalanx.cluster.handler import RendezvousInfo
+from phalanx.core.diagnosis.fitness import (
+    EXIT_CODES,
+    FIT,
+    UNFIT,
+    UNKNOWN,
+    WARN,
+    CheckFinding,
+    NodeVerdict,
+    judge_node,
+)
 from phalanx.core.exit_codes import UNFIT_NODE
-from phalanx.core.fitness import EXIT_CODES, FIT, UNFIT, UNKNOWN, WARN, CheckFinding, NodeVerdict, judge_node
 from phalanx.errors import StoreAuthError
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server

@@ -24,8 +24,8 @@ from phalanx.cluster.handler import RendezvousHandler, RendezvousParameters
 from phalanx.cluster.membership_events import Ended, Formed, NodeFailure, Over
 from phalanx.cluster.registry import get_rendezvous_handler
 from phalanx.core.exit_codes import NO_MEETING
-from phalanx.core.participant import CONTROL
-from phalanx.core.store_commands import Get, Watch
+from phalanx.core.rounds.participant import CONTROL
+from phalanx.core.rounds.store_commands import Get, Watch
 from phalanx.errors import RendezvousClosedError
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server

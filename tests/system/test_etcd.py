@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core import participant_events as happen
-from phalanx.core.leader_view import Options
-from phalanx.core.store_commands import (
+from phalanx.core.rounds import participant_events as happen
+from phalanx.core.rounds.leader_view import Options
+from phalanx.core.rounds.store_commands import (
     Add,
     Change,
     Command,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.store_commands import Grant, KeepAlive, Put, Reply
+from phalanx.core.rounds.store_commands import Grant, KeepAlive, Put, Reply
 from phalanx.errors import StoreError
 from phalanx.store.etcd.client import EtcdClient
 from phalanx.store.etcd.http import EtcdError, _decode

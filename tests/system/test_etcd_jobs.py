@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cluster.node_requests import ASK
-from phalanx.core.store_commands import Entry, Get
+from phalanx.core.rounds.store_commands import Entry, Get
 from phalanx.store.etcd.client import etcd_client_from
 from tests.conftest import HUNG, wait_until
 from tests.support.etcd_process import Cluster, etcd_program

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.store_commands import Get, Put
+from phalanx.core.rounds.store_commands import Get, Put
 from phalanx.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from phalanx.elastic.rendezvous.etcd_rendezvous import create_rdzv_handler
 from phalanx.elastic.rendezvous.etcd_server import EtcdServer

@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.agent.workers.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from phalanx.agent.workers.worker_group import GroupOptions
-from phalanx.core.group_events import SiblingStop
+from phalanx.core.group.events import SiblingStop
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
 from tests.conftest import HUNG, wait_until
 from tests.support.run_helpers import zygote_below

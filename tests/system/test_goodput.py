@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.cluster.job_goodput import ledgers_prefix
-from phalanx.core.store_commands import Get
+from phalanx.core.rounds.store_commands import Get
 from phalanx.store.embedded.client import Client
 from phalanx.store.net.token import Token
 from tests.conftest import HUNG, wait_until

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from phalanx.agent.workers.worker_group import GroupOptions
-from phalanx.core.group_events import SiblingStop
+from phalanx.core.group.events import SiblingStop
 from phalanx.elastic.multiprocessing import (
     DefaultLogsSpecs,
     MultiprocessContext,

@@ -302,7 +302,7 @@ def test_a_collective_that_waits_for_a_lost_peer(tmp_path: Path, workers: int) -
 
 def test_slow_ranks_are_reported_and_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, to shorten the window."""
-    import phalanx.core.stragglers as progress
+    import phalanx.core.diagnosis.stragglers as progress
     from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.logs.specs import DefaultLogsSpecs
     from phalanx.agent.spec import AgentOptions, WorkerSpec

@@ -31,8 +31,8 @@ from phalanx.agent.workers.spawner import (
     WorkersStarted,
 )
 from phalanx.cluster.membership import clock
-from phalanx.core.group_events import RoundOver, Signal, WorkerState
-from phalanx.core.restarts import RestartPolicy
+from phalanx.core.group.events import RoundOver, Signal, WorkerState
+from phalanx.core.group.restarts import RestartPolicy
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from phalanx.errors import SignalException
 from phalanx.helpers import job_cgroup

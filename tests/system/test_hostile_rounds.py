@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.exit_codes import UNFIT_NODE
-from phalanx.core.store_commands import Get, Put
+from phalanx.core.rounds.store_commands import Get, Put
 from phalanx.store.embedded.client import Client
 from phalanx.store.net.token import Token
 from tests.conftest import HUNG, gone, wait_until

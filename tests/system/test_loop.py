@@ -22,8 +22,8 @@ from phalanx.agent.spec import AgentOptions, RunResult, WorkerSpec
 from phalanx.agent.warm.helper_pool import HelperPool
 from phalanx.cluster.handler import RendezvousInfo
 from phalanx.cluster.solo import SoloRendezvous
-from phalanx.core.group_events import MembershipChanged, Signal, WorkerState
-from phalanx.core.restarts import RestartPolicy
+from phalanx.core.group.events import MembershipChanged, Signal, WorkerState
+from phalanx.core.group.restarts import RestartPolicy
 from phalanx.errors import SignalException
 from phalanx.observe.local_agents import as_dict, find
 from phalanx.store.tcpstore.client import TorchStoreClient

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.leader_view import Options
-from phalanx.core.participant import Participant
-from phalanx.core.participant_events import (
+from phalanx.core.rounds.leader_view import Options
+from phalanx.core.rounds.participant import Participant
+from phalanx.core.rounds.participant_events import (
     Action,
     Answer,
     ClockTick,
@@ -29,8 +29,8 @@ from phalanx.core.participant_events import (
     WorkersEnded,
     WorkersStopped,
 )
-from phalanx.core.round_records import NodeInfo, Round
-from phalanx.core.store_commands import Notice
+from phalanx.core.rounds.records import NodeInfo, Round
+from phalanx.core.rounds.store_commands import Notice
 from phalanx.store.embedded.client import Client, State
 from phalanx.store.embedded.server import Server
 from phalanx.store.net.token import Token

@@ -389,7 +389,7 @@ CRASH_LOOP = """\
 import os, sys, psutil
 from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, WorkerSpec
-from phalanx.core.restarts import RestartPolicy
+from phalanx.core.group.restarts import RestartPolicy
 from phalanx.agent.logs.specs import DefaultLogsSpecs, Std
 from phalanx.cluster.solo import SoloRendezvous
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from phalanx.core.store_commands import Get, Put, Watch
+from phalanx.core.rounds.store_commands import Get, Put, Watch
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.net import wire

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.store_commands import Grant, Put
+from phalanx.core.rounds.store_commands import Grant, Put
 from phalanx.errors import StoreAuthError
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server

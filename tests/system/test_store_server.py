@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.store_commands import Add, Change, Command, Get, Grant, KeepAlive, Notice, Put, Reply
+from phalanx.core.rounds.store_commands import Add, Change, Command, Get, Grant, KeepAlive, Notice, Put, Reply
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError, UsageError
 from phalanx.store.embedded.client import Client, State
 from phalanx.store.embedded.server import Server

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.store_commands import Change, Delete, Entry, Grant, Notice, Put
+from phalanx.core.rounds.store_commands import Change, Delete, Entry, Grant, Notice, Put
 from phalanx.errors import StoreAuthError, StoreError
 from phalanx.store.embedded.client import Client, State
 from phalanx.store.embedded.journal import Journal

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.store_commands import Grant, KeepAlive
+from phalanx.core.rounds.store_commands import Grant, KeepAlive
 from phalanx.errors import StoreAuthError, UsageError
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server

@@ -17,7 +17,7 @@ from phalanx.agent.agent_services import read_verdict
 from phalanx.check import gpus, machine
 from phalanx.check.bounded import Check, run_checks
 from phalanx.check.local import NAMES, examine
-from phalanx.core.fitness import FIT, UNFIT, UNKNOWN, WARN, CheckFinding
+from phalanx.core.diagnosis.fitness import FIT, UNFIT, UNKNOWN, WARN, CheckFinding
 from tests.conftest import HUNG, gone, wait_until
 
 

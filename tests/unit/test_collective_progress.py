@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.core.collective_progress import CollectiveProgress, RankPulse, marks, moved, observe
-from phalanx.core.collectives import GroupTrace, Operation, RankTrace
+from phalanx.core.diagnosis.collective_progress import CollectiveProgress, RankPulse, marks, moved, observe
+from phalanx.core.diagnosis.collectives import GroupTrace, Operation, RankTrace
 
 
 def sampled(*pulses: tuple[int, bool, float]) -> CollectiveProgress:

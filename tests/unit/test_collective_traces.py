@@ -29,7 +29,7 @@ from phalanx.agent.supervision.collective_traces import (
     spread,
 )
 from phalanx.agent.supervision.trace_sockets import TraceSockets
-from phalanx.core.collectives import RankTrace, explain
+from phalanx.core.diagnosis.collectives import RankTrace, explain
 from phalanx.worker.torch_collectives import GROUPS_SUFFIX, GroupMembers, TorchFinder, runs
 from tests.support.hang_scenarios import expected
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core.collectives import Explanation, GroupTrace, Operation, RankTrace, explain
+from phalanx.core.diagnosis.collectives import Explanation, GroupTrace, Operation, RankTrace, explain
 
 Ops = tuple[Operation, ...]
 

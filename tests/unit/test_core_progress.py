@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.progress import (
+from phalanx.core.diagnosis.progress import (
     Beat,
     Evidence,
     View,
@@ -246,7 +246,9 @@ def test_identical_stacks_are_grouped_with_the_odd_ones_first() -> None:
 
 @pytest.mark.parametrize("final", [True, False])
 def test_a_final_hang_ends_the_job_whatever_restarts_are_left(final: bool) -> None:
-    from phalanx.core import exit_codes, group, group_events
+    from phalanx.core import exit_codes
+    from phalanx.core.group import events as group_events
+    from phalanx.core.group import group
 
     policy, state = group.GroupPolicy(), group.GroupState()
     for event in (

@@ -19,7 +19,7 @@ from phalanx.agent.workers.failure import ProcessFailure
 from phalanx.agent.workers.numa import AffinityMode, NumaOptions, Topology
 from phalanx.agent.workers.result import RunProcsResult
 from phalanx.cluster.solo import SoloRendezvous
-from phalanx.core.group_events import WorkerState
+from phalanx.core.group.events import WorkerState
 from phalanx.core.record import Record
 from phalanx.worker.error_file import message_data, write_data
 from tests.conftest import HUNG

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.store_commands import Change, Delete, Entry, Grant, Notice, Put, Txn, Watch, When
+from phalanx.core.rounds.store_commands import Change, Delete, Entry, Grant, Notice, Put, Txn, Watch, When
 from phalanx.errors import StoreError, UsageError
 from phalanx.store.etcd import requests
 from phalanx.store.etcd.client import etcd_client_from

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.incidents import Incident, OpenIncident
+from phalanx.core.ledger.incidents import Incident, OpenIncident
 from phalanx.job.environment import EVENTS_FILE
 from phalanx.observe import events
 from phalanx.observe.events import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core import exit_codes as codes
-from phalanx.core.restarts import Failure, History, RestartPolicy, decide
+from phalanx.core.group.restarts import Failure, History, RestartPolicy, decide
 from phalanx.errors import (
     NodeUnfit,
     PhalanxError,

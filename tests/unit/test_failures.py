@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.failures import (
+from phalanx.core.diagnosis.failures import (
     Diagnosis,
     ErrorRecord,
     WorkerExit,

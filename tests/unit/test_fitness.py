@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from phalanx.core.fitness import (
+from phalanx.core.diagnosis.fitness import (
     EXIT_CODES,
     FIT,
     UNFIT,
@@ -20,7 +20,7 @@ from phalanx.core.fitness import (
     rate_of_latency,
     suspects,
 )
-from phalanx.core.pairing import NodeGroup, confirming_round, first_round, overall, second_round
+from phalanx.core.diagnosis.pairing import NodeGroup, confirming_round, first_round, overall, second_round
 
 FINE = CheckFinding("memory", "plenty")
 DOUBTFUL = CheckFinding("clock", "not synchronised", WARN)

@@ -7,21 +7,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.core import group
-from phalanx.core.goodput import (
-    CATEGORIES,
-    GoodputLedger,
-    GoodputTotals,
-    RankProgress,
-    StartBounds,
-    goodput_line,
-    losses,
-    read_totals,
-    seconds,
-    split,
-    typical_step,
-)
-from phalanx.core.group_events import (
+from phalanx.core.group import group
+from phalanx.core.group.events import (
     AllSucceeded,
     BarrierDone,
     Event,
@@ -34,8 +21,21 @@ from phalanx.core.group_events import (
     Stopped,
     WorkerFailed,
 )
-from phalanx.core.incidents import GroupStep, Incident, IncidentBook, observe
-from phalanx.core.restarts import RestartPolicy
+from phalanx.core.group.restarts import RestartPolicy
+from phalanx.core.ledger.goodput import (
+    CATEGORIES,
+    GoodputLedger,
+    GoodputTotals,
+    RankProgress,
+    StartBounds,
+    goodput_line,
+    losses,
+    read_totals,
+    seconds,
+    split,
+    typical_step,
+)
+from phalanx.core.ledger.incidents import GroupStep, Incident, IncidentBook, observe
 
 STEADY = RankProgress(101.0, 0.0, 104.0, 1, 120.0, 9, 9)
 """A first line at 101, steps of 2 s from 102 on, the ninth at 120."""

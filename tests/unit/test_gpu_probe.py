@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.agent import gpu_probe
 from phalanx.agent.gpu_probe import GpuProbe
-from phalanx.core.group import Phase
+from phalanx.core.group.group import Phase
 from tests.conftest import HUNG
 
 TELLS = """

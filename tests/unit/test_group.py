@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core import group, group_events
-from phalanx.core.group import GroupPolicy, GroupState, IllegalMove, Phase, WorkerState, step
-from phalanx.core.group_events import (
+from phalanx.core.group import events as group_events
+from phalanx.core.group import group
+from phalanx.core.group.events import (
     AllSucceeded,
     BarrierDone,
     EnterBarrier,
@@ -46,7 +46,8 @@ from phalanx.core.group_events import (
     WakeAt,
     WorkerFailed,
 )
-from phalanx.core.restarts import RestartPolicy
+from phalanx.core.group.group import GroupPolicy, GroupState, IllegalMove, Phase, WorkerState, step
+from phalanx.core.group.restarts import RestartPolicy
 
 TRACES = pathlib.Path(__file__).parent / "traces"
 

@@ -19,11 +19,11 @@ from phalanx.agent.supervision.hang_detector import HangDetector
 from phalanx.agent.supervision.incident_log import IncidentLog
 from phalanx.agent.supervision.round_broadcast import RoundBroadcast
 from phalanx.agent.supervision.stack_collection import Findings
-from phalanx.core.collective_progress import RankPulse, marks, observe
-from phalanx.core.collectives import GroupTrace, Operation, RankTrace
-from phalanx.core.group import Phase
-from phalanx.core.patience import NODE
-from phalanx.core.progress import Beat, Verdict, View, WatchPolicy, judge
+from phalanx.core.diagnosis.collective_progress import RankPulse, marks, observe
+from phalanx.core.diagnosis.collectives import GroupTrace, Operation, RankTrace
+from phalanx.core.diagnosis.patience import NODE
+from phalanx.core.diagnosis.progress import Beat, Verdict, View, WatchPolicy, judge
+from phalanx.core.group.group import Phase
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.tcpstore.client import TorchStoreClient

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.core import group
-from phalanx.core.group_events import (
+from phalanx.core.group import group
+from phalanx.core.group.events import (
     AllSucceeded,
     Event,
     GroupRound,
@@ -20,8 +20,8 @@ from phalanx.core.group_events import (
     Stopped,
     WorkerFailed,
 )
-from phalanx.core.incidents import KEPT, Culprit, GroupStep, Incident, IncidentBook, observe, reached
-from phalanx.core.restarts import RestartPolicy
+from phalanx.core.group.restarts import RestartPolicy
+from phalanx.core.ledger.incidents import KEPT, Culprit, GroupStep, Incident, IncidentBook, observe, reached
 
 WALL = 1_000_000.0
 

@@ -22,8 +22,8 @@ from phalanx.cluster.job_goodput import (
     next_report,
     total_key,
 )
-from phalanx.core.goodput import CATEGORIES, GoodputTotals, goodput_line, read_totals
-from phalanx.core.store_commands import Delete, Get
+from phalanx.core.ledger.goodput import CATEGORIES, GoodputTotals, goodput_line, read_totals
+from phalanx.core.rounds.store_commands import Delete, Get
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.net.token import Token

@@ -16,7 +16,7 @@ from phalanx.cli.run_list import entries, table
 from phalanx.cli.runs import ranks_of, since_of
 from phalanx.cli.stacks import text
 from phalanx.cli.watch import WatchView, press, screen
-from phalanx.core.goodput import CATEGORIES
+from phalanx.core.ledger.goodput import CATEGORIES
 from phalanx.errors import UsageError
 from phalanx.observe import run_registry
 from phalanx.observe.snapshot import (

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import phalanx
-from phalanx.core import group
+from phalanx.core.group import group
 
 ROOT = Path(phalanx.__file__).parent
 DOCS = ROOT.parents[1] / "docs"

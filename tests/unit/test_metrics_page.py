@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from phalanx.core.goodput import CATEGORIES
-from phalanx.core.incidents import Incident
+from phalanx.core.ledger.goodput import CATEGORIES
+from phalanx.core.ledger.incidents import Incident
 from phalanx.observe.incident_counters import BOUNDS, PHASES, DurationCounts, IncidentCounters
 from phalanx.web.health import HealthServer
 from phalanx.web.metrics import MISSING, MetricsPage, MetricsSample, RankSample

@@ -19,7 +19,7 @@ from phalanx.cluster.node_requests import (
     encode_question,
     told_prefix,
 )
-from phalanx.core.store_commands import Notice, Put
+from phalanx.core.rounds.store_commands import Notice, Put
 from phalanx.errors import StoreTimeoutError
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server

@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from phalanx.core.pairing import NodeGroup, confirming_round, first_round, judge_pairs, overall, second_round
+from phalanx.core.diagnosis.pairing import (
+    NodeGroup,
+    confirming_round,
+    first_round,
+    judge_pairs,
+    overall,
+    second_round,
+)
 
 
 def measured(

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from phalanx.agent.supervision.silent_workers import SilentWorkers
-from phalanx.core.patience import (
+from phalanx.core.diagnosis.patience import (
     NODE,
     NODE_BUSY,
     RANK,

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core import quarantine
-from phalanx.core.quarantine import HostWatch, Offence, Quarantine, QuarantinePolicy
-from phalanx.core.round_records import UNTIL_REMOVED, HostRecord, decode_host, encode
-from phalanx.core.store_commands import Entry
+from phalanx.core.rounds import quarantine
+from phalanx.core.rounds.quarantine import HostWatch, Offence, Quarantine, QuarantinePolicy
+from phalanx.core.rounds.records import UNTIL_REMOVED, HostRecord, decode_host, encode
+from phalanx.core.rounds.store_commands import Entry
 
 TRACES = Path(__file__).parent / "quarantine"
 

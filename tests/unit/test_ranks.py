@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.ranks import (
+from phalanx.core.group.ranks import (
     NodeSlots,
     WorkerRanks,
     assign,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.restarts import Decision, Failure, History, RestartPolicy, check, decide, record
+from phalanx.core.group.restarts import Decision, Failure, History, RestartPolicy, check, decide, record
 
 
 def run(policy: RestartPolicy, failures: list[Failure]) -> list[Decision]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.leader_view import LeaderView, Options, Seen
-from phalanx.core.quarantine import Offence, QuarantinePolicy
-from phalanx.core.round_causes import offences_of
-from phalanx.core.round_records import (
+from phalanx.core.rounds.causes import offences_of
+from phalanx.core.rounds.leader_view import LeaderView, Options, Seen
+from phalanx.core.rounds.quarantine import Offence, QuarantinePolicy
+from phalanx.core.rounds.records import (
     ACTIVE,
     FORMING,
     HostRecord,
@@ -21,8 +21,8 @@ from phalanx.core.round_records import (
     Round,
     encode,
 )
-from phalanx.core.rounds import decide
-from phalanx.core.store_commands import Change, Entry, Txn
+from phalanx.core.rounds.rounds import decide
+from phalanx.core.rounds.store_commands import Change, Entry, Txn
 
 # Ranks 0 and 1, 2 and 3, 4 and 5.
 MEMBERS = tuple(Member(f"{host}.1", 7, host, "", 2, "default") for host in ("a", "b", "c"))

@@ -7,9 +7,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.leader_view import LeaderView, Options
-from phalanx.core.participant import CONTROL, PLACE, Participant
-from phalanx.core.participant_events import (
+from phalanx.core.group.ranks import natural_key
+from phalanx.core.rounds.leader_view import LeaderView, Options
+from phalanx.core.rounds.participant import CONTROL, PLACE, Participant
+from phalanx.core.rounds.participant_events import (
     Answer,
     ClockTick,
     Disconnected,
@@ -23,8 +24,7 @@ from phalanx.core.participant_events import (
     StoreLost,
     WorkersStopped,
 )
-from phalanx.core.ranks import natural_key
-from phalanx.core.round_records import (
+from phalanx.core.rounds.records import (
     ACTIVE,
     CLOSED,
     FORMING,
@@ -43,8 +43,8 @@ from phalanx.core.round_records import (
     encode,
     printable,
 )
-from phalanx.core.rounds import RoundDecision, assign_ranks, decide
-from phalanx.core.store_commands import (
+from phalanx.core.rounds.rounds import RoundDecision, assign_ranks, decide
+from phalanx.core.rounds.store_commands import (
     Change,
     Delete,
     Entry,

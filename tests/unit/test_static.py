@@ -21,7 +21,7 @@ from phalanx.cluster.membership import NOT_AUTHENTICATED, Membership
 from phalanx.cluster.membership_events import Ended, Formed, NodeFailure, Over, Remark, Waiting
 from phalanx.cluster.static import StaticRendezvous
 from phalanx.core.exit_codes import NO_MEETING
-from phalanx.core.store_commands import Get, Put
+from phalanx.core.rounds.store_commands import Get, Put
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.core.group import Phase
+from phalanx.core.group.group import Phase
 from phalanx.observe.status_text import PHASES, format_job, format_status
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core.store_commands import (
+from phalanx.core.rounds.store_commands import (
     Add,
     Change,
     Command,

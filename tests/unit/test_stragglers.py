@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.core.progress import Beat, View
-from phalanx.core.stragglers import WINDOW, SlowHistory, StepCounts, compare, measure, slow_hosts
+from phalanx.core.diagnosis.progress import Beat, View
+from phalanx.core.diagnosis.stragglers import WINDOW, SlowHistory, StepCounts, compare, measure, slow_hosts
 
 
 def windows(*rates: tuple[float, ...]) -> list[list[tuple[int, ...]]]:

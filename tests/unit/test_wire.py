@@ -12,7 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core.store_commands import Change, Delete, Entry, Get, Notice, Put, Reply, Txn, Watch, When
+from phalanx.core.rounds.store_commands import (
+    Change,
+    Delete,
+    Entry,
+    Get,
+    Notice,
+    Put,
+    Reply,
+    Txn,
+    Watch,
+    When,
+)
 from phalanx.errors import StoreAuthError, StoreError
 from phalanx.store.net import wire
 from phalanx.store.net.token import find_token

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.supervision.timers.file_timer import FileTimerServer
-    from phalanx.core.fitness import NodeVerdict
+    from phalanx.core.diagnosis.fitness import NodeVerdict
     from phalanx.web.health import HealthServer
     from phalanx.web.metrics import Page
 
@@ -161,7 +161,7 @@ class NodeCheck:
 
     def run_own(self, say: Callable[[str], None]) -> NodeUnfit | None:
         """`phalanx check`, before the first round only: between rounds a restart waits for it."""
-        from phalanx.core.fitness import FIT, UNFIT, UNKNOWN, NodeVerdict
+        from phalanx.core.diagnosis.fitness import FIT, UNFIT, UNKNOWN, NodeVerdict
         from phalanx.python_command import python_command
 
         own, self._own = self._own, ()
@@ -231,7 +231,7 @@ class NodeCheck:
             self._process = None
 
     def _unfit(self, how: str) -> NodeUnfit:
-        from phalanx.core.fitness import UNFIT, NodeVerdict
+        from phalanx.core.diagnosis.fitness import UNFIT, NodeVerdict
 
         host, what = os.uname().nodename, f"health check {self.command!r} {how}"
         return NodeUnfit(f"{what}; {host} stays out of the job", NodeVerdict(host, UNFIT, what))
@@ -257,7 +257,7 @@ def read_verdict(host: str, code: int, output: bytes) -> NodeVerdict:
     """What `phalanx check --json` has printed."""
     import json
 
-    from phalanx.core.fitness import EXIT_CODES, FIT, UNKNOWN, NodeVerdict
+    from phalanx.core.diagnosis.fitness import EXIT_CODES, FIT, UNKNOWN, NodeVerdict
 
     text = output.decode("utf-8", "replace").strip()
     try:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from phalanx.agent.job_history import JobHistory
     from phalanx.agent.protocols import Nodes
     from phalanx.cluster.job_goodput import NodeGoodput
-    from phalanx.core.group import Phase
+    from phalanx.core.group.group import Phase
 
 _SETTLED = 2.5  # seconds after a start: what a start costs is known by then
 
@@ -31,7 +31,7 @@ class GoodputReport:
         if not history.is_known:
             return None
         from phalanx.cluster.job_goodput import NodeGoodput
-        from phalanx.core.goodput import goodput_line
+        from phalanx.core.ledger.goodput import goodput_line
 
         incidents = history.incidents()
         return NodeGoodput(history.totals(), lambda totals: goodput_line(totals, incidents))

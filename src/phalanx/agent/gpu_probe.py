@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from phalanx.core.group import Phase
+    from phalanx.core.group.group import Phase
 
     Figures = dict[int, list[dict[str, Any]]]
 

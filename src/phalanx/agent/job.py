@@ -56,7 +56,7 @@ def make_agent(
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
     from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.spec import AgentOptions
-    from phalanx.core.restarts import RestartPolicy
+    from phalanx.core.group.restarts import RestartPolicy
 
     handler = make_handler(job)
     try:
@@ -176,7 +176,7 @@ def make_supervision(job: JobSpec) -> Supervision:
     policy = None
     watches = any(timeout is not None for timeout in (*timeouts, job.hang_timeout))
     if watches or job.on_hang != "restart" or job.expect:
-        from phalanx.core.progress import WatchPolicy
+        from phalanx.core.diagnosis.progress import WatchPolicy
 
         expected = (job.expect, job.expect_every, job.expect_finite) if job.expect else ("", None, False)
         policy = WatchPolicy(*timeouts, job.on_hang, *expected, job.hang_timeout)

@@ -1,7 +1,8 @@
 """The incidents of an agent and its goodput ledger: the steps of the group, turned into both.
 
-Short jobs must not pay for it: the first steps are only kept, with their times, and `core.incidents` and
-`core.goodput` are imported when something happens, or somebody asks. Both are pure and can be told later.
+Short jobs must not pay for it: the first steps are only kept, with their times, and `core.ledger.incidents`
+and `core.ledger.goodput` are imported when something happens, or somebody asks. Both are pure and can be
+told later.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import RunResult
     from phalanx.agent.supervision.supervision import Supervision
-    from phalanx.core.goodput import GoodputLedger, GoodputTotals, RankProgress
-    from phalanx.core.group import GroupState
-    from phalanx.core.group_events import Command, Event
-    from phalanx.core.incidents import Culprit, Incident, IncidentBook
+    from phalanx.core.group.events import Command, Event
+    from phalanx.core.group.group import GroupState
+    from phalanx.core.ledger.goodput import GoodputLedger, GoodputTotals, RankProgress
+    from phalanx.core.ledger.incidents import Culprit, Incident, IncidentBook
 
 _TOGETHER = 2.0  # seconds between two reports of the same thing
 SHORT = 1.0
@@ -74,8 +75,8 @@ class JobHistory:
 
     def _open(self) -> tuple[IncidentBook, GoodputLedger]:
         if self._ledger is None or self._book is None:
-            from phalanx.core.goodput import GoodputLedger
-            from phalanx.core.incidents import IncidentBook
+            from phalanx.core.ledger.goodput import GoodputLedger
+            from phalanx.core.ledger.incidents import IncidentBook
 
             self._book, self._ledger = IncidentBook(), GoodputLedger(self._ranks, self.began)
             kept, self._kept = self._kept, []
@@ -93,7 +94,7 @@ class JobHistory:
         wall: float,
         result: RunResult | None,
     ) -> None:
-        from phalanx.core.incidents import GroupStep, observe, trigger_of
+        from phalanx.core.ledger.incidents import GroupStep, observe, trigger_of
 
         book, ledger = self._open()
         opens = acts and bool(trigger_of(event))
@@ -137,7 +138,7 @@ class JobHistory:
         """Complete the incident at hand, where the workers have come far enough; cheap without one."""
         if self._book is None or self._book.current is None:
             return
-        from phalanx.core.incidents import reached
+        from phalanx.core.ledger.incidents import reached
 
         beats = tuple(rank.first_at for rank in self._supervision.progress() if rank.count)
         self._turn(reached(self._book, self._supervision.begun(), beats))
@@ -199,7 +200,7 @@ class JobHistory:
 def _culprit(result: RunResult | None) -> Culprit | None:
     if result is None or not result.failures:
         return None
-    from phalanx.core.incidents import Culprit
+    from phalanx.core.ledger.incidents import Culprit
     from phalanx.observe.report import root_cause
 
     failure = root_cause(result.failures)[1]

@@ -11,8 +11,8 @@ from phalanx.agent.state.holder import StateHolder
 from phalanx.agent.torch_agent import DEFAULT_ROLE, SimpleElasticAgent, count_as_own
 from phalanx.agent.warm.helper_pool import HelperPool
 from phalanx.agent.workers.local_workers import LocalWorkers
-from phalanx.core import group as core
-from phalanx.core.group_events import (
+from phalanx.core.group import group as core
+from phalanx.core.group.events import (
     Outcome,
     WorkerState,
 )
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from phalanx.agent.worker_store import WorkerStore
     from phalanx.agent.workers.worker_group import PContext
     from phalanx.cluster.handler import RendezvousInfo
-    from phalanx.core.group_events import Event, Finish
-    from phalanx.core.round_records import HostRecord
+    from phalanx.core.group.events import Event, Finish
+    from phalanx.core.rounds.records import HostRecord
 
 
 _LONGEST_CAUSE = 32768  # characters of the report of a failure in an answer

@@ -1,8 +1,8 @@
 """The owner loop: the only code of the agent that waits.
 
 One thread owns everything: the one that called `run`. Signal handlers and other threads only `post` events
-to its queue and wake it. Each event goes to `core.group.step`; the loop carries out the commands that come
-back, by telling the workers and the other nodes (protocols.py). Nothing that it calls waits, so that a
+to its queue and wake it. Each event goes to `core.group.group.step`; the loop carries out the commands that
+come back, by telling the workers and the other nodes (protocols.py). Nothing that it calls waits, so that a
 signal, a status request or a health probe is answered at once in every phase.
 
 `OwnerLoop` overlaps what the core allows to overlap: the stop of the old workers and the next rendezvous.
@@ -19,8 +19,8 @@ import time
 from collections import deque
 
 from phalanx.agent.spec import RunResult
-from phalanx.core import group as core
-from phalanx.core import group_events as events
+from phalanx.core.group import events
+from phalanx.core.group import group as core
 from phalanx.errors import SignalException
 
 TYPE_CHECKING = False
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from phalanx.agent.run_record import RunRecord
     from phalanx.agent.supervision.supervision import Supervision
     from phalanx.cluster.handler import RendezvousInfo
-    from phalanx.core.group import GroupPolicy, Phase
-    from phalanx.core.group_events import Command, Event, Finish, RecallWorkers, StartWorkers
+    from phalanx.core.group.events import Command, Event, Finish, RecallWorkers, StartWorkers
+    from phalanx.core.group.group import GroupPolicy, Phase
     from phalanx.observe.progress_line import Progress
 
     Posted = Event | Callable[[], None]

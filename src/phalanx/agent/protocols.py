@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from phalanx.agent.spec import RunResult
     from phalanx.cluster.handler import RendezvousInfo
     from phalanx.cluster.job_goodput import JobGoodput, NodeGoodput
-    from phalanx.core.goodput import GoodputTotals
-    from phalanx.core.group import Ending, Phase
-    from phalanx.core.group_events import (
+    from phalanx.core.group.events import (
         CloseRendezvous,
         Event,
         RecallWorkers,
@@ -31,8 +29,10 @@ if TYPE_CHECKING:
         RequestRound,
         StartWorkers,
     )
-    from phalanx.core.ranks import WorkerRanks
-    from phalanx.core.round_records import HostRecord
+    from phalanx.core.group.group import Ending, Phase
+    from phalanx.core.group.ranks import WorkerRanks
+    from phalanx.core.ledger.goodput import GoodputTotals
+    from phalanx.core.rounds.records import HostRecord
 
 
 class LoopPart(Protocol):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import signal
 
-from phalanx.core.group_events import RestartRequested, Signal
+from phalanx.core.group.events import RestartRequested, Signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from phalanx.agent.logs.log_layout import WholeLog
     from phalanx.agent.node_view import NodeView
     from phalanx.agent.supervision.stack_collection import StackDump
-    from phalanx.core.group import Phase
+    from phalanx.core.group.group import Phase
 
     Answer = Callable[[dict[str, Any]], None]
 
@@ -182,7 +182,7 @@ class RequestDesk:
 
     def _quarantine(self, request: dict[str, Any], answer: Answer) -> None:
         """Write it for all nodes: the leader and the others learn it from the store."""
-        from phalanx.core.round_records import UNTIL_REMOVED, HostRecord
+        from phalanx.core.rounds.records import UNTIL_REMOVED, HostRecord
 
         hosts, reason, seconds = request.get("hosts"), request.get("reason"), request.get("seconds")
         valid = isinstance(hosts, list) and all(

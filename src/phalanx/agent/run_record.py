@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup
     from phalanx.agent.supervision.supervision import Supervision
-    from phalanx.core.group import GroupState
-    from phalanx.core.group_events import Command, Event, Finish, ReportFailure
-    from phalanx.core.restarts import RestartPolicy
+    from phalanx.core.group.events import Command, Event, Finish, ReportFailure
+    from phalanx.core.group.group import GroupState
+    from phalanx.core.group.restarts import RestartPolicy
     from phalanx.observe.event_file import EventFile
     from phalanx.observe.run_log import RunLog
 

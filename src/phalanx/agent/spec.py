@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.core.group_events import WorkerState
+from phalanx.core.group.events import WorkerState
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False  # on the path of every start: plain classes, no typing, no dataclasses
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from phalanx.agent.workers.failure import ProcessFailure
     from phalanx.agent.workers.numa import NumaOptions
     from phalanx.cluster.handler import RendezvousHandler
-    from phalanx.core.restarts import RestartPolicy
+    from phalanx.core.group.restarts import RestartPolicy
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
     from phalanx.observe.trace_sender import TraceSender

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.core.group import Phase
+    from phalanx.core.group.group import Phase
 
     Answer = Callable[[dict[str, Any]], None]
 

@@ -35,10 +35,9 @@ from phalanx.agent.workers.local_workers import START_ERRORS, worker_event
 from phalanx.agent.workers.signals import SignalScope, signals_to_handle
 from phalanx.cluster.handler import adapted
 from phalanx.cluster.handler_nodes import HandlerNodes
-from phalanx.core import group as core
-from phalanx.core import restarts
-from phalanx.core.group import Phase
-from phalanx.core.group_events import (
+from phalanx.core.group import group as core
+from phalanx.core.group import restarts
+from phalanx.core.group.events import (
     AllSucceeded,
     BarrierDone,
     GroupRound,
@@ -54,7 +53,8 @@ from phalanx.core.group_events import (
     Stopped,
     WorkerState,
 )
-from phalanx.core.restarts import RestartPolicy
+from phalanx.core.group.group import Phase
+from phalanx.core.group.restarts import RestartPolicy
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousError,
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from phalanx.agent.protocols import Nodes, NodeWorkers
     from phalanx.cluster.handler import RendezvousInfo
     from phalanx.cluster.job_goodput import JobGoodput
-    from phalanx.core.group_events import Finish
+    from phalanx.core.group.events import Finish
 
 DEFAULT_ROLE = "default"
 
@@ -520,7 +520,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Ranks from role and worker count of every node, which the nodes exchange while they join."""
-        from phalanx.core.ranks import assign_identical
+        from phalanx.core.group.ranks import assign_identical
 
         places = self._loop.nodes.worker_ranks
         if places is None and group_world_size > 1 and not environment.workers_are_identical():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from phalanx.core.group_events import WorkerState
+from phalanx.core.group.events import WorkerState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

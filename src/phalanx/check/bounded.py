@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from phalanx.core.fitness import UNKNOWN, CheckFinding
+from phalanx.core.diagnosis.fitness import UNKNOWN, CheckFinding
 from phalanx.kernel import describe, die_with_parent
 
 LIMIT = 5.0

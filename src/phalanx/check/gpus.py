@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx import devices
 from phalanx.check.bounded import REPORT, Check, run_checks
 from phalanx.check.machine import size
-from phalanx.core.fitness import FIT, UNFIT, UNKNOWN, WARN, CheckFinding
+from phalanx.core.diagnosis.fitness import FIT, UNFIT, UNKNOWN, WARN, CheckFinding
 from phalanx.kernel import read_text
 
 if TYPE_CHECKING:

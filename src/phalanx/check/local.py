@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from phalanx.check import gpus, machine
 from phalanx.check.bounded import Check, run_checks
-from phalanx.core.fitness import CheckFinding
+from phalanx.core.diagnosis.fitness import CheckFinding
 from phalanx.job.environment import temporary_directory
 
 NAMES = (

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from phalanx import devices
-from phalanx.core.fitness import FIT, UNFIT, UNKNOWN, WARN, CheckFinding
+from phalanx.core.diagnosis.fitness import FIT, UNFIT, UNKNOWN, WARN, CheckFinding
 from phalanx.kernel import list_dir, read_text
 
 _MIB, _GIB = 1 << 20, 1 << 30

@@ -28,8 +28,15 @@ import msgspec
 from phalanx.check.backend_process import PAIR_LIMIT, BackendProcess
 from phalanx.check.pair_link import ERRORS, PairLink
 from phalanx.cluster.network_interface import VARIABLES, interface_of
-from phalanx.core.fitness import UNKNOWN, NodeVerdict, join_verdicts, judge_network, rate_of_latency, suspects
-from phalanx.core.pairing import NodeGroup, confirming_round, first_round, overall, second_round
+from phalanx.core.diagnosis.fitness import (
+    UNKNOWN,
+    NodeVerdict,
+    join_verdicts,
+    judge_network,
+    rate_of_latency,
+    suspects,
+)
+from phalanx.core.diagnosis.pairing import NodeGroup, confirming_round, first_round, overall, second_round
 from phalanx.errors import StoreError, StoreTimeoutError
 from phalanx.store.net.token import Token
 

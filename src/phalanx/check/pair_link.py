@@ -6,7 +6,8 @@ for. The bytes are zeros and mean nothing, so that no tags protect them: what wa
 through the store, which does.
 
 A node measures with one partner at a time: whoever accepts a connection lets the other side wait until it is
-free. Pairs form a path at most (see core/pairing.py), never a circle, so that no two wait for each other.
+free. Pairs form a path at most (see core/diagnosis/pairing.py), never a circle, so that no two wait for each
+other.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.check.local import BETWEEN, NAMES
 from phalanx.cli.table import four_columns, table_width
-from phalanx.core.fitness import EXIT_CODES, FIT, UNKNOWN, CheckFinding, NodeVerdict, judge_node
+from phalanx.core.diagnosis.fitness import EXIT_CODES, FIT, UNKNOWN, CheckFinding, NodeVerdict, judge_node
 from phalanx.job.environment import temporary_directory, variables
 from phalanx.job.options import scan, usage_error
 from phalanx.log import printable

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from phalanx.check.local import NAMES, examine
 from phalanx.cli.check import CheckOptions, as_json, as_text, verdict_line
 from phalanx.cli.table import table_width
-from phalanx.core.fitness import (
+from phalanx.core.diagnosis.fitness import (
     EXIT_CODES,
     UNKNOWN,
     CheckFinding,

@@ -9,8 +9,8 @@ from phalanx import devices
 from phalanx.check import gpus as check_gpus
 from phalanx.check import machine
 from phalanx.cli.doctor import OK, PROBLEM, WARN, Finding
-from phalanx.core.fitness import FIT, UNFIT, UNKNOWN, CheckFinding
-from phalanx.core.fitness import WARN as WARNED
+from phalanx.core.diagnosis.fitness import FIT, UNFIT, UNKNOWN, CheckFinding
+from phalanx.core.diagnosis.fitness import WARN as WARNED
 
 _INTERFACES = "/sys/class/net"
 # Variable, harmful values ("": any), and what they do. All are meant for debugging.

@@ -19,7 +19,7 @@ from phalanx.cli.doctor import OK, PROBLEM, WARN, Asked, Finding
 from phalanx.cli.doctor_network import reach
 
 if TYPE_CHECKING:
-    from phalanx.core.store_commands import Entry, Notice
+    from phalanx.core.rounds.store_commands import Entry, Notice
     from phalanx.store.embedded.client import Client
 
 FAR_APART = 1.0  # seconds between clocks that make logs hard to compare
@@ -74,7 +74,7 @@ def _read(entry: Entry) -> Any:
 
 def meet(client: Client, asked: Asked) -> Iterator[Finding]:
     """Meet the other doctors; rows for each of them."""
-    from phalanx.core.store_commands import Grant, Revoke
+    from phalanx.core.rounds.store_commands import Grant, Revoke
 
     until = time.monotonic() + asked.wait
     board, me = _Board(), f"{socket.gethostname()}-{os.getpid()}-{os.urandom(2).hex()}"

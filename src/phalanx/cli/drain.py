@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.cli.runs import add_all_users
 from phalanx.cli.store import TRUST, Parser, add_options, trust
-from phalanx.core.round_records import NodeRecord, decode_node
-from phalanx.core.store_commands import Get, Notice, Put
+from phalanx.core.rounds.records import NodeRecord, decode_node
+from phalanx.core.rounds.store_commands import Get, Notice, Put
 from phalanx.errors import PhalanxError, StoreError, UsageError
 from phalanx.job.environment import STORE_PORT, variables
 from phalanx.log import printable, write_stderr

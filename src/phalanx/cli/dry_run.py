@@ -9,7 +9,7 @@ from phalanx.agent.environment import substitute, worker_environment
 from phalanx.agent.job import make_spec
 from phalanx.agent.spec import Worker, WorkerGroup
 from phalanx.cluster.solo import SoloRendezvous
-from phalanx.core.ranks import assign_identical
+from phalanx.core.group.ranks import assign_identical
 from phalanx.job.config import JobSpec
 from phalanx.job.environment import ERROR_FILE, OMP_THREADS, SIGNALS, variables
 

@@ -13,9 +13,9 @@ import os
 from phalanx.cli.drain import add_store, settings_of, store_client
 from phalanx.cli.runs import NoSuchRun, add_all_users, fitting, local_agents, request, running
 from phalanx.cli.store import TRUST, Parser, add_options
-from phalanx.core.round_causes import HOSTS
-from phalanx.core.round_records import UNTIL_REMOVED, HostRecord, decode_host, encode
-from phalanx.core.store_commands import Delete, Get, Put
+from phalanx.core.rounds.causes import HOSTS
+from phalanx.core.rounds.records import UNTIL_REMOVED, HostRecord, decode_host, encode
+from phalanx.core.rounds.store_commands import Delete, Get, Put
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.log import printable, write_stderr
 from phalanx.observe.status_text import quarantine_line

@@ -15,8 +15,8 @@ from phalanx.cli.drain import add_store, settings_of, store_client
 from phalanx.cli.runs import NoSuchRun
 from phalanx.cli.store import TRUST, Parser, add_options
 from phalanx.cluster.node_requests import LONGEST_QUESTION, ask_nodes
-from phalanx.core.round_records import decode_node
-from phalanx.core.store_commands import Get
+from phalanx.core.rounds.records import decode_node
+from phalanx.core.rounds.store_commands import Get
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.log import printable
 from phalanx.observe import snapshot

@@ -15,7 +15,7 @@ from phalanx.agent.supervision.stacks import short
 from phalanx.cli.remote_job import add_endpoint, remote_job
 from phalanx.cli.runs import NoSuchRun, add_run, local_agents, ranks_of, request, running
 from phalanx.cli.store import Parser
-from phalanx.core.progress import Evidence, alike, ranks_text
+from phalanx.core.diagnosis.progress import Evidence, alike, ranks_text
 from phalanx.log import printable, write_stderr
 
 _FRAMES = 12

@@ -21,8 +21,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from phalanx.core.goodput import LOST, seconds
-from phalanx.core.progress import ranks_text
+from phalanx.core.diagnosis.progress import ranks_text
+from phalanx.core.ledger.goodput import LOST, seconds
 from phalanx.log import printable, write_stderr
 from phalanx.observe.duration import duration
 from phalanx.observe.snapshot import JobSnapshot, WorkerSnapshot, nodes_of, totals_of, workers_of

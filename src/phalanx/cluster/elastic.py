@@ -19,8 +19,8 @@ from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo, Rendezvou
 from phalanx.cluster.membership import Membership, shared_prefix
 from phalanx.cluster.membership_events import Ended, Formed, Over
 from phalanx.cluster.settings import Settings
-from phalanx.core.round_records import CLOSED
-from phalanx.core.rounds import NO_MORE
+from phalanx.core.rounds.records import CLOSED
+from phalanx.core.rounds.rounds import NO_MORE
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from phalanx.cluster.handler import RendezvousParameters
     from phalanx.cluster.membership_events import Happening
-    from phalanx.core.ranks import WorkerRanks
+    from phalanx.core.group.ranks import WorkerRanks
 
 _CLOSE = 30.0  # for a node that has not joined to close the job
 _LAST_WORD = 5.0  # for this node and the leader to exchange how the job ended

@@ -19,9 +19,9 @@ from phalanx.cluster.membership_events import (
     Remark,
     Waiting,
 )
-from phalanx.core import group_events as events
-from phalanx.core.group_events import Outcome
-from phalanx.core.round_records import CLOSED
+from phalanx.core.group import events
+from phalanx.core.group.events import Outcome
+from phalanx.core.rounds.records import CLOSED
 from phalanx.observe.progress_line import Progress
 
 TYPE_CHECKING = False
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from phalanx.cluster.job_goodput import JobGoodput, NodeGoodput
     from phalanx.cluster.membership import Membership
     from phalanx.cluster.membership_events import Happening
-    from phalanx.core.goodput import GoodputTotals
-    from phalanx.core.group import Ending
-    from phalanx.core.ranks import WorkerRanks
-    from phalanx.core.restarts import RestartPolicy
-    from phalanx.core.round_records import HostRecord, Round
+    from phalanx.core.group.group import Ending
+    from phalanx.core.group.ranks import WorkerRanks
+    from phalanx.core.group.restarts import RestartPolicy
+    from phalanx.core.ledger.goodput import GoodputTotals
+    from phalanx.core.rounds.records import HostRecord, Round
     from phalanx.errors import RendezvousError
 
     RequestHandler = Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from phalanx.core.ranks import Offsets, offsets
+from phalanx.core.group.ranks import Offsets, offsets
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.spec import WorkerSpec
-    from phalanx.core.ranks import WorkerRanks
+    from phalanx.core.group.ranks import WorkerRanks
 
 # torch's keys: a handler that brings its own store may answer them itself.
 _NODES, _ASSIGNED = "torchelastic/role_info/", "torchelastic/assigned_ranks/"

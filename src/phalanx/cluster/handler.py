@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from phalanx.cluster.membership import Membership
     from phalanx.cluster.membership_events import Happening
-    from phalanx.core.ranks import WorkerRanks
+    from phalanx.core.group.ranks import WorkerRanks
 
 
 class RendezvousStoreInfo(Record, frozen=False):

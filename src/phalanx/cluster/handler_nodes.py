@@ -8,7 +8,7 @@ they raise becomes an event, too.
 from __future__ import annotations
 
 from phalanx.cluster.handler import adapted
-from phalanx.core import group_events as events
+from phalanx.core.group import events
 from phalanx.errors import RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError
 from phalanx.job.environment import workers_are_identical
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from phalanx.agent.spec import WorkerSpec
     from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo
     from phalanx.cluster.job_goodput import JobGoodput, NodeGoodput
-    from phalanx.core.goodput import GoodputTotals
-    from phalanx.core.group import Ending
-    from phalanx.core.ranks import WorkerRanks
-    from phalanx.core.round_records import HostRecord
+    from phalanx.core.group.group import Ending
+    from phalanx.core.group.ranks import WorkerRanks
+    from phalanx.core.ledger.goodput import GoodputTotals
+    from phalanx.core.rounds.records import HostRecord
 
     RequestHandler = Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import threading
 
-from phalanx.core.goodput import GoodputTotals, read_totals
-from phalanx.core.store_commands import Change, Delete, Put, Txn
+from phalanx.core.ledger.goodput import GoodputTotals, read_totals
+from phalanx.core.rounds.store_commands import Change, Delete, Put, Txn
 from phalanx.errors import StoreError
 
 TYPE_CHECKING = False
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-    from phalanx.core.store_commands import Notice
+    from phalanx.core.rounds.store_commands import Notice
     from phalanx.store.embedded.client import Client
 
 PATIENCE = 2.0

@@ -7,13 +7,13 @@ stay until then.
 
 from __future__ import annotations
 
-from phalanx.core.round_causes import HOSTS
-from phalanx.core.round_records import UNTIL_REMOVED, decode_host
-from phalanx.core.store_commands import Get, Grant, Put, Txn, When
+from phalanx.core.rounds.causes import HOSTS
+from phalanx.core.rounds.records import UNTIL_REMOVED, decode_host
+from phalanx.core.rounds.store_commands import Get, Grant, Put, Txn, When
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.core.store_commands import Entry
+    from phalanx.core.rounds.store_commands import Entry
     from phalanx.store.embedded.client import Client
 
 KEPT = 86400.0

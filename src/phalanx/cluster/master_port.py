@@ -121,7 +121,7 @@ def job_record(run_id: str, nodes: int) -> bytes:
 
 def mismatch(value: bytes, settings: Settings) -> str:
     """Why a node with these settings does not belong to the job with this record; empty if it does."""
-    from phalanx.core.round_records import printable
+    from phalanx.core.rounds.records import printable
 
     try:
         found = json.loads(value)

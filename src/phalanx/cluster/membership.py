@@ -5,7 +5,7 @@ membership reports `Formed` (run workers in this round), `Over` (stop them), `En
 node), and lines for people (`Waiting`, `Remark`), in order and from its thread; the callback must not block.
 `lease_until` gets the time until which workers may run, by `clock`, before `Formed` and whenever it changes.
 
-Beyond what `core.participant` decides, this shell
+Beyond what `core.rounds.participant` decides, this shell
 - gives every round a fresh place for its workers to meet: rank 0 opens it and publishes it under the round's
   number, so that processes of an older round can neither find nor disturb it;
 - publishes a failure at once, while the node's other workers are still being stopped;
@@ -27,8 +27,9 @@ from phalanx.cluster.mismatches import Mismatches
 from phalanx.cluster.node_requests import NodeRequests, told_prefix
 from phalanx.cluster.settings import open_server
 from phalanx.cluster.waiting_line import StatusLine
-from phalanx.core.participant import CONTROL, Participant
-from phalanx.core.participant_events import (
+from phalanx.core.rounds.causes import HOSTS
+from phalanx.core.rounds.participant import CONTROL, Participant
+from phalanx.core.rounds.participant_events import (
     Answer,
     ClockTick,
     Connected,
@@ -46,10 +47,9 @@ from phalanx.core.participant_events import (
     WorkersEnded,
     WorkersStopped,
 )
-from phalanx.core.quarantine import failed_check
-from phalanx.core.round_causes import HOSTS
-from phalanx.core.round_records import ACTIVE, CLOSED, FORMING, NodeInfo, Result, encode, printable
-from phalanx.core.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
+from phalanx.core.rounds.quarantine import failed_check
+from phalanx.core.rounds.records import ACTIVE, CLOSED, FORMING, NodeInfo, Result, encode, printable
+from phalanx.core.rounds.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError, StoreTimeoutError
 
 TYPE_CHECKING = False
@@ -63,11 +63,11 @@ if TYPE_CHECKING:
     from phalanx.cluster.name_lookup import NameLookup
     from phalanx.cluster.settings import Settings
     from phalanx.cluster.shared_quarantine import QuarantinePost
-    from phalanx.core.goodput import GoodputTotals
-    from phalanx.core.leader_view import Options
-    from phalanx.core.participant_events import Action, Event
-    from phalanx.core.round_records import HostRecord, Round
-    from phalanx.core.store_commands import Command, Notice, Reply
+    from phalanx.core.ledger.goodput import GoodputTotals
+    from phalanx.core.rounds.leader_view import Options
+    from phalanx.core.rounds.participant_events import Action, Event
+    from phalanx.core.rounds.records import HostRecord, Round
+    from phalanx.core.rounds.store_commands import Command, Notice, Reply
     from phalanx.store.embedded.client import Client, State
     from phalanx.store.embedded.server import Server
     from phalanx.store.net.token import Token

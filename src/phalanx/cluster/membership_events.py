@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from phalanx.core.participant_events import End
-from phalanx.core.round_records import LONGEST_DELAY, Place, Round, printable
+from phalanx.core.rounds.participant_events import End
+from phalanx.core.rounds.records import LONGEST_DELAY, Place, Round, printable
 
 _LONGEST = 100 << 10
 FAILED = "failed: "  # begins the reason of a job that a node closed for a failure outside of any round

@@ -8,17 +8,17 @@ mean nothing to the next job of this run id.
 from __future__ import annotations
 
 from phalanx.cluster.membership_events import Remark
-from phalanx.core.round_records import printable
-from phalanx.core.store_commands import Put, Txn, When
+from phalanx.core.rounds.records import printable
+from phalanx.core.rounds.store_commands import Put, Txn, When
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx.cluster.membership_events import Happening
-    from phalanx.core.leader_view import Options
-    from phalanx.core.participant import Participant
-    from phalanx.core.store_commands import Command
+    from phalanx.core.rounds.leader_view import Options
+    from phalanx.core.rounds.participant import Participant
+    from phalanx.core.rounds.store_commands import Command
 
 KEY = "ctl/nnodes"
 _MOST = 16  # lines of a kind: strangers can come as often as they like

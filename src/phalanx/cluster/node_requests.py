@@ -16,7 +16,7 @@ import os
 import threading
 import time
 
-from phalanx.core.store_commands import Get, Put
+from phalanx.core.rounds.store_commands import Get, Put
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from msgspec import Raw
 
-    from phalanx.core.store_commands import Notice
+    from phalanx.core.rounds.store_commands import Notice
     from phalanx.store.embedded.client import Client
 
 ASK = "ctl/ask"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 
-from phalanx.core.leader_view import Options
-from phalanx.core.quarantine import QuarantinePolicy, parse_policy
-from phalanx.core.round_records import NodeInfo
+from phalanx.core.rounds.leader_view import Options
+from phalanx.core.rounds.quarantine import QuarantinePolicy, parse_policy
+from phalanx.core.rounds.records import NodeInfo
 from phalanx.errors import StoreError, UsageError
 from phalanx.job.environment import DEFAULT_QUARANTINE, ETCD_PORT, STATIC_PORT, STORE_PORT, node_index
 

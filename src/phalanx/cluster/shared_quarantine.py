@@ -17,7 +17,7 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core.round_records import UNTIL_REMOVED, HostRecord
+from phalanx.core.rounds.records import UNTIL_REMOVED, HostRecord
 from phalanx.observe.outbox import Outbox, Undelivered
 
 if TYPE_CHECKING:

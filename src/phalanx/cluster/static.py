@@ -1,7 +1,8 @@
 """The static rendezvous: the number of nodes and their ranks are given, and all meet at one address.
 
 It is the elastic rendezvous with fixed settings: exactly nnodes nodes, each with its given rank, node 0 hosts
-the store (`master_port`), no last call. `core.rounds` describes what a fixed job does when a node is lost.
+the store (`master_port`), no last call. `core.rounds.rounds` describes what a fixed job does when a node is
+lost.
 
 When node 0 is lost, its store is lost too: the other nodes stop their workers, wait a minute for node 0 to
 return, and form the next round at its new store; the counts of rounds and restarts go on.

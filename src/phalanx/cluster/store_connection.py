@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.cluster.settings import Settings
-    from phalanx.core.store_commands import Notice
+    from phalanx.core.rounds.store_commands import Notice
     from phalanx.store.embedded.client import Client, State
     from phalanx.store.net.token import Token
 

@@ -307,7 +307,7 @@ def trust_files(v: Sources) -> dict[str, Any]:
 
 
 def _quarantine(v: Sources) -> str:
-    from phalanx.core.quarantine import parse_policy
+    from phalanx.core.rounds.quarantine import parse_policy
 
     try:
         parse_policy(v.text("quarantine"))

@@ -1,7 +1,7 @@
 """`events.jsonl` beside the logs of a run: one JSON object per note and per incident, as they come.
 
     {"time": ..., "host": ..., "kind": "note", "text": ...}
-    {"time": ..., "host": ..., "kind": "incident", ...}       the fields of `core.incidents.Incident`
+    {"time": ..., "host": ..., "kind": "incident", ...}       the fields of `core.ledger.incidents.Incident`
 
 A run to which nothing happens has no such file. Lines wait in memory while a recovery is under way, so that
 no disk is in the way of a restart; they are written when the workers run again, and at the end.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.core.incidents import Incident
+    from phalanx.core.ledger.incidents import Incident
 
 FILE = "events.jsonl"
 _MOST = 1000  # lines in memory, where there is no directory yet

@@ -25,7 +25,7 @@ from phalanx.log import write_stderr
 if TYPE_CHECKING:
     import logging
 
-    from phalanx.core.incidents import Incident
+    from phalanx.core.ledger.incidents import Incident
 
 EventMetadataValue: TypeAlias = str | int | float | bool | None
 Sink: TypeAlias = Callable[[str], None]

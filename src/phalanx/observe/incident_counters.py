@@ -6,11 +6,11 @@ number of incidents.
 
 from __future__ import annotations
 
-from phalanx.core.incidents import DURATIONS, END
+from phalanx.core.ledger.incidents import DURATIONS, END
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.core.incidents import Incident
+    from phalanx.core.ledger.incidents import Incident
 
 BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Seconds: a standby takes over in hundredths, a cold start of a large model takes minutes."""

@@ -23,7 +23,7 @@ from phalanx.observe.outbox import Outbox, Undelivered
 if TYPE_CHECKING:
     from phalanx.agent.job_history import JobHistory
     from phalanx.agent.supervision.incident_log import IncidentLog
-    from phalanx.core.incidents import Incident
+    from phalanx.core.ledger.incidents import Incident
 
 _ANSWER = 5.0  # seconds for a server
 _NOT_WORTH_ANOTHER = frozenset(range(400, 500)) - {408, 425, 429}

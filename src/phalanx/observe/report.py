@@ -15,7 +15,7 @@ import re
 import sys
 
 from phalanx.agent.workers.exit_evidence import code_in_words, next_step, signal_label
-from phalanx.core.failures import (
+from phalanx.core.diagnosis.failures import (
     diagnose,
     echo_of,
     last_line,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.workers.failure import ProcessFailure
-    from phalanx.core.failures import Diagnosis, Group, WorkerExit
+    from phalanx.core.diagnosis.failures import Diagnosis, Group, WorkerExit
 
 Failures = dict[int, "ProcessFailure"]
 WIDTH = 100

@@ -3,8 +3,8 @@
 Made only where a handler is configured. The agent calls `step` for every event of its loop, `started` for
 every start of the workers, and `end`. Event and metric names, and the names in an event's
 metadata, are torch's, so that what reads them keeps working; what torch packs into a list inside a JSON
-string inside the metadata is there as plain values too. Every incident (`core.incidents`) becomes one record
-with what its recovery cost.
+string inside the metadata is there as plain values too. Every incident (`core.ledger.incidents`) becomes one
+record with what its recovery cost.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from phalanx.core import group_events
-from phalanx.core.group_events import Outcome
-from phalanx.core.restarts import remaining
+from phalanx.core.group import events as group_events
+from phalanx.core.group.events import Outcome
+from phalanx.core.group.restarts import remaining
 from phalanx.observe import events, metrics
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import RunResult, Worker, WorkerGroup
     from phalanx.agent.workers.failure import ProcessFailure
-    from phalanx.core.group import GroupState
-    from phalanx.core.incidents import Incident
-    from phalanx.core.restarts import RestartPolicy
+    from phalanx.core.group.group import GroupState
+    from phalanx.core.group.restarts import RestartPolicy
+    from phalanx.core.ledger.incidents import Incident
     from phalanx.observe.events import EventMetadataValue
 
 AGENT_METRICS = "torchelastic"

@@ -30,7 +30,7 @@ def tells(agent: LocalElasticAgent) -> bool:
 def line(agent: LocalElasticAgent) -> str:
     """`goodput 97.3 %: 41 s lost to 3 restarts, 12 s to a hang`: of the job, or of this node if that is all
     that is known."""
-    from phalanx.core.goodput import goodput_line
+    from phalanx.core.ledger.goodput import goodput_line
 
     if agent.job_goodput is not None:
         return agent.job_goodput.line

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from phalanx.core.goodput import CATEGORIES, GoodputTotals
+from phalanx.core.ledger.goodput import CATEGORIES, GoodputTotals
 
 Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
@@ -71,7 +71,7 @@ class NoteSnapshot(msgspec.Struct):
 
 
 class IncidentSnapshot(msgspec.Struct):
-    """`core.incidents.Incident`, field by field."""
+    """`core.ledger.incidents.Incident`, field by field."""
 
     number: Count
     reason: str = ""
@@ -105,7 +105,7 @@ class QuarantineSnapshot(msgspec.Struct):
 
 
 class LedgerSnapshot(msgspec.Struct):
-    """`core.goodput.GoodputTotals`: rank-seconds by category, and by incident."""
+    """`core.ledger.goodput.GoodputTotals`: rank-seconds by category, and by incident."""
 
     ranks: Count = 0
     goodput: Seconds | None = None

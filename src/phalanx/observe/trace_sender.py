@@ -17,7 +17,7 @@ from phalanx.python_command import python_command
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.core.incidents import Incident
+    from phalanx.core.ledger.incidents import Incident
     from phalanx.observe.notifier import JobNames
 
 MISSING = "needs the OpenTelemetry SDK; install phalanx[otel]"

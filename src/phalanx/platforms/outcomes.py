@@ -29,7 +29,7 @@ _LONGEST = 1 << 16
 
 
 class AgentOutcome(Record):
-    """The end of one agent: the word of core.group_events.Outcome, or empty, and its exit code.
+    """The end of one agent: the word of core.group.events.Outcome, or empty, and its exit code.
 
     `quarantined`: the hosts that the job kept out when it ended here."""
 

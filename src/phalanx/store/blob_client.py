@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict, cast
 
 import msgspec
 
-from phalanx.core.store_commands import (
+from phalanx.core.rounds.store_commands import (
     Change,
     Command,
     Entry,

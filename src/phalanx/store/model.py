@@ -22,7 +22,7 @@ from collections import deque
 from itertools import islice, takewhile
 from typing import Any
 
-from phalanx.core.store_commands import (
+from phalanx.core.rounds.store_commands import (
     Add,
     Change,
     Command,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.core.group import Phase
+    from phalanx.core.group.group import Phase
 
 LOOPBACK = "127.0.0.1"
 MISSING = "needs the packages starlette and uvicorn; install phalanx[dashboard]"

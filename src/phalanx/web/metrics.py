@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core.goodput import LOST, PRODUCTIVE, RUNNING
+from phalanx.core.ledger.goodput import LOST, PRODUCTIVE, RUNNING
 from phalanx.core.record import Record
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@
     agent   writes that the worker is preempted, and at which step all ranks save; reads the rest when a
             deadline or the bell wakes it
 
-For the goodput ledger (`core.goodput`) the worker keeps what the agent would otherwise have to watch: its
-first heartbeat, the one that reached the step of its predecessor, and the time spent on checkpoints.
+For the goodput ledger (`core.ledger.goodput`) the worker keeps what the agent would otherwise have to watch:
+its first heartbeat, the one that reached the step of its predecessor, and the time spent on checkpoints.
 
 Each worker has one anonymous memory file. Its first page is the board; after it, faulthandler writes the
 stacks that the agent requests by signal. A write is a copy into memory: no system call, no lock, and no
@@ -31,7 +31,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.agent.workers.spawner import Place
     from phalanx.core.checkpoint_step import RankPace
-    from phalanx.core.goodput import RankProgress
+    from phalanx.core.ledger.goodput import RankProgress
 
 VARIABLE = "PHALANX_WORKER"
 """The descriptors of board and bell, and the board's device and inode: in a child of the worker the same
@@ -171,7 +171,7 @@ class Boards:
 
     def progress(self, rank: int) -> RankProgress:
         """What the ledger wants to know of a rank."""
-        from phalanx.core.goodput import RankProgress
+        from phalanx.core.ledger.goodput import RankProgress
 
         board, fd = self.read(rank), self._fds[rank]
         data = os.pread(fd, SAVED_AT + SAVED.size - FIRST_AT, FIRST_AT)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
-    from phalanx.core.failures import ErrorRecord
+    from phalanx.core.diagnosis.failures import ErrorRecord
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 STACK_SUFFIX = ".stack"
@@ -297,7 +297,7 @@ def _read_bytes(path: str, limit: int) -> tuple[bytes, str]:
 
 
 def _to_record(data: dict[str, Any]) -> ErrorRecord:
-    from phalanx.core.failures import ErrorRecord
+    from phalanx.core.diagnosis.failures import ErrorRecord
 
     content = data["message"]
     if isinstance(content, str):
@@ -348,7 +348,7 @@ def read_crash(error_file: str) -> ErrorRecord | None:
     parsed = parse_crash(body.decode("utf-8", "backslashreplace"))
     if parsed is None:
         return None
-    from phalanx.core.failures import ErrorRecord
+    from phalanx.core.diagnosis.failures import ErrorRecord
 
     try:
         at: float | None = os.stat(path).st_mtime

@@ -18,8 +18,8 @@ import time
 
 from phalanx.agent.supervision.silent_workers import SilentWorkers
 from phalanx.agent.supervision.trace_reader import ask
-from phalanx.core.collectives import GroupTrace, Operation, RankTrace
-from phalanx.core.patience import RANK_BUSY
+from phalanx.core.diagnosis.collectives import GroupTrace, Operation, RankTrace
+from phalanx.core.diagnosis.patience import RANK_BUSY
 from phalanx.worker.torch_collectives import GROUPS_SUFFIX, runs
 
 TYPE_CHECKING = False

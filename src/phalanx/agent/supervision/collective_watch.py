@@ -10,7 +10,7 @@ import _thread
 import os
 import time
 
-from phalanx.core.collective_progress import CollectiveProgress, RankPulse, observe
+from phalanx.core.diagnosis.collective_progress import CollectiveProgress, RankPulse, observe
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.supervision.trace_sockets import TraceSockets
     from phalanx.agent.workers.worker_group import PContext
-    from phalanx.core.collectives import RankTrace
+    from phalanx.core.diagnosis.collectives import RankTrace
 
 _SHARE = 0.25  # of the timeout
 _SHORTEST, _LONGEST = 0.1, 15.0
@@ -103,8 +103,8 @@ class CollectiveWatch:
 
 def pulse(rank: int, trace: RankTrace | None, pid: int) -> RankPulse:
     """One sample of one rank; a rank without a record waits in no collective."""
-    from phalanx.core.collective_progress import marks
-    from phalanx.core.collectives import is_waiting
+    from phalanx.core.diagnosis.collective_progress import marks
+    from phalanx.core.diagnosis.collectives import is_waiting
 
     if trace is None:
         return RankPulse(rank, (), False, *activity(pid))

@@ -1,7 +1,7 @@
 """Compares progress over the nodes of a round: step rates, output, exits and hangs.
 
 *Rates.* Every node stores the step rates of its ranks once a window. The lowest-ranked node that does so
-fetches and compares all of them (`core.stragglers`) and publishes the stragglers. With
+fetches and compares all of them (`core.diagnosis.stragglers`) and publishes the stragglers. With
 `--straggler-policy replace` it also tells the job's leader, through the store, which hosts are slow.
 
 *Output.* Shortly before the silence timeout of a node ends, it asks whether ranks elsewhere write output;
@@ -14,8 +14,8 @@ any of them. The node that notices first publishes the hang (of several, the fir
 same for all nodes). Every node collects stacks and stores them as its report; the publisher fetches the
 reports, decides over the whole world, publishes the verdict and acts on it as on a hang of its own. Every
 other node acknowledges the hang at once, if it has not published it as well: one that has done neither is
-frozen or cut off, and is not waited for as long as one whose ranks are late (`core.patience`). It is named as
-silent. Reports carry times as ages, because nodes share no clock.
+frozen or cut off, and is not waited for as long as one whose ranks are late (`core.diagnosis.patience`). It
+is named as silent. Reports carry times as ages, because nodes share no clock.
 
 Everything here runs in the owner's thread, except the threads of the broadcast.
 """
@@ -26,9 +26,9 @@ from time import monotonic
 
 from phalanx.agent.supervision.round_broadcast import RoundBroadcast
 from phalanx.agent.supervision.stack_collection import Findings
-from phalanx.core.patience import NODE, NODE_BUSY, is_node_awaited
-from phalanx.core.progress import Beat, Evidence, Verdict
-from phalanx.core.stragglers import SlowHistory, compare, slow_hosts
+from phalanx.core.diagnosis.patience import NODE, NODE_BUSY, is_node_awaited
+from phalanx.core.diagnosis.progress import Beat, Evidence, Verdict
+from phalanx.core.diagnosis.stragglers import SlowHistory, compare, slow_hosts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

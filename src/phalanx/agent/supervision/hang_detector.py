@@ -1,8 +1,8 @@
 """Detects hangs and stragglers among the workers of one start, from heartbeats, output and exits.
 
-`core.progress` and `core.stragglers` decide; this module collects their input and carries out their
-decisions, in the owner's thread. It imports, reads and wakes nothing while no timeout is set and no worker
-sends anything.
+`core.diagnosis.progress` and `core.diagnosis.stragglers` decide; this module collects their input and
+carries out their decisions, in the owner's thread. It imports, reads and wakes nothing while no timeout is
+set and no worker sends anything.
 
 The order of events in a hang: the verdict; the stacks of all ranks (stack_collection.py), including those of
 other nodes (hang_consensus.py); one line that names the rank that differs; then the event `Hang` for the core
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 
-from phalanx.core.group_events import Hang
+from phalanx.core.group.events import Hang
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from phalanx.agent.supervision.stack_collection import Findings, HangIncident
     from phalanx.agent.supervision.trace_sockets import TraceSockets
     from phalanx.agent.workers.worker_group import PContext
-    from phalanx.core.collective_progress import CollectiveProgress
-    from phalanx.core.group_events import Event
-    from phalanx.core.progress import Beat, Verdict, View, WatchPolicy
-    from phalanx.core.stragglers import SlowHistory, StepCounts
+    from phalanx.core.diagnosis.collective_progress import CollectiveProgress
+    from phalanx.core.diagnosis.progress import Beat, Verdict, View, WatchPolicy
+    from phalanx.core.diagnosis.stragglers import SlowHistory, StepCounts
+    from phalanx.core.group.events import Event
     from phalanx.worker.board import Boards
 
 _SKEW = 5.0  # seconds between the first and the last node that find the same hang
@@ -180,7 +180,7 @@ class HangDetector:
         return None
 
     def _judge(self, now: float) -> None:
-        from phalanx.core.progress import WatchPolicy, judge, next_look
+        from phalanx.core.diagnosis.progress import WatchPolicy, judge, next_look
 
         policy = self.policy or WatchPolicy()
         view = self._view(now, policy)
@@ -213,7 +213,7 @@ class HangDetector:
 
     def beats(self) -> list[Beat]:
         """The current state of every running worker."""
-        from phalanx.core.progress import Beat
+        from phalanx.core.diagnosis.progress import Beat
 
         found = []
         for rank in sorted(self._context.running):
@@ -234,7 +234,7 @@ class HangDetector:
         return found
 
     def _view(self, now: float, policy: WatchPolicy) -> View:
-        from phalanx.core.progress import View
+        from phalanx.core.diagnosis.progress import View
 
         beats = self.beats()
         finished = tuple(sorted({*self._finished(), *self._finished_elsewhere}))
@@ -278,7 +278,7 @@ class HangDetector:
         """Compare the step rates if a window has ended; returns when the next one ends."""
         if not any(beat.count for beat in view.alive):
             return None
-        from phalanx.core import stragglers
+        from phalanx.core.diagnosis import stragglers
 
         consensus = self._connect()
         if consensus is None and len(view.alive) < 2:
@@ -330,7 +330,7 @@ class HangDetector:
         watch, policy = self._collectives, self.policy
         if watch is None or policy is None:
             return None
-        from phalanx.core.progress import why_not_hung
+        from phalanx.core.diagnosis.progress import why_not_hung
 
         why_not = why_not_hung(view, now, policy)
         if not watch.recorded:
@@ -375,8 +375,8 @@ class HangDetector:
 
     def _proceed(self, incident: HangIncident, now: float) -> Event | None:
         from phalanx.agent.supervision.stack_collection import RECHECK
-        from phalanx.core.collective_progress import moved
-        from phalanx.core.progress import WatchPolicy
+        from phalanx.core.diagnosis.collective_progress import moved
+        from phalanx.core.diagnosis.progress import WatchPolicy
 
         late, self._due = now - (self._due or now), now + RECHECK
         if self._findings is None:
@@ -420,7 +420,7 @@ class HangDetector:
 
     def _withdraw(self, findings: Findings, now: float) -> None:
         """Ranks of other nodes progress, so those of this node wait for a reason."""
-        from phalanx.core.progress import last_progress
+        from phalanx.core.diagnosis.progress import last_progress
 
         self._incident, self._due = None, now
         self._progress_elsewhere = last_progress(findings.view)
@@ -478,7 +478,7 @@ class HangDetector:
     def _investigate(self, consensus: HangConsensus, message: dict[str, Any], now: float) -> None:
         """Another node has found a hang: collect what the workers of this node do."""
         from phalanx.agent.supervision.stack_collection import Findings
-        from phalanx.core.progress import Verdict, View, WatchPolicy
+        from phalanx.core.diagnosis.progress import Verdict, View, WatchPolicy
 
         verdict = Verdict(message["rule"], tuple(message["ranks"]), message["reason"])
         if self._context.running:

@@ -20,7 +20,7 @@ class IncidentLog:
         self.last_hang: list[str] = []  # its report
 
     def add_straggler(self, straggler: dict[str, Any]) -> None:
-        """Print and keep a straggler, given as the fields of `core.stragglers.Straggler`."""
+        """Print and keep a straggler, given as the fields of `core.diagnosis.stragglers.Straggler`."""
         ranks, host, reason = list(straggler["ranks"]), straggler["host"], str(straggler["reason"])
         self.note(reason)
         self._add({"kind": "straggler", "ranks": ranks, "host": host, "summary": reason})

@@ -19,7 +19,7 @@ from typing import Any
 from phalanx.agent.logs.inotify import Watcher
 from phalanx.agent.logs.log_layout import data_at
 from phalanx.agent.supervision.expected_output import PAGE, TASK
-from phalanx.core.progress import is_finite
+from phalanx.core.diagnosis.progress import is_finite
 from phalanx.kernel import die_with_parent
 
 _BLOCK = 64 * 1024

@@ -131,7 +131,7 @@ class StepAgreement:
             if asked is not None and asked.step >= step:
                 late.append(self._group.workers[rank].global_rank)
         if late:
-            from phalanx.core.failures import ranks_text
+            from phalanx.core.diagnosis.failures import ranks_text
 
             self._note(f"preemption: {ranks_text(late)} had passed step {step}, at which the others save")
 
@@ -219,7 +219,7 @@ class Preemption:
         """One line about the workers, by global rank, that did not exit by themselves when told; or empty."""
         if not self.under_way or not self._told:
             return ""
-        from phalanx.core.failures import ranks_text
+        from phalanx.core.diagnosis.failures import ranks_text
 
         # The announcement again, at the end of a program that had learned of it, is no news.
         late = {(rank, -self.signal) for rank in self._told}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.core.patience import RANK, SilentRank, is_rank_awaited
+from phalanx.core.diagnosis.patience import RANK, SilentRank, is_rank_awaited
 from phalanx.kernel import read_text, stat_fields
 
 TYPE_CHECKING = False

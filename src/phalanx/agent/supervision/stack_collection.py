@@ -1,7 +1,7 @@
 """One hang, from the verdict to the report: request the stacks of every worker, wait briefly, sum up.
 
 Nothing here blocks: the owner's loop calls `answered` and `native_done` until they return True. A worker that
-does not answer while it can (`core.patience`) is reported without a stack.
+does not answer while it can (`core.diagnosis.patience`) is reported without a stack.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 
 from phalanx.agent.supervision import stacks
 from phalanx.agent.supervision.silent_workers import SilentWorkers
-from phalanx.core.patience import RANK_BUSY
-from phalanx.core.progress import Blame, Evidence, Verdict, View, WatchPolicy, blame, judge
+from phalanx.core.diagnosis.patience import RANK_BUSY
+from phalanx.core.diagnosis.progress import Blame, Evidence, Verdict, View, WatchPolicy, blame, judge
 from phalanx.kernel import is_stopped
 from phalanx.worker.board import STACK_SIGNAL
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx.agent.supervision.nccl_ras import RasQuery
     from phalanx.agent.supervision.trace_sockets import TraceSockets
     from phalanx.agent.workers.worker_group import PContext
-    from phalanx.core.collectives import Explanation, RankTrace
+    from phalanx.core.diagnosis.collectives import Explanation, RankTrace
     from phalanx.worker.board import Boards
 
 RECHECK = 0.02
@@ -274,7 +274,7 @@ class HangIncident:
         """Set the summary, by the collectives if they tell, else by the stacks."""
         reason = self.verdict.reason
         if findings.traces:
-            from phalanx.core.collectives import explain
+            from phalanx.core.diagnosis.collectives import explain
 
             stopped = {rank for rank, one in findings.found.items() if one.stopped}
             self.explanation = explain(findings.traces, stopped=stopped, exited=findings.view.finished)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.core.progress import Beat, Blame, Evidence, View, alike, ranks_text
+from phalanx.core.diagnosis.progress import Beat, Blame, Evidence, View, alike, ranks_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

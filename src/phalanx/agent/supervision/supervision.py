@@ -13,7 +13,7 @@ from phalanx.agent.supervision.hang_detector import HangDetector
 from phalanx.agent.supervision.incident_log import IncidentLog
 from phalanx.agent.supervision.preemption import Preemption, StepAgreement
 from phalanx.agent.supervision.trace_sockets import TraceSockets
-from phalanx.core.group_events import RoundFailed
+from phalanx.core.group.events import RoundFailed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import WorkerGroup
     from phalanx.agent.workers.worker_group import PContext
-    from phalanx.core.goodput import RankProgress
-    from phalanx.core.group import Phase
-    from phalanx.core.group_events import Event, RecallWorkers
-    from phalanx.core.progress import WatchPolicy
+    from phalanx.core.diagnosis.progress import WatchPolicy
+    from phalanx.core.group.events import Event, RecallWorkers
+    from phalanx.core.group.group import Phase
+    from phalanx.core.ledger.goodput import RankProgress
     from phalanx.errors import NodeUnfit
     from phalanx.worker.board import Boards, BoardSnapshot
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from phalanx.agent.workers.exit_evidence import code_in_words, signal_label
-from phalanx.core.failures import WorkerExit, is_victim, moment, own_code, shell_status
+from phalanx.core.diagnosis.failures import WorkerExit, is_victim, moment, own_code, shell_status
 from phalanx.core.record import Record
 from phalanx.worker import error_file as files
 
@@ -17,7 +17,7 @@ TYPE_CHECKING = False  # this module delays a restart: no typing
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.core.failures import ErrorRecord
+    from phalanx.core.diagnosis.failures import ErrorRecord
 
 NO_FILE = "<N/A>"
 NO_MESSAGE = "<NONE>"
@@ -105,7 +105,7 @@ class ProcessFailure(Record, frozen=False):
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def ending(self, rank: int | None = None) -> WorkerExit:
-        """This failure as plain data for `core.failures`."""
+        """This failure as plain data for `core.diagnosis.failures`."""
         assert self.exited_at is not None
         return WorkerExit(
             rank=self.rank if rank is None else rank,

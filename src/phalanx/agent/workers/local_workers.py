@@ -13,7 +13,7 @@ import time
 
 from phalanx.agent.environment import line_prefix, standby_environment, substitute, worker_environment
 from phalanx.agent.spec import RunResult, WorkerSpec
-from phalanx.core.group_events import (
+from phalanx.core.group.events import (
     AllSucceeded,
     Hang,
     Signal,
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from phalanx.agent.workers.worker_group import PContext, ReentryTerms
     from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo
     from phalanx.cluster.network_interface import NetworkInterface
-    from phalanx.core.group import Phase
-    from phalanx.core.group_events import Event, RecallWorkers, SiblingStop, StartWorkers
+    from phalanx.core.group.events import Event, RecallWorkers, SiblingStop, StartWorkers
+    from phalanx.core.group.group import Phase
     from phalanx.helpers.lease_timer import LeaseTimer
 
 _LOOK_AT_STATES = 1.0  # uninterruptible sleep is not an event; it is looked for this often, when asked for
@@ -565,8 +565,8 @@ class LocalWorkers:
         self._told_of_stop = True
         if self.idle or now >= self._stop_by:
             return
-        from phalanx.core.failures import ranks_text
-        from phalanx.core.group import signal_name
+        from phalanx.core.diagnosis.failures import ranks_text
+        from phalanx.core.group.group import signal_name
 
         assert self.context is not None
         self._supervision.remind(self.context)
@@ -711,7 +711,7 @@ class ReentryRecord:
         others = [names[rank] for rank, pid in new.items() if pid not in self._standbys]
         for ranks, how in ((ready, "from a standby"), (others, "started anew")):
             if ranks:
-                from phalanx.core.failures import ranks_text
+                from phalanx.core.diagnosis.failures import ranks_text
 
                 parts.append(f"{ranks_text(ranks)} {how}")
         for rank, why in sorted(self._context.unfit.items()):

@@ -45,7 +45,7 @@ from phalanx.agent.workers.spawner import (
     files_needed,
     require_files,
 )
-from phalanx.core.group_events import SiblingStop
+from phalanx.core.group.events import SiblingStop
 from phalanx.core.record import Record
 from phalanx.errors import StartError
 from phalanx.log import warn

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from phalanx.core.store_commands import Command, Entry, Get, Notice, Put, Reply, Unwatch, Watch
+from phalanx.core.rounds.store_commands import Command, Entry, Get, Notice, Put, Reply, Unwatch, Watch
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError
 from phalanx.store.embedded.answer_time import AnswerTime
 from phalanx.store.embedded.client_session import Request, Session

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.core.store_commands import Change, Command, Notice, Reply, Unwatch, Watch
+from phalanx.core.rounds.store_commands import Change, Command, Notice, Reply, Unwatch, Watch
 
 
 class Request(NamedTuple):

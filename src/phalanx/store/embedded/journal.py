@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.core.store_commands import Command
+from phalanx.core.rounds.store_commands import Command
 from phalanx.errors import StoreError
 from phalanx.store.model import Model
 from phalanx.store.net import wire

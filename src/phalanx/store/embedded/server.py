@@ -32,7 +32,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.record import Record
-from phalanx.core.store_commands import Command, Notice, Put, Reply, Watch
+from phalanx.core.rounds.store_commands import Command, Notice, Put, Reply, Watch
 from phalanx.errors import StoreError, UsageError
 from phalanx.store.model import Model, Notices, mutates
 from phalanx.store.net import wire

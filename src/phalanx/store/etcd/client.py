@@ -26,7 +26,18 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core.store_commands import Add, Command, Get, KeepAlive, Notice, Put, Reply, Txn, Unwatch, Watch
+from phalanx.core.rounds.store_commands import (
+    Add,
+    Command,
+    Get,
+    KeepAlive,
+    Notice,
+    Put,
+    Reply,
+    Txn,
+    Unwatch,
+    Watch,
+)
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, UsageError
 from phalanx.job.environment import ETCD_PASSWORD, ETCD_PORT, variables
 from phalanx.log import warn

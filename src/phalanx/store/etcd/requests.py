@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from phalanx.core.record import Record
-from phalanx.core.store_commands import (
+from phalanx.core.rounds.store_commands import (
     Add,
     Change,
     Command,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from phalanx.core.store_commands import Notice, Watch
+from phalanx.core.rounds.store_commands import Notice, Watch
 from phalanx.errors import StoreAuthError
 from phalanx.store.etcd import requests
 from phalanx.store.etcd.http import CONNECTION_ERRORS, EtcdConnection, EtcdError, Members

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from phalanx.core.store_commands import (
+from phalanx.core.rounds.store_commands import (
     Add,
     Command,
     Compact,

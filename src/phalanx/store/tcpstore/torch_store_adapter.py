@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from phalanx.core.store_commands import Add, Delete, Entry, Get, Notice, Put, Reply, Txn, When
+from phalanx.core.rounds.store_commands import Add, Delete, Entry, Get, Notice, Put, Reply, Txn, When
 from phalanx.errors import StoreError, StoreTimeoutError
 from phalanx.store.embedded.client import Client
 from phalanx.store.tcpstore.torch_errors import as_torchs

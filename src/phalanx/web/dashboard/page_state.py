@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.core.goodput import CATEGORIES, goodput_line
-from phalanx.core.incidents import Incident
+from phalanx.core.ledger.goodput import CATEGORIES, goodput_line
+from phalanx.core.ledger.incidents import Incident
 from phalanx.observe.snapshot import IncidentSnapshot, JobSnapshot, WorkerSnapshot, nodes_of, totals_of
 from phalanx.observe.status_text import quarantine_lines
 

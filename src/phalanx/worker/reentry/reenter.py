@@ -196,7 +196,7 @@ def lost_peer(error: BaseException, round: WorkerRound) -> bool:
     """Whether this error only tells that another rank is gone: a recall is on its way then."""
     if round.world_size == 1 or not isinstance(error, Exception):
         return False
-    from phalanx.core.failures import echo_in
+    from phalanx.core.diagnosis.failures import echo_in
 
     first: BaseException = error
     while (earlier := first.__cause__ or first.__context__) is not None and earlier is not first:

@@ -1,7 +1,7 @@
 """The job as its leader sees it: what the records in the store say, kept up to date change by change.
 
-What follows from it is decided in `core.rounds`, by functions of this view. Records that cannot be read are
-skipped and named: another version of the package, or another program, may have written them.
+What follows from it is decided in `core.rounds.rounds`, by functions of this view. Records that cannot be
+read are skipped and named: another version of the package, or another program, may have written them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phalanx.core.quarantine import HostWatch, QuarantinePolicy
-from phalanx.core.round_records import (
+from phalanx.core.rounds.quarantine import HostWatch, QuarantinePolicy
+from phalanx.core.rounds.records import (
     ACTIVE,
     Member,
     MemberList,
@@ -24,7 +24,7 @@ from phalanx.core.round_records import (
     decode_round,
     printable,
 )
-from phalanx.core.store_commands import Change, Entry
+from phalanx.core.rounds.store_commands import Change, Entry
 
 _MOST_SKIPPED = 64
 _LONGEST_KEY = 256

@@ -4,7 +4,7 @@
 by the clock of the host that sent them. `compare` takes the rates of the whole world, one window after the
 other, and returns the stragglers to report; each rank is reported once. `slow_hosts` follows which hosts
 are slow as a whole, for `--straggler-policy replace`: the leader replaces one where there is a fit spare
-(`core.rounds`), as long as it stays slow.
+(`core.rounds.rounds`), as long as it stays slow.
 
 In a job whose ranks wait for each other in every step all rates are equal: only ranks that fall behind on
 their own (their own data, replica or pipeline) are found here.
@@ -12,14 +12,14 @@ their own (their own data, replica or pipeline) are found here.
 
 from __future__ import annotations
 
-from phalanx.core.failures import ranks_text
+from phalanx.core.diagnosis.failures import ranks_text
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phalanx.core.progress import View
+    from phalanx.core.diagnosis.progress import View
 
 WINDOW = 10.0
 """Seconds between two comparisons of the step rates."""

@@ -1,6 +1,6 @@
 """Forming rounds: how nodes become one numbered group, and what the elected leader decides.
 
-Everything a job knows is in a few keys below its own prefix (`core.round_records` has their values):
+Everything a job knows is in a few keys below its own prefix (`core.rounds.records` has their values):
 
     node/<id>             one per node, on the node's lease: its description, and the round it is ready for
     ctl/leader            on the leader's lease: the id of the node that decides
@@ -21,7 +21,7 @@ its members, in rank order, run workers. Then the next one forms, or the job is 
 
 Rules, each of which the simulator checks:
 - No round becomes active while a member of the previous one still holds its lease and has not published that
-  its workers are stopped. A node stops by itself when its lease may have run out (core.participant), so two
+  its workers are stopped. A node stops by itself when its lease may have run out (core.rounds.participant), so two
   rounds never run at the same time.
 - Members are (id, incarnation): the incarnation is the revision that created the node's key. A node that
   slept past its lease has lost its key, so nothing it still believes can match.
@@ -42,10 +42,11 @@ Rules, each of which the simulator checks:
   come end the job at once. A node that was lost has two leases to return in: its network may have failed.
 - A node that cannot start its workers is that node's problem: it leaves, and the others form the next round
   without it. Only where too few nodes are left, or in a fixed job, does its reason end the job.
-- A quarantined host (`core.quarantine`) is in a round only if the round cannot reach its minimum without it;
-  its nodes stay as spares. Who caused a failure is decided when the next round becomes active, or the job
-  ends: by then all members have reported, and the record is written in the same transaction, once. A member
-  that is quarantined, or slow, makes room for a fit spare at a checkpoint, as a preempted node does.
+- A quarantined host (`core.rounds.quarantine`) is in a round only if the round cannot reach its minimum
+  without it; its nodes stay as spares. Who caused a failure is decided when the next round becomes active,
+  or the job ends: by then all members have reported, and the record is written in the same transaction,
+  once. A member that is quarantined, or slow, makes room for a fit spare at a checkpoint, as a preempted
+  node does.
 - A preempted node leaves after the workers of all nodes have had their grace: the forming round says so
   (`Round.preempted`), and becomes active only when the old workers have stopped, as any other.
 - After a store went back in time, no round becomes active for the time of a lease: until then nodes that the
@@ -74,13 +75,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from phalanx.core import quarantine
-from phalanx.core.failures import ranks_text
-from phalanx.core.leader_view import LeaderView, Options, Seen
-from phalanx.core.quarantine import Offence, Quarantine
-from phalanx.core.ranks import natural_key, offsets
-from phalanx.core.restarts import decide_for_job
-from phalanx.core.round_causes import (
+from phalanx.core.diagnosis.failures import ranks_text
+from phalanx.core.group.ranks import natural_key, offsets
+from phalanx.core.group.restarts import decide_for_job
+from phalanx.core.rounds import quarantine
+from phalanx.core.rounds.causes import (
     MOST_LOST,
     expired,
     judged,
@@ -89,7 +88,9 @@ from phalanx.core.round_causes import (
     offences_of,
     with_records,
 )
-from phalanx.core.round_records import (
+from phalanx.core.rounds.leader_view import LeaderView, Options, Seen
+from phalanx.core.rounds.quarantine import Offence, Quarantine
+from phalanx.core.rounds.records import (
     ACTIVE,
     CLOSED,
     FORMAT,
@@ -103,7 +104,7 @@ from phalanx.core.round_records import (
     encode,
     printable,
 )
-from phalanx.core.store_commands import Command, Delete, Put, Txn, When
+from phalanx.core.rounds.store_commands import Command, Delete, Put, Txn, When
 
 NO_MORE = "no other node can come"
 _RETURN = 2  # leases that a lost node has to return in, where no other can take its place

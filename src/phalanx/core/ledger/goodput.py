@@ -13,10 +13,10 @@ time of the job; the ledgers of all nodes add up.
     running        everything else, of a node that sends no heartbeats: whether it was progress is not known
     productive     everything else
 
-`GoodputLedger.step` is told each step of the group (`core.group`), `totals` may be asked at any time. Neither
-needs a sample in between: a board (`supervision.heartbeat`) has a rank's first and last heartbeat, the moment
-at which it passed the step of its predecessor, and the time that it spent on checkpoints. So a start is
-booked when it is over, from one look at its boards, and nothing wakes up for the ledger.
+`GoodputLedger.step` is told each step of the group (`core.group.group`), `totals` may be asked at any time.
+Neither needs a sample in between: a board (`supervision.heartbeat`) has a rank's first and last heartbeat,
+the moment at which it passed the step of its predecessor, and the time that it spent on checkpoints. So a
+start is booked when it is over, from one look at its boards, and nothing wakes up for the ledger.
 
 What is estimated: where the program does not call `ready()`, its first step began one typical step before its
 first heartbeat. A rank that sends no heartbeats is booked like the first one of its node that does; if none
@@ -27,7 +27,7 @@ Memory is O(ranks). Times are monotonic seconds, always arguments.
 
 from __future__ import annotations
 
-from phalanx.core import group_events as events
+from phalanx.core.group import events
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from phalanx.core.incidents import Incident
+    from phalanx.core.ledger.incidents import Incident
 
 PRODUCTIVE, RUNNING, RECOMPUTED, STARTING, RECOVERING, HUNG, CHECKPOINTING, NODES, SLOWEST = CATEGORIES = (
     "productive",

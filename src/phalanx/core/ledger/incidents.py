@@ -1,8 +1,8 @@
 """Incidents: what interrupted a job, how it recovered, and what each stage of the recovery took.
 
-`observe(book, seen)` takes one step of `core.group` after the other (with its times, which are arguments) and
-returns the next book; `reached` adds what only the workers can tell: their first line and first step. Nothing
-here has a clock, and a book is a value: it can be made later from steps that were kept.
+`observe(book, seen)` takes one step of `core.group.group` after the other (with its times, which are
+arguments) and returns the next book; `reached` adds what only the workers can tell: their first line and
+first step. Nothing here has a clock, and a book is a value: it can be made later from steps that were kept.
 
 The stages of a recovery, by the moments at their ends:
 
@@ -16,12 +16,12 @@ with the job. A change of members while a recovery is under way prolongs it: it 
 
 from __future__ import annotations
 
-from phalanx.core import group_events as events
+from phalanx.core.group import events
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.core.group import GroupState
+    from phalanx.core.group.group import GroupState
 
 RESTART = "restart"
 """Workers were stopped and started again."""

@@ -11,7 +11,7 @@ Invariants
   part, and the reason says so (`choose`). Where every node is quarantined, none is better than another.
 - What a person adds has no end, and only a person removes it.
 
-The leader decides (`core.rounds`) and keeps one record for each host in the job's store
+The leader decides (`core.rounds.rounds`) and keeps one record for each host in the job's store
 (`round_records.HostRecord`), which every node watches (`HostWatch`): so all nodes say the same, and the next
 leader goes on from there. Times are the observer's own monotonic clock; what is stored are ages and remaining
 times.
@@ -20,13 +20,13 @@ times.
 from __future__ import annotations
 
 from phalanx.core.record import Record
-from phalanx.core.round_records import UNTIL_REMOVED, HostRecord, decode_host, printable
+from phalanx.core.rounds.records import UNTIL_REMOVED, HostRecord, decode_host, printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.core.store_commands import Entry
+    from phalanx.core.rounds.store_commands import Entry
 
 AT_ONCE = ("check", "device", "unfit", "slow")
 """Offences that need no second one."""

@@ -258,6 +258,6 @@ def alike(evidence: tuple[Evidence, ...]) -> tuple[tuple[int, ...], ...]:
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
     """`rank 3`, `ranks 0-3, 7`."""
-    from phalanx.core.failures import ranks_text as text
+    from phalanx.core.diagnosis.failures import ranks_text as text
 
     return text(ranks)

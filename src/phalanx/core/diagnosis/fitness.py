@@ -8,14 +8,14 @@ kernel log cannot be read in a container says nothing about the machine, that a 
 
 from __future__ import annotations
 
-from phalanx.core.pairing import SLOW, judge_pairs
+from phalanx.core.diagnosis.pairing import SLOW, judge_pairs
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from phalanx.core.pairing import NodeGroup
+    from phalanx.core.diagnosis.pairing import NodeGroup
 
     PairRates = Mapping[NodeGroup, Mapping[str, float]]
 

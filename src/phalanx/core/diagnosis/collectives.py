@@ -30,7 +30,7 @@ No verdict (None) where no rank waits in a collective: then the stacks have to t
 
 from __future__ import annotations
 
-from phalanx.core.failures import ranks_text
+from phalanx.core.diagnosis.failures import ranks_text
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False

@@ -1,11 +1,11 @@
-"""The events and actions of `core.participant`."""
+"""The events and actions of `core.rounds.participant`."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.core.round_records import Place, Round
-from phalanx.core.store_commands import Command, Notice, Reply
+from phalanx.core.rounds.records import Place, Round
+from phalanx.core.rounds.store_commands import Command, Notice, Reply
 
 
 class ClockTick(NamedTuple):

@@ -1,11 +1,11 @@
-"""Who caused the failures of a round, and how the leader keeps that: for `core.rounds`, by `core.quarantine`.
+"""Who caused the failures of a round, and how the leader keeps that: for `rounds`, by `quarantine`.
 
 Every write is conditional on the term of the leader and on the records that it was decided upon, because a
 person may write them at any time. What the members of a round have reported counts once: the transaction that
 makes the next round active, or ends the job, also holds the records.
 
-A failure that is due to a device (`core.failures.tells_of_lost_device`) is its host's alone, and is enough to
-keep it out.
+A failure that is due to a device (`core.diagnosis.failures.tells_of_lost_device`) is its host's alone, and
+is enough to keep it out.
 
 A *lost* node is a member whose key is gone (its lease ran out: agent killed, machine frozen or off the
 network) before it has reported how its workers ended, or that they are stopped for the next round. Its host
@@ -21,16 +21,16 @@ connections with it, so there nearly always is such a failure.
 
 from __future__ import annotations
 
-from phalanx.core import quarantine
-from phalanx.core.failures import tells_of_lost_device
-from phalanx.core.quarantine import Offence, Quarantine, QuarantinePolicy
-from phalanx.core.ranks import offsets
-from phalanx.core.round_records import HostRecord, Member, Result, encode
-from phalanx.core.store_commands import Command, Delete, Put, Txn, When
+from phalanx.core.diagnosis.failures import tells_of_lost_device
+from phalanx.core.group.ranks import offsets
+from phalanx.core.rounds import quarantine
+from phalanx.core.rounds.quarantine import Offence, Quarantine, QuarantinePolicy
+from phalanx.core.rounds.records import HostRecord, Member, Result, encode
+from phalanx.core.rounds.store_commands import Command, Delete, Put, Txn, When
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.core.leader_view import LeaderView
+    from phalanx.core.rounds.leader_view import LeaderView
 
 HOSTS = "ctl/quarantine/"
 _MOST = 10  # records in one transaction, beside a round of 100 places; etcd allows 128 operations

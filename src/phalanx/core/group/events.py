@@ -1,4 +1,4 @@
-"""What the agent's owner loop and `core.group` exchange: events in, commands out.
+"""What the agent's owner loop and `core.group.group` exchange: events in, commands out.
 
 The contract the shell keeps:
 - every `Join` is answered by exactly one `RoundReady` or `RoundFailed`, unless `Leave` or

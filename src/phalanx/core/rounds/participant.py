@@ -5,7 +5,7 @@ end of workers, a request to leave) and carries out the actions. `step` is level
 the event into its state, then evaluates the same short list of conditions every time, so that no order
 of events, loss or repetition needs a case of its own.
 
-Fencing, on which `core.rounds` relies: this node runs workers only while its lease is certainly alive.
+Fencing, on which `core.rounds.rounds` relies: this node runs workers only while its lease is certainly alive.
 - An answered keep-alive proves the lease from the moment it was *sent*, for the lease's time.
 - A connection that ended gives the store reason to shorten the lease to `linger`, counted from the
   end of the connection at the earliest; so the node counts from there as well.
@@ -26,8 +26,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.core.leader_view import LeaderView, Options
-from phalanx.core.participant_events import (
+from phalanx.core.rounds.causes import HOSTS
+from phalanx.core.rounds.leader_view import LeaderView, Options
+from phalanx.core.rounds.participant_events import (
     Action,
     Answer,
     Connected,
@@ -46,9 +47,8 @@ from phalanx.core.participant_events import (
     WorkersEnded,
     WorkersStopped,
 )
-from phalanx.core.quarantine import HostWatch
-from phalanx.core.round_causes import HOSTS
-from phalanx.core.round_records import (
+from phalanx.core.rounds.quarantine import HostWatch
+from phalanx.core.rounds.records import (
     ACTIVE,
     CLOSED,
     FORMAT,
@@ -62,8 +62,8 @@ from phalanx.core.round_records import (
     decode_round,
     encode,
 )
-from phalanx.core.rounds import begin_again, decide
-from phalanx.core.store_commands import (
+from phalanx.core.rounds.rounds import begin_again, decide
+from phalanx.core.rounds.store_commands import (
     Change,
     Command,
     Delete,

@@ -45,7 +45,7 @@ The rules:
 MOVES lists what an event may lead to, LATE what may be in the queue still although it no longer
 matters. Everything else is a bug in the owner loop: `IllegalMove`, with the recent history.
 
-Events and commands are in `core.group_events`.
+Events and commands are in `core.group.events`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from phalanx.core import exit_codes, restarts
-from phalanx.core.group_events import (
+from phalanx.core import exit_codes
+from phalanx.core.group import restarts
+from phalanx.core.group.events import (
     AllSucceeded,
     BarrierDone,
     CloseRendezvous,
@@ -92,8 +93,8 @@ from phalanx.core.group_events import (
     WorkerFailed,
     WorkerState,
 )
+from phalanx.core.group.restarts import Failure, History, RestartPolicy
 from phalanx.core.record import Record
-from phalanx.core.restarts import Failure, History, RestartPolicy
 from phalanx.core.text_enum import TextEnum
 from phalanx.errors import PhalanxError
 

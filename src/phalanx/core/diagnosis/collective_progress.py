@@ -2,7 +2,8 @@
 
 A rank *moves* when it enters or leaves a collective, and it *runs* when it uses a processor while it waits in
 none: a long compile, an evaluation on one rank or the writing of a checkpoint are not hangs. What a rank uses
-while it waits does not count, because some libraries wait in a busy loop. `core.progress` judges the result.
+while it waits does not count, because some libraries wait in a busy loop. `core.diagnosis.progress` judges
+the result.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from phalanx.core.collectives import RankTrace
+    from phalanx.core.diagnosis.collectives import RankTrace
 
 _RUNS = 0.05
 """The share of one processor from which on a rank runs; the waiting threads of libraries use less."""

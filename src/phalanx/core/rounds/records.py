@@ -1,4 +1,4 @@
-"""The values of a job's keys (see `core.rounds`): named tuples, and how the store holds them.
+"""The values of a job's keys (see `core.rounds.rounds`): named tuples, and how the store holds them.
 
 Records are JSON, so that people can read them with the store's own tools. Decoding is tolerant, because nodes
 of another version, or strangers in a job without a token, may write here: unknown fields are ignored, missing
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple, get_type_hints
 
-from phalanx.core.ranks import Offsets
+from phalanx.core.group.ranks import Offsets
 
 FORMING, ACTIVE, CLOSED = "forming", "active", "closed"
 _PHASES = (FORMING, ACTIVE, CLOSED)
@@ -101,7 +101,8 @@ class Result(NamedTuple):
 
 
 class HostRecord(NamedTuple):
-    """The value of `ctl/quarantine/<host>` (`core.quarantine`); all times are seconds before or after now.
+    """The value of `ctl/quarantine/<host>` (`core.rounds.quarantine`); all times are seconds before or after
+    now.
 
     `reason`: why the host is kept out, empty where it is not; `left`: for how long yet, or UNTIL_REMOVED;
     `age`: for how long it has been out. `offences`: how long ago it was the root cause of a failure."""
