@@ -21,8 +21,8 @@ its members, in rank order, run workers. Then the next one forms, or the job is 
 
 Rules, each of which the simulator checks:
 - No round becomes active while a member of the previous one still holds its lease and has not published that
-  its workers are stopped. A node stops by itself when its lease may have run out (core.rounds.participant), so two
-  rounds never run at the same time.
+  its workers are stopped. A node stops by itself when its lease may have run out (core.rounds.participant),
+  so two rounds never run at the same time.
 - Members are (id, incarnation): the incarnation is the revision that created the node's key. A node that
   slept past its lease has lost its key, so nothing it still believes can match.
 - Every write of the leader is conditional on the revision that created `ctl/leader` (its term), and a new
