@@ -165,16 +165,17 @@ class ChildFailedError(AlsoTorchs, PhalanxError):
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
         """The rank and failure that is the root cause."""
-        from phalanx.observe.report import root_cause
-
-        return root_cause(self.failures)
+        return self._reporter.root_cause(self.failures)
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         """The whole report as plain text."""
-        from phalanx.observe.report import format_report
-
         everyone = {**self.failures, **self.stopped}
-        return format_report(self.name, everyone, border=boarder_delim, section=section_delim)
+        return self._reporter.report(self.name, everyone, border=boarder_delim, section=section_delim)
+
+    @property
+    def _reporter(self) -> type[ProcessFailure]:
+        """The class of the failures writes their report: this module is below everything that could."""
+        return type(next(iter(self.failures.values())))
 
 
 class StoreError(PhalanxError):

@@ -13,6 +13,7 @@ from phalanx.rawsignal import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
     from typing import Any
 
@@ -24,6 +25,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 _SYS_CLONE3 = 435  # on all architectures
 _CLONE_INTO_CGROUP = 0x200000000
+
+_UCRED = 12  # bytes: pid, uid, gid
 
 _TFD_TIMER_ABSTIME = 1
 _TFD_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
@@ -205,3 +208,11 @@ def anonymous_file(name: str) -> int:
 
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
+
+
+def user_of(peer: socket.socket) -> int:
+    """The user at the other end of a Unix socket."""
+    import socket
+
+    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED)
+    return int.from_bytes(data[4:8], sys.byteorder)

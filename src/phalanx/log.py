@@ -1,7 +1,7 @@
 """Lines of Phalanx's own: on stderr, or through logging where the program has set it up.
 
 Such a line may quote another process, user or host. Characters that a terminal obeys are shown as escapes.
-With `--log-format json` every line is one JSON object (agent/logs/json_lines.py).
+With `--log-format json` every line is one JSON object (observe/json_lines.py).
 """
 
 from __future__ import annotations
@@ -10,9 +10,17 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.agent.logs.json_lines import JsonLines
+    from collections.abc import Iterable
+    from typing import Protocol
 
-_objects: JsonLines | None = None
+    class LineFrame(Protocol):
+        """What frames lines as objects (observe/json_lines.py)."""
+
+        def of_lines(self, lines: Iterable[str], /) -> str:
+            """The objects of these lines."""
+
+
+_frame: LineFrame | None = None
 _PREFIX = "phalanx: "
 
 
@@ -23,26 +31,22 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def use_format(name: str, host: str) -> None:
-    """Write lines as `text` or as `json` from now on."""
-    global _objects
-    _objects = None
-    if name == "json":
-        from phalanx.agent.logs.json_lines import JsonLines
-
-        _objects = JsonLines(host, None, "phalanx")
+def use_frame(frame: LineFrame | None) -> None:
+    """Write lines as objects from now on; None: as text."""
+    global _frame
+    _frame = frame
 
 
 def is_json() -> bool:
     """Whether lines are JSON objects."""
-    return _objects is not None
+    return _frame is not None
 
 
 def write_stderr(text: str, *, styled: bool = False) -> None:
     """Write to stderr; a closed or full stderr is not a reason to fail. `styled`: made safe, with colours."""
-    if _objects is not None:
+    if _frame is not None:
         lines = (line.removeprefix(_PREFIX) for line in text.splitlines() if line.strip())
-        text, styled = _objects.of_lines(lines), True
+        text, styled = _frame.of_lines(lines), True
     try:
         if sys.stderr is not None:
             sys.stderr.write(text if styled else printable(text))

@@ -15,12 +15,10 @@ import pytest
 from phalanx.agent.workers import exit_evidence
 from phalanx.agent.workers.exit_evidence import (
     Snapshot,
-    code_in_words,
     explain,
-    next_step,
-    signal_label,
     snapshot,
 )
+from phalanx.core.diagnosis.exit_status import code_in_words, next_step, signal_label
 
 LIMIT = 48 << 20
 EATER = "import sys\nsys.stdin.readline()\nkept = []\nwhile True: kept.append(b'x' * (1 << 20))"

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from phalanx import log
 from phalanx.agent.logs.followed_file import BLOCK
-from phalanx.agent.logs.json_lines import JsonLines, timestamp, whole_characters
 from phalanx.agent.logs.log_follower import LogFollower
+from phalanx.observe.json_lines import JsonLines, timestamp, whole_characters
 
 
 def objects(data: bytes) -> list[dict[str, Any]]:
@@ -132,12 +132,12 @@ def test_a_terminal_gets_the_same_objects_as_a_pipe(tmp_path: Path, monkeypatch:
 def test_lines_of_the_launcher_and_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     err = io.StringIO()
     monkeypatch.setattr("sys.stderr", err)
-    log.use_format("json", "a1")
+    log.use_frame(JsonLines("a1", None, "phalanx"))
     try:
         log.write_stderr("phalanx: one\n\n  two \udcff\x1b[31m\n")
         log.write_stderr("=== report\n", styled=True)
     finally:
-        log.use_format("text", "a1")
+        log.use_frame(None)
     log.write_stderr("phalanx: text\n")
     *lines, last = err.getvalue().splitlines()
     assert last == "phalanx: text"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.agent.log_reader import next_lines
-from phalanx.agent.logs import log_layout
-from phalanx.agent.logs.log_layout import LogName, WholeLog, list_logs, parse_name, part_path, tail
 from phalanx.agent.logs.rotation import RotatedLog, Rotation
+from phalanx.observe import log_layout
+from phalanx.observe.log_layout import LogName, WholeLog, list_logs, parse_name, part_path, tail
 
 SIZE = 8192
 LINE = b"%07d\n"

@@ -14,9 +14,9 @@ import pytest
 
 from phalanx.agent.logs import rotation
 from phalanx.agent.logs.log_follower import LogFollower
-from phalanx.agent.logs.log_layout import WholeLog, tail
 from phalanx.agent.logs.rotation import LogRotation, RotatedLog, Rotation, punch, wait_for_rotation
 from phalanx.agent.workers.result import tail_of
+from phalanx.observe.log_layout import WholeLog, tail
 from tests.conftest import wait_until
 
 SIZE = 64 * 1024

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 
@@ -18,6 +17,7 @@ from phalanx.core.group.events import (
 )
 from phalanx.job import environment
 from phalanx.observe.event_file import EventFile
+from phalanx.observe.log_layout import run_directory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -208,8 +208,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
         if not isinstance(self._logs_specs, DefaultLogsSpecs):
             return self._logs_specs.root_log_dir  # a plug-in has its own layout of files
-        rank_dir = os.path.dirname(next(iter(context.error_files.values())))
-        return os.path.dirname(os.path.dirname(rank_dir))
+        return run_directory(next(iter(context.error_files.values())))
 
     def make_run_dir(self) -> None:
         """Make that directory, where it was named, for a node that ends before its workers start."""

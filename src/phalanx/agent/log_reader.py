@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.agent.logs.log_layout import WholeLog
+from phalanx.observe.log_layout import STREAMS, WholeLog, name_in_job
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ def read_logs(
     each = _MOST_BYTES // max(1, 2 * len(workers))
     found = []
     for worker in workers:
-        for stream, paths in (("stdout", context.stdouts), ("stderr", context.stderrs)):
+        for stream, paths in zip(STREAMS, (context.stdouts, context.stderrs), strict=True):
             path = paths.get(worker.local_rank, "")
             if not path or path == os.devnull:
                 continue
-            name = "/".join(path.split(os.sep)[-4:])
+            name = name_in_job(path)
             known[name] = known.pop(name) if name in known else WholeLog(path)
             seen = places.get(f"{worker.global_rank}/{stream}")
             new = next_lines(seen, name, known, each, request.get("whole") is True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 
-from phalanx.agent.logs.log_layout import tail
+from phalanx.observe.log_layout import tail
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

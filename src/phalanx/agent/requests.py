@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     from phalanx.agent.gpu_probe import Figures, GpuProbe
     from phalanx.agent.local_agent import LocalElasticAgent
-    from phalanx.agent.logs.log_layout import WholeLog
     from phalanx.agent.node_view import NodeView
     from phalanx.agent.supervision.stack_collection import StackDump
     from phalanx.core.group.group import Phase
+    from phalanx.observe.log_layout import WholeLog
 
     Answer = Callable[[dict[str, Any]], None]
 

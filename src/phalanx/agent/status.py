@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import time
 
-from phalanx.job.environment import socket_scope
+from phalanx.job.environment import AGENT_SOCKET, socket_scope
+from phalanx.kernel import user_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
     Answer = Callable[[dict[str, Any]], None]
 
-PREFIX = "phalanx/"
 _BUFFER = 1 << 20
-_PEER = 12  # struct ucred: pid, uid, gid
 _QUICK = 0.05  # seconds in which a start mostly is over
 _MOST = 16  # clients at a time; more wait in the kernel's queue
 _LONGEST = 1 << 16  # bytes of a request
@@ -64,7 +62,7 @@ class StatusSocket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             # A random part: two agents in different containers may have one pid and one network.
-            name = f"\0{PREFIX}{socket_scope()}{os.getpid()}-{os.urandom(4).hex()}"
+            name = f"\0{AGENT_SOCKET}{socket_scope()}{os.getpid()}-{os.urandom(4).hex()}"
             listener.bind(name)
             listener.listen(16)
             self._socket, self.name = listener, name
@@ -233,11 +231,3 @@ class StatusClient:
         if not self.closed:
             self.closed = True
             self.peer.close()
-
-
-def user_of(peer: socket.socket) -> int:
-    """The user at the other end."""
-    import socket
-
-    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER)
-    return int.from_bytes(data[4:8], sys.byteorder)

@@ -18,8 +18,8 @@ from phalanx.cli.logs import LogReader, WrittenLog
 from phalanx.cli.runs import NoSuchRun, add_run, local_agents, one_run
 from phalanx.cli.store import Parser
 from phalanx.log import printable, write_stderr
-from phalanx.observe.event_file import FILE
 from phalanx.observe.local_agents import LocalAgent
+from phalanx.observe.log_layout import EVENTS
 from phalanx.observe.snapshot import RunFile
 
 _POLL = 0.3
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _events(run: RunFile, agent: LocalAgent | None, follow: bool) -> Iterator[dict[str, Any]]:
-    path = os.path.join(run.logs, FILE) if run.logs else ""
+    path = os.path.join(run.logs, EVENTS) if run.logs else ""
     if agent is not None and not follow and not os.path.isfile(path):
         for note in agent.job.incidents:
             yield {"time": note.at, "host": agent.job.host, "kind": "note", "text": note.what}

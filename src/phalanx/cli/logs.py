@@ -18,7 +18,6 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from phalanx.agent.logs.log_layout import WholeLog, list_logs
 from phalanx.cli.remote_job import RemoteJob, add_endpoint, remote_job
 from phalanx.cli.runs import (
     NoSuchRun,
@@ -34,6 +33,7 @@ from phalanx.cli.store import Parser
 from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
 from phalanx.observe.local_agents import LocalAgent, put, states
+from phalanx.observe.log_layout import WholeLog, list_logs
 from phalanx.observe.sibling_logs import elsewhere, siblings
 from phalanx.observe.snapshot import RunFile
 

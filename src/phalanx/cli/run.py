@@ -12,7 +12,7 @@ import time
 
 from phalanx.job.config import parse
 from phalanx.job.environment import allows_colour, has_error_file, outcomes_directory
-from phalanx.log import is_json, use_format, write_stderr
+from phalanx.log import is_json, use_frame, write_stderr
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,19 +54,29 @@ def main(argv: Sequence[str]) -> int:
     return execute(job)
 
 
+def _use_format(name: str, host: str) -> None:
+    """Write lines of our own as `text` or as `json` from now on."""
+    frame = None
+    if name == "json":
+        from phalanx.observe.json_lines import JsonLines
+
+        frame = JsonLines(host, None, "phalanx")
+    use_frame(frame)
+
+
 def _refuse(argv: Sequence[str], error: ValueError) -> None:
     """A command line is wrong: its message goes where that of a job that fails would go."""
     from phalanx.job.environment import variables
     from phalanx.job.options import peek
     from phalanx.observe import termination_log
 
-    use_format(peek(argv, "log_format", variables()), os.uname().nodename)
+    _use_format(peek(argv, "log_format", variables()), os.uname().nodename)
     termination_log.write(peek(argv, "termination_log", variables()), f"phalanx run: {error}")
 
 
 def execute(job: JobSpec, raises: bool = False) -> int:
     """Run a job from the terminal; the exit code. `raises`: for a caller in Python, a failure is raised."""
-    use_format(job.log_format, job.node_name)
+    _use_format(job.log_format, job.node_name)
     for warning in job.warnings:
         say(f"warning: {warning}")
     if job.dry_run:
@@ -483,7 +493,9 @@ def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:
         from phalanx.observe.run_summary import ledger
 
         report = {**report, "goodput": ledger(agent)}
-    path = os.path.join(directory, "failure.json")
+    from phalanx.observe.log_layout import FAILURE
+
+    path = os.path.join(directory, FAILURE)
     try:
         with open(path, "w") as file:
             json.dump(report, file, indent=2)

@@ -219,6 +219,10 @@ def namespace() -> str:
     return raw
 
 
+AGENT_SOCKET = "phalanx/"
+"""How the names of the agents' sockets begin; `socket_scope` follows."""
+
+
 def socket_scope() -> str:
     """How the names of our local sockets go on after their kind: the user, then the namespace."""
     return f"{os.geteuid()}/{namespace()}/"

@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import time
 
+from phalanx.observe.log_layout import EVENTS
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
     from phalanx.core.ledger.incidents import Incident
 
-FILE = "events.jsonl"
 _MOST = 1000  # lines in memory, where there is no directory yet
 _LARGEST = 64 << 20  # bytes of the file; a job that says more than this says nothing new
 
@@ -56,7 +57,7 @@ class EventFile:
         lines, self._lines = self._lines, []
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            fd = os.open(os.path.join(directory, FILE), flags, 0o600)
+            fd = os.open(os.path.join(directory, EVENTS), flags, 0o600)
         except OSError:
             return
         try:

@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from phalanx.agent.status import PREFIX, user_of
-from phalanx.job.environment import namespace, socket_scope
+from phalanx.job.environment import AGENT_SOCKET, namespace, socket_scope
+from phalanx.kernel import user_of
 from phalanx.observe import snapshot
 from phalanx.observe.snapshot import JobSnapshot
 
@@ -98,7 +98,7 @@ def put_all(
 
 def names(everyone: bool = False) -> Iterator[str]:
     """The sockets of this user's agents, or of all users'."""
-    wanted = f"@{PREFIX}" if everyone else f"@{PREFIX}{socket_scope()}"
+    wanted = f"@{AGENT_SOCKET}" if everyone else f"@{AGENT_SOCKET}{socket_scope()}"
     mine = [namespace()]
     try:
         with open("/proc/net/unix", errors="surrogateescape") as file:
@@ -110,7 +110,7 @@ def names(everyone: bool = False) -> Iterator[str]:
         name = line.rpartition(" ")[2]
         listens = line.split()[3:4] == ["00010000"]  # the flag of a socket that accepts
         if name.startswith(wanted) and name.split("/")[2:3] == mine and listens:
-            user = name.removeprefix(f"@{PREFIX}").partition("/")[0]
+            user = name.removeprefix(f"@{AGENT_SOCKET}").partition("/")[0]
             of_user[user] = of_user.get(user, 0) + 1
             if of_user[user] <= _MOST:
                 yield "\0" + name[1:]
@@ -166,7 +166,7 @@ def ask(
 
 def _is_of(name: str, user: int) -> bool:
     """Whether the socket belongs to the user in its name, and this user may ask for it."""
-    claimed = name.removeprefix(f"\0{PREFIX}").partition("/")[0]
+    claimed = name.removeprefix(f"\0{AGENT_SOCKET}").partition("/")[0]
     return claimed == str(user) and os.geteuid() in (0, user)
 
 

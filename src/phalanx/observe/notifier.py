@@ -16,8 +16,8 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.agent.logs.json_lines import timestamp
 from phalanx.core.record import Record
+from phalanx.observe.json_lines import timestamp
 from phalanx.observe.outbox import Outbox, Undelivered
 
 if TYPE_CHECKING:

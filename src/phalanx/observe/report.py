@@ -14,7 +14,7 @@ import os
 import re
 import sys
 
-from phalanx.agent.workers.exit_evidence import code_in_words, next_step, signal_label
+from phalanx.core.diagnosis.exit_status import code_in_words, next_step, signal_label
 from phalanx.core.diagnosis.failures import (
     diagnose,
     echo_of,

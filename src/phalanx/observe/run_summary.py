@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import time
 
+from phalanx.observe.log_layout import SUMMARY
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.local_agent import LocalElasticAgent
 
-FILE = "summary.json"
 _LONG = 60.0  # seconds after which the figure means something
 _LONGEST_REASON = 4096
 _MOST_NODES = 1000  # whose names are kept
@@ -106,7 +107,7 @@ def keep(run: dict[str, Any]) -> None:
         return
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(os.path.join(directory, FILE), flags, 0o600), "w") as file:
+        with open(os.open(os.path.join(directory, SUMMARY), flags, 0o600), "w") as file:
             json.dump(run, file, indent=2)
     except OSError:
         pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.observe.run_summary import FILE
+from phalanx.observe.log_layout import SUMMARY
 from phalanx.observe.snapshot import RunFile, decode_run
 
 _MOST = 4096  # nodes
@@ -24,7 +24,7 @@ def siblings(run: RunFile) -> list[RunFile]:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.startswith(prefix) and entry.name != own and len(found) < _MOST:
-                    other = _read(os.path.join(entry.path, FILE))
+                    other = _read(os.path.join(entry.path, SUMMARY))
                     if other is not None and _is_same(run, other):
                         other.logs = entry.path
                         found.append(other)

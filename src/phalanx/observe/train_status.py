@@ -17,9 +17,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.agent.logs.json_lines import timestamp
 from phalanx.core.record import Record
 from phalanx.log import warn
+from phalanx.observe.json_lines import timestamp
 from phalanx.observe.outbox import Undelivered
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.agent.logs.json_lines import JsonLines
     from phalanx.agent.logs.log_follower import LogFollower
     from phalanx.agent.logs.rotation import LogRotation, Rotation
     from phalanx.agent.logs.specs import LogsDest
+    from phalanx.observe.json_lines import JsonLines
 
 MOMENT = 0.05  # usually enough for the last lines
 _HURRIED = 1.0
@@ -131,7 +131,7 @@ class Console:
     def _objects(self, rank: int, stream: str) -> JsonLines | None:
         if self._json is None:
             return None
-        from phalanx.agent.logs.json_lines import JsonLines
+        from phalanx.observe.json_lines import JsonLines
 
         return JsonLines(self._json.host, self._json.ranks[rank], stream)
 

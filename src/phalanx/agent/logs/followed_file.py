@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from phalanx.agent.logs.json_lines import JsonLines
     from phalanx.agent.logs.sinks import Sink
+    from phalanx.observe.json_lines import JsonLines
 
 BLOCK = 256 * 1024  # longer lines are streamed in parts
 _SHOW_ON_TERMINAL = 0.1  # a terminal shows an unfinished line after this much silence
@@ -151,7 +151,7 @@ class FollowedFile:
             self.yields = not self.sink.tty
         used = len(data) if last or show_rest else cut
         if self.json is not None and used > cut and not last:
-            from phalanx.agent.logs.json_lines import whole_characters
+            from phalanx.observe.json_lines import whole_characters
 
             used = whole_characters(data, used)
         if self.line_filter is None:

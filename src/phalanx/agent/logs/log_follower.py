@@ -40,8 +40,8 @@ from phalanx.job.environment import allows_colour
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
-    from phalanx.agent.logs.json_lines import JsonLines
     from phalanx.agent.logs.repeated_tracebacks import RepeatedTracebacks
+    from phalanx.observe.json_lines import JsonLines
 
 __all__ = ["Containing", "LogFollower"]
 

@@ -34,9 +34,9 @@ from select import POLLIN, poll
 from typing import TYPE_CHECKING, Any
 
 from phalanx.agent.logs.inotify import Watcher
-from phalanx.agent.logs.log_layout import part_path
 from phalanx.core.record import Record
 from phalanx.log import warn
+from phalanx.observe.log_layout import part_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

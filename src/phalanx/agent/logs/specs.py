@@ -2,7 +2,7 @@
 
     <log_dir>/<run_id>_<unique>/attempt_<k>/<local_rank>/{stdout.log, stderr.log, error.json}
 
-(`log_layout.py` is the other side: it finds and reads them.)
+(`observe/log_layout.py` has the names, and finds and reads them.)
 
 Invariants
 - A directory is created exclusively and never reused. If workers start again without using up a restart
@@ -22,13 +22,12 @@ from enum import IntFlag
 
 from phalanx.core.record import Record
 from phalanx.job.environment import temporary_directory
+from phalanx.observe.log_layout import ERROR, STREAMS, filtered_file, log_file, start_folder
 from phalanx.trusted_files import make_directory
 
 __all__ = ["DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"]
 
 KEPT = 7 * 86400.0  # seconds that temporary directories stay
-ATTEMPT = "attempt_"
-STREAMS = ("stdout", "stderr")
 _DEFAULT_RUN_ID = "none"
 _LONGEST_RUN_ID = 200  # leaves room for the unique part within the usual 255 bytes of a file name
 
@@ -179,18 +178,18 @@ class DefaultLogsSpecs(LogsSpecs):
             self.run_dir(first.get("TORCHELASTIC_RUN_ID") or _DEFAULT_RUN_ID),
             _attempt(first.get("TORCHELASTIC_RESTART_COUNT") or "0"),
         )
-        dest = LogsDest(
-            filtered_stdout=os.path.join(attempt_dir, "filtered_stdout.log"),
-            filtered_stderr=os.path.join(attempt_dir, "filtered_stderr.log"),
-        )
         out, err = STREAMS
+        dest = LogsDest(
+            filtered_stdout=os.path.join(attempt_dir, filtered_file(out)),
+            filtered_stderr=os.path.join(attempt_dir, filtered_file(err)),
+        )
         for rank in envs:
             rank_dir = os.path.join(attempt_dir, str(rank))
             os.mkdir(rank_dir, 0o700)
-            dest.error_files[rank] = os.path.join(rank_dir, "error.json")
+            dest.error_files[rank] = os.path.join(rank_dir, ERROR)
             streams = (
-                (Std.OUT, f"{out}.log", dest.stdouts, dest.tee_stdouts),
-                (Std.ERR, f"{err}.log", dest.stderrs, dest.tee_stderrs),
+                (Std.OUT, log_file(out), dest.stdouts, dest.tee_stdouts),
+                (Std.ERR, log_file(err), dest.stderrs, dest.tee_stderrs),
             )
             for which, name, paths, shown in streams:
                 path = os.path.join(rank_dir, name)
@@ -242,7 +241,7 @@ class DefaultLogsSpecs(LogsSpecs):
     def _new_attempt_dir(run_dir: str, attempt: int) -> str:
         again = 0
         while True:
-            path = os.path.join(run_dir, f"{ATTEMPT}{attempt}{f'.{again}' if again else ''}")
+            path = os.path.join(run_dir, start_folder(attempt, again))
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:

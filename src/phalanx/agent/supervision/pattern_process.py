@@ -17,10 +17,10 @@ from select import POLLHUP, POLLIN, poll
 from typing import Any
 
 from phalanx.agent.logs.inotify import Watcher
-from phalanx.agent.logs.log_layout import data_at
 from phalanx.agent.supervision.expected_output import PAGE, TASK
 from phalanx.core.diagnosis.progress import is_finite
 from phalanx.kernel import die_with_parent
+from phalanx.observe.log_layout import data_at
 
 _BLOCK = 64 * 1024
 _LINE = 4096

@@ -13,6 +13,7 @@ from phalanx.agent.supervision.silent_workers import SilentWorkers
 from phalanx.core.diagnosis.patience import RANK_BUSY
 from phalanx.core.diagnosis.progress import Blame, Evidence, Verdict, View, WatchPolicy, blame, judge
 from phalanx.kernel import is_stopped
+from phalanx.observe.log_layout import HANG, NATIVE_STACKS, NCCL, STACKS, TRACES, start_directory
 from phalanx.worker.board import STACK_SIGNAL
 
 TYPE_CHECKING = False
@@ -160,13 +161,13 @@ class HangIncident:
         from phalanx.agent.supervision.collective_traces import TraceCollection
 
         pids = {self._global_ranks[rank]: pid for rank, pid in self._pids.items()}
-        return TraceCollection(paths, pids, self._attempt_path("flight_recorder"))
+        return TraceCollection(paths, pids, self._start_path(TRACES))
 
     def _ask_nccl(self) -> RasQuery:
         from phalanx.agent.supervision.nccl_ras import RasQuery
 
         pids = [pid for rank, pid in self._pids.items() if rank not in self._stopped]
-        return RasQuery(pids, self._attempt_path("nccl_ras.txt"))
+        return RasQuery(pids, self._start_path(NCCL))
 
     # -- native stacks ------------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class HangIncident:
 
         found: dict[int, Any] = {}
         for rank, pid in self._pids.items():
-            path = self._path(rank, "native-stacks.txt")
+            path = self._path(rank, NATIVE_STACKS)
             if path and rank not in self._stopped:
                 try:
                     with open(path, "wb") as file:
@@ -221,7 +222,7 @@ class HangIncident:
             text = self._dump.text(rank)
             global_rank = self._global_ranks[rank]
             found[global_rank] = stacks.evidence(global_rank, text, rank in self._stopped)
-            self._append(self._path(rank, "stacks.txt"), text)
+            self._append(self._path(rank, STACKS), text)
         where = {self._global_ranks[rank]: f"pid {pid}" for rank, pid in self._pids.items()}
         findings = Findings(self.view, self._at, found, where)
         findings.took = self._dump.took
@@ -251,7 +252,7 @@ class HangIncident:
         self.report.append(f"  decided {self.decided_after:.2f} s after the detection")
         if findings.traces and self._save_traces(findings):
             self.report.append(
-                f"  flight recorder{f' on {host}' if host else ''}: {self._attempt_path('flight_recorder')}"
+                f"  flight recorder{f' on {host}' if host else ''}: {self._start_path(TRACES)}"
             )
         self.report += [f"  NCCL: {line}" for line in self._nccl.complaints]
         if self._nccl.path:
@@ -261,7 +262,7 @@ class HangIncident:
 
     def _save_traces(self, findings: Findings) -> str:
         """Save what other nodes have sent beside the traces of this node; returns the directory."""
-        directory = self._attempt_path("flight_recorder")
+        directory = self._start_path(TRACES)
         own = self._traces.traces if self._traces is not None else {}
         others = [trace for rank, trace in findings.traces.items() if rank not in own]
         if directory and others:
@@ -292,11 +293,11 @@ class HangIncident:
 
     def write_report(self, host: str = "") -> None:
         """Write the report beside the logs of this attempt; with several nodes, `host` names this one."""
-        directory = self._attempt_path("")
+        directory = self._start_path("")
         if directory:
             on = f" on {host}" if host else ""
-            self.report.append(f"  full stacks{on}: {os.path.join(directory, '*', 'stacks.txt')}")
-            self._append(os.path.join(directory, "hang.txt"), "\n".join(self.report) + "\n")
+            self.report.append(f"  full stacks{on}: {os.path.join(directory, '*', STACKS)}")
+            self._append(os.path.join(directory, HANG), "\n".join(self.report) + "\n")
 
     def as_data(self) -> dict[str, Any]:
         """The incident for the JSON report."""
@@ -313,12 +314,10 @@ class HangIncident:
         error_file = self._context.error_files.get(rank, "")
         return os.path.join(os.path.dirname(error_file), name) if error_file else ""
 
-    def _attempt_path(self, name: str) -> str:
+    def _start_path(self, name: str) -> str:
         """A file beside the directories of the workers; empty if they have none."""
-        worker_directory = self._path(next(iter(self._pids), 0), "")
-        return (
-            os.path.join(os.path.dirname(os.path.dirname(worker_directory)), name) if worker_directory else ""
-        )
+        error_file = self._context.error_files.get(next(iter(self._pids), 0), "")
+        return os.path.join(start_directory(error_file), name) if error_file else ""
 
     @staticmethod
     def _append(path: str, text: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from phalanx.agent.workers.exit_evidence import code_in_words, signal_label
+from phalanx.core.diagnosis.exit_status import code_in_words, signal_label
 from phalanx.core.diagnosis.failures import WorkerExit, is_victim, moment, own_code, shell_status
 from phalanx.core.record import Record
 from phalanx.worker import error_file as files
@@ -160,6 +160,20 @@ class ProcessFailure(Record, frozen=False):
         except (ValueError, OverflowError, OSError):
             return NO_FILE
         return when.isoformat(timespec="milliseconds")
+
+    @staticmethod
+    def root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+        """The rank that failed first, and its failure."""
+        from phalanx.observe.report import root_cause
+
+        return root_cause(failures)
+
+    @staticmethod
+    def report(name: str, failures: dict[int, ProcessFailure], *, border: str, section: str) -> str:
+        """The report about these failures, for `ChildFailedError`."""
+        from phalanx.observe.report import format_report
+
+        return format_report(name, failures, border=border, section=section)
 
     def _status_message(self) -> str:
         if self.exitcode < 0:

@@ -39,6 +39,6 @@ class RunProcsResult(Record, frozen=False):
 
 def tail_of(path: str) -> str:
     """The last lines of a log file, for the report."""
-    from phalanx.agent.logs.log_layout import tail
+    from phalanx.observe.log_layout import tail
 
     return "\n".join(tail(path, _TAIL_BYTES).splitlines()[-_TAIL_LINES:])

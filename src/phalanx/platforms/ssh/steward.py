@@ -25,9 +25,8 @@ import sys
 import tempfile
 import time
 
-from phalanx.agent.status import user_of
 from phalanx.job.environment import OUTCOMES, TOKEN, own_environment
-from phalanx.kernel import die_with_parent, pidfd
+from phalanx.kernel import die_with_parent, pidfd, user_of
 from phalanx.platforms.outcomes import AgentOutcome, read_outcomes
 from phalanx.platforms.ssh.frames import GREETING, VERSION, LinkFrameReader, SentFrames, silence
 

@@ -9,7 +9,7 @@ import socket
 import time
 from typing import Any
 
-from phalanx.agent.status import user_of
+from phalanx.kernel import user_of
 
 _LONGEST = 64 << 20  # bytes of an answer: a job of many thousand ranks
 _PATIENCE = 25.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.agent.logs import log_layout
+from phalanx.observe import log_layout
 
 LONGEST = 4 << 20
 """Bytes of a file that are shown: its end."""

@@ -1,13 +1,16 @@
-"""How the logs of a run lie on disk, for everything that reads them: names, parts, holes.
+"""How the logs of a run lie on disk: names, parts, holes. Nothing else knows the name of a file there.
 
-    <run>/attempt_<k>[.<again>]/<local rank>/stdout.log                    the log
-                                             stdout.log.000000104857600    a part of it (rotation.py)
+    <run>/events.jsonl, summary.json, failure.json
+    <run>/attempt_<k>[.<again>]/filtered_stdout.log, hang.txt, flight_recorder/, nccl_ras.txt
+    <run>/attempt_<k>[.<again>]/<local rank>/error.json, stacks.txt, native-stacks.txt
+                                             stdout.log                    the log
+                                             stdout.log.000000104857600    a part of it
 
-`specs.py` makes the directories, `rotation.py` the parts. The number of a part is the offset of its first
-byte in the whole output. While the log is written, the bytes of its parts are a hole at its beginning, and
-offsets into the log are offsets into the whole output. When its writers have ended, or a worker has emptied
-it, the log begins where the last part ends; an empty last part marks that. Parts never change. The oldest may
-be deleted.
+`agent/logs/specs.py` makes the directories, `agent/logs/rotation.py` the parts. The number of a part is the
+offset of its first byte in the whole output. While the log is written, the bytes of its parts are a hole at
+its beginning, and offsets into the log are offsets into the whole output. When its writers have ended, or a
+worker has emptied it, the log begins where the last part ends; an empty last part marks that. Parts never
+change. The oldest may be deleted.
 
 Where a part begins, the part before it ends: a reader that knows one part finds the next by its name, and
 lists the directory once, however many files are in it.
@@ -21,13 +24,30 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 
-from phalanx.agent.logs.specs import ATTEMPT, STREAMS
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+STREAMS = ("stdout", "stderr")
+
+# In the directory of a run.
+EVENTS = "events.jsonl"
+SUMMARY = "summary.json"
+FAILURE = "failure.json"
+
+# In that of a start.
+HANG = "hang.txt"
+TRACES = "flight_recorder"
+NCCL = "nccl_ras.txt"
+
+# In that of a worker.
+ERROR = "error.json"
+STACKS = "stacks.txt"
+NATIVE_STACKS = "native-stacks.txt"
+
+_ATTEMPT = "attempt_"
 _DIGITS = 15  # of a part's number: so that names are in the order of the output
 _LONGEST = 100  # characters of a name that can be one of a log
 _BLOCK = 256 * 1024
@@ -47,11 +67,11 @@ class LogName(Record):
     @property
     def folders(self) -> tuple[str, str]:
         """The directories on the way from the one of the run."""
-        return f"{ATTEMPT}{self.attempt}{f'.{self.again}' if self.again else ''}", str(self.local_rank)
+        return start_folder(self.attempt, self.again), str(self.local_rank)
 
     @property
     def file(self) -> str:
-        name = f"{self.stream}.log"
+        name = log_file(self.stream)
         return name if self.part is None else part_path(name, self.part)
 
     @property
@@ -60,11 +80,41 @@ class LogName(Record):
         return "/".join((*self.folders, self.file))
 
 
+def start_folder(attempt: int, again: int) -> str:
+    """The directory of a start, in that of its run."""
+    return f"{_ATTEMPT}{attempt}{f'.{again}' if again else ''}"
+
+
+def log_file(stream: str) -> str:
+    """The log of a stream, in the directory of its worker."""
+    return f"{stream}.log"
+
+
+def filtered_file(stream: str) -> str:
+    """The lines of all workers that a filter chose, in the directory of a start."""
+    return f"filtered_{stream}.log"
+
+
+def start_directory(file: str) -> str:
+    """The directory of the start in which a worker has this file."""
+    return os.path.dirname(os.path.dirname(file))
+
+
+def run_directory(file: str) -> str:
+    """The directory of the run in which a worker has this file."""
+    return os.path.dirname(start_directory(file))
+
+
+def name_in_job(path: str) -> str:
+    """`job7_ab12/attempt_0/3/stdout.log`: with the directory of the run, because nodes name files alike."""
+    return "/".join(path.split(os.sep)[-4:])
+
+
 def parse_name(name: str) -> LogName | None:
     """`attempt_0/3/stdout.log`, or a part; None for any other name."""
     attempt, _, rest = name[:_LONGEST].partition("/")
     rank, _, file = rest.partition("/")
-    first, dot, again = attempt.removeprefix(ATTEMPT).partition(".")
+    first, dot, again = attempt.removeprefix(_ATTEMPT).partition(".")
     stream, _, part = file.partition(".log")
     numbers = [first, rank, *([again] if dot else []), *([part[1:]] if part else [])]
     if stream not in STREAMS or not all(one.isascii() and one.isdecimal() for one in numbers):
@@ -73,14 +123,14 @@ def parse_name(name: str) -> LogName | None:
     return found if found.name == name else None
 
 
-def list_logs(run_directory: str, parts: bool = False) -> list[LogName]:
+def list_logs(directory: str, parts: bool = False) -> list[LogName]:
     """The logs of a run, with or without their parts, by start, rank and stream."""
     found = []
-    for attempt in _names(run_directory, folders=True):
-        if attempt.startswith(ATTEMPT):
-            for rank in _names(os.path.join(run_directory, attempt), folders=True):
-                folder = os.path.join(run_directory, attempt, rank)
-                for file in _names(folder, folders=False) if parts else [f"{one}.log" for one in STREAMS]:
+    for attempt in _names(directory, folders=True):
+        if attempt.startswith(_ATTEMPT):
+            for rank in _names(os.path.join(directory, attempt), folders=True):
+                folder = os.path.join(directory, attempt, rank)
+                for file in _names(folder, folders=False) if parts else map(log_file, STREAMS):
                     log = parse_name(f"{attempt}/{rank}/{file}")
                     if log is not None and _size(os.path.join(folder, file)) is not None:
                         found.append(log)
