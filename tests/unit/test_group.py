@@ -165,7 +165,7 @@ def test_every_phase_is_reachable_and_drawn() -> None:
         reached.update(target for _, targets in row.values() for target in targets)
     assert reached == set(Phase) == set(group.WORDS)
     for phase, row in group.MOVES.items():
-        assert f"| {phase.value} | {group.WORDS[phase][0]} |" in text
+        assert f"| {phase.value} | {group.WORDS[phase].meaning} |" in text
         for _, targets in row.values():
             for target in targets:
                 assert target is phase or f"{phase.value} --> {target.value} : " in text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 
+from phalanx.core.group.group import WORDS
 from phalanx.observe.log_layout import tail
 
 TYPE_CHECKING = False
@@ -25,19 +26,6 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TAIL = 2048  # bytes of a log that are read for its last line
 _LINE = 300  # characters of it
 _RECORDS = 50  # incidents that are told
-
-_STATES = {
-    "NEW": "waiting",
-    "JOINING": "waiting",
-    "REFORMING": "forming",
-    "CLEARING": "forming",
-    "WAITING": "forming",
-    "STARTING": "starting",
-    "RUNNING": "running",
-    "BARRIER": "finished",
-    "ENDING": "ending",
-    "DONE": "ending",
-}
 
 
 class NodeView:
@@ -87,12 +75,13 @@ class NodeView:
         return told
 
     def _state(self) -> str:
-        state = self._agent.state
-        words = _STATES[state.phase.value]
-        return "spare" if words == "waiting" and self._agent.place().get("spare") else words
+        state = WORDS[self._agent.state.phase].state
+        return "spare" if state == "waiting" and self._agent.place().get("spare") else state
 
     def workers(self, devices: Figures) -> list[dict[str, Any]]:
         """The workers of this node now."""
+        from phalanx.observe import worker_states as states
+
         agent = self._agent
         context, detector = agent._pcontext, agent.supervision.detector
         if context is None:
@@ -109,18 +98,18 @@ class NodeView:
             ready = lives and board is not None and bool(board.ready_at or board.count)
             process = _process(pid) if lives and pid else None
             uptime = cpu = memory = None
-            state = "ended" if not context.exit_code(rank) else "failed"
+            state = states.ENDED if not context.exit_code(rank) else states.FAILED
             if lives:
-                state = "ready" if ready else "running" if context.started else "starting"
+                state = states.READY if ready else states.RUNNING if context.started else states.STARTING
             if process is not None and pid is not None:
                 letter, used, uptime, memory = process
                 seen[pid] = now, used
                 before, spent = self._cpu.get(pid, (now - max(uptime, 1e-3), 0.0))
                 cpu = round(max(0.0, used - spent) / max(now - before, 1e-3), 3)
                 if letter in "Tt":
-                    state = "stopped"
-            if board is not None and state == "ready" and "checkpoint" in board.section.split("/"):
-                state = "checkpointing"
+                    state = states.STOPPED
+            if board is not None and state == states.READY and "checkpoint" in board.section.split("/"):
+                state = states.CHECKPOINTING
             found.append(
                 {
                     "rank": worker.global_rank,

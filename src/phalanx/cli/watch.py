@@ -27,6 +27,7 @@ from phalanx.log import printable, write_stderr
 from phalanx.observe.duration import duration
 from phalanx.observe.snapshot import JobSnapshot, WorkerSnapshot, nodes_of, totals_of, workers_of
 from phalanx.observe.status_text import PHASES, quarantine_lines
+from phalanx.observe.worker_states import FAILED, MARKS, STOPPED, UNKNOWN, StateMarks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,17 +36,8 @@ if TYPE_CHECKING:
 _EVERY = 1.0
 _HELP = "q end  j/k scroll  / ranks  a all  g grid  l lines  space pause"
 
-# state -> letter, colour (SGR)
-CELLS = {
-    "starting": ("s", "33"),
-    "running": ("·", "32"),
-    "ready": ("■", "32"),
-    "checkpointing": ("c", "36"),
-    "stopped": ("T", "31"),
-    "failed": ("x", "31"),
-    "ended": ("-", "90"),
-}
-_SLOW = ("▼", "35")
+_SLOW = StateMarks("", "▼", "35")
+_DOWN = (FAILED, STOPPED)
 _BAR = {
     "productive": "42",
     "running": "42",
@@ -173,14 +165,14 @@ def _grid(workers: Sequence[WorkerSnapshot], width: int, most: int) -> list[list
     for begin in range(0, len(workers), size):
         if len(lines) == most - 1 and len(workers) > begin + size:
             left = len(workers) - begin
-            odd = sum(one.state in ("failed", "stopped") or one.rank in slow for one in workers[begin:])
+            odd = sum(one.state in _DOWN or one.rank in slow for one in workers[begin:])
             lines.append([StyledLine(f"        … {left} more ranks, {odd} of them behind or down")])
             break
         row = [StyledLine(f"{workers[begin].rank:>6}  ", "90")]
         for one in workers[begin : begin + size]:
-            behind = one.rank in slow and one.state not in ("failed", "stopped")
-            cell = _SLOW if behind else CELLS.get(one.state, ("?", ""))
-            row.append(StyledLine(*cell))
+            behind = one.rank in slow and one.state not in _DOWN
+            marks = _SLOW if behind else MARKS.get(one.state, UNKNOWN)
+            row.append(StyledLine(marks.cell, marks.colour))
         lines.append(row)
     return lines
 
@@ -210,7 +202,7 @@ def _table(
             f"{f'{one.quiet:.1f} s' if one.quiet is not None else '':>7}",
         ]
         gpu = "".join(f" gpu {g.index} {g.busy or 0:.0f} %" for g in one.gpus[:1])
-        style = _SLOW[1] if one.rank in slow else CELLS.get(one.state, ("", ""))[1]
+        style = (_SLOW if one.rank in slow else MARKS.get(one.state, UNKNOWN)).colour
         tail = node.host if several else one.last_line
         lines.append([StyledLine(" ".join(words), style), StyledLine(f"{gpu}  {tail}")])
     return lines

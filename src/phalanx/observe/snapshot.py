@@ -33,9 +33,8 @@ class GpuSnapshot(msgspec.Struct):
 class WorkerSnapshot(msgspec.Struct):
     """A worker; fields that an agent of another version lacks are empty.
 
-    `state`: starting, running (no heartbeat yet, and none needed), ready, checkpointing, stopped (by a signal
-    or a debugger), ended or failed. `quiet`: seconds since the last heartbeat. `cpu`: processors in use since
-    the last look, else since the start. `memory`: resident bytes."""
+    `state`: one of `observe.worker_states`. `quiet`: seconds since the last heartbeat. `cpu`: processors in
+    use since the last look, else since the start. `memory`: resident bytes."""
 
     rank: Count
     local_rank: Count = 0

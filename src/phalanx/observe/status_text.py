@@ -5,6 +5,7 @@ The agent may be another user's: no character of its answer reaches the terminal
 
 from __future__ import annotations
 
+from phalanx.core.group.group import WORDS
 from phalanx.log import printable
 from phalanx.observe.duration import duration
 
@@ -15,18 +16,7 @@ if TYPE_CHECKING:
 
     from phalanx.observe.snapshot import QuarantineSnapshot
 
-PHASES = {
-    "NEW": "starting",
-    "JOINING": "waiting for the rendezvous",
-    "REFORMING": "re-forming",
-    "CLEARING": "re-forming",
-    "WAITING": "waiting before the next start",
-    "STARTING": "starting workers",
-    "RUNNING": "running",
-    "BARRIER": "finished on this node, waiting for the other nodes",
-    "ENDING": "ending",
-    "DONE": "ended",
-}
+PHASES = {phase.value: words.status for phase, words in WORDS.items()}
 _INCIDENTS = 5
 _NODES = 64  # of other machines, in full
 

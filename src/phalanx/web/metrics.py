@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.core.ledger.goodput import LOST, PRODUCTIVE, RUNNING
 from phalanx.core.record import Record
+from phalanx.observe.worker_states import MARKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from phalanx.observe.incident_counters import DurationCounts
 
 MISSING = "needs the package prometheus-client; install phalanx[metrics]"
-WORKER_STATES = ("starting", "running", "ready", "checkpointing", "stopped", "ended", "failed")
 _FRESH = 0.5  # seconds for which a sample serves every client: many of them must not keep the agent busy
 _ANSWER = 5.0  # seconds for the agent's loop
 
@@ -202,7 +202,7 @@ class SampleCollector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         states = GaugeMetricFamily("phalanx_workers", "Workers of this node by state.", labels=["state"])
-        for state in WORKER_STATES:
+        for state in MARKS:
             states.add_metric([state], sum(1 for one in self._sample.workers if one.state == state))
         yield states
         last = GaugeMetricFamily(

@@ -583,22 +583,50 @@ _HISTORY = 12
 
 _FOR_WORKERS = "waiting for the workers to end"
 
-WORDS: Mapping[Phase, tuple[str, str]] = {
-    Phase.NEW: ("nothing has happened yet", ""),
-    Phase.JOINING: ("in the rendezvous, no worker alive", "waiting for the rendezvous"),
-    Phase.REFORMING: ("in the rendezvous, old workers still dying", _FOR_WORKERS),
-    Phase.CLEARING: ("round known, old workers still dying", _FOR_WORKERS),
-    Phase.WAITING: ("round known, workers gone, back-off not over", "waiting before the next start"),
-    Phase.STARTING: ("workers are being started", "waiting for the workers to start"),
-    Phase.RUNNING: ("workers run", ""),
-    Phase.BARRIER: (
+
+class PhaseWords(NamedTuple):
+    """How a phase is called: its `meaning` for a reader of the table; what a person reads who waits
+    (`waiting`, empty where that is as it should be) or asks (`status`); and the `state` of the node, in which
+    several phases are one."""
+
+    meaning: str
+    waiting: str
+    status: str
+    state: str
+
+
+WORDS: Mapping[Phase, PhaseWords] = {
+    Phase.NEW: PhaseWords("nothing has happened yet", "", "starting", "waiting"),
+    Phase.JOINING: PhaseWords(
+        "in the rendezvous, no worker alive",
+        "waiting for the rendezvous",
+        "waiting for the rendezvous",
+        "waiting",
+    ),
+    Phase.REFORMING: PhaseWords(
+        "in the rendezvous, old workers still dying", _FOR_WORKERS, "re-forming", "forming"
+    ),
+    Phase.CLEARING: PhaseWords("round known, old workers still dying", _FOR_WORKERS, "re-forming", "forming"),
+    Phase.WAITING: PhaseWords(
+        "round known, workers gone, back-off not over",
+        "waiting before the next start",
+        "waiting before the next start",
+        "forming",
+    ),
+    Phase.STARTING: PhaseWords(
+        "workers are being started", "waiting for the workers to start", "starting workers", "starting"
+    ),
+    Phase.RUNNING: PhaseWords("workers run", "", "running", "running"),
+    Phase.BARRIER: PhaseWords(
         "own workers succeeded, waiting for the other nodes",
         "waiting for the other nodes to finish",
+        "finished on this node, waiting for the other nodes",
+        "finished",
     ),
-    Phase.ENDING: ("workers are being stopped, for good", _FOR_WORKERS),
-    Phase.DONE: ("the end", ""),
+    Phase.ENDING: PhaseWords("workers are being stopped, for good", _FOR_WORKERS, "ending", "ending"),
+    Phase.DONE: PhaseWords("the end", "", "ended", "ending"),
 }
-"""What each phase means, and what a person reads while it lasts; empty where that is as it should be."""
+"""Every word for a phase; nothing else has a table of them."""
 
 Handler: TypeAlias = Callable[[GroupState, Any, float, GroupPolicy], Step]
 Row: TypeAlias = Mapping[type[Any], tuple[Handler, tuple[Phase, ...]]]
@@ -737,7 +765,7 @@ def diagram() -> str:
     lines += ["    DONE --> [*]", "```", ""]
     lines += ["| phase | meaning | event | leads to |", "|---|---|---|---|"]
     for phase, row in MOVES.items():
-        label, meaning = phase.value, WORDS[phase][0]
+        label, meaning = phase.value, WORDS[phase].meaning
         for kind, (_, targets) in row.items():
             where = ", ".join("stays" if target is phase else target.value for target in targets)
             lines.append(f"| {label} | {meaning} | {kind.__name__} | {where} |")

@@ -12,18 +12,8 @@ from phalanx.core.ledger.goodput import CATEGORIES, goodput_line
 from phalanx.core.ledger.incidents import Incident
 from phalanx.observe.snapshot import IncidentSnapshot, JobSnapshot, WorkerSnapshot, nodes_of, totals_of
 from phalanx.observe.status_text import quarantine_lines
+from phalanx.observe.worker_states import MARKS, UNKNOWN
 
-STATES = {
-    "": ".",  # not known: its node is not there, or has not answered
-    "starting": "s",
-    "running": "r",
-    "ready": "t",
-    "checkpointing": "c",
-    "stopped": "p",
-    "ended": "e",
-    "failed": "f",
-}
-LETTERS = {letter: state for state, letter in STATES.items()}
 RANKS = 16384
 """Ranks that the page shows."""
 _INCIDENTS = 50
@@ -85,13 +75,13 @@ def _job(job: JobSnapshot, nodes: list[JobSnapshot]) -> dict[str, Any]:
 
 def _ranks(job: JobSnapshot, nodes: list[JobSnapshot], slow: list[int]) -> dict[str, Any]:
     world = world_of(job)
-    letters = ["."] * world
+    letters = [UNKNOWN.letter] * world
     steps: list[int | None] = [None] * world
     of_node = [-1] * world
     for index, node in enumerate(nodes):
         for worker in node.workers:
             if 0 <= worker.rank < world:
-                letters[worker.rank] = STATES.get(worker.state, ".")
+                letters[worker.rank] = MARKS.get(worker.state, UNKNOWN).letter
                 steps[worker.rank] = worker.step
                 of_node[worker.rank] = index
     last = job.records[-1] if job.records else None
