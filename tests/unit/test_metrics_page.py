@@ -14,6 +14,7 @@ import pytest
 from phalanx.core.ledger.goodput import CATEGORIES
 from phalanx.core.ledger.incidents import Incident
 from phalanx.observe.incident_counters import BOUNDS, PHASES, DurationCounts, IncidentCounters
+from phalanx.observe.stream import IncidentChanged
 from phalanx.web.health import HealthServer
 from phalanx.web.metrics import MISSING, MetricsPage, MetricsSample, RankSample
 from tests.support.prometheus_process import check_metrics, needs_client
@@ -24,7 +25,7 @@ FAILURE = Incident(1, "rank 1 failed", "failure", "restart", over=False)
 def counters(*incidents: Incident) -> IncidentCounters:
     made = IncidentCounters()
     for one in incidents:
-        made.take(one)
+        made.take(IncidentChanged(one, 0))
     return made
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from phalanx.job.config import JobSpec
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
+    from phalanx.observe.stream import Subscriber
     from phalanx.observe.trace_sender import TraceSender
     from phalanx.observe.train_status import TrainStatus
     from phalanx.web.dashboard_process import DashboardProcess
@@ -49,9 +50,8 @@ def make_agent(
     reason: Callable[[str], None] | None = None,
     progress: Progress | None = None,
     stray_signals: tuple[Signals, ...] = (),
-    notifier: Notifier | None = None,
     dashboard: DashboardProcess | None = None,
-    traces: TraceSender | None = None,
+    subscribers: tuple[Subscriber, ...] = (),
 ) -> LocalElasticAgent:
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
     from phalanx.agent.local_agent import LocalElasticAgent
@@ -93,9 +93,8 @@ def make_agent(
                 note=note,
                 reason=reason,
                 progress=progress,
-                notifier=notifier,
                 dashboard=dashboard,
-                traces=traces,
+                subscribers=subscribers,
                 metrics=job.metrics,
             ),
         )

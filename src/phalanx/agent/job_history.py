@@ -1,8 +1,8 @@
 """The incidents of an agent and its goodput ledger: the steps of the group, turned into both.
 
 Short jobs must not pay for it: the first steps are only kept, with their times, and `core.ledger.incidents`
-and `core.ledger.goodput` are imported when something happens, or somebody asks. Both are pure and can be
-told later.
+and `core.ledger.goodput` are imported when something happens, or somebody asks. Both are pure, and take steps
+of the past as well.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 import os
 import time
 
+from phalanx.observe.stream import HostQuarantined, RunEnded, StepTaken, WorkersRunning
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from phalanx.agent.spec import RunResult
     from phalanx.agent.supervision.supervision import Supervision
-    from phalanx.core.group.events import Command, Event
+    from phalanx.core.group.events import Event
     from phalanx.core.group.group import GroupState
     from phalanx.core.ledger.goodput import GoodputLedger, GoodputTotals, RankProgress
     from phalanx.core.ledger.incidents import Culprit, Incident, IncidentBook
+    from phalanx.observe.stream import Happened
 
 _TOGETHER = 2.0  # seconds between two reports of the same thing
 SHORT = 1.0
@@ -29,11 +32,13 @@ _ORDINARY = frozenset({"Start", "RoundReady", "Started", "AllSucceeded", "Barrie
 
 
 class JobHistory:
-    """What one agent knows of its past. `ended` tells when a local rank succeeded, None while it has not."""
+    """What one agent knows of its past; a subscriber of its stream.
 
-    def __init__(self, ranks: int, supervision: Supervision) -> None:
-        self.listeners: list[Callable[[Incident], None]] = []
-        """Called with every incident when it opens, and again when it is over (`Incident.over`)."""
+    `ended`: when a local rank succeeded, None while it has not. `publish`: called with every incident when it
+    opens, and again when it is over (`Incident.over`)."""
+
+    def __init__(self, ranks: int, supervision: Supervision, publish: Callable[[Incident], None]) -> None:
+        self._publish = publish
         self.ended: Callable[[int], float | None] = lambda _rank: None
         self.node = os.uname().nodename
         self.began = time.monotonic()
@@ -47,26 +52,31 @@ class JobHistory:
 
     # -- what happens -------------------------------------------------------------------------------
 
-    def step(
-        self, event: Event, state: GroupState, commands: Sequence[Command], reason: str, result: RunResult
-    ) -> None:
-        """One step of the group."""
-        seen = event, state, bool(commands), reason, time.monotonic(), time.time()
+    def take(self, happened: Happened) -> None:
+        match happened:
+            case StepTaken():
+                self._step(happened)
+            case WorkersRunning():
+                self._how = happened.recovery  # before the step of their start
+            case HostQuarantined():
+                self._quarantined(happened.line)
+            case RunEnded():
+                self._end()
+
+    def _step(self, step: StepTaken) -> None:
+        event, acts = step.event, bool(step.commands)
+        seen = event, step.state, acts, step.reason, time.monotonic(), time.time()
         if self._ledger is None and type(event).__name__ in _ORDINARY:
             self._kept.append(seen)
             return
-        if self._ledger is None and not commands:
+        if self._ledger is None and not acts:
             return  # nothing has happened yet, and this changed nothing
         try:
-            self._tell(*seen, result)
-        except OSError:  # of an import, where no descriptor is left; nothing has been told
+            self._enter(*seen, step.result)
+        except OSError:  # of an import, where no descriptor is left; nothing was entered
             self._kept.append(seen)
 
-    def recovered(self, how: str) -> None:
-        """In words, how workers that are about to be reported as started kept their processes; or empty."""
-        self._how = how
-
-    def quarantined(self, line: str) -> None:
+    def _quarantined(self, line: str) -> None:
         """A host is kept out, because of the incident at hand or of one that is about to be reported."""
         if self.is_recovering and self._book is not None:
             self._book = self._book.quarantined(line)
@@ -81,10 +91,10 @@ class JobHistory:
             self._book, self._ledger = IncidentBook(), GoodputLedger(self._ranks, self.began)
             kept, self._kept = self._kept, []
             for seen in kept:
-                self._tell(*seen, None)
+                self._enter(*seen, None)
         return self._book, self._ledger
 
-    def _tell(
+    def _enter(
         self,
         event: Event,
         state: GroupState,
@@ -120,19 +130,15 @@ class JobHistory:
         ledger.step(event, state.phase.value, now, number, self.progress, quiet or 0.0)
 
     def _turn(self, book: IncidentBook) -> None:
-        """The next book; tells the listeners what is new in it."""
+        """Take the next book, and publish what is new in it."""
         before, self._book = self._book, book
         assert before is not None
         if book is before:
             return
         if book.closed is not before.closed and book.closed:
-            self._inform(book.closed[-1])
+            self._publish(book.closed[-1])
         if book.count > before.count and book.current is not None:
-            self._inform(book.current.record())
-
-    def _inform(self, incident: Incident) -> None:
-        for listener in self.listeners:
-            listener(incident)
+            self._publish(book.current.record())
 
     def settle(self) -> None:
         """Complete the incident at hand, where the workers have come far enough; cheap without one."""
@@ -143,7 +149,7 @@ class JobHistory:
         beats = tuple(rank.first_at for rank in self._supervision.progress() if rank.count)
         self._turn(reached(self._book, self._supervision.begun(), beats))
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """The job is over for this node, and the incident at hand with it; the last look at the boards."""
         self.settle()
         self.close_ledger()

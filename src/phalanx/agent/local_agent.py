@@ -94,8 +94,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             )
             self._loop.parts.append(self.dashboard)
         self._early_run_dir: str | None = None
-        self._record.events = EventFile(lambda: self.run_dir, lambda: self.host)
-        self.history.listeners.append(self._record.events.incident)
+        self._record.stream.subscribers.append(EventFile(lambda: self.run_dir, lambda: self.host))
         self.was_quiet = False
         self.on_quiet: Callable[[], None] = lambda: None
         """Called once, when workers have run for two seconds and there is time for what is not urgent."""
@@ -103,7 +102,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if options.metrics:
             from phalanx.agent.metrics_view import MetricsView
 
-            self.supervision.services.pages["/metrics"] = MetricsView(self).page().answer
+            self.supervision.services.pages["/metrics"] = MetricsView(self, self._record.stream).page().answer
 
     def _new_workers(self, nodes: Nodes, policy: core.GroupPolicy) -> LocalWorkers:
         self._workers = LocalWorkers(

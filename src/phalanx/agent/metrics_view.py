@@ -12,17 +12,18 @@ from phalanx.web.metrics import MetricsPage, MetricsSample, RankSample
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.agent.local_agent import LocalElasticAgent
+    from phalanx.observe.stream import Stream
 
 
 class MetricsView:
     """Counts the incidents of an agent from the start on, and takes samples of it."""
 
-    def __init__(self, agent: LocalElasticAgent) -> None:
+    def __init__(self, agent: LocalElasticAgent, stream: Stream) -> None:
         self._agent = agent
         self._since = time.time()
         self._view = NodeView(agent, self._since)
         self._counters = IncidentCounters()
-        agent.history.listeners.append(self._counters.take)
+        stream.subscribers.append(self._counters)
 
     def page(self) -> MetricsPage:
         """What answers requests."""

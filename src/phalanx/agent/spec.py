@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from phalanx.agent.workers.numa import NumaOptions
     from phalanx.cluster.handler import RendezvousHandler
     from phalanx.core.group.restarts import RestartPolicy
-    from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
-    from phalanx.observe.trace_sender import TraceSender
+    from phalanx.observe.stream import Subscriber
     from phalanx.web.dashboard_process import DashboardProcess
 
 
@@ -213,8 +212,7 @@ class AgentOptions(Record):
     job_name: str = ""  # as the failure report calls the job; empty: the entrypoint's name
     note: Callable[[str], None] | None = None  # one line per incident
     dashboard: DashboardProcess | None = None  # the page of the job
-    notifier: Notifier | None = None  # tells a command or a URL of incidents
-    traces: TraceSender | None = None  # sends a trace of each incident
+    subscribers: tuple[Subscriber, ...] = ()  # of the stream of what happens (observe/stream.py)
     metrics: bool = False  # serve /metrics beside the health endpoints
     reason: Callable[[str], None] | None = None  # every decision
     progress: Progress | None = None  # the progress line of a terminal

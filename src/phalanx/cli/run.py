@@ -197,9 +197,8 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
                 reason=reason,
                 progress=_progress(job),
                 stray_signals=tuple(strays),
-                notifier=end.notifier,
                 dashboard=end.dashboard,
-                traces=end.traces,
+                subscribers=end.outboxes,
             )
             end.agent = agent
             end.train_status = make_train_status(agent)
@@ -261,7 +260,8 @@ class JobEnd:
         self, job: JobSpec, notifier: Notifier | None = None, traces: TraceSender | None = None
     ) -> None:
         self._job = job
-        self.notifier, self.traces = notifier, traces
+        self.notifier = notifier
+        self.outboxes = tuple(one for one in (notifier, traces) if one is not None)
         self.dashboard: DashboardProcess | None = None
         self.train_status: TrainStatus | None = None
         self.agent: LocalElasticAgent | None = None
@@ -314,9 +314,8 @@ class JobEnd:
             self.train_status.close(finish is not None and str(finish.outcome) == "SUCCEEDED")
         if self.dashboard is not None:
             self.dashboard.close()
-        for outbox in (self.notifier, self.traces):
-            if outbox is not None:
-                outbox.close()
+        for outbox in self.outboxes:
+            outbox.close()
         if self._job.log_rotate is not None:
             from phalanx.agent.logs.rotation import wait_for_rotation
 

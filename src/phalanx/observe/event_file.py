@@ -13,13 +13,14 @@ import os
 import time
 
 from phalanx.observe.log_layout import EVENTS
+from phalanx.observe.stream import IncidentChanged, NoteWritten, RunEnded, Settled
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.core.ledger.incidents import Incident
+    from phalanx.observe.stream import Happened
 
 _MOST = 1000  # lines in memory, where there is no directory yet
 _LARGEST = 64 << 20  # bytes of the file; a job that says more than this says nothing new
@@ -32,20 +33,20 @@ class EventFile:
         self._directory, self._host = directory, host
         self._lines: list[dict[str, Any]] = []
 
-    def note(self, text: str) -> None:
-        """A line that was shown."""
-        self._add({"kind": "note", "text": text})
-
-    def incident(self, incident: Incident) -> None:
-        """An incident, once it is over."""
-        if incident.over:
-            self._add({"kind": "incident", **incident.as_dict()})
+    def take(self, happened: Happened) -> None:
+        match happened:
+            case NoteWritten():
+                self._add({"kind": "note", "text": happened.line})
+            case IncidentChanged() if happened.incident.over:
+                self._add({"kind": "incident", **happened.incident.as_dict()})
+            case Settled() | RunEnded():
+                self._flush()
 
     def _add(self, event: dict[str, Any]) -> None:
         if len(self._lines) < _MOST:
             self._lines.append({"time": time.time(), "host": self._host(), **event})
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Write what has gathered; a full disk costs the lines and nothing else."""
         if not self._lines:
             return

@@ -1,16 +1,16 @@
 """Counts incidents for `/metrics`: recoveries by cause and kind, and how long each stage of them took.
 
-Told of every incident by `agent.job_history` when it opens and when it is over; sizes do not grow with the
-number of incidents.
+Sizes do not grow with the number of incidents.
 """
 
 from __future__ import annotations
 
 from phalanx.core.ledger.incidents import DURATIONS, END
+from phalanx.observe.stream import IncidentChanged
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.core.ledger.incidents import Incident
+    from phalanx.observe.stream import Happened
 
 BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Seconds: a standby takes over in hundredths, a cold start of a large model takes minutes."""
@@ -52,8 +52,10 @@ class IncidentCounters:
         """By cause (`Incident.trigger`) and kind (`Incident.recovery`)."""
         self.recovery: dict[str, DurationCounts] = {phase: DurationCounts() for phase in PHASES}
 
-    def take(self, incident: Incident) -> None:
-        """An incident has opened, or is over."""
+    def take(self, happened: Happened) -> None:
+        if not isinstance(happened, IncidentChanged):
+            return
+        incident = happened.incident
         if not incident.over:
             if incident.recovery != END:
                 key = incident.trigger, incident.recovery

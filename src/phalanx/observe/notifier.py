@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from phalanx.core.record import Record
 from phalanx.observe.json_lines import timestamp
 from phalanx.observe.outbox import Outbox, Undelivered
+from phalanx.observe.stream import HangWarned, IncidentChanged, WorkersRunning
 
 if TYPE_CHECKING:
-    from phalanx.agent.job_history import JobHistory
-    from phalanx.agent.supervision.incident_log import IncidentLog
     from phalanx.core.ledger.incidents import Incident
+    from phalanx.observe.stream import Happened
 
 _ANSWER = 5.0  # seconds for a server
 _NOT_WORTH_ANOTHER = frozenset(range(400, 500)) - {408, 425, 429}
@@ -48,13 +48,17 @@ class Notifier(Outbox):
         self._names = names
         self._recovers = False  # from an incident that was told of
 
-    def listen(self, history: JobHistory, hangs: IncidentLog) -> None:
-        """Tell of the incidents of an agent, and of hangs that it only warns about."""
-        history.listeners.append(self.incident)
-        hangs.on_warning = lambda summary: self.send("hang", summary, reason=summary)
+    def take(self, happened: Happened) -> None:
+        match happened:
+            case IncidentChanged():
+                self._incident(happened.incident)
+            case HangWarned():
+                self.send("hang", happened.summary, reason=happened.summary)
+            case WorkersRunning() if self._recovers:
+                self._recovers = False
+                self.send("recovery", "all workers run again", restarts=happened.attempt)
 
-    def incident(self, incident: Incident) -> None:
-        """An incident has opened, or is over."""
+    def _incident(self, incident: Incident) -> None:
         event = _TOLD.get(incident.trigger)
         if event is None or incident.over:
             return
@@ -68,12 +72,6 @@ class Notifier(Outbox):
             round=incident.round,
             restarts=incident.attempt,
         )
-
-    def started(self, attempt: int) -> None:
-        """The workers run."""
-        if self._recovers:
-            self._recovers = False
-            self.send("recovery", "all workers run again", restarts=attempt)
 
     def send(self, event: str, text: str, **more: Any) -> None:
         """Queue a message; returns at once."""

@@ -1,7 +1,6 @@
 """What one run leaves in events and metrics: worker states, durations, restarts, incidents, totals.
 
-Made only where a handler is configured. The agent calls `step` for every event of its loop, `started` for
-every start of the workers, and `end`. Event and metric names, and the names in an event's
+Subscribed only where a handler is configured. Event and metric names, and the names in an event's
 metadata, are torch's, so that what reads them keeps working; what torch packs into a list inside a JSON
 string inside the metadata is there as plain values too. Every incident (`core.ledger.incidents`) becomes one
 record with what its recovery cost.
@@ -17,16 +16,15 @@ from phalanx.core.group import events as group_events
 from phalanx.core.group.events import Outcome
 from phalanx.core.group.restarts import remaining
 from phalanx.observe import events, metrics
+from phalanx.observe.stream import IncidentChanged, RunEnded, StepTaken, WorkersRunning
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.agent.spec import RunResult, Worker, WorkerGroup
+    from phalanx.agent.spec import Worker, WorkerGroup
     from phalanx.agent.workers.failure import ProcessFailure
     from phalanx.core.group.group import GroupState
     from phalanx.core.group.restarts import RestartPolicy
-    from phalanx.core.ledger.incidents import Incident
     from phalanx.observe.events import EventMetadataValue
+    from phalanx.observe.stream import Happened
 
 AGENT_METRICS = "torchelastic"
 
@@ -47,23 +45,31 @@ class RunLog:
         self._begin = time.monotonic()
         self._joining: float | None = None
 
-    def step(
-        self, event: group_events.Event, state: GroupState, commands: Sequence[group_events.Command]
-    ) -> None:
-        """One step of the loop: durations and states."""
-        now = time.monotonic()
-        match event:
+    def take(self, happened: Happened) -> None:
+        match happened:
+            case StepTaken():
+                self._step(happened)
+            case WorkersRunning():
+                self._started(happened)
+            case IncidentChanged() if happened.incident.over:
+                events.record_incident(happened.incident, self._destination)
+            case RunEnded():
+                self._end(happened)
+
+    def _step(self, step: StepTaken) -> None:
+        now, state = time.monotonic(), step.state
+        match step.event:
             case group_events.RoundReady():
                 self._joined(state, now)
             case group_events.AllSucceeded():
                 self._states("succeeded", state)
-            case group_events.WorkerFailed() if commands:  # without commands it changed nothing
+            case group_events.WorkerFailed() if step.commands:  # without commands it changed nothing
                 self._states("failed", state)
-            case group_events.Hang() | group_events.Uninterruptible() if commands:
+            case group_events.Hang() | group_events.Uninterruptible() if step.commands:
                 self._states("unhealthy", state)
             case _:
                 pass
-        if any(isinstance(command, group_events.Join) for command in commands):
+        if any(isinstance(command, group_events.Join) for command in step.commands):
             self._joining = now
 
     def _joined(self, state: GroupState, now: float) -> None:
@@ -72,34 +78,22 @@ class RunLog:
         self._duration("SimpleElasticAgent._rendezvous", took)
         self._record("RENDEZVOUS", restarts=state.attempt, duration_ms=took)
 
-    def started(self, group: WorkerGroup, attempt: int, placed_in: float, started_in: float) -> None:
-        """The workers run; seconds that their ranks and their start took."""
-        self._duration("SimpleElasticAgent._assign_worker_ranks", placed_in * 1000)
-        self._duration("LocalElasticAgent._start_workers", started_in * 1000)
-        self._record("ASSIGN_WORKER_RANKS", restarts=attempt, duration_ms=placed_in * 1000)
-        for worker in group.workers:
-            self._record("START", worker, restarts=attempt)
-
-    def incident(self, incident: Incident) -> None:
-        """An incident has begun, or is over: then it is recorded."""
-        if incident.over:
-            events.record_incident(incident, self._destination)
+    def _started(self, start: WorkersRunning) -> None:
+        self._duration("SimpleElasticAgent._assign_worker_ranks", start.placed_in * 1000)
+        self._duration("LocalElasticAgent._start_workers", start.started_in * 1000)
+        self._record("ASSIGN_WORKER_RANKS", restarts=start.attempt, duration_ms=start.placed_in * 1000)
+        for worker in self._group.workers:
+            self._record("START", worker, restarts=start.attempt)
 
     # -- the end ------------------------------------------------------------------------------------
 
-    def end(
-        self,
-        group: WorkerGroup,
-        finish: group_events.Finish | None,
-        result: RunResult,
-        restarts: int,
-        done: bool = False,
-    ) -> None:
-        """The states of all workers, the agent's own, and the totals; `done`: only the agent's own is new."""
+    def _end(self, end: RunEnded) -> None:
+        """The states of all workers, the agent's own, and the totals."""
+        finish, result, restarts, done = end.finish, end.result, end.attempt, end.workers_recorded
         took = 1000 * (time.monotonic() - self._begin)
         outcome = finish.outcome if finish is not None else Outcome.FAILED
         clean = outcome in (Outcome.SUCCEEDED, Outcome.CLOSED, Outcome.LEFT)
-        for worker in group.workers:
+        for worker in self._group.workers:
             if worker.id is None or done:
                 continue  # it was never started
             failure = {**result.failures, **result.stopped}.get(worker.global_rank)

@@ -12,13 +12,12 @@ import json
 from typing import TYPE_CHECKING
 
 from phalanx.observe.outbox import Outbox, Undelivered
+from phalanx.observe.stream import IncidentChanged
 from phalanx.python_command import python_command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx.core.ledger.incidents import Incident
     from phalanx.observe.notifier import JobNames
+    from phalanx.observe.stream import Happened
 
 MISSING = "needs the OpenTelemetry SDK; install phalanx[otel]"
 ABSENT = 78  # exit code: the SDK is not there
@@ -27,18 +26,19 @@ _OF_ALL_NODES = ("membership", "preemption", "request")
 
 
 class TraceSender(Outbox):
-    """Sends the incidents of an agent; `node_rank` tells its place in the current round."""
+    """Sends the incidents of an agent."""
 
-    def __init__(self, names: JobNames, node_rank: Callable[[], int | None] = lambda: 0) -> None:
+    def __init__(self, names: JobNames) -> None:
         super().__init__("--otel", "trace")
         self._names = names
-        self.node_rank = node_rank
 
-    def incident(self, incident: Incident) -> None:
-        """An incident has opened, or is over."""
+    def take(self, happened: Happened) -> None:
+        if not isinstance(happened, IncidentChanged):
+            return
+        incident = happened.incident
         if not incident.over or incident.trigger == "peer failure":
             return
-        if incident.trigger in _OF_ALL_NODES and self.node_rank():
+        if incident.trigger in _OF_ALL_NODES and happened.node_rank:
             return
         self.put(json.dumps({"names": self._names.as_dict(), "incident": incident.as_dict()}).encode())
 
