@@ -78,6 +78,18 @@ def test_no_helper_of_a_run_imports_from_there(foreign: Path, tmp_path: Path) ->
     assert not caught(foreign), ended
 
 
+def test_no_package_is_timed_from_there(foreign: Path, tmp_path: Path) -> None:
+    """`phalanx warm --explain` imports what the script imports, to say how long that takes."""
+    main = script(tmp_path, "import hypothesis, psutil, pytest, xdist")
+    command = python_command("phalanx", "warm", "--explain", main)
+    done = subprocess.run(
+        command, cwd=foreign, env=plain_environment(), capture_output=True, text=True, timeout=HUNG
+    )
+    assert done.returncode == 0, done
+    assert "pytest" in done.stdout
+    assert not caught(foreign)
+
+
 def double(value: int) -> int:
     return 2 * value
 

@@ -128,6 +128,9 @@ def _prepare() -> None:
     to tell a standby from a start from scratch by what is loaded.
     """
     if "torch.distributed" in sys.modules:
+        import phalanx.store.tcpstore.client
+        import phalanx.worker.state.agreement
+        import phalanx.worker.state.rank_state  # noqa: F401
         from phalanx.worker.state.device_load import pin_ahead
 
         pin_ahead()

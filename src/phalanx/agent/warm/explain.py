@@ -90,7 +90,11 @@ def _versions() -> dict[str, str]:
 
 def _seconds_to_import(package: str) -> float | None:
     """Measured: how long a process needs; None where it fails."""
-    code = f"import time; begin = time.monotonic(); import {package}; print(time.monotonic() - begin)"
+    # Without the current directory, where anybody may have put a module (python_command.py).
+    code = (
+        "import sys; sys.path[:] = filter(None, sys.path); "
+        f"import time; begin = time.monotonic(); import {package}; print(time.monotonic() - begin)"
+    )
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=_PATIENCE, check=True

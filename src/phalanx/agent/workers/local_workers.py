@@ -756,3 +756,5 @@ def _in_words(error: Exception) -> str:
 
 def _prepare_for_a_failure() -> None:
     """Import what is needed between a worker's death and the next start, while there is time for it."""
+    import phalanx.agent.workers.failure
+    import phalanx.observe.report  # noqa: F401
