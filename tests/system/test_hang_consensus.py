@@ -26,7 +26,8 @@ first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 """
 # Compares the rates more often than by default.
 QUICK = (
-    "import sys; from phalanx.core import stragglers; stragglers.WINDOW = 0.5; sys.argv = sys.argv[1:];"
+    "import sys; from phalanx.core.diagnosis import stragglers;"
+    " stragglers.WINDOW = 0.5; sys.argv = sys.argv[1:];"
     "from phalanx.__main__ import main; main()"
 )
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.observe.local_agents import LocalAgent, as_dict, find
+from phalanx.observe.local_agents import find
 from phalanx.observe.snapshot import decode
 from phalanx.observe.status_text import format_status
 from tests.conftest import HUNG
 from tests.support.run_helpers import run
 from tests.system.hostile_user import NOBODY, as_root, doing
 from tests.system.test_status import BEATS, Running, job_status, script, status
-from tests.unit.test_status import job as a_job
+from tests.unit.test_status import answer as a_job
 from tests.unit.test_status import worker
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
@@ -167,8 +167,9 @@ def test_a_name_that_is_not_text_is_skipped() -> None:
 
 def test_a_job_of_an_older_agent_is_shown() -> None:
     few = {key: a_job()[key] for key in ("run", "name", "host", "pid", "since", "now", "phase")}
-    found = as_dict(LocalAgent("", os.geteuid(), decode(json.dumps({**few, "news": 1}).encode())))
-    assert format_status(found).startswith("train.py (run job7) on node-a, pid 42, running")
+    assert format_status(decode(json.dumps({**few, "news": 1}).encode())).startswith(
+        "train.py (run job7) on node-a, pid 42, running"
+    )
 
 
 def test_a_run_id_is_not_echoed_raw_in_a_refusal(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from phalanx.core.group.group import Phase
+from phalanx.observe.snapshot import JobSnapshot
 from phalanx.observe.status_text import PHASES, format_job, format_status
 
 
@@ -13,7 +16,8 @@ def worker(rank: int, **more: Any) -> dict[str, Any]:
     return {"rank": rank, "local_rank": rank, "pid": 100 + rank, **plain, **more}
 
 
-def job(**more: Any) -> dict[str, Any]:
+def answer(**more: Any) -> dict[str, Any]:
+    """What an agent answers."""
     return {
         "run": "job7",
         "name": "train.py",
@@ -37,6 +41,10 @@ def job(**more: Any) -> dict[str, Any]:
         "logs": "",
         **more,
     }
+
+
+def job(**more: Any) -> JobSnapshot:
+    return msgspec.convert(answer(**more), JobSnapshot)
 
 
 def test_a_job_of_which_nothing_special_is_known() -> None:
@@ -82,7 +90,7 @@ def test_everything_there_is_to_tell() -> None:
 
 
 def test_the_nodes_of_other_machines_are_shown_and_the_silent_ones_counted() -> None:
-    other = job(
+    other = answer(
         host="node-b",
         workers=[worker(2, state="checkpointing", cpu=0.5, memory=2_000_000)],
         ledger={"ranks": 1, "goodput": 0.75, "seconds": {"productive": 3.0, "starting": 1.0}, "lost": {}},
@@ -98,7 +106,7 @@ def test_the_nodes_of_other_machines_are_shown_and_the_silent_ones_counted() -> 
         "  goodput 75.0 %",
     ]
     assert told[2] == "2 nodes did not answer"
-    assert format_job(job(peers=[job()] * 70)).endswith("\n\n6 more nodes have answered (--json)")
+    assert format_job(job(peers=[answer()] * 70)).endswith("\n\n6 more nodes have answered (--json)")
 
 
 def test_a_node_that_waits_says_what_for() -> None:

@@ -56,10 +56,10 @@ class MetricsView:
         boards, now, wall = self._agent.supervision.snapshots(), time.monotonic(), time.time()
         found = []
         for one in self._view.workers({}):
-            board = boards[one["local_rank"]] if one["local_rank"] < len(boards) else None
-            beats = one["running"] and board is not None and board.count > 0
+            board = boards[one.local_rank] if one.local_rank < len(boards) else None
+            beats = one.running and board is not None and board.count > 0
             last = wall - (now - board.beat_at) if beats and board is not None else None
-            found.append(RankSample(one["rank"], one["state"], board.count if board else 0, last))
+            found.append(RankSample(one.rank, one.state, board.count if board else 0, last))
         return found
 
     def _log_bytes(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""This node as plain values: what `observe.snapshot.JobSnapshot` holds, read from the agent when asked.
+"""This node as an `observe.snapshot.JobSnapshot`, read from the agent when asked.
 
 Nothing here is kept up to date: boards, /proc and log files are read at the moment of the question. It must
 not take long, because the owner's loop answers; what does (devices) is read before, by a process of its own.
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
     from phalanx.agent.gpu_probe import Figures
     from phalanx.agent.local_agent import LocalElasticAgent
+    from phalanx.observe.snapshot import JobSnapshot, StandbySnapshot, WorkerSnapshot
     from phalanx.observe.train_status import TrainProgress
 
 _TICKS = float(os.sysconf("SC_CLK_TCK"))
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TAIL = 2048  # bytes of a log that are read for its last line
 _LINE = 300  # characters of it
-_RECORDS = 50  # incidents that are told
+_RECORDS = 50  # incidents in a snapshot
 
 
 class NodeView:
@@ -36,51 +37,56 @@ class NodeView:
         self._agent, self._since = agent, since
         self._cpu: dict[int, tuple[float, float]] = {}  # pid -> when, seconds of processor time
 
-    def tell(self, devices: Figures | None = None) -> dict[str, Any]:
+    def snapshot(self, devices: Figures | None = None) -> JobSnapshot:
         """The node now; `devices`: those that each process uses, where they were read."""
+        from phalanx.observe import snapshot as schema
+
         agent = self._agent
-        group, state = agent.get_worker_group(), agent.state
+        group, state, place = agent.get_worker_group(), agent.state, agent.place()
         current = state.round
         findings = agent.supervision.incidents.findings
         history = agent.history
-        told = {
-            "run": agent._rdzv_handler.get_run_id(),
-            "name": agent.job_name,
-            "host": agent.host,
-            "pid": os.getpid(),
-            "since": self._since,
-            "now": time.time(),
-            "phase": state.phase.value,
-            "state": self._state(),
-            "waiting_for": agent.waiting_for,
-            "role": group.spec.role,
-            "round": 0 if current is None else current.number,
-            "nodes": [] if current is None else list(current.members),
-            "node": -1 if current is None else current.node_rank,
-            "restarts": state.attempt,
-            "max_restarts": agent.restart_policy.max_restarts,
-            "world_size": max((worker.world_size for worker in group.workers), default=0),
-            "workers": self.workers(devices or {}),
-            "standbys": self._standbys(),
-            "slow": [one["summary"] for one in findings if one["kind"] == "straggler"],
-            "hangs": [one["summary"] for one in findings if one["kind"] == "hang"],
-            "incidents": [{"at": at, "what": line} for at, line in agent.notes],
-            "incident_count": history.incident_count,
-            "records": [one.as_dict() for one in history.incidents()[-_RECORDS:]],
-            "ledger": history.totals().as_dict(),
-            "logs": agent.run_dir or "",
+        return schema.JobSnapshot(
+            run=agent._rdzv_handler.get_run_id(),
+            name=agent.job_name,
+            host=agent.host,
+            pid=os.getpid(),
+            since=self._since,
+            now=time.time(),
+            phase=state.phase.value,
+            state=self._state(place),
+            waiting_for=agent.waiting_for,
+            id=place.get("id", ""),
+            address=place.get("address", ""),
+            role=group.spec.role,
+            lease_age=place.get("lease_age"),
+            round=0 if current is None else current.number,
+            nodes=[] if current is None else list(current.members),
+            node=-1 if current is None else current.node_rank,
+            restarts=state.attempt,
+            max_restarts=agent.restart_policy.max_restarts,
+            world_size=max((worker.world_size for worker in group.workers), default=0),
+            workers=self.workers(devices or {}),
+            standbys=self._standbys(),
+            slow=[one["summary"] for one in findings if one["kind"] == "straggler"],
+            hangs=[one["summary"] for one in findings if one["kind"] == "hang"],
+            incidents=[schema.NoteSnapshot(at, line) for at, line in agent.notes],
+            incident_count=history.incident_count,
+            records=[schema.IncidentSnapshot(**one.as_dict()) for one in history.incidents()[-_RECORDS:]],
+            ledger=schema.LedgerSnapshot(**history.totals().as_dict()),
+            logs=agent.run_dir or "",
+            quarantine=[schema.QuarantineSnapshot(**one) for one in place.get("quarantine", [])],
             **agent.cause(),
-        }
-        told.update(agent.place())
-        return told
+        )
 
-    def _state(self) -> str:
+    def _state(self, place: dict[str, Any]) -> str:
         state = WORDS[self._agent.state.phase].state
-        return "spare" if state == "waiting" and self._agent.place().get("spare") else state
+        return "spare" if state == "waiting" and place.get("spare") else state
 
-    def workers(self, devices: Figures) -> list[dict[str, Any]]:
+    def workers(self, devices: Figures) -> list[WorkerSnapshot]:
         """The workers of this node now."""
         from phalanx.observe import worker_states as states
+        from phalanx.observe.snapshot import GpuSnapshot, WorkerSnapshot
 
         agent = self._agent
         context, detector = agent._pcontext, agent.supervision.detector
@@ -111,31 +117,33 @@ class NodeView:
             if board is not None and state == states.READY and "checkpoint" in board.section.split("/"):
                 state = states.CHECKPOINTING
             found.append(
-                {
-                    "rank": worker.global_rank,
-                    "local_rank": rank,
-                    "role_rank": worker.role_rank,
-                    "pid": pid,
-                    "running": lives,
-                    "ready": ready,
-                    "state": state,
-                    "uptime": uptime,
-                    "cpu": cpu,
-                    "memory": memory,
-                    "gpus": devices.get(pid, []) if pid and lives else [],
-                    "step": board.step if beats and board is not None else None,
-                    "rate": rates.get(worker.global_rank),
-                    "quiet": now - board.beat_at if beats and board is not None else None,
-                    "section": board.section if lives and board is not None else "",
-                    "last_line": last_line(context.stdouts.get(rank, ""), context.stderrs.get(rank, "")),
-                }
+                WorkerSnapshot(
+                    rank=worker.global_rank,
+                    local_rank=rank,
+                    role_rank=worker.role_rank,
+                    pid=pid,
+                    running=lives,
+                    ready=ready,
+                    state=state,
+                    uptime=uptime,
+                    cpu=cpu,
+                    memory=memory,
+                    gpus=[GpuSnapshot(**one) for one in devices.get(pid, [])] if pid and lives else [],
+                    step=board.step if beats and board is not None else None,
+                    rate=rates.get(worker.global_rank),
+                    quiet=now - board.beat_at if beats and board is not None else None,
+                    section=board.section if lives and board is not None else "",
+                    last_line=last_line(context.stdouts.get(rank, ""), context.stderrs.get(rank, "")),
+                )
             )
         self._cpu = seen
         return found
 
-    def _standbys(self) -> dict[str, Any]:
+    def _standbys(self) -> StandbySnapshot:
+        from phalanx.observe.snapshot import StandbySnapshot
+
         pids = self._agent.helpers.parked
-        return {"count": len(pids), "pids": list(pids), "memory": memory_of(pids)}
+        return StandbySnapshot(len(pids), list(pids), memory_of(pids))
 
 
 def _process(pid: int) -> tuple[str, float, float, int] | None:

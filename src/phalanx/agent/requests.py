@@ -107,10 +107,12 @@ class RequestDesk:
     # -- the node ---------------------------------------------------------------------------------------
 
     def _status(self, request: dict[str, Any], answer: Answer) -> None:
+        from phalanx.observe.snapshot import as_json
+
         if request.get("gpus") is True:
-            self._ask_devices(lambda figures: answer(self._view.tell(figures)))
+            self._ask_devices(lambda figures: answer(as_json(self._view.snapshot(figures))))
         else:
-            answer(self._view.tell())
+            answer(as_json(self._view.snapshot()))
 
     def _ask_devices(self, then: Callable[[Figures], None]) -> None:
         from time import monotonic

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 
+import msgspec
+
 from phalanx.cli.drain import add_store, settings_of, store_client
 from phalanx.cli.runs import NoSuchRun, add_all_users, fitting, local_agents, request, running
 from phalanx.cli.store import TRUST, Parser, add_options
@@ -18,6 +20,7 @@ from phalanx.core.rounds.records import UNTIL_REMOVED, HostRecord, decode_host, 
 from phalanx.core.rounds.store_commands import Delete, Get, Put
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.log import printable, write_stderr
+from phalanx.observe.snapshot import QuarantineSnapshot
 from phalanx.observe.status_text import quarantine_line
 
 TYPE_CHECKING = False
@@ -150,7 +153,8 @@ def _show(listed: list[dict[str, Any]], as_json: bool) -> int:
     if as_json:
         print(json.dumps(listed, indent=2))
     else:
-        print("\n".join(printable(quarantine_line(one)) for one in listed) or "no host is quarantined")
+        hosts = msgspec.convert(listed, list[QuarantineSnapshot])
+        print("\n".join(printable(quarantine_line(one)) for one in hosts) or "no host is quarantined")
     return 0
 
 

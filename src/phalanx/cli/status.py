@@ -8,6 +8,7 @@ when there is none. With --rdzv-endpoint it asks the nodes of a job on other mac
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -20,7 +21,6 @@ from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
 from phalanx.observe.duration import duration
 from phalanx.observe.local_agents import WORK, LocalAgent, as_dict, states
-from phalanx.observe.snapshot import as_json
 from phalanx.observe.status_text import format_job
 
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     if options.rdzv_endpoint:
         try:
             with remote_job(options) as job:
-                found = [as_json(job.status())]
+                found = [LocalAgent("", os.geteuid(), job.status())]
         except NoSuchRun as error:
             write_stderr(f"phalanx status: {error}\n")
             return 1
@@ -52,12 +52,12 @@ def main(argv: Sequence[str]) -> int:
             from phalanx.cli.watch import watch
 
             return watch(here, options.run)
-        found = [as_dict(agent) for agent in with_peers(fitting(here, options.run), bool(options.run))]
+        found = with_peers(fitting(here, options.run), bool(options.run))
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps([as_dict(one) for one in found], indent=2))
     elif found:
         width = (shutil.get_terminal_size((160, 24)).columns or 160) if sys.stdout.isatty() else 100_000
-        print("\n\n".join(format_job(job, width) for job in found))
+        print("\n\n".join(format_job(one.job, width, one.other_user) for one in found))
     else:
         what = f"no job {options.run!r}" if options.run else "no job"
         ended = how_it_ended(options.run) if options.run else ""

@@ -34,6 +34,11 @@ class LocalAgent(NamedTuple):
     job: JobSnapshot
 
     @property
+    def other_user(self) -> int | None:
+        """Its user, if that is another one."""
+        return None if self.user == os.geteuid() else self.user
+
+    @property
     def runs(self) -> bool:
         """Whether its socket still listens, even if it does not answer."""
         return self.name in names(everyone=True)
@@ -64,7 +69,7 @@ def _decoded(answers: Sequence[tuple[str, int, bytes]]) -> list[LocalAgent]:
 def as_dict(agent: LocalAgent) -> dict[str, Any]:
     """The state of an agent's node as plain values; another user's with the user."""
     job = snapshot.as_json(agent.job)
-    return job if agent.user == os.geteuid() else {**job, "user": agent.user}
+    return job if agent.other_user is None else {**job, "user": agent.user}
 
 
 def put(agent: LocalAgent, request: dict[str, Any], patience: float = WORK) -> dict[str, Any]:

@@ -5,103 +5,102 @@ The agent may be another user's: no character of its answer reaches the terminal
 
 from __future__ import annotations
 
-from phalanx.core.group.group import WORDS
+from phalanx.core.group.group import WORDS, Phase
 from phalanx.log import printable
 from phalanx.observe.duration import duration
+from phalanx.observe.worker_states import ENDED, READY, RUNNING
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
 
-    from phalanx.observe.snapshot import QuarantineSnapshot
+    from phalanx.observe.snapshot import JobSnapshot, QuarantineSnapshot, WorkerSnapshot
 
 PHASES = {phase.value: words.status for phase, words in WORDS.items()}
 _INCIDENTS = 5
 _NODES = 64  # of other machines, in full
 
 
-def format_job(job: dict[str, Any], width: int = 100) -> str:
-    """A node of a job, and the other nodes that have answered for it."""
-    peers, silent = job.get("peers") or [], job.get("silent") or 0
-    told = [format_status(one, width) for one in (job, *peers[:_NODES])]
+def format_job(job: JobSnapshot, width: int = 100, user: int | None = None) -> str:
+    """A node of a job (of another `user`), and the other nodes that have answered for it."""
+    peers, silent = job.peers, job.silent
+    texts = [format_status(job, width, user), *(format_status(one, width) for one in peers[:_NODES])]
     missing = [f"{len(peers) - _NODES} more nodes have answered (--json)"] * (len(peers) > _NODES)
     missing += [f"{silent} node{'s' * (silent > 1)} did not answer"] * (silent > 0)
-    return "\n\n".join([*told, *missing])
+    return "\n\n".join([*texts, *missing])
 
 
-def format_status(job: dict[str, Any], width: int = 100) -> str:
+def format_status(job: JobSnapshot, width: int = 100, user: int | None = None) -> str:
     """One node: a headline, a row for each of its workers, and the recent incidents."""
-    lines = [_headline(job)]
-    lines += _table(job["workers"])
-    count = job["standbys"]["count"]
+    lines = [_headline(job, user)]
+    lines += _table(job.workers)
+    count = job.standbys.count
     if count:
-        lines.append(f"  {count} standby{'s' * (count > 1)}, {_bytes(job['standbys']['memory'])}")
-    ledger = job.get("ledger") or {}
-    if any((ledger.get("seconds") or {}).values()):
-        measured = [name for name in ("goodput", "uptime") if ledger.get(name) is not None]
-        lines += [f"  {name} {100 * ledger[name]:.1f} %" for name in measured]
-    lines += [f"  slow: {line}" for line in job["slow"]]
-    lines += [f"  hang: {line}" for line in job["hangs"]]
-    lines += [f"  quarantined: {quarantine_line(one)}" for one in job.get("quarantine", [])]
-    known = {*job["slow"], *job["hangs"]}
-    others = [one for one in job["incidents"] if one["what"] not in known]
+        lines.append(f"  {count} standby{'s' * (count > 1)}, {_bytes(job.standbys.memory)}")
+    ledger = job.ledger
+    if any(ledger.seconds.values()):
+        measured = (("goodput", ledger.goodput), ("uptime", ledger.uptime))
+        lines += [f"  {name} {100 * ratio:.1f} %" for name, ratio in measured if ratio is not None]
+    lines += [f"  slow: {line}" for line in job.slow]
+    lines += [f"  hang: {line}" for line in job.hangs]
+    lines += [f"  quarantined: {quarantine_line(one)}" for one in job.quarantine]
+    known = {*job.slow, *job.hangs}
+    others = [one for one in job.incidents if one.what not in known]
     for one in others[-_INCIDENTS:]:
-        lines.append(f"  {duration(max(0.0, job['now'] - one['at']))} ago: {one['what']}")
-    if job["logs"]:
-        lines.append(f"  logs: {job['logs']}")
+        lines.append(f"  {duration(max(0.0, job.now - one.at))} ago: {one.what}")
+    if job.logs:
+        lines.append(f"  logs: {job.logs}")
     lines = [printable(line.replace("\n", "\\n")) for line in lines]
     return "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in lines)
 
 
-def quarantine_line(one: dict[str, Any]) -> str:
+def quarantine_line(one: QuarantineSnapshot) -> str:
     """`gpu-7: its device is lost (for another 59 min)`."""
-    left = one.get("left")
-    time = "until removed" if left is None else f"for another {duration(max(0.0, left))}"
-    return f"{one['host']}: {one['reason']} ({time})"
+    time = "until removed" if one.left is None else f"for another {duration(max(0.0, one.left))}"
+    return f"{one.host}: {one.reason} ({time})"
 
 
 def quarantine_lines(found: Sequence[QuarantineSnapshot], most: int) -> list[str]:
     """The same for every host that is kept out, and how many there are beyond the first."""
     shown = found if len(found) <= most else found[: most - 1]
-    lines = [quarantine_line({"host": one.host, "reason": one.reason, "left": one.left}) for one in shown]
     more = len(found) - len(shown)
-    return lines + [f"{more} more hosts: see phalanx quarantine"] * (more > 0)
+    return [*map(quarantine_line, shown), *[f"{more} more hosts: see phalanx quarantine"] * (more > 0)]
 
 
-def _headline(job: dict[str, Any]) -> str:
-    words = [f"{job['name']} (run {job['run']}) on {job['host']}, pid {job['pid']}"]
-    if job.get("user") is not None:
-        words.append(f"user {job['user']}")
-    phase = PHASES.get(job["phase"], job["phase"])
-    waiting = job["waiting_for"] if job["phase"] == "JOINING" else ""
-    took = duration(max(0.0, job["now"] - job["since"]))
-    words.append(f"{waiting} ({took} so far)" if waiting else f"{phase} for {took}")
-    if job["restarts"]:
-        words.append(f"restart {job['restarts']} of {job['max_restarts']}")
-    if len(job["nodes"]) > 1:
-        nodes = f"node {job['node'] + 1} of {len(job['nodes'])}"
-        words.append(f"{nodes} ({' '.join(job['nodes'][:8])}{' …' if len(job['nodes']) > 8 else ''})")
-        words.append(f"round {job['round']}")
-    if job["world_size"] > 0:
-        words.append(f"world size {job['world_size']}")
+def _headline(job: JobSnapshot, user: int | None) -> str:
+    words = [f"{job.name} (run {job.run}) on {job.host}, pid {job.pid}"]
+    if user is not None:
+        words.append(f"user {user}")
+    waiting = job.waiting_for if job.phase == Phase.JOINING else ""
+    took = duration(max(0.0, job.now - job.since))
+    words.append(
+        f"{waiting} ({took} so far)" if waiting else f"{PHASES.get(job.phase, job.phase)} for {took}"
+    )
+    if job.restarts:
+        words.append(f"restart {job.restarts} of {job.max_restarts}")
+    if len(job.nodes) > 1:
+        nodes = f"node {job.node + 1} of {len(job.nodes)}"
+        words.append(f"{nodes} ({' '.join(job.nodes[:8])}{' …' if len(job.nodes) > 8 else ''})")
+        words.append(f"round {job.round}")
+    if job.world_size > 0:
+        words.append(f"world size {job.world_size}")
     return ", ".join(words)
 
 
-def _table(workers: list[dict[str, Any]]) -> list[str]:
+def _table(workers: Sequence[WorkerSnapshot]) -> list[str]:
     """The columns that are not empty, with their names."""
     if not workers:
         return []
     columns: list[tuple[str, list[str]]] = [
-        ("rank", [str(one["rank"]) for one in workers]),
-        ("pid", [str(one["pid"]) for one in workers]),
+        ("rank", [str(one.rank) for one in workers]),
+        ("pid", [str(one.pid) for one in workers]),
         ("state", [_state(one) for one in workers]),
-        ("cpu", ["" if one.get("cpu") is None else f"{one['cpu']:.2f}" for one in workers]),
-        ("memory", ["" if one.get("memory") is None else _bytes(one["memory"]) for one in workers]),
-        ("step", ["" if one["step"] is None else str(one["step"]) for one in workers]),
-        ("steps/s", ["" if one["rate"] is None else f"{one['rate']:.3g}" for one in workers]),
-        ("last beat", ["" if one["quiet"] is None else f"{one['quiet']:.1f} s ago" for one in workers]),
-        ("section", [one["section"] for one in workers]),
+        ("cpu", ["" if one.cpu is None else f"{one.cpu:.2f}" for one in workers]),
+        ("memory", ["" if one.memory is None else _bytes(one.memory) for one in workers]),
+        ("step", ["" if one.step is None else str(one.step) for one in workers]),
+        ("steps/s", ["" if one.rate is None else f"{one.rate:.3g}" for one in workers]),
+        ("last beat", ["" if one.quiet is None else f"{one.quiet:.1f} s ago" for one in workers]),
+        ("section", [one.section for one in workers]),
         ("gpu", [_gpus(one) for one in workers]),
     ]
     shown = [(name, cells) for name, cells in columns if any(cells)]
@@ -113,20 +112,17 @@ def _table(workers: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _gpus(worker: dict[str, Any]) -> str:
+def _gpus(worker: WorkerSnapshot) -> str:
     """`0: 12.3 GB, 97 %` for every device of a worker."""
-    found = worker.get("gpus") or []
-    return "; ".join(
-        f"{one['index']}: {_bytes(one['memory'] or 0)}, {one['busy'] or 0:.0f} %" for one in found
-    )
+    return "; ".join(f"{one.index}: {_bytes(one.memory or 0)}, {one.busy or 0:.0f} %" for one in worker.gpus)
 
 
-def _state(worker: dict[str, Any]) -> str:
-    if worker.get("state"):
-        return str(worker["state"])
-    if not worker["running"]:  # of an agent of an older version
-        return "ended"
-    return "ready" if worker["ready"] else "running"
+def _state(worker: WorkerSnapshot) -> str:
+    if worker.state:
+        return worker.state
+    if not worker.running:  # of an agent of an older version
+        return ENDED
+    return READY if worker.ready else RUNNING
 
 
 def _bytes(count: int) -> str:
