@@ -14,7 +14,7 @@ DOCS = ROOT.parents[1] / "docs"
 # Rooms and root modules, from the bottom up: each may import what comes before it, lazy imports included.
 FOUNDATION = ("errors", "rawsignal", "kernel", "log", "python_command", "trusted_files", "plugins", "devices")
 ROOMS = (
-    "core", "job", "worker", "helpers", "store", "observe", "cluster", "web", "agent", "elastic", "platforms",
+    "core", "job", "store", "worker", "helpers", "observe", "cluster", "web", "agent", "elastic", "platforms",
     "check", "cli",
 )  # fmt: skip
 SURFACE = ("swap", "swapped", "argparse_util", "launcher", "launch", "run", "__init__", "__main__")
@@ -41,7 +41,6 @@ UPWARDS = {
     ("worker.bootstrap", "helpers.keeper"),
     ("worker.reentry.recall_watch", "helpers.channel"),
     ("worker.reentry.takeover", "helpers.standby"),
-    ("worker.state.agreement", "store.tcpstore.client"),
 }
 FORBIDDEN_IN_CORE = {
     "asyncio", "logging", "multiprocessing", "os", "random", "select", "selectors", "socket", "subprocess",
