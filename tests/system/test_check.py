@@ -21,6 +21,7 @@ from phalanx.check.pair_link import PairLink
 from phalanx.cli import check
 from phalanx.cli import main as phalanx
 from phalanx.cluster.handler import RendezvousInfo
+from phalanx.cluster.torch_store_adapter import StoreFacade
 from phalanx.core.diagnosis.fitness import (
     EXIT_CODES,
     FIT,
@@ -36,7 +37,6 @@ from phalanx.errors import StoreAuthError
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.net.token import Token
-from phalanx.store.tcpstore.torch_store_adapter import StoreFacade
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import TOKEN, Job, Network, free_port, possible, tell
 from tests.support.run_helpers import PHALANX, Ended, Running, ended, plain_environment, script

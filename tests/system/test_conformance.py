@@ -33,9 +33,9 @@ from typing import Any
 import pytest
 
 from phalanx.agent.logs.specs import DefaultLogsSpecs, Std
-from phalanx.agent.workers.program import BOOTSTRAP, worker_argv
 from phalanx.agent.workers.worker_group import GroupOptions
 from phalanx.agent.workers.worker_kinds import SubprocessContext
+from phalanx.job.program import BOOTSTRAP, worker_argv
 from phalanx.worker.bootstrap import ERROR_FILE
 from tests.conftest import HUNG
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cluster.torch_store_adapter import StoreFacade
 from phalanx.core.rounds import participant_events as happen
 from phalanx.core.rounds.leader_view import Options
 from phalanx.core.rounds.store_commands import (
@@ -37,7 +38,6 @@ from phalanx.store.embedded.server import Server
 from phalanx.store.etcd.client import EtcdClient, etcd_client_from
 from phalanx.store.etcd.http import Address
 from phalanx.store.net.tls import Tls
-from phalanx.store.tcpstore.torch_store_adapter import StoreFacade
 from tests.conftest import HUNG
 from tests.support.etcd_process import Cluster, etcd_program
 from tests.support.store_contract import StoreContract

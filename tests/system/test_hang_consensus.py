@@ -280,7 +280,7 @@ def test_malformed_messages_in_the_store_are_ignored(tmp_path: Path) -> None:
     """The store of a static job without a token is open to its workers."""
     body = """
 from phalanx.store.embedded.client import Client
-from phalanx.store.tcpstore.torch_store_adapter import StoreFacade
+from phalanx.cluster.torch_store_adapter import StoreFacade
 client = Client(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])).connect(20)
 store = StoreFacade(client, f"shared/{os.environ['TORCHELASTIC_RUN_ID']}/1/store/")
 prefix = "phalanx/progress/1/"

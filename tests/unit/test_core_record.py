@@ -16,11 +16,11 @@ import pytest
 from phalanx.agent.logs.specs import LogsDest
 from phalanx.agent.spec import RunResult, WorkerSpec
 from phalanx.agent.workers.failure import ProcessFailure
-from phalanx.agent.workers.numa import AffinityMode, NumaOptions, Topology
 from phalanx.agent.workers.result import RunProcsResult
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group.events import WorkerState
 from phalanx.core.record import Record
+from phalanx.job.numa import AffinityMode, NumaOptions, Topology
 from phalanx.worker.error_file import message_data, write_data
 from tests.conftest import HUNG
 

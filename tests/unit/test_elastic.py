@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import waiting_line
-from phalanx.cluster.address import listening_address
 from phalanx.cluster.handler import RendezvousParameters
 from phalanx.cluster.membership_events import NodeFailure
 from phalanx.cluster.settings import Settings, open_server
 from phalanx.cluster.waiting_line import StatusLine
 from phalanx.errors import PhalanxError, StoreError, UsageError
+from phalanx.job.address import listening_address
 from phalanx.store.etcd.client import etcd_client_from
 from phalanx.store.net.token import Token
 from tests.support.netns import free_port

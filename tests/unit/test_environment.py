@@ -17,7 +17,7 @@ ALLOWED = {
     # Handed to a child process, or to a function that looks programs up for one.
     "agent/workers/local_workers.py": "the environment of workers",
     "agent/warm/helper_pool.py": "the environment of helpers is part of what was learned",
-    "agent/workers/program.py": "PATH and PYTHON* variables, as the worker will see them",
+    "job/program.py": "PATH and PYTHON* variables, as the worker will see them",
     "agent/workers/subprocess_handle.py": "the environment of a worker",
     "agent/workers/worker_group.py": "the environment of workers",
     "agent/workers/worker_kinds.py": "PATH, as the worker will see it",

@@ -19,6 +19,7 @@ from phalanx.agent.supervision.hang_detector import HangDetector
 from phalanx.agent.supervision.incident_log import IncidentLog
 from phalanx.agent.supervision.round_broadcast import RoundBroadcast
 from phalanx.agent.supervision.stack_collection import Findings
+from phalanx.cluster.torch_store_adapter import StoreFacade
 from phalanx.core.diagnosis.collective_progress import RankPulse, marks, observe
 from phalanx.core.diagnosis.collectives import GroupTrace, Operation, RankTrace
 from phalanx.core.diagnosis.patience import NODE
@@ -27,7 +28,6 @@ from phalanx.core.group.group import Phase
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.tcpstore.client import TorchStoreClient
-from phalanx.store.tcpstore.torch_store_adapter import StoreFacade
 from tests.conftest import HUNG, wait_until
 
 NODES = 64

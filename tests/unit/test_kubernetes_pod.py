@@ -10,7 +10,7 @@ from phalanx.cli.dry_run import plan
 from phalanx.errors import UsageError
 from phalanx.job import config
 from phalanx.job.config import parse
-from phalanx.platforms.kubernetes.pod import domain_of, look
+from phalanx.job.kubernetes_pod import domain_of, look
 
 DOMAIN = "train.default.svc.cluster.local"
 HOSTS = f"""\

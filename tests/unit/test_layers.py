@@ -14,7 +14,7 @@ DOCS = ROOT.parents[1] / "docs"
 # Rooms and root modules, from the bottom up: each may import what comes before it, lazy imports included.
 FOUNDATION = ("errors", "rawsignal", "kernel", "log", "python_command", "trusted_files", "plugins", "devices")
 ROOMS = (
-    "core", "job", "store", "worker", "helpers", "observe", "cluster", "web", "agent", "elastic", "platforms",
+    "core", "job", "store", "helpers", "worker", "observe", "cluster", "web", "agent", "elastic", "platforms",
     "check", "cli",
 )  # fmt: skip
 SURFACE = ("swap", "swapped", "argparse_util", "launcher", "launch", "run", "__init__", "__main__")
@@ -24,23 +24,11 @@ ORDER = (*FOUNDATION, *ROOMS, *SURFACE)
 UPWARDS = {
     ("agent.elastic_launch", "elastic.internals"),
     ("cluster.exchange", "elastic.utils.store"),
-    ("job.config", "platforms.kubernetes.pod"),
-    ("job.config", "platforms.slurm.allocation"),
-    ("job.config", "platforms.ssh.host_names"),
-    ("job.validation", "agent.workers.numa"),
-    ("job.validation", "agent.workers.program"),
-    ("job.validation", "cluster.address"),
     ("job.validation", "cluster.registry"),
     ("job.validation", "observe.events"),
     ("job.validation", "observe.trace_sender"),
-    ("job.validation", "platforms.ssh.host_names"),
     ("job.validation", "web.dashboard_process"),
     ("job.validation", "web.metrics"),
-    ("store.etcd.client", "cluster.address"),
-    ("worker.bootstrap", "helpers.fork_setup"),
-    ("worker.bootstrap", "helpers.keeper"),
-    ("worker.reentry.recall_watch", "helpers.channel"),
-    ("worker.reentry.takeover", "helpers.standby"),
 }
 FORBIDDEN_IN_CORE = {
     "asyncio", "logging", "multiprocessing", "os", "random", "select", "selectors", "socket", "subprocess",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.agent.workers.numa import (
+from phalanx.job.numa import (
     AffinityMode,
     NumaOptions,
     Topology,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cluster.address import parse_rendezvous_endpoint
 from phalanx.cluster.handler import RendezvousHandler, RendezvousParameters, RendezvousStoreInfo
 from phalanx.cluster.registry import RendezvousHandlerRegistry, get_rendezvous_handler
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.cluster.static import StaticRendezvous
+from phalanx.job.address import parse_rendezvous_endpoint
 
 
 def parameters(backend: str, **settings: object) -> RendezvousParameters:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from phalanx.agent.supervision.round_broadcast import RoundBroadcast, supports_broadcast
+from phalanx.cluster.torch_store_adapter import StoreFacade
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.tcpstore.client import TorchStoreClient
 from phalanx.store.tcpstore.server import TorchStoreServer
-from phalanx.store.tcpstore.torch_store_adapter import StoreFacade
 from tests.conftest import HUNG
 
 

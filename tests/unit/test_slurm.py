@@ -12,11 +12,11 @@ from phalanx.cli.dry_run import plan
 from phalanx.cli.slurm import parse_submit
 from phalanx.errors import UsageError
 from phalanx.job.config import parse
+from phalanx.job.slurm_allocation import look, run_id
+from phalanx.job.slurm_host_list import first_host, parse_counts, parse_host_list
 from phalanx.platforms.outcomes import AgentOutcome, write_outcome
 from phalanx.platforms.slurm import job_end
-from phalanx.platforms.slurm.allocation import look, run_id
 from phalanx.platforms.slurm.batch_script import batch_script
-from phalanx.platforms.slurm.host_list import first_host, parse_counts, parse_host_list
 from phalanx.platforms.slurm.requeue import AttemptEnd
 from tests.conftest import wait_until
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import UsageError
 from phalanx.job.config import parse
+from phalanx.job.host_names import parse_host_file, parse_hosts
 from phalanx.platforms.outcomes import AgentOutcome
 from phalanx.platforms.ssh.frames import (
     GREETING,
@@ -19,7 +20,6 @@ from phalanx.platforms.ssh.frames import (
     SentFrames,
     frame,
 )
-from phalanx.platforms.ssh.host_names import parse_host_file, parse_hosts
 from phalanx.platforms.ssh.starter import _options
 from tests.support.run_helpers import run, script
 

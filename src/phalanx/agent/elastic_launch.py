@@ -17,11 +17,11 @@ from phalanx.agent.job import export_environment, make_agent
 from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.logs.specs import DefaultLogsSpecs, LogsSpecs
 from phalanx.agent.spec import RunResult
-from phalanx.agent.workers.numa import NumaOptions
 from phalanx.elastic.internals import entrypoint_name
 from phalanx.errors import ChildFailedError, PhalanxError
 from phalanx.job import environment
 from phalanx.job.config import from_launch_config
+from phalanx.job.numa import NumaOptions
 from phalanx.log import warn
 
 

@@ -365,7 +365,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             last.new_round()  # the port is given: it is kept, and emptied
             return last, last.port
         if spec.master_addr:
-            from phalanx.cluster.address import listening_address
+            from phalanx.job.address import listening_address
 
             address = listening_address(spec.master_addr)
         store = WorkerStore(address, spec.master_port, self._rdzv_handler.use_agent_store)

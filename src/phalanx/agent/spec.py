@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from phalanx.agent.supervision.supervision import Supervision
     from phalanx.agent.warm.helper_pool import HelperPool
     from phalanx.agent.workers.failure import ProcessFailure
-    from phalanx.agent.workers.numa import NumaOptions
     from phalanx.cluster.handler import RendezvousHandler
     from phalanx.core.group.restarts import RestartPolicy
+    from phalanx.job.numa import NumaOptions
     from phalanx.observe.progress_line import Progress
     from phalanx.observe.stream import Subscriber
     from phalanx.web.dashboard_process import DashboardProcess

@@ -542,7 +542,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
 
     def open_meeting(self, address: str) -> tuple[Any, int]:
         """Where the workers of a round meet, should this node be its first: (what serves there, port)."""
-        from phalanx.cluster.address import free_port
+        from phalanx.job.address import free_port
 
         return None, free_port()
 

@@ -24,7 +24,7 @@ class WorkerStore:
         self._server: Any = None
         self._socket: socket.socket | None = None
         if not served:
-            from phalanx.cluster.address import free_port
+            from phalanx.job.address import free_port
 
             # Rank 0 binds it itself, as the user asked; nothing can hold the port for it meanwhile.
             self.port = port or free_port()

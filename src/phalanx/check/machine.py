@@ -229,7 +229,7 @@ def cgroup(root: str = "/sys/fs/cgroup") -> Iterator[CheckFinding]:
 
 def numa(environ: Mapping[str, str], root: str = "/") -> Iterator[CheckFinding]:
     """Whether this process may use the CPUs near each GPU."""
-    from phalanx.agent.workers.numa import gpu_nodes, read_topology
+    from phalanx.job.numa import gpu_nodes, read_topology
 
     there = [name for name in list_dir(f"{root}sys/devices/system/node") if name[4:].isdigit()]
     nodes = read_topology(root).nodes

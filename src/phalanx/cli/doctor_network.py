@@ -104,7 +104,7 @@ def reach(address: str, port: int, limit: float = REACH_TIME) -> str:
 
 def way_to_the_store(asked: Asked, environ: Mapping[str, str]) -> Iterator[Finding]:
     """From the name to the first answer of the store, and to the other doctors."""
-    from phalanx.cluster.address import parse_rendezvous_endpoint
+    from phalanx.job.address import parse_rendezvous_endpoint
 
     parts = asked.endpoint.split(",") if asked.backend == "etcd" else [asked.endpoint]
     hosting, there = False, False
@@ -196,7 +196,7 @@ def _tls(asked: Asked) -> Tls | None:
 
 def _serve(asked: Asked, token: Token | None, stack: ExitStack) -> bool:
     """Serve a store, unless another doctor on this machine already does."""
-    from phalanx.cluster.address import listening_address, parse_rendezvous_endpoint
+    from phalanx.job.address import listening_address, parse_rendezvous_endpoint
     from phalanx.store.embedded.server import Server
 
     host, port = parse_rendezvous_endpoint(asked.endpoint, STORE_PORT)
@@ -216,7 +216,7 @@ def _client(asked: Asked, token: Token | None, environ: Mapping[str, str]) -> Cl
 
         files = dict(zip(("tls_cert", "tls_key", "tls_ca"), asked.tls, strict=True))
         return etcd_client_from(asked.endpoint, {**files, **asked.conf}, environ=environ, grace=patience)
-    from phalanx.cluster.address import parse_rendezvous_endpoint
+    from phalanx.job.address import parse_rendezvous_endpoint
     from phalanx.store.embedded.client import Client
 
     where = parse_rendezvous_endpoint(asked.endpoint, STORE_PORT)

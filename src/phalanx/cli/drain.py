@@ -72,7 +72,7 @@ def store_client(options: Namespace, conf: Mapping[str, str]) -> Client:
 
         files = {name: getattr(options, name) for name in ("tls_cert", "tls_key", "tls_ca")}
         return etcd_client_from(options.rdzv_endpoint, {**files, **conf}, grace=grace)
-    from phalanx.cluster.address import parse_rendezvous_endpoint
+    from phalanx.job.address import parse_rendezvous_endpoint
 
     try:
         host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, STORE_PORT)

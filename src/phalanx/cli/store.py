@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal."""
     options = _parser().parse_args(argv)
-    from phalanx.cluster.address import listening_address, parse_rendezvous_endpoint
+    from phalanx.job.address import listening_address, parse_rendezvous_endpoint
     from phalanx.store.embedded.server import Server
 
     try:

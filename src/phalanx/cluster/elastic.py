@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from phalanx.cluster.address import names_loopback
 from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from phalanx.cluster.membership import Membership, shared_prefix
 from phalanx.cluster.membership_events import Ended, Formed, Over
@@ -29,6 +28,7 @@ from phalanx.errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
+from phalanx.job.address import names_loopback
 from phalanx.job.environment import shares_store
 
 TYPE_CHECKING = False
@@ -185,7 +185,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     def info(self, formed: Formed) -> ElasticInfo:
         """A round in torch's form, with the store that its nodes share."""
-        from phalanx.store.tcpstore.torch_store_adapter import StoreFacade
+        from phalanx.cluster.torch_store_adapter import StoreFacade
 
         assert self.membership is not None
         assert self.membership.client is not None
@@ -199,7 +199,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _joined(self) -> Membership:
         if self.membership is None:
-            from phalanx.cluster.address import free_port
+            from phalanx.job.address import free_port
 
             options = replace(self._settings.options, max_restarts=None)
             self.membership = Membership(

@@ -37,7 +37,7 @@ class RendezvousStoreInfo(Record, frozen=False):
     ) -> RendezvousStoreInfo:
         """Rank 0 publishes its address and port through `store`; the others read them."""
         if rank == 0:
-            from phalanx.cluster.address import free_port, own_address
+            from phalanx.job.address import free_port, own_address
 
             address = local_addr or own_address()
             port = server_port or free_port()

@@ -12,8 +12,8 @@ import errno
 import json
 import socket
 
-from phalanx.cluster.address import free_port, listening_address
 from phalanx.errors import RendezvousConnectionError, StoreConnectionError, StoreError
+from phalanx.job.address import free_port, listening_address
 from phalanx.store.embedded.server import Server
 from phalanx.store.net import wire
 from phalanx.store.tcpstore.server import TorchStoreServer

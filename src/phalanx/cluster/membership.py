@@ -21,7 +21,6 @@ import queue
 import threading
 import time
 
-from phalanx.cluster.address import listening_address
 from phalanx.cluster.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Remark, Waiting
 from phalanx.cluster.mismatches import Mismatches
 from phalanx.cluster.node_requests import NodeRequests, told_prefix
@@ -51,6 +50,7 @@ from phalanx.core.rounds.quarantine import failed_check
 from phalanx.core.rounds.records import ACTIVE, CLOSED, FORMING, NodeInfo, Result, encode, printable
 from phalanx.core.rounds.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError, StoreTimeoutError
+from phalanx.job.address import listening_address
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

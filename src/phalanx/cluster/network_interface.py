@@ -42,7 +42,7 @@ class NetworkInterface:
     def _look_up_own_name(self) -> None:
         import socket
 
-        from phalanx.cluster.address import is_loopback
+        from phalanx.job.address import is_loopback
 
         try:
             listed = socket.getaddrinfo(os.uname().nodename, None, type=socket.SOCK_STREAM)
@@ -82,7 +82,7 @@ class NetworkInterface:
 
 def _leading_to(meeting: str, own: str | None) -> str:
     """The interface to name; empty where none has to be, or none is known."""
-    from phalanx.cluster.address import is_loopback
+    from phalanx.job.address import is_loopback
 
     address = _address(own or meeting, given=own is not None)
     return "" if not address or is_loopback(address) else interface_of(address)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx.cluster.handler import RendezvousParameters
-    from phalanx.store.blob_client import CompareAndSetBlob
+    from phalanx.store.embedded.blob_client import CompareAndSetBlob
     from phalanx.store.embedded.server import Server
     from phalanx.store.net.tls import Tls
     from phalanx.store.net.token import Token
@@ -35,7 +35,7 @@ class Settings:
     third party's backend, which is `blob`)."""
 
     def __init__(self, params: RendezvousParameters, blob: CompareAndSetBlob | None = None) -> None:
-        from phalanx.cluster.address import parse_rendezvous_endpoint
+        from phalanx.job.address import parse_rendezvous_endpoint
 
         self.backend = params.backend
         self.endpoint = params.endpoint
@@ -129,7 +129,7 @@ class Settings:
     def address(self) -> str:
         """The address other nodes reach this one by: given, or of the interface towards the endpoint."""
         if self.blob is not None and not self.local_addr:
-            from phalanx.cluster.address import own_address
+            from phalanx.job.address import own_address
 
             return own_address()
         return self.local_addr or _source_address(self.host if self.name_known else "", self.port)
@@ -172,7 +172,7 @@ def _source_address(host: str, port: int) -> str:
     """The address this machine would use towards the endpoint; connecting a datagram socket sends nothing."""
     import socket
 
-    from phalanx.cluster.address import is_loopback, names_loopback
+    from phalanx.job.address import is_loopback, names_loopback
 
     # The second is from the block for documentation: the route to it is the default route.
     for target in (host, "192.0.2.1"):
@@ -203,7 +203,7 @@ def open_server(
     """The embedded store, if this node hosts it; where its name has no address yet, at all addresses."""
     import errno
 
-    from phalanx.cluster.address import listening_address
+    from phalanx.job.address import listening_address
     from phalanx.store.embedded.server import Server
 
     if settings.is_host is False:

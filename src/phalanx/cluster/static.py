@@ -67,7 +67,7 @@ class StaticRendezvous(ElasticRendezvous):
 
 def create_rdzv_handler(params: RendezvousParameters) -> StaticRendezvous:
     """The handler for these parameters."""
-    from phalanx.cluster.address import parse_rendezvous_endpoint
+    from phalanx.job.address import parse_rendezvous_endpoint
 
     rank = params.get_as_int("rank")
     if rank is None:

@@ -74,7 +74,7 @@ def connect(
     }
     client: Client
     if settings.blob is not None:
-        from phalanx.store.blob_client import BlobClient
+        from phalanx.store.embedded.blob_client import BlobClient
 
         client = BlobClient(settings.blob, **common)
     elif settings.store == "etcd":

@@ -70,7 +70,7 @@ def addr_and_port(params: RendezvousParameters) -> tuple[str | None, int | None]
     """The address and port of a static rendezvous; of any other (None, None)."""
     if params.backend != "static":
         return None, None
-    from phalanx.cluster.address import parse_rendezvous_endpoint
+    from phalanx.job.address import parse_rendezvous_endpoint
 
     host, port = parse_rendezvous_endpoint(params.endpoint, -1)
     if port == -1:
@@ -96,7 +96,7 @@ def matches_machine_hostname(host: str) -> bool:
     """Whether a host name or address is this machine's."""
     import socket
 
-    from phalanx.cluster.address import names_loopback
+    from phalanx.job.address import names_loopback
 
     if names_loopback(host) or host in (socket.gethostname(), fq_hostname()):
         return True

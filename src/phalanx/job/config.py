@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
     from phalanx.agent.elastic_launch import LaunchConfig
     from phalanx.agent.logs.specs import LogsSpecs
-    from phalanx.agent.workers.numa import NumaOptions
     from phalanx.errors import UsageError
-    from phalanx.platforms.ssh.host_names import HostSlots
-    from phalanx.platforms.surroundings import Surroundings, Taken
+    from phalanx.job.host_names import HostSlots
+    from phalanx.job.numa import NumaOptions
+    from phalanx.job.surroundings import Surroundings, Taken
 
 __all__ = [
     "InformationRequested",
@@ -168,18 +168,18 @@ class Sources:
     def look_around(self) -> None:
         """Take from the scheduler, if there is one, what the user has not given."""
         if self.given("hosts") or self.given("hostfile"):
-            from phalanx.platforms.ssh.host_names import look_at_hosts
+            from phalanx.job.host_names import look_at_hosts
 
             found = look_at_hosts(validation.host_list(self))
             kept = {dest: taken for dest, taken in found.settings.items() if not self.given(dest)}
             self.around = found.replace(settings=kept)
             return
         if self.environ.get("SLURM_JOB_ID"):
-            from phalanx.platforms.slurm.allocation import look as look_at_allocation
+            from phalanx.job.slurm_allocation import look as look_at_allocation
 
             self.around = look_at_allocation(self.environ, self._all_given())
         elif self.environ.get(COMPLETION_INDEX):
-            from phalanx.platforms.kubernetes.pod import HOSTS, look
+            from phalanx.job.kubernetes_pod import HOSTS, look
 
             self.around = look(self.environ, self._all_given(), os.uname().nodename, _text_of(HOSTS))
         if self.around is None:  # most often: nothing is imported for it

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.job.config import Sources
-    from phalanx.platforms.ssh.host_names import HostSlots
+    from phalanx.job.host_names import HostSlots
 
 # What the built-in backends know of --rdzv-conf; the last line is torch's and has no effect here.
 _CONF = frozenset(
@@ -163,8 +163,8 @@ def _is_module(name: str) -> bool:
 
 
 def _is_program(name: str, environ: Mapping[str, str]) -> bool:
-    from phalanx.agent.workers.program import find_program
     from phalanx.errors import StartError
+    from phalanx.job.program import find_program
 
     try:
         return bool(find_program(name, environ))
@@ -221,7 +221,7 @@ def _numa(v: Sources) -> Any:
     mode = v.text("numa_binding")
     if not mode:
         return None
-    from phalanx.agent.workers.numa import AffinityMode, NumaOptions
+    from phalanx.job.numa import AffinityMode, NumaOptions
 
     return NumaOptions(AffinityMode(mode))
 
@@ -250,7 +250,7 @@ def host_list(v: Sources) -> tuple[HostSlots, ...]:
     """The hosts of --hosts or --hostfile; none: neither is given."""
     if not (v.given("hosts") or v.given("hostfile")):
         return ()
-    from phalanx.platforms.ssh.host_names import parse_host_file, parse_hosts
+    from phalanx.job.host_names import parse_host_file, parse_hosts
 
     if v.given("hosts") and v.given("hostfile"):
         raise usage_error(f"{v.label('hosts')} and {v.label('hostfile')}: both name the hosts; drop one")
@@ -405,7 +405,7 @@ def _check_endpoint(v: Sources, endpoint: str) -> None:
 
 def _host_and_port(v: Sources, endpoint: str) -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT of a static rendezvous."""
-    from phalanx.cluster.address import parse_rendezvous_endpoint
+    from phalanx.job.address import parse_rendezvous_endpoint
 
     try:
         return parse_rendezvous_endpoint(endpoint, STATIC_PORT)

@@ -471,7 +471,7 @@ def helper_pool_for(
     keep_warm: float = 0.0,
 ) -> HelperPool:
     """For programs: forks of one Python where that is possible and wanted, else a fresh start for each."""
-    from phalanx.agent.workers.program import python_flags, split_python
+    from phalanx.job.program import python_flags, split_python
 
     flags = None if mode == "off" else python_flags(program, [args], {})
     if flags is None:

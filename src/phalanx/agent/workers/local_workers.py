@@ -163,8 +163,8 @@ class LocalWorkers:
         spec, helpers = self._group.spec, self._helpers
         if helpers.mode != "standby" or helpers.standby_ranks or not isinstance(spec.entrypoint, str):
             return
-        from phalanx.agent.workers.program import split_python
         from phalanx.helpers.standby import StandbyRank
+        from phalanx.job.program import split_python
 
         ranks = []
         for rank in range(spec.local_world_size):

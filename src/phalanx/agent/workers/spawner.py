@@ -19,11 +19,11 @@ import time
 from _thread import RLock
 
 from phalanx import kernel
-from phalanx.agent.workers.program import BOOTSTRAP
 from phalanx.core.record import Record
 from phalanx.errors import StartError, UnkillableError
 from phalanx.helpers.channel import Channel
 from phalanx.helpers.witness import Witness
+from phalanx.job.program import BOOTSTRAP
 from phalanx.python_command import PACKAGE_ROOT
 from phalanx.rawsignal import signal
 

@@ -16,8 +16,8 @@ from phalanx.agent.workers.spawner import Exit, GroupStopped, HelpersLost, Spawn
 from phalanx.agent.workers.worker_kinds import program_for
 
 if TYPE_CHECKING:
-    from phalanx.agent.workers.numa import NumaOptions
     from phalanx.agent.workers.worker_group import PContext
+    from phalanx.job.numa import NumaOptions
 
 _ANSWER = 7.0  # over the grace: see worker_group.py
 _LOOK = 1.0  # bounds one sleep; nothing is polled at that rate
@@ -108,7 +108,7 @@ class SubprocessHandler:
         job = WorkerLaunch(0, argv=argv, path=path)
         job.env, job.stdout, job.stderr = env, stdout or "", stderr or ""
         if numa_options is not None:
-            from phalanx.agent.workers.numa import cpus_for
+            from phalanx.job.numa import cpus_for
 
             job.cpus = sorted(cpus_for(local_rank_id, local_rank_id + 1, numa_options) or ())
         self.proc = Process(job, dict(os.environ))

@@ -27,7 +27,6 @@ import sys
 import time
 from _thread import RLock
 
-from phalanx.agent.workers.program import BOOTSTRAP
 from phalanx.agent.workers.result import RunProcsResult, tail_of
 from phalanx.agent.workers.signals import SignalScope
 from phalanx.agent.workers.spawner import (
@@ -48,6 +47,7 @@ from phalanx.agent.workers.spawner import (
 from phalanx.core.group.events import SiblingStop
 from phalanx.core.record import Record
 from phalanx.errors import StartError
+from phalanx.job.program import BOOTSTRAP
 from phalanx.log import warn
 from phalanx.worker.bootstrap import ERROR_FILE, TALLY_FD
 
@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from phalanx.agent.state.holder import StateFiles
     from phalanx.agent.workers.exit_evidence import Snapshot
     from phalanx.agent.workers.failure import ProcessFailure
-    from phalanx.agent.workers.numa import NumaOptions
     from phalanx.helpers.lease_timer import LeaseTimer
     from phalanx.helpers.standby import StandbyRank
+    from phalanx.job.numa import NumaOptions
     from phalanx.worker.board import Boards
 
 STRAY_GRACE = 2.0  # for what successful workers left running behind them
@@ -325,7 +325,7 @@ class PContext(abc.ABC):
         if self.options.attach is not None and rank != self.options.attach:
             job.stdin = os.devnull
         if self.numa_options is not None:
-            from phalanx.agent.workers.numa import cpus_for
+            from phalanx.job.numa import cpus_for
 
             job.cpus = sorted(cpus_for(rank, self.nprocs, self.numa_options) or ())
         return job

@@ -8,19 +8,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from phalanx.agent.workers.program import BOOTSTRAP, find_program, python_flags, split_python, worker_argv
 from phalanx.agent.workers.result import RunProcsResult
 from phalanx.agent.workers.spawner import Spawner, WorkerLaunch, interpreter_flags
 from phalanx.agent.workers.worker_group import GroupOptions, PContext
 from phalanx.errors import ProgramNotExecutableError, ProgramNotFoundError, StartError
+from phalanx.job.program import BOOTSTRAP, find_program, python_flags, split_python, worker_argv
 from phalanx.kernel import anonymous_file
 from phalanx.worker.bootstrap import TALLY_FD
 
 if TYPE_CHECKING:
     from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.workers.function_worker import Parcel
-    from phalanx.agent.workers.numa import NumaOptions
     from phalanx.agent.workers.subprocess_handle import WorkerHandler
+    from phalanx.job.numa import NumaOptions
 
 
 def program_for(program: str, env: Mapping[str, str]) -> str:

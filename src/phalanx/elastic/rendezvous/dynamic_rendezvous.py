@@ -1,7 +1,8 @@
 """The elastic rendezvous over a third party's `RendezvousBackend`, under torch's names.
 
 Rounds, spares, re-forming and closing are those of `cluster.elastic`; only the store is another one
-(`store.blob_client`). The nodes of a round share the store that the caller gives, under a prefix per round.
+(`store.embedded.blob_client`). The nodes of a round share the store that the caller gives, under a prefix
+per round.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class DynamicRendezvousHandler(ElasticRendezvous):
 
     def info(self, formed: Formed) -> ElasticInfo:
         """A round in torch's form, with the caller's store under a prefix of its own."""
-        from phalanx.store.tcpstore.torch_store_adapter import prefixed
+        from phalanx.cluster.torch_store_adapter import prefixed
 
         prefix = f"phalanx.rendezvous.{self.get_run_id()}.{formed.round.number}"
         return ElasticInfo(formed, prefixed(self._store, prefix), self._slots)

@@ -1,7 +1,7 @@
 """torch's `RendezvousBackend`, one value that nodes read and replace, and the one over a torch store.
 
 A job can meet through any of them (`membership.dynamic`); the price of a value that has to be polled is
-described in `store.blob_client`.
+described in `store.embedded.blob_client`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def create_c10d_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBac
 
 def create_tcp_store(params: RendezvousParameters) -> Any:
     """The TCP store at the endpoint, served here if that is this machine; torch's own if it is installed."""
-    from phalanx.cluster.address import parse_rendezvous_endpoint
+    from phalanx.job.address import parse_rendezvous_endpoint
     from phalanx.job.environment import STORE_PORT
 
     host, port = parse_rendezvous_endpoint(params.endpoint, STORE_PORT)

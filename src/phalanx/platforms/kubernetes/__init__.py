@@ -1,4 +1,1 @@
-"""Kubernetes: what a pod says about a job, and the manifests that such jobs are made from.
-
-`pod` and `manifest` are pure: variables and the text of /etc/hosts in, settings or documents out.
-"""
+"""Kubernetes: the manifests that jobs are made from (`job/kubernetes_pod.py` reads what a pod knows)."""

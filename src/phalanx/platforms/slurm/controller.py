@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import tempfile
 
-from phalanx.platforms.slurm.host_list import format_host_list
+from phalanx.job.slurm_host_list import format_host_list
 from phalanx.platforms.slurm.requeue import lost_nodes, read_job
 
 TYPE_CHECKING = False

@@ -14,9 +14,9 @@ import time
 
 from phalanx.core.exit_codes import UNFIT_NODE
 from phalanx.job.environment import BATCH_STEP
+from phalanx.job.slurm_host_list import format_host_list, parse_host_list
 from phalanx.platforms.outcomes import read_outcomes
 from phalanx.platforms.slurm.controller import find_lost, leave_request, request, show_job
-from phalanx.platforms.slurm.host_list import format_host_list, parse_host_list
 from phalanx.platforms.slurm.job_record import JobRecord, job_key, records_directory
 from phalanx.platforms.slurm.requeue import AttemptEnd, judge
 

@@ -22,8 +22,8 @@ import signal
 
 from phalanx.core.exit_codes import DO_NOT_RETRY, SIGNALED, SUCCESS, UNFIT_NODE, Retry, retry
 from phalanx.core.record import Record
+from phalanx.job.slurm_host_list import parse_host_list
 from phalanx.platforms.outcomes import job_code
-from phalanx.platforms.slurm.host_list import parse_host_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
-    from phalanx.platforms.ssh.host_names import HostSlots
+    from phalanx.job.host_names import HostSlots
 
 _BLOCK = 1 << 16
 _STEWARD = "phalanx.platforms.ssh.steward"

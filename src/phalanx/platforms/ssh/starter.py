@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from phalanx.job.config import JobSpec
-    from phalanx.platforms.ssh.host_names import HostSlots
+    from phalanx.job.host_names import HostSlots
 
 _PATIENCE = 60.0  # seconds that an agent runs on without a connection to the starter, as without the store
 _LOCAL = ("hosts", "hostfile", "ssh", "dry_run")

@@ -396,7 +396,7 @@ def etcd_client_from(
 
 
 def _addresses(endpoint: str) -> tuple[list[Address], set[str]]:
-    from phalanx.cluster.address import parse_rendezvous_endpoint
+    from phalanx.job.address import parse_rendezvous_endpoint
 
     addresses, schemes = [], set()
     for part in filter(None, (part.strip() for part in endpoint.split(","))):

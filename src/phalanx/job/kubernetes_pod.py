@@ -26,7 +26,7 @@ from phalanx.job.environment import (
     RUN_ID,
     STORE_PORT,
 )
-from phalanx.platforms.surroundings import Surroundings, Taken
+from phalanx.job.surroundings import Surroundings, Taken
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ and then a line says so.
 from __future__ import annotations
 
 from phalanx.job.environment import RUN_ID
-from phalanx.platforms.slurm.host_list import first_host, parse_counts, parse_host_list
-from phalanx.platforms.surroundings import Surroundings, Taken
+from phalanx.job.slurm_host_list import first_host, parse_counts, parse_host_list
+from phalanx.job.surroundings import Surroundings, Taken
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from phalanx.core.record import Record
-from phalanx.platforms.surroundings import Surroundings, Taken
+from phalanx.job.surroundings import Surroundings, Taken
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
