@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec
-from phalanx.agent.torch_agent import ElasticAgent, SimpleElasticAgent
 from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group.events import WorkerState
+from phalanx.elastic.agent.server.api import ElasticAgent, SimpleElasticAgent
+from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from phalanx.errors import (
     PhalanxError,
     RendezvousClosedError,

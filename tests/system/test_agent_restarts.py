@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
 from phalanx.cluster.handler import RendezvousParameters
@@ -18,6 +17,7 @@ from phalanx.cluster.registry import get_rendezvous_handler
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group.events import WorkerState
 from phalanx.core.group.restarts import RestartPolicy
+from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from phalanx.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from phalanx.errors import RendezvousStateError
 from tests.conftest import HUNG, gone, wait_until

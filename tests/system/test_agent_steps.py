@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from phalanx.agent import torch_agent
-from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
-from phalanx.agent.torch_agent import STEPS, SimpleElasticAgent
-from phalanx.agent.torch_events import METHODS as EVENT_METHODS
 from phalanx.cluster.handler import RendezvousInfo
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group.events import WorkerState
+from phalanx.elastic.agent.server import api as torch_agent
+from phalanx.elastic.agent.server.api import STEPS, SimpleElasticAgent
+from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from phalanx.elastic.agent.server.torch_events import METHODS as EVENT_METHODS
 from phalanx.errors import RendezvousClosedError, RendezvousTimeoutError, SignalException, StartError
 from tests.conftest import HUNG, gone, wait_until
 from tests.system.test_cluster import handlers, together

@@ -303,10 +303,10 @@ def test_a_collective_that_waits_for_a_lost_peer(tmp_path: Path, workers: int) -
 def test_slow_ranks_are_reported_and_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, to shorten the window."""
     import phalanx.core.diagnosis.stragglers as progress
-    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.logs.specs import DefaultLogsSpecs
     from phalanx.agent.spec import AgentOptions, WorkerSpec
     from phalanx.cluster.solo import SoloRendezvous
+    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     monkeypatch.setattr(progress, "WINDOW", 0.5)
     path = script(tmp_path, BEGIN + "for step in range(6, 300 if rank != 1 else 30):\n"
@@ -355,11 +355,11 @@ def test_an_agent_whose_loop_stalls_is_not_healthy(tmp_path: Path, monkeypatch: 
     """In this process, so that an event handler that does not return can block the loop."""
     import threading
 
-    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.logs.specs import DefaultLogsSpecs
     from phalanx.agent.spec import AgentOptions, WorkerSpec
     from phalanx.agent.supervision.supervision import Supervision
     from phalanx.cluster.solo import SoloRendezvous
+    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     monkeypatch.setattr("phalanx.web.health.LoopProbe.__init__.__defaults__", (None, 0.5))
     path = script(tmp_path, "import time; time.sleep(1000)\n")

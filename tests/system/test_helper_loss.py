@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import RunResult
 from phalanx.agent.warm.helper_pool import HelperPool
 from phalanx.agent.workers.spawner import (
@@ -33,6 +32,7 @@ from phalanx.agent.workers.spawner import (
 from phalanx.cluster.membership import clock
 from phalanx.core.group.events import RoundOver, Signal, WorkerState
 from phalanx.core.group.restarts import RestartPolicy
+from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from phalanx.errors import SignalException
 from phalanx.helpers import job_cgroup

@@ -16,7 +16,6 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
-from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.agent.spec import AgentOptions, RunResult, WorkerSpec
 from phalanx.agent.warm.helper_pool import HelperPool
@@ -24,6 +23,7 @@ from phalanx.cluster.handler import RendezvousInfo
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group.events import MembershipChanged, Signal, WorkerState
 from phalanx.core.group.restarts import RestartPolicy
+from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from phalanx.errors import SignalException
 from phalanx.observe.local_agents import as_dict, find
 from phalanx.store.tcpstore.client import TorchStoreClient

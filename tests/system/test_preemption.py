@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.agent.spec import AgentOptions, WorkerSpec
 from phalanx.agent.supervision.supervision import Supervision
 from phalanx.cluster.solo import SoloRendezvous
+from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from phalanx.errors import SignalException
 from phalanx.observe import events
 from phalanx.worker.board import Boards

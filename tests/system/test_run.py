@@ -387,7 +387,7 @@ def test_no_restart_on_a_signal(tmp_path: Path) -> None:
 
 CRASH_LOOP = """\
 import os, sys, psutil
-from phalanx.agent.local_agent import LocalElasticAgent
+from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from phalanx.agent.spec import AgentOptions, WorkerSpec
 from phalanx.core.group.restarts import RestartPolicy
 from phalanx.agent.logs.specs import DefaultLogsSpecs, Std

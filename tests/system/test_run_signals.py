@@ -162,7 +162,7 @@ def test_signal_during_the_start(tmp_path: Path) -> None:
 
 BLOCKING = """\
 import sys, threading
-from phalanx.agent.local_agent import LocalElasticAgent
+from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from phalanx.agent.spec import WorkerSpec
 from phalanx.errors import SignalException
 from phalanx.agent.logs.specs import DefaultLogsSpecs

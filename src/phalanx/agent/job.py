@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from signal import Signals
     from typing import Any
 
-    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.logs.console import OutputOptions
     from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.spec import WorkerSpec
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from phalanx.agent.supervision.supervision import Supervision
     from phalanx.agent.warm.helper_pool import HelperPool
     from phalanx.cluster.handler import RendezvousHandler
+    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from phalanx.job.config import JobSpec
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
@@ -54,9 +54,9 @@ def make_agent(
     subscribers: tuple[Subscriber, ...] = (),
 ) -> LocalElasticAgent:
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
-    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.spec import AgentOptions
     from phalanx.core.group.restarts import RestartPolicy
+    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     handler = make_handler(job)
     try:

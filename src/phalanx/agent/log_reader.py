@@ -20,7 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.agent.local_agent import LocalElasticAgent
+    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 _MOST_BYTES = 1 << 18  # in an answer
 _FIRST = 1 << 14  # of a file that the client has not seen

@@ -11,7 +11,7 @@ from phalanx.web.metrics import MetricsPage, MetricsSample, RankSample
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.agent.local_agent import LocalElasticAgent
+    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from phalanx.observe.stream import Stream
 
 

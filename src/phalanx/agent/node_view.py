@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.gpu_probe import Figures
-    from phalanx.agent.local_agent import LocalElasticAgent
+    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from phalanx.observe.snapshot import JobSnapshot, StandbySnapshot, WorkerSnapshot
     from phalanx.observe.train_status import TrainProgress
 

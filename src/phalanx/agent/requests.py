@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from msgspec import Raw
 
     from phalanx.agent.gpu_probe import Figures, GpuProbe
-    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.node_view import NodeView
     from phalanx.agent.supervision.stack_collection import StackDump
     from phalanx.core.group.group import Phase
+    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from phalanx.observe.log_layout import WholeLog
 
     Answer = Callable[[dict[str, Any]], None]

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from phalanx.agent.local_agent import LocalElasticAgent
     from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.spec import RunResult
     from phalanx.agent.warm.helper_pool import HelperPool
+    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from phalanx.job.config import JobSpec
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
@@ -240,7 +240,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
         _tell_parent(report, code, result)
         end.reach("FAILED", code, report)
         if raises:
-            from phalanx.agent.elastic_launch import failure_of
+            from phalanx.elastic.elastic_launch import failure_of
 
             raise failure_of(job.name, result, agent)
         _write_report(report, f"The same as JSON: {path}\n" if path and job.log_dir else "")

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from phalanx.agent.elastic_launch import LaunchConfig
     from phalanx.agent.logs.specs import LogsSpecs
+    from phalanx.elastic.elastic_launch import LaunchConfig
     from phalanx.errors import UsageError
     from phalanx.job.host_names import HostSlots
     from phalanx.job.numa import NumaOptions

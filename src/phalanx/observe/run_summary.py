@@ -14,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.agent.local_agent import LocalElasticAgent
+    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 _LONG = 60.0  # seconds after which the figure means something
 _LONGEST_REASON = 4096

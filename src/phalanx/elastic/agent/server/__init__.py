@@ -1,12 +1,12 @@
 """torch.distributed.elastic.agent.server's names."""
 
-from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
-from phalanx.agent.torch_agent import ElasticAgent, SimpleElasticAgent
 from phalanx.core.group.events import WorkerState
+from phalanx.elastic.agent.server.api import ElasticAgent, SimpleElasticAgent
 from phalanx.elastic.agent.server.local_elastic_agent import (
     TORCHELASTIC_ENABLE_FILE_TIMER,
     TORCHELASTIC_TIMER_FILE,
+    LocalElasticAgent,
 )
 from phalanx.elastic.lazy_modules import below
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.agent.job import export_environment, make_agent
-from phalanx.agent.local_agent import LocalElasticAgent
 from phalanx.agent.logs.specs import DefaultLogsSpecs, LogsSpecs
 from phalanx.agent.spec import RunResult
+from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from phalanx.elastic.internals import entrypoint_name
 from phalanx.errors import ChildFailedError, PhalanxError
 from phalanx.job import environment
