@@ -1,4 +1,4 @@
-"""torch.distributed.elastic at Phalanx's path: names, and nothing but names."""
+"""torch.distributed.elastic at Phalanx's path."""
 
 from phalanx.elastic.lazy_modules import below
 
@@ -6,6 +6,7 @@ __getattr__ = below(
     __name__,
     "agent",
     "control_plane",
+    "elastic_launch",
     "events",
     "internals",
     "lazy_modules",
