@@ -75,6 +75,9 @@ def test_a_command_waits_once_for_an_agent_that_does_not_answer(tmp_path: Path) 
             assert done.stderr == f"phalanx {words[0]}: no answer from pid {missing} within 2 s\n"
             assert questions(silent) == 1, words
         assert job.end().code == 143
+        done = told("drain", run)  # which may also mean a node, of another store on this machine
+        assert done.returncode == 1
+        assert f"phalanx drain: no node or run of this machine answers to {run}; " in done.stderr
         done = told("stacks", run)
         assert done.returncode == 1
         assert f"no job '{run}' of this user runs on this machine\n" in done.stderr

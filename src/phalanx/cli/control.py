@@ -1,7 +1,7 @@
 """`phalanx restart RUN`, `phalanx stop RUN`: for a running job, on all its nodes.
 
-A restart stops the workers as after a failure and starts them again; in a job of several nodes it uses one of
-the restarts. A stop is SIGTERM for every agent: workers get the signal and their grace.
+A restart stops the workers as after a failure and starts them again; it uses none of the job's restarts. A
+stop is SIGTERM for every agent: workers get the signal and their grace.
 """
 
 from __future__ import annotations

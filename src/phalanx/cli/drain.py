@@ -16,6 +16,7 @@ from phalanx.core.rounds.store_commands import Get, Notice, Put
 from phalanx.errors import PhalanxError, StoreError, UsageError
 from phalanx.job.environment import STORE_PORT, variables
 from phalanx.log import printable, write_stderr
+from phalanx.observe.local_agents import FIND
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
     except PhalanxError as error:
         if isinstance(error, ValueError):
             raise
-        write_stderr(f"phalanx drain: {error}\n")
+        named = options.node and not options.rdzv_endpoint
+        where = f"no node or run of this machine answers to {printable(name)}; " if named else ""
+        write_stderr(f"phalanx drain: {where}{error}\n")
         return 1
 
 
@@ -66,7 +69,8 @@ def store_client(options: Namespace, conf: Mapping[str, str]) -> Client:
     """A client of the job's store, found as `phalanx run` finds it."""
     from phalanx.store.embedded.client import Client
 
-    grace = min(10.0, options.timeout)
+    # Without an endpoint, the store is on this machine, which is not slow to answer.
+    grace = min(10.0 if options.rdzv_endpoint else FIND, options.timeout)
     if options.rdzv_backend == "etcd":
         from phalanx.store.etcd.client import etcd_client_from
 
