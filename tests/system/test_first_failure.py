@@ -227,7 +227,7 @@ os.waitid(os.P_PID, fails, os.WEXITED | os.WNOWAIT)
 zygote.workers = {pid: ForkedWorker(rank, pid) for rank, pid in enumerate((stays, fails))}
 zygote.group, zygote.at_failure = 1, (signal.SIGTERM, 30.0)
 zygote._stop(1, 0, 30.0)
-assert zygote.stop.sig == 0 and not zygote.workers[stays].signalled_at, "another stop than asked for"
+assert zygote.stop.terms.sig == 0 and not zygote.workers[stays].signalled_at, "another stop than asked for"
 os.kill(stays, signal.SIGKILL)
 os.waitpid(stays, 0)
 """

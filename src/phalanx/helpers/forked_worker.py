@@ -5,6 +5,7 @@ from __future__ import annotations
 import _socket
 import os
 
+from phalanx.core.group.stop import hurry, signal_workers
 from phalanx.helpers.channel import Channel
 
 TYPE_CHECKING = False
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 _FIRST_LOOK = 0.05  # adoption raises no event: a stop checks for adopted children, first after this time
 REENTRY = "PHALANX_REENTRY"  # as in bootstrap.py and reentry/
 REENTRY_FD = 17  # in an executed worker
-GIVE_UP = 5.0  # a process that survives SIGKILL for this long is in uninterruptible sleep
 
 
 class ForkedWorker:
@@ -32,38 +32,24 @@ class ForkedWorker:
 
 
 class StopRequest:
-    """A stop in progress: its deadlines, and the processes that were signalled."""
+    """A stop in progress, and the processes that were signalled."""
 
-    __slots__ = (
-        "began",
-        "give_up_at",
-        "kill_at",
-        "look_at",
-        "park_by",
-        "recalled",
-        "sig",
-        "signalled",
-        "sweep_at",
-    )
+    __slots__ = ("began", "look_at", "recalled", "signalled", "sweep_at", "terms")
 
     def __init__(self, sig: int, now: float, grace: float, patience: float = 0.0) -> None:
-        self.sig = sig
+        self.terms, _ = signal_workers(now, sig, grace, patience)
         self.began = now
-        self.kill_at = now + grace
-        self.park_by = now + patience
-        self.recalled: set[int] = set()  # workers that are to park until then
+        self.recalled: set[int] = set()  # workers that are to park
         # What dead workers left behind: those that re-enter wait for it no longer than for each other.
-        self.sweep_at = self.park_by if patience else self.kill_at
-        self.give_up_at = max(self.kill_at, self.park_by) + GIVE_UP
+        self.sweep_at = self.terms.park_by if patience else self.terms.kill_at
         self.look_at = now + (_FIRST_LOOK if sig else grace)  # signal 0: they exit by themselves
         self.signalled: set[int] = set()
 
     def hurry(self, now: float, grace: float) -> None:
         """A second request can only shorten the grace; nothing parks any more."""
         self.recalled = set()
-        self.kill_at = min(self.kill_at, now + grace)
-        self.sweep_at = min(self.sweep_at, self.kill_at)
-        self.give_up_at = self.kill_at + GIVE_UP
+        self.terms = hurry(self.terms, now, grace)
+        self.sweep_at = min(self.sweep_at, self.terms.kill_at)
 
 
 class ReentryLink:

@@ -44,9 +44,10 @@ import select
 import time
 
 from phalanx import kernel
+from phalanx.core.group import stop as stops
 from phalanx.helpers.channel import Channel, TooManyFilesError
 from phalanx.helpers.fork_setup import default_signals, describe_failure, leave_zygote, move_above, place
-from phalanx.helpers.forked_worker import GIVE_UP, ForkedWorker, ReentryLink, StopRequest
+from phalanx.helpers.forked_worker import ForkedWorker, ReentryLink, StopRequest
 from phalanx.helpers.guard import GroupGuard, guards_for
 from phalanx.helpers.standby import ParkedWorker, StandbyPlan, StandbyPool, replay, wait_for_handover
 from phalanx.helpers.witness import pidfds
@@ -131,11 +132,11 @@ class Zygote:
         now = time.monotonic()
         times = [self.standbys.deadline()]
         if self.stop:
-            unwinding = bool(self.stop.recalled)
-            if now >= self.stop.kill_at and not (unwinding and now < self.stop.park_by):
+            unwinding, terms = bool(self.stop.recalled), self.stop.terms
+            if now >= terms.kill_at and not (unwinding and now < terms.park_by):
                 return _KILL_TICK * 1000
-            times += [max(self.stop.kill_at, now + _KILL_TICK), self.stop.look_at]
-            times += [self.stop.park_by] if unwinding else []
+            times += [max(terms.kill_at, now + _KILL_TICK), self.stop.look_at]
+            times += [terms.park_by] if unwinding else []
         until = min((when for when in times if when is not None), default=None)
         return None if until is None else min(_LONG, max(0.0, until - now)) * 1000 + 1
 
@@ -661,7 +662,7 @@ class Zygote:
     def _kill_late(self, stop: StopRequest) -> None:
         """Workers that have not parked in time."""
         for pid in stop.recalled & self.workers.keys():
-            text = f"did not re-enter within {stop.park_by - stop.began:g} s"
+            text = f"did not re-enter within {stop.terms.park_by - stop.began:g} s"
             self._report(("unfit", self.group, self.workers[pid].rank, text))
             _signal_group(pid, signal.SIGKILL)
             stop.signalled.add(pid)
@@ -673,22 +674,23 @@ class Zygote:
             self._report_stopped([])
             return
         now = time.monotonic()
-        if stop.recalled and now >= stop.park_by:
+        if stop.recalled and now >= stop.terms.park_by:
             self._kill_late(stop)
-        kill = now >= stop.kill_at
+        stop.terms, _ = stops.tick(stop.terms, now)
+        kill = stop.terms.stage != stops.SIGNALLED
         self._signal_workers(stop, kill)
         if kill or now >= stop.look_at or not self.workers:
             stop.look_at = now + _LOOK_AGAIN
             late = kill or now >= stop.sweep_at
             for pid in self._adopted():
                 if late or pid not in stop.signalled:
-                    _signal_one(pid, signal.SIGKILL if late else stop.sig or signal.SIGTERM)
+                    _signal_one(pid, signal.SIGKILL if late else stop.terms.sig or signal.SIGTERM)
                     stop.signalled.add(pid)
         if kill:
             self._reap()
         if not self._is_anything_left():
             self._report_stopped([])
-        elif now >= stop.give_up_at:
+        elif stop.terms.stage == stops.GIVEN_UP:
             self._report_stopped([kernel.describe(pid) for pid in [*self.workers, *self._adopted()]])
 
     def _signal_workers(self, stop: StopRequest, kill: bool) -> None:
@@ -696,7 +698,7 @@ class Zygote:
         pending = [worker for worker in workers if kill or worker.pid not in stop.signalled]
         for worker in pending:
             worker.signalled_at = worker.signalled_at or time.time()
-            _signal_group(worker.pid, signal.SIGKILL if kill else stop.sig)
+            _signal_group(worker.pid, signal.SIGKILL if kill else stop.terms.sig)
             stop.signalled.add(worker.pid)
         # A stopped process must receive it too. Not in the loop above: a process that wakes up may take this
         # processor, and delay the signals to the others.
@@ -751,7 +753,7 @@ def _session(pid: int) -> int:
 
 def kill_everything(sessions: list[int]) -> None:
     """Send SIGKILL to every child, including those adopted meanwhile, until none is left."""
-    give_up_at = time.monotonic() + GIVE_UP
+    give_up_at = time.monotonic() + stops.UNKILLABLE
     own_group_at: float | None = time.monotonic() + _OWN_GROUP_AFTER
     for pid in sessions:
         _signal_group(pid, signal.SIGKILL)

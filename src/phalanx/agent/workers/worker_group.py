@@ -10,8 +10,7 @@ worker_kinds.py has the kinds of worker (programs, functions) and `start_process
 * Everything is an event of the spawner's socket: an exit wakes a wait at once. An owner with a loop calls
   `begin`, `advance` and `ask_stop`, which never wait; `start`, `wait` and `close` are for the others.
 * Exits that the zygote does not report are seen through the workers' pidfds (helpers/witness.py).
-* A helper that does not answer a stop is bypassed, then killed, and the workers with it: the zygote by the
-  keeper, then both and the workers directly. Each step has a deadline.
+* A helper that does not answer a stop is bypassed, then killed, and the workers with it (core/group/stop.py).
 * Helpers that end before they have answered a start are replaced: nothing of the group is left of it.
 * What the workers wrote before they ended is on the console before the result is given.
 * Whatever ends a group, all of it is given back: processes, descriptors, threads, signal handlers.
@@ -44,6 +43,7 @@ from phalanx.agent.workers.spawner import (
     files_needed,
     require_files,
 )
+from phalanx.core.group import stop as stops
 from phalanx.core.group.events import SiblingStop
 from phalanx.core.record import Record
 from phalanx.errors import StartError
@@ -67,14 +67,10 @@ if TYPE_CHECKING:
     from phalanx.worker.board import Boards
 
 STRAY_GRACE = 2.0  # for what successful workers left running behind them
-_ANSWER = 7.0  # over the grace: the zygote answers before that, or it is not going to
-_SIGN_OF_LIFE = 1.0  # for a zygote to answer a start, or to confirm a stop
 _REPORT = 0.5  # for a zygote to report an exit, after the worker's pidfd has shown it
 _REPORT_OF_START = 5.0  # the same while it waits until all workers have executed their program
-_LOST = 5.0  # for the workers of lost helpers to end; a process that lives on is in uninterruptible sleep
 _LOST_TICK = 0.02
 _MOMENT = 0.05  # what a poll may take once nothing is left: mostly the last lines are out by then
-_CLEARED = 2.0  # for the keeper to kill the zygote, and for SIGKILL to end both
 _START_TRIES = 3  # helpers that may end while they start a group; after that, something else is wrong
 
 
@@ -157,18 +153,12 @@ class PContext(abc.ABC):
         self._jobs: list[WorkerLaunch] = []  # until the start is answered
         self._tries = 0
         self._answered = False  # the helpers have started the group, or refused to
-        self._answer_by: float | None = None  # a stop is under way: when the helpers are killed instead
-        self._alive_by: float | None = None  # workers are being killed: when the helpers must report one
-        self._escalation = 0  # steps taken against helpers that do not answer
-        self._bypassed = False  # the zygote does not respond: the workers are signalled directly
-        self._lost_by: float | None = None  # the helpers are gone: when their workers must have ended
+        self._stop: stops.Stop | None = None  # from the first request on, or once the helpers do not answer
         self._unreported: dict[int, tuple[float, float]] = {}  # rank → report due by, time of the exit
-        self._stop_signal = 0
         self.parked: set[int] = set()  # ranks that wait to re-enter in the next group
         self.unfit: dict[int, str] = {}  # ranks that were recalled and do not, and why
         self.fenced = False  # the helpers killed the workers, because their lease was not renewed
         self._ran_out = 0  # how often that had happened before the start
-        self._stop_by = 0.0
         self._stopped_at = 0.0  # by the wall clock, as exits are
         self._pids: dict[int, int] = {}
         self._exits: dict[int, Exit] = {}
@@ -277,8 +267,7 @@ class PContext(abc.ABC):
             warn(f"group {self.name!r}: the helper process was lost during the start, which begins again")
         lost = self.spawner
         lost.in_use = False
-        self._escalation, self._unreported = 0, {}
-        self._answer_by = self._alive_by = self._lost_by = None
+        self._stop, self._unreported = None, {}
         try:
             if self._owns_spawner:
                 self.options.retire(lost)
@@ -406,10 +395,10 @@ class PContext(abc.ABC):
         """When `advance` must be called at the latest: the helpers may have to be killed."""
         if self._state == "done":
             return None
-        if self._lost_by is not None:
+        if self._orphaned:
             return time.monotonic() + _LOST_TICK
-        times = [self._answer_by, self._alive_by, *(by for by, _ in self._unreported.values())]
-        return min((when for when in times if when is not None), default=None)
+        times = [] if self._stop is None else [stops.deadline(self._stop)]
+        return min([*times, *(by for by, _ in self._unreported.values())], default=None)
 
     def advance(self, patience: float = 0.0) -> None:
         """Take in what happened; a helper that has not answered a stop in time is killed."""
@@ -426,27 +415,44 @@ class PContext(abc.ABC):
         forked = self.spawner is not None and self.spawner.witness is not None
         return self._state == "starting" and not self._answered and forked
 
+    @property
+    def _orphaned(self) -> bool:
+        """Whether the helpers are gone, and their workers are still ending."""
+        return self._stop is not None and self._stop.stage in (stops.ORPHANED, stops.GIVEN_UP)
+
     def _check_helpers(self, now: float) -> None:
+        """Take the next step of a stop, if it is due."""
         if self._state == "done" or self.spawner is None:
             return
-        if self._lost_by is not None:
-            self._lose_helpers()
+        if not self._orphaned:
+            self._look_at_workers(now)
+        if self._stop is None:
             return
-        self._look_at_workers(now)
-        if self._answer_by is None:
-            return
-        if self._alive_by is not None and not self.spawner.silent:
-            self._alive_by = None
-        unanswered = self._alive_by is not None and now >= self._alive_by
-        if now >= self._answer_by or (self._bypassed and not self._escalation and not self.running):
-            self._alive_by = None
-            self._give_up_helpers()
-        elif unanswered:
-            self._alive_by = None
-            if self._answered and self.spawner.witness is not None and now < self._stop_by:
-                self._bypass_helpers(now)
-            elif now >= self._stop_by or not self._answered:
-                self._give_up_helpers()
+        with self._lock:
+            if not self.spawner.silent:
+                self._stop = stops.hear(self._stop)
+            reachable = self.spawner.witness is not None
+            self._move_on(*stops.tick(self._stop, now, bool(self.running), reachable))
+
+    def _move_on(self, stop: stops.Stop, actions: tuple[str, ...]) -> None:
+        """Do what the table of a stop says."""
+        assert self.spawner is not None
+        self._stop = stop
+        for action in actions:
+            if action == stops.ASK:
+                self.spawner.stop(stop.sig, stop.kill_at - time.monotonic())
+            elif action == stops.SIGNAL:
+                if stop.sig and self.spawner.witness is not None:
+                    self.spawner.witness.signal(stop.sig)
+                    self._look_at_workers(time.monotonic())  # it may have seen an exit
+            elif action == stops.KILL_ZYGOTE:
+                if self._answered:
+                    warn(f"group {self.name!r}: the helper process does not answer; it is killed")
+                self.spawner.clear_now()
+            elif action == stops.KILL_HELPERS:
+                self.spawner.kill_now()
+            else:
+                self._lose_helpers()
 
     def _look_at_workers(self, now: float) -> None:
         """Take in exits that the zygote should have reported by now: it may be stopped."""
@@ -463,38 +469,14 @@ class PContext(abc.ABC):
                     del self._unreported[rank]
                 elif now >= by and not self._answered:
                     self._unreported = {}
-                    self._give_up_helpers()  # and start again: the zygote was stopped in between
+                    # And start again: the zygote was stopped in between.
+                    self._move_on(*stops.kill_zygote(self._stop, now))
                     return
                 elif now >= by:
                     del self._unreported[rank]
                     code = witness.exit_code(rank)
                     exit = Exit(rank, self._pids[rank], code, when, self._stopped_at)
                     self._exits[rank] = self._fenced(exit)
-
-    def _bypass_helpers(self, now: float) -> None:
-        """The zygote does not respond: the workers get the signal from here, and their grace."""
-        assert self.spawner is not None
-        assert self.spawner.witness is not None
-        self._bypassed = True
-        self._answer_by = self._stop_by
-        if self._stop_signal:
-            self.spawner.witness.signal(self._stop_signal)
-            self._look_at_workers(now)  # it may have seen an exit
-
-    def _give_up_helpers(self) -> None:
-        """The next step against helpers that do not answer; HelpersLost follows, unless even that fails."""
-        assert self.spawner is not None
-        with self._lock:
-            self._escalation += 1
-            self._answer_by = time.monotonic() + _CLEARED
-            if self._escalation == 1:
-                if self._answered:
-                    warn(f"group {self.name!r}: the helper process does not answer; it is killed")
-                self.spawner.clear_now()
-            elif self._escalation == 2:
-                self.spawner.kill_now()
-            else:
-                self._lose_helpers()
 
     def failed(self) -> dict[int, ProcessFailure]:
         """The failures known so far, by local rank."""
@@ -545,11 +527,10 @@ class PContext(abc.ABC):
             assert self.spawner is not None
             now = time.monotonic()
             others = self.running - self.spawner.reenter
-            self._stop_by = now + max(timeout, grace if others else 0.0)
+            patience = max(timeout, grace if others else 0.0)
+            self._stop, _ = stops.ask(None, now, sig, patience, bool(self.running))
             self._stopped_at = self._stopped_at or time.time()
-            self._state, self._stop_signal = "stopping", sig
-            self._answer_by = self._stop_by + _ANSWER
-            self._alive_by = now + _SIGN_OF_LIFE if self.running else None
+            self._state = "stopping"
             self.spawner.recall(sig, grace, timeout, cause, list(guilty))
 
     def outcome(self, patience: float = 0.0) -> RunProcsResult | None:
@@ -589,8 +570,8 @@ class PContext(abc.ABC):
                     self._jobs = []
                     if self._state == "starting":
                         self._state = "running"
-                    else:  # a stop was asked for meanwhile: from here on its grace counts
-                        self._answer_by = self._stop_by + _ANSWER
+                    elif self._stop is not None:
+                        self._stop = stops.answer(self._stop)
                 elif isinstance(event, StartRefused):
                     self._answered = True
                     self.start_error = event.error
@@ -598,7 +579,7 @@ class PContext(abc.ABC):
                 elif isinstance(event, GroupStopped):
                     self._finish()
                     self.unkillable = event.unkillable
-                elif isinstance(event, HelpersLost) and self._state != "done" and self._lost_by is None:
+                elif isinstance(event, HelpersLost) and self._state != "done" and not self._orphaned:
                     self._lose_helpers()
 
     def _lose_helpers(self) -> None:
@@ -617,7 +598,8 @@ class PContext(abc.ABC):
                 self._exits[rank] = self._fenced(exit)
         if unanswered:
             self.start_error, self.start_lost = self.spawner.lost_at_start(), True
-        if self._answered and not self._escalation and not self._lease_ran_out():
+        cleared = self._stop is not None and self._stop.cleared
+        if self._answered and not cleared and not self._lease_ran_out():
             warn("the helper process of the group was killed; its workers ended with it")
         self._answered = True
         self._finish()
@@ -625,7 +607,7 @@ class PContext(abc.ABC):
     def _workers_ended(self) -> bool:
         """Whether the workers of lost helpers are gone: nothing is started beside them."""
         assert self.spawner is not None
-        witness, now = self.spawner.witness, time.monotonic()
+        witness = self.spawner.witness
         from phalanx.helpers.job_cgroup import sweep
 
         clear = sweep(self.spawner.pid) or not self._answered
@@ -633,8 +615,10 @@ class PContext(abc.ABC):
             return True
         left = witness.alive()
         if left or not clear:
-            self._lost_by = self._lost_by or now + _LOST
-            if now < self._lost_by:
+            if not self._orphaned:
+                self._stop, _ = stops.lose_helpers(self._stop, time.monotonic())
+            assert self._stop is not None
+            if self._stop.stage != stops.GIVEN_UP:
                 witness.signal(signal.SIGKILL)
                 return False
             from phalanx.kernel import describe
@@ -655,7 +639,8 @@ class PContext(abc.ABC):
 
     def _attributed(self, exit: Exit) -> Exit:
         """With when it was signalled: the zygote does not know of a worker that was killed from here."""
-        killed = self._stop_signal == signal.SIGKILL == -exit.code and exit.at >= self._stopped_at
+        by = None if self._stop is None else self._stop.sig
+        killed = by == signal.SIGKILL == -exit.code and exit.at >= self._stopped_at
         return exit.replace(signalled_at=exit.signalled_at or self._stopped_at) if killed else exit
 
     def _decide(self) -> None:
@@ -670,28 +655,18 @@ class PContext(abc.ABC):
 
     def _ask_stop(self, sig: int, grace: float) -> None:
         assert self.spawner is not None
-        now = time.monotonic()
-        self._stop_by = now + grace if self._state != "stopping" else min(self._stop_by, now + grace)
         self._stopped_at = self._stopped_at or time.time()
         self._state = "stopping"
-        self._stop_signal = sig
         self.parked = set()
-        self.spawner.stop(sig, grace)
+        now = time.monotonic()
+        self._move_on(*stops.ask(self._stop, now, sig, grace, bool(self.running), self._answered))
         if sig == signal.SIGKILL and self.spawner.witness is not None:
             # At the end of a lease another node may run these ranks, and the zygote may be stopped.
             self.spawner.witness.kill()
-        if self._escalation:
-            return
-        if self._bypassed:
-            self._bypass_helpers(now)
-            return
-        # Without an answer to the start no user code runs that could need a grace.
-        if not self._answered:
+        if not self._answered and self._stop is not None and self._stop.stage == stops.ASKED:
             self.spawner.catch_up()  # the import may be over by now
-            self._answer_by = now if self.spawner.importing else now + _SIGN_OF_LIFE
-        else:
-            self._answer_by = self._stop_by + _ANSWER
-            self._alive_by = now + _SIGN_OF_LIFE if self.running else None
+            if self.spawner.importing:  # it cannot answer meanwhile
+                self._move_on(*stops.kill_zygote(self._stop, now))
 
     def _shown(self, patience: float) -> bool:
         """Whether all output is on the console, or that was given up."""
