@@ -9,7 +9,7 @@ JOBS   ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 1) + 1 )))
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: demo test versions coverage test-long check format bench prove-packages chaos clean etcd prometheus chromium sshd runc slurm
+.PHONY: demo test test-all versions coverage test-long check format bench prove-packages chaos clean etcd prometheus chromium sshd runc slurm
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -62,18 +62,22 @@ demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 TESTS  ?=
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 test: $(READY) $(EXTRAS) etcd
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(TESTS)
+	$(PYTEST) $(if $(TESTS),$(TESTS),-m "not thorough")
+
+test-all: $(READY) $(EXTRAS) etcd
+	$(PYTEST) $(TESTS)
 
 # On every other version of Python that is found here: a part of the tests on each (.ci/versions), or with ALL=1 all
-# of them. All on one version: make test PYTHON=python3.13 VENV=.venv-3.13
+# of them. All on one version: make test-all PYTHON=python3.13 VENV=.venv-3.13
 versions: etcd
 	@JOBS=$(JOBS) .ci/versions $(PYTHON)
 
 # Coverage of all processes, by the tests named in COVER; no module of the core may be below 95 %.
 COVER  ?= tests/unit tests/simulation
 coverage: $(READY) $(EXTRAS) etcd
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(COVER) --cov
+	$(PYTEST) $(COVER) --cov
 	$(BIN)/python .ci/core_coverage.py
 
 test-long: $(READY) $(EXTRAS) etcd slurm

@@ -18,6 +18,8 @@ from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import possible
 from tests.support.run_helpers import plain_environment
 
+pytestmark = pytest.mark.thorough
+
 CHAOS = [sys.executable, "-m", "tests.chaos"]
 LONGEST = 3 * HUNG
 namespaces = pytest.mark.skipif(not possible(), reason="namespaces need root")

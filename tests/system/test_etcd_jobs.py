@@ -22,7 +22,7 @@ from tests.support.run_helpers import PHALANX, Ended, plain_environment
 from tests.system.test_cluster import everybody, succeed
 from tests.system.test_job_commands import told
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(180)]
 PASSWORD = "the password of root"
 SPEAKS = """
 import os, signal

@@ -16,6 +16,8 @@ from phalanx.core.exit_codes import HANG
 from tests.support.netns import Job, Node, free_port
 from tests.support.run_helpers import Ended, plain_environment, script
 
+pytestmark = pytest.mark.thorough
+
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 
 BEGIN = """

@@ -25,6 +25,8 @@ from tests.support.run_helpers import all_gone
 from tests.support.trials import few_or_many, play
 from tests.system.test_cluster import everybody, separate_store, succeed
 
+pytestmark = pytest.mark.thorough
+
 FEW_SECONDS = 9.0  # beyond a lease: time to re-form on a machine that is busy
 
 

@@ -20,6 +20,8 @@ from tests.support.netns import Host, Job, Network, free_port, possible, tell
 from tests.support.run_helpers import all_gone, supervisors_of
 from tests.system.test_cluster import everybody, starts, succeed
 
+pytestmark = pytest.mark.thorough
+
 hosts_possible = pytest.mark.skipif(not possible(), reason="network namespaces need root")
 
 

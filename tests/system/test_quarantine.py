@@ -21,6 +21,8 @@ from tests.system.test_hang_consensus import QUICK
 from tests.system.test_hostile_rounds import bad_program
 from tests.system.test_namespaces import hosts_possible, three_hosts
 
+pytestmark = pytest.mark.thorough
+
 
 def command(*words: str, env: dict[str, str], code: int = 0) -> str:
     """What a command says."""

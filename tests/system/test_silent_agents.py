@@ -19,6 +19,8 @@ from tests.conftest import HUNG, as_nobody, drop_privileges, wait_until
 from tests.support.run_helpers import FOREVER, PHALANX, Running, plain_environment, script
 from tests.system.hostile_user import NOBODY, as_root, doing
 
+pytestmark = pytest.mark.thorough
+
 
 def told(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

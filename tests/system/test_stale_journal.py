@@ -15,6 +15,8 @@ from tests.support.run_helpers import PHALANX
 from tests.support.trials import few_or_many, play
 from tests.system.test_cluster import everybody, separate_store, succeed
 
+pytestmark = pytest.mark.thorough
+
 STORE = [PHALANX[0], "store"]
 
 
