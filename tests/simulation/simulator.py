@@ -37,9 +37,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.core.group.events import PeerFailed, RoundFailed, RoundOver
 from phalanx.core.group.ranks import NodeSlots, assign_to
 from phalanx.core.rounds.causes import HOSTS
 from phalanx.core.rounds.leader_view import Options
+from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.participant import Participant
 from phalanx.core.rounds.participant_events import (
     Action,
@@ -52,26 +54,25 @@ from phalanx.core.rounds.participant_events import (
     LeaseMissed,
     LeaveRequested,
     Noticed,
+    Remark,
+    RoundEnd,
     Send,
     StartRound,
-    StopRound,
     StoreWentBack,
-    Tell,
-    WorkersEnded,
+    WorkersFailed,
     WorkersStopped,
+    WorkersSucceeded,
 )
 from phalanx.core.rounds.quarantine import restore
 from phalanx.core.rounds.records import (
     ACTIVE,
     Member,
     NodeInfo,
-    Result,
     decode_host,
     decode_members,
     decode_round,
-    encode,
 )
-from phalanx.core.rounds.store_commands import Command, Delete, Notice, Put, Reply, Txn, Watch, When
+from phalanx.core.rounds.store_commands import Command, Delete, Notice, Put, Reply, Txn, Watch
 from phalanx.store.embedded.answer_time import AnswerTime
 from phalanx.store.embedded.client_session import Request, Session
 from phalanx.store.model import Model
@@ -248,11 +249,25 @@ class Simulation:
         agent.cut_down = self.now + seconds if down else agent.cut_down
 
     def end_workers(self, agent: Agent, ok: bool, detail: str = "") -> None:
-        """The workers of a node end by themselves."""
-        number, agent.workers = agent.workers, None
-        if number is not None:
-            self.say(agent.id, f"workers {'succeeded' if ok else 'failed: ' + detail}")
-            self._tell(agent, WorkersEnded(number, ok, detail))
+        """The workers of a node end: all of them well, or one fails and the others are stopped."""
+        number, run = agent.workers, agent.run_number
+        if number is None:
+            return
+        self.say(agent.id, f"workers {'succeeded' if ok else 'failed: ' + detail}")
+        if ok:
+            agent.workers = None
+            self._tell(agent, WorkersSucceeded(number))
+        else:
+            self._tell(agent, WorkersFailed(number, NodeFailure(detail)))
+            self._stop_workers(agent, number, run, self.stop_time())
+
+    def _stop_workers(self, agent: Agent, number: int, run: int, seconds: float) -> None:
+        def stopped() -> None:
+            if agent.alive and agent.run_number == run:
+                agent.workers = None
+                self._tell(agent, WorkersStopped(number))
+
+        self.at(self.now + seconds, stopped)
 
     def leave(self, agent: Agent, reason: str, preempted: bool = False) -> None:
         """SIGTERM or a preemption notice."""
@@ -264,11 +279,7 @@ class Simulation:
         if number is None or agent.participant.running != number:
             return
         self.say(agent.id, f"cannot start workers: {why}")
-        place = agent.participant.place
-        mine = When(f"{self.options.prefix}node/{agent.id}", "create", place.incarnation)
-        outcome = Result(False, why, unfit=True, what=why)
-        result = Put(f"{self.options.prefix}result/{number}/{agent.id}", encode(outcome))
-        self._ask(agent, 0, Txn((mine,), (result,)))
+        self._tell(agent, WorkersFailed(number, NodeFailure(why), unfit=True))
         self.leave(agent, why)
         self._tell(agent, WorkersStopped(number))
 
@@ -330,9 +341,9 @@ class Simulation:
                     self._ask(agent, tag, command)
                 case StartRound():
                     self._start(agent, action)
-                case StopRound():
+                case RoundOver() | PeerFailed() | RoundFailed():
                     self._stop(agent, action)
-                case Tell(text):
+                case Remark(text):
                     self.say(agent.id, f"tells: {text}")
                     self.remarks.append(text)
                 case End(outcome, reason):
@@ -416,25 +427,18 @@ class Simulation:
         if agent.alive:
             self._act(agent, agent.participant.step(self.now, WorkersStopped(agent.last)))
 
-    def _stop(self, agent: Agent, stop: StopRound) -> None:
-        number, at_once = stop.number, stop.at_once
-        how = " at once" if at_once else " when they have saved" if stop.preempted else ""
-        self.say(agent.id, f"stops workers{how}: {stop.reason}")
-        run = agent.run_number
-        if stop.preempted and not at_once:
-            agent.saved = number
-
-        def stopped() -> None:
-            if agent.alive and agent.run_number == run:
-                agent.workers = None
-                self._tell(agent, WorkersStopped(number))
-
-        if at_once:
-            self.at(self.now + self._kill_time(), stopped)
-            if not self.kill_time:
-                agent.workers = None
-        else:
-            self.at(self.now + self.stop_time(), stopped)
+    def _stop(self, agent: Agent, end: RoundEnd) -> None:
+        number, run = agent.last, agent.run_number
+        at_once = isinstance(end, RoundOver) and end.at_once
+        preempted = isinstance(end, RoundOver) and end.preempted
+        if agent.workers is not None:
+            how = " at once" if at_once else " when they have saved" if preempted else ""
+            self.say(agent.id, f"stops workers{how}: {_why(end)}")
+            if preempted:
+                agent.saved = number
+        if at_once and not self.kill_time:
+            agent.workers = None
+        self._stop_workers(agent, number, run, self._kill_time() if at_once else self.stop_time())
 
     def _check_one_round(self, agent: Agent) -> None:
         if agent.workers is None:
@@ -737,6 +741,16 @@ class Simulation:
             raise Broken(
                 f"at {self.now:.3f} the lease of {agent.id} ended while it ran round {agent.workers}"
             )
+
+
+def _why(end: RoundEnd) -> str:
+    match end:
+        case PeerFailed(node, summary=summary):
+            return f"{node}: {summary}"
+        case RoundFailed(message=message):
+            return message
+        case RoundOver(reason=reason):
+            return reason
 
 
 def of_version(version: int, command: Command) -> Command:

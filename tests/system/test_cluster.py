@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import queue
 import random
 import re
 import resource
@@ -20,10 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
+from phalanx.cluster.elastic import NextRound
 from phalanx.cluster.handler import RendezvousHandler, RendezvousParameters
-from phalanx.cluster.membership_events import Ended, Formed, NodeFailure, Over
 from phalanx.cluster.registry import get_rendezvous_handler
 from phalanx.core.exit_codes import NO_MEETING
+from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.participant import CONTROL
 from phalanx.core.rounds.store_commands import Get, Watch
 from phalanx.errors import RendezvousClosedError
@@ -663,7 +663,7 @@ def test_a_round_that_is_over_before_its_caller_has_it_holds_nobody_up(
 ) -> None:
     made: list[Any] = handlers(2, monkeypatch, (1, 2))
     made[0]._joined()  # as by a thread in `next_rendezvous` that does not get to run
-    wait_until(lambda: made[0]._formed is not None, "the first round")
+    wait_until(lambda: made[0]._next.meeting is not None, "the first round")
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(made[1].next_rendezvous)
         wait_until(lambda: made[0].num_nodes_waiting(), "the end of the first round")
@@ -675,24 +675,23 @@ def test_a_round_that_is_over_before_its_caller_has_it_holds_nobody_up(
 def test_a_failure_that_ends_the_job_does_so_although_its_round_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: queue.Queue[Any] = queue.Queue()
     made: list[Any] = handlers(2, monkeypatch, (2, 2))
+    nodes = [NextRound(lambda number: None) for _ in made]
     members = [
-        h.attach(told.put, lambda _address: (None, 1), slots=1, role="r", max_restarts=9) for h in made
+        h.attach(node, lambda _address: (None, 1), slots=1, role="r", max_restarts=9)
+        for h, node in zip(made, nodes, strict=True)
     ]
     for member in members:
         member.start()
-    assert {type(told.get(timeout=HUNG)) for _ in members} == {Formed}
+    wait_until(lambda: all(node.meeting for node in nodes), "the round")
     members[1].failed(0, NodeFailure("exit code 3", final="exit code 3"))  # of a round before this one
-    ends = []
-    while len(ends) < 2:
-        match told.get(timeout=HUNG):
-            case Over(was):
-                for member in members:
-                    member.workers_gone(was.number)
-            case Ended(end):
-                ends.append(end)
-    assert {(end.outcome, end.reason) for end in ends} == {("closed", "failed: n1: exit code 3")}
+    wait_until(lambda: all(node.over for node in nodes), "its end")
+    for member in members:
+        member.workers_gone(1)
+    wait_until(lambda: all(node.end for node in nodes), "the end of the job")
+    for node in nodes:
+        assert node.end is not None
+        assert node.end[:2] == ("failed", "workers on n1 failed; not restarted: exit code 3")
     for member in reversed(members):
         member.release()
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.group.events import PeerFailed, RoundFailed, RoundOver
 from phalanx.core.rounds.leader_view import Options
+from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.participant import Participant
 from phalanx.core.rounds.participant_events import (
     Action,
@@ -24,10 +26,10 @@ from phalanx.core.rounds.participant_events import (
     Noticed,
     Send,
     StartRound,
-    StopRound,
     StoreLost,
-    WorkersEnded,
+    WorkersFailed,
     WorkersStopped,
+    WorkersSucceeded,
 )
 from phalanx.core.rounds.records import NodeInfo, Round
 from phalanx.core.rounds.store_commands import Notice
@@ -92,9 +94,10 @@ class Node(threading.Thread):
         match action:
             case Send(tag, command):
                 self.client.send(command, lambda reply: self.inbox.put(Answer(tag, reply)))
-            case StopRound(number):
+            case RoundOver() | PeerFailed() | RoundFailed():
+                assert self.running is not None
+                self.inbox.put(WorkersStopped(self.running.number))
                 self.running = None
-                self.inbox.put(WorkersStopped(number))
             case StartRound() | End():
                 self.running = action.round if isinstance(action, StartRound) else None
                 self.said.put((self.name, action))
@@ -124,13 +127,13 @@ def test_form_fail_re_form_lose_one_and_succeed() -> None:
         names = [f"node{n}" for n in range(1, 9)]
         nodes = {name: Node(name, server.address, options, said) for name in reversed(names)}
         assert starts(said, 1, 8) == names
-        nodes["node3"].inbox.put(WorkersEnded(1, False, "exit code 1"))
+        nodes["node3"].inbox.put(WorkersFailed(1, NodeFailure("exit code 1")))
         assert starts(said, 2, 8) == names
         nodes["node8"].inbox.put(LeaveRequested("SIGTERM"))
         assert said.get(timeout=HUNG)[1].outcome == "left"  # type: ignore[attr-defined]
         assert starts(said, 3, 7) == names[:7]
         for name in names[:7]:
-            nodes[name].inbox.put(WorkersEnded(3, True))
+            nodes[name].inbox.put(WorkersSucceeded(3))
         ends = [said.get(timeout=HUNG)[1] for _ in range(7)]
         assert {end.outcome for end in ends} == {"succeeded"}  # type: ignore[attr-defined]
         assert ends[0].round.restarts == 1  # type: ignore[attr-defined]

@@ -8,9 +8,9 @@ import pytest
 
 from phalanx.cluster import waiting_line
 from phalanx.cluster.handler import RendezvousParameters
-from phalanx.cluster.membership_events import NodeFailure
 from phalanx.cluster.settings import Settings, open_server
 from phalanx.cluster.waiting_line import StatusLine
+from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.errors import PhalanxError, StoreError, UsageError
 from phalanx.job.address import listening_address
 from phalanx.store.etcd.client import etcd_client_from

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx import worker
 from phalanx.agent.workers.worker_group import ReentryTerms
-from phalanx.cluster.membership_events import NodeFailure
+from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.worker.reentry.recall_watch import Reentry, has_reentry
 from phalanx.worker.reentry.reenter import ReentryHooks, lost_peer
 from phalanx.worker.reentry.takeover import ReentryPlace

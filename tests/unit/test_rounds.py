@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.core.group.events import RoundOver
 from phalanx.core.group.ranks import natural_key
 from phalanx.core.rounds.leader_view import LeaderView, Options
 from phalanx.core.rounds.participant import CONTROL, PLACE, Participant
@@ -20,7 +21,6 @@ from phalanx.core.rounds.participant_events import (
     Noticed,
     Send,
     StartRound,
-    StopRound,
     StoreLost,
     WorkersStopped,
 )
@@ -585,11 +585,11 @@ def test_silence_fences_before_the_lease_can_be_over_and_answers_put_it_off() ->
     node = Node()
     node.active(0.1)
     for second in range(1, 20):
-        assert not any(isinstance(a, StopRound) for a in node.step(float(second), ClockTick()))
+        assert not any(isinstance(a, RoundOver) for a in node.step(float(second), ClockTick()))
     wake = node.it.wake_at()
     assert wake is not None
     last_sent = max(t for t in (2.0 * n for n in range(10)) if t <= 19.0)
-    while not (stops := [a for a in node.step(wake, ClockTick(), answers=False) if isinstance(a, StopRound)]):
+    while not (stops := [a for a in node.step(wake, ClockTick(), answers=False) if isinstance(a, RoundOver)]):
         wake = node.it.wake_at()
         assert wake is not None
     assert stops[0].at_once
@@ -603,7 +603,7 @@ def test_only_answers_keep_workers_alive_and_a_store_with_a_journal_gives_them_t
         node.step(1.0, Disconnected())
         for tenth in range(11, 600):
             now = tenth / 10
-            if any(isinstance(a, StopRound) for a in node.step(now, ClockTick(), answers=False)):
+            if any(isinstance(a, RoundOver) for a in node.step(now, ClockTick(), answers=False)):
                 return now
         raise AssertionError("never")
 
@@ -614,11 +614,11 @@ def test_only_answers_keep_workers_alive_and_a_store_with_a_journal_gives_them_t
 def test_the_end_does_not_let_workers_outlive_the_lease() -> None:
     node = Node()
     node.active(0.1)
-    assert [a.at_once for a in node.step(1.0, StoreLost("gone")) if isinstance(a, StopRound)] == [False]
+    assert node.step(1.0, StoreLost("gone")) == [End("store", "gone", node.it.round, held=1)]
     due = node.it.wake_at()
     assert due is not None
     assert due < OPTIONS.ttl
-    assert [a.at_once for a in node.step(due, ClockTick()) if isinstance(a, StopRound)] == [True]
+    assert [a.at_once for a in node.step(due, ClockTick()) if isinstance(a, RoundOver)] == [True]
     assert node.it.wake_at() is None
 
 
@@ -626,7 +626,7 @@ def test_after_a_sleep_the_fence_comes_before_the_news() -> None:
     node = Node()
     node.active(0.1)
     actions = node.active(100.0, number=2)
-    assert isinstance(actions[0], StopRound)
+    assert isinstance(actions[0], RoundOver)
     assert actions[0].at_once
     assert not any(isinstance(a, StartRound) for a in actions)
 
@@ -634,9 +634,9 @@ def test_after_a_sleep_the_fence_comes_before_the_news() -> None:
 def test_a_lost_store_ends_the_node_with_the_reason() -> None:
     node = Node()
     node.active(0.1)
-    actions = node.step(1.0, StoreLost("its data are gone"))
-    assert isinstance(actions[0], StopRound)
-    assert actions[-1] == End("store", "its data are gone", node.it.round)
+    assert node.step(1.0, StoreLost("its data are gone")) == [
+        End("store", "its data are gone", node.it.round, held=1)
+    ]
     assert node.step(2.0, ClockTick()) == []
     node.step(2.1, WorkersStopped(1))
     assert node.it.wake_at() is None

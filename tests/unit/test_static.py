@@ -12,15 +12,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from phalanx.cluster.elastic import ElasticInfo, error_of
+from phalanx.cluster.listener import Meeting
 from phalanx.cluster.membership import NOT_AUTHENTICATED, Membership
-from phalanx.cluster.membership_events import Ended, Formed, NodeFailure, Over, Remark, Waiting
 from phalanx.cluster.static import StaticRendezvous
 from phalanx.core.exit_codes import NO_MEETING
+from phalanx.core.group.events import PeerFailed
+from phalanx.core.rounds.node_failure import NodeFailure
+from phalanx.core.rounds.participant_events import End, Remark, RoundEnd
+from phalanx.core.rounds.records import Round
 from phalanx.core.rounds.store_commands import Get, Put
 from phalanx.errors import (
     RendezvousClosedError,
@@ -103,41 +107,68 @@ def form(*handlers: StaticRendezvous) -> list[ElasticInfo]:
     return [one.info() for one in joining]
 
 
+class Over(NamedTuple):
+    """The end of a round, and the round of the job that followed."""
+
+    event: RoundEnd
+    now: Round | None
+
+
 class Attached:
-    """A node whose happenings are reported, as an agent has it; workers are gone when they are told to go."""
+    """A node that listens as an agent does; its workers are gone when they are told to go."""
 
     def __init__(self, handler: StaticRendezvous, restarts: int = 3, slots: int = 1, role: str = "r") -> None:
         self.heard: queue.Queue[Any] = queue.Queue()
         self.settings = handler.settings
+        self.number = -1
         self.member: Membership = handler.attach(
-            self._hear, lambda _: (None, 1), slots=slots, role=role, max_restarts=restarts
+            self, lambda _: (None, 1), slots=slots, role=role, max_restarts=restarts
         )
         self.member.start()
 
-    def _hear(self, what: Any) -> None:
-        if not isinstance(what, Waiting):  # depends on the time that passes
-            self.heard.put(what)
+    def round_ready(self, meeting: Meeting) -> None:
+        self.number = meeting.round.number
+        self.heard.put(meeting)
+
+    def round_over(self, event: RoundEnd, now: Round | None) -> None:
+        self.heard.put(Over(event, now))
+
+    def job_over(self, end: End) -> None:
+        self.heard.put(end)
+
+    def remarks(self, remark: Remark) -> None:
+        self.heard.put(remark)
+
+    def waits(self, text: str) -> None:
+        """It depends on the time that passes."""
+
+    def lease_until(self, when: float) -> None:
+        """There are no workers."""
+
+    def asked(self, request: Any, answer: Any) -> None:
+        """Nobody asks."""
 
     def until(self, kind: type[Any]) -> Any:
         while True:
             found = self.heard.get(timeout=HUNG)
             if isinstance(found, kind):
                 return found
-            if isinstance(found, Ended):
+            if isinstance(found, End):
                 raise AssertionError(f"{found} instead of {kind}")
 
     def over(self) -> Over:
-        found: Over = self.until(Over)
-        self.member.workers_gone(found.was.number)
+        number, found = self.number, self.until(Over)
+        self.member.workers_gone(number)
+        assert isinstance(found, Over)
         return found
 
     def release(self) -> None:
         self.member.release()
 
 
-def attached(*handlers: StaticRendezvous, restarts: int = 3) -> tuple[list[Attached], list[Formed]]:
+def attached(*handlers: StaticRendezvous, restarts: int = 3) -> tuple[list[Attached], list[Meeting]]:
     made = [Attached(handler, restarts) for handler in handlers]
-    return made, [one.until(Formed) for one in made]
+    return made, [one.until(Meeting) for one in made]
 
 
 def test_all_nodes_are_in_the_round_with_their_ranks(node: Make, port: int) -> None:
@@ -159,7 +190,7 @@ def test_the_others_may_come_first(node: Make) -> None:
 
 def test_roles_and_worker_counts_may_differ(node: Make) -> None:
     made = [Attached(node(0), slots=2, role="a"), Attached(node(1), slots=3, role="b")]
-    places = [one.until(Formed).place for one in made]
+    places = [one.until(Meeting).place for one in made]
     assert [place.offsets for place in places] == [(0, 5, 0, 2), (2, 5, 0, 3)]
 
 
@@ -207,11 +238,9 @@ def test_a_failure_is_told_and_all_form_again_with_the_same_attempt(node: Make) 
     nodes[1].member.failed(1, NodeFailure("rank 3: exit code 7", report="a report", exit_code=7))
     for one in nodes:
         over = one.over()
-        assert over.now is not None
-        assert (over.was.number, over.now.restarts) == (1, 1)
-        assert over.now.cause[1] == f"node 1 ({os.uname().nodename})"
-        assert NodeFailure.read(over.now.cause[2]).summary == "rank 3: exit code 7"
-    formed = [one.until(Formed) for one in nodes]
+        name = f"node 1 ({os.uname().nodename})"
+        assert over.event == PeerFailed(name, 1, 1, "rank 3: exit code 7")
+    formed = [one.until(Meeting) for one in nodes]
     assert [(f.round.number, f.round.restarts, f.place.rank) for f in formed] == [
         (2, 1, 0), (2, 1, 1), (2, 1, 2),
     ]  # fmt: skip
@@ -224,8 +253,9 @@ def test_the_failure_that_ends_the_job_is_the_same_on_all_nodes(node: Make) -> N
     for one in nodes:
         over = one.over()
         assert over.now is not None
+        assert over.event == PeerFailed(over.now.cause[1], 1, 0, "rank 0: exit code 1", final=True)
         assert (over.now.outcome, NodeFailure.read(over.now.cause[2])) == ("failed", failure)
-        end = one.until(Ended).end
+        end = one.until(End)
         assert (end.outcome, NodeFailure.read(end.round.cause[2])) == ("failed", failure)
 
 
@@ -233,9 +263,9 @@ def test_a_node_that_leaves_is_replaced_by_a_new_one_of_its_rank(node: Make) -> 
     (zero, one), _ = attached(node(0), node(1))
     one.member.leave("SIGTERM")
     one.over()
-    assert f"node 1 ({os.uname().nodename})" in zero.over().reason
+    assert f"node 1 ({os.uname().nodename})" in zero.over().event.reason
     again = Attached(node(1))
-    assert [n.until(Formed).round.number for n in (zero, again)] == [2, 2]
+    assert [n.until(Meeting).round.number for n in (zero, again)] == [2, 2]
 
 
 def test_a_lost_node_is_waited_for_although_all_others_succeeded(node: Make) -> None:
@@ -243,12 +273,12 @@ def test_a_lost_node_is_waited_for_although_all_others_succeeded(node: Make) -> 
     zero.member.finished(1, HUNG)
     one.member.client.close()  # type: ignore[union-attr]  # as a killed agent's connection is closed
     over = zero.over()
-    assert f"lost node 1 ({os.uname().nodename}), which had not reported success" in over.reason
+    assert f"lost node 1 ({os.uname().nodename}), which had not reported success" in over.event.reason
     again = Attached(node(1))
-    assert [n.until(Formed).round.number for n in (zero, again)] == [2, 2]
+    assert [n.until(Meeting).round.number for n in (zero, again)] == [2, 2]
     for n in (zero, again):
         n.member.finished(2, HUNG)
-    assert {n.until(Ended).end.outcome for n in (zero, again)} == {"succeeded"}
+    assert {n.until(End).outcome for n in (zero, again)} == {"succeeded"}
 
 
 def test_a_lost_node_that_does_not_return_fails_the_job_with_its_rank(node: Make) -> None:
@@ -256,7 +286,7 @@ def test_a_lost_node_that_does_not_return_fails_the_job_with_its_rank(node: Make
     zero.member.finished(1, HUNG)
     one.member.client.close()  # type: ignore[union-attr]
     zero.over()
-    error = error_of(zero.until(Ended), zero.settings)
+    error = error_of(zero.until(End), zero.settings)
     assert isinstance(error, RendezvousTimeoutError)
     assert "node 1 of 2 did not come within 0.5 s" in str(error)
 
@@ -267,13 +297,13 @@ def test_node_0_comes_back_and_the_counts_go_on(node: Make) -> None:
     for n in (zero, one):
         n.over()
     for n in (zero, one):
-        n.until(Formed)
+        n.until(Meeting)
     zero.member.leave("SIGTERM")
     zero.over()
     one.over()
     zero.release()
     again = Attached(node(0))
-    formed = [n.until(Formed) for n in (again, one)]
+    formed = [n.until(Meeting) for n in (again, one)]
     assert [(f.place.rank, f.round.restarts) for f in formed] == [(0, 1), (1, 1)]
     assert formed[0].round.number == formed[1].round.number > 2
 
@@ -289,13 +319,13 @@ def test_node_0_that_is_killed_stops_the_others_at_once(node: Make, port: int) -
     assert zero.stdin is not None
     assert zero.stdout is not None
     one = Attached(node(1))
-    first = one.until(Formed)
+    first = one.until(Meeting)
     assert zero.stdout.readline() == "in\n"
     zero.kill()
     zero.communicate()
-    assert "lost node 0" in one.over().reason
+    assert "lost node 0" in one.over().event.reason
     again = Attached(node(0))
-    formed = [n.until(Formed) for n in (again, one)]
+    formed = [n.until(Meeting) for n in (again, one)]
     assert formed[0].round.number > first.round.number
     assert [f.place.rank for f in formed] == [0, 1]
 
@@ -402,7 +432,7 @@ def test_bad_places_are_refused() -> None:
 def test_without_a_token_node_0_says_that_the_job_is_open(node: Make) -> None:
     nodes = [Attached(node(rank)) for rank in (0, 1)]
     assert nodes[0].until(Remark).text == NOT_AUTHENTICATED
-    assert isinstance(nodes[1].heard.get(timeout=HUNG), Formed)
+    assert isinstance(nodes[1].heard.get(timeout=HUNG), Meeting)
 
 
 def test_with_a_token_the_job_is_authenticated(
@@ -412,7 +442,7 @@ def test_with_a_token_the_job_is_authenticated(
     (tmp_path / "token").chmod(0o600)
     monkeypatch.setenv("PHALANX_TOKEN", "secret")
     made = [Attached(node(0)), Attached(node(1, token_file=str(tmp_path / "token")))]
-    assert isinstance(made[0].heard.get(timeout=HUNG), Formed), "no remark"
+    assert isinstance(made[0].heard.get(timeout=HUNG), Meeting), "no remark"
     stranger = Client("127.0.0.1", port, grace=HUNG)
     with pytest.raises(StoreAuthError, match="wants a token and we have no token"):
         stranger.connect(HUNG)
@@ -436,7 +466,7 @@ def test_nodes_with_and_without_a_token_are_told(
         made.append(Attached(node(rank)))
         # It looks for its token in the environment, which changes for the next one.
         wait_until(lambda: made[-1].member.client is not None, "the node's token")
-    error = error_of(made[1].until(Ended), made[1].settings)
+    error = error_of(made[1].until(End), made[1].settings)
     assert isinstance(error, RendezvousConnectionError)
     with pytest.raises(RendezvousConnectionError, match=says):
         raise error
@@ -454,10 +484,10 @@ def test_nonsense_of_a_stranger_in_an_open_job_ends_nothing(node: Make, port: in
         assert stranger.request(Get("job/job/node/x"), HUNG).ok
     one.member.failed(1, NodeFailure("exit code \x1b[31m7"))
     for n in (zero, one):
-        over = n.over()
-        assert over.now is not None
-        assert NodeFailure.read(over.now.cause[2]).summary == r"exit code \x1b[31m7"
-    assert [n.until(Formed).round.number for n in (zero, one)] == [2, 2]
+        event = n.over().event
+        assert isinstance(event, PeerFailed)
+        assert event.summary == r"exit code \x1b[31m7"
+    assert [n.until(Meeting).round.number for n in (zero, one)] == [2, 2]
 
 
 # -- real agents ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The elastic rendezvous: nodes come and go, and every change gives a new numbered round.
 
 Two ways to use it:
-- The agent attaches itself (`attach`) and gets happenings as they come: see membership.cluster.
+- The agent attaches a `Listener`, which gets everything as it happens.
 - Other code calls torch's methods: `next_rendezvous` waits for a round; `num_nodes_waiting` reports, without
   a request, whether that round is over, and then `next_rendezvous` is called again. Calling it while the
   round still runs requests a new one from all nodes, as a torch agent does after a failure.
@@ -16,9 +16,8 @@ from dataclasses import replace
 
 from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from phalanx.cluster.membership import Membership, shared_prefix
-from phalanx.cluster.membership_events import Ended, Formed, Over
 from phalanx.cluster.settings import Settings
-from phalanx.core.rounds.records import CLOSED
+from phalanx.core.group.events import PeerFailed, RoundFailed
 from phalanx.core.rounds.rounds import NO_MORE
 from phalanx.errors import (
     RendezvousClosedError,
@@ -37,8 +36,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.cluster.handler import RendezvousParameters
-    from phalanx.cluster.membership_events import Happening
+    from phalanx.cluster.listener import Listener, Meeting
     from phalanx.core.group.ranks import WorkerRanks
+    from phalanx.core.rounds.participant_events import End, Remark, RoundEnd
+    from phalanx.core.rounds.records import Round
 
 _CLOSE = 30.0  # for a node that has not joined to close the job
 _LAST_WORD = 5.0  # for this node and the leader to exchange how the job ended
@@ -52,19 +53,63 @@ def create_handler(params: RendezvousParameters) -> ElasticRendezvous:
 class ElasticInfo(RendezvousInfo):
     """A round as this node sees it, with its number and what serves the workers' store here."""
 
-    def __init__(self, formed: Formed, store: Any, slots: int | None) -> None:
+    def __init__(self, meeting: Meeting, store: Any, slots: int | None) -> None:
         """`slots`: the workers of this node; None: the leader does not know, and the nodes exchange them."""
-        where = RendezvousStoreInfo(formed.address, formed.port)
-        super().__init__(store, formed.place.rank, formed.round.nodes, where)
-        self.round = formed.round.number
-        self.attempt = formed.round.restarts
-        self.served = formed.served
-        self._place, self._slots = formed.place, slots
+        where = RendezvousStoreInfo(meeting.address, meeting.port)
+        super().__init__(store, meeting.place.rank, meeting.round.nodes, where)
+        self.round = meeting.round.number
+        self.attempt = meeting.round.restarts
+        self.served = meeting.served
+        self._place, self._slots = meeting.place, slots
 
     @property
     def worker_ranks(self) -> list[WorkerRanks] | None:
         """The ranks of this node's workers, as the leader has placed them."""
         return None if self._slots is None else self._place.offsets.workers(self._slots)
+
+
+class NextRound:
+    """What `next_rendezvous` waits for: the round after the one that its caller has, or the end."""
+
+    def __init__(self, gone: Callable[[int], None]) -> None:
+        """`gone(number)`: no caller has this round, which is over."""
+        self._gone = gone
+        self.changed = threading.Condition()
+        self.meeting: Meeting | None = None
+        self.over = self.closed = False
+        self.end: End | None = None
+
+    def round_ready(self, meeting: Meeting) -> None:
+        with self.changed:
+            self.meeting = meeting
+            self.changed.notify_all()
+
+    def round_over(self, event: RoundEnd, now: Round | None) -> None:
+        with self.changed:
+            if self.meeting is not None:
+                self._gone(self.meeting.round.number)
+            self.over, self.meeting = True, None
+            failed = isinstance(event, PeerFailed) and event.final
+            self.closed |= failed or (isinstance(event, RoundFailed) and event.kind == "closed")
+            self.changed.notify_all()
+
+    def job_over(self, end: End) -> None:
+        with self.changed:
+            self.end, self.over = end, True
+            self.closed |= end.outcome in ("closed", "succeeded", "failed", "timeout")
+            self.changed.notify_all()
+
+    def waits(self, text: str) -> None:
+        """torch's interface has no place for it."""
+
+    def remarks(self, remark: Remark) -> None:
+        """torch's interface has no place for it."""
+
+    def lease_until(self, when: float) -> None:
+        """The caller starts no workers that could be stopped."""
+
+    def asked(self, request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+        """The caller answers no questions."""
 
 
 class ElasticRendezvous(RendezvousHandler):
@@ -76,11 +121,9 @@ class ElasticRendezvous(RendezvousHandler):
         self._settings, self.node_name = settings, settings.name
         self.membership: Membership | None = None
         self._attached = False
-        self._news = threading.Condition()
-        self._formed: Formed | None = None
+        self._next = NextRound(lambda number: self._joined().workers_gone(number))
         self._number = 0  # of the round that `next_rendezvous` gave last
-        self._over = self._closed = self._closed_here = False
-        self._ended: Ended | None = None
+        self._closed_here = False
 
     @property
     def settings(self) -> Any:
@@ -106,29 +149,30 @@ class ElasticRendezvous(RendezvousHandler):
                 "an agent drives this rendezvous, and would not learn of the round: call its _rendezvous, or "
                 "override _rendezvous, so that the agent leaves next_rendezvous to you"
             )
-        if self._closed_here and self._ended is None:
+        coming = self._next
+        if self._closed_here and coming.end is None:
             run, name = self._settings.run_id, self._settings.name
             raise RendezvousClosedError(f"run {run} is over (closed by {name}, this node)")
         membership = self._joined()
-        with self._news:
-            if self._number and self._ended is None:
-                if not self._over:
+        with coming.changed:
+            if self._number and coming.end is None:
+                if not coming.over:
                     membership.request_round(self._number, "a new round was asked for", self.restarts)
                 membership.workers_gone(self._number)
-            self._news.wait_for(lambda: self._ended is not None or self._formed is not None)
-            formed, self._formed, self._over = self._formed, None, False
-            if self._ended is not None:
-                raise error_of(self._ended, self._settings)
-        assert formed is not None
-        self._number = formed.round.number
-        return self.info(formed)
+            coming.changed.wait_for(lambda: coming.end is not None or coming.meeting is not None)
+            meeting, coming.meeting, coming.over = coming.meeting, None, False
+            if coming.end is not None:
+                raise error_of(coming.end, self._settings)
+        assert meeting is not None
+        self._number = meeting.round.number
+        return self.info(meeting)
 
     def num_nodes_waiting(self) -> int:
         """1 when the current round is over, so that it is time to call `next_rendezvous`."""
-        return int(self._over)
+        return int(self._next.over)
 
     def is_closed(self) -> bool:
-        return self._closed
+        return self._closed_here or self._next.closed
 
     def set_closed(self) -> None:
         """End the job for all nodes; a node that has not joined it waits until they have been told."""
@@ -138,7 +182,7 @@ class ElasticRendezvous(RendezvousHandler):
             membership.close(f"closed by {self._settings.name}")
             if not joined:
                 membership.ended.wait(_CLOSE)
-        self._closed = self._closed_here = True
+        self._closed_here = True
 
     def shutdown(self) -> bool:
         """End the job for all nodes and close everything."""
@@ -165,32 +209,31 @@ class ElasticRendezvous(RendezvousHandler):
 
     def attach(
         self,
-        tell: Callable[[Happening], None],
+        listener: Listener,
         open_meeting: Callable[[str], tuple[Any, int]],
         *,
         slots: int,
         role: str,
         max_restarts: int | None,
-        lease_until: Callable[[float], None] = lambda when: None,
     ) -> Membership:
-        """Report everything to `tell` as it happens; `start` of the result joins.
+        """Report everything as it happens; `start` of the result joins.
 
-        `max_restarts` None: the caller counts restarts. `lease_until`: see `Membership`."""
+        `max_restarts` None: the caller counts restarts."""
         options = replace(self._settings.options, max_restarts=max_restarts)
         self._attached = True
         self.membership = Membership(
-            self._settings, options, tell, open_meeting, slots, role, self.use_agent_store, lease_until
+            self._settings, options, listener, open_meeting, slots, role, self.use_agent_store
         )
         return self.membership
 
-    def info(self, formed: Formed) -> ElasticInfo:
+    def info(self, meeting: Meeting) -> ElasticInfo:
         """A round in torch's form, with the store that its nodes share."""
         from phalanx.cluster.torch_store_adapter import StoreFacade
 
         assert self.membership is not None
         assert self.membership.client is not None
-        prefix = shared_prefix(self._settings.run_id, formed.round.number) + "store/"
-        return ElasticInfo(formed, StoreFacade(self.membership.client, prefix), self._slots)
+        prefix = shared_prefix(self._settings.run_id, meeting.round.number) + "store/"
+        return ElasticInfo(meeting, StoreFacade(self.membership.client, prefix), self._slots)
 
     @property
     def _slots(self) -> int | None:
@@ -205,32 +248,17 @@ class ElasticRendezvous(RendezvousHandler):
             self.membership = Membership(
                 self._settings,
                 options,
-                self._hear,
+                self._next,
                 lambda _address: (None, free_port()),
                 shares_port=self.use_agent_store,
             )
             self.membership.start()
         return self.membership
 
-    def _hear(self, happening: Happening) -> None:
-        with self._news:
-            match happening:
-                case Formed():
-                    self._formed = happening
-                case Over():
-                    if self._formed is not None and self.membership is not None:
-                        self.membership.workers_gone(self._formed.round.number)  # no caller has this round
-                    self._over, self._formed = True, None
-                    self._closed |= happening.now is not None and happening.now.phase == CLOSED
-                case Ended(end):
-                    self._ended, self._over = happening, True
-                    self._closed |= end.outcome in ("closed", "succeeded", "failed", "timeout")
-            self._news.notify_all()
 
-
-def error_of(ended: Ended, settings: Settings) -> RendezvousError:
+def error_of(end: End, settings: Settings) -> RendezvousError:
     """The end of a membership as an exception, with what to check."""
-    outcome, reason, current = ended.end
+    outcome, reason, current = end[:3]
     if outcome == "left":
         return RendezvousGracefulExitError(reason)
     if outcome in ("succeeded", "failed", "closed"):

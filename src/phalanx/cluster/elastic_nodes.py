@@ -1,27 +1,20 @@
 """The other nodes through a membership that reports: what happens there becomes events of the loop.
 
-Happenings come from the membership's thread, in order, and only post; everything else here is called by the
-owner thread. The job's count of restarts is the leader's: it travels with the round, and the group
-takes it over.
+What a `Listener` gets comes from the membership's thread, in order, and is only posted; everything else here
+is called by the owner thread. The job's count of restarts is the leader's: it travels with the round, and the
+group takes it over.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from phalanx.cluster.elastic import error_of
-from phalanx.cluster.handler import adapted
 from phalanx.cluster.membership import clock
-from phalanx.cluster.membership_events import (
-    FAILED,
-    Ended,
-    Formed,
-    NodeFailure,
-    Over,
-    Remark,
-    Waiting,
-)
 from phalanx.core.group import events
 from phalanx.core.group.events import Outcome
-from phalanx.core.rounds.records import CLOSED
+from phalanx.core.rounds.node_failure import NodeFailure
+from phalanx.core.rounds.verdicts import job_over
 from phalanx.observe.progress_line import Progress
 
 TYPE_CHECKING = False
@@ -34,18 +27,32 @@ if TYPE_CHECKING:
     from phalanx.agent.spec import WorkerSpec
     from phalanx.cluster.elastic import ElasticInfo, ElasticRendezvous
     from phalanx.cluster.job_goodput import JobGoodput, NodeGoodput
+    from phalanx.cluster.listener import Meeting
     from phalanx.cluster.membership import Membership
-    from phalanx.cluster.membership_events import Happening
     from phalanx.core.group.group import Ending
     from phalanx.core.group.ranks import WorkerRanks
     from phalanx.core.group.restarts import RestartPolicy
     from phalanx.core.ledger.goodput import GoodputTotals
+    from phalanx.core.rounds.participant_events import End, Remark, RoundEnd
     from phalanx.core.rounds.records import HostRecord, Round
     from phalanx.errors import RendezvousError
 
     RequestHandler = Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]
 
 _LAST_WORD = 5.0  # for the other nodes to learn how it ended here
+
+
+class JobLines(Protocol):
+    """Who shows a person what happens to the job."""
+
+    def show_waiting(self, line: str) -> None:
+        """What the nodes wait for; from the membership's thread."""
+
+    def note(self, line: str) -> None:
+        """A line to show once."""
+
+    def quarantined(self, line: str) -> None:
+        """The same: a host is kept out."""
 
 
 class ElasticNodes:
@@ -56,31 +63,25 @@ class ElasticNodes:
     def __init__(
         self,
         handler: Any,
-        membership: Membership,
         post: Callable[[Any], None],
-        show: Callable[[str], None],
-        note: Callable[[str], None],
+        lines: JobLines,
+        lease_until: Callable[[float], None],
         timeout: float,
-        on_quarantine: Callable[[str], None],
     ) -> None:
-        """`show` gets the wait in words, `note` a line to show once. `timeout`: of the exit barrier.
-
-        `on_quarantine` gets the line that says that a host is kept out, which is also one to show."""
+        """`timeout`: of the exit barrier."""
         self._handler: ElasticRendezvous = handler
-        self._membership = membership
-        self._post, self._show, self._note, self._timeout = post, show, note, timeout
-        self._on_quarantine = on_quarantine
-        self.name = membership.settings.name
+        self._membership: Membership
+        self._post, self._lines, self._timeout = post, lines, timeout
+        self.lease_until = lease_until  # in the membership's thread, so that none wakes the owner
+        self.name = handler.node_name
         self.worker_ranks: list[WorkerRanks] | None = None
-        self._formed: Formed | None = None
-        self._finished = 0  # the round whose workers have succeeded here
+        self._meeting: Meeting | None = None
         self._unfit = False  # this node could not start its workers: it leaves, and the others go on
         self._parted = False  # a farewell has begun
         self._farewells = 0
         self.failure: NodeFailure | None = None  # what ended the job, the same on every node
         self.error: RendezvousError | None = None  # what ended it here, where no worker did
         self.on_request: RequestHandler | None = None
-        membership.on_request = self._requested
         self.on_end: Callable[[], NodeGoodput | None] | None = None
 
     @property
@@ -99,9 +100,25 @@ class ElasticNodes:
         told = self.failure
         return None if told is None else (told.report or told.summary, told.exit_code)
 
+    def attach(
+        self, spec: WorkerSpec, policy: RestartPolicy, open_meeting: Callable[[str], tuple[Any, int]]
+    ) -> bool:
+        """Follow the handler's membership, if it has one; no: it is asked, through torch's interface."""
+        membership = self._handler.attach(
+            self,
+            open_meeting,
+            slots=spec.local_world_size,
+            role=spec.role,
+            # With a window only the nodes know when the failures were; the leader then merely counts them.
+            max_restarts=policy.max_restarts if policy.window is None else None,
+        )
+        if membership is not None:
+            self._membership = membership
+        return membership is not None
+
     # Questions from and to the other nodes
 
-    def _requested(self, request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+    def asked(self, request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
         """From the membership's thread."""
 
         def handle() -> None:
@@ -169,10 +186,10 @@ class ElasticNodes:
         self._membership.workers_gone(number)
 
     def take(self, number: int) -> ElasticInfo:
-        formed, self._formed = self._formed, None
-        assert formed is not None, "RoundReady comes before a start"
-        assert formed.round.number == number, "no round follows before the workers of the last are gone"
-        info = self._handler.info(formed)
+        meeting, self._meeting = self._meeting, None
+        assert meeting is not None, "RoundReady comes before a start"
+        assert meeting.round.number == number, "no round follows before the workers of the last are gone"
+        info = self._handler.info(meeting)
         self.worker_ranks = info.worker_ranks
         return info
 
@@ -199,7 +216,6 @@ class ElasticNodes:
         self._membership.fenced(number)
 
     def finished(self, number: int) -> None:
-        self._finished = number
         self._membership.finished(number, self._timeout)
 
     def ending(self, ending: Ending) -> None:
@@ -260,123 +276,46 @@ class ElasticNodes:
 
     def _farewell_over(self) -> None:
         self._farewells -= 1
-        formed, self._formed = self._formed, None
-        if formed is not None and formed.served is not None:
-            formed.served.close()
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None and meeting.served is not None:
+            meeting.served.close()
 
     @property
     def closed(self) -> bool:
         return self._farewells == 0
 
-    # What the membership tells, from its own thread
+    # As the membership's listener
 
-    def _hear(self, happening: Happening) -> None:
-        match happening:
-            case Formed(current, place):
-                self._formed = happening
-                ready = events.GroupRound(
-                    current.number, current.all_names(), place.rank, attempt=current.restarts, counted=True
-                )
-                self._post(events.RoundReady(ready))
-            case Over():
-                self._post(self._end_of_round(happening))
-            case Ended():
-                self._post(self._end_of_job(happening))
-            case Waiting(text):
-                self._show(text)
-            case Remark(text, quarantined):
-                self._post(lambda: self._on_quarantine(text) if quarantined else self._note(text))
+    def round_ready(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._post(meeting.ready)
 
-    def _end_of_round(self, over: Over) -> events.Event:
-        now, number = over.now, over.was.number
-        if over.drained:
-            return events.RoundFailed("graceful", over.reason)
-        if over.at_once or now is None:
-            return events.RoundOver(number, over.reason, over.at_once)
-        if over.preempted:
-            return events.RoundOver(number, over.reason, preempted=True)
-        failed = self._failure_of(number, now, now.outcome)
-        if failed is not None:
-            return failed
-        if now.phase == CLOSED:
-            return events.RoundFailed("closed", over.reason, job_failed=False)
-        if now.restarts > over.was.restarts:
-            failure = NodeFailure.read(now.cause[2])
-            name = now.cause[1]
-            return events.PeerFailed(
-                name,
-                number,
-                now.restarts,
-                failure.summary,
-                delay=failure.delay,
-                anew=failure.anew,
-                ranks=failure.ranks,
-            )
-        return events.RoundOver(number, over.reason)
+    def round_over(self, event: RoundEnd, now: Round | None) -> None:
+        self._learn_failure(event, now)
+        self._post(event)
 
-    def _failure_of(self, number: int, now: Round, outcome: str) -> events.Event | None:
-        """A failure, of any node, that has ended the job: `final` beats whatever budget is left."""
-        failure, name = NodeFailure.read(now.cause[2]), now.cause[1]
-        if outcome == "closed" and now.reason.startswith(FAILED):
-            name, _, summary = now.reason.removeprefix(FAILED).partition(": ")
-            failure = NodeFailure(summary, final=summary)
-        if outcome != "failed" and not failure.final:
-            return None
-        self.failure = failure
-        return events.PeerFailed(name, number, now.restarts, failure.summary, final=True)
+    def job_over(self, end: End) -> None:
+        error = error_of(end, self._membership.settings)
+        told = str(error)
+        if end.outcome in ("succeeded", "closed") and self._membership.was_spare:
+            how = "succeeded" if end.outcome == "succeeded" else "was closed"
+            told = f"this node was a spare and was not needed; the job {how} ({end.reason})"
+        event = job_over(end, told)
+        if isinstance(event, events.RoundFailed) and event.kind in ("timeout", "error"):
+            self.error = error
+        self._learn_failure(event, end.round)
+        self._post(event)
 
-    def _end_of_job(self, ended: Ended) -> events.Event:
-        outcome, reason, current = ended.end
-        number = ended.was.number if ended.was is not None else -1
-        if current is not None and outcome in ("failed", "closed"):
-            failed = self._failure_of(max(number, 0), current, outcome)
-            if failed is not None:
-                return failed
-        if self._finished == number and outcome in ("succeeded", "left"):
-            # `left`: the other nodes took longer than the barrier, and will tell how it ended there.
-            missing = () if outcome == "succeeded" else (f"the other nodes ({reason})",)
-            return events.BarrierDone(not missing, missing, number)
-        error = error_of(ended, self._membership.settings)
-        if outcome in ("succeeded", "closed"):
-            told = str(error)
-            if self._membership.was_spare:
-                end = "succeeded" if outcome == "succeeded" else "was closed"
-                told = f"this node was a spare and was not needed; the job {end} ({reason})"
-            return events.RoundFailed("closed", told, job_failed=False)
-        if outcome == "left":
-            return events.RoundFailed("graceful", reason)
-        self.error = error
-        return events.RoundFailed("timeout" if outcome == "timeout" else "error", str(error))
+    def _learn_failure(self, event: events.Event, now: Round | None) -> None:
+        if now is not None and isinstance(event, events.PeerFailed) and event.final:
+            self.failure = NodeFailure.read(now.cause[2])
 
+    def waits(self, text: str) -> None:
+        self._lines.show_waiting(text)
 
-def elastic_nodes(
-    spec: WorkerSpec,
-    policy: RestartPolicy,
-    post: Callable[[Any], None],
-    show: Callable[[str], None],
-    note: Callable[[str], None],
-    lease_until: Callable[[float], None],
-    timeout: float,
-    open_meeting: Callable[[str], tuple[Any, int]],
-    on_quarantine: Callable[[str], None],
-) -> ElasticNodes | None:
-    """The nodes of a handler that has a membership to attach to; None for any other handler."""
-    # With a window only the nodes know when the failures were; the leader then merely counts them.
-    limit = policy.max_restarts if policy.window is None else None
-    handler = adapted(spec.rdzv_handler)
-    membership = handler.attach(
-        lambda happening: nodes._hear(happening),
-        open_meeting,
-        slots=spec.local_world_size,
-        role=spec.role,
-        max_restarts=limit,
-        # From the membership's thread: leases are renewed although the owner is busy, and none wakes it.
-        lease_until=lease_until,
-    )
-    if membership is None:
-        return None
-    nodes = ElasticNodes(handler, membership, post, show, note, timeout, on_quarantine)
-    return nodes
+    def remarks(self, remark: Remark) -> None:
+        show = self._lines.quarantined if remark.quarantined else self._lines.note
+        self._post(lambda: show(remark.text))
 
 
 class CountdownLine(Progress):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx.cluster.listener import Listener
     from phalanx.cluster.membership import Membership
-    from phalanx.cluster.membership_events import Happening
     from phalanx.core.group.ranks import WorkerRanks
 
 
@@ -148,13 +148,12 @@ class RendezvousHandler(ABC):
 
     def attach(
         self,
-        tell: Callable[[Happening], None],
+        listener: Listener,
         open_meeting: Callable[[str], tuple[Any, int]],
         *,
         slots: int,
         role: str,
         max_restarts: int | None,
-        lease_until: Callable[[float], None] = lambda when: None,
     ) -> Membership | None:
         """A membership that reports everything as it happens; None: this handler is asked."""
         return None

@@ -1,9 +1,7 @@
 """One node's membership in a job: a thread that owns participant, connection and, on the host, the store.
 
 Everything that happens is a call in one queue, carried out by one thread, so nothing here needs a lock. The
-membership reports `Formed` (run workers in this round), `Over` (stop them), `Ended` (the job is over for this
-node), and lines for people (`Waiting`, `Remark`), in order and from its thread; the callback must not block.
-`lease_until` gets the time until which workers may run, by `clock`, before `Formed` and whenever it changes.
+membership reports to a `Listener`, in order and from its thread.
 
 Beyond what `core.rounds.participant` decides, this shell
 - gives every round a fresh place for its workers to meet: rank 0 opens it and publishes it under the round's
@@ -21,33 +19,37 @@ import queue
 import threading
 import time
 
-from phalanx.cluster.membership_events import FAILED, Ended, Formed, NodeFailure, Over, Remark, Waiting
+from phalanx.cluster.listener import Meeting
 from phalanx.cluster.mismatches import Mismatches
 from phalanx.cluster.node_requests import NodeRequests, told_prefix
 from phalanx.cluster.settings import open_server
 from phalanx.cluster.waiting_line import StatusLine
+from phalanx.core.group.events import PeerFailed, RoundFailed, RoundOver
 from phalanx.core.rounds.causes import HOSTS
+from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.participant import CONTROL, Participant
 from phalanx.core.rounds.participant_events import (
     Answer,
     ClockTick,
+    CloseRequested,
     Connected,
     Disconnected,
     End,
     LeaseMissed,
     LeaveRequested,
     Noticed,
+    Remark,
+    RoundRequested,
     Send,
     StartRound,
-    StopRound,
     StoreLost,
     StoreWentBack,
-    Tell,
-    WorkersEnded,
+    WorkersFailed,
     WorkersStopped,
+    WorkersSucceeded,
 )
 from phalanx.core.rounds.quarantine import failed_check
-from phalanx.core.rounds.records import ACTIVE, CLOSED, FORMING, NodeInfo, Result, encode, printable
+from phalanx.core.rounds.records import ACTIVE, CLOSED, FORMING, NodeInfo, encode, printable
 from phalanx.core.rounds.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError, StoreTimeoutError
 from phalanx.job.address import listening_address
@@ -58,14 +60,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.cluster.job_goodput import JobGoodput, NodeGoodput
+    from phalanx.cluster.listener import Listener
     from phalanx.cluster.master_port import MasterPort
-    from phalanx.cluster.membership_events import Happening
     from phalanx.cluster.name_lookup import NameLookup
     from phalanx.cluster.settings import Settings
     from phalanx.cluster.shared_quarantine import QuarantinePost
     from phalanx.core.ledger.goodput import GoodputTotals
     from phalanx.core.rounds.leader_view import Options
-    from phalanx.core.rounds.participant_events import Action, Event
+    from phalanx.core.rounds.participant_events import Action, Event, RoundEnd
     from phalanx.core.rounds.records import HostRecord, Round
     from phalanx.core.rounds.store_commands import Command, Notice, Reply
     from phalanx.store.embedded.client import Client, State
@@ -77,7 +79,6 @@ REFUSED_PATIENCE = 3.0
 LOOKUP_PATIENCE = 3.0  # for the first answer to a question for the host's name
 HUNG_CALL = 1.0  # after the time to join: the client reports its own failures by then
 SECRET_PAUSE = 1.0  # a Secret that is mounted late appears as a file
-_FEW_WORDS = 200  # of a failure, in the record of its host
 EMBEDDED_BATCH = 5_000  # places in one transaction, so that they arrive with their round; etcd allows 128
 FEW = 64  # nodes: with more, all of them looking for each other as they leave would overload the store
 FAREWELL = 2.0  # seconds, or a lease, for the other nodes to see how the job ended
@@ -101,17 +102,15 @@ class Membership:
         self,
         settings: Settings,
         options: Options,
-        tell: Callable[[Happening], None],
+        listener: Listener,
         open_meeting: Callable[[str], tuple[Any, int]],
         slots: int = 1,
         role: str = "default",
         shares_port: bool = True,
-        lease_until: Callable[[float], None] = lambda when: None,
     ) -> None:
         self.settings, self.options = settings, options
         self._shares_port = shares_port
-        self._lease_until = lease_until
-        self.tell, self.open_meeting = tell, open_meeting
+        self.listener, self.open_meeting = listener, open_meeting
         self._slots, self._role = slots, role
         self.info = NodeInfo("", settings.name)  # complete once the thread has looked up the address
         self.participant: Participant | None = None
@@ -135,23 +134,19 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="phalanx-membership", daemon=True)
         self._coming: StartRound | None = None  # a round whose meeting place is not known yet
         self._meetings: dict[int, tuple[str, int]] = {}  # round -> address and port
-        self._handed: StartRound | None = None  # the round that was reported as formed
-        self._last: Round | None = None  # the round that was reported as over
+        self._handed: StartRound | None = None  # the round that was reported as ready
+        self._last = -1  # the number of the round that was reported as over
         self._leased = 0.0  # until when workers may run, as it was reported
         self._finished_by: float | None = None
         self._refused_since: float | None = None
         self._dialling_until = 0.0
         self.operations = 0  # commands sent to the store
-        self._leaving = ""
-        self._preempted = False
         self._unfit = ""  # why this node cannot be part of any round
-        self._closing = False
-        self._mismatches = Mismatches(options, settings.name, tell)
-        self.on_request: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None] | None = None
+        self._mismatches = Mismatches(options, settings.name, self._remark)
         self._requests = NodeRequests(
             lambda: self.info.id,
             lambda: self._token is not None or settings.store != "embedded",
-            self._request,
+            self._asked,
             lambda value: self._calls.put(lambda: self._answer(value)),
         )
         self.goodput: NodeGoodput | None = None
@@ -160,7 +155,7 @@ class Membership:
         self.job_goodput: JobGoodput | None = None
         """That of the whole job, where it is known, once released."""
         self._rank = -1  # in the last round
-        self._wants_close = ""  # requested before this node knew which job is its own
+        self._early: list[Event] = []  # requested before this node was a participant
         self._released = False
         self._status_watched = False
 
@@ -184,12 +179,13 @@ class Membership:
 
         `unfit`: they could not be started, and this node leaves. `blameless`: the cause is not on this node.
         """
-        self._calls.put(lambda: self._report(number, failure, unfit=unfit, blameless=blameless))
+        # With the host of the store the job would lose its store: its failure is the job's.
+        event = WorkersFailed(number, failure, unfit and not self.hosting, blameless)
+        self._calls.put(lambda: self._request(event))
 
     def request_round(self, number: int, reason: str, restarts: int) -> None:
         """Have all nodes form the round after this one; `restarts`: how many this node has counted."""
-        asked = NodeFailure(reason)
-        self._calls.put(lambda: self._report(number, asked, blameless=True, request=restarts))
+        self._calls.put(lambda: self._step(RoundRequested(number, reason, restarts)))
 
     def fenced(self, number: int) -> None:
         """The workers of this round were killed when the time of `lease_until` had come."""
@@ -205,7 +201,7 @@ class Membership:
 
     def close(self, reason: str) -> None:
         """Request the end of the job, for all nodes."""
-        self._calls.put(lambda: self._close(reason))
+        self._calls.put(lambda: self._request(CloseRequested(reason)))
 
     def drain(self) -> None:
         """Ask for this node to leave, as `phalanx drain` does."""
@@ -359,7 +355,7 @@ class Membership:
         self._master = MasterPort(self.settings, self._token, failed, refused, visited)
         self.settings.port = self._master.address[1]
         if self._token is None:
-            self.tell(Remark(NOT_AUTHENTICATED))
+            self._remark(Remark(NOT_AUTHENTICATED))
         return self._master
 
     def _dial(self, grace: float) -> None:
@@ -407,8 +403,7 @@ class Membership:
             self._leave("the other nodes did not finish in time")
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
-            if self._last is not None:
-                self.tell(Over(self._last, None, "the lease may be over", True, False))
+            self._report_over(RoundOver(self._last, "the lease may be over", at_once=True))
         if (show := self._show_at) is not None and now >= show:
             self._show(now)
         if (write := self._write_at()) is not None and now >= write:
@@ -438,16 +433,13 @@ class Membership:
         actions = participant.step(clock(), event)
         if participant.lease and participant.fence_at != self._leased:
             self._leased = participant.fence_at
-            self._lease_until(self._leased)
+            self.listener.lease_until(self._leased)
         for action in actions:
             self._act(action)
         if self.ended.is_set():
             return
-        self._look_at_round()
         if (command := self._mismatches.publish(participant)) is not None:
             self._send(command)
-        if self._wants_close and participant.knows_job:
-            self._close(self._wants_close)
         if participant.ended is not None:
             self._end(participant.ended)
 
@@ -457,10 +449,10 @@ class Membership:
                 self._send(command, lambda reply: self._answered(tag, command, reply))
             case StartRound():
                 self._prepare(action)
-            case StopRound():
-                self._stop(action)
-            case Tell(text, quarantined):
-                self.tell(Remark(text, quarantined))
+            case RoundOver() | PeerFailed() | RoundFailed():
+                self._round_over(action)
+            case Remark(quarantined=quarantined):
+                self._remark(action)
                 if quarantined and self._leading:
                     self._publish_quarantine(quarantined)
 
@@ -545,8 +537,9 @@ class Membership:
         self._bring_quarantine()
         for action in self.participant.start(clock()):
             self._act(action)
-        if self._leaving:
-            self._step(LeaveRequested(self._leaving, self._preempted))
+        early, self._early = self._early, []
+        for event in early:
+            self._step(event)
 
     def _unreached(self, state: State) -> None:
         if self.participant is None:
@@ -579,7 +572,9 @@ class Membership:
                 why = f"node 0 at {self.settings.where} is gone and did not return: see its output"
             late = self.client is not None and isinstance(self.client.lost, StoreTimeoutError)
             self._end(End("denied" if refused else "timeout" if late else "connect", why, None))
-        elif self.settings.fixed and not (self.hosting or closed or self._leaving or self.ended.is_set()):
+        elif self.settings.fixed and not (
+            self.hosting or closed or self.participant.leaving or self.ended.is_set()
+        ):
             self._rejoin(f"lost node 0 at {self.settings.where}")
         else:
             self._step(StoreLost(why))
@@ -602,7 +597,7 @@ class Membership:
         client.close()
         self.line.learn(f"waiting for the return of {self.settings.host_name}", clock())
         if self._handed is not None:
-            self._tell_over(why, at_once=False)
+            self._report_over(RoundOver(self._handed.round.number, why))
         if self._clearing is None:
             self._dial(self._return_patience)
 
@@ -628,9 +623,6 @@ class Membership:
     def _prepare(self, start: StartRound) -> None:
         """A round is active with this node in it: find or make the place where its workers meet."""
         number = start.round.number
-        if NodeFailure.read(start.round.cause[2]).final:  # the job is being closed: no node starts again
-            self._calls.put(lambda: self._gone(number))
-            return
         self._coming = start
         if start.place.rank:
             self._meet()
@@ -640,7 +632,8 @@ class Membership:
         except OSError as error:
             where = self.settings.host if self._master is not None else self.info.addr
             text = f"cannot serve the workers' store on {where}: {error}; name another with --local-addr"
-            self._report(number, NodeFailure(text, final="a wrong address stays wrong"), start, unfit=True)
+            failure = NodeFailure(text, final="a wrong address stays wrong")
+            self._step(WorkersFailed(number, failure, unfit=not self.hosting))
             if not self.hosting:
                 self._unfit = text
                 self._step(LeaveRequested(text))
@@ -692,41 +685,21 @@ class Membership:
         if self._status_watched:
             self._status_watched = False
             self._send(Unwatch(STATUS))
-        self.tell(Formed(start.round, start.place, address, port, served))
+        self.listener.round_ready(Meeting(start.round, start.place, address, port, served))
 
-    def _stop(self, stop: StopRound) -> None:
-        if self.participant is not None and self.participant.ended is not None:
-            current = self._handed.round if self._handed is not None else self._last
-            if stop.at_once and current is not None:  # the end was reported, and its grace takes too long
-                self.tell(Over(current, self._round, stop.reason, True, False))
-            return  # the end of the job is about to be reported
-        if self._handed is not None and self._handed.round.number == stop.number:
-            self._tell_over(stop.reason, stop.at_once, stop.preempted)
-        elif self._last is not None and self._last.number == stop.number:
-            if stop.at_once:  # a stop is under way, with a grace that there is no longer time for
-                self.tell(Over(self._last, self._round, stop.reason, True, False))
-        else:  # not reported yet
-            self._coming = None
-            self._calls.put(lambda: self._gone(stop.number))
+    def _round_over(self, event: RoundEnd) -> None:
+        if self._coming is None:
+            self._report_over(event)
+        else:  # not reported yet: no worker has been started
+            number, self._coming = self._coming.round.number, None
+            self._calls.put(lambda: self._gone(number))
 
-    def _look_at_round(self) -> None:
-        """A node that has finished gets no `StopRound`, but has to know when the other nodes start again."""
-        handed, current = self._handed, self._round
-        if current is None or current.phase == CLOSED:
-            return
-        if handed is not None and current.number != handed.round.number:
-            self._tell_over(current.reason, at_once=False)
-        if current.cause[2] and not self._closing and (final := NodeFailure.read(current.cause[2]).final):
-            self._closing = True
-            self.close(f"workers on {current.cause[1]} failed; not restarted: {final}")
-
-    def _tell_over(self, reason: str, at_once: bool, preempted: bool = False) -> None:
-        assert self._handed is not None
-        self._last, self._handed = self._handed.round, None
-        self._finished_by = None
-        self.line.wait(clock())
-        drained = self._round is not None and self.info.id in self._round.out
-        self.tell(Over(self._last, self._round, reason, at_once, drained, preempted))
+    def _report_over(self, event: RoundEnd) -> None:
+        if self._handed is not None:
+            self._last, self._handed = self._handed.round.number, None
+            self._finished_by = None
+            self.line.wait(clock())
+        self.listener.round_over(event, self._round)
 
     def _change_hosts(
         self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None] = lambda done: None
@@ -764,66 +737,29 @@ class Membership:
             )
         self._quarantine_post.tell(entry)
 
-    def _report(
-        self,
-        number: int,
-        failure: NodeFailure,
-        start: StartRound | None = None,
-        *,
-        unfit: bool = False,
-        blameless: bool = False,
-        request: int = -1,
-    ) -> None:
-        start = start or self._handed
-        if start is None or start.round.number != number:
-            # The round is known to be over; a failure that ends the job still does so.
-            if failure.final and not self._goes_alone(unfit):
-                self.close(f"{FAILED}{self.info.name}: {failure.summary}")
-            return
-        prefix, node = self.options.prefix, self.info.id
-        mine = When(f"{prefix}node/{node}", "create", start.place.incarnation)
-        outcome = Result(
-            False,
-            failure.text(),
-            self._goes_alone(unfit),
-            failure.summary[:_FEW_WORDS],
-            failure.ranks,
-            blameless,
-            request,
-            failure.delay,
-        )
-        self._send(Txn((mine,), (Put(f"{prefix}result/{number}/{node}", encode(outcome)),)))
-
-    def _goes_alone(self, unfit: bool) -> bool:
-        """Whether this node leaves and the others go on: not the host of the store, which goes with it."""
-        return unfit and not self.hosting
-
     def _finish(self, number: int, timeout: float) -> None:
         # The host stays as long as it takes: the other nodes cannot finish without their store.
         self._finished_by = None if self.hosting else clock() + timeout
-        self._step(WorkersEnded(number, True))
+        self._step(WorkersSucceeded(number))
 
     def _leave(self, reason: str, preempted: bool = False) -> None:
-        self._leaving, self._preempted = reason, preempted
         if self.participant is None:
             self._end(End("left", reason, None))
         else:
             self._step(LeaveRequested(reason, preempted))
 
-    def _close(self, reason: str) -> None:
-        if self.participant is None or not self.participant.knows_job:
-            self._wants_close = reason
+    def _request(self, event: WorkersFailed | CloseRequested) -> None:
+        """Of any time: what ends the job is kept until this node has joined."""
+        if self.participant is None:
+            self._early.append(event)
         else:
-            self._wants_close = ""
-            # Numbered: a late request must not close the next job of this id.
-            key = f"{self.options.prefix}close/{self.participant.job}"
-            self._send(Put(key, reason.encode()))
+            self._step(event)
 
     # Questions of other nodes
 
-    def _request(self, request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
-        if self.on_request is not None and not self.ended.is_set():
-            self.on_request(request, answer)
+    def _asked(self, request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+        if not self.ended.is_set():
+            self.listener.asked(request, answer)
 
     def _answer(self, value: bytes) -> None:
         if self.participant is not None and self.participant.lease:
@@ -878,13 +814,13 @@ class Membership:
             self._send(Watch(STATUS, key), lambda reply: self._learn_status(reply.entries))
             self.line.wait(now)
         else:
-            self.tell(Waiting(self.line.show(now)))
+            self.listener.waits(self.line.show(now))
 
     def _learn_status(self, entries: tuple[Any, ...]) -> None:
         if entries and self._status_watched and not self._leading:
             self.line.learn(printable(entries[0].value[:4096].decode(errors="replace")), clock())
             if not self.line.shown:
-                self.tell(Waiting(self.line.show(clock())))
+                self.listener.waits(self.line.show(clock()))
 
     def _write_at(self) -> float | None:
         if not self._leading or self.participant is None:
@@ -895,9 +831,12 @@ class Membership:
     def _end(self, end: End) -> None:
         if not self.ended.is_set():
             if self._unfit and end.outcome == "left":
-                end = End("refused", self._unfit, end.round)
+                end = end._replace(outcome="refused", reason=self._unfit)
             self.ended.set()
-            self.tell(Ended(end, self._handed.round if self._handed else None))
+            self.listener.job_over(end)
+
+    def _remark(self, remark: Remark) -> None:
+        self.listener.remarks(remark)
 
     def _say_goodbye(self) -> None:
         """Revoke the lease, so that no node waits for it; the host does so when all other nodes have."""

@@ -7,7 +7,7 @@ mean nothing to the next job of this run id.
 
 from __future__ import annotations
 
-from phalanx.cluster.membership_events import Remark
+from phalanx.core.rounds.participant_events import Remark
 from phalanx.core.rounds.records import printable
 from phalanx.core.rounds.store_commands import Put, Txn, When
 
@@ -15,7 +15,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.cluster.membership_events import Happening
     from phalanx.core.rounds.leader_view import Options
     from phalanx.core.rounds.participant import Participant
     from phalanx.core.rounds.store_commands import Command
@@ -27,10 +26,10 @@ _MOST = 16  # lines of a kind: strangers can come as often as they like
 class Mismatches:
     """What this node has found so far; each is told once."""
 
-    def __init__(self, options: Options, name: str, tell: Callable[[Happening], None]) -> None:
+    def __init__(self, options: Options, name: str, remark: Callable[[Remark], None]) -> None:
         least, most = options.min_nodes, options.max_nodes
         self._wanted = str(most) if least == most else f"{least}:{most}"
-        self._options, self._name, self._tell = options, name, tell
+        self._options, self._name, self._remark = options, name, remark
         self._said: set[tuple[str, str]] = set()
         self._disagrees = False  # with the leader
         self._published = 0  # the lease with which this node has written
@@ -78,4 +77,4 @@ class Mismatches:
     def _say(self, what: tuple[str, str], text: str) -> None:
         if what not in self._said and sum(kind == what[0] for kind, _ in self._said) < _MOST:
             self._said.add(what)
-            self._tell(Remark(text))
+            self._remark(Remark(text))

@@ -12,11 +12,13 @@ from typing import NamedTuple
 from phalanx.core.rounds.quarantine import HostWatch, QuarantinePolicy
 from phalanx.core.rounds.records import (
     ACTIVE,
+    CloseRequest,
     Member,
     MemberList,
     NodeRecord,
     Result,
     Round,
+    decode_close,
     decode_members,
     decode_node,
     decode_place,
@@ -85,7 +87,7 @@ class LeaderView:
     members_mod: int = 0
     results: dict[int, dict[str, tuple[int, Result]]] = field(default_factory=dict)
     drains: set[str] = field(default_factory=set)
-    closes: dict[str, str] = field(default_factory=dict)  # job -> why it is to end
+    closes: dict[str, CloseRequest] = field(default_factory=dict)  # by job
     refused: set[str] = field(default_factory=set)
     failed_writes: int = 0  # part of the stamp: places of a decision that failed must not match the next one
     quiet_until: float = 0.0  # no round becomes active before: nodes that the store forgot may run workers
@@ -149,7 +151,7 @@ class LeaderView:
             elif kind == "close" and deleted:
                 self.closes.pop(rest, None)
             elif kind == "close":
-                self.closes[rest] = printable(entry.value.decode(errors="replace"))
+                self.closes[rest] = decode_close(entry.value)
         if reset and not (known.keys() <= self.nodes.keys() and all(map(self.present, self.members.nodes))):
             self.lost_at = now
         if reset and not (first and self.round.phase == ACTIVE and now >= self.unsure_until):

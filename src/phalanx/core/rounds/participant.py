@@ -26,11 +26,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from phalanx.core.group.events import RoundOver
 from phalanx.core.rounds.causes import HOSTS
 from phalanx.core.rounds.leader_view import LeaderView, Options
+from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.participant_events import (
     Action,
     Answer,
+    CloseRequested,
     Connected,
     Disconnected,
     End,
@@ -38,21 +41,22 @@ from phalanx.core.rounds.participant_events import (
     LeaseMissed,
     LeaveRequested,
     Noticed,
+    Remark,
+    RoundRequested,
     Send,
     StartRound,
-    StopRound,
     StoreLost,
     StoreWentBack,
-    Tell,
-    WorkersEnded,
+    WorkersFailed,
     WorkersStopped,
+    WorkersSucceeded,
 )
 from phalanx.core.rounds.quarantine import HostWatch
 from phalanx.core.rounds.records import (
     ACTIVE,
     CLOSED,
     FORMAT,
-    FORMING,
+    CloseRequest,
     NodeInfo,
     NodeRecord,
     Place,
@@ -80,12 +84,19 @@ from phalanx.core.rounds.store_commands import (
     Watch,
     When,
 )
+from phalanx.core.rounds.verdicts import round_over
 
 CONTROL, PLACE = 1, 2  # the watches of every node; a leader's own gets a new number each time
 FENCE = 0.9
 QUIET = 0.005  # a leader of thousands decides at most this often
 _UNSURE = 1.5  # leases
+_FEW_WORDS = 200  # of a failure, in the record of its host
 LOST_ROUNDS = 100  # that a store which went back may have had without any node that is present
+
+
+def _result(failure: NodeFailure, blameless: bool) -> Result:
+    what = failure.summary[:_FEW_WORDS]
+    return Result(False, failure.text(), False, what, failure.ranks, blameless, delay=failure.delay)
 
 
 class _Pending(NamedTuple):
@@ -113,7 +124,10 @@ class Participant:
         self._outside = ""  # the stamp of a round that this node is known not to be in
         self._leader = Entry("")
         self._control = False  # whether the control keys are known
-        self._over: WorkersEnded | None = None
+        self._held: StartRound | None = None  # what the group was given, until its end is reported
+        self._succeeded = False  # the workers of this node
+        self._finished = -1  # the round in which they have
+        self._close: CloseRequest | None = None
         self._stopping = False
         self._started = (0, 0)
         self._leaving = ""
@@ -152,6 +166,11 @@ class Participant:
         return bool(self._job)
 
     @property
+    def leaving(self) -> bool:
+        """Whether this node goes."""
+        return bool(self._leaving)
+
+    @property
     def leading(self) -> bool:
         """Whether this node decides for the job."""
         return self._view is not None
@@ -186,7 +205,7 @@ class Participant:
         if isinstance(event, WorkersStopped) and event.round == self.running:
             self.running = None
         elif self.running is not None and self.lease and now >= self.fence_at:
-            self._out.append(StopRound(self.running, "the lease may be over", at_once=True))
+            self._out.append(RoundOver(self.running, "the lease may be over", at_once=True))
             self.running = None
 
     def wake_at(self) -> float | None:
@@ -231,11 +250,29 @@ class Participant:
                 self._idle(now)
             case LeaseMissed(number) if number == self.running and self.lease:
                 self._fence(now, "the lease was not renewed in time")
-            case WorkersEnded(number) if number == self.running and not self._stopping:
-                self._over = event
-                self._report(now, event)
+            case WorkersSucceeded(number) if number == self.running and not self._stopping:
+                self._succeeded, self._finished = True, number
+                self._report(now, Result(True))
+            case WorkersFailed():
+                self._failed(now, event)
+            case RoundRequested(number, reason, restarts) if self._holds(number):
+                result = _result(NodeFailure(reason), blameless=True)
+                self._report(now, result._replace(request=restarts))
+            case CloseRequested(reason):
+                self._close = CloseRequest(reason)
             case LeaveRequested(reason, preempted):
                 self._leaving, self._preempted = self._leaving or reason, self._preempted or preempted
+
+    def _holds(self, number: int) -> bool:
+        return self._held is not None and self._held.round.number == number
+
+    def _failed(self, now: float, event: WorkersFailed) -> None:
+        failure = event.failure
+        if self._holds(event.round):
+            self._report(now, _result(failure, event.blameless)._replace(unfit=event.unfit))
+        elif failure.final and not event.unfit:  # its round is over, and the job ends still
+            cause = (self.info.id, self.info.name, failure.text())
+            self._close = CloseRequest(failure.ending_of(self.info.name), cause)
 
     def _reached_again(self, now: float) -> None:
         """A store that restarts begins all leases anew: until they are over, a lost node proves nothing."""
@@ -404,8 +441,8 @@ class Participant:
             return
         another = bool(entry.lease) and entry.create != self._leader.create
         self._leader = entry
-        if another and self._over is not None and self._incarnation:
-            self._report(now, self._over)  # the new leader may not find it
+        if another and self._succeeded and self._incarnation:
+            self._report(now, Result(True))  # the new leader may not find it
         ours = entry.lease != 0 and entry.lease == self.lease
         if self._view is not None and (not ours or entry.create != self._view.term):
             self._step_down(now)
@@ -424,7 +461,7 @@ class Participant:
 
     def _remark(self) -> None:
         assert self._view is not None
-        self._out += [Tell(line) for line in self._view.remarks]
+        self._out += [Remark(line) for line in self._view.remarks]
         self._view.remarks.clear()
 
     def _begin_anew(self, now: float) -> None:
@@ -487,12 +524,12 @@ class Participant:
         self._incarnation = self._node_mod = self._ready = 0
         self._told_leaving = False
         self.reason = why
-        if self._over is not None:
+        if self._succeeded:
             self._idle(now)
         if self.running is not None:
             # Even during a stop: a grace period that outlasts the lease would allow two rounds at once.
-            self._stopping = True
-            self._out.append(StopRound(self.running, why, at_once=True))
+            self._stopping, self._held = True, None
+            self._out.append(RoundOver(self.running, why, at_once=True))
         elif not self._asking("revoke"):
             self._send(now, "revoke", Revoke(self._old_lease))
 
@@ -512,7 +549,11 @@ class Participant:
             self._next_beat = now + self.options.ttl / 3
         if current is not None and self.info.id in current.out:
             self._leaving = self._leaving or "drained on request"
-        self._maybe_stop(now)
+        if self._close is not None and self._job:
+            # Numbered: a late request must not close the next job of this id.
+            self._send(now, "close", Put(self._key(f"close/{self._job}"), encode(self._close)))
+            self._close = None
+        self._end_round(now)
         if self._incarnation:
             self._update(now)
             self._lead(now)
@@ -555,32 +596,37 @@ class Participant:
         elif current is not None and current.phase == ACTIVE:
             if self._is_member() and self._started != (current.number, self._incarnation):
                 self._started = (current.number, self._incarnation)
-                self.running, self.rank, self._over = current.number, self.place.rank, None
+                self.running, self.rank, self._succeeded = current.number, self.place.rank, False
                 if not self.options.fixed and any(self.hosts.state.entry(n, now) for n in current.names):
-                    self._out.append(Tell(current.reason))  # why a quarantined host takes part
-                self._out.append(StartRound(current, self.place))
+                    self._out.append(Remark(current.reason))  # why a quarantined host takes part
+                self._held = StartRound(current, self.place)
+                self._out.append(self._held)
             elif current.nodes >= self.options.max_nodes or self.hosts.state.entry(self.info.name, now):
                 self._waiting_since = now  # a spare has no time-out
 
-    def _maybe_stop(self, now: float) -> None:
-        if self.running is None or self._stopping:
+    def _end_round(self, now: float) -> None:
+        """Report the end of the round that the group holds: the job has moved on, or this node leaves."""
+        current, held = self.round, self._held
+        if current is None or held is None:
             return
-        current = self.round
-        preempted = current is not None and current.phase == FORMING and bool(current.preempted)
-        if self._leaving:
-            why = self._leaving
-        elif current is not None and (current.phase == CLOSED or current.number != self.running):
-            why = current.reason
-        else:
-            return
-        if self._over is not None:
-            self._idle(now)
-            return
-        self._stopping = True
-        self._out.append(StopRound(self.running, why, preempted=preempted))
+        moved, closed = current.number != held.round.number, current.phase == CLOSED
+        if self.running is not None and (self._leaving or moved or closed):
+            if self._succeeded:
+                self._idle(now)
+            else:
+                self._stopping = True
+                self._report_end(held, current)
+                return
+        if moved and not closed:  # the group has finished, or its workers have failed
+            self._report_end(held, current)
+
+    def _report_end(self, held: StartRound, current: Round) -> None:
+        self._held = None
+        drained = self.info.id in current.out
+        self._out.append(round_over(held.round, current, self._leaving, drained))
 
     def _idle(self, now: float) -> None:
-        self.running, self.rank, self._stopping, self._over = None, -1, False, None
+        self.running, self.rank, self._stopping, self._succeeded = None, -1, False, False
         self._waiting_since = now
         if self._old_lease and not self._asking("revoke"):
             self._send(now, "revoke", Revoke(self._old_lease))
@@ -641,11 +687,13 @@ class Participant:
             FORMAT,
         )
 
-    def _report(self, now: float, end: WorkersEnded) -> None:
-        key = self._key("node/" + self.info.id)
-        outcome = Result(end.ok, end.detail, what="" if end.ok else end.detail[:200])
-        result = Put(self._key(f"result/{end.round}/{self.info.id}"), encode(outcome))
-        self._send(now, "report", Txn((When(key, "create", self._incarnation),), (result,)))
+    def _report(self, now: float, result: Result) -> None:
+        """Publish how the workers of the round that the group holds have ended."""
+        assert self._held is not None
+        number, incarnation = self._held.round.number, self._held.place.incarnation
+        mine = When(self._key("node/" + self.info.id), "create", incarnation)
+        put = Put(self._key(f"result/{number}/{self.info.id}"), encode(result))
+        self._send(now, "report", Txn((mine,), (put,)))
 
     def _lead(self, now: float) -> None:
         """Stand for election when there is no leader; decide when this node is the leader."""
@@ -733,12 +781,12 @@ class Participant:
         return self._waiting_since + delay + self.options.join_timeout + 2 * self.options.ttl
 
     def _quit(self, end: End) -> None:
-        if self.running is not None and not self._stopping and self._over is None:
-            self._out.append(StopRound(self.running, end.reason))
-        if self._over is not None:
+        if self._succeeded:
             self.running = None
-        self.ended, self.reason = end, end.reason
-        self._out.append(end)
+        held = -1 if self._held is None else self._held.round.number
+        self.ended = end._replace(held=held, finished=held >= 0 and held == self._finished)
+        self.reason = end.reason
+        self._out.append(self.ended)
 
     def _asking(self, kind: str) -> bool:
         return any(p.kind == kind and p.generation in (0, self._generation) for p in self._pending.values())
@@ -756,6 +804,6 @@ class Participant:
     def _drain(self) -> list[Action]:
         if self.hosts.lines:
             # First: the record of what follows (a stop, a start) then knows that it is due to this.
-            self._out[:0] = [Tell(line, host) for line, host in self.hosts.news()]
+            self._out[:0] = [Remark(line, host) for line, host in self.hosts.news()]
         out, self._out = self._out, []
         return out

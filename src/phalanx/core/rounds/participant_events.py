@@ -1,9 +1,13 @@
-"""The events and actions of `core.rounds.participant`."""
+"""The events and actions of `core.rounds.participant`.
+
+What concerns the workers is in the language of `core.group.events`: a round that is over, with its reason."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from phalanx.core.group.events import PeerFailed, RoundFailed, RoundOver
+from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.records import Place, Round
 from phalanx.core.rounds.store_commands import Command, Notice, Reply
 
@@ -44,7 +48,7 @@ class Noticed(NamedTuple):
 
 
 class WorkersStopped(NamedTuple):
-    """`StopRound` is done: none of that round's workers runs on this node."""
+    """None of that round's workers runs on this node."""
 
     round: int
 
@@ -55,12 +59,35 @@ class LeaseMissed(NamedTuple):
     round: int
 
 
-class WorkersEnded(NamedTuple):
-    """The workers of this node ended by themselves; when not ok, all of them are stopped by now."""
+class WorkersSucceeded(NamedTuple):
+    """All workers of this node ended well."""
 
     round: int
-    ok: bool
-    detail: str = ""
+
+
+class WorkersFailed(NamedTuple):
+    """Workers of this node failed, and the others are being stopped.
+
+    `unfit`: they could not be started, and the node leaves. `blameless`: the cause is on another node."""
+
+    round: int
+    failure: NodeFailure
+    unfit: bool = False
+    blameless: bool = False
+
+
+class RoundRequested(NamedTuple):
+    """All nodes are to form the round after this one; nothing failed. `restarts`: counted by this node."""
+
+    round: int
+    reason: str
+    restarts: int
+
+
+class CloseRequested(NamedTuple):
+    """The job is to end, for all nodes."""
+
+    reason: str
 
 
 class LeaveRequested(NamedTuple):
@@ -72,7 +99,8 @@ class LeaveRequested(NamedTuple):
 
 Event = (
     ClockTick | Connected | Disconnected | StoreLost | StoreWentBack | Answer | Noticed
-    | WorkersStopped | LeaseMissed | WorkersEnded | LeaveRequested
+    | WorkersStopped | LeaseMissed | WorkersSucceeded | WorkersFailed | RoundRequested | LeaveRequested
+    | CloseRequested
 )  # fmt: skip
 
 
@@ -90,30 +118,26 @@ class StartRound(NamedTuple):
     place: Place
 
 
-class StopRound(NamedTuple):
-    """Stop the workers of a round; `at_once`: they must not live on, kill them without a grace.
-
-    `preempted`: they save a checkpoint first."""
-
-    number: int
-    reason: str
-    at_once: bool = False
-    preempted: bool = False
-
-
 class End(NamedTuple):
-    """The job is over for this node: succeeded, failed, closed, timeout, left, replaced, refused or store."""
+    """The job is over for this node: succeeded, failed, closed, timeout, left, replaced, refused or store.
+
+    `held`: the round that its group still holds, -1 for none; `finished`: its workers have succeeded."""
 
     outcome: str
     reason: str
     round: Round | None
+    held: int = -1
+    finished: bool = False
 
 
-class Tell(NamedTuple):
+class Remark(NamedTuple):
     """A line for people, shown once; `quarantined`: the host that it says is."""
 
     text: str
     quarantined: str = ""
 
 
-Action = Send | StartRound | StopRound | End | Tell
+RoundEnd = RoundOver | PeerFailed | RoundFailed
+"""For the group that holds the round that `StartRound` gave: its workers are to stop."""
+
+Action = Send | StartRound | RoundEnd | End | Remark

@@ -100,6 +100,14 @@ class Result(NamedTuple):
     delay: float = 0.0
 
 
+class CloseRequest(NamedTuple):
+    """The value of `close/<job>`: why the job is to end, and which failure ends it (`Round.cause`), if one
+    does."""
+
+    reason: str = ""
+    cause: tuple[str, ...] = ("", "", "")
+
+
 class HostRecord(NamedTuple):
     """The value of `ctl/quarantine/<host>` (`core.rounds.quarantine`); all times are seconds before or after
     now.
@@ -243,6 +251,14 @@ def decode_result(value: bytes) -> Result | None:
     """How the workers of a node ended."""
     record: Result | None = _decoded(Result, value)
     return record if record is None or 0 <= record.delay <= LONGEST_DELAY else None
+
+
+def decode_close(value: bytes) -> CloseRequest:
+    """A request to end the job; a text that is no record is its reason."""
+    record: CloseRequest | None = _decoded(CloseRequest, value)
+    if record is None or not record.reason or len(record.cause) != 3:
+        return CloseRequest(printable(value.decode(errors="replace")))
+    return record
 
 
 def decode_host(value: bytes) -> HostRecord | None:

@@ -12,7 +12,7 @@ Everything a job knows is in a few keys below its own prefix (`core.rounds.recor
     members               the members of the last active round: for the leader, status and reports
     result/<round>/<id>   how the workers of a node ended in a round (no lease: outlives the node)
     drain/<id>            a request, by any client, that a node leaves; so is
-    close/<job>           a request to end the job that `Round.job` numbers
+    close/<job>           a request to end the job that `Round.job` numbers; with a failure, it has failed
     slow/<round>/<host>   why a host of a round is to be replaced, by the node that compares their steps
     status                the leader's current reason, for nodes that wait and want to show why
 
@@ -89,6 +89,7 @@ from phalanx.core.rounds.causes import (
     with_records,
 )
 from phalanx.core.rounds.leader_view import LeaderView, Options, Seen
+from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.quarantine import Offence, Quarantine
 from phalanx.core.rounds.records import (
     ACTIVE,
@@ -152,7 +153,9 @@ def decide(now: float, view: LeaderView, options: Options) -> RoundDecision:
         return RoundDecision((), view.round.reason)
     asked = view.closes.get(str(view.round.job))
     if asked is not None:
-        return _close(now, view, "closed", asked or "closed on request")
+        failed = any(asked.cause)
+        base = view.round._replace(cause=asked.cause) if failed else view.round
+        return _close(now, view, "failed" if failed else "closed", asked.reason or "closed on request", base)
     staying = view.staying()
     patience = None
     if options.fixed:
@@ -367,6 +370,9 @@ def _after_failure(
         return _close(
             now, view, "failed", f"{name} cannot start workers, and the job cannot run without it", failed
         )
+    failure = NodeFailure.read(result.detail)
+    if failure.final:
+        return _close(now, view, "failed", failure.ending_of(name), failed)
     verdict = decide_for_job(view.round.restarts, options.max_restarts)
     if not verdict.restart:
         return _close(now, view, "failed", f"workers on {name} failed, {verdict.reason}", failed)

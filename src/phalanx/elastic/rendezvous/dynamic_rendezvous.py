@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.cluster.membership_events import Formed
+    from phalanx.cluster.listener import Meeting
 
 __all__ = [
     "DynamicRendezvousHandler",
@@ -152,12 +152,12 @@ class DynamicRendezvousHandler(ElasticRendezvous):
             self.set_closed()
         return super().shutdown()
 
-    def info(self, formed: Formed) -> ElasticInfo:
+    def info(self, meeting: Meeting) -> ElasticInfo:
         """A round in torch's form, with the caller's store under a prefix of its own."""
         from phalanx.cluster.torch_store_adapter import prefixed
 
-        prefix = f"phalanx.rendezvous.{self.get_run_id()}.{formed.round.number}"
-        return ElasticInfo(formed, prefixed(self._store, prefix), self._slots)
+        prefix = f"phalanx.rendezvous.{self.get_run_id()}.{meeting.round.number}"
+        return ElasticInfo(meeting, prefixed(self._store, prefix), self._slots)
 
 
 def create_handler(

@@ -187,20 +187,16 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
     def _new_nodes(self) -> Nodes:
         spec = self._worker_group.spec
         if not (self._rdzv_handler.immediate or self._overridden & _OF_NODES):
-            from phalanx.cluster.elastic_nodes import elastic_nodes
+            from phalanx.cluster.elastic_nodes import ElasticNodes
 
-            nodes = elastic_nodes(
-                spec,
-                self.restart_policy,
+            nodes = ElasticNodes(
+                self._rdzv_handler,
                 self._post,
-                self._record.show_waiting,
-                self._record.note,
+                self._record,
                 lambda when: self._loop.workers.lease_until(when),
                 self._exit_barrier_timeout,
-                self.open_meeting,
-                self._record.quarantined,
             )
-            if nodes is not None:
+            if nodes.attach(spec, self.restart_policy, self.open_meeting):
                 return nodes
         exchanges = not self._overridden & {"_rendezvous", "_assign_worker_ranks"}
         return HandlerNodes(spec, self._post, self._exit_barrier_timeout, exchanges=exchanges)

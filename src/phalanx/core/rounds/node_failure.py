@@ -1,77 +1,34 @@
-"""What a membership reports: rounds, the end, lines for people; and a failure as it travels."""
+"""A node's failure as all nodes see it, and how a round carries it: as text, with the rest of its cause."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import json
+from typing import NamedTuple
 
-from phalanx.core.rounds.participant_events import End
-from phalanx.core.rounds.records import LONGEST_DELAY, Place, Round, printable
+from phalanx.core.rounds.records import LONGEST_DELAY, printable
 
 _LONGEST = 100 << 10
-FAILED = "failed: "  # begins the reason of a job that a node closed for a failure outside of any round
-
-
-class Formed(NamedTuple):
-    """Run workers at this place in the round; they meet at address:port, which `served` serves on rank 0."""
-
-    round: Round
-    place: Place
-    address: str
-    port: int
-    served: Any
-
-
-class Over(NamedTuple):
-    """The round that was formed is over, `now` follows. `at_once`: its workers must not live on.
-
-    `preempted`: they save a checkpoint first."""
-
-    was: Round
-    now: Round | None
-    reason: str
-    at_once: bool
-    drained: bool
-    preempted: bool = False
-
-
-class Ended(NamedTuple):
-    """The job is over for this node, perhaps while a round was running."""
-
-    end: End
-    was: Round | None
-
-
-class Waiting(NamedTuple):
-    """What the nodes wait for, repeated while they wait."""
-
-    text: str
-
-
-class Remark(NamedTuple):
-    """A line for people that is shown once; `quarantined`: the host that it says is."""
-
-    text: str
-    quarantined: str = ""
-
-
-Happening = Formed | Over | Ended | Waiting | Remark
+_MOST_RANKS = 64
 
 
 class NodeFailure(NamedTuple):
-    """A node's failure as all nodes see it; `final`: why a restart cannot help, empty where it may."""
+    """`final`: why a restart cannot help, empty where it may. `delay`: seconds before the restart, on every
+    node. `anew`: no worker re-enters. `ranks`: those that a hang is due to."""
 
     summary: str
     final: str = ""
     report: str = ""
     exit_code: int = 1
-    delay: float = 0.0  # seconds before the restart, on every node
-    anew: bool = False  # no worker re-enters
-    ranks: tuple[int, ...] = ()  # that a hang is due to
+    delay: float = 0.0
+    anew: bool = False
+    ranks: tuple[int, ...] = ()
+
+    def ending_of(self, name: str) -> str:
+        """Why a final failure on the node of this name ends the job."""
+        return f"workers on {name} failed; not restarted: {self.final}"
 
     def text(self) -> str:
         """For the round's record."""
-        import json
-
         report, summary = self.report, self.summary[:4096]
         while True:
             text = json.dumps({**self._asdict(), "summary": summary, "report": report})
@@ -84,8 +41,6 @@ class NodeFailure(NamedTuple):
         """What another node wrote, fit for a terminal; a text of unknown form is taken as the summary."""
         if not text:
             return NO_FAILURE
-        import json
-
         try:
             found = json.loads(text)
             words = {key: found.get(key, "") for key in ("summary", "final", "report")}
@@ -106,5 +61,4 @@ class NodeFailure(NamedTuple):
         )
 
 
-_MOST_RANKS = 64
 NO_FAILURE = NodeFailure("")
