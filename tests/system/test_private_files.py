@@ -29,7 +29,7 @@ if mine:
         line = {"version": 1, "pid": pid, "scope_id": "forged", "expiration_time": 1.0, "signal": 9}
         os.write(fd, json.dumps(line).encode() + b"\\n")
         started = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[19]
-        os.write(fd, f"\\x1e{pid}.{started}:forged\\t1 9\\n".encode())
+        os.write(fd, json.dumps({**line, "started": int(started)}).encode() + b"\\n")
     os.close(fd)
     # Served after the forged ones: the watchdog still works.
     if os.fork() == 0:

@@ -19,9 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.agent.supervision.timers import pipe_codec
+from phalanx.agent.supervision.timers import timer_pipe
 from phalanx.elastic.timer import (
     FileTimerClient,
+    FileTimerRequest,
     FileTimerServer,
     LocalTimerClient,
     LocalTimerServer,
@@ -260,11 +261,15 @@ def test_a_worker_that_survives_its_signal_keeps_its_other_scopes(bed: Bed) -> N
     assert bed.run(work) == -signal.SIGKILL
 
 
+def line(pid: int, at: float, sig: int, started: int = 0) -> bytes:
+    """A line as our client writes it."""
+    return timer_pipe.encode_line(FileTimerRequest(pid, "strange", at, sig), started)
+
+
 TORCHS = b'{"version": 1, "pid": %d, "scope_id": "s", "expiration_time": 1, "signal": 18}\n'
 
 
 def test_garbage_floods_and_foreign_pids_have_no_effect(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = b"%d" % (time.time() * 1e6)
     dead = subprocess.Popen(["true"])
     dead.wait()
     strange = [-1, 0, 1, 2, 2**31, 10**12, dead.pid, os.getppid(), os.getpid()]
@@ -274,7 +279,7 @@ def test_garbage_floods_and_foreign_pids_have_no_effect(bed: Bed, monkeypatch: p
         patch.setattr("phalanx.agent.supervision.timers.watched_processes.client_pids", set())
         patch.setattr(signal, "pidfd_send_signal", lambda *args: signalled.append(args[1]))
         for pid in strange:
-            bed.write(b"\x1e%d.0:strange\t%b 18\n" % (pid, now))
+            bed.write(line(pid, time.time(), signal.SIGCONT))
             bed.write(TORCHS % pid)
         bed.write(b"half a line without an end")
         bed.write(b"\x00" * 3000 + b"\n" + b"{" * 1000 + b"\n")
@@ -298,7 +303,7 @@ def test_a_foreign_process_is_never_signalled(bed: Bed) -> None:
     stranger = int(told.stdout)
     try:
         wait_until(lambda: psutil.Process(stranger).ppid() != os.getpid(), "its adoption")
-        bed.write(pipe_codec.acquire(pipe_codec.name(stranger, 0, "foreign"), time.time(), signal.SIGKILL))
+        bed.write(line(stranger, time.time(), signal.SIGKILL))
         assert bed.run(overstay) == -signal.SIGKILL
         assert bed.server.dropped == {"foreign pid": 1}
         assert not gone(stranger)
@@ -309,7 +314,7 @@ def test_a_foreign_process_is_never_signalled(bed: Bed) -> None:
 def test_a_request_of_an_earlier_process_with_the_same_pid_is_dropped(bed: Bed) -> None:
     worker = bed.start(hold, 1000)
     wait_until(bed.held, "the worker")
-    bed.write(pipe_codec.acquire(pipe_codec.name(worker.pid, 12345, "old"), time.time(), signal.SIGKILL))
+    bed.write(line(worker.pid, time.time(), signal.SIGKILL, started=12345))
     wait_until(lambda: bed.server.dropped, "the drop")
     assert bed.server.dropped == {"pid of an earlier process": 1}
     assert worker.is_alive()

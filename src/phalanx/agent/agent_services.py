@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from phalanx.agent.supervision.timers.file_timer import FileTimerServer
+    from phalanx.agent.supervision.timers.pipe_watchdog import PipeWatchdog
     from phalanx.core.diagnosis.fitness import NodeVerdict
     from phalanx.web.health import HealthServer
     from phalanx.web.metrics import Page
@@ -43,7 +43,7 @@ class Services:
     def __init__(self, health: str | None = None) -> None:
         self.health_address = environment.health_port() if health is None else health
         self.health: HealthServer | None = None
-        self.timers: FileTimerServer | None = None
+        self.timers: PipeWatchdog | None = None
         self.environment: dict[str, str] = {}
         self.pages: dict[str, Callable[[str], Page]] = {}  # served beside the health endpoints
         self._given: Any = None  # a server that the caller brought
@@ -77,12 +77,13 @@ class Services:
         path = environment.timer_file()
         if path is None or self.timers is not None:
             return
-        from phalanx.agent.supervision.timers.file_timer import FileTimerServer, private_path
+        from phalanx.agent.supervision.timers.pipe_watchdog import PipeWatchdog
+        from phalanx.agent.supervision.timers.timer_pipe import private_path
 
         if not path:
             path = private_path()
             self._own_folder = os.path.dirname(path)
-        server = FileTimerServer(path, run_id)
+        server = PipeWatchdog(path, run_id)
         server.start()
         self.timers = server
         self.environment[environment.TIMER_FILE] = path
@@ -101,7 +102,7 @@ class Services:
             host, port = split_address(self.health_address)
         except ValueError as error:
             raise ValueError(f"{environment.HEALTH_PORT}={error}") from None
-        watchdog_progress = self.timers.get_last_progress_time if self.timers is not None else None
+        watchdog_progress = self.timers.last_progress if self.timers is not None else None
         probe = LoopProbe(knock, watchdog_progress)
         server = HealthServer(host, port, probe.live, ready, self.pages)
         try:

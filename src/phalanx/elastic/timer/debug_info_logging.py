@@ -1,5 +1,5 @@
 """torch.distributed.elastic.timer.debug_info_logging's names."""
 
-from phalanx.agent.supervision.timers.file_timer import log_debug_info_for_expired_timers
+from phalanx.agent.supervision.timers.pipe_watchdog import log_debug_info_for_expired_timers
 
 __all__ = ["log_debug_info_for_expired_timers"]

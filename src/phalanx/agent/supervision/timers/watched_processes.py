@@ -20,18 +20,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from typing import TYPE_CHECKING
+from select import POLLIN, poll
 
 from phalanx.kernel import list_dir, read_text, stat_fields
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_MAX_WORKERS = 4096  # of one server; each takes a descriptor
-_MAX_PID = 1 << 31
-
-GONE = ("unknown pid", "dead worker", "pid of an earlier process")
-"""Reasons which mean that there is no process left to signal."""
+GONE = "it is gone"
+REUSED = "pid of an earlier process"
 
 client_pids: set[int] = set()
 """The pids in which a client was made (this process and those it was forked from)."""
@@ -55,21 +49,7 @@ def identity() -> tuple[int, int]:
     return _own
 
 
-def descends(pid: int, ancestor: int) -> bool:
-    """Whether `ancestor` is among the parents of `pid`."""
-    for _ in range(256):
-        fields = stat_fields(pid)
-        if not fields:
-            return False
-        pid = int(fields[1])
-        if pid == ancestor:
-            return True
-        if pid <= 1:
-            return False
-    return False
-
-
-class TimedWorker:
+class WatchedProcess:
     """One admitted process."""
 
     __slots__ = ("fd", "pid", "started")
@@ -84,8 +64,6 @@ class TimedWorker:
         if self.fd is None:
             fields = stat_fields(self.pid)
             return fields is not None and fields[0] not in "ZX" and int(fields[19]) == self.started
-        from select import POLLIN, poll
-
         exited = poll()
         exited.register(self.fd, POLLIN)
         return not exited.poll(0)
@@ -93,14 +71,14 @@ class TimedWorker:
     def signal(self, sig: int) -> str:
         """Send a signal to this process; returns why it could not be sent, or ''."""
         if not self.alive():
-            return "it is gone"
+            return GONE
         try:
             if self.fd is not None:
                 signal.pidfd_send_signal(self.fd, sig)
             else:
                 os.kill(self.pid, sig)
         except ProcessLookupError:
-            return "it is gone"
+            return GONE
         except OSError as error:
             return str(error.strerror)
         return ""
@@ -112,88 +90,69 @@ class TimedWorker:
             self.fd = None
 
 
-class WatchedProcesses:
-    """The workers of one server, by pid; `joined` and `left` are called on every change."""
+def admit(pid: object, started: int, pipe: os.stat_result | None) -> WatchedProcess | str:
+    """The process behind a request, or a short reason why it is refused.
 
-    def __init__(self, joined: Callable[[TimedWorker], None], left: Callable[[TimedWorker], None]) -> None:
-        self.known: dict[int, TimedWorker] = {}
-        self.pipe: tuple[int, int] | None = None  # device and inode of the named pipe that requests come from
-        self._joined = joined
-        self._left = left
+    `pipe`: the named pipe that the request comes from, if it comes from one.
+    """
+    if type(pid) is not int or not 1 < pid < 1 << 31:
+        return "impossible pid"
+    try:
+        fd: int | None = os.pidfd_open(pid)
+    except (AttributeError, OSError) as error:
+        code = getattr(error, "errno", errno.ENOSYS)
+        if code in (errno.ESRCH, errno.EINVAL):
+            return "unknown pid"
+        if code not in (errno.ENOSYS, errno.EPERM):
+            return "no descriptor left"
+        fd = None
+    process = WatchedProcess(pid, fd, start_time(pid))
+    reason, problem = _refusal(process, started, pipe), process.signal(0)
+    if problem == GONE or (problem and not reason):
+        reason = "dead worker"
+    if not reason:
+        return process
+    process.close()
+    return reason
 
-    def admit(self, pid: int, started: int = 0) -> TimedWorker | str:
-        """The worker, or a short reason why it is refused."""
-        worker = self.known.get(pid)
-        if worker is not None and worker.alive() and started in (0, worker.started):
-            return worker
-        if worker is not None:
-            self.remove(pid)
-        if not 1 < pid < _MAX_PID:
-            return "impossible pid"
-        if len(self.known) >= _MAX_WORKERS:
-            return "too many workers"
-        try:
-            fd: int | None = os.pidfd_open(pid)
-        except (AttributeError, OSError) as error:
-            code = getattr(error, "errno", errno.ENOSYS)
-            if code in (errno.ESRCH, errno.EINVAL):
-                return "unknown pid"
-            if code not in (errno.ENOSYS, errno.EPERM):
-                return "no descriptor left"
-            fd = None
-        worker = TimedWorker(pid, fd, start_time(pid))
-        reason = self._refusal(worker, started) or self._unasked(worker, started)
-        if reason:
-            worker.close()
-            return reason
-        self.known[pid] = worker
-        self._joined(worker)
-        return worker
 
-    def remove(self, pid: int) -> None:
-        """Forget a worker."""
-        worker = self.known.pop(pid, None)
-        if worker is not None:
-            self._left(worker)
-            worker.close()
-
-    def close(self) -> None:
-        """Forget all workers."""
-        for pid in list(self.known):
-            self.remove(pid)
-
-    def _unasked(self, worker: TimedWorker, started: int) -> str:
-        """Why the process cannot have sent the request itself, or ''. Lines of torch have no start time."""
-        if self.pipe is None or worker.pid == os.getpid() or _holds(worker.pid, self.pipe):
-            return ""
-        if started or not _has_loaded_torch(worker.pid) or _is_helper(worker.pid):
-            return "a process that did not ask" if worker.alive() else "dead worker"
+def _refusal(process: WatchedProcess, started: int, pipe: os.stat_result | None) -> str:
+    """Why a request with this start time, out of this pipe, cannot be one of the process; '' if it can."""
+    pid, me = process.pid, os.getpid()
+    if not (pid in client_pids if pid == me else _descends(pid, me)):
+        return "foreign pid"
+    if started and process.started and started != process.started:
+        return REUSED
+    if pipe is None or pid == me or _holds(pid, pipe):
         return ""
-
-    @staticmethod
-    def _refusal(worker: TimedWorker, started: int) -> str:
-        me = os.getpid()
-        if not (me in client_pids if worker.pid == me else descends(worker.pid, me)):
-            return "foreign pid" if worker.alive() else "dead worker"
-        if started and worker.started and started != worker.started:
-            return "pid of an earlier process"
-        return worker.signal(0) and "dead worker"
+    # Lines of torch have no start time.
+    torchs = not started and "/libtorch" in read_text(f"/proc/{pid}/maps") and not _is_helper(pid)
+    return "" if torchs else "a process that did not ask"
 
 
-def _holds(pid: int, pipe: tuple[int, int]) -> bool:
-    """Whether a process has the pipe open."""
-    for fd in list_dir(f"/proc/{pid}/fd"):
-        try:
-            found = os.stat(f"/proc/{pid}/fd/{fd}")
-        except OSError:
-            continue
-        if (found.st_dev, found.st_ino) == pipe:
+def _descends(pid: int, ancestor: int) -> bool:
+    """Whether `ancestor` is among the parents of `pid`."""
+    for _ in range(256):
+        fields = stat_fields(pid)
+        if not fields:
+            return False
+        pid = int(fields[1])
+        if pid == ancestor:
             return True
+        if pid <= 1:
+            return False
     return False
 
 
-def _has_loaded_torch(pid: int) -> bool:
-    return "/libtorch" in read_text(f"/proc/{pid}/maps")
+def _holds(pid: int, pipe: os.stat_result) -> bool:
+    """Whether a process has the pipe open."""
+    for fd in list_dir(f"/proc/{pid}/fd"):
+        try:
+            if os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), pipe):
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def _is_helper(pid: int) -> bool:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.protocols import Nodes
-    from phalanx.agent.supervision.timers.file_timer import FileTimerServer
+    from phalanx.agent.supervision.timers.pipe_watchdog import PipeWatchdog
     from phalanx.agent.worker_store import WorkerStore
     from phalanx.agent.workers.worker_group import PContext
     from phalanx.cluster.handler import RendezvousInfo
@@ -73,7 +73,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             uninterruptible_state_timeout = environment.uninterruptible_timeout()
         self._uninterruptible_timeout = uninterruptible_state_timeout
         self._own_context: PContext | None = None
-        self._own_watchdog: FileTimerServer | None = None
+        self._own_watchdog: PipeWatchdog | None = None
         self._attach = options.attach
         self._output = options.output
         self._meeting: WorkerStore | None = None  # what this node opened last for a round's workers
@@ -185,12 +185,12 @@ class LocalElasticAgent(SimpleElasticAgent):
     # -- what the outside reads ---------------------------------------------------------------------
 
     @property
-    def _worker_watchdog(self) -> FileTimerServer | None:
+    def _worker_watchdog(self) -> PipeWatchdog | None:
         """The watchdog of the timers, while it runs; a subclass that makes its own sets it."""
         return self._own_watchdog or self.supervision.services.timers
 
     @_worker_watchdog.setter
-    def _worker_watchdog(self, watchdog: FileTimerServer | None) -> None:
+    def _worker_watchdog(self, watchdog: PipeWatchdog | None) -> None:
         self._own_watchdog = watchdog
 
     @property
