@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
 
-    from phalanx.job.config import JobSpec
+    from phalanx.job.options import JobSpec
 
 __all__ = ["launch", "main", "parse_args"]
 
@@ -80,7 +80,7 @@ def _job(args: Namespace) -> JobSpec:
 
 def _check(args: Namespace) -> None:
     if args.no_python and not args.use_env:
-        from phalanx.job.options import usage_error
+        from phalanx.job.command_line import usage_error
 
         raise usage_error("--no-python without --use-env: only Python scripts get --local-rank; add it")
 

@@ -121,10 +121,10 @@ def test_the_examples_in_the_help_are_valid(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "package").mkdir()
-    monkeypatch.setattr("phalanx.job.validation.resolve_nproc", lambda *_, **__: 4)
+    monkeypatch.setattr("phalanx.devices.resolve_nproc", lambda *_, **__: 4)
     lines = help_module.EXAMPLES.replace("\\\n", "").splitlines()
     commands = [line.split() for line in lines if line.startswith("  phalanx run")]
-    assert parse(commands[example][2:], {}).local_world_size == 4
+    assert parse(commands[example][2:], {}).workers.local_world_size == (8 if example == 1 else 4)
 
 
 def test_overview_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from phalanx.cli.torchrun import config_from_args
 from phalanx.elastic.elastic_launch import LaunchConfig
 from phalanx.errors import UsageError
 from phalanx.job import config as config_module
+from phalanx.job.command_line import scan
 from phalanx.job.config import (
     InformationRequested,
     JobSpec,
@@ -24,7 +25,8 @@ from phalanx.job.config import (
     get_args_parser,
     parse,
 )
-from phalanx.job.options import OPTIONS, scan, split_list
+from phalanx.job.options import OPTIONS
+from phalanx.job.units import words as split_words
 from tests.conftest import as_nobody, drop_privileges
 
 PATH = {"PATH": os.environ.get("PATH", os.defpath)}
@@ -43,11 +45,11 @@ def ask(*argv: str, **environ: str) -> JobSpec:
 
 def is_alone(job: JobSpec) -> bool:
     """One node that meets no other: its run id is its own."""
-    return job.run_id != "none"
+    return job.cluster.run_id != "none"
 
 
 def command(job: JobSpec) -> tuple[object, tuple[str, ...]]:
-    return job.entrypoint, job.args
+    return job.program.entrypoint, job.program.args
 
 
 def refusal(*argv: str, **environ: str) -> str:
@@ -81,8 +83,8 @@ def test_every_torchrun_option_has_the_same_names_default_and_choices() -> None:
 
 
 def test_every_torchrun_option_reads_the_same_variable(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    samples = {"int": "7", "float": "7.5", "flag": "1", "list": "a,b", "str": "7", "address": "7"}
-    names = {option.dest: samples[option.kind] for option in OPTIONS}
+    samples = {"int": "7", "duration": "7.5", "flag": "1", "list": "a,b"}
+    names = {option.dest: samples.get(option.kind, "7") for option in OPTIONS}
     pretend = {f"PET_{dest.upper()}": value for dest, value in names.items()}
     for name, value in pretend.items():
         monkeypatch.setenv(name, value)
@@ -121,7 +123,7 @@ def test_words_are_split_as_torchrun_splits_them(argv: list[str]) -> None:
     for dest, value in vars(theirs).items():
         if not dest.startswith("training") and value != getattr(defaults, dest):
             raw = found.values[dest]
-            assert value in (raw, raw == "1", split_list(raw)) or value == float(raw)
+            assert value in (raw, raw == "1", list(split_words(raw))) or value == float(raw)
 
 
 # fmt: off
@@ -150,33 +152,54 @@ def test_scanner_and_argparse_agree_on_any_words(argv: list[str]) -> None:
 
 def test_defaults(script: str) -> None:
     run = ask(script, "--lr", "0.1")
-    assert (run.local_world_size, run.min_nodes, run.max_nodes, run.role) == (1, 1, 1, "default")
-    assert (run.max_restarts, run.monitor_interval, run.shutdown_timeout) == (0, 0.1, 30.0)
-    assert (run.rdzv_backend, run.rdzv_endpoint, is_alone(run)) == ("phalanx", "localhost:0", True)
-    assert (run.redirects, run.tee, run.log_dir, run.local_ranks_filter) == ("0", "0", None, None)
-    assert (run.omp_num_threads, run.start_method, run.warnings) == (None, "spawn", ())
+    assert (run.workers.local_world_size, run.cluster.min_nodes, run.cluster.max_nodes, run.workers.role) == (
+        1,
+        1,
+        1,
+        "default",
+    )
+    assert (run.restarts.max_restarts, run.restarts.monitor_interval, run.restarts.shutdown_timeout) == (
+        0,
+        0.1,
+        30.0,
+    )
+    assert (run.cluster.rdzv_backend, run.cluster.rdzv_endpoint, is_alone(run)) == (
+        "phalanx",
+        "localhost:0",
+        True,
+    )
+    assert (run.output.redirects, run.output.tee, run.output.log_dir, run.output.local_ranks_filter) == (
+        "0",
+        "0",
+        None,
+        None,
+    )
+    assert (run.workers.omp_num_threads, run.workers.start_method, run.warnings) == (None, "spawn", ())
     assert command(run) == (sys.executable, (script, "--lr", "0.1"))
 
 
 def test_argument_beats_variable_beats_default(script: str) -> None:
-    assert ask("--nproc-per-node", "3", script, PET_NPROC_PER_NODE="2").local_world_size == 3
-    assert ask(script, PET_NPROC_PER_NODE="2").local_world_size == 2
-    assert ask(script, PET_NPROC_PER_NODE="").local_world_size == 1
-    assert ask(script, PHALANX_GRACE="4", PET_TEE="3").tee == "3"
+    assert ask("--nproc-per-node", "3", script, PET_NPROC_PER_NODE="2").workers.local_world_size == 3
+    assert ask(script, PET_NPROC_PER_NODE="2").workers.local_world_size == 2
+    assert ask(script, PET_NPROC_PER_NODE="").workers.local_world_size == 1
+    assert ask(script, PHALANX_GRACE="4", PET_TEE="3").output.tee == "3"
 
 
 def test_grace_has_two_names_and_an_argument_beats_any_variable(script: str) -> None:
-    assert ask("--grace", "2.5", "--shutdown-timeout", "9", script).shutdown_timeout == 2.5
-    assert ask("--shutdown-timeout", "9", script, PHALANX_GRACE="4").shutdown_timeout == 9
-    assert ask("--grace", "0", script, PET_SHUTDOWN_TIMEOUT="9").shutdown_timeout == 0
-    assert ask(script, PHALANX_GRACE="4", PET_SHUTDOWN_TIMEOUT="9").shutdown_timeout == 4
-    assert ask(script, PET_SHUTDOWN_TIMEOUT="9", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").shutdown_timeout == 9
-    assert ask(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").shutdown_timeout == 7
+    assert ask("--grace", "2.5", "--shutdown-timeout", "9", script).restarts.shutdown_timeout == 2.5
+    assert ask("--shutdown-timeout", "9", script, PHALANX_GRACE="4").restarts.shutdown_timeout == 9
+    assert ask("--grace", "0", script, PET_SHUTDOWN_TIMEOUT="9").restarts.shutdown_timeout == 0
+    assert ask(script, PHALANX_GRACE="4", PET_SHUTDOWN_TIMEOUT="9").restarts.shutdown_timeout == 4
+    assert (
+        ask(script, PET_SHUTDOWN_TIMEOUT="9", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").restarts.shutdown_timeout
+        == 9
+    )
+    assert ask(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").restarts.shutdown_timeout == 7
 
 
 def test_what_nodes_know_each_other_by(script: str) -> None:
     plain = ask(script)
-    assert plain.rdzv_conf == {}
+    assert plain.cluster.rdzv_conf == {}
     run = ask(
         *("--tls-cert", script, "--tls-ca", script, "--store-grace", "5", script),
         PHALANX_TOKEN_FILE=script,
@@ -184,39 +207,41 @@ def test_what_nodes_know_each_other_by(script: str) -> None:
         PHALANX_STORE_GRACE="7",
     )
     files = dict.fromkeys(("token_file", "tls_cert", "tls_key", "tls_ca"), script)
-    assert run.rdzv_conf == {**files, "store_grace": 5.0}
+    assert run.cluster.rdzv_conf == {**files, "store_grace": 5.0}
 
 
 def test_threads_are_limited_only_when_workers_share_and_nobody_chose(script: str) -> None:
-    assert ask("--nproc-per-node", "2", script).omp_num_threads == 1
-    assert ask("--nproc-per-node", "2", script, OMP_NUM_THREADS="3").omp_num_threads is None
-    assert ask(script).omp_num_threads is None
+    assert ask("--nproc-per-node", "2", script).workers.omp_num_threads == 1
+    assert ask("--nproc-per-node", "2", script, OMP_NUM_THREADS="3").workers.omp_num_threads is None
+    assert ask(script).workers.omp_num_threads is None
 
 
 def test_script_arguments_are_never_touched(script: str) -> None:
     tail = ("--nnodes", "9", "-h", "--", "--help", "", "--nproc_per_node=x", "${local_rank}")
     run = ask("--tee", "3", script, *tail)
-    assert run.args == (script, *tail)
-    assert run.max_nodes == 1
-    assert ask("--", script, *tail).args == (script, *tail)
+    assert run.program.args == (script, *tail)
+    assert run.cluster.max_nodes == 1
+    assert ask("--", script, *tail).program.args == (script, *tail)
 
 
 def test_prefix_template_flag_beats_variable(script: str) -> None:
     name = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-    assert ask(script, **{name: "A"}).log_line_prefix_template == "A"
-    assert ask("--log-line-prefix-template", "B", script, **{name: "A"}).log_line_prefix_template == "B"
+    assert ask(script, **{name: "A"}).output.log_line_prefix_template == "A"
+    assert (
+        ask("--log-line-prefix-template", "B", script, **{name: "A"}).output.log_line_prefix_template == "B"
+    )
 
 
 def test_our_own_options_give_way_when_shortened(script: str) -> None:
     """What is unique under torchrun stays unique here."""
     for short in ("--log-", "--log_"):
-        assert ask(short, "logs", script).log_dir == "logs"
+        assert ask(short, "logs", script).output.log_dir == "logs"
     with pytest.raises(InformationRequested):
         parse(["--he"], {})
 
 
 def test_a_shortened_option_may_match_both_spellings_of_one(script: str) -> None:
-    assert ask("--nproc", "2", script).local_world_size == 2
+    assert ask("--nproc", "2", script).workers.local_world_size == 2
 
 
 @pytest.mark.parametrize(
@@ -239,13 +264,13 @@ def test_a_shortened_option_may_match_both_spellings_of_one(script: str) -> None
 )
 def test_where_nodes_meet(script: str, argv: tuple[str, ...], expected: tuple[str, str, bool]) -> None:
     run = ask(*argv, script)
-    assert (run.rdzv_backend, run.rdzv_endpoint, is_alone(run)) == expected
+    assert (run.cluster.rdzv_backend, run.cluster.rdzv_endpoint, is_alone(run)) == expected
 
 
 def test_run_id_is_unique_unless_given(script: str) -> None:
-    assert ask(script).run_id != ask(script).run_id
-    assert ask("--rdzv-id", "job7", script).run_id == "job7"
-    assert ask("--nnodes", "2", script).run_id == "none"
+    assert ask(script).cluster.run_id != ask(script).cluster.run_id
+    assert ask("--rdzv-id", "job7", script).cluster.run_id == "job7"
+    assert ask("--nnodes", "2", script).cluster.run_id == "none"
 
 
 def test_worker_commands(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,24 +290,31 @@ def test_lists_and_settings(script: str) -> None:
     run = ask(
         "--rdzv-conf", "a=1, b = x=y ,", "--local-ranks-filter", "0, 1", "--nproc-per-node", "2", script
     )
-    assert run.rdzv_conf == {"a": "1", "b": "x=y"}
+    assert run.cluster.rdzv_conf == {"a": "1", "b": "x=y"}
     for quoted in ("\"a=1,b='2'\"", "'a=1,b='2''"):
-        assert ask("--rdzv-conf", quoted, script).rdzv_conf == {"a": "1", "b": "'2'"}
+        assert ask("--rdzv-conf", quoted, script).cluster.rdzv_conf == {"a": "1", "b": "'2'"}
     old = ask("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "h:2379", script)
-    assert old.rdzv_backend == "etcd"
+    assert old.cluster.rdzv_backend == "etcd"
     assert "speaks v3" in old.warnings[0]
-    assert run.local_ranks_filter == {0, 1}
-    assert ask("--duplicate-stdout-filters", "a,,b,c", script).duplicate_stdout_filters == ("a,b", "c")
-    assert ask("--no-restart-on", "2,137,SIGABRT,-11", script).no_restart_on == {2, 137, 134, 139}
+    assert run.output.local_ranks_filter == {0, 1}
+    assert ask("--duplicate-stdout-filters", "a,,b,c", script).output.duplicate_stdout_filters == ("a,b", "c")
+    assert ask("--no-restart-on", "2,137,SIGABRT,-11", script).restarts.no_restart_on == {2, 137, 134, 139}
     named = ask("--no-restart-on", "ValueError, torch.OutOfMemoryError,socket.timeout", script)
-    assert named.no_restart_on == {"ValueError", "OutOfMemoryError", "timeout"}
-    assert named.hopeless == ask("--no-restart-on", "none", script).hopeless == frozenset()
-    assert ask(script).hopeless == {2, "ImportError", "SyntaxError"}
-    assert ask("--no-restart-on", "none", script).no_restart_on == ask(script).no_restart_on == frozenset()
-    assert [ask("--backoff", text, script).backoff for text in ("2", "0", "0.1:60", "90")] == [
+    assert named.restarts.no_restart_on == {"ValueError", "OutOfMemoryError", "timeout"}
+    assert named.restarts.hopeless == ask("--no-restart-on", "none", script).restarts.hopeless == frozenset()
+    assert ask(script).restarts.hopeless == {2, "ImportError", "SyntaxError"}
+    assert (
+        ask("--no-restart-on", "none", script).restarts.no_restart_on
+        == ask(script).restarts.no_restart_on
+        == frozenset()
+    )
+    assert [ask("--backoff", text, script).restarts.backoff for text in ("2", "0", "0.1:60", "90")] == [
         (2, 30), (0, 30), (0.1, 60), (90, 90),
     ]  # fmt: skip
-    assert (ask(script).backoff, ask("--restart-delay", "3", script).restart_delay) == ((0.5, 30), 3)
+    assert (ask(script).restarts.backoff, ask("--restart-delay", "3", script).restarts.restart_delay) == (
+        (0.5, 30),
+        3,
+    )
 
 
 def test_namespace_gives_the_same_run(script: str) -> None:
@@ -322,18 +354,20 @@ def test_a_launch_config_gives_the_same_job(
     config, program, args = config_from_args(namespace)
     made = from_launch_config(config, program, args)
     logs: dict[str, Any] = {"logs_specs": None, "log_dir": None, "redirects": "0", "tee": "0"}
-    own = {
-        **logs,
-        "name": "",
-        "run_id": "",
-        "omp_num_threads": None,
-        "hopeless": frozenset(),
-        "patience": 0.0,
-    }
+
+    def without_own(job: JobSpec) -> JobSpec:
+        return job.replace(
+            program=job.program.replace(name=""),
+            workers=job.workers.replace(omp_num_threads=None),
+            cluster=job.cluster.replace(run_id="", rdzv_conf={}),
+            restarts=job.restarts.replace(hopeless=frozenset(), patience=0.0),
+            output=job.output.replace(**logs),
+        )
+
     wanted = from_namespace(namespace)
-    assert made.rdzv_conf == {"timeout": 900, **wanted.rdzv_conf}
-    assert made.replace(**own, rdzv_conf={}) == wanted.replace(**own, rdzv_conf={})
-    assert made.logs_specs is config.logs_specs
+    assert made.cluster.rdzv_conf == {"timeout": 900, **wanted.cluster.rdzv_conf}
+    assert without_own(made) == without_own(wanted)
+    assert made.output.logs_specs is config.logs_specs
 
 
 @pytest.mark.parametrize(
@@ -377,9 +411,14 @@ def test_a_launch_config_reads_the_variables_that_torch_reads_for_it(monkeypatch
     }.items():
         monkeypatch.setenv(name, value)
     job = from_launch_config(config, "true", [])
-    assert (job.max_restarts, job.quiet, job.warm, job.health_port) == (3, False, "auto", "1234")
+    assert (job.restarts.max_restarts, job.output.quiet, job.workers.warm, job.watching.health_port) == (
+        3,
+        False,
+        "auto",
+        "1234",
+    )
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "here")
-    with pytest.raises(UsageError, match="TORCHELASTIC_HEALTH_CHECK_PORT=here: write PORT"):
+    with pytest.raises(UsageError, match="TORCHELASTIC_HEALTH_CHECK_PORT=here: not an address; write PORT"):
         from_launch_config(config, "true", [])
 
 
@@ -389,7 +428,7 @@ def test_a_backend_registered_from_python_is_known() -> None:
     rendezvous_handler_registry.register("of-this-test", lambda params: None)  # type: ignore[arg-type,return-value]
     try:
         config = LaunchConfig(1, 2, 1, run_id="j", rdzv_backend="of-this-test", rdzv_endpoint="file:///x")
-        assert from_launch_config(config, "true", []).rdzv_endpoint == "file:///x"
+        assert from_launch_config(config, "true", []).cluster.rdzv_endpoint == "file:///x"
     finally:
         del rendezvous_handler_registry._registry["of-this-test"]
 
@@ -397,11 +436,11 @@ def test_a_backend_registered_from_python_is_known() -> None:
 def test_a_run_cannot_be_changed_only_copied(script: str) -> None:
     run = ask(script)
     with pytest.raises(AttributeError, match="replace"):
-        run.role = "other"
-    assert run.replace(role="other").role == "other"
-    assert run.role == "default"
+        run.workers.role = "other"
+    assert run.workers.replace(role="other").role == "other"
+    assert run.workers.role == "default"
     with pytest.raises(TypeError, match="rol"):
-        run.replace(rol="other")
+        run.workers.replace(rol="other")
 
 
 def test_help_and_completion_stop_the_parse() -> None:
@@ -430,7 +469,7 @@ REFUSED = [
     (["--max-restarts", "-1"], "--max-restarts -1: must be 0 or more"),
     (["--max-restarts", "1.5"], "--max-restarts 1.5: not a whole number"),
     (["--monitor-interval", "0"], "--monitor-interval 0: must be"),
-    (["--monitor-interval", "nan"], "--monitor-interval nan: must be"),
+    (["--monitor-interval", "nan"], "--monitor-interval nan: not a duration"),
     (["--master-port", "70000"], "--master-port 70000: must be between 0 and 65535"),
     (["--node-rank", "-1"], "--node-rank -1: must be 0 or more"),
     (["--nnodes", "2", "--node-rank", "2"], "--node-rank 2: node ranks go from 0 to 1"),
@@ -453,17 +492,17 @@ REFUSED = [
     (["-r", "4"], "--redirects 4: use 0, 1, 2 or 3"),
     (["-t", "0:3,x"], "--tee 0:3,x: use"),
     (["--tee="], "--tee: use"),
-    (["--local-ranks-filter", "a,b"], "--local-ranks-filter a,b: write local ranks"),
+    (["--local-ranks-filter", "a,b"], "--local-ranks-filter a,b: not a list of ranks; write 0,3-7"),
     (["--shutdown-timeout", "-1"], "--shutdown-timeout -1: must be 0 or more"),
-    (["--grace", "inf"], "--grace inf: must be 0 or more, and finite"),
+    (["--grace", "inf"], "--grace inf: not a duration; write 30, 30s, 10m, 1h30m or 1d"),
     (["--restart-window", "0"], "--restart-window 0: must be"),
     (["--no-restart-on", "2,SIGFOO"], "'SIGFOO' is neither"),
     (["--no-restart-on", "0"], "'0' is neither"),
     (["--no-restart-on", "none,2"], "'none' is neither"),
     (["--no-restart-on", "Value Error"], "'Value Error' is neither"),
-    (["--backoff", "soon"], "--backoff soon: use a number of seconds, or FIRST:LONGEST"),
+    (["--backoff", "soon"], "--backoff soon: write a duration, or FIRST:LONGEST"),
     (["--backoff", "-1"], "--backoff -1: must be between 0 and"),
-    (["--backoff", "nan"], "--backoff nan: must be between 0 and"),
+    (["--backoff", "nan"], "--backoff nan: write a duration"),
     (["--backoff", "5:1"], "--backoff 5:1: the first delay is larger"),
     (["--restart-delay", "-1"], "--restart-delay -1: must be between 0 and"),
     (["--logs-specs", "nope"], "--logs-specs nope: no such plug-in"),
@@ -578,12 +617,12 @@ def test_doubtful_input_is_a_warning_not_an_end(script: str) -> None:
     run = ask("--signals-to-handle", "SIGTERM,SIGFOO", "-r", "5:3", "--local-ranks-filter", "9", script)
     assert len(run.warnings) == 3
     assert "SIGFOO" in run.warnings[0]
-    assert run.signals_to_handle == "SIGTERM"  # nobody after us has to warn of it again
+    assert run.restarts.signals_to_handle == "SIGTERM"  # nobody after us has to warn of it again
 
 
 def test_signals_that_cannot_be_meant_are_said_once_each(script: str) -> None:
     run = ask("--signals-to-handle", " SIGKILL,TERM,,SIGUSR1", script)
-    assert run.signals_to_handle == "SIGUSR1"
+    assert run.restarts.signals_to_handle == "SIGUSR1"
     killing, short = run.warnings
     assert killing.endswith("SIGKILL: cannot be handled, ignored")
     assert short.endswith("TERM: no such signal, ignored (did you mean SIGTERM?)")
@@ -596,15 +635,15 @@ def test_a_module_to_preload_that_is_not_there_is_said(script: str) -> None:
 
 def test_a_static_endpoint_is_where_the_workers_meet(script: str) -> None:
     run = ask("--rdzv-endpoint", "[::1]:29531", script)
-    assert (run.master_addr, run.master_port, is_alone(run)) == ("::1", 29531, False)
+    assert (run.cluster.master_addr, run.cluster.master_port, is_alone(run)) == ("::1", 29531, False)
     run = ask("--nnodes", "2", "--master-addr", "node0", script)
-    assert (run.master_addr, run.master_port) == ("node0", 29500)
+    assert (run.cluster.master_addr, run.cluster.master_port) == ("node0", 29500)
     assert "put an IPv6 address in brackets" in refusal("--rdzv-endpoint", "fe80::1", script)
 
 
 def test_a_flag_here_overrules_a_variable_that_says_the_opposite(script: str) -> None:
     run = ask("--verbose", script, PHALANX_QUIET="1")
-    assert (run.quiet, run.verbose) == (False, True)
+    assert (run.output.quiet, run.output.verbose) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -617,14 +656,17 @@ def test_a_flag_here_overrules_a_variable_that_says_the_opposite(script: str) ->
         (["--log-rotate", "infM"], "write SIZE or SIZE:KEEP"),
         (["--log-rotate", "10"], "--log-rotate 10: a part has at least 4K"),
         (["--log-rotate", "1M:0"], "--log-rotate 1M:0: keep at least one part"),
-        (["--keep-logs", "a week"], "--keep-logs a week: write a time, as in 12h or 7d, or forever"),
+        (
+            ["--keep-logs", "a week"],
+            "--keep-logs a week: not a duration; write 30, 30s, 10m, 1h30m or 1d, or forever",
+        ),
         (["--termination-log", "/"], "--termination-log /: is a directory; name a file"),
         (["--termination-log", "/no/such/file"], "there is no /no/such"),
         (["--expect", "("], "--expect (: not a regular expression"),
         (["--expect", "x"], "--expect x: add --expect-every TIME, --expect-finite, or both"),
         (["--expect-every", "300s"], "--expect-every 300s: needs a pattern; add --expect REGEX"),
         (["--expect-finite"], "--expect-finite: needs a pattern"),
-        (["--expect", "x", "--expect-every", "soon"], "--expect-every soon: write a time"),
+        (["--expect", "x", "--expect-every", "soon"], "--expect-every soon: not a duration"),
         (["--notify", "ftp://user:SECRET@host"], "--notify ftp://...: only http and https are known"),
         (["--notify", "https:///SECRET"], "--notify https://...: the URL names no host"),
         (["--notify", "@/no/such/file"], "--notify @/no/such/file: cannot be read: No such file"),
@@ -639,22 +681,40 @@ def test_options_for_machines_that_are_refused(script: str, words: list[str], me
 
 def test_options_for_machines(script: str, tmp_path: Path) -> None:
     plain = ask(script)
-    assert (plain.log_format, plain.log_rotate, plain.keep_logs) == ("text", None, 7 * 86400)
-    assert (plain.expect, plain.notify, plain.metrics, plain.otel) == ("", "", False, False)
-    assert plain.termination_log == ""
+    assert (plain.output.log_format, plain.output.log_rotate, plain.output.keep_logs) == (
+        "text",
+        None,
+        7 * 86400,
+    )
+    assert (plain.watching.expect, plain.watching.notify, plain.watching.metrics, plain.watching.otel) == (
+        "",
+        "",
+        False,
+        False,
+    )
+    assert plain.output.termination_log == ""
     secret = tmp_path / "hook"
     secret.write_text("https://hooks.example/SECRET\n")
     run = ask(
         "--log-rotate", "1.5MiB:3", "-r", "3", "--keep-logs", "forever", "--notify", f"@{secret}",
         "--expect", r"loss: (\S+)", "--expect-every", "5m", script, PHALANX_LOG_FORMAT="json",
     )  # fmt: skip
-    assert (run.log_format, run.log_rotate, run.keep_logs) == ("json", (3 << 19, 3), None)
-    assert (run.expect_every, run.expect_finite, run.redirects, run.tee) == (300.0, False, "3", "0")
-    assert run.notify == "https://hooks.example/SECRET"
+    assert (run.output.log_format, run.output.log_rotate, run.output.keep_logs) == (
+        "json",
+        (3 << 19, 3),
+        None,
+    )
+    assert (run.watching.expect_every, run.watching.expect_finite, run.output.redirects, run.output.tee) == (
+        300.0,
+        False,
+        "3",
+        "0",
+    )
+    assert run.watching.notify == "https://hooks.example/SECRET"
     assert run.warnings == ()
     # Output that goes straight to the terminal cannot be searched.
     run = ask("--expect", "x", "--expect-finite", "--log-rotate", "4K", script)
-    assert (run.tee, run.log_rotate, run.warnings) == ("3", (4096, None), ())
+    assert (run.output.tee, run.output.log_rotate, run.warnings) == ("3", (4096, None), ())
     (warning,) = ask("--log-rotate", "4K", script).warnings
     assert "no output goes to files" in warning
 
@@ -693,7 +753,7 @@ def test_threads_of_each_worker(
     words: str, environ: dict[str, str], threads: int | None, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx.devices.usable_cpus", lambda: 8)
-    assert ask(*words.split(), script, **environ).omp_num_threads == threads
+    assert ask(*words.split(), script, **environ).workers.omp_num_threads == threads
 
 
 def test_threads_that_are_none(script: str) -> None:

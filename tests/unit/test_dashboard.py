@@ -63,14 +63,14 @@ def test_where_the_page_is_served(
 ) -> None:
     environ = {"PHALANX_DASHBOARD": variable} if variable else {}
     job = config.parse([*words, script, "8080"], environ)
-    assert job.dashboard == where
-    assert job.args[-1] == "8080", "what follows the script is the script's"
-    assert job.tee == ("0" if where is None else "3"), "the page shows the output, so there must be files"
+    assert job.watching.dashboard == where
+    assert job.program.args[-1] == "8080", "what follows the script is the script's"
+    assert job.output.tee == ("0" if where is None else "3"), "the page shows the output of files"
 
 
 @pytest.mark.parametrize("value", ["=x", "=host:", "=host:70000", "=:80", "=a:b"])
 def test_a_bad_address_is_refused(script: str, value: str) -> None:
-    with pytest.raises(UsageError, match=r"dashboard.*write PORT or ADDRESS:PORT"):
+    with pytest.raises(UsageError, match=r"dashboard.*write PORT or HOST:PORT"):
         config.parse([f"--dashboard{value}", script], {})
 
 

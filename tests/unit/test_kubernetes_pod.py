@@ -202,9 +202,13 @@ def test_the_job_and_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(config, "_text_of", lambda path: HOSTS)
     monkeypatch.setattr("os.uname", lambda: type("uname", (), {"nodename": "train-1"}))
     job = parse(["--nnodes", "4", str(tmp_path / "train.py")], {**POD, **UID})
-    assert (job.rdzv_backend, job.rdzv_endpoint) == ("static", f"train-0.{DOMAIN}:29500")
-    assert (job.run_id, job.keep_id, job.master_addr) == ("train-0a1b2c3d", "train", f"train-0.{DOMAIN}")
-    assert job.rdzv_conf == {"return_timeout": "600", "rank": 1}
+    assert (job.cluster.rdzv_backend, job.cluster.rdzv_endpoint) == ("static", f"train-0.{DOMAIN}:29500")
+    assert (job.cluster.run_id, job.state.keep_id, job.cluster.master_addr) == (
+        "train-0a1b2c3d",
+        "train",
+        f"train-0.{DOMAIN}",
+    )
+    assert job.cluster.rdzv_conf == {"return_timeout": "600", "rank": 1}
     text = plan(job)
     assert "# from Kubernetes: --node-rank 1 (JOB_COMPLETION_INDEX=1)" in text
     assert f"# from Kubernetes: --master-addr train-0.{DOMAIN} (/etc/hosts: train-1.{DOMAIN})" in text

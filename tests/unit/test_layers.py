@@ -24,11 +24,11 @@ ORDER = (*FOUNDATION, *ROOMS, *SURFACE)
 UPWARDS = {
     ("agent.job", "elastic.agent.server.local_elastic_agent"),
     ("cluster.exchange", "elastic.utils.store"),
-    ("job.validation", "cluster.registry"),
-    ("job.validation", "observe.events"),
-    ("job.validation", "observe.trace_sender"),
-    ("job.validation", "web.dashboard_process"),
-    ("job.validation", "web.metrics"),
+    ("job.rules", "cluster.registry"),
+    ("job.rules", "observe.events"),
+    ("job.rules", "observe.trace_sender"),
+    ("job.rules", "web.dashboard_process"),
+    ("job.rules", "web.metrics"),
 }
 FORBIDDEN_IN_CORE = {
     "asyncio", "logging", "multiprocessing", "os", "random", "select", "selectors", "socket", "subprocess",

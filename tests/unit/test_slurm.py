@@ -253,14 +253,14 @@ def script(tmp_path: Path) -> str:
 
 def test_a_launch_in_a_worker_of_the_job_is_a_job_of_its_own(script: str) -> None:
     job = parse([script], {**STEP, "TORCHELASTIC_RUN_ID": "1234"})
-    assert (job.max_nodes, job.taken, job.warnings) == (1, (), ())
+    assert (job.cluster.max_nodes, job.taken, job.warnings) == (1, (), ())
 
 
 def test_the_job_and_its_plan(script: str) -> None:
     job = parse([script], {**STEP, "SLURM_RESTART_COUNT": "1", "SLURM_GPUS_ON_NODE": "3"})
-    assert (job.min_nodes, job.max_nodes, job.local_world_size) == (2, 2, 3)
-    assert (job.run_id, job.keep_id) == ("1234-r1", "1234")
-    assert job.rdzv_conf == {"is_host": "0", "all_nodes": "2", "name": "n08", "rank": 1}
+    assert (job.cluster.min_nodes, job.cluster.max_nodes, job.workers.local_world_size) == (2, 2, 3)
+    assert (job.cluster.run_id, job.state.keep_id) == ("1234-r1", "1234")
+    assert job.cluster.rdzv_conf == {"is_host": "0", "all_nodes": "2", "name": "n08", "rank": 1}
     text = plan(job)
     assert "# from Slurm: --nnodes 2 (SLURM_STEP_NUM_TASKS=2)" in text
     assert "# from Slurm: --nproc-per-node 3 (SLURM_GPUS_ON_NODE=3)" in text
@@ -270,7 +270,12 @@ def test_the_job_and_its_plan(script: str) -> None:
 
 def test_variables_of_options_win(script: str) -> None:
     job = parse([script], {**STEP, "PET_NNODES": "1:2", "PET_RDZV_ID": "mine", "PET_NPROC_PER_NODE": "2"})
-    assert (job.min_nodes, job.max_nodes, job.local_world_size, job.run_id) == (1, 2, 2, "mine")
+    assert (
+        job.cluster.min_nodes,
+        job.cluster.max_nodes,
+        job.workers.local_world_size,
+        job.cluster.run_id,
+    ) == (1, 2, 2, "mine")
     assert "--rdzv-id" not in [option for option, _, _ in job.taken]
 
 

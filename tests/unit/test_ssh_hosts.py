@@ -93,10 +93,10 @@ def test_refusals(words: list[str], why: str, tmp_path: Path) -> None:
 def test_the_job_of_some_hosts(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("")
     job = parse(["--hosts", "a,b:2,c", str(tmp_path / "t.py")], {"SLURM_JOB_ID": "1"})
-    assert (job.min_nodes, job.max_nodes, job.rdzv_backend) == (3, 3, "phalanx")
-    assert job.rdzv_endpoint.startswith("a:")
+    assert (job.cluster.min_nodes, job.cluster.max_nodes, job.cluster.rdzv_backend) == (3, 3, "phalanx")
+    assert job.cluster.rdzv_endpoint.startswith("a:")
     spares = parse(["--hosts", "a,b,c", "--nnodes", "2", str(tmp_path / "t.py")], {})
-    assert (spares.min_nodes, spares.max_nodes, len(spares.hosts)) == (2, 2, 3)
+    assert (spares.cluster.min_nodes, spares.cluster.max_nodes, len(spares.cluster.hosts)) == (2, 2, 3)
 
 
 @given(st.lists(st.tuples(st.sampled_from([b"o", b"e"]), st.binary(max_size=50)), max_size=20), st.data())

@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def invoke(command: str, argv: Sequence[str]) -> int:
     """Run a command's `main` under the rules common to all commands."""
+    from phalanx.job.command_line import InformationRequested
     from phalanx.job.environment import namespace
-    from phalanx.job.options import InformationRequested
 
     try:
         namespace()

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from phalanx.check.local import BETWEEN, NAMES
 from phalanx.cli.table import four_columns, table_width
 from phalanx.core.diagnosis.fitness import EXIT_CODES, FIT, UNKNOWN, CheckFinding, NodeVerdict, judge_node
+from phalanx.job.command_line import scan, usage_error
 from phalanx.job.environment import temporary_directory, variables
-from phalanx.job.options import scan, usage_error
 from phalanx.log import printable
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _meeting(v: Sources, wait: Sequence[str]) -> RendezvousParameters | None:
     if backend not in ("phalanx", "c10d", "etcd"):
         raise v.bad("rdzv_backend", "a check meets through phalanx or etcd")
     from phalanx.cluster.handler import RendezvousParameters
-    from phalanx.job.validation import trust_files
+    from phalanx.job.rules import trust_files
 
     try:
         seconds = float(wait[0]) if wait else _WAIT

@@ -20,8 +20,8 @@ from phalanx.core.diagnosis.fitness import (
     worst,
 )
 from phalanx.errors import PhalanxError
+from phalanx.job.command_line import usage_error
 from phalanx.job.environment import TOKEN_FILE, variables
-from phalanx.job.options import usage_error
 from phalanx.log import printable, write_stderr
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.cli import COMMANDS
-from phalanx.job.options import SHELLS, usage_error
+from phalanx.job.command_line import usage_error
+from phalanx.job.options import SHELLS
 
 _VALUES = {"nproc_per_node": ["auto", "gpu", "xpu", "cpu"], "rdzv_backend": ["phalanx", "static", "etcd"]}
 _FILES = ("token_file", "tls_cert", "tls_key", "tls_ca", "journal", "training_script", "training_script_args")

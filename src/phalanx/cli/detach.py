@@ -6,15 +6,15 @@ import os
 import signal
 import sys
 
-from phalanx.job.config import JobSpec
-from phalanx.job.options import usage_error
+from phalanx.job.command_line import usage_error
+from phalanx.job.options import JobSpec
 from phalanx.trusted_files import make_directory
 
 
 def detach(job: JobSpec) -> bool:
     """True in the background process that goes on; False in the one that returns to the shell."""
-    directory = job.log_dir or os.getcwd()
-    path = os.path.join(os.path.abspath(directory), f"phalanx-{job.run_id}.out")
+    directory = job.output.log_dir or os.getcwd()
+    path = os.path.join(os.path.abspath(directory), f"phalanx-{job.cluster.run_id}.out")
     try:
         make_directory(directory)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

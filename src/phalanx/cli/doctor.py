@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from phalanx.cli.table import four_columns, table_width
+from phalanx.job.command_line import scan, usage_error
 from phalanx.job.environment import variables
-from phalanx.job.options import scan, usage_error
 from phalanx.log import printable
 
 OK, WARN, PROBLEM = "ok", "warn", "problem"

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from phalanx import devices
+from phalanx.job.command_line import usage_error
 from phalanx.job.environment import variables
-from phalanx.job.options import usage_error
 from phalanx.kernel import read_text
 
 Section = dict[str, object]

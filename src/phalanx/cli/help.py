@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from phalanx.cli import COMMANDS
 from phalanx.core.exit_codes import TABLE
-from phalanx.job.options import OPTIONS, Option, usage_error
+from phalanx.job.command_line import usage_error
+from phalanx.job.options import OPTIONS, Option
 
 WIDTH = 80
 _INDENT = 30

@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.job.command_line import InformationRequested, scan, take_words, usage_error
 from phalanx.job.environment import JOB_UID, TOKEN_FILE
-from phalanx.job.options import BY_DEST, InformationRequested, scan, take_words, usage_error
+from phalanx.job.options import BY_DEST
 from phalanx.platforms.kubernetes.manifest import (
     KINDS,
     PodJob,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx.agent.spec import RunResult
     from phalanx.agent.warm.helper_pool import HelperPool
     from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from phalanx.job.config import JobSpec
+    from phalanx.job.options import JobSpec
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
     from phalanx.observe.trace_sender import TraceSender
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         from phalanx.cli.init_process import stay_behind
 
         stay_behind()
-    if job.hosts and not job.dry_run:
+    if job.cluster.hosts and not job.terminal.dry_run:
         from phalanx.cli.terminal import KeptModes
         from phalanx.platforms.ssh.starter import start
 
@@ -66,8 +66,8 @@ def _use_format(name: str, host: str) -> None:
 
 def _refuse(argv: Sequence[str], error: ValueError) -> None:
     """A command line is wrong: its message goes where that of a job that fails would go."""
+    from phalanx.job.command_line import peek
     from phalanx.job.environment import variables
-    from phalanx.job.options import peek
     from phalanx.observe import termination_log
 
     _use_format(peek(argv, "log_format", variables()), os.uname().nodename)
@@ -76,12 +76,12 @@ def _refuse(argv: Sequence[str], error: ValueError) -> None:
 
 def execute(job: JobSpec, raises: bool = False) -> int:
     """Run a job from the terminal; the exit code. `raises`: for a caller in Python, a failure is raised."""
-    _use_format(job.log_format, job.node_name)
+    _use_format(job.output.log_format, job.node_name)
     for warning in job.warnings:
         say(f"warning: {warning}")
-    if job.dry_run:
+    if job.terminal.dry_run:
         return _show_plan(job)
-    if job.detach:
+    if job.terminal.detach:
         from phalanx.cli.detach import detach
 
         if not detach(job):
@@ -181,10 +181,10 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
     result: RunResult | None = None
     note, reason = _voices(job)
     try:
-        require_files(job.local_world_size)  # halfway, not even an import would work
+        require_files(job.workers.local_world_size)  # halfway, not even an import would work
         # From here on, not only within `agent.run`: process 1 of a container has no default action for
         # signals, so an early one would be lost.
-        handled = signals_to_handle(job.signals_to_handle)
+        handled = signals_to_handle(job.restarts.signals_to_handle)
         strays = stray_signals(handled)
         with KeptModes(), SignalScope([*handled, *strays]):
             end.dashboard = make_dashboard(job, say)
@@ -206,7 +206,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
             agent.on_quiet = lambda: _register(agent, begin)
             result = agent.run()
     except SignalException as stop:
-        verb = "preempted" if stop.sigval == job.preempt_signal else "stopped"
+        verb = "preempted" if stop.sigval == job.watching.preempt_signal else "stopped"
         line = f"{verb} by {stop.sigval.name}{_took(begin)}"
         _say_unless_quiet(job, line)
         _sum_up(job, agent, begin, "stopped", 128 + stop.sigval)
@@ -224,7 +224,9 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
         end.reach("FAILED", code, str(error))
         if raises:
             raise
-        if job.quiet or agent is None or agent.outcome is None:  # else it was reported when it happened
+        if (
+            job.output.quiet or agent is None or agent.outcome is None
+        ):  # else it was reported when it happened
             say(str(error))
         if agent is not None:
             _keep_reason(agent, error, code, begin)
@@ -242,8 +244,8 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
         if raises:
             from phalanx.elastic.elastic_launch import failure_of
 
-            raise failure_of(job.name, result, agent)
-        _write_report(report, f"The same as JSON: {path}\n" if path and job.log_dir else "")
+            raise failure_of(job.program.name, result, agent)
+        _write_report(report, f"The same as JSON: {path}\n" if path and job.output.log_dir else "")
         return code
     line = _last_line(agent, begin)
     _say_unless_quiet(job, line)
@@ -278,7 +280,7 @@ class JobEnd:
         if self.dashboard is not None:
             self.dashboard.finish(outcome, code, why)
         if code:
-            termination_log.write(self._job.termination_log, why)
+            termination_log.write(self._job.output.termination_log, why)
         if self.notifier is not None and self._speaks_for_the_job():
             headline = why.partition("\n")[0]
             self.notifier.send("end", headline, outcome=outcome, exit_code=code, reason=why)
@@ -316,7 +318,7 @@ class JobEnd:
             self.dashboard.close()
         for outbox in self.outboxes:
             outbox.close()
-        if self._job.log_rotate is not None:
+        if self._job.output.log_rotate is not None:
             from phalanx.agent.logs.rotation import wait_for_rotation
 
             wait_for_rotation()
@@ -350,12 +352,18 @@ def _sum_up(
 
 def _progress(job: JobSpec) -> Progress | None:
     """The progress line, on a terminal that no worker reads."""
-    if job.quiet or job.attach is not None or sys.stderr is None or not sys.stderr.isatty() or is_json():
+    if (
+        job.output.quiet
+        or job.terminal.attach is not None
+        or sys.stderr is None
+        or not sys.stderr.isatty()
+        or is_json()
+    ):
         return None
     from phalanx.observe.progress_line import on_terminal
 
     line = on_terminal(sys.stderr)
-    if line is not None and job.max_nodes > 1:
+    if line is not None and job.cluster.max_nodes > 1:
         from phalanx.cluster.elastic_nodes import CountdownLine
 
         return CountdownLine(sys.stderr)
@@ -364,9 +372,9 @@ def _progress(job: JobSpec) -> Progress | None:
 
 def _voices(job: JobSpec) -> tuple[Callable[[str], None], Callable[[str], None] | None]:
     """What to do with one line per incident, and with every decision (--verbose)."""
-    if job.quiet:
+    if job.output.quiet:
         return (lambda _line: None), None
-    if not job.verbose:
+    if not job.output.verbose:
         return say, None
     last = ""
 
@@ -383,18 +391,18 @@ def _voices(job: JobSpec) -> tuple[Callable[[str], None], Callable[[str], None] 
 
 
 def _say_unless_quiet(job: JobSpec, line: str) -> None:
-    if not job.quiet:
+    if not job.output.quiet:
         say(line)
 
 
 def _first_line(job: JobSpec, logs: LogsSpecs) -> str:
-    workers = "1 worker" if job.local_world_size == 1 else f"{job.local_world_size} workers"
-    threads = job.omp_num_threads
+    workers = "1 worker" if job.workers.local_world_size == 1 else f"{job.workers.local_world_size} workers"
+    threads = job.workers.omp_num_threads
     omp = f", OMP_NUM_THREADS={threads} each" if threads is not None else ""
     # A temporary directory is named; a given one is known.
-    hidden = job.log_dir is None and not job.redirects == job.tee == "0"
+    hidden = job.output.log_dir is None and not job.output.redirects == job.output.tee == "0"
     where = f", output in {logs.root_log_dir}" if hidden else ""
-    return f"{job.name}: {workers}{omp} (run {job.run_id[:12]}){where}{_taken(job)}"
+    return f"{job.program.name}: {workers}{omp} (run {job.cluster.run_id[:12]}){where}{_taken(job)}"
 
 
 def _taken(job: JobSpec) -> str:
@@ -425,7 +433,7 @@ def _failure_report(
     from phalanx.observe.report import diagnosis_of, format_report, report_json
 
     report = agent.job_failure  # every node of a job reports the same
-    name = job.name
+    name = job.program.name
     if result.failures:
         everyone = {**result.failures, **result.stopped}
         kept = report_json(name, everyone, started_at=begin)

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import StoreAuthError, UsageError
+from phalanx.job.command_line import InformationRequested, take_words, usage_error
 from phalanx.job.environment import variables
-from phalanx.job.options import InformationRequested, take_words, usage_error
 from phalanx.log import printable, write_stderr
 from phalanx.platforms.slurm.batch_script import BatchJob, batch_script, name_of
 from phalanx.platforms.slurm.job_record import JobRecord, all_records, forget_old, records_directory

@@ -85,32 +85,32 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
     from phalanx.job.config import from_namespace
 
     job = from_namespace(args)
-    if job.omp_num_threads is not None:
-        export(OMP_THREADS, str(job.omp_num_threads))
+    if job.workers.omp_num_threads is not None:
+        export(OMP_THREADS, str(job.workers.omp_num_threads))
     config = LaunchConfig(
-        min_nodes=job.min_nodes,
-        max_nodes=job.max_nodes,
-        nproc_per_node=job.local_world_size,
+        min_nodes=job.cluster.min_nodes,
+        max_nodes=job.cluster.max_nodes,
+        nproc_per_node=job.workers.local_world_size,
         logs_specs=make_logs(job),
-        run_id=job.run_id,
-        role=job.role,
-        rdzv_endpoint=job.rdzv_endpoint,
-        rdzv_backend=job.rdzv_backend,
-        rdzv_configs=dict(job.rdzv_conf),
-        max_restarts=job.max_restarts,
-        monitor_interval=job.monitor_interval,
-        start_method=job.start_method,
-        log_line_prefix_template=job.log_line_prefix_template,
-        local_addr=job.local_addr,
-        event_log_handler=job.event_log_handler,
-        numa_options=job.numa_options,
-        signals_to_handle=job.signals_to_handle,
-        duplicate_stdout_filters=list(job.duplicate_stdout_filters) or None,
-        duplicate_stderr_filters=list(job.duplicate_stderr_filters) or None,
-        virtual_local_rank=job.virtual_local_rank,
-        shutdown_timeout=job.shutdown_timeout,
+        run_id=job.cluster.run_id,
+        role=job.workers.role,
+        rdzv_endpoint=job.cluster.rdzv_endpoint,
+        rdzv_backend=job.cluster.rdzv_backend,
+        rdzv_configs=dict(job.cluster.rdzv_conf),
+        max_restarts=job.restarts.max_restarts,
+        monitor_interval=job.restarts.monitor_interval,
+        start_method=job.workers.start_method,
+        log_line_prefix_template=job.output.log_line_prefix_template,
+        local_addr=job.cluster.local_addr,
+        event_log_handler=job.output.event_log_handler,
+        numa_options=job.workers.numa_options,
+        signals_to_handle=job.restarts.signals_to_handle,
+        duplicate_stdout_filters=list(job.output.duplicate_stdout_filters) or None,
+        duplicate_stderr_filters=list(job.output.duplicate_stderr_filters) or None,
+        virtual_local_rank=job.workers.virtual_local_rank,
+        shutdown_timeout=job.restarts.shutdown_timeout,
     )
-    return config, job.entrypoint, list(job.args)
+    return config, job.program.entrypoint, list(job.program.args)
 
 
 def run(args: Namespace) -> None:

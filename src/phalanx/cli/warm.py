@@ -18,8 +18,8 @@ from typing import Any
 from phalanx.agent.node_view import memory_of
 from phalanx.agent.warm.keep_warm import ask, connect, converse, names
 from phalanx.helpers.kept_zygote import peer_of
+from phalanx.job.command_line import usage_error
 from phalanx.job.environment import variables
-from phalanx.job.options import usage_error
 from phalanx.kernel import stat_fields
 from phalanx.log import printable
 from phalanx.observe.duration import duration

@@ -30,7 +30,8 @@ TYPE_CHECKING = False  # importing typing would cost as much as all the types he
 if TYPE_CHECKING:
     from typing import Any, ClassVar, NoReturn
 
-    from typing_extensions import Self, dataclass_transform
+    from typing_extensions import Self
+    from typing_extensions import dataclass_transform as dataclass_transform
 else:
 
     def dataclass_transform(**_):

@@ -1,9 +1,9 @@
 """What a job is asked to do: command lines, variables and Python objects become one checked `JobSpec`.
 
 `parse` (argv and PET_* variables), `from_namespace` (argparse) and `from_launch_config` (Python) gather raw
-values as `Sources`; `validation` turns them into the fields of a `JobSpec` or raises `UsageError` with one
-line that names the value as the user wrote it. Nothing is started and nothing is written here, so a mistake
-never leaves a half-started job.
+values as `Sources`, which read them as the table says; `rules` has what several options decide together. What
+is wrong is a `UsageError` of one line that names the value as the user wrote it. Nothing is started and
+nothing is written here, so a mistake never leaves a half-started job.
 
 An argument overrides a variable, and a variable overrides the default; an empty variable counts as unset.
 """
@@ -12,33 +12,23 @@ from __future__ import annotations
 
 import os
 
-from phalanx.core.record import Record
-from phalanx.job import validation
+from phalanx.job import rules
+from phalanx.job.command_line import ON, InformationRequested, scan, usage_error
 from phalanx.job.environment import COMPLETION_INDEX, HEALTH_PORT, variables
-from phalanx.job.options import (
-    BY_DEST,
-    ON,
-    OPTIONS,
-    InformationRequested,
-    Option,
-    scan,
-    split_list,
-    truth,
-    usage_error,
-)
+from phalanx.job.options import BY_DEST, OPTIONS, JobSpec, Option, Program, Section
+from phalanx.job.units import READERS, truth, words
 
 TYPE_CHECKING = False  # type checkers take it as true; importing `typing` for it would cost milliseconds
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
+    from typing import Any, TypeVar
 
-    from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.elastic.elastic_launch import LaunchConfig
     from phalanx.errors import UsageError
-    from phalanx.job.host_names import HostSlots
-    from phalanx.job.numa import NumaOptions
     from phalanx.job.surroundings import Surroundings, Taken
+
+    S = TypeVar("S", bound=Section)
 
 __all__ = [
     "InformationRequested",
@@ -48,103 +38,6 @@ __all__ = [
     "get_args_parser",
     "parse",
 ]
-
-
-class JobSpec(Record):
-    """A job as this node runs it: checked, resolved and frozen."""
-
-    # What to run.
-    entrypoint: Callable[..., Any] | str
-    args: tuple[Any, ...]  # ${local_rank} is still to be filled in
-    name: str  # as messages and reports call the job; empty: the entrypoint's name
-    local_world_size: int
-    role: str
-    start_method: str
-    numa_options: NumaOptions | None
-    virtual_local_rank: bool
-    omp_num_threads: int | None  # None: leave OMP_NUM_THREADS alone
-    warm: str  # off, auto, standby
-    preload: tuple[str, ...]
-    warmup: str
-    keep_warm: float  # seconds that the prepared zygote waits for the next launch; 0: not at all
-    # Where the nodes meet.
-    run_id: str
-    min_nodes: int
-    max_nodes: int
-    rdzv_backend: str
-    rdzv_endpoint: str
-    rdzv_conf: dict[str, Any]  # with the token, the TLS files and this node's rank, where they are given
-    master_addr: str | None  # None: this node, or the one that the rendezvous chooses
-    master_port: int | None
-    local_addr: str | None
-    hosts: tuple[HostSlots, ...]  # started from here over ssh; none: this node alone
-    hosts_endpoint: str  # the endpoint that the user has given for them; empty: the first host
-    ssh: str
-    # Restarts and stopping.
-    max_restarts: int
-    restart_window: float | None
-    no_restart_on: frozenset[int | str]  # codes as a shell shows them (128+n: signal n), exceptions by name
-    hopeless: frozenset[int | str]  # the same, only for workers that fail early; what a job has by default
-    restart_delay: float
-    backoff: tuple[float, float]  # the first delay and the longest; 0: none
-    patience: float  # seconds from the first failure of a crash loop to the last restart
-    reenter_timeout: float  # 0: no worker re-enters
-    shutdown_timeout: float
-    signals_to_handle: str  # the preemption signal is one of them
-    monitor_interval: float
-    # Kept state.
-    keep_spill: str  # a directory, or empty
-    keep_id: str  # the job's name over its attempts; empty: the run ID
-    keep_replicas: int  # nodes that have a copy of each node's state
-    # Supervision.
-    heartbeat_timeout: float | None
-    silence_timeout: float | None
-    startup_timeout: float | None
-    partial_exit_timeout: float | None
-    hang_timeout: float | None
-    on_hang: str  # restart, fail, warn
-    straggler_policy: str  # warn, replace
-    health_port: str  # [ADDR:]PORT, or empty
-    health_check: str
-    check: bool
-    preempt_signal: int | None
-    # Output.
-    log_dir: str | None
-    redirects: str
-    tee: str
-    local_ranks_filter: frozenset[int] | None
-    ranks_filter: frozenset[int] | None  # by global rank
-    log_line_prefix_template: str | None
-    duplicate_stdout_filters: tuple[str, ...]
-    duplicate_stderr_filters: tuple[str, ...]
-    logs_specs: LogsSpecs | str | None  # the name of a plug-in, or the object itself
-    event_log_handler: str
-    log_format: str  # text, json
-    log_rotate: tuple[int, int | None] | None  # bytes of a part, and how many parts are kept (None: all)
-    keep_logs: float | None  # seconds that temporary logs stay; None: forever
-    termination_log: str  # empty: Kubernetes' default, if it is there
-    # Watching from outside.
-    expect: str  # a pattern, or empty
-    expect_every: float | None
-    expect_finite: bool
-    notify: str  # a command or a URL, which may hold a secret
-    dashboard: tuple[str, int] | None  # where the page is served
-    metrics: bool
-    otel: bool
-    # The screen of `phalanx run`.
-    attach: int | None
-    dry_run: bool
-    detach: bool
-    quiet: bool
-    verbose: bool
-    scheduler: str  # whose variables were read; empty: none
-    taken: tuple[tuple[str, str, str], ...]  # from it: option, value, origin
-    warnings: tuple[str, ...]  # worth one line each, not worth stopping
-
-    @property
-    def node_name(self) -> str:
-        """This node, as all nodes and every record call it."""
-        return str(self.rdzv_conf.get("name") or os.uname().nodename)
 
 
 class Sources:
@@ -170,7 +63,7 @@ class Sources:
         if self.given("hosts") or self.given("hostfile"):
             from phalanx.job.host_names import look_at_hosts
 
-            found = look_at_hosts(validation.host_list(self))
+            found = look_at_hosts(rules.host_list(self))
             kept = {dest: taken for dest, taken in found.settings.items() if not self.given(dest)}
             self.around = found.replace(settings=kept)
             return
@@ -229,14 +122,36 @@ class Sources:
         return usage_error(f"{self.label(dest)}: {what}")
 
     def text(self, dest: str) -> str:
-        """The value as text, or the default ("" where there is none)."""
+        """The value as it is written, or the default ("" where there is none)."""
         if dest in self.arguments:
-            value = str(self.arguments[dest])
-        else:
-            value = self.from_environment(dest) or BY_DEST[dest].default or ""
-        choices = BY_DEST[dest].choices
-        if choices and value and value not in choices:
-            raise self.bad(dest, f"choose one of {', '.join(choices)}")
+            return str(self.arguments[dest])
+        return self.from_environment(dest) or str(BY_DEST[dest].default or "")
+
+    def value(self, dest: str) -> Any:
+        """The value, of the kind and within the bounds that the table has for it."""
+        option = BY_DEST[dest]
+        if option.kind == "flag":
+            return self.flag(dest)
+        given = self.arguments[dest] if dest in self.arguments else self.from_environment(dest) or None
+        if given is None:
+            default = option.default
+            return READERS[option.kind](default) if isinstance(default, str) else default
+        try:
+            return self._read(option, given)
+        except ValueError as error:
+            raise self.bad(dest, str(error)) from None
+
+    def _read(self, option: Option, given: Any) -> Any:
+        word = given.strip().lower()
+        if word in option.words:
+            return option.words[word]
+        if not given and option.default is None:
+            return None
+        try:
+            value = READERS[option.kind](given)
+            option.check(value)
+        except ValueError as error:
+            raise ValueError(", or ".join((str(error), *option.words))) from None
         return value
 
     def flag(self, dest: str) -> bool:
@@ -247,32 +162,11 @@ class Sources:
             raise self.bad(dest, "use 1 or 0")
         return meaning
 
-    def number(self, dest: str, low: float, high: float = float("inf"), whole: bool = False) -> float | None:
-        """A number within bounds; None when there is neither a value nor a default."""
-        if not self.given(dest):
-            default: float | None = BY_DEST[dest].default
-            return default
-        raw = self.arguments[dest] if dest in self.arguments else self.from_environment(dest)
-        try:
-            value = self._convert(raw, whole)
-        except (TypeError, ValueError):
-            raise self.bad(dest, f"not a {'whole ' if whole else ''}number") from None
-        if not low <= value <= high or value == float("inf"):  # false for nan as well
-            bounds = f"{low:g} or more" if high == float("inf") else f"between {low:g} and {high:g}"
-            bounds += ", and finite" * (value != value or value == float("inf"))
-            raise self.bad(dest, f"must be {bounds}")
-        return value
-
-    def _convert(self, raw: Any, whole: bool) -> float:
-        return int(raw) if whole else float(raw)
-
-    def integer(self, dest: str, low: int, high: float = float("inf")) -> int | None:
-        value = self.number(dest, low, high, whole=True)
-        return None if value is None else int(value)
-
-    def words(self, dest: str) -> tuple[str, ...]:
-        raw = self.arguments[dest] if dest in self.arguments else self.from_environment(dest)
-        return tuple(word for word in split_list(raw) if word)
+    def fill(self, section: type[S], **known: Any) -> S:
+        """A section of the job: fields that the rules have found, and the values of the other options."""
+        rows = section.fields.items()
+        values = {field: self.value(row.dest) for field, row in rows if field not in known}
+        return section(**values, **known)
 
     def settings(self) -> dict[str, Any]:
         """--rdzv-conf as a dictionary; quotes that came through a YAML file or a variable are taken off."""
@@ -317,13 +211,16 @@ class Fields(Sources):
             return "min_nodes={}, max_nodes={}".format(*self.arguments[dest].split(":"))
         return f"{self.name(dest)}={self.arguments[dest]!r}"
 
-    def _convert(self, raw: Any, whole: bool) -> float:
-        if isinstance(raw, str) or (whole and not hasattr(raw, "__index__")):
-            raise TypeError(f"{raw!r} is not a number")
-        return super()._convert(raw, whole)
-
-    def words(self, dest: str) -> tuple[str, ...]:
-        return tuple(self.arguments.get(dest, ()))
+    def _read(self, option: Option, given: Any) -> Any:
+        whole = option.kind in ("int", "port")
+        if whole or option.kind == "duration":
+            if isinstance(given, str) or (whole and not hasattr(given, "__index__")):
+                raise ValueError(f"not a {'whole ' if whole else ''}number")
+            option.check(given)
+            return int(given) if whole else given
+        if isinstance(given, str):
+            return super()._read(option, given)
+        return tuple(given) if option.kind == "list" else given
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> JobSpec:
@@ -338,7 +235,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> JobS
         raise usage_error(f"no script given{why}; write: phalanx run [options] script.py [arguments]")
     v = Sources(found.values, variables() if environ is None else environ)
     v.look_around()
-    return _resolve(v, validation.program(v, found.script, found.script_args))
+    return _resolve(v, rules.program(v, found.script, found.script_args))
 
 
 def from_namespace(namespace: Namespace, environ: Mapping[str, str] | None = None) -> JobSpec:
@@ -355,7 +252,7 @@ def from_namespace(namespace: Namespace, environ: Mapping[str, str] | None = Non
     script_args = tuple(namespace.training_script_args)
     if not getattr(namespace, "use_env", True):  # of phalanx.launch
         script_args = ("--local-rank=${local_rank}", *script_args)
-    return _resolve(v, validation.program(v, namespace.training_script, script_args))
+    return _resolve(v, rules.program(v, namespace.training_script, script_args))
 
 
 def _written(option: Option, value: Any) -> str:
@@ -384,13 +281,13 @@ def from_launch_config(
     values = {dest: value for dest, value in values.items() if value is not None}
     values["nnodes"] = f"{config.min_nodes}:{config.max_nodes}"
     v = Fields(values, _without_options(variables(), HEALTH_PORT), names)
-    return _resolve(v, validation.entrypoint(entrypoint, args)).replace(
-        rdzv_conf=dict(config.rdzv_configs),
-        log_line_prefix_template=config.log_line_prefix_template,
-        numa_options=config.numa_options,
-        omp_num_threads=None,  # as with torch, a caller in Python sets the variable itself
-        hopeless=frozenset(),  # and gets every restart that it asked for, soon
-        patience=0.0,
+    job = _resolve(v, rules.entrypoint(entrypoint, args))
+    # As with torch, a caller in Python sets OMP_NUM_THREADS itself, and gets every restart, soon.
+    return job.replace(
+        workers=job.workers.replace(numa_options=config.numa_options, omp_num_threads=None),
+        cluster=job.cluster.replace(rdzv_conf=dict(config.rdzv_configs)),
+        restarts=job.restarts.replace(hopeless=frozenset(), patience=0.0),
+        output=job.output.replace(log_line_prefix_template=config.log_line_prefix_template),
     )
 
 
@@ -403,18 +300,22 @@ def check_worker_spec(
     master_port: int | None,
 ) -> None:
     """The same rules for a torch-style `WorkerSpec`, which describes the part of a job that an agent runs."""
-    validation.entrypoint(entrypoint, args)
+    rules.entrypoint(entrypoint, args)
     values = {
         "nproc_per_node": local_world_size,
         "max_restarts": max_restarts,
         "monitor_interval": monitor_interval,
+        "master_port": master_port,
     }
-    if master_port is not None:
-        values["master_port"] = master_port
-    v = Fields(values, {}, {"nproc_per_node": "local_world_size"})
-    v.integer("nproc_per_node", 1)
-    validation.restarts(v)
-    v.integer("master_port", 0, 65535)
+    v = Fields(
+        {dest: value for dest, value in values.items() if value is not None},
+        {},
+        {"nproc_per_node": "local_world_size"},
+    )
+    if not hasattr(local_world_size, "__index__") or local_world_size < 1:
+        raise v.bad("nproc_per_node", "must be 1 or more")
+    for dest in ("max_restarts", "monitor_interval", "master_port"):
+        v.value(dest)
 
 
 def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
@@ -422,7 +323,6 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
     import argparse
 
     environ = variables() if environ is None else environ
-    types: dict[str, Any] = {"str": str, "address": str, "int": int, "float": float, "list": split_list}
     parser = argparse.ArgumentParser(prog="phalanx run", description="Run a script as a group of workers.")
     groups: dict[str, Any] = {}
     for option in OPTIONS:
@@ -439,12 +339,12 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
                 *option.flags, dest=option.dest, action="store_true", default=default, help=note
             )
             continue
-        more = {"nargs": "?", "const": ON} if option.kind == "address" else {}
+        more = {"nargs": "?", "const": ON} if option.kind == "page" else {}
         default = raw or (list(option.default) if option.kind == "list" else option.default)
         group.add_argument(
             *option.flags,
             dest=option.dest,
-            type=types[option.kind],
+            type=_argparse_type(option),
             default=default,
             choices=list(option.choices) or None,
             metavar=option.metavar,
@@ -456,14 +356,28 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
     return parser
 
 
-def _resolve(v: Sources, program: dict[str, Any]) -> JobSpec:
-    values = {**program, **validation.workers(v), **validation.nodes(v), **validation.restarts(v)}
-    values.update(validation.hosts(v))
-    values.update(validation.output(v, values))
-    values.update(validation.supervision(v, values))
-    values.update(validation.outside(v))
-    values.update(validation.preparation(v))
-    values.update(validation.kept_state(v))
-    values.update(validation.screen(v, values))
-    scheduler = v.around.scheduler if v.around is not None else ""
-    return JobSpec(**values, scheduler=scheduler, taken=v.taken, warnings=tuple(v.warnings))
+def _argparse_type(option: Option) -> Callable[[str], Any]:
+    """What torch's parser makes of a word; ours stay text until they are read."""
+    if option.kind == "list":
+        return lambda text: list(words(text))
+    if not option.is_torchruns:
+        return str
+    return {"int": int, "port": int, "duration": float}.get(option.kind, str)
+
+
+def _resolve(v: Sources, program: Program) -> JobSpec:
+    workers, cluster = rules.workers(v), rules.cluster(v)
+    watching = rules.watching(v, cluster)
+    return JobSpec(
+        program=program,
+        workers=workers,
+        cluster=cluster,
+        restarts=rules.restarts(v, watching),
+        watching=watching,
+        state=rules.kept_state(v),
+        output=rules.output(v, workers, cluster, watching),
+        terminal=rules.terminal(v, workers, cluster),
+        scheduler=v.around.scheduler if v.around is not None else "",
+        taken=v.taken,
+        warnings=tuple(v.warnings),
+    )

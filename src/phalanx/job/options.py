@@ -1,54 +1,47 @@
-"""The options of `phalanx run` as one table, and the scanner that reads argv against it.
+"""The description of a job: the options of `phalanx run` as one typed table, and the `JobSpec` they make.
 
-Everything else about an option is derived from its row: both spellings, its variable, the help, and the
-argparse parser that torch's `get_args_parser` callers and the completion scripts use.
+A section is a group of options. An attribute with an annotation is both a row of the table and a field of the
+job: its value, read and checked, is what the agent gets. One without an annotation is only an input of the
+rules in `phalanx.job.rules`, which fill the fields that belong to several options.
 
-Invariants:
-- scanning stops at the first positional word; it and everything after it belong to the script, untouched;
-- an option may be shortened as long as what is left names one option (argparse's rule, except that the two
-  spellings of one option do not make it ambiguous);
-- the scanner reads words, never their meaning: values are checked in `phalanx.job.config`.
-
-`phalanx run` itself does not use argparse. Importing it and building a parser costs more than everything
-else that happens before the workers are started, and its messages cannot name a variable or suggest a flag.
+Everything else about an option is derived from its row: both spellings, its variable, the kind of value and
+its bounds, help, completion, the reference page docs/options.md, and the argparse parser that torch's
+`get_args_parser` callers use.
 """
 
 from __future__ import annotations
 
+import os
+
+from phalanx.core.record import Record, dataclass_transform
 from phalanx.job.environment import DEFAULT_QUARANTINE, DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATIC_PORT
+from phalanx.job.units import DAY, format_duration
 
 TYPE_CHECKING = False  # type checkers take it as true; importing `typing` for it would cost milliseconds
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
+    from collections.abc import Callable, Mapping
+    from typing import Any, ClassVar
 
-    from phalanx.errors import UsageError
+    from phalanx.agent.logs.specs import LogsSpecs
+    from phalanx.job.host_names import HostSlots
+    from phalanx.job.numa import NumaOptions
 
-ON = "on"
-"""The value of an option whose address is left out."""
+OURS = "PHALANX_"
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-
-# Options of other launchers, too different from these names for a spelling suggestion.
-_ELSEWHERE = {
-    "-n": "--nproc-per-node",
-    "-np": "--nproc-per-node",
-    "--np": "--nproc-per-node",
-    "--num-processes": "--nproc-per-node",
-    "--num-gpus": "--nproc-per-node",
-    "--num-machines": "--nnodes",
-    "--num-nodes": "--nnodes",
-    "--machine-rank": "--node-rank",
-    "--main-process-port": "--master-port",
-    "--main-process-ip": "--master-addr",
-    "--run-id": "--rdzv-id",
-    "--timeout": "--shutdown-timeout",
-}
+NEVER_MORE = float("inf")
+_METAVARS = {
+    "address": "[HOST:]PORT", "duration": "TIME", "int": "N", "port": "PORT", "ranks": "RANKS",
+    "signal": "SIGNAL", "std": "STD",
+}  # fmt: skip
 
 
 class Option:
     """One row: what it is called, what it takes, where else its value may come from."""
 
-    __slots__ = ("choices", "default", "dest", "env", "flags", "group", "help", "kind", "metavar")
+    __slots__ = (
+        "choices", "common", "default", "dest", "env", "flags", "group", "help", "kind", "least", "metavar",
+        "most", "words",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -56,10 +49,13 @@ class Option:
         kind: str,
         default: Any,
         help: str,
-        *,
-        env: str | None = "PET_",
-        choices: tuple[str, ...] = (),
-        metavar: str = "",
+        env: str | None,
+        choices: tuple[str, ...],
+        metavar: str,
+        least: float,
+        most: float,
+        words: Mapping[str, Any],
+        common: bool,
     ) -> None:
         spelled: list[str] = []
         for flag in flags.split():
@@ -67,15 +63,30 @@ class Option:
             if "-" in flag[2:]:
                 spelled.append("--" + flag[2:].replace("-", "_"))
         self.flags = tuple(spelled)
-        long = next(flag for flag in spelled if flag.startswith("--"))
-        self.dest = long[2:].replace("-", "_")
-        self.kind = kind  # str | int | float | flag | list | address (which may be left out)
-        self.default = default
+        self.dest = self.name[2:].replace("-", "_")
+        self.kind = kind  # of value: a name in units.READERS
+        self.default = default  # as torch's parser has it; else as the job has it
         self.help = help
-        self.env = env + self.dest.upper() if env in ("PET_", "PHALANX_") else env
+        self.env = env + self.dest.upper() if env in ("PET_", OURS) else env
         self.choices = choices
-        self.metavar = metavar or self.dest.rpartition("_")[2].upper()
+        self.metavar = metavar or _METAVARS.get(kind) or self.dest.rpartition("_")[2].upper()
+        self.least, self.most = least, most
+        self.words = words  # with a meaning of their own, instead of a value of the kind
+        self.common = common  # in the short help
         self.group = ""
+
+    def check(self, value: Any) -> None:
+        """Refuse a number out of bounds; values of other kinds have none."""
+        if self.kind == "choice":
+            if value and value not in self.choices:
+                raise ValueError(f"choose one of {', '.join(self.choices)}")
+        elif self.kind in ("int", "port", "duration") and not (
+            self.least <= value <= self.most and value != NEVER_MORE
+        ):  # nan is in no bounds
+            shown = format_duration if self.kind == "duration" and self.most != NEVER_MORE else "{:g}".format
+            least, most = shown(self.least), shown(self.most)
+            bounds = f"{least} or more" if self.most == NEVER_MORE else f"between {least} and {most}"
+            raise ValueError(f"must be {bounds}{', and finite' * (value == NEVER_MORE)}")
 
     @property
     def is_torchruns(self) -> bool:
@@ -88,673 +99,386 @@ class Option:
         return next(flag for flag in self.flags if flag.startswith("--"))
 
 
-def _grouped(groups: dict[str, tuple[Option, ...]]) -> tuple[Option, ...]:
-    for title, members in groups.items():
-        for option in members:
-            option.group = title
-    return tuple(option for members in groups.values() for option in members)
+def option(
+    flags: str,
+    kind: str,
+    default: Any,
+    help: str,
+    *,
+    env: str | None = OURS,
+    choices: tuple[str, ...] = (),
+    metavar: str = "",
+    least: float = 0,
+    most: float = NEVER_MORE,
+    words: Mapping[str, Any] = {},
+    common: bool = False,
+) -> Any:
+    """A row; its type is that of the value."""
+    return Option(flags, kind, default, help, env, choices, metavar, least, most, words, common)
 
 
-OPTIONS: tuple[Option, ...] = _grouped(
-    {
-        "What to run": (
-            Option("-m --module", "flag", False, "the script is a module name, as in python -m"),
-            Option("--no-python", "flag", False, "the script is a program, not Python"),
-            Option("--run-path", "flag", False, "run the script with this interpreter, always"),
-        ),
-        "Workers": (
-            Option(
-                "--nproc-per-node",
-                "str",
-                "1",
-                "workers per node: a number, auto, gpu, xpu or cpu",
-                metavar="N",
-            ),
-            Option("--role", "str", "default", "name of this group of workers", metavar="NAME"),
-            Option(
-                "--numa-binding",
-                "str",
-                None,
-                "keep each worker on CPUs near its GPU: node, socket, exclusive or core-complex",
-                env=None,
-                choices=("node", "socket", "exclusive", "core-complex"),
-                metavar="MODE",
-            ),
-            Option(
-                "--omp",
-                "str",
-                "",
-                "OMP_NUM_THREADS of each worker: a number, or auto for its share of the usable cores",
-                env="PHALANX_",
-                metavar="N",
-            ),
-            Option("--virtual-local-rank", "flag", False, "each worker sees one GPU, as LOCAL_RANK 0"),
-            Option(
-                "--start-method",
-                "str",
-                "spawn",
-                "for function entrypoints: spawn, fork or forkserver",
-                choices=("spawn", "fork", "forkserver"),
-            ),
-            Option(
-                "--warm",
-                "str",
-                "auto",
-                "how Python workers start: auto (forked, common imports done), off or standby",
-                env="PHALANX_",
-                choices=("auto", "off", "standby"),
-            ),
-            Option(
-                "--preload",
-                "list",
-                (),
-                "modules to import before workers are forked",
-                env="PHALANX_",
-                metavar="MODULES",
-            ),
-            Option(
-                "--warmup",
-                "str",
-                "",
-                "what a standby worker runs in advance",
-                env="PHALANX_",
-                metavar="MODULE:FUNCTION",
-            ),
-            Option(
-                "--keep-warm",
-                "str",
-                "",
-                "leave the prepared process behind for the next launch, for this long: 10m",
-                env="PHALANX_",
-                metavar="TIME",
-            ),
-            Option(
-                "--attach", "int", None, "this rank reads the terminal (for pdb)", env=None, metavar="RANK"
-            ),
-        ),
-        "Nodes": (
-            Option("--standalone", "flag", False, "one node, no address needed; ignores --rdzv-*"),
-            Option("--nnodes", "str", "1:1", "number of nodes, or MIN:MAX", metavar="N"),
-            Option(
-                "--hosts",
-                "str",
-                "",
-                "start on these hosts over ssh: a,b,c:8 (with the number of workers)",
-                env=None,
-                metavar="LIST",
-            ),
-            Option("--hostfile", "str", "", "the same from a file, a host on each line", env=None),
-            Option("--ssh", "str", "ssh", "the ssh command for --hosts", env="PHALANX_", metavar="CMD"),
-            Option("--node-rank", "int", 0, "rank of this node, from 0"),
-            Option("--master-addr", "str", "127.0.0.1", "static: address of node 0"),
-            Option("--master-port", "int", None, f"static: port on node 0 ({STATIC_PORT})"),
-            Option("--local-addr", "str", None, "address by which other nodes reach this one"),
-            Option("--rdzv-backend", "str", "static", "phalanx (or c10d), static, etcd, or a plug-in"),
-            Option("--rdzv-endpoint", "str", "", "where the nodes meet", metavar="HOST:PORT"),
-            Option("--rdzv-id", "str", "none", "name of the job, the same on every node"),
-            Option("--rdzv-conf", "str", "", "more settings: key=value,key=value", metavar="K=V,..."),
-            Option("--token-file", "str", None, "file with the secret that all nodes share", env="PHALANX_"),
-            Option(
-                "--tls-cert", "str", None, "TLS: certificate of this node", env="PHALANX_", metavar="FILE"
-            ),
-            Option("--tls-key", "str", None, "TLS: private key of this node", env="PHALANX_", metavar="FILE"),
-            Option("--tls-ca", "str", None, "TLS: CA of the other nodes", env="PHALANX_", metavar="FILE"),
-            Option(
-                "--store-grace",
-                "float",
-                60.0,
-                "seconds that workers may run without the store",
-                env="PHALANX_",
-                metavar="S",
-            ),
-            Option(
-                "--quarantine",
-                "str",
-                DEFAULT_QUARANTINE,
-                "keep a host out for COOLDOWN s that caused K failures within WINDOW s, or off",
-                env="PHALANX_",
-                metavar="K:WINDOW:COOLDOWN",
-            ),
-            Option(
-                "--quarantine-dir",
-                "str",
-                None,
-                "share quarantined hosts with other jobs in this directory",
-                env="PHALANX_",
-                metavar="DIR",
-            ),
-            Option(
-                "--quarantine-hook",
-                "str",
-                None,
-                "shell command to run for a quarantined host, $1, as to drain it",
-                env="PHALANX_",
-                metavar="CMD",
-            ),
-        ),
-        "Restarts and stopping": (
-            Option("--max-restarts", "int", 0, "restarts for the whole job", metavar="N"),
-            Option(
-                "--restart-window",
-                "float",
-                None,
-                "count only the restarts of the last S seconds",
-                env="PHALANX_",
-                metavar="S",
-            ),
-            Option(
-                "--no-restart-on",
-                "str",
-                "",
-                "exit codes, signals and exceptions that are not worth a restart, or none",
-                env="PHALANX_",
-                metavar="LIST",
-            ),
-            Option(
-                "--restart-delay",
-                "float",
-                0.0,
-                "seconds before every restart",
-                env="PHALANX_",
-                metavar="S",
-            ),
-            Option(
-                "--backoff",
-                "str",
-                "0.5:30",
-                "seconds before the second restart in a row, doubled up to MAX; 0: none",
-                env="PHALANX_",
-                metavar="S[:MAX]",
-            ),
-            Option(
-                "--reenter-timeout",
-                "float",
-                5.0,
-                "seconds for a worker that re-enters to unwind; 0: every restart has new processes",
-                env="PHALANX_",
-                metavar="S",
-            ),
-            Option(
-                "--grace",
-                "float",
-                None,
-                "seconds between SIGTERM and SIGKILL (30)",
-                env="PHALANX_",
-                metavar="S",
-            ),
-            Option(
-                "--shutdown-timeout",
-                "int",
-                None,
-                "torchrun's name for --grace",
-                metavar="S",
-            ),
-            Option(
-                "--signals-to-handle",
-                "str",
-                DEFAULT_SIGNALS,
-                "signals passed on to the workers, by name",
-                metavar="NAMES",
-            ),
-            Option(
-                "--monitor-interval",
-                "float",
-                0.1,
-                "how often to poll a plug-in backend",
-                metavar="S",
-            ),
-        ),
-        "Kept state": (
-            Option(
-                "--keep-replicas",
-                "int",
-                0,
-                "copy the kept state of each node to the next one: 0 or 1",
-                env="PHALANX_",
-                metavar="N",
-            ),
-            Option(
-                "--keep-spill",
-                "str",
-                "",
-                "write kept state here if the job fails or is preempted; its next launch finds it",
-                env="PHALANX_",
-                metavar="DIR",
-            ),
-        ),
-        "Hangs, health and preemption": (
-            Option(
-                "--heartbeat-timeout",
-                "float",
-                None,
-                "treat S seconds without phalanx.worker.heartbeat() as a hang",
-                metavar="S",
-                env="PHALANX_",
-            ),
-            Option(
-                "--silence-timeout",
-                "float",
-                None,
-                "treat S seconds without output from any rank as a hang; implies -t 3",
-                metavar="S",
-                env="PHALANX_",
-            ),
-            Option(
-                "--startup-timeout",
-                "float",
-                None,
-                "treat S seconds without ready() or a heartbeat after the start as a hang",
-                metavar="S",
-                env="PHALANX_",
-            ),
-            Option(
-                "--partial-exit-timeout",
-                "float",
-                None,
-                "seconds that ranks may run after others have finished",
-                metavar="S",
-                env="PHALANX_",
-            ),
-            Option(
-                "--hang-timeout",
-                "float",
-                None,
-                "treat S seconds without progress of torch's collectives as a hang; needs no code",
-                metavar="S",
-                env="PHALANX_",
-            ),
-            Option(
-                "--on-hang",
-                "str",
-                "restart",
-                "what to do about a hang: restart, fail or warn",
-                metavar="WHAT",
-                env="PHALANX_",
-                choices=("restart", "fail", "warn"),
-            ),
-            Option(
-                "--straggler-policy",
-                "str",
-                "warn",
-                "what to do about a host that stays slow: warn, or replace it by a spare at a checkpoint",
-                metavar="WHAT",
-                env="PHALANX_",
-                choices=("warn", "replace"),
-            ),
-            Option(
-                "--health-port",
-                "str",
-                None,
-                "serve /healthz and /readyz at this address",
-                metavar="[ADDR:]PORT",
-                env=HEALTH_PORT,
-            ),
-            Option(
-                "--check",
-                "flag",
-                False,
-                "test this machine before it joins, as phalanx check does; unfit: it stays out",
-                env="PHALANX_",
-            ),
-            Option(
-                "--health-check",
-                "str",
-                "",
-                "command that must succeed before this node joins",
-                metavar="CMD",
-                env="PHALANX_",
-            ),
-            Option(
-                "--preempt-signal",
-                "str",
-                "",
-                "signal on which workers checkpoint and exit within --grace",
-                metavar="NAME",
-                env="PHALANX_",
-            ),
-        ),
-        "Watching from outside": (
-            Option(
-                "--expect",
-                "str",
-                "",
-                "pattern that the output must keep matching, as in 'loss: (\\S+)'; implies -t 3",
-                env="PHALANX_",
-                metavar="REGEX",
-            ),
-            Option(
-                "--expect-every",
-                "str",
-                "",
-                "treat this time without a line that matches --expect as a hang: 300s",
-                env="PHALANX_",
-                metavar="TIME",
-            ),
-            Option(
-                "--expect-finite",
-                "flag",
-                False,
-                "treat nan or inf in the first group of --expect as a hang",
-                env="PHALANX_",
-            ),
-            Option(
-                "--notify",
-                "str",
-                "",
-                "command (JSON on stdin) or URL (POST) to tell of failures, recoveries, hangs and the end",
-                env="PHALANX_",
-                metavar="CMD|URL",
-            ),
-            Option(
-                "--dashboard",
-                "address",
-                "",
-                "serve a page about the job, on loopback and behind a link with a token",
-                env="PHALANX_",
-                metavar="[HOST:PORT]",
-            ),
-            Option(
-                "--metrics",
-                "flag",
-                False,
-                "serve /metrics for Prometheus at --health-port",
-                env="PHALANX_",
-            ),
-            Option(
-                "--otel",
-                "flag",
-                False,
-                "send one OpenTelemetry trace per incident, as the OTEL_* variables say",
-                env="PHALANX_",
-            ),
-        ),
-        "Output": (
-            Option("--log-dir", "str", None, "directory for logs"),
-            Option(
-                "-r --redirects",
-                "str",
-                "0",
-                "to files: 1 stdout, 2 stderr, 3 both, or RANK:N,...",
-                metavar="STD",
-            ),
-            Option("-t --tee", "str", "0", "to files and the console; same values as -r", metavar="STD"),
-            Option(
-                "--local-ranks-filter", "str", "", "only these local ranks on the console", metavar="RANKS"
-            ),
-            Option(
-                "--ranks-filter",
-                "str",
-                "",
-                "only these global ranks on the console",
-                env="PHALANX_",
-                metavar="RANKS",
-            ),
-            Option(
-                "--log-line-prefix-template",
-                "str",
-                None,
-                "prefix of console lines, as in [${role_name}${local_rank}]:",
-                env=LINE_PREFIX,
-            ),
-            Option(
-                "--duplicate-stdout-filters", "list", (), "copy matching lines to one file", metavar="WORDS"
-            ),
-            Option("--duplicate-stderr-filters", "list", (), "the same for stderr", metavar="WORDS"),
-            Option(
-                "--logs-specs", "str", None, "plug-in that chooses where logs go", env=None, metavar="NAME"
-            ),
-            Option(
-                "--event-log-handler",
-                "str",
-                "null",
-                "where events go: null, console, file ($PHALANX_EVENTS_FILE) or a plug-in (an entry point in "
-                "phalanx.event_handlers)",
-            ),
-            Option(
-                "--log-format",
-                "str",
-                "text",
-                "lines of the launcher, and with -t of the workers, as text or as json objects",
-                env="PHALANX_",
-                choices=("text", "json"),
-            ),
-            Option(
-                "--log-rotate",
-                "str",
-                "",
-                "move the older part of a worker's log to files of this size, and keep that many: 100M:5",
-                env="PHALANX_",
-                metavar="SIZE[:KEEP]",
-            ),
-            Option(
-                "--keep-logs",
-                "str",
-                "7d",
-                "how long temporary logs of finished jobs stay; a later run removes them: 12h, 7d, forever",
-                env="PHALANX_",
-                metavar="TIME",
-            ),
-            Option(
-                "--termination-log",
-                "str",
-                "",
-                "write why the job failed into this file (/dev/termination-log, if there is one)",
-                env="PHALANX_",
-                metavar="FILE",
-            ),
-            Option("-q --quiet", "flag", False, "print failures only", env="PHALANX_"),
-            Option("--verbose", "flag", False, "print every decision and its reason", env="PHALANX_"),
-        ),
-        "Other": (
-            Option("--dry-run", "flag", False, "show what would be started, and start nothing", env=None),
-            Option("--detach", "flag", False, "run in the background, detached from the terminal", env=None),
-            Option(
-                "--print-completion",
-                "str",
-                None,
-                "print a completion script: bash, zsh, fish or tcsh",
-                env=None,
-                choices=SHELLS,
-                metavar="SHELL",
-            ),
-            Option("--version", "flag", False, "print the version", env=None),
-            Option("-h --help", "flag", False, "print this text", env=None),
-        ),
-    }
-)
-
-BY_DEST: dict[str, Option] = {option.dest: option for option in OPTIONS}
-_BY_FLAG: dict[str, Option] = {flag: option for option in OPTIONS for flag in option.flags}
+def torchrun(flags: str, kind: str, default: Any, help: str, **more: Any) -> Any:
+    """A row that torchrun has as well, with its variable."""
+    return option(flags, kind, default, help, **{"env": "PET_", **more})
 
 
-class InformationRequested(Exception):
-    """The command line asks for help, the version or a completion script."""
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Section(Record):
+    """Options of one subject; `fields`: those whose value is a field of the job."""
 
-    def __init__(self, what: str, value: str = "") -> None:
-        super().__init__(what)
-        self.what = what
-        self.value = value
+    if TYPE_CHECKING:
+        fields: ClassVar[dict[str, Option]]
+        rows: ClassVar[tuple[Option, ...]]
 
-
-class Scan:
-    """The words of argv: raw values, the script, and its arguments."""
-
-    __slots__ = ("script", "script_args", "values")
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self.script: str | None = None
-        self.script_args: tuple[str, ...] = ()
+    def __init_subclass__(cls, title: str = "") -> None:
+        super().__init_subclass__()
+        found = {name: row for name, row in vars(cls).items() if isinstance(row, Option)}
+        for row in found.values():
+            row.group = title
+        cls.rows = tuple(found.values())
+        cls.fields = {name: found[name] for name in cls._fields if name in found}
+        cls._defaults = {}  # a section is filled by the rules, never by its rows
 
 
-def peek(argv: Sequence[str], dest: str, environ: Mapping[str, str]) -> str:
-    """What a command line that is refused says for an option, as far as that can be told."""
-    option = BY_DEST[dest]
-    for word, following in zip(argv, [*argv, ""][1:], strict=True):
-        name, equals, value = word.partition("=")
-        if name in option.flags:
-            return value if equals else following
-    return environ.get(option.env or "", "")
+class Program(Section, title="What to run"):
+    """What each worker runs."""
+
+    module = torchrun(
+        "-m --module", "flag", False, "the script is a module name, as in python -m", common=True
+    )
+    no_python = torchrun("--no-python", "flag", False, "the script is a program, not Python", common=True)
+    run_path = torchrun("--run-path", "flag", False, "run the script with this interpreter, always")
+
+    entrypoint: Callable[..., Any] | str
+    args: tuple[Any, ...]  # ${local_rank} is still to be filled in
+    name: str  # as messages and reports call the job; empty: the entrypoint's name
 
 
-def usage_error(message: str) -> UsageError:
-    """The error, imported here: a valid command line does not pay for the exception tree."""
-    from phalanx.errors import UsageError
+class Workers(Section, title="How many"):
+    """The workers of a node, and how they start."""
 
-    return UsageError(message)
-
-
-def scan(argv: Sequence[str]) -> Scan:
-    """Split argv into options, script and script arguments; raise `UsageError` on words it cannot place."""
-    found = Scan()
-    rest = list(argv)
-    position = 0
-    while position < len(rest):
-        word = rest[position]
-        position += 1
-        if word == "--":
-            break
-        if not _is_option(word):
-            position -= 1
-            break
-        name, equals, value = word.partition("=")
-        if not name.startswith("--") and len(name) > 2:
-            position = _scan_cluster(found, word, rest, position)
-            continue
-        option = find_option(name)
-        if option.kind == "flag":
-            if equals:
-                raise usage_error(f"{word}: {option.name} takes no value; write {option.name} alone")
-            value = "1"
-        elif option.kind == "address" and not equals:
-            value = ON
-            if position < len(rest) and is_address(rest[position]):
-                value = rest[position]
-                position += 1
-        elif not equals:
-            value = _take_value(option, rest, position)
-            position += 1
-        _store(found, option, value)
-    if position < len(rest):
-        found.script = rest[position]
-        found.script_args = tuple(rest[position + 1 :])
-    return found
-
-
-def take_words(word: str, rest: list[str]) -> list[str]:
-    """An option of `run` as another command passes it on: the word, and its value if that is the next one."""
-    name, equals, _ = word.partition("=")
-    kind = find_option(name).kind
-    if equals or kind == "flag" or (kind == "address" and not (rest and is_address(rest[0]))):
-        return [word]
-    if not rest:
-        raise usage_error(f"{name} needs a value")
-    return [word, rest.pop(0)]
+    local_world_size: int = torchrun(
+        "--nproc-per-node", "workers", "1", "workers per node: a number, auto, gpu, xpu or cpu", metavar="N",
+        common=True,
+    )  # fmt: skip
+    role: str = torchrun("--role", "text", "default", "name of this group of workers", metavar="NAME")
+    numa_binding = torchrun(
+        "--numa-binding", "choice", None,
+        "bind each worker to CPUs near its GPU: node, socket, exclusive or core-complex",
+        env=None, choices=("node", "socket", "exclusive", "core-complex"), metavar="MODE",
+    )  # fmt: skip
+    numa_options: NumaOptions | None
+    omp = option(
+        "--omp", "text", "",
+        "OMP_NUM_THREADS of each worker: a number, or auto for its share of the usable cores",
+        metavar="N",
+    )  # fmt: skip
+    omp_num_threads: int | None  # None: leave OMP_NUM_THREADS alone
+    virtual_local_rank: bool = torchrun(
+        "--virtual-local-rank", "flag", False, "each worker sees one GPU, as LOCAL_RANK 0"
+    )
+    start_method: str = torchrun(
+        "--start-method", "choice", "spawn", "for function entrypoints: spawn, fork or forkserver",
+        choices=("spawn", "fork", "forkserver"),
+    )  # fmt: skip
+    warm: str = option(
+        "--warm", "choice", "auto",
+        "how Python workers start: auto (forked, common imports done), off or standby",
+        choices=("auto", "off", "standby"), common=True,
+    )  # fmt: skip
+    preload: tuple[str, ...] = option(
+        "--preload", "list", (), "modules to import before workers are forked", metavar="MODULES"
+    )
+    warmup: str = option(
+        "--warmup", "text", "", "what a standby worker runs in advance", metavar="MODULE:FUNCTION"
+    )
+    keep_warm: float = option(
+        "--keep-warm", "duration", 0.0,
+        "leave the prepared process behind for the next launch, for this long: 10m, or off",
+        most=DAY, words={"off": 0.0},
+    )  # fmt: skip
 
 
-def _scan_cluster(found: Scan, word: str, rest: list[str], position: int) -> int:
-    """Short options written together: -r3, -mt1, -mr 3."""
-    letters = word[1:]
-    while letters:
-        option = _BY_FLAG.get("-" + letters[0])
-        if option is None:
-            raise _unknown(word)
-        letters = letters[1:]
-        if option.kind == "flag":
-            _store(found, option, "1")
-            continue
-        value = letters.removeprefix("=")
-        if not letters:
-            value = _take_value(option, rest, position)
-            position += 1
-        _store(found, option, value)
-        break
-    return position
+class Cluster(Section, title="Where"):
+    """How many nodes there are, and where they meet."""
+
+    standalone = torchrun(
+        "--standalone", "flag", False, "one node, no address needed; ignores --rdzv-*", common=True
+    )
+    nnodes = torchrun("--nnodes", "text", "1:1", "number of nodes, or MIN:MAX", metavar="N", common=True)
+    min_nodes: int
+    max_nodes: int
+    host_list = option(
+        "--hosts", "text", "", "start on these hosts over ssh: a,b,c:8 (with the number of workers)",
+        env=None, metavar="LIST", common=True,
+    )  # fmt: skip
+    hostfile = option("--hostfile", "text", "", "the same from a file, a host on each line", env=None)
+    hosts: tuple[HostSlots, ...]  # started from here over ssh; none: this node alone
+    hosts_endpoint: str  # the endpoint that the user has given for them; empty: the first host
+    ssh: str = option("--ssh", "text", "ssh", "the ssh command for --hosts", metavar="CMD")
+    node_rank = torchrun("--node-rank", "int", 0, "rank of this node, from 0", metavar="RANK")
+    given_addr = torchrun("--master-addr", "text", "127.0.0.1", "static: address of node 0")
+    given_port = torchrun(
+        "--master-port", "port", None, f"static: port on node 0 ({STATIC_PORT})", most=65535
+    )
+    master_addr: str | None  # None: this node, or the one that the rendezvous chooses
+    master_port: int | None
+    local_addr: str | None = torchrun(
+        "--local-addr", "text", None, "address by which other nodes reach this one"
+    )
+    backend = torchrun(
+        "--rdzv-backend", "text", "static", "phalanx (or c10d), static, etcd, or a plug-in", common=True
+    )
+    rdzv_backend: str
+    endpoint = torchrun(
+        "--rdzv-endpoint", "text", "", "where the nodes meet", metavar="HOST:PORT", common=True
+    )
+    rdzv_endpoint: str
+    rdzv_id = torchrun("--rdzv-id", "text", "none", "name of the job, the same on every node", common=True)
+    run_id: str
+    conf = torchrun("--rdzv-conf", "text", "", "more settings: key=value,key=value", metavar="K=V,...")
+    rdzv_conf: dict[str, Any]  # with the token, the TLS files and this node's rank, where they are given
+    token_file = option("--token-file", "file", None, "file with the secret that all nodes share")
+    tls_cert = option("--tls-cert", "file", None, "TLS: certificate of this node", metavar="FILE")
+    tls_key = option("--tls-key", "file", None, "TLS: private key of this node", metavar="FILE")
+    tls_ca = option("--tls-ca", "file", None, "TLS: CA of the other nodes", metavar="FILE")
+    store_grace = option("--store-grace", "duration", 60.0, "how long workers may run without the store")
+    quarantine = option(
+        "--quarantine", "quarantine", DEFAULT_QUARANTINE,
+        "quarantine a host for COOLDOWN after it causes K failures within WINDOW, or off",
+        metavar="K:WINDOW:COOLDOWN",
+    )  # fmt: skip
+    quarantine_dir = option(
+        "--quarantine-dir", "text", None, "share quarantined hosts with other jobs in this directory"
+    )
+    quarantine_hook = option(
+        "--quarantine-hook", "text", None, "shell command to run for a quarantined host, $1, as to drain it",
+        metavar="CMD",
+    )  # fmt: skip
 
 
-def _store(found: Scan, option: Option, value: str) -> None:
-    if option.dest in ("help", "version"):
-        raise InformationRequested(option.dest)
-    if option.dest == "print_completion":
-        if value not in SHELLS:
-            raise usage_error(f"--print-completion {value}: no such shell; use one of {', '.join(SHELLS)}")
-        raise InformationRequested("completion", value)
-    found.values[option.dest] = value
+class Restarts(Section, title="Restarts and stopping"):
+    """When to try again, and how to stop."""
+
+    max_restarts: int = torchrun("--max-restarts", "int", 0, "restarts for the whole job", common=True)
+    restart_window: float | None = option(
+        "--restart-window", "duration", None, "count only the restarts within this time", least=0.001
+    )
+    no_restart_on: frozenset[int | str] = option(  # codes as a shell shows them (128+n: signal n), exceptions
+        "--no-restart-on", "failures", "",
+        "exit codes, signals and exceptions that are not worth a restart, or none",
+        metavar="LIST", common=True,
+    )  # fmt: skip
+    hopeless: frozenset[int | str]  # the same, only for workers that fail early; what a job has by default
+    restart_delay: float = option("--restart-delay", "duration", 0.0, "wait before every restart", most=DAY)
+    backoff: tuple[float, float] = option(  # the first delay and the longest; 0: none
+        "--backoff", "backoff", "0.5:30",
+        "wait before the second restart in a row, doubled each time up to MAX; 0: none",
+        metavar="TIME[:MAX]",
+    )  # fmt: skip
+    patience: float  # seconds from the first failure of a crash loop to the last restart
+    reenter_timeout: float = option(
+        "--reenter-timeout", "duration", 5.0,
+        "time for a worker that re-enters to unwind; 0: every restart has new processes", most=DAY,
+    )  # fmt: skip
+    grace = option("--grace", "duration", None, "time between SIGTERM and SIGKILL (30s)", common=True)
+    grace_of_torchrun = torchrun(
+        "--shutdown-timeout", "int", None, "torchrun's name for --grace, in seconds", metavar="S"
+    )
+    shutdown_timeout: float
+    signals_to_handle: str = torchrun(  # the preemption signal is one of them
+        "--signals-to-handle", "text", DEFAULT_SIGNALS, "signals passed on to the workers, by name",
+        metavar="NAMES",
+    )  # fmt: skip
+    monitor_interval: float = torchrun(
+        "--monitor-interval", "duration", 0.1, "how often to poll a plug-in backend", least=0.001
+    )
 
 
-def _take_value(option: Option, rest: list[str], position: int) -> str:
-    if position < len(rest):
-        value = rest[position]
-        if not value.startswith("-") or value == "-" or " " in value or _is_number(value):
-            return value
-        raise usage_error(
-            f"{option.name} needs a value, but {value!r} follows; "
-            f"if that is the value, write {option.name}={value}"
-        )
-    raise usage_error(f"{option.name} needs a value: {option.name} {option.metavar}")
+class Watching(Section, title="Watching"):
+    """What counts as a hang and what follows from it; health and preemption."""
+
+    hang_timeout: float | None = option(
+        "--hang-timeout", "duration", None,
+        "treat this time without progress of torch's collectives as a hang; needs no code",
+        least=0.001, common=True,
+    )  # fmt: skip
+    heartbeat_timeout: float | None = option(
+        "--heartbeat-timeout", "duration", None,
+        "treat this time without phalanx.worker.heartbeat() as a hang", least=0.001, common=True,
+    )  # fmt: skip
+    silence_timeout: float | None = option(
+        "--silence-timeout", "duration", None,
+        "treat this time without output from any rank as a hang; implies -t 3", least=0.001,
+    )  # fmt: skip
+    startup_timeout: float | None = option(
+        "--startup-timeout", "duration", None,
+        "treat this time without ready() or a heartbeat after the start as a hang", least=0.001,
+    )  # fmt: skip
+    partial_exit_timeout: float | None = option(
+        "--partial-exit-timeout", "duration", None,
+        "how long ranks may run after others have finished", least=0.001,
+    )  # fmt: skip
+    expect: str = option(
+        "--expect", "text", "",
+        "pattern that the output must keep matching, as in 'loss: (\\S+)'; implies -t 3", metavar="REGEX",
+    )  # fmt: skip
+    expect_every: float | None = option(
+        "--expect-every", "duration", None,
+        "treat this time without a line that matches --expect as a hang", least=0.001, most=30 * DAY,
+    )  # fmt: skip
+    expect_finite: bool = option(
+        "--expect-finite", "flag", False, "treat nan or inf in the first group of --expect as a hang"
+    )
+    on_hang: str = option(
+        "--on-hang", "choice", "restart", "response to a hang: restart, fail or warn",
+        choices=("restart", "fail", "warn"), metavar="WHAT", common=True,
+    )  # fmt: skip
+    straggler_policy: str = option(
+        "--straggler-policy", "choice", "warn",
+        "response to a host that stays slow: warn, or replace it by a spare at a checkpoint",
+        choices=("warn", "replace"), metavar="WHAT",
+    )  # fmt: skip
+    check: bool = option(
+        "--check", "flag", False,
+        "test this machine before it joins, as phalanx check does; unfit: it stays out", common=True,
+    )  # fmt: skip
+    health_check: str = option(
+        "--health-check", "text", "", "command that must succeed before this node joins", metavar="CMD"
+    )
+    preempt_signal: int | None = option(
+        "--preempt-signal", "signal", None, "signal on which workers checkpoint and exit within --grace"
+    )
+    health_port: str = option(
+        "--health-port", "listen", "", "serve /healthz and /readyz at this address", env=HEALTH_PORT,
+        metavar="[HOST:]PORT",
+    )  # fmt: skip
+    metrics: bool = option("--metrics", "flag", False, "serve /metrics for Prometheus at --health-port")
+    otel: bool = option(
+        "--otel", "flag", False, "send one OpenTelemetry trace per incident, as the OTEL_* variables say"
+    )
+    notify: str = option(  # it may hold a secret
+        "--notify", "text", "",
+        "command (JSON on stdin) or URL (POST) for failures, recoveries, hangs and the end",
+        metavar="CMD|URL", common=True,
+    )  # fmt: skip
+    dashboard: tuple[str, int] | None = option(
+        "--dashboard", "page", None, "serve a page about the job, on loopback and behind a link with a token",
+        metavar="[[HOST:]PORT]", common=True,
+    )  # fmt: skip
 
 
-def _is_option(word: str) -> bool:
-    """Whether a word before the script is meant as an option (argparse's rules)."""
-    if not word.startswith("-") or len(word) == 1:
-        return False
-    if word.partition("=")[0] in _BY_FLAG:
-        return True
-    return not _is_number(word) and " " not in word.partition("=")[0]
+class KeptState(Section, title="State"):
+    """What becomes of the state that workers keep."""
+
+    keep_spill: str = option(
+        "--keep-spill", "text", "",
+        "write kept state here if the job fails or is preempted; its next launch finds it",
+        metavar="DIR", common=True,
+    )  # fmt: skip
+    keep_id: str  # the job's name over its attempts; empty: the run ID
+    keep_replicas: int = option(
+        "--keep-replicas", "int", 0, "copy the kept state of each node to the next one: 0 or 1", most=1,
+        common=True,
+    )  # fmt: skip
 
 
-def is_address(word: str) -> bool:
-    """`[HOST:]PORT`, which no script is called."""
-    host, _, port = word.rpartition(":")
-    return port.isascii() and port.isdigit() and (not host or "/" not in host)
+class Output(Section, title="Output"):
+    """Where the output of the workers goes, and what the launcher prints."""
+
+    log_dir: str | None = torchrun("--log-dir", "text", None, "directory for logs", common=True)
+    redirects: str = torchrun(
+        "-r --redirects", "std", "0", "to files: 1 stdout, 2 stderr, 3 both, or RANK:N,...", common=True
+    )
+    tee: str = torchrun("-t --tee", "std", "0", "to files and the console; same values as -r", common=True)
+    local_ranks_filter: frozenset[int] | None = torchrun(
+        "--local-ranks-filter", "ranks", "", "only these local ranks on the console: 0,3-7"
+    )
+    ranks_filter: frozenset[int] | None = option(
+        "--ranks-filter", "ranks", "", "only these global ranks on the console: 0,3-7", common=True
+    )
+    log_line_prefix_template: str | None = torchrun(
+        "--log-line-prefix-template", "text", None,
+        "prefix of console lines, as in [${role_name}${local_rank}]:", env=LINE_PREFIX,
+    )  # fmt: skip
+    duplicate_stdout_filters: tuple[str, ...] = torchrun(
+        "--duplicate-stdout-filters", "list", (), "copy matching lines to one file", metavar="WORDS"
+    )
+    duplicate_stderr_filters: tuple[str, ...] = torchrun(
+        "--duplicate-stderr-filters", "list", (), "the same for stderr", metavar="WORDS"
+    )
+    logs_specs: LogsSpecs | str | None = torchrun(  # the name of a plug-in, or the object itself
+        "--logs-specs", "text", None, "plug-in that chooses where logs go", env=None, metavar="NAME"
+    )
+    event_log_handler: str = torchrun(
+        "--event-log-handler", "text", "null",
+        "where events go: null, console, file ($PHALANX_EVENTS_FILE) or a plug-in (an entry point in "
+        "phalanx.event_handlers)",
+    )  # fmt: skip
+    log_format: str = option(
+        "--log-format", "choice", "text",
+        "lines of the launcher, and with -t of the workers, as text or as json objects",
+        choices=("text", "json"),
+    )  # fmt: skip
+    log_rotate: tuple[int, int | None] | None = option(  # bytes of a part, and how many are kept (None: all)
+        "--log-rotate", "rotation", None,
+        "move the older part of a worker's log to files of this size, and keep that many: 100M:5",
+        metavar="SIZE[:KEEP]",
+    )  # fmt: skip
+    keep_logs: float | None = option(  # seconds; None: forever
+        "--keep-logs", "duration", 7 * DAY,
+        "how long temporary logs of finished jobs stay; a later run removes them: 12h, 7d, forever",
+        most=3650 * DAY, words={"forever": None},
+    )  # fmt: skip
+    termination_log: str = option(  # empty: Kubernetes' default, if it is there
+        "--termination-log", "text", "",
+        "write why the job failed into this file (/dev/termination-log, if there is one)", metavar="FILE",
+    )  # fmt: skip
+    quiet: bool = option("-q --quiet", "flag", False, "print failures only", common=True)
+    verbose: bool = option("--verbose", "flag", False, "print every decision and its reason", common=True)
 
 
-def _is_number(word: str) -> bool:
-    body = word.removeprefix("-")
-    return body.replace(".", "", 1).isdigit()
+class Terminal(Section, title="Other"):
+    """What the launcher does with the terminal."""
+
+    attach: int | None = option(
+        "--attach", "int", None, "this rank reads the terminal (for pdb)", env=None, metavar="RANK"
+    )
+    dry_run: bool = option(
+        "--dry-run", "flag", False, "show what would be started, and start nothing", env=None, common=True
+    )
+    detach: bool = option(
+        "--detach", "flag", False, "run in the background, detached from the terminal", env=None
+    )
+    completion = option(
+        "--print-completion", "choice", None, "print a completion script: bash, zsh, fish or tcsh",
+        env=None, choices=SHELLS, metavar="SHELL",
+    )  # fmt: skip
+    version = option("--version", "flag", False, "print the version", env=None)
+    help = option("-h --help", "flag", False, "print this text", env=None, common=True)
 
 
-def find_option(name: str) -> Option:
-    """The option a flag names, spelled in full or shortened."""
-    exact = _BY_FLAG.get(name)
-    if exact is not None:
-        return exact
-    matches: list[Option] = []
-    if name.startswith("--"):
-        for flag, option in _BY_FLAG.items():
-            if flag.startswith(name) and option not in matches:
-                matches.append(option)
-    # What is unique under torchrun stays unique: its options take precedence.
-    matches = [option for option in matches if option.is_torchruns] or matches
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        names = ", ".join(option.name for option in matches)
-        raise usage_error(f"{name} could be {names}; write it out")
-    raise _unknown(name)
+SECTIONS = (Program, Workers, Cluster, Restarts, Watching, KeptState, Output, Terminal)
+OPTIONS: tuple[Option, ...] = tuple(row for section in SECTIONS for row in section.rows)
+BY_DEST: dict[str, Option] = {row.dest: row for row in OPTIONS}
 
 
-def _unknown(word: str) -> UsageError:
-    import difflib
+class JobSpec(Record):
+    """A job as this node runs it: checked, resolved and frozen."""
 
-    name = word.partition("=")[0]
-    dashed = name.replace("_", "-")
-    near = [_ELSEWHERE[dashed]] if dashed in _ELSEWHERE else []
-    near = near or difflib.get_close_matches(dashed, [option.name for option in OPTIONS], 1, 0.6)
-    hint = f"did you mean {near[0]}?" if near else "options of the script go after its name"
-    return usage_error(f"{word}: no such option; {hint}")
+    program: Program
+    workers: Workers
+    cluster: Cluster
+    restarts: Restarts
+    watching: Watching
+    state: KeptState
+    output: Output
+    terminal: Terminal
+    scheduler: str  # whose variables were read; empty: none
+    taken: tuple[tuple[str, str, str], ...]  # from it: option, value, origin
+    warnings: tuple[str, ...]  # worth one line each, not worth stopping
 
-
-def split_list(value: str) -> list[str]:
-    """Words between single commas; a doubled comma stands for one inside a word."""
-    return [part.replace("\0", ",") for part in value.replace(",,", "\0").split(",")]
-
-
-def truth(value: str) -> bool | None:
-    """The meaning of a flag's variable, None when it has none."""
-    word = value.strip().lower()
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("0", "false", "no", "off", ""):
-        return False
-    return bool(int(word)) if _is_number(word) and "." not in word else None
+    @property
+    def node_name(self) -> str:
+        """This node, as all nodes and every record call it."""
+        return str(self.cluster.rdzv_conf.get("name") or os.uname().nodename)

@@ -13,8 +13,9 @@ import threading
 import time
 
 from phalanx.core.exit_codes import NO_MEETING, SIGNALED, SUCCESS
+from phalanx.job.command_line import scan, usage_error
 from phalanx.job.environment import carried_variables, own_environment
-from phalanx.job.options import BY_DEST, scan, usage_error
+from phalanx.job.options import BY_DEST
 from phalanx.platforms.outcomes import job_code
 from phalanx.platforms.ssh.frames import silence
 from phalanx.platforms.ssh.host_link import HostLink
@@ -25,8 +26,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from phalanx.job.config import JobSpec
     from phalanx.job.host_names import HostSlots
+    from phalanx.job.options import JobSpec
 
 _PATIENCE = 60.0  # seconds that an agent runs on without a connection to the starter, as without the store
 _LOCAL = ("hosts", "hostfile", "ssh", "dry_run")
@@ -39,9 +40,9 @@ _CONNECT = 20  # seconds for a connection, where the configuration of ssh does n
 
 def start(job: JobSpec, argv: Sequence[str], say: Callable[[str], None]) -> int:
     """Run the job on its hosts; the exit code of the job."""
-    ssh = job.ssh.split()
+    ssh = job.cluster.ssh.split()
     if shutil.which(ssh[0]) is None:
-        raise usage_error(f"--ssh {job.ssh}: no such program; --hosts needs an ssh client")
+        raise usage_error(f"--ssh {job.cluster.ssh}: no such program; --hosts needs an ssh client")
     directory = tempfile.mkdtemp(prefix="phalanx-ssh-")  # for the control sockets: for this user only
     try:
         return _Starter(job, argv, ssh, directory, say).run()
@@ -62,16 +63,16 @@ class _Starter:
         self._signalled = 0  # the last signal of the user
         self._hopeless_until: float | None = None  # too few hosts are left: when the others are given up
         self._handled = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
-        self._handled += [signal.Signals(job.preempt_signal)] if job.preempt_signal else []
+        self._handled += [signal.Signals(job.watching.preempt_signal)] if job.watching.preempt_signal else []
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup wants that
             self._handled.append(signal.SIGHUP)
-        self._patience = float(job.rdzv_conf.get("store_grace", _PATIENCE))
+        self._patience = float(job.cluster.rdzv_conf.get("store_grace", _PATIENCE))
         self._over = threading.Event()
-        settings = _settings_of(ssh, job.hosts[0])
+        settings = _settings_of(ssh, job.cluster.hosts[0])
         endpoint = _endpoint(job, settings)
         token = secrets.token_hex(32)
         environ = {**own_environment(), **one_question_at_a_time(directory)}
-        for rank, host in enumerate(job.hosts):
+        for rank, host in enumerate(job.cluster.hosts):
             described = {
                 "argv": python_command("phalanx", "run", *_words(job, argv, rank, host, endpoint)),
                 "directory": os.getcwd(),
@@ -79,7 +80,7 @@ class _Starter:
                 "token": token,
                 "key": secrets.token_hex(8),
                 "patience": self._patience,
-                "grace": job.shutdown_timeout,
+                "grace": job.restarts.shutdown_timeout,
             }
             self._links.append(
                 HostLink(
@@ -155,14 +156,16 @@ class _Starter:
         gone = [link for link in self._links if link.gone]
         rest = [link for link in self._links if link.open]
         over = self._signalled or len(gone) + len(rest) < len(self._links)  # an agent knows the job's end
-        few = len(rest) < self._job.min_nodes or self._links[0] in gone  # the store is on the first host
+        few = (
+            len(rest) < self._job.cluster.min_nodes or self._links[0] in gone
+        )  # the store is on the first host
         if gone and rest and few and not over and self._hopeless_until is None:
             ends = ", ".join(f"{link.host.name} ({link.end})" for link in gone)
             self._say(
-                f"the job cannot go on without {ends}: it needs {self._job.min_nodes} hosts, "
+                f"the job cannot go on without {ends}: it needs {self._job.cluster.min_nodes} hosts, "
                 f"{self._links[0].host.name} among them, and has {len(rest)} left; stopping"
             )
-            self._hopeless_until = time.monotonic() + self._job.shutdown_timeout + _LAST
+            self._hopeless_until = time.monotonic() + self._job.restarts.shutdown_timeout + _LAST
             self._stop(signal.SIGTERM)
         if self._hopeless_until is not None and time.monotonic() >= self._hopeless_until:
             for link in self._links:
@@ -183,7 +186,7 @@ class _Starter:
             return SIGNALED + self._signalled
         if self._hopeless_until is not None:
             return NO_MEETING
-        return job_code(outcomes, 0 if outcomes else NO_MEETING, self._job.preempt_signal or 0)
+        return job_code(outcomes, 0 if outcomes else NO_MEETING, self._job.watching.preempt_signal or 0)
 
 
 def _settings_of(ssh: Sequence[str], host: HostSlots) -> Mapping[str, str]:
@@ -212,10 +215,10 @@ def _options(settings: Mapping[str, str], control: str) -> list[str]:
 
 def _endpoint(job: JobSpec, settings: Mapping[str, str]) -> str:
     """Where the store is: on the first host, under the name that its ssh connection goes to."""
-    if job.hosts_endpoint:
-        return job.hosts_endpoint
-    name = settings.get("hostname") or job.hosts[0].name
-    port = job.rdzv_endpoint.rpartition(":")[2]
+    if job.cluster.hosts_endpoint:
+        return job.cluster.hosts_endpoint
+    name = settings.get("hostname") or job.cluster.hosts[0].name
+    port = job.cluster.rdzv_endpoint.rpartition(":")[2]
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
@@ -231,11 +234,11 @@ def _words(job: JobSpec, argv: Sequence[str], rank: int, host: HostSlots, endpoi
     conf = f"is_host={int(rank == 0)},name={host.name}"
     given = found.values.get("rdzv_conf", "")
     ours = {
-        "nnodes": f"{job.min_nodes}:{job.max_nodes}",
+        "nnodes": f"{job.cluster.min_nodes}:{job.cluster.max_nodes}",
         "node_rank": str(rank),
         "rdzv_backend": "phalanx",
         "rdzv_endpoint": endpoint,
-        "rdzv_id": job.run_id,
+        "rdzv_id": job.cluster.run_id,
         "rdzv_conf": f"{conf},{given}" if given else conf,
     }
     workers = str(host.slots) if host.slots else found.values.get("nproc_per_node", "")

@@ -1,8 +1,9 @@
-"""What makes a description of a job valid, subject by subject.
+"""The rules between options, and the machine: subject by subject.
 
-Each public function takes the raw `Sources` and returns the fields of `JobSpec` that it is responsible for,
-or raises `UsageError`. They look at the machine (files, PATH, devices, installed plug-ins) but change
-nothing. Anything costly is looked up only when the request names it: a plain command line must stay cheap.
+The table (job/options.py) says what one option accepts. A function here makes a section of the job from the
+raw `Sources`: it decides what several options decide together, looks at the machine (files, PATH, devices,
+installed plug-ins) and raises `UsageError`; it changes nothing. Anything costly is looked up only when the
+request names it: a plain command line must stay cheap.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import os
 import sys
 
-from phalanx.devices import resolve_nproc
+from phalanx.job.command_line import usage_error
 from phalanx.job.environment import DEFAULT_SIGNALS, OMP_THREADS, PYTHON_EXEC, STATIC_PORT, STORE_PORT
 from phalanx.job.environment import shutdown_timeout as default_grace
-from phalanx.job.options import truth, usage_error
+from phalanx.job.options import Cluster, KeptState, Output, Program, Restarts, Terminal, Watching, Workers
+from phalanx.job.units import signal_number
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     from phalanx.job.config import Sources
@@ -36,23 +38,21 @@ _CONF = frozenset(
 )  # fmt: skip
 _HOPELESS = frozenset[int | str]({2, "ImportError", "SyntaxError"})
 """What a retry does not change: wrong arguments (argparse exits with 2), missing modules, broken scripts."""
-_DAY = 86400.0
-_LONGEST_BACKOFF = 30.0
 _PATIENCE = 8.0
 _BACKENDS = ("static", "phalanx", "c10d", "etcd")
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
-def entrypoint(given: Callable[..., Any] | str | None, args: Sequence[Any]) -> dict[str, Any]:
+def entrypoint(given: Callable[..., Any] | str | None, args: Sequence[Any]) -> Program:
     """What each worker runs, when it is given from Python."""
     if not given or not (isinstance(given, str) or callable(given)):
         raise usage_error(f"entrypoint={given!r}: give a function or the name of a program")
     if isinstance(args, str | bytes) or not hasattr(args, "__iter__"):
         raise usage_error(f"args={args!r}: give the arguments as a tuple")
-    return {"entrypoint": given, "args": tuple(args), "name": ""}
+    return Program(entrypoint=given, args=tuple(args), name="")
 
 
-def program(v: Sources, script: str, script_args: tuple[str, ...]) -> dict[str, Any]:
+def program(v: Sources, script: str, script_args: tuple[str, ...]) -> Program:
     """What each worker runs, found and runnable.
 
     Python runs without -u: the bootstrap makes the output line-buffered, which costs one write per line
@@ -83,7 +83,7 @@ def program(v: Sources, script: str, script_args: tuple[str, ...]) -> dict[str, 
     else:
         _check_file(script, v.environ)
         command = sys.executable if run_path else python
-    return {"entrypoint": command, "args": words, "name": os.path.basename(script.rstrip("/"))}
+    return Program(entrypoint=command, args=words, name=os.path.basename(script.rstrip("/")))
 
 
 def _interpreter(v: Sources) -> str:
@@ -172,13 +172,36 @@ def _is_program(name: str, environ: Mapping[str, str]) -> bool:
         return False
 
 
-def workers(v: Sources) -> dict[str, Any]:
-    """How many workers there are and what they are called."""
-    asked, virtual = v.text("nproc_per_node").strip(), v.flag("virtual_local_rank")
+def workers(v: Sources) -> Workers:
+    """How many workers there are, what they are called, and how they start."""
+    count, role = _local_world_size(v), v.value("role")
+    # An empty one is allowed: TorchX passes it for a role without a name.
+    if role.isspace() or not role.isprintable() or "/" in role or len(role) > 128:
+        raise v.bad("role", "a role is a printable name of at most 128 characters without '/'")
+    warm = v.value("warm")
+    return v.fill(
+        Workers,
+        local_world_size=count,
+        role=role,
+        omp_num_threads=_omp_threads(v, count),
+        numa_options=_numa(v),
+        preload=_preload(v),
+        warmup=_warm_up(v, warm),
+        keep_warm=_keep_warm(v, warm),
+    )
+
+
+def _local_world_size(v: Sources) -> int:
+    asked = v.text("nproc_per_node").strip()
     try:
-        count = resolve_nproc(asked, v.environ, one_each=virtual)
+        count = int(asked)
     except ValueError:
-        raise v.bad("nproc_per_node", "use a number, auto, gpu, xpu or cpu") from None
+        from phalanx.devices import resolve_nproc
+
+        try:
+            count = resolve_nproc(asked, v.environ, one_each=v.flag("virtual_local_rank"))
+        except ValueError:
+            raise v.bad("nproc_per_node", "use a number, auto, gpu, xpu or cpu") from None
     if count == 0 and asked in ("gpu", "xpu"):
         hidden = [f"{n}={v.environ[n]!r}" for n in _HIDING if n in v.environ]
         why = f" ({', '.join(hidden)})" if hidden else ""
@@ -187,18 +210,7 @@ def workers(v: Sources) -> dict[str, Any]:
         )
     if count < 1:
         raise v.bad("nproc_per_node", "at least one worker is needed")
-    role = v.text("role")
-    # An empty one is allowed: TorchX passes it for a role without a name.
-    if role.isspace() or not role.isprintable() or "/" in role or len(role) > 128:
-        raise v.bad("role", "a role is a printable name of at most 128 characters without '/'")
-    return {
-        "local_world_size": count,
-        "virtual_local_rank": virtual,
-        "role": role,
-        "omp_num_threads": _omp_threads(v, count),
-        "numa_options": _numa(v),
-        "start_method": v.text("start_method"),
-    }
+    return count
 
 
 def _omp_threads(v: Sources, count: int) -> int | None:
@@ -218,7 +230,7 @@ def _omp_threads(v: Sources, count: int) -> int | None:
 
 
 def _numa(v: Sources) -> Any:
-    mode = v.text("numa_binding")
+    mode = v.value("numa_binding")
     if not mode:
         return None
     from phalanx.job.numa import AffinityMode, NumaOptions
@@ -226,7 +238,34 @@ def _numa(v: Sources) -> Any:
     return NumaOptions(AffinityMode(mode))
 
 
-def nodes(v: Sources) -> dict[str, Any]:
+def _preload(v: Sources) -> tuple[str, ...]:
+    names: tuple[str, ...] = v.value("preload")
+    for name in names:
+        if not name.replace(".", "_").isidentifier():
+            raise v.bad("preload", f"{name} is not a module name")
+        if _interpreter(v) == sys.executable and not _is_module(name):
+            v.warnings.append(f"{v.label('preload')}: no module {name!r} on the Python path, left out")
+    return names
+
+
+def _warm_up(v: Sources, mode: str) -> str:
+    text: str = v.value("warmup")
+    module, colon, function = text.partition(":")
+    if text and not (colon and function.isidentifier() and module.replace(".", "_").isidentifier()):
+        raise v.bad("warmup", "write module:function")
+    if text and mode != "standby":
+        raise v.bad("warmup", "only standby workers run it; add --warm standby")
+    return text
+
+
+def _keep_warm(v: Sources, mode: str) -> float:
+    seconds: float = v.value("keep_warm")
+    if seconds and mode == "off" and "keep_warm" in v.arguments:
+        raise v.bad("keep_warm", "there is nothing to keep with --warm off")
+    return 0.0 if mode == "off" else seconds
+
+
+def cluster(v: Sources) -> Cluster:
     """How many nodes there are and where they meet."""
     low, colon, high = v.text("nnodes").partition(":")
     try:
@@ -243,7 +282,8 @@ def nodes(v: Sources) -> dict[str, Any]:
                 f"{v.label('standalone')} with {v.label('nnodes')}: standalone is one node; drop one"
             )
         most = 1
-    return {"min_nodes": least, "max_nodes": most, **_rendezvous(v, least, most)}
+    meeting = _rendezvous(v, least, most)
+    return v.fill(Cluster, min_nodes=least, max_nodes=most, **meeting, **_hosts(v))
 
 
 def host_list(v: Sources) -> tuple[HostSlots, ...]:
@@ -266,7 +306,7 @@ def host_list(v: Sources) -> tuple[HostSlots, ...]:
         raise v.bad(dest, str(error)) from None
 
 
-def hosts(v: Sources) -> dict[str, Any]:
+def _hosts(v: Sources) -> dict[str, Any]:
     """Where agents are started from here, and how."""
     found = host_list(v)
     for dest in ("standalone", "node_rank", "master_addr", "master_port", "detach", "attach"):
@@ -278,7 +318,7 @@ def hosts(v: Sources) -> dict[str, Any]:
     if not v.text("ssh").split():
         raise v.bad("ssh", "name the ssh command")
     given = v.arguments.get("rdzv_endpoint", "") if found else ""
-    return {"hosts": found, "hosts_endpoint": given, "ssh": v.text("ssh")}
+    return {"hosts": found, "hosts_endpoint": given}
 
 
 def trust_files(v: Sources) -> dict[str, Any]:
@@ -292,11 +332,9 @@ def trust_files(v: Sources) -> dict[str, Any]:
             settings[dest] = path
     if "tls_key" in settings and "tls_cert" not in settings:
         raise v.bad("tls_key", f"a key without its certificate; add {v.name('tls_cert')} FILE")
-    grace = v.number("store_grace", 0)
-    if v.given("store_grace"):
-        settings["store_grace"] = grace
-    if v.given("quarantine"):
-        settings["quarantine"] = _quarantine(v)
+    for dest in ("store_grace", "quarantine"):
+        if v.given(dest):
+            settings[dest] = v.value(dest)
     if folder := v.text("quarantine_dir"):
         if not os.path.isdir(folder):
             raise v.bad("quarantine_dir", "not a directory; make one that all nodes share")
@@ -306,19 +344,9 @@ def trust_files(v: Sources) -> dict[str, Any]:
     return settings
 
 
-def _quarantine(v: Sources) -> str:
-    from phalanx.core.rounds.quarantine import parse_policy
-
-    try:
-        parse_policy(v.text("quarantine"))
-    except ValueError as error:
-        raise v.bad("quarantine", str(error)) from None
-    return v.text("quarantine")
-
-
 def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
     backend, endpoint, addr = v.text("rdzv_backend"), v.text("rdzv_endpoint"), v.text("master_addr")
-    port, rank = v.integer("master_port", 0, 65535), v.integer("node_rank", 0) or 0
+    port, rank = v.value("master_port"), v.value("node_rank")
     trust = trust_files(v)
     alone = v.flag("standalone")
     if alone or (most == 1 and backend == "static" and not endpoint and port is None):
@@ -365,7 +393,6 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
         "run_id": _run_id(v, alone),
         "master_addr": addr_port[0],
         "master_port": addr_port[1],
-        "local_addr": v.text("local_addr") or None,
     }
 
 
@@ -421,21 +448,20 @@ def _plugins(*groups: str) -> set[str]:
     return {entry.name for group in groups for entry in entry_points(group=group)}
 
 
-def restarts(v: Sources) -> dict[str, Any]:
+def restarts(v: Sources, watching: Watching) -> Restarts:
     """When to try again, and how to stop."""
-    return {
-        "max_restarts": v.integer("max_restarts", 0),
-        "restart_window": v.number("restart_window", 0.001),
-        "no_restart_on": frozenset(_final_failures(v)),
-        "hopeless": frozenset() if v.given("no_restart_on") else _HOPELESS,
-        "restart_delay": v.number("restart_delay", 0, _DAY),
-        "backoff": _backoff(v),
-        "patience": _PATIENCE,
-        "reenter_timeout": v.number("reenter_timeout", 0, _DAY),
-        "shutdown_timeout": _grace(v),
-        "signals_to_handle": _signals(v),
-        "monitor_interval": v.number("monitor_interval", 0.001),
-    }
+    signals = _signals(v)
+    if watching.preempt_signal is not None:
+        import signal
+
+        signals += f",{signal.Signals(watching.preempt_signal).name}"
+    return v.fill(
+        Restarts,
+        hopeless=frozenset[int | str]() if v.given("no_restart_on") else _HOPELESS,
+        patience=_PATIENCE,
+        shutdown_timeout=_grace(v),
+        signals_to_handle=signals,
+    )
 
 
 def _signals(v: Sources) -> str:
@@ -444,18 +470,22 @@ def _signals(v: Sources) -> str:
     if names == DEFAULT_SIGNALS:
         return names
     wanted = [name for name in map(str.strip, names.split(",")) if name]
-    known = [name for name in wanted if _signal_number(name) and name not in ("SIGKILL", "SIGSTOP")]
+    known = [name for name in wanted if _is_signal(name) and name not in ("SIGKILL", "SIGSTOP")]
     for name in wanted:
         if name not in known:
-            why = "cannot be handled" if _signal_number(name) else "no such signal"
-            meant = f" (did you mean SIG{name}?)" if _signal_number(f"SIG{name}") else ""
+            why = "cannot be handled" if _is_signal(name) else "no such signal"
+            meant = f" (did you mean SIG{name}?)" if _is_signal(f"SIG{name}") else ""
             v.warnings.append(f"{v.label('signals_to_handle')}: {name}: {why}, ignored{meant}")
     return ",".join(known)
 
 
+def _is_signal(name: str) -> bool:
+    return name.startswith("SIG") and signal_number(name) is not None
+
+
 def _grace(v: Sources) -> float:
     """--grace, --shutdown-timeout, then their variables in that order: an argument overrides any variable."""
-    grace, other = v.number("grace", 0), v.integer("shutdown_timeout", 0)
+    grace, other = v.value("grace"), v.value("shutdown_timeout")
     if grace is not None and ("grace" in v.arguments or "shutdown_timeout" not in v.arguments):
         return float(grace)
     if other is not None:
@@ -466,107 +496,53 @@ def _grace(v: Sources) -> float:
         raise usage_error(str(error)) from None
 
 
-def _backoff(v: Sources) -> tuple[float, float]:
-    """The first delay and the longest."""
-    first, colon, longest = v.text("backoff").partition(":")
-    try:
-        least, most = float(first), float(longest) if colon else _LONGEST_BACKOFF
-    except ValueError:
-        raise v.bad("backoff", "use a number of seconds, or FIRST:LONGEST, as in 0.5:30") from None
-    if not 0 <= least <= _DAY or not 0 <= most <= _DAY:  # false for nan as well
-        raise v.bad("backoff", f"must be between 0 and {_DAY:g} seconds")
-    if colon and most < least:
-        raise v.bad("backoff", "the first delay is larger than the longest")
-    return least, max(least, most)
-
-
-def _final_failures(v: Sources) -> Iterable[int | str]:
-    words = [part.strip() for part in v.text("no_restart_on").split(",")]
-    if words == ["none"]:
-        return
-    for word in filter(None, words):
-        name = word.rpartition(".")[2]
-        if name.isidentifier() and (name[0].isupper() or "." in word) and not word.startswith("SIG"):
-            yield name
-            continue
-        number = _signal_number(word)
-        if number is None and word.removeprefix("-").isdigit():
-            number = -int(word) if word.startswith("-") else 0
-            if not number and 1 <= int(word) <= 255:
-                yield int(word)
-                continue
-        if not number or number > 64:
-            what = f"{word!r} is neither an exit code (1 to 255), a signal nor an exception"
-            raise v.bad("no_restart_on", what)
-        yield 128 + number
-
-
-def _signal_number(name: str) -> int | None:
-    import signal
-
-    found = getattr(signal, name, None) if name.startswith("SIG") else None
-    return int(found) if isinstance(found, signal.Signals) else None
-
-
-def output(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
+def output(v: Sources, workers: Workers, cluster: Cluster, watching: Watching) -> Output:
     """Where the workers' output goes."""
-    count = known["local_world_size"]
-    log_dir = v.text("log_dir") or None
+    count, prefix = workers.local_world_size, v.value("log_line_prefix_template") or None
+    log_dir = v.value("log_dir") or None
     if log_dir is not None and os.path.exists(log_dir) and not os.path.isdir(log_dir):
         raise v.bad("log_dir", "is a file; name a directory")
-    for dest in ("redirects", "tee"):
-        _check_std(v, dest, count)
+    redirects, tee = _streams(v, "redirects", count), _streams(v, "tee", count)
     specs = v.arguments.get("logs_specs") or None
     if isinstance(specs, str):
         installed = _plugins("torchrun.logs_specs", "phalanx.logs_specs")
         if specs not in installed:
             names = ", ".join(sorted(installed)) or "none"
             raise v.bad("logs_specs", f"no such plug-in; installed are: {names}")
-    return {
-        "log_dir": log_dir,
-        "redirects": v.text("redirects"),
-        "tee": v.text("tee"),
-        "local_ranks_filter": _ranks(v, "local_ranks_filter", count),
-        "ranks_filter": _ranks(v, "ranks_filter", count * known["max_nodes"], specs),
-        "log_line_prefix_template": v.text("log_line_prefix_template") or None,
-        "duplicate_stdout_filters": v.words("duplicate_stdout_filters"),
-        "duplicate_stderr_filters": v.words("duplicate_stderr_filters"),
-        "logs_specs": specs,
-        "event_log_handler": _event_handler(v),
-        "log_format": v.text("log_format"),
-        "log_rotate": _log_rotate(v, v.text("redirects") == v.text("tee") == "0"),
-        "keep_logs": _keep_logs(v),
-        "termination_log": _termination_log(v),
-    }
-
-
-def _log_rotate(v: Sources, no_files: bool) -> tuple[int, int | None] | None:
-    """SIZE[:KEEP]; sizes in units of 1024."""
-    raw = v.text("log_rotate").strip()
-    if raw in ("", "off"):
-        return None
-    size, colon, keep = raw.partition(":")
-    number = size.rstrip("KMGTkmgtiB")
-    unit = size[len(number) :].lower().removesuffix("b").removesuffix("i")
-    factor = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(unit)
-    try:
-        bytes_ = int(float(number) * (factor or float("nan")))
-        kept = int(keep) if colon else None
-    except (ValueError, OverflowError):
-        raise v.bad("log_rotate", "write SIZE or SIZE:KEEP, as in 100M or 1G:5") from None
-    if not 4096 <= bytes_ <= 1 << 50:
-        raise v.bad("log_rotate", "a part has at least 4K")
-    if kept is not None and kept < 1:
-        raise v.bad("log_rotate", "keep at least one part, or leave out the number to keep all")
-    if no_files and not v.text("silence_timeout") and not v.text("expect"):
+    no_files = redirects == tee == "0"
+    if (
+        v.value("log_rotate") is not None
+        and no_files
+        and not watching.silence_timeout
+        and not watching.expect
+    ):
         v.warnings.append(f"{v.label('log_rotate')}: no output goes to files; add -r 3 or -t 3")
-    return bytes_, kept
-
-
-def _keep_logs(v: Sources) -> float | None:
-    if v.text("keep_logs").strip().lower() == "forever":
-        return None
-    return _time(v, "keep_logs", 3650 * _DAY, "write a time, as in 12h or 7d, or forever")
+    if no_files and (
+        watching.silence_timeout is not None or watching.expect or watching.dashboard is not None
+    ):
+        tee = "3"  # output that goes straight to the terminal cannot be observed
+        if count == cluster.max_nodes == 1 and not prefix:
+            prefix = ""  # nothing else is to change for it
+    quiet, verbose = v.flag("quiet"), v.flag("verbose")
+    if quiet and verbose:
+        # A flag on this command line overrides a variable set for all of them.
+        if ("quiet" in v.arguments) == ("verbose" in v.arguments):
+            raise usage_error(f"{v.label('quiet')} and {v.label('verbose')}: choose one")
+        quiet, verbose = "quiet" in v.arguments, "verbose" in v.arguments
+    return v.fill(
+        Output,
+        log_dir=log_dir,
+        redirects=redirects,
+        tee=tee,
+        local_ranks_filter=_ranks(v, "local_ranks_filter", count),
+        ranks_filter=_ranks(v, "ranks_filter", count * cluster.max_nodes, specs),
+        log_line_prefix_template=prefix,
+        logs_specs=specs,
+        event_log_handler=_event_handler(v),
+        termination_log=_termination_log(v),
+        quiet=quiet,
+        verbose=verbose,
+    )
 
 
 def _termination_log(v: Sources) -> str:
@@ -595,118 +571,69 @@ def _event_handler(v: Sources) -> str:
     return name
 
 
-def _check_std(v: Sources, dest: str, count: int) -> None:
-    value = v.text(dest)
-    if value in ("0", "1", "2", "3"):
-        return
-    for pair in value.split(","):
-        rank, colon, stream = pair.partition(":")
-        if not (colon and rank.isdigit() and rank.isascii() and stream in ("0", "1", "2", "3")):
-            raise v.bad(dest, "use 0, 1, 2 or 3, or RANK:N,RANK:N with those numbers")
+def _streams(v: Sources, dest: str, count: int) -> str:
+    value: str = v.value(dest)
+    for pair in value.split(",") if ":" in value else ():
+        rank = pair.partition(":")[0]
         if int(rank) >= count:
             v.warnings.append(f"{v.label(dest)}: there is no local rank {rank} (of {count})")
+    return value
 
 
 def _ranks(v: Sources, dest: str, count: int, plugin: object = None) -> frozenset[int] | None:
-    raw = v.text(dest)
-    if not raw:
+    ranks: frozenset[int] | None = v.value(dest)
+    if ranks is None:
         return None
     if plugin is not None:
         raise v.bad(dest, f"a plug-in of {v.name('logs_specs')} decides what is shown; drop one of the two")
-    try:
-        ranks = frozenset(int(part) for part in raw.split(","))
-    except ValueError:
-        ranks = frozenset((-1,))
-    if min(ranks) < 0:
-        kind = "local ranks" if dest.startswith("local") else "ranks"
-        raise v.bad(dest, f"write {kind} between commas, as in 0,1,2")
     if not ranks & frozenset(range(count)):
         v.warnings.append(f"{v.label(dest)}: none of these ranks exists (of {count}): nothing will show")
     return ranks
 
 
-def supervision(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
-    """What counts as a hang and what follows from it; health and preemption."""
-    names = (
-        "heartbeat_timeout",
-        "silence_timeout",
-        "startup_timeout",
-        "partial_exit_timeout",
-        "hang_timeout",
-    )
-    values: dict[str, Any] = {name: v.number(name, 0.001) for name in names}
-    if v.given("on_hang") and all(value is None for value in values.values()) and not v.text("expect"):
+def watching(v: Sources, cluster: Cluster) -> Watching:
+    """What counts as a hang and what follows from it; who watches from outside."""
+    found = v.fill(Watching, notify=_notify(v), metrics=_metrics(v), otel=_otel(v), dashboard=_dashboard(v))
+    times = (
+        found.heartbeat_timeout, found.silence_timeout, found.startup_timeout, found.partial_exit_timeout,
+        found.hang_timeout,
+    )  # fmt: skip
+    if v.given("on_hang") and all(time is None for time in times) and not found.expect:
         v.warnings.append(f"{v.label('on_hang')}: only matters for worker.expires(), as no timeout is given")
-    values["straggler_policy"] = v.text("straggler_policy")
-    if values["straggler_policy"] == "replace" and known["rdzv_backend"] == "static":
+    if found.straggler_policy == "replace" and cluster.rdzv_backend == "static":
         v.warnings.append(
             f"{v.label('straggler_policy')}: a static job has no spares; slow hosts are reported"
         )
-    shown = truth(v.text("dashboard").strip()) is not False  # on the page
-    watched = values["silence_timeout"] is not None or v.text("expect") or shown
-    if watched and known["redirects"] == known["tee"] == "0":
-        values["tee"] = "3"  # output that goes straight to the terminal cannot be observed
-        if known["local_world_size"] == known["max_nodes"] == 1 and not known["log_line_prefix_template"]:
-            values["log_line_prefix_template"] = ""  # nothing else is to change for it
-    port = v.text("health_port")
-    host, _, number = port.rpartition(":")
-    if port and not (
-        number.isascii() and number.isdigit() and int(number) <= 65535 and not host.endswith(":")
-    ):
-        raise v.bad("health_port", "write PORT or ADDRESS:PORT, with a port between 0 and 65535")
-    values.update(on_hang=v.text("on_hang"), health_port=port, health_check=v.text("health_check"))
-    values["check"] = v.flag("check")
-    values["preempt_signal"] = sig = _preempt_signal(v)
-    if sig is not None:
-        import signal
-
-        values["signals_to_handle"] = f"{known['signals_to_handle']},{signal.Signals(sig).name}"
-    return values
-
-
-def outside(v: Sources) -> dict[str, Any]:
-    """What watches the output, and who is told of incidents."""
-    told = {"notify": _notify(v), "metrics": _metrics(v), "otel": _otel(v)}
-    return {**_expectations(v), **told, "dashboard": _dashboard(v)}
+    _check_expectations(v, found)
+    return found
 
 
 def _dashboard(v: Sources) -> tuple[str, int] | None:
-    text = v.text("dashboard").strip()
-    asked = truth(text)
-    if asked is False:
-        return None
-    from importlib.util import find_spec
+    where: tuple[str, int] | None = v.value("dashboard")
+    if where is not None:
+        from importlib.util import find_spec
 
-    if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        from phalanx.web.dashboard_process import MISSING
+        if find_spec("starlette") is None or find_spec("uvicorn") is None:
+            from phalanx.web.dashboard_process import MISSING
 
-        raise v.bad("dashboard", MISSING)
-    if text == "1" or (asked and not text.isdecimal()):
-        return "127.0.0.1", 0
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535) or (colon and not host):
-        raise v.bad("dashboard", "write PORT or ADDRESS:PORT, with a port between 0 and 65535")
-    return host or "127.0.0.1", int(port)
+            raise v.bad("dashboard", MISSING)
+    return where
 
 
-def _expectations(v: Sources) -> dict[str, Any]:
-    pattern, finite = v.text("expect"), v.flag("expect_finite")
-    every = _time(v, "expect_every", 30 * _DAY, "write a time, as in 300s or 10m") or None
-    if not pattern:
-        for dest, given in (("expect_every", every), ("expect_finite", finite)):
+def _check_expectations(v: Sources, found: Watching) -> None:
+    if not found.expect:
+        for dest, given in (("expect_every", found.expect_every), ("expect_finite", found.expect_finite)):
             if given:
                 raise v.bad(dest, f"needs a pattern; add {v.name('expect')} REGEX")
-    else:
-        import re
+        return
+    import re
 
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise v.bad("expect", f"not a regular expression: {error}") from None
-        if every is None and not finite:
-            raise v.bad("expect", f"add {v.name('expect_every')} TIME, {v.name('expect_finite')}, or both")
-    return {"expect": pattern, "expect_every": every, "expect_finite": finite}
+    try:
+        re.compile(found.expect)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise v.bad("expect", f"not a regular expression: {error}") from None
+    if found.expect_every is None and not found.expect_finite:
+        raise v.bad("expect", f"add {v.name('expect_every')} TIME, {v.name('expect_finite')}, or both")
 
 
 def _notify(v: Sources) -> str:
@@ -757,94 +684,22 @@ def _otel(v: Sources) -> bool:
     return asked
 
 
-def _preempt_signal(v: Sources) -> int | None:
-    name = v.text("preempt_signal")
-    if not name:
-        return None
-    number = _signal_number(name if name.startswith("SIG") else f"SIG{name}")
-    if number is None or name.removeprefix("SIG") in ("KILL", "STOP", "CHLD", "SEGV", "CONT"):
-        raise v.bad("preempt_signal", "name a signal that can be handled, as in SIGUSR1")
-    return number
-
-
-def preparation(v: Sources) -> dict[str, Any]:
-    """What the helper processes do before workers start."""
-    mode, warm_up, preload = v.text("warm"), v.text("warmup"), v.words("preload")
-    if warm_up:
-        module, colon, function = warm_up.partition(":")
-        if not colon or not function.isidentifier() or not module.replace(".", "_").isidentifier():
-            raise v.bad("warmup", "write module:function")
-        if mode != "standby":
-            raise v.bad("warmup", "only standby workers run it; add --warm standby")
-    for name in preload:
-        if not name.replace(".", "_").isidentifier():
-            raise v.bad("preload", f"{name} is not a module name")
-        if _interpreter(v) == sys.executable and not _is_module(name):
-            v.warnings.append(f"{v.label('preload')}: no module {name!r} on the Python path, left out")
-    keep = _seconds(v, "keep_warm")
-    if keep and mode == "off":
-        if "keep_warm" in v.arguments:
-            raise v.bad("keep_warm", "there is nothing to keep with --warm off")
-        keep = 0.0
-    return {"warm": mode, "preload": preload, "warmup": warm_up, "keep_warm": keep}
-
-
-def _seconds(v: Sources, dest: str) -> float:
-    """A time of up to a day; off or 0: none."""
-    if v.text(dest).strip().lower() == "off":
-        return 0.0
-    return _time(v, dest, _DAY, "write a time of up to a day, as in 90s, 10m or 1h, or off")
-
-
-def _time(v: Sources, dest: str, longest: float, advice: str) -> float:
-    """A time as people write it: 90, 90s, 10m, 1.5h, 7d; 0 where none is given."""
-    text = v.text(dest).strip().lower()
-    if not text:
-        return 0.0
-    factor = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": _DAY}.get(text[-1:])
-    try:
-        value = float(text if factor is None else text[:-1]) * (factor or 1.0)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= longest:  # false for nan as well
-        raise v.bad(dest, advice)
-    return value
-
-
-def kept_state(v: Sources) -> dict[str, Any]:
+def kept_state(v: Sources) -> KeptState:
     """What becomes of the state that workers keep."""
-    spill = v.text("keep_spill")
-    if spill and not v.given("rdzv_id"):
+    if v.text("keep_spill") and not v.given("rdzv_id"):
         raise v.bad("keep_spill", "name the job with --rdzv-id, so that its next launch finds the state")
-    replicas = v.integer("keep_replicas", 0)
-    if replicas not in (0, 1):
-        raise v.bad("keep_replicas", "write 0 or 1")
     # A requeued job has another run ID, and finds what the last attempt left all the same.
     taken = v.around is not None and "rdzv_id" in v.around.settings
-    lasting = v.around.lasting_id if v.around is not None and taken else ""
-    return {"keep_spill": spill, "keep_id": lasting, "keep_replicas": replicas}
+    return v.fill(KeptState, keep_id=v.around.lasting_id if v.around is not None and taken else "")
 
 
-def screen(v: Sources, known: Mapping[str, Any]) -> dict[str, Any]:
+def terminal(v: Sources, workers: Workers, cluster: Cluster) -> Terminal:
     """What the launcher itself does with the terminal."""
-    attach, detach = v.integer("attach", 0), v.flag("detach")
-    if attach is not None and detach:
+    found, count = v.fill(Terminal), workers.local_world_size
+    if found.attach is not None and found.detach:
         raise usage_error(
             f"{v.label('attach')} and --detach: a detached job has no terminal to read from; drop one"
         )
-    count = known["local_world_size"]
-    if attach is not None and known["max_nodes"] == 1 and attach >= count:
+    if found.attach is not None and cluster.max_nodes == 1 and found.attach >= count:
         raise v.bad("attach", f"ranks go from 0 to {count - 1} here" if count > 1 else "there is only rank 0")
-    quiet, verbose = v.flag("quiet"), v.flag("verbose")
-    if quiet and verbose:
-        # A flag on this command line overrides a variable set for all of them.
-        if ("quiet" in v.arguments) == ("verbose" in v.arguments):
-            raise usage_error(f"{v.label('quiet')} and {v.label('verbose')}: choose one")
-        quiet, verbose = "quiet" in v.arguments, "verbose" in v.arguments
-    return {
-        "attach": attach,
-        "detach": detach,
-        "dry_run": v.flag("dry_run"),
-        "quiet": quiet,
-        "verbose": verbose,
-    }
+    return found
