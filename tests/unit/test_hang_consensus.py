@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -266,7 +267,8 @@ MALFORMED_MESSAGES: list[dict[str, Any]] = [
 def test_malformed_messages_are_ignored(message: dict[str, Any]) -> None:
     with watching(WatchPolicy(silence_timeout=60.0, on_hang="warn")) as (detector, incidents, _):
         detector._receive(message)
-        assert detector._output_elsewhere <= time.monotonic()
+        quiet_since = detector.quiet_since(time.monotonic())
+        assert quiet_since is None or quiet_since <= time.monotonic()
         assert all(isinstance(line, str) for line in incidents.last_hang)
         "\n".join(incidents.last_hang)
 
@@ -313,10 +315,10 @@ def test_a_call_that_fails_does_not_end_the_owner(
     assert "in a call" in caplog.text
 
 
-def test_many_output_queries_get_one_answer() -> None:
-    with watching(WatchPolicy(silence_timeout=60.0)) as (detector, _, store):
-        now = time.monotonic()
-        detector._output = SimpleNamespace(last=lambda _now: now)  # type: ignore[assignment]
+def test_many_output_queries_get_one_answer(tmp_path: Path) -> None:
+    (tmp_path / "stdout.log").write_text("a line\n")
+    logs = {0: str(tmp_path / "stdout.log")}
+    with watching(WatchPolicy(silence_timeout=60.0), logs) as (detector, _, store):
         for node in range(1, NODES):
             detector._receive({"kind": "output?", "node": node})
         wait_until(lambda: store.requests["add"], "the answer")
@@ -336,7 +338,7 @@ def test_the_number_of_findings_is_limited() -> None:
 class watching:
     """A detector on one of many nodes, without processes."""
 
-    def __init__(self, policy: WatchPolicy) -> None:
+    def __init__(self, policy: WatchPolicy, logs: dict[int, str] | None = None) -> None:
         self.store, self.incidents = Shared(), IncidentLog()
         group = SimpleNamespace(
             workers=[SimpleNamespace(local_rank=0, global_rank=0)],
@@ -344,7 +346,14 @@ class watching:
             group_world_size=NODES,
             store=self.store,
         )
-        context = SimpleNamespace(running=set(), pids=dict, error_files={}, send_signal=lambda *_, **__: None)
+        context = SimpleNamespace(
+            running=set(),
+            pids=dict,
+            error_files={},
+            send_signal=lambda *_, **__: None,
+            stdouts=logs or {},
+            stderrs={},
+        )
         self.detector = HangDetector(
             context,  # type: ignore[arg-type]
             SimpleNamespace(clear_bell=lambda: False),  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import time
 
+from phalanx.agent.supervision.rank_exits import RankExits
+from phalanx.agent.supervision.step_rates import StepRates
 from phalanx.core.group.events import Hang
 
 TYPE_CHECKING = False
@@ -29,9 +31,7 @@ if TYPE_CHECKING:
     from phalanx.agent.supervision.stack_collection import Findings, HangIncident
     from phalanx.agent.supervision.trace_sockets import TraceSockets
     from phalanx.agent.workers.worker_group import PContext
-    from phalanx.core.diagnosis.collective_progress import CollectiveProgress
     from phalanx.core.diagnosis.progress import Beat, Verdict, View, WatchPolicy
-    from phalanx.core.diagnosis.stragglers import SlowHistory, StepCounts
     from phalanx.core.group.events import Event
     from phalanx.worker.board import Boards
 
@@ -64,22 +64,15 @@ class HangDetector:
         self._trace_sockets, self._on_slow = trace_sockets, on_slow
         self._global_ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         self._started_at = now
-        self._alive = len(self._global_ranks)
+        self._exits = RankExits(context, self._global_ranks)
         self._due: float | None = None if policy is None else now
-        self._first_exit = 0.0
-        self._finished_elsewhere: tuple[int, ...] = ()
         self._incident: HangIncident | None = None
-        self._findings: Findings | None = None
         self._warned_rule = ""  # of a hang that was only warned about
         self._warned_elsewhere = 0.0  # when another node found it: this one may find it a moment later
         self._warned_no_beats = False
-        self._step_counts: StepCounts | None = None
-        self._slow_history: SlowHistory | None = None
-        self.rates: dict[int, float] = {}  # steps per second in the last window, by global rank
+        self._step_rates = StepRates(incidents)
         self._output: OutputActivity | None = None
-        self._output_elsewhere = self._output_queried = self._output_reported = 0.0
         self._collectives: CollectiveWatch | None = None
-        self._progress_then: dict[int, CollectiveProgress] = {}
         self._progress_elsewhere = 0.0
         self._said_why_not = False  # in this stall
         self._consensus: HangConsensus | None = None
@@ -92,6 +85,10 @@ class HangDetector:
             )
         if policy is not None:
             self._connect()
+            if policy.silence_timeout is not None:
+                from phalanx.agent.supervision.output_activity import OutputActivity
+
+                self._output = OutputActivity(context, now, policy.silence_timeout)
             if policy.expect:
                 self._expected = self._search(policy)
 
@@ -103,6 +100,11 @@ class HangDetector:
         found = [(self._global_ranks[rank], path) for files in logs for rank, path in files.items()]
         files = [(rank, path) for rank, path in found if path not in ("", "/dev/null")]
         return ExpectedOutput(policy.expect, policy.expect_finite, files, self._incidents.note)
+
+    @property
+    def rates(self) -> dict[int, float]:
+        """Steps per second in the last window, by global rank."""
+        return self._step_rates.current
 
     def fds(self) -> list[int]:
         """Descriptors that become readable when `look` has something to take in."""
@@ -142,16 +144,14 @@ class HangDetector:
 
     def finished(self, now: float) -> None:
         """All workers of this node have succeeded."""
-        self._record_exit(now, tuple(sorted(self._global_ranks.values())))
+        self._publish_exit(self._exits.all_finished(now))
         if self._consensus is not None:
             self._consensus.withdraw_rates()
 
-    def _record_exit(self, now: float, ranks: tuple[int, ...]) -> None:
-        if self._first_exit:
-            return
-        self._first_exit = now
+    def _publish_exit(self, ranks: tuple[int, ...]) -> None:
+        """The first ranks that succeed start the timeout of every node."""
         limit = self.policy.partial_exit_timeout if self.policy is not None else None
-        if self._consensus is not None and limit is not None:
+        if ranks and self._consensus is not None and limit is not None:
             self._consensus.publish_exit(ranks)
 
     # -- called by the owner's loop -----------------------------------------------------------------
@@ -168,11 +168,9 @@ class HangDetector:
         woken = self._boards.clear_bell()
         if self._expected is not None and self._expected.look():
             woken = True
-        alive = len(self._context.running)
-        exited = alive != self._alive
-        self._alive = alive
-        if exited and alive:
-            self._record_exit(now, self._finished())
+        exited = self._exits.look()
+        if exited and self._context.running:
+            self._publish_exit(self._exits.first(now))
         if self._incident is not None:
             return self._proceed(self._incident, now)
         if woken or (exited and self.policy is not None) or (self._due is not None and now >= self._due):
@@ -195,7 +193,7 @@ class HangDetector:
             return
         times = [
             next_look(view, policy),
-            self._find_stragglers(view, now),
+            self._compare_rates(view, now),
             self._warn_of_missing_heartbeats(view, now),
             self._query_output(view, now),
             self._watch_collectives(view, now),
@@ -208,8 +206,7 @@ class HangDetector:
 
     def quiet_since(self, now: float) -> float | None:
         """When any rank last wrote output, where that is watched."""
-        last = self._output.last(now) if self._output is not None else None
-        return None if last is None else max(last, self._output_elsewhere)
+        return None if self._output is None else self._output.last_anywhere(now)
 
     def beats(self) -> list[Beat]:
         """The current state of every running worker."""
@@ -236,25 +233,15 @@ class HangDetector:
     def _view(self, now: float, policy: WatchPolicy) -> View:
         from phalanx.core.diagnosis.progress import View
 
-        beats = self.beats()
-        finished = tuple(sorted({*self._finished(), *self._finished_elsewhere}))
-        output_at = None
-        if policy.silence_timeout is not None:
-            from phalanx.agent.supervision.output_activity import OutputActivity
-
-            self._output = self._output or OutputActivity(self._context, self._started_at)
-            output_at = self._output.last(now)
-            if output_at is not None:
-                output_at = max(output_at, self._output_elsewhere)
         matched_at = bad_value = None
         if self._expected is not None and self._expected.works:
             bad_value, matched_at = self._expected.take_bad(), self._last_match(self._expected, now, policy)
         return View(
             self._started_at,
-            tuple(beats),
-            finished,
-            self._first_exit,
-            output_at,
+            tuple(self.beats()),
+            self._exits.finished_anywhere(),
+            self._exits.first_at,
+            self.quiet_since(now),
             matched_at,
             bad_value,
             self._progress_elsewhere,
@@ -269,46 +256,25 @@ class HangDetector:
             return None
         return expected.last_match(now, self._started_at, policy.expect_every)
 
-    def _finished(self) -> tuple[int, ...]:
-        """The global ranks of this node that have succeeded."""
-        running = self._context.running
-        return tuple(self._global_ranks[rank] for rank in sorted(self._global_ranks) if rank not in running)
-
-    def _find_stragglers(self, view: View, now: float) -> float | None:
+    def _compare_rates(self, view: View, now: float) -> float | None:
         """Compare the step rates if a window has ended; returns when the next one ends."""
         if not any(beat.count for beat in view.alive):
             return None
-        from phalanx.core.diagnosis import stragglers
-
         consensus = self._connect()
-        if consensus is None and len(view.alive) < 2:
-            return None
-        before = self._step_counts or stragglers.StepCounts()
-        if now < before.at + stragglers.WINDOW:
-            return before.at + stragglers.WINDOW
-        self._step_counts, rates = stragglers.measure(before, view, now)
-        self.rates = rates
-        if rates and consensus is not None:
-            consensus.publish_rates(rates, now - before.at)
-        elif rates:
-            history = self._slow_history or stragglers.SlowHistory()
-            self._slow_history, found = stragglers.compare(history, rates, now - before.at, {})
-            for straggler in found:
-                self._incidents.add_straggler(vars(straggler))
-        return now + stragglers.WINDOW
+        return (
+            None if consensus is None and len(view.alive) < 2 else self._step_rates.look(view, now, consensus)
+        )
 
     def _query_output(self, view: View, now: float) -> float | None:
         """Ask the other nodes whether their ranks write, early enough for an answer; returns when to."""
-        limit = self.policy.silence_timeout if self.policy is not None else None
-        if self._consensus is None or limit is None or view.output_at in (None, self._output_queried):
+        if self._consensus is None or self._output is None or view.output_at is None:
             return None
-        assert view.output_at is not None
-        due = view.output_at + limit - min(1.0, limit / 4)
-        if now < due:
-            return due
-        self._output_queried = view.output_at
-        self._consensus.query_output()
-        return None
+        due = self._output.query_due(view.output_at)
+        if due is not None and now >= due:
+            self._output.queried_for = view.output_at
+            self._consensus.query_output()
+            return None
+        return due
 
     def _warn_of_missing_heartbeats(self, view: View, now: float) -> float | None:
         """Warn once if a heartbeat timeout is set and no rank sends heartbeats; returns when to."""
@@ -368,9 +334,8 @@ class HangDetector:
             now,
             self._trace_sockets,
         )
-        # As it was when the hang was found: a sample that was under way may arrive meanwhile.
-        self._progress_then = {} if self._collectives is None else self._collectives.progress
-        self._findings = None
+        if self._collectives is not None:
+            self._incident.progress = self._collectives.progress
         self._due = now + RECHECK
 
     def _proceed(self, incident: HangIncident, now: float) -> Event | None:
@@ -379,23 +344,24 @@ class HangDetector:
         from phalanx.core.diagnosis.progress import WatchPolicy
 
         late, self._due = now - (self._due or now), now + RECHECK
-        if self._findings is None:
+        findings = incident.findings
+        if findings is None:
             if not incident.answered(now):
                 return None
-            self._findings = incident.collect()
+            findings = incident.findings = incident.collect()
             if self._collectives is not None:
-                self._findings.mark_moved(moved(self._progress_then, self._findings.traces), now)
+                findings.mark_moved(moved(incident.progress, findings.traces), now)
                 # Of ranks that have not answered now, on a machine that is busy.
-                stopped = {rank for rank, one in self._findings.found.items() if one.stopped}
+                stopped = {rank for rank, one in findings.found.items() if one.stopped}
                 for rank, trace in self._collectives.recent_traces(now).items():
                     if rank not in stopped:
-                        self._findings.traces.setdefault(rank, trace)
-        self._findings.took = max(self._findings.took, late)
+                        findings.traces.setdefault(rank, trace)
+        findings.took = max(findings.took, late)
         native = incident.native_done(now)  # takes longer, and needs the workers alive
         if self._consensus is None and not native:
             return None
         if self._consensus is not None:
-            step = self._consensus.proceed(self._findings, now, native)
+            step = self._consensus.proceed(findings, now, native)
             if step == "wait":
                 return None
             if step == "drop":
@@ -403,11 +369,11 @@ class HangDetector:
                 self._incident, self._due = None, now
                 return None
         policy = self.policy or WatchPolicy()
-        if not incident.is_confirmed(self._findings, policy):
-            self._withdraw(self._findings, now)
+        if not incident.is_confirmed(findings, policy):
+            self._withdraw(findings, now)
             return None
         host = self._host if self._consensus is not None else ""
-        summary = incident.conclude(self._findings, policy, now, host)
+        summary = incident.conclude(findings, policy, now, host)
         self._incident, self._due = None, now
         if self._consensus is not None:
             self._consensus.publish_verdict(incident.as_data())
@@ -443,13 +409,15 @@ class HangDetector:
         match message.get("kind"):
             case "straggler":
                 self._incidents.add_straggler(message)
-            case "exit" if not self._first_exit:
-                self._first_exit, self._finished_elsewhere = now, tuple(message["ranks"])
+            case "exit" if not self._exits.first_at:
+                self._exits.elsewhere(now, tuple(message["ranks"]))
                 self._due = now
-            case "output?" if message["node"] != consensus.node:
-                self._answer_output_query(consensus, now)
-            case "output":
-                self._output_elsewhere = max(self._output_elsewhere, now - max(0.0, float(message["age"])))
+            case "output?" if message["node"] != consensus.node and self._output is not None:
+                age = self._output.unreported(now)
+                if age is not None:
+                    consensus.publish_output(age)
+            case "output" if self._output is not None:
+                self._output.written_elsewhere(now - max(0.0, float(message["age"])))
             case "hang" if consensus.open_case(message, now) and self._incident is None:
                 self._investigate(consensus, message, now)
             case "no hang":
@@ -465,16 +433,6 @@ class HangDetector:
                 if message["node"] != consensus.node:
                     self._accept_verdict(message["hang"], now)
 
-    def _answer_output_query(self, consensus: HangConsensus, now: float) -> None:
-        limit = self.policy.silence_timeout if self.policy is not None else None
-        last = self._output.last(now) if self._output is not None else None
-        if limit is None or last is None:
-            return
-        # Report only recent output that the others do not know of; one answer serves all that ask.
-        if last > max(self._output_elsewhere, self._output_reported, now - limit / 2):
-            self._output_reported = last
-            consensus.publish_output(now - last)
-
     def _investigate(self, consensus: HangConsensus, message: dict[str, Any], now: float) -> None:
         """Another node has found a hang: collect what the workers of this node do."""
         from phalanx.agent.supervision.stack_collection import Findings
@@ -484,7 +442,7 @@ class HangDetector:
         if self._context.running:
             self._collect(verdict, self._view(now, self.policy or WatchPolicy()), now)
         else:  # all workers of this node have finished
-            consensus.proceed(Findings(View(self._started_at, (), self._finished()), now, {}, {}), now)
+            consensus.proceed(Findings(View(self._started_at, (), self._exits.finished()), now, {}, {}), now)
             consensus.close_case()
 
     def _accept_verdict(self, hang: dict[str, Any], now: float) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from phalanx.agent.supervision.nccl_ras import RasQuery
     from phalanx.agent.supervision.trace_sockets import TraceSockets
     from phalanx.agent.workers.worker_group import PContext
+    from phalanx.core.diagnosis.collective_progress import CollectiveProgress
     from phalanx.core.diagnosis.collectives import Explanation, RankTrace
     from phalanx.worker.board import Boards
 
@@ -138,6 +139,9 @@ class HangIncident:
         self._native: dict[int, Any] = self._start_py_spy()
         self._native_deadline = now + _NATIVE_TIMEOUT
         self._save_deadline = 0.0
+        self.findings: Findings | None = None  # of this node, once its workers have answered
+        # As it was when the hang was found: a sample that was under way may arrive meanwhile.
+        self.progress: dict[int, CollectiveProgress] = {}
 
     def answered(self, now: float) -> bool:
         """Whether all workers have answered that can."""
