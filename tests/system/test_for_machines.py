@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from phalanx.core.exit_codes import HANG, NO_MEETING
-from phalanx.observe.trace_sender import installed
+from phalanx.plugins import installed
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import free_port
 from tests.support.prometheus_process import check_metrics, check_rules, needs_client, prometheus
@@ -315,7 +315,7 @@ class Collector:
 
 
 def test_a_trace_per_incident(tmp_path: Path) -> None:
-    if not installed():
+    if not installed("otel"):
         assert not os.environ.get("CI"), "the OpenTelemetry SDK has to be there in CI"
         pytest.skip("needs the OpenTelemetry SDK")
     body = (

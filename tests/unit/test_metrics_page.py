@@ -15,8 +15,9 @@ from phalanx.core.ledger.goodput import CATEGORIES
 from phalanx.core.ledger.incidents import Incident
 from phalanx.observe.incident_counters import BOUNDS, PHASES, DurationCounts, IncidentCounters
 from phalanx.observe.stream import IncidentChanged
+from phalanx.plugins import MISSING
 from phalanx.web.health import HealthServer
-from phalanx.web.metrics import MISSING, MetricsPage, MetricsSample, RankSample
+from phalanx.web.metrics import MetricsPage, MetricsSample, RankSample
 from tests.support.prometheus_process import check_metrics, needs_client
 
 FAILURE = Incident(1, "rank 1 failed", "failure", "restart", over=False)
@@ -172,7 +173,7 @@ def test_without_the_package_the_route_says_what_to_install(monkeypatch: pytest.
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10)
         with refused.value as answer:
-            assert (answer.code, answer.read().decode()) == (501, f"/metrics {MISSING}\n")
+            assert (answer.code, answer.read().decode()) == (501, f"/metrics {MISSING['metrics']}\n")
         head = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics", method="HEAD")
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(head, timeout=10)

@@ -111,6 +111,10 @@ def make_spec(job: JobSpec, handler: RendezvousHandler) -> WorkerSpec:
     from phalanx.agent.spec import WorkerSpec
 
     workers, cluster = job.workers, job.cluster
+    if job.output.event_log_handler != "null":
+        from phalanx.observe.events import choose
+
+        choose(job.output.event_log_handler)
     return WorkerSpec(
         role=workers.role,
         local_world_size=workers.local_world_size,
@@ -317,9 +321,9 @@ def make_logs(job: JobSpec) -> LogsSpecs:
         except OSError as error:
             raise usage_error(str(error)) from None
     if output.logs_specs:
-        from phalanx.plugins import load
+        from phalanx.plugins import LOGS_SPECS, load
 
-        kind = load(output.logs_specs, "phalanx.logs_specs", "torchrun.logs_specs")
+        kind = load(output.logs_specs, LOGS_SPECS)
     try:
         made: LogsSpecs = kind(
             log_dir=output.log_dir,

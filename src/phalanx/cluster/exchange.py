@@ -55,6 +55,6 @@ def _set(store: Any, prefix: str, values: list[str]) -> None:
 
 def exit_barrier(store: Any, rank: int, world_size: int, number: int, timeout: float) -> None:
     """Wait until every node has finished; a time-out names the missing ones."""
-    from phalanx.elastic.utils.store import barrier
+    from phalanx.store.tcpstore.barrier import barrier
 
     barrier(store, world_size, f"phalanx/exit/{number}", timeout, rank=rank)

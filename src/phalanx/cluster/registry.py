@@ -7,7 +7,7 @@ convention, for both groups). Plug-ins are looked up when their name is asked fo
 
 from __future__ import annotations
 
-from phalanx.errors import RendezvousError
+from phalanx import plugins
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 else:
     RendezvousHandlerCreator = "Callable[[RendezvousParameters], RendezvousHandler]"
 
-GROUPS = ("phalanx.handlers", "torchrun.handlers")
 ALIASES = {"c10d": "phalanx", "etcd-v2": "etcd"}
-ETCD_V2 = "rendezvous backend etcd-v2: etcd has removed its v2 API; using etcd, which speaks v3"
 
 
 class RendezvousHandlerRegistry:
@@ -42,10 +40,13 @@ class RendezvousHandlerRegistry:
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
         """The handler for these parameters."""
-        creator = self._registry.get(params.backend) or _plugin(params.backend)
+        creator = self._registry.get(params.backend)
         if creator is None:
-            known = ", ".join(sorted({*self._registry, *_plugin_names()})) or "none"
-            raise ValueError(f"rendezvous backend {params.backend!r}: no such backend; known are {known}")
+            offered = plugins.names(plugins.HANDLERS)
+            if params.backend not in offered:
+                known = ", ".join(sorted({*self._registry, *offered}))
+                raise ValueError(f"rendezvous backend {params.backend!r}: no such backend; known are {known}")
+            creator = plugins.load(params.backend, plugins.HANDLERS)()
         handler = creator(params)
         made = handler.get_backend()
         if made not in (params.backend, ALIASES.get(params.backend)):
@@ -56,22 +57,6 @@ class RendezvousHandlerRegistry:
         return handler
 
 
-def _plugin(name: str) -> RendezvousHandlerCreator | None:
-    from importlib.metadata import entry_points
-
-    for group in GROUPS:
-        for entry in entry_points(group=group, name=name):
-            creator: RendezvousHandlerCreator = entry.load()()
-            return creator
-    return None
-
-
-def _plugin_names() -> set[str]:
-    from importlib.metadata import entry_points
-
-    return {entry.name for group in GROUPS for entry in entry_points(group=group)}
-
-
 def _static(params: RendezvousParameters) -> RendezvousHandler:
     from phalanx.cluster.static import create_rdzv_handler
 
@@ -79,25 +64,15 @@ def _static(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _elastic(params: RendezvousParameters) -> RendezvousHandler:
-    from importlib import import_module
+    from phalanx.cluster.elastic import create_handler
 
-    where = "phalanx.cluster.elastic"
-    try:
-        module = import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name != where:
-            raise
-        raise RendezvousError(
-            f"rendezvous backend {params.backend!r} for {params.min_nodes}:{params.max_nodes} nodes: not "
-            "part of this installation; use --rdzv-backend static with --node-rank on every node"
-        ) from None
-    handler: RendezvousHandler = module.create_handler(params)
-    return handler
+    return create_handler(params)
 
 
 def create_etcd_v2_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Our rendezvous over etcd, under the name that torch has for its own."""
     from phalanx.cluster.handler import RendezvousParameters
+    from phalanx.job.rules import ETCD_V2
     from phalanx.log import warn
 
     warn(ETCD_V2)
@@ -115,6 +90,7 @@ def create_etcd_v2_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 rendezvous_handler_registry = RendezvousHandlerRegistry()
+plugins.registered[plugins.HANDLERS[0]] = rendezvous_handler_registry._registry
 for _name, _creator in (
     ("static", _static),
     ("phalanx", _elastic),

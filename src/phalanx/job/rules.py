@@ -39,6 +39,8 @@ _CONF = frozenset(
 _HOPELESS = frozenset[int | str]({2, "ImportError", "SyntaxError"})
 """What a retry does not change: wrong arguments (argparse exits with 2), missing modules, broken scripts."""
 _PATIENCE = 8.0
+_EVENT_HANDLERS = ("null", "console", "file")
+ETCD_V2 = "rendezvous backend etcd-v2: etcd has removed its v2 API; using etcd, which speaks v3"
 _BACKENDS = ("static", "phalanx", "c10d", "etcd")
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -370,8 +372,6 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
         endpoint = endpoint or (f"localhost:{STORE_PORT}" if most > 1 else "localhost:0")
     else:
         if backend == "etcd-v2":
-            from phalanx.cluster.registry import ETCD_V2
-
             v.warnings.append(ETCD_V2)
             backend = "etcd"
         _check_backend(v, backend, endpoint)
@@ -413,12 +413,12 @@ def _check_backend(v: Sources, backend: str, endpoint: str) -> None:
         if not endpoint:
             raise v.bad("rdzv_backend", f"needs {v.name('rdzv_endpoint')} HOST:PORT of the etcd server")
         return
-    from phalanx.cluster.registry import rendezvous_handler_registry
+    from phalanx.plugins import HANDLERS, names
 
-    known = _plugins("torchrun.handlers", "phalanx.handlers") | rendezvous_handler_registry._registry.keys()
+    known = names(HANDLERS)
     if backend not in known:
-        names = (*_BACKENDS, *sorted(known - {*_BACKENDS, "etcd-v2"}))
-        raise v.bad("rdzv_backend", f"no such backend; known are {', '.join(names)}")
+        there = (*_BACKENDS, *sorted(known - {*_BACKENDS, "etcd-v2"}))
+        raise v.bad("rdzv_backend", f"no such backend; known are {', '.join(there)}")
 
 
 def _check_endpoint(v: Sources, endpoint: str) -> None:
@@ -439,13 +439,6 @@ def _host_and_port(v: Sources, endpoint: str) -> tuple[str, int]:
     except ValueError as error:
         where = "rdzv_endpoint" if v.given("rdzv_endpoint") else "master_addr"
         raise v.bad(where, str(error)) from None
-
-
-def _plugins(*groups: str) -> set[str]:
-    """Names installed packages offer for an extension point (a slow search: only for names not built in)."""
-    from importlib.metadata import entry_points
-
-    return {entry.name for group in groups for entry in entry_points(group=group)}
 
 
 def restarts(v: Sources, watching: Watching) -> Restarts:
@@ -505,10 +498,12 @@ def output(v: Sources, workers: Workers, cluster: Cluster, watching: Watching) -
     redirects, tee = _streams(v, "redirects", count), _streams(v, "tee", count)
     specs = v.arguments.get("logs_specs") or None
     if isinstance(specs, str):
-        installed = _plugins("torchrun.logs_specs", "phalanx.logs_specs")
+        from phalanx.plugins import LOGS_SPECS, names
+
+        installed = names(LOGS_SPECS)
         if specs not in installed:
-            names = ", ".join(sorted(installed)) or "none"
-            raise v.bad("logs_specs", f"no such plug-in; installed are: {names}")
+            there = ", ".join(sorted(installed)) or "none"
+            raise v.bad("logs_specs", f"no such plug-in; installed are: {there}")
     no_files = redirects == tee == "0"
     if (
         v.value("log_rotate") is not None
@@ -560,14 +555,12 @@ def _termination_log(v: Sources) -> str:
 
 def _event_handler(v: Sources) -> str:
     name = v.text("event_log_handler")
-    if name != "null":
-        from phalanx.observe.events import PLUG_INS, choose, destinations
+    if name not in _EVENT_HANDLERS:
+        from phalanx.plugins import EVENT_HANDLERS, names
 
-        try:
-            choose(name)
-        except ValueError:
-            there = ", ".join((*destinations(), f"or a plug-in (entry point in {PLUG_INS})"))
-            raise v.bad("event_log_handler", f"no such handler; use {there}") from None
+        if name not in names(EVENT_HANDLERS):
+            there = ", ".join((*_EVENT_HANDLERS, f"or a plug-in (entry point in {EVENT_HANDLERS[0]})"))
+            raise v.bad("event_log_handler", f"no such handler; use {there}")
     return name
 
 
@@ -611,12 +604,10 @@ def watching(v: Sources, cluster: Cluster) -> Watching:
 def _dashboard(v: Sources) -> tuple[str, int] | None:
     where: tuple[str, int] | None = v.value("dashboard")
     if where is not None:
-        from importlib.util import find_spec
+        from phalanx.plugins import MISSING, installed
 
-        if find_spec("starlette") is None or find_spec("uvicorn") is None:
-            from phalanx.web.dashboard_process import MISSING
-
-            raise v.bad("dashboard", MISSING)
+        if not installed("dashboard"):
+            raise v.bad("dashboard", MISSING["dashboard"])
     return where
 
 
@@ -665,22 +656,20 @@ def _metrics(v: Sources) -> bool:
             "metrics", f"served at the health port, and there is none; add {v.name('health_port')} PORT"
         )
     if asked:
-        from importlib.util import find_spec
+        from phalanx.plugins import MISSING, installed
 
-        if find_spec("prometheus_client") is None:
-            from phalanx.web.metrics import MISSING
-
-            v.warnings.append(f"{v.label('metrics')}: {MISSING}")
+        if not installed("metrics"):
+            v.warnings.append(f"{v.label('metrics')}: {MISSING['metrics']}")
     return asked
 
 
 def _otel(v: Sources) -> bool:
     asked = v.flag("otel")
     if asked:
-        from phalanx.observe.trace_sender import MISSING, installed
+        from phalanx.plugins import MISSING, installed
 
-        if not installed():
-            v.warnings.append(f"{v.label('otel')}: {MISSING}")
+        if not installed("otel"):
+            v.warnings.append(f"{v.label('otel')}: {MISSING['otel']}")
     return asked
 
 

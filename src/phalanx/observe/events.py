@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from phalanx.core.record import Record
 from phalanx.job.environment import EVENTS_FILE, events_file
 from phalanx.log import write_stderr
+from phalanx.plugins import EVENT_HANDLERS, load, registered
 
 if TYPE_CHECKING:
     import logging
@@ -32,7 +33,6 @@ Sink: TypeAlias = Callable[[str], None]
 
 RENDEZVOUS = "dynamic_rendezvous"
 """The destination of rendezvous events, under torch's name; silent until a sink is registered for it."""
-PLUG_INS = "phalanx.event_handlers"  # the entry-point group
 
 
 class EventSource(str, Enum):  # not a TextEnum: str() gives "EventSource.AGENT", as in torch
@@ -163,6 +163,7 @@ def _file(line: str) -> None:
 _path: str | None = None
 _broken: set[str] = set()
 _sinks: dict[str, Sink | None] = {"null": None, "console": _console, "file": _file, RENDEZVOUS: None}
+registered[EVENT_HANDLERS[0]] = _sinks
 
 
 def set_file(path: str | os.PathLike[str] | None) -> None:
@@ -185,9 +186,7 @@ def choose(name: str) -> None:
     """
     if name in _sinks:
         return
-    from phalanx.plugins import load
-
-    found = load(name, PLUG_INS)
+    found = load(name, EVENT_HANDLERS)
     made = found() if isinstance(found, type) else found
     register(name, _passing_on(made) if hasattr(made, "handle") else made)
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from phalanx.observe.outbox import Outbox, Undelivered
 from phalanx.observe.stream import IncidentChanged
+from phalanx.plugins import MISSING
 from phalanx.python_command import python_command
 
 if TYPE_CHECKING:
     from phalanx.observe.notifier import JobNames
     from phalanx.observe.stream import Happened
 
-MISSING = "needs the OpenTelemetry SDK; install phalanx[otel]"
 ABSENT = 78  # exit code: the SDK is not there
 _LIMIT = 60.0  # seconds; its imports take one, and any time on a busy machine
 _OF_ALL_NODES = ("membership", "preemption", "request")
@@ -45,16 +45,6 @@ class TraceSender(Outbox):
     def deliver(self, body: bytes) -> None:
         code = self.run(python_command("phalanx.observe.trace_process"), body, _LIMIT)
         if code == ABSENT:
-            raise Undelivered(MISSING, final=True)
+            raise Undelivered(MISSING["otel"], final=True)
         if code:
             raise Undelivered("the collector did not accept a trace; see OTEL_EXPORTER_OTLP_ENDPOINT")
-
-
-def installed() -> bool:
-    """Whether the SDK and its exporter are there."""
-    from importlib.util import find_spec
-
-    try:
-        return all(find_spec(f"opentelemetry.{name}") for name in ("sdk", "exporter.otlp.proto.http"))
-    except ModuleNotFoundError:
-        return False

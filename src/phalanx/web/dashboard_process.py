@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from phalanx.core.group.group import Phase
 
 LOOPBACK = "127.0.0.1"
-MISSING = "needs the packages starlette and uvicorn; install phalanx[dashboard]"
 _BACKLOG = 128
 _LAST_WORDS = 5.0  # seconds at most, in which viewers are told of the end; without viewers none
 _VANISHED = 60_000  # milliseconds that sent data may stay unread

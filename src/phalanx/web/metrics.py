@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from phalanx.core.ledger.goodput import LOST, PRODUCTIVE, RUNNING
 from phalanx.core.record import Record
 from phalanx.observe.worker_states import MARKS
+from phalanx.plugins import MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from phalanx.observe.incident_counters import DurationCounts
 
-MISSING = "needs the package prometheus-client; install phalanx[metrics]"
 _FRESH = 0.5  # seconds for which a sample serves every client: many of them must not keep the agent busy
 _ANSWER = 5.0  # seconds for the agent's loop
 
@@ -75,7 +75,7 @@ class MetricsPage:
         try:
             from prometheus_client import CollectorRegistry, exposition
         except ImportError:
-            return 501, "text/plain; charset=utf-8", f"/metrics {MISSING}\n".encode()
+            return 501, "text/plain; charset=utf-8", f"/metrics {MISSING['metrics']}\n".encode()
         with self._lock:
             sample = self._fresh_sample()
             if sample is None:

@@ -117,7 +117,7 @@ def create_c10d_store(
         store = _served(server_addr, max(server_port, 0), timeout, retries) if is_server else None
         store = store or TorchStoreClient(server_addr, server_port, timeout)
         if wait_for_workers:
-            from phalanx.elastic.utils.store import barrier
+            from phalanx.store.tcpstore.barrier import barrier
 
             try:
                 store.join_members()
