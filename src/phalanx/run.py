@@ -30,10 +30,10 @@ __all__ = [
 # Names that users import from torch's module although it only imports them; loaded on first use.
 _ELSEWHERE = {
     "DefaultLogsSpecs": "phalanx.agent.logs.specs",
-    "LaunchConfig": "phalanx.elastic.elastic_launch",
+    "LaunchConfig": "phalanx.elastic.agent.elastic_launch",
     "LogsSpecs": "phalanx.agent.logs.specs",
     "Std": "phalanx.agent.logs.specs",
-    "elastic_launch": "phalanx.elastic.elastic_launch",
+    "elastic_launch": "phalanx.elastic.agent.elastic_launch",
     "get_logger": "phalanx.elastic.utils.functions",
     "macros": "phalanx.elastic.utils.functions",
     "record": "phalanx.worker.recorder",

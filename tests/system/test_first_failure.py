@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx.agent.workers.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
+from phalanx.agent.warm.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from phalanx.agent.workers.worker_group import GroupOptions
 from phalanx.core.group.events import SiblingStop
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext

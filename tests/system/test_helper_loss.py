@@ -18,7 +18,7 @@ import pytest
 
 from phalanx.agent.spec import RunResult
 from phalanx.agent.warm.helper_pool import HelperPool
-from phalanx.agent.workers.spawner import (
+from phalanx.agent.warm.spawner import (
     Event,
     Exit,
     GroupStopped,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from phalanx.agent.logs.specs import DefaultLogsSpecs
-from phalanx.elastic.elastic_launch import LaunchConfig, elastic_launch, launch_agent
+from phalanx.elastic.agent.elastic_launch import LaunchConfig, elastic_launch, launch_agent
 from phalanx.errors import ChildFailedError, SignalException, StartError
 from phalanx.job.environment import SIGNALS
 from tests.conftest import HUNG
@@ -230,7 +230,7 @@ def test_a_signal_is_raised(tmp_path: Path) -> None:
 NOTEBOOK = """\
 # A notebook's __main__ has no file, and its functions live there.
 import os
-from phalanx.elastic.elastic_launch import LaunchConfig, elastic_launch
+from phalanx.elastic.agent.elastic_launch import LaunchConfig, elastic_launch
 base = 40
 class Point:
     def __init__(self, x): self.x = x

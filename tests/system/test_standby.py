@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.agent.workers.spawner import Exit, Spawner, WorkerLaunch
+from phalanx.agent.warm.spawner import Exit, Spawner, WorkerLaunch
 from phalanx.helpers.standby import StandbyRank
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.run_helpers import PHALANX, Running, plain_environment

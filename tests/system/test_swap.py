@@ -53,7 +53,7 @@ assert torch.distributed.elastic.multiprocessing.errors is errors
 if sys.argv[1:] != ["child"]:
     subprocess.run([sys.executable, __file__, "child"], check=True)
 """
-EXPECTED = "phalanx.run phalanx.worker.recorder phalanx.elastic.elastic_launch"
+EXPECTED = "phalanx.run phalanx.worker.recorder phalanx.elastic.agent.elastic_launch"
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.agent.environment import worker_environment
 from phalanx.agent.spec import Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.workers.environment import worker_environment
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.job.options import OPTIONS
 from tests.conftest import gone

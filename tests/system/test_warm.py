@@ -19,7 +19,7 @@ import pytest
 
 from phalanx.agent.warm.helper_pool import HelperPool
 from phalanx.agent.warm.import_cache import ImportCache
-from phalanx.agent.workers.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
+from phalanx.agent.warm.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
 from phalanx.core.group.group import Phase
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import free_port

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.agent.agent_services import read_verdict
+from phalanx.agent.supervision.agent_services import read_verdict
 from phalanx.check import gpus, machine
 from phalanx.check.bounded import Check, run_checks
 from phalanx.check.local import NAMES, examine

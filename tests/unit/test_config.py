@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cli.torchrun import config_from_args
-from phalanx.elastic.elastic_launch import LaunchConfig
+from phalanx.elastic.agent.elastic_launch import LaunchConfig
 from phalanx.errors import UsageError
 from phalanx.job import config as config_module
 from phalanx.job.command_line import scan

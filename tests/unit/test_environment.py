@@ -21,7 +21,7 @@ ALLOWED = {
     "agent/workers/subprocess_handle.py": "the environment of a worker",
     "agent/workers/worker_group.py": "the environment of workers",
     "agent/workers/worker_kinds.py": "PATH, as the worker will see it",
-    "agent/workers/spawner.py": "the environment of helpers",
+    "agent/warm/spawner.py": "the environment of helpers",
     # Runs in a helper or in a worker, whose own environment it is.
     "worker/jax.py": "the worker's own",
     "worker/torch_collectives.py": "the worker's own",

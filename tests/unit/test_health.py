@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.agent.agent_services import NodeCheck, Services, split_address
+from phalanx.agent.supervision.agent_services import NodeCheck, Services, split_address
 from phalanx.elastic.agent.server.health_check_server import create_healthcheck_server
 from phalanx.errors import PhalanxError
 from phalanx.web.health import HealthServer, LoopProbe

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import phalanx
 from phalanx.core.group import group
@@ -23,6 +27,20 @@ ORDER = (*FOUNDATION, *ROOMS, *SURFACE)
 # Imports upwards that are still to go: this list may only shrink.
 UPWARDS = {
     ("agent.job", "elastic.agent.server.local_elastic_agent"),
+}
+# Imports between packages that close a cycle and are still to go: this list may only shrink.
+BACKWARDS = {
+    ("agent", "elastic.agent.server"),
+    ("agent.workers", "agent"),
+}
+# What the code of a process may import: rooms and root modules, and packages that the user has installed.
+# A helper is forked to become a worker, so whatever it loads is in the user's process.
+PROCESSES = {
+    "helpers": ({"helpers", "kernel", "python_command", "rawsignal", "trusted_files"}, set()),
+    "worker": (
+        {"worker", "helpers", "core", "store.tcpstore", "errors", "kernel", "log", "rawsignal"},
+        {"cloudpickle", "jax", "numpy", "setproctitle", "torch"},
+    ),
 }
 FORBIDDEN_IN_CORE = {
     "asyncio", "logging", "multiprocessing", "os", "random", "select", "selectors", "socket", "subprocess",
@@ -48,7 +66,21 @@ def imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Dict):  # a table of names that are loaded on first use
+            found |= {text for value in node.values for text in texts(value) if text.startswith("phalanx.")}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "__import__"):
+            found |= {text for value in node.args for text in texts(value)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_load":  # of worker/bootstrap.py
+            found |= {f"phalanx.{text}" for value in node.args for text in texts(value)}
     return found
+
+
+def texts(node: ast.expr) -> set[str]:
+    """A text, or those in a tuple."""
+    values = node.elts if isinstance(node, ast.Tuple) else [node]
+    return {
+        value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)
+    }
 
 
 def module_of(name: str) -> str:
@@ -68,6 +100,11 @@ def module_name(path: Path) -> str:
 
 def room(module: str) -> str:
     return module.partition(".")[0]
+
+
+def package(module: str) -> str:
+    """The directory of a module; a module at the root stands for itself."""
+    return module if ROOT.joinpath(*module.split(".")).is_dir() else module.rpartition(".")[0] or module
 
 
 def modules(folder: str) -> list[Path]:
@@ -98,6 +135,34 @@ def test_imports_go_down() -> None:
                 found.add((importer, target))
     assert found - UPWARDS == set(), "a room imports one above it"
     assert UPWARDS - found == set(), "gone: take it off the list"
+
+
+def test_packages_have_no_cycle() -> None:
+    """Neither have the directories inside a room: each can be read after those that it uses."""
+    graph: dict[str, set[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        if path.name == "__init__.py":
+            continue  # the names of what is below, for users; it is imported by none of ours for them
+        importer = package(module_name(path))
+        targets = {package(target) for target in map(module_of, imports(path)) if target}
+        graph.setdefault(importer, set()).update(targets - {importer})
+    for importer, target in BACKWARDS:
+        assert target in graph[importer], f"{importer} -> {target}: gone, take it off the list"
+        graph[importer].remove(target)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which shows the cycle
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_process_imports_only_its_own(process: str) -> None:
+    ours, others = PROCESSES[process]
+    for path in modules(process):
+        found = imports(path) - {"phalanx"}
+        targets = set(filter(None, map(module_of, found)))
+        assert {target for target in targets if not {room(target), package(target)} & ours} == set(), (
+            path.name
+        )
+        tops = {name.partition(".")[0] for name in found} - {"phalanx"}
+        assert tops - sys.stdlib_module_names - others == set(), path.name
 
 
 def test_the_state_diagram_in_the_docs_is_the_table() -> None:

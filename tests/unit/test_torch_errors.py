@@ -67,7 +67,7 @@ def test_what_it_carries_is_ours(torch: ModuleType) -> None:
 def test_a_failed_function_is_of_all_three_types(torch: ModuleType) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError as Theirs
 
-    from phalanx.elastic.elastic_launch import of_both_types
+    from phalanx.elastic.agent.elastic_launch import of_both_types
 
     error = of_both_types(errors.ChildFailedError("train.py", FAILED), ValueError("bad"))
     assert isinstance(error, Theirs)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 
-from phalanx.agent.environment import substitute, worker_environment
 from phalanx.agent.job import make_spec
 from phalanx.agent.spec import Worker, WorkerGroup
+from phalanx.agent.workers.environment import substitute, worker_environment
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group.ranks import assign_identical
 from phalanx.job.environment import ERROR_FILE, OMP_THREADS, SIGNALS, variables

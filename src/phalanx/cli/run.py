@@ -171,8 +171,8 @@ def launch(job: JobSpec, raises: bool = False) -> int:
 
 def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> int:
     from phalanx.agent.job import make_agent, make_dashboard, make_logs, make_train_status
+    from phalanx.agent.warm.spawner import require_files
     from phalanx.agent.workers.signals import SignalScope, signals_to_handle, stray_signals
-    from phalanx.agent.workers.spawner import require_files
     from phalanx.cli.terminal import KeptModes
     from phalanx.errors import PhalanxError, SignalException
 
@@ -242,7 +242,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
         _tell_parent(report, code, result)
         end.reach("FAILED", code, report)
         if raises:
-            from phalanx.elastic.elastic_launch import failure_of
+            from phalanx.elastic.agent.elastic_launch import failure_of
 
             raise failure_of(job.program.name, result, agent)
         _write_report(report, f"The same as JSON: {path}\n" if path and job.output.log_dir else "")

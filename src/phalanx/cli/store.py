@@ -93,7 +93,7 @@ def _health_address(options: argparse.Namespace) -> tuple[str, int] | None:
         if options.metrics:
             raise UsageError("--metrics is served at --health-port; add --health-port [ADDR:]PORT")
         return None
-    from phalanx.agent.agent_services import split_address
+    from phalanx.agent.supervision.agent_services import split_address
 
     try:
         return split_address(options.health_port)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from phalanx.elastic.elastic_launch import LaunchConfig
+    from phalanx.elastic.agent.elastic_launch import LaunchConfig
 
 
 def get_args_parser() -> ArgumentParser:
@@ -81,7 +81,7 @@ def get_rdzv_endpoint(args: Namespace) -> str:
 def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
     """What a namespace asks for: the configuration, the program, and its arguments."""
     from phalanx.agent.job import make_logs
-    from phalanx.elastic.elastic_launch import LaunchConfig
+    from phalanx.elastic.agent.elastic_launch import LaunchConfig
     from phalanx.job.config import from_namespace
 
     job = from_namespace(args)
@@ -115,7 +115,7 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
 
 def run(args: Namespace) -> None:
     """Run what a namespace asks for; `ChildFailedError` when it fails, `SignalException` when stopped."""
-    from phalanx.elastic.elastic_launch import elastic_launch
+    from phalanx.elastic.agent.elastic_launch import elastic_launch
 
     config, entrypoint, words = config_from_args(args)
     elastic_launch(config, entrypoint)(*words)

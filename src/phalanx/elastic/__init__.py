@@ -6,7 +6,6 @@ __getattr__ = below(
     __name__,
     "agent",
     "control_plane",
-    "elastic_launch",
     "events",
     "internals",
     "lazy_modules",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any, TypeVar
 
-    from phalanx.elastic.elastic_launch import LaunchConfig
+    from phalanx.elastic.agent.elastic_launch import LaunchConfig
     from phalanx.errors import UsageError
     from phalanx.job.surroundings import Surroundings, Taken
 

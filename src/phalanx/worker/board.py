@@ -29,7 +29,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.agent.workers.spawner import Place
+    from phalanx.agent.warm.spawner import Place
     from phalanx.core.checkpoint_step import RankPace
     from phalanx.core.ledger.goodput import RankProgress
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.state.replicas import Replicas
     from phalanx.agent.state.spill import SpillDirectory
-    from phalanx.agent.workers.spawner import Place
+    from phalanx.agent.warm.spawner import Place
 
 FILE_FD = 15  # in an executed worker; a forked one has them at any number
 BELL_FD = 16
@@ -70,7 +70,7 @@ class StateHolder:
         if self._unavailable:
             return None
         if len(self.files) < len(ranks):
-            from phalanx.agent.workers.spawner import require_files
+            from phalanx.agent.warm.spawner import require_files
 
             require_files(len(ranks), 2 * len(ranks))  # with the workers' boards; StartError
         before = self.files

@@ -8,7 +8,7 @@ from __future__ import annotations
 import select
 import time
 
-from phalanx.agent.agent_services import NodeCheck, Services
+from phalanx.agent.supervision.agent_services import NodeCheck, Services
 from phalanx.agent.supervision.hang_detector import HangDetector
 from phalanx.agent.supervision.incident_log import IncidentLog
 from phalanx.agent.supervision.preemption import Preemption, StepAgreement

@@ -22,7 +22,7 @@ import os
 import select
 import time
 
-from phalanx.agent.workers.spawner import ClosingHelpers, Spawner
+from phalanx.agent.warm.spawner import ClosingHelpers, Spawner
 from phalanx.errors import StartError, UnkillableError
 from phalanx.helpers.preload.preload_list import names_in, package_of
 from phalanx.log import warn
@@ -452,7 +452,7 @@ def helper_pool_for_function(
     import sys
 
     from phalanx.agent.warm.import_cache import ImportCache
-    from phalanx.agent.workers.spawner import interpreter_flags
+    from phalanx.agent.warm.spawner import interpreter_flags
 
     flags = interpreter_flags()
     main = getattr(sys.modules["__main__"], "__file__", "") or "interactive"

@@ -15,7 +15,7 @@ import time
 
 from phalanx import kernel
 from phalanx.agent.warm.launch_key import launch_key, name_of
-from phalanx.agent.workers.spawner import ClosingHelpers, Spawner
+from phalanx.agent.warm.spawner import ClosingHelpers, Spawner
 from phalanx.helpers.channel import Channel
 from phalanx.helpers.kept_zygote import KeptTerms, peer_of
 from phalanx.helpers.preload.preload_list import names_in

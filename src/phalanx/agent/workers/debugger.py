@@ -1,7 +1,7 @@
 """A debugger in the agent that follows child processes (debugpy, with `subProcess` on, as VS Code has it).
 
 It replaces the functions of `os` that start processes, so that every Python they start runs under it. The
-helpers are started past it (agent/workers/spawner.py): they are not the user's program, and nothing that they
+helpers are started past it (agent/warm/spawner.py): they are not the user's program, and nothing that they
 fork could attach. Each Python worker attaches by itself instead, with what the debugger has for one.
 """
 

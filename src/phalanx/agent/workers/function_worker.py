@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from phalanx.agent.workers.spawner import Place
+from phalanx.agent.warm.spawner import Place
 from phalanx.errors import PhalanxError
 from phalanx.kernel import anonymous_file
 from phalanx.worker import bootstrap, function_call

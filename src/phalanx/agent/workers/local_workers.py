@@ -11,8 +11,8 @@ import os
 import signal
 import time
 
-from phalanx.agent.environment import line_prefix, standby_environment, substitute, worker_environment
 from phalanx.agent.spec import RunResult, WorkerSpec
+from phalanx.agent.workers.environment import line_prefix, standby_environment, substitute, worker_environment
 from phalanx.core.group.events import (
     AllSucceeded,
     Hang,
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from phalanx.agent.state.holder import RoundNodes, StateHolder
     from phalanx.agent.supervision.supervision import Supervision
     from phalanx.agent.warm.helper_pool import HelperPool
-    from phalanx.agent.worker_store import WorkerStore
     from phalanx.agent.workers.failure import ProcessFailure
     from phalanx.agent.workers.worker_group import PContext, ReentryTerms
+    from phalanx.agent.workers.worker_store import WorkerStore
     from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo
     from phalanx.cluster.network_interface import NetworkInterface
     from phalanx.core.group.events import Event, RecallWorkers, SiblingStop, StartWorkers
@@ -311,7 +311,7 @@ class LocalWorkers:
 
     def master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:
         """Where the workers of a round meet; on node 0 the store there is this agent's."""
-        from phalanx.agent.worker_store import WorkerStore
+        from phalanx.agent.workers.worker_store import WorkerStore
 
         spec = self._group.spec
         where = info.bootstrap_store_info

@@ -12,7 +12,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.agent.workers.spawner import Exit, GroupStopped, HelpersLost, Spawner, WorkerLaunch
+from phalanx.agent.warm.spawner import Exit, GroupStopped, HelpersLost, Spawner, WorkerLaunch
 from phalanx.agent.workers.worker_kinds import program_for
 
 if TYPE_CHECKING:

@@ -26,9 +26,7 @@ import sys
 import time
 from _thread import RLock
 
-from phalanx.agent.workers.result import RunProcsResult, tail_of
-from phalanx.agent.workers.signals import SignalScope
-from phalanx.agent.workers.spawner import (
+from phalanx.agent.warm.spawner import (
     Exit,
     GroupStopped,
     HelpersLost,
@@ -43,6 +41,8 @@ from phalanx.agent.workers.spawner import (
     files_needed,
     require_files,
 )
+from phalanx.agent.workers.result import RunProcsResult, tail_of
+from phalanx.agent.workers.signals import SignalScope
 from phalanx.core.group import stop as stops
 from phalanx.core.group.events import SiblingStop
 from phalanx.core.record import Record

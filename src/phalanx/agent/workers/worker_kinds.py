@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from phalanx.agent.warm.spawner import Spawner, WorkerLaunch, interpreter_flags
 from phalanx.agent.workers.result import RunProcsResult
-from phalanx.agent.workers.spawner import Spawner, WorkerLaunch, interpreter_flags
 from phalanx.agent.workers.worker_group import GroupOptions, PContext
 from phalanx.errors import ProgramNotExecutableError, ProgramNotFoundError, StartError
 from phalanx.job.program import BOOTSTRAP, find_program, python_flags, split_python, worker_argv

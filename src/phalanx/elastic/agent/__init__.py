@@ -2,4 +2,4 @@
 
 from phalanx.elastic.lazy_modules import below
 
-__getattr__ = below(__name__, "server")
+__getattr__ = below(__name__, "elastic_launch", "server")

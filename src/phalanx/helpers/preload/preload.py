@@ -45,7 +45,7 @@ SPOILED = 77  # the exit status of a process that must not become the zygote
 
 _REPORT_AFTER = 0.5  # seconds: the keeper need not wake up for every module
 
-# The variables that differ between workers (agent/environment.py).
+# The variables that differ between workers (agent/workers/environment.py).
 _OF_A_WORKER = frozenset({
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.protocols import Nodes
     from phalanx.agent.supervision.timers.pipe_watchdog import PipeWatchdog
-    from phalanx.agent.worker_store import WorkerStore
     from phalanx.agent.workers.worker_group import PContext
+    from phalanx.agent.workers.worker_store import WorkerStore
     from phalanx.cluster.handler import RendezvousInfo
     from phalanx.core.group.events import Event, Finish
     from phalanx.core.rounds.records import HostRecord
@@ -368,7 +368,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     # -- the workers' store -------------------------------------------------------------------------
 
     def open_meeting(self, address: str) -> tuple[Any, int]:
-        from phalanx.agent.worker_store import WorkerStore
+        from phalanx.agent.workers.worker_store import WorkerStore
 
         spec, last = self._worker_group.spec, self._meeting
         if last is not None and spec.master_port and not last.closed:
