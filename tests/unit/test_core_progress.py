@@ -256,14 +256,15 @@ def test_a_final_hang_ends_the_job_whatever_restarts_are_left(final: bool) -> No
         group_events.RoundReady(group_events.GroupRound(1)),
         group_events.Started((1,)),
     ):
-        state, _, _ = group.step(state, event, 0.0, policy)
-    state, commands, reason = group.step(state, group_events.Hang("rank 1 hangs", final), 9.0, policy)
+        state = group.step(state, event, 0.0, policy).state
+    made = group.step(state, group_events.Hang("rank 1 hangs", final), 9.0, policy)
+    state, commands, reason = made.state, made.commands, made.reason
     assert state.phase is (group.Phase.ENDING if final else group.Phase.REFORMING)
     assert reason == ("rank 1 hangs" if final else "rank 1 hangs; restart 1 of 3")
     (report,) = [command for command in commands if isinstance(command, group_events.ReportFailure)]
     assert report.final is final
     if final:
-        state, commands, _ = group.step(state, group_events.Stopped(), 10.0, policy)
+        commands = group.step(state, group_events.Stopped(), 10.0, policy).commands
         assert commands[-1] == group_events.Finish(
             group_events.Outcome.FAILED, group_events.WorkerState.FAILED, "rank 1 hangs", code=exit_codes.HANG
         )

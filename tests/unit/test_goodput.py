@@ -184,9 +184,10 @@ class Job:
 
     def __call__(self, now: float, event: Event) -> None:
         now += BASE
-        self.state, commands, reason = group.step(self.state, event, now, self.policy)
+        made = group.step(self.state, event, now, self.policy)
+        self.state = made.state
         self.book = observe(
-            self.book, GroupStep(event, self.state, bool(commands), reason, now, now, beats=1)
+            self.book, GroupStep(event, self.state, bool(made.commands), made.reason, now, now, beats=1)
         )
         incident = self.book.current.incident.number if self.book.current is not None else 0
         self.ledger.step(event, self.state.phase, now, incident, lambda: self.boards)

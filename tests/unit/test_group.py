@@ -83,9 +83,13 @@ def replay(script: str) -> str:
             continue
         time, _, text = line[2:].partition(" ")
         event = eval(text, vars(group_events))
-        state, commands, reason = step(state, event, float(time), policy)
-        out += [line, f"  {state.phase.value} {state.worker_state.value} attempt={state.attempt}: {reason}"]
-        out += [f"    {command!r}" for command in commands]
+        made = step(state, event, float(time), policy)
+        state = made.state
+        out += [
+            line,
+            f"  {state.phase.value} {state.worker_state.value} attempt={state.attempt}: {made.reason}",
+        ]
+        out += [f"    {command!r}" for command in made.commands]
     return "\n".join(out) + "\n"
 
 
@@ -258,12 +262,13 @@ class World:
     def post(self, event: Any) -> None:
         before = self.state.attempt
         self.trail.append(f"{self.now:.1f} {event!r}")
-        self.state, commands, reason = step(self.state, event, self.now, self.policy)
-        assert reason
+        made = step(self.state, event, self.now, self.policy)
+        self.state = made.state
+        assert made.reason
         assert self.state.attempt >= before
         if self.state.attempt > before and not isinstance(event, PeerFailed):
             self.failed[self.round] = self.state.attempt
-        for command in commands:
+        for command in made.commands:
             self.obey(command)
         assert self.state.attempt == len(self.failed), "a failure counts once"
         phase = self.state.phase

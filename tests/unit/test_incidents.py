@@ -37,8 +37,11 @@ class Life:
     def __call__(
         self, now: float, event: Event, culprit: Culprit | None = None, beats: int = 0, how: str = ""
     ) -> None:
-        self.state, commands, reason = group.step(self.state, event, now, self.policy)
-        step = GroupStep(event, self.state, bool(commands), reason, now, WALL + now, "here", culprit, beats)
+        made = group.step(self.state, event, now, self.policy)
+        self.state = made.state
+        step = GroupStep(
+            event, self.state, bool(made.commands), made.reason, now, WALL + now, "here", culprit, beats
+        )
         self.book = observe(self.book, step.replace(how=how))
 
     def up(self, number: int = 1, now: float = 0.0) -> Life:

@@ -36,7 +36,7 @@ BACKWARDS = {
 # What the code of a process may import: rooms and root modules, and packages that the user has installed.
 # A helper is forked to become a worker, so whatever it loads is in the user's process.
 PROCESSES = {
-    "helpers": ({"helpers", "kernel", "python_command", "rawsignal", "trusted_files"}, set()),
+    "helpers": ({"core", "helpers", "kernel", "python_command", "rawsignal", "trusted_files"}, set()),
     "worker": (
         {"worker", "helpers", "core", "store.tcpstore", "errors", "kernel", "log", "rawsignal"},
         {"cloudpickle", "jax", "numpy", "setproctitle", "torch"},

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.group.events import RoundOver
-from phalanx.core.group.ranks import natural_key
+from phalanx.core.group.ranks import Offsets, natural_key
 from phalanx.core.rounds.leader_view import LeaderView, Options
 from phalanx.core.rounds.participant import CONTROL, PLACE, Participant
 from phalanx.core.rounds.participant_events import (
@@ -670,7 +670,7 @@ def test_every_node_gets_its_own_place_and_the_round_names_only_a_few() -> None:
         place = decode_place(values[f"place/n{number}"])
         assert place is not None
         assert (place.stamp, place.rank) == (current.stamp, number)
-        assert place.offsets == ((3 * number) // 2, 18, (3 * number) // 2, 18)
+        assert place.offsets == Offsets((3 * number) // 2, 18, (3 * number) // 2, 18)
     members = decode_members(values["members"])
     assert members is not None
     assert [m.name for m in members.nodes] == [f"n{n}" for n in range(12)]

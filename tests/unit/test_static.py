@@ -22,6 +22,7 @@ from phalanx.cluster.membership import NOT_AUTHENTICATED, Membership
 from phalanx.cluster.static import StaticRendezvous
 from phalanx.core.exit_codes import NO_MEETING
 from phalanx.core.group.events import PeerFailed
+from phalanx.core.group.ranks import Offsets
 from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.participant_events import End, Remark, RoundEnd
 from phalanx.core.rounds.records import Round
@@ -191,7 +192,7 @@ def test_the_others_may_come_first(node: Make) -> None:
 def test_roles_and_worker_counts_may_differ(node: Make) -> None:
     made = [Attached(node(0), slots=2, role="a"), Attached(node(1), slots=3, role="b")]
     places = [one.until(Meeting).place for one in made]
-    assert [place.offsets for place in places] == [(0, 5, 0, 2), (2, 5, 0, 3)]
+    assert [place.offsets for place in places] == [Offsets(0, 5, 0, 2), Offsets(2, 5, 0, 3)]
 
 
 def test_workers_share_the_port_and_find_an_empty_store_in_every_round(node: Make, port: int) -> None:

@@ -92,10 +92,10 @@ class OwnerLoop:
 
     def step(self, event: Event) -> None:
         """Have the core decide, and carry out what it decided."""
-        state, commands, reason = core.step(self.state, event, time.monotonic(), self.policy)
-        self.state = state
-        self._record.step(event, state, commands, reason, self.workers.result)
-        for command in commands:
+        made = core.step(self.state, event, time.monotonic(), self.policy)
+        self.state = made.state
+        self._record.step(event, made.state, made.commands, made.reason, self.workers.result)
+        for command in made.commands:
             self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:

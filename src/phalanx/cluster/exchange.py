@@ -28,7 +28,7 @@ def exchange_ranks(store: Any, rank: int, world_size: int, spec: WorkerSpec) -> 
     if rank == 0:
         nodes = [json.loads(_text(value)) for value in _get(store, _NODES, world_size)]
         places = offsets((str(node["role"]), int(node["local_world_size"])) for node in nodes)
-        _set(store, _ASSIGNED, [json.dumps(list(place)) for place in places])
+        _set(store, _ASSIGNED, [json.dumps(list(place.as_dict().values())) for place in places])
     place = Offsets(*json.loads(_text(store.get(f"{_ASSIGNED}{rank}"))))
     return place.workers(spec.local_world_size)
 

@@ -5,12 +5,13 @@ Each is here because a published package imports it; behaviour as in torch 2.13.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
     from phalanx.cluster.handler import RendezvousParameters
 
 
@@ -33,12 +34,16 @@ class RoleInstanceInfo:
 
     def serialize(self) -> bytes:
         """As JSON, for a store."""
+        import json
+
         names = ("role", "rank", "local_world_size")
         return json.dumps({name: getattr(self, name) for name in names}).encode()
 
     @staticmethod
     def deserialize(data: bytes) -> RoleInstanceInfo:
         """What `serialize` made."""
+        import json
+
         return RoleInstanceInfo(**json.loads(bytes(data)))
 
     @staticmethod

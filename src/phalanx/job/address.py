@@ -72,8 +72,11 @@ def own_address() -> str:
 
 def free_port() -> int:
     """A port that was free a moment ago; only for workers that bind it themselves."""
-    import socket
+    import _socket  # not socket: every start of one node waits for this
 
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    probe = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+    try:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+    finally:
+        probe.close()

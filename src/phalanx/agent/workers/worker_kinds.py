@@ -6,7 +6,6 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 from phalanx.agent.warm.spawner import Spawner, WorkerLaunch, interpreter_flags
 from phalanx.agent.workers.result import RunProcsResult
@@ -16,7 +15,10 @@ from phalanx.job.program import BOOTSTRAP, find_program, python_flags, split_pyt
 from phalanx.kernel import anonymous_file
 from phalanx.worker.bootstrap import TALLY_FD
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.workers.function_worker import Parcel
     from phalanx.agent.workers.subprocess_handle import WorkerHandler

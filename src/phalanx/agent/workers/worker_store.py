@@ -6,9 +6,10 @@ every round.
 
 from __future__ import annotations
 
+import _socket as socket  # not socket itself: every start waits for this
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import socket
     from typing import Any
 
 
@@ -16,8 +17,6 @@ class WorkerStore:
     """Bound on construction, served once the workers are being started."""
 
     def __init__(self, host: str | None, port: int | None, served: bool) -> None:
-        import socket
-
         self.host = host or "localhost"
         self.serving = served
         self.closed = False
@@ -66,9 +65,11 @@ class WorkerStore:
     def serve(self) -> None:
         """Answer; connections made since the bind wait in the backlog."""
         if self._server is None and self._socket is not None:
+            from socket import socket as full_socket
+
             from phalanx.store.tcpstore.server import TorchStoreServer
 
-            self._server = TorchStoreServer(sock=self._socket)
+            self._server = TorchStoreServer(sock=full_socket(fileno=self._socket.detach()))
             self._socket = None
             self._server.start()
 

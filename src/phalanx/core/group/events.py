@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import signal
 from enum import Enum
-from typing import TypeAlias
 
 from phalanx.core.record import Record
 from phalanx.core.text_enum import TextEnum
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import TypeAlias
 
 
 class WorkerState(str, Enum):  # not a TextEnum: str(INIT) is "WorkerState.INIT", as in torch

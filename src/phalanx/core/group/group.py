@@ -52,7 +52,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
 
 from phalanx.core import exit_codes
 from phalanx.core.group import restarts
@@ -97,6 +96,13 @@ from phalanx.core.group.restarts import Failure, History, RestartPolicy
 from phalanx.core.record import Record
 from phalanx.core.text_enum import TextEnum
 from phalanx.errors import PhalanxError
+
+TYPE_CHECKING = False  # typing is not imported on the way to the first line of user code
+if TYPE_CHECKING:
+    from typing import Any, TypeAlias
+
+    Handler: TypeAlias = Callable[["GroupState", Any, float, "GroupPolicy"], "Step"]
+    Row: TypeAlias = Mapping[type[Any], tuple[Handler, tuple["Phase", ...]]]
 
 
 class Phase(TextEnum):
@@ -173,7 +179,7 @@ class GroupState(Record):
         return self.history.attempt
 
 
-class Step(NamedTuple):
+class Step(Record):
     """The answer to one event."""
 
     state: GroupState
@@ -531,7 +537,7 @@ def _recall(
         else one
         for one in step.commands
     )
-    return step._replace(commands=commands)
+    return step.replace(commands=commands)
 
 
 def _end(
@@ -584,7 +590,7 @@ _HISTORY = 12
 _FOR_WORKERS = "waiting for the workers to end"
 
 
-class PhaseWords(NamedTuple):
+class PhaseWords(Record):
     """How a phase is called: its `meaning` for a reader of the table; what a person reads who waits
     (`waiting`, empty where that is as it should be) or asks (`status`); and the `state` of the node, in which
     several phases are one."""
@@ -627,9 +633,6 @@ WORDS: Mapping[Phase, PhaseWords] = {
     Phase.DONE: PhaseWords("the end", "", "ended", "ending"),
 }
 """Every word for a phase; nothing else has a table of them."""
-
-Handler: TypeAlias = Callable[[GroupState, Any, float, GroupPolicy], Step]
-Row: TypeAlias = Mapping[type[Any], tuple[Handler, tuple[Phase, ...]]]
 
 NEW, JOINING, REFORMING, CLEARING, WAITING, STARTING, RUNNING, BARRIER, ENDING, DONE = Phase
 
@@ -712,9 +715,9 @@ MOVES: Mapping[Phase, Row] = {
     DONE: {},
 }
 
-_WATCHDOGS = frozenset[type[Any]]({Hang, Uninterruptible, RestartRequested, Tick, BarrierDone})
+_WATCHDOGS: frozenset[type[Any]] = frozenset({Hang, Uninterruptible, RestartRequested, Tick, BarrierDone})
 """Posted by other threads, which may be a moment behind the owner."""
-_EXITS = frozenset[type[Any]]({Started, StartFailed, WorkerFailed, AllSucceeded})
+_EXITS: frozenset[type[Any]] = frozenset({Started, StartFailed, WorkerFailed, AllSucceeded})
 """Posted about workers that are being stopped. After `Stopped` nothing more may come about them: it
 would be taken for news of the next ones, so there it is illegal."""
 
@@ -743,12 +746,13 @@ def step(state: GroupState, event: Event, now: float, policy: GroupPolicy) -> St
             raise IllegalMove(complaint(state, event, "is not possible"))
         return Step(state, (), f"{kind.__name__} in {phase.value}: it no longer matters")
     handler, targets = move
-    after, commands, reason = handler(state, event, now, policy)
+    made = handler(state, event, now, policy)
+    after = made.state
     if after.phase not in targets:
         what = f"led to {after.phase.value}, which the table does not allow"
         raise IllegalMove(complaint(state, event, what))
-    line = f"{now:.3f} {phase.value} --{kind.__name__}--> {after.phase.value}: {reason}"
-    return Step(after.replace(recent=(*after.recent, line)[-_HISTORY:]), commands, reason)
+    line = f"{now:.3f} {phase.value} --{kind.__name__}--> {after.phase.value}: {made.reason}"
+    return made.replace(state=after.replace(recent=(*after.recent, line)[-_HISTORY:]))
 
 
 def diagram() -> str:

@@ -7,10 +7,11 @@ ranks are 0..role_world_size-1 within each role, in the same order.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+
+from phalanx.core.record import Record
 
 
-class NodeSlots(NamedTuple):
+class NodeSlots(Record):
     """What a node contributes to a round."""
 
     rank: int
@@ -18,7 +19,7 @@ class NodeSlots(NamedTuple):
     local_world_size: int
 
 
-class WorkerRanks(NamedTuple):
+class WorkerRanks(Record):
     """Every rank of one worker."""
 
     local_rank: int
@@ -28,7 +29,7 @@ class WorkerRanks(NamedTuple):
     role_world_size: int
 
 
-class Offsets(NamedTuple):
+class Offsets(Record):
     """Where the ranks of one node's workers begin, and the sizes they are counted in."""
 
     first: int
@@ -88,7 +89,7 @@ def assign_identical(rank: int, nodes: int, local_world_size: int) -> list[Worke
 
 def _checked(nodes: Iterable[NodeSlots]) -> list[NodeSlots]:
     """The nodes by rank, or ValueError naming what is wrong with them."""
-    ordered = sorted(nodes)
+    ordered = sorted(nodes, key=lambda node: node.rank)
     if [node.rank for node in ordered] != list(range(len(ordered))):
         found = [node.rank for node in ordered]
         raise ValueError(f"node ranks {found}: every rank from 0 to {len(ordered) - 1} must occur once")

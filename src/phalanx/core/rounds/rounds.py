@@ -508,7 +508,7 @@ def _activate(
     places = [
         Put(
             f"{prefix}place/{m.id}",
-            encode(Place(stamp, m.incarnation, rank, *found[rank])),
+            encode(Place(stamp, m.incarnation, rank, *found[rank].as_dict().values())),
             here[m.id].lease,
         )
         for rank, m in enumerate(members)

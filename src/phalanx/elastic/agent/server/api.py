@@ -248,7 +248,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
     def waiting_for(self) -> str:
         """What the agent waits for, in words; empty while that is as it should be."""
         phase = self.state.phase
-        return (self._loop.nodes.waiting if phase is Phase.JOINING else "") or core.WORDS[phase][1]
+        return (self._loop.nodes.waiting if phase is Phase.JOINING else "") or core.WORDS[phase].waiting
 
     @property
     def _remaining_restarts(self) -> int:
