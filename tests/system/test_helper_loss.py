@@ -539,11 +539,11 @@ def test_workers_end_when_the_lease_is_not_renewed(times: int, tmp_path: Path) -
             workers.lease_until(until)  # noqa: B023
             wait_until(lambda: gone(pid), "the end of the worker")
             found.append(clock() - until)  # noqa: B023
-            agent._post(RoundOver(1, "the lease has expired", at_once=True))
+            agent.post(RoundOver(1, "the lease has expired", at_once=True))
             wait_until(lambda: agent.state.round is not None and agent.state.round.number == 2, "a new round")
             workers.lease_until(float("inf"))  # noqa: B023
             wait_until(is_in(agent, "RUNNING"), "the workers again")
-            agent._post(Signal(signal.SIGTERM))
+            agent.post(Signal(signal.SIGTERM))
 
         with pytest.raises(SignalException):
             run_beside(agent, disturb)
@@ -640,11 +640,11 @@ def test_a_stop_is_idle_although_helpers_are_stopped(victims: str, tmp_path: Pat
         for name, pid in zip(("keeper", "zygote"), found, strict=True):
             if victims in (name, "both"):
                 os.kill(pid, signal.SIGSTOP)
-        agent._post(Signal(signal.SIGTERM))
+        agent.post(Signal(signal.SIGTERM))
 
     thread = threading.Thread(target=stop)
     thread.start()
-    idle_in(agent, "ENDING", lambda: agent._post(Signal(signal.SIGTERM)))
+    idle_in(agent, "ENDING", lambda: agent.post(Signal(signal.SIGTERM)))
     thread.join(HUNG)
     wait_until(lambda: all_gone(found), "the end of the helpers")
 
@@ -661,7 +661,7 @@ def test_running_is_idle_although_helpers_are_stopped(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=stop)
     thread.start()
-    idle_in(agent, "RUNNING", lambda: agent._post(Signal(signal.SIGTERM)))
+    idle_in(agent, "RUNNING", lambda: agent.post(Signal(signal.SIGTERM)))
     thread.join(HUNG)
 
 

@@ -148,7 +148,7 @@ def test_a_helper_that_does_not_start_workers_is_replaced(tmp_path: Path) -> Non
 
         def change() -> None:
             wait_until(is_in(agent, "STARTING"), "the start")
-            agent._post(MembershipChanged(waiting=1))
+            agent.post(MembershipChanged(waiting=1))
 
         thread = threading.Thread(target=change)
         thread.start()
@@ -268,12 +268,12 @@ def joining_is_idle(tmp_path: Path) -> None:
 def starting_is_idle(tmp_path: Path) -> None:
     with stopped_zygote() as pool:
         agent = agent_of(PAUSE, tmp_path, helpers=pool)
-        idle_in(agent, "STARTING", lambda: agent._post(Signal(signal.SIGTERM)))
+        idle_in(agent, "STARTING", lambda: agent.post(Signal(signal.SIGTERM)))
 
 
 def running_is_idle(tmp_path: Path) -> None:
     agent = agent_of(PAUSE, tmp_path)
-    idle_in(agent, "RUNNING", lambda: agent._post(Signal(signal.SIGTERM)))
+    idle_in(agent, "RUNNING", lambda: agent.post(Signal(signal.SIGTERM)))
 
 
 def a_stop_is_idle(tmp_path: Path) -> None:
@@ -288,11 +288,11 @@ def a_stop_is_idle(tmp_path: Path) -> None:
     def stop() -> None:
         wait_until(lambda: mark.exists() and is_in(agent, "RUNNING")(), "the worker")
         pool._due = [time.monotonic() + 0.1]
-        agent._post(Signal(signal.SIGTERM))
+        agent.post(Signal(signal.SIGTERM))
 
     thread = threading.Thread(target=stop)
     thread.start()
-    idle_in(agent, "ENDING", lambda: agent._post(Signal(signal.SIGTERM)))
+    idle_in(agent, "ENDING", lambda: agent.post(Signal(signal.SIGTERM)))
     thread.join(HUNG)
 
 

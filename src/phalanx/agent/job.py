@@ -7,7 +7,13 @@ the agent while they come up.
 from __future__ import annotations
 
 from phalanx.job.command_line import usage_error
-from phalanx.job.environment import OMP_THREADS, SIGNALS, export, temporary_directory
+from phalanx.job.environment import (
+    OMP_THREADS,
+    SIGNALS,
+    export,
+    temporary_directory,
+    uninterruptible_timeout,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,6 +21,7 @@ if TYPE_CHECKING:
     from signal import Signals
     from typing import Any
 
+    from phalanx.agent.agent import Agent
     from phalanx.agent.logs.console import OutputOptions
     from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.spec import WorkerSpec
@@ -23,7 +30,6 @@ if TYPE_CHECKING:
     from phalanx.agent.supervision.supervision import Supervision
     from phalanx.agent.warm.helper_pool import HelperPool
     from phalanx.cluster.handler import RendezvousHandler
-    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from phalanx.job.options import JobSpec
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
@@ -52,11 +58,11 @@ def make_agent(
     stray_signals: tuple[Signals, ...] = (),
     dashboard: DashboardProcess | None = None,
     subscribers: tuple[Subscriber, ...] = (),
-) -> LocalElasticAgent:
+) -> Agent:
     """The agent for this node, ready to `run`; on an error, nothing that was made for it is left."""
+    from phalanx.agent.agent import Agent
     from phalanx.agent.spec import AgentOptions
     from phalanx.core.group.restarts import RestartPolicy
-    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     handler = make_handler(job)
     try:
@@ -74,14 +80,15 @@ def make_agent(
         )
         logs = logs or make_logs(job)
         helpers = helpers or make_helpers(job)
-        return LocalElasticAgent(
+        return Agent(
             make_spec(job, handler),
             logs,
-            start_method=job.workers.start_method,
-            log_line_prefix_template=job.output.log_line_prefix_template,
-            shutdown_timeout=job.restarts.shutdown_timeout,
-            health_check_server=health_check_server,
-            options=AgentOptions(
+            AgentOptions(
+                start_method=job.workers.start_method,
+                log_line_prefix_template=job.output.log_line_prefix_template,
+                shutdown_timeout=job.restarts.shutdown_timeout,
+                uninterruptible_timeout=uninterruptible_timeout(),
+                health_check_server=health_check_server,
                 restart_policy=policy,
                 supervision=make_supervision(job),
                 helpers=helpers,
@@ -107,7 +114,7 @@ def make_agent(
 
 
 def make_spec(job: JobSpec, handler: RendezvousHandler) -> WorkerSpec:
-    """The part of the job that torch's classes know."""
+    """The workers of one node, as an agent starts them."""
     from phalanx.agent.spec import WorkerSpec
 
     workers, cluster = job.workers, job.cluster
@@ -280,7 +287,7 @@ def make_traces(job: JobSpec) -> TraceSender | None:
     return TraceSender(JobNames(job.program.name, job.cluster.run_id, job.node_name))
 
 
-def make_train_status(agent: LocalElasticAgent) -> TrainStatus | None:
+def make_train_status(agent: Agent) -> TrainStatus | None:
     """What reports progress to a TrainJob's status, in a pod of one."""
     from phalanx.job.environment import train_status
 
@@ -290,7 +297,7 @@ def make_train_status(agent: LocalElasticAgent) -> TrainStatus | None:
     from phalanx.agent.node_view import train_progress
     from phalanx.observe.train_status import TrainStatus
 
-    return TrainStatus(target, lambda: train_progress(agent), agent._post)
+    return TrainStatus(target, lambda: train_progress(agent), agent.post)
 
 
 def make_output(job: JobSpec) -> OutputOptions | None:

@@ -20,18 +20,16 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from phalanx.agent.agent import Agent
 
 _MOST_BYTES = 1 << 18  # in an answer
 _FIRST = 1 << 14  # of a file that the client has not seen
 _STARTS = 4  # the last ones, whose files may be read to their ends
 
 
-def read_logs(
-    agent: LocalElasticAgent, request: dict[str, Any], known: dict[str, WholeLog]
-) -> list[dict[str, Any]]:
+def read_logs(agent: Agent, request: dict[str, Any], known: dict[str, WholeLog]) -> list[dict[str, Any]]:
     """What is new in the logs of these ranks (None: of all); `known`: the logs, kept between the calls."""
-    context, ranks, places = agent._pcontext, request.get("ranks"), request.get("places")
+    context, ranks, places = agent.context, request.get("ranks"), request.get("places")
     if context is None:
         return []
     places = places if isinstance(places, dict) else {}

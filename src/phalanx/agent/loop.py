@@ -5,9 +5,7 @@ to its queue and wake it. Each event goes to `core.group.group.step`; the loop c
 come back, by telling the workers and the other nodes (protocols.py). Nothing that it calls waits, so that a
 signal, a status request or a health probe is answered at once in every phase.
 
-`OwnerLoop` overlaps what the core allows to overlap: the stop of the old workers and the next rendezvous.
-`SteppedLoop` serves torch's steps once `stepped` is set: it leaves joining, starting, stopping and the exit
-barrier to them; they run one after the other and call `pump` while they wait.
+It overlaps what the core allows to overlap: the stop of the old workers and the next rendezvous.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import signal
 import time
 from collections import deque
 
-from phalanx.agent.spec import RunResult
 from phalanx.core.group import events
 from phalanx.core.group import group as core
 from phalanx.errors import SignalException
@@ -30,8 +27,7 @@ if TYPE_CHECKING:
     from phalanx.agent.protocols import LoopPart, Nodes, NodeWorkers
     from phalanx.agent.run_record import RunRecord
     from phalanx.agent.supervision.supervision import Supervision
-    from phalanx.cluster.handler import RendezvousInfo
-    from phalanx.core.group.events import Command, Event, Finish, RecallWorkers, StartWorkers
+    from phalanx.core.group.events import Command, Event, Finish
     from phalanx.core.group.group import GroupPolicy, Phase
     from phalanx.observe.progress_line import Progress
 
@@ -243,102 +239,6 @@ class OwnerLoop:
         if read >= 0:
             os.close(read)
             os.close(write)
-
-
-class SteppedLoop(OwnerLoop):
-    """The loop of an agent whose steps may be called in torch's order.
-
-    Joining, starting, stopping and the exit barrier are then the steps' work; the core decides all the same.
-    """
-
-    stepped = False
-    stop_terms: tuple[int, float] | None = None
-    """Signal and grace of the stop that the core asked for; None: it asked for none."""
-
-    guarded = False
-    """Whether a signal is posted; in a subclass's step, which does not look at the queue, it is raised."""
-
-    wants_join = False
-    """The core asked for (another) round while a step joins."""
-
-    def step(self, event: Event) -> None:
-        self.guard(lambda: super(SteppedLoop, self).step(event))
-
-    def guard(self, call: Callable[[], None]) -> None:
-        """Call something that a signal must not interrupt."""
-        before, self.guarded = self.guarded, True
-        try:
-            call()
-        finally:
-            self.guarded = before
-
-    def _carry_out(self, command: Command) -> None:
-        if not self.stepped:
-            super()._carry_out(command)
-            return
-        match command:
-            case events.StopWorkers() | events.RecallWorkers():
-                self._announce_ending()
-                self.stop_terms = command.sig or signal.SIGTERM, command.grace
-            case events.Join():
-                self.wants_join = True
-            case events.StartWorkers() | events.EnterBarrier():
-                pass
-            case _:
-                super()._carry_out(command)
-
-    def pump(self, done: Callable[[], bool], timeout: float | None = None) -> None:
-        """Wait until `done`, at most `timeout` seconds; the core decides about what happens meanwhile.
-
-        A signal is raised as SignalException, once the core knows of it.
-        """
-        until = None if timeout is None else time.monotonic() + timeout
-
-        def wait() -> None:
-            while not done():
-                event = self._next_event(done, until)
-                if event is None:
-                    return
-                self.step(event)
-                if isinstance(event, events.Signal):
-                    raise signal_exception(event.sig)
-
-        self.guard(wait)
-
-
-class StepWorkers:
-    """The workers of a subclass that has its own steps for them; only their result is kept here."""
-
-    closed = True
-    decided = False
-
-    def __init__(self) -> None:
-        self.result = RunResult(events.WorkerState.INIT)
-        self.error: BaseException | None = None
-
-    def start(self, info: RendezvousInfo, command: StartWorkers) -> None:
-        raise NotImplementedError("`_start_workers` starts them")
-
-    def stop(self, sig: int, grace: float) -> None:
-        raise NotImplementedError("`_stop_workers` stops them")
-
-    def recall(self, command: RecallWorkers) -> None:
-        raise NotImplementedError("`_stop_workers` stops them")
-
-    def lease_until(self, when: float) -> None:
-        """The subclass's processes cannot be reached; `_stop_workers` stops them when the agent is awake."""
-
-    def fds(self, phase: Phase) -> list[tuple[int, int]]:
-        return []
-
-    def deadline(self, phase: Phase) -> float | None:
-        return None
-
-    def look(self, phase: Phase, now: float) -> Event | None:
-        return None
-
-    def close(self) -> None:
-        """`_shutdown` does it."""
 
 
 class ProgressPart:

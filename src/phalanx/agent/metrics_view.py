@@ -11,14 +11,14 @@ from phalanx.web.metrics import MetricsPage, MetricsSample, RankSample
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from phalanx.agent.agent import Agent
     from phalanx.observe.stream import Stream
 
 
 class MetricsView:
     """Counts the incidents of an agent from the start on, and takes samples of it."""
 
-    def __init__(self, agent: LocalElasticAgent, stream: Stream) -> None:
+    def __init__(self, agent: Agent, stream: Stream) -> None:
         self._agent = agent
         self._since = time.time()
         self._view = NodeView(agent, self._since)
@@ -27,7 +27,7 @@ class MetricsView:
 
     def page(self) -> MetricsPage:
         """What answers requests."""
-        return MetricsPage(self.sample, self._agent._post)
+        return MetricsPage(self.sample, self._agent.post)
 
     def sample(self) -> MetricsSample:
         """The agent now; in the owner's thread."""
@@ -35,8 +35,8 @@ class MetricsView:
         agent.history.settle()
         totals, current = agent.history.totals(), agent.state.round
         return MetricsSample(
-            agent._rdzv_handler.get_run_id(),
-            agent.job_name,
+            agent.run_id,
+            agent.record.job_name,
             group.spec.role,
             agent.host,
             self._since,
@@ -63,7 +63,7 @@ class MetricsView:
         return found
 
     def _log_bytes(self) -> dict[str, int]:
-        context = self._agent._pcontext
+        context = self._agent.context
         if context is None:
             return {}
         found = {}
@@ -74,9 +74,9 @@ class MetricsView:
         return found
 
     def _store_operations(self) -> dict[str, int]:
-        sent = self._agent.place().get("operations")
+        sent = self._agent.nodes.place().get("operations")
         found = {} if sent is None else {"nodes": int(sent)}
-        store = self._agent.worker_store
+        store = self._agent.workers.store
         if store is not None:
             found["workers"] = store.operations
         return found

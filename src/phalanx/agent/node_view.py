@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
+    from phalanx.agent.agent import Agent
     from phalanx.agent.gpu_probe import Figures
-    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from phalanx.observe.snapshot import JobSnapshot, StandbySnapshot, WorkerSnapshot
     from phalanx.observe.train_status import TrainProgress
 
@@ -26,13 +26,14 @@ _TICKS = float(os.sysconf("SC_CLK_TCK"))
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TAIL = 2048  # bytes of a log that are read for its last line
 _LINE = 300  # characters of it
+_LONGEST_CAUSE = 32768  # characters of the report of a failure
 _RECORDS = 50  # incidents in a snapshot
 
 
 class NodeView:
     """The view of one agent; remembers the last look at the processors' time, for the share since then."""
 
-    def __init__(self, agent: LocalElasticAgent, since: float) -> None:
+    def __init__(self, agent: Agent, since: float) -> None:
         """`since`: when the agent began, by the wall clock."""
         self._agent, self._since = agent, since
         self._cpu: dict[int, tuple[float, float]] = {}  # pid -> when, seconds of processor time
@@ -42,13 +43,14 @@ class NodeView:
         from phalanx.observe import snapshot as schema
 
         agent = self._agent
-        group, state, place = agent.get_worker_group(), agent.state, agent.place()
+        group, state, place = agent.get_worker_group(), agent.state, agent.nodes.place()
         current = state.round
         findings = agent.supervision.incidents.findings
         history = agent.history
+        cause, cause_at = agent.record.cause()
         return schema.JobSnapshot(
-            run=agent._rdzv_handler.get_run_id(),
-            name=agent.job_name,
+            run=agent.run_id,
+            name=agent.record.job_name,
             host=agent.host,
             pid=os.getpid(),
             since=self._since,
@@ -70,13 +72,14 @@ class NodeView:
             standbys=self._standbys(),
             slow=[one["summary"] for one in findings if one["kind"] == "straggler"],
             hangs=[one["summary"] for one in findings if one["kind"] == "hang"],
-            incidents=[schema.NoteSnapshot(at, line) for at, line in agent.notes],
+            incidents=[schema.NoteSnapshot(at, line) for at, line in agent.record.notes],
             incident_count=history.incident_count,
             records=[schema.IncidentSnapshot(**one.as_dict()) for one in history.incidents()[-_RECORDS:]],
             ledger=schema.LedgerSnapshot(**history.totals().as_dict()),
             logs=agent.run_dir or "",
             quarantine=[schema.QuarantineSnapshot(**one) for one in place.get("quarantine", [])],
-            **agent.cause(),
+            cause=cause[:_LONGEST_CAUSE],
+            cause_at=cause_at,
         )
 
     def _state(self, place: dict[str, Any]) -> str:
@@ -89,7 +92,7 @@ class NodeView:
         from phalanx.observe.snapshot import GpuSnapshot, WorkerSnapshot
 
         agent = self._agent
-        context, detector = agent._pcontext, agent.supervision.detector
+        context, detector = agent.context, agent.supervision.detector
         if context is None:
             return []
         pids, running, now = context.pids(), context.running, time.monotonic()
@@ -189,7 +192,7 @@ def memory_of(pids: Iterable[int]) -> int:
     return total
 
 
-def train_progress(agent: LocalElasticAgent) -> TrainProgress | None:
+def train_progress(agent: Agent) -> TrainProgress | None:
     """For the status of a TrainJob; None: another node reports, or no worker has told of a step."""
     from phalanx.observe.train_status import TrainProgress
 

@@ -6,6 +6,7 @@ takes time answers with an event, from `look` or through the loop's queue.
 | protocol   | implementations |
 |---|---|
 | `LoopPart` | `NodeWorkers`, `HelperPool`, `Supervision`, `StatusSocket`, `RequestDesk`, `ProgressPart` |
+| `WorkersOwner` | `Agent` |
 | `NodeWorkers`  | `LocalWorkers` (processes), `StepWorkers` (a subclass of `SimpleElasticAgent` has them) |
 | `Nodes`    | `HandlerNodes` (torch's interface: solo, plug-ins), `ElasticNodes` |
 """
@@ -18,7 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from msgspec import Raw
 
+    from phalanx.agent.loop import Posted
     from phalanx.agent.spec import RunResult
+    from phalanx.agent.workers.worker_group import PContext
+    from phalanx.agent.workers.worker_store import WorkerStore
     from phalanx.cluster.handler import RendezvousInfo
     from phalanx.cluster.job_goodput import JobGoodput, NodeGoodput
     from phalanx.core.group.events import (
@@ -48,6 +52,22 @@ class LoopPart(Protocol):
         """Do what is due; called whenever the loop is awake."""
 
 
+class WorkersOwner(Protocol):
+    """What the workers of a node ask of their agent."""
+
+    def place(self, info: RendezvousInfo) -> None:
+        """Give the group its place in a round, and each worker its ranks."""
+
+    def complete(self, envs: dict[int, dict[str, str]]) -> None:
+        """Add to the workers' variables, before each start."""
+
+    def settled(self) -> None:
+        """The workers have run for a while: there is time for what is not urgent."""
+
+    def post(self, event: Posted) -> None:
+        """Queue an event, or a call, for the owner's thread; from any thread."""
+
+
 class NodeWorkers(LoopPart, Protocol):
     """The workers of this node. Answers come from `look`."""
 
@@ -55,6 +75,20 @@ class NodeWorkers(LoopPart, Protocol):
     """How the workers of the last start are, or ended."""
     error: BaseException | None
     """What made the last start fail."""
+    context: PContext | None
+    """Those of the last start."""
+    store: WorkerStore | None
+    """The workers' store, if this agent serves it."""
+    stepped: bool
+    """torch's steps ask, and `look` reports nothing."""
+
+    @property
+    def host(self) -> str:
+        """This node, as people know it."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of the last start is alive, and its output is shown."""
 
     @property
     def decided(self) -> bool:
@@ -68,6 +102,21 @@ class NodeWorkers(LoopPart, Protocol):
 
     def recall(self, command: RecallWorkers) -> None:
         """Have the workers that re-enter park, and stop the others: one `Stopped`."""
+
+    def master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:
+        """Where the workers of a round meet."""
+
+    def open_meeting(self, address: str) -> tuple[Any, int]:
+        """The same, should this node be the first of a round: (what serves there, port)."""
+
+    def passes_interrupt(self) -> bool:
+        """In a signal handler: pass a Ctrl-C on to the attached rank alone; False: it is for the job."""
+
+    def ended_at(self, rank: int) -> float | None:
+        """When a local rank succeeded, by the wall clock."""
+
+    def explain(self) -> None:
+        """Add what the system knows of the failures; takes a moment."""
 
     def lease_until(self, when: float) -> None:
         """Workers may run until then (CLOCK_BOOTTIME), whatever becomes of this agent, unless it is renewed.

@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
     from msgspec import Raw
 
+    from phalanx.agent.agent import Agent
     from phalanx.agent.gpu_probe import Figures, GpuProbe
     from phalanx.agent.node_view import NodeView
     from phalanx.agent.supervision.stack_collection import StackDump
     from phalanx.core.group.group import Phase
-    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from phalanx.observe.log_layout import WholeLog
+    from phalanx.web.dashboard_process import DashboardProcess
 
     Answer = Callable[[dict[str, Any]], None]
 
@@ -47,8 +48,8 @@ _MOST_HOSTS, _LONGEST_HOST, _LONGEST_TIME = 64, 256, 1e9  # of one request
 class RequestDesk:
     """Answers the requests to one agent."""
 
-    def __init__(self, agent: LocalElasticAgent, view: NodeView) -> None:
-        self._agent, self._view = agent, view
+    def __init__(self, agent: Agent, view: NodeView, dashboard: DashboardProcess | None) -> None:
+        self._agent, self._view, self._dashboard = agent, view, dashboard
         self._dumps: list[tuple[StackDump, Answer]] = []
         self._known_logs: dict[str, WholeLog] = {}
         self.probe: GpuProbe | None = None
@@ -59,7 +60,7 @@ class RequestDesk:
         if request.get("ask") == "dashboard":  # a secret: not for the other nodes
             from phalanx.web.dashboard_process import describe
 
-            answer(describe(self._agent.dashboard))
+            answer(describe(self._dashboard))
         elif request.get("all") is True:
             self._ask_everyone({key: value for key, value in request.items() if key != "all"}, answer)
         else:
@@ -71,7 +72,7 @@ class RequestDesk:
         One for another `node`, or that is `not` for this one, has an empty answer."""
         wanted, others = request.get("node"), request.get("not")
         if wanted is not None or isinstance(others, list):
-            own = self._agent.place().get("id", "")
+            own = self._agent.nodes.place().get("id", "")
             if (wanted is not None and wanted != own) or (isinstance(others, list) and own in others):
                 answer({})
                 return
@@ -85,7 +86,7 @@ class RequestDesk:
 
                 answer({"logs": read_logs(self._agent, request, self._known_logs)})
             case "quarantine", _:
-                answer({"quarantine": self._agent.place().get("quarantine", [])})
+                answer({"quarantine": self._agent.nodes.place().get("quarantine", [])})
             case _, "quarantine":
                 self._quarantine(request, answer)
             case _, ("restart" | "stop" | "drain") as what:
@@ -100,7 +101,7 @@ class RequestDesk:
         def then(peers: list[Raw], silent: int) -> None:
             self.answer(request, lambda told: answer({**told, "peers": peers, "silent": silent}))
 
-        self._agent.ask_nodes(request, _PATIENCE, then)
+        self._agent.nodes.ask(request, _PATIENCE, then)
         if request.get("gpus") is True:
             self._ask_devices(lambda _figures: None)  # meanwhile
 
@@ -131,7 +132,7 @@ class RequestDesk:
         from phalanx.agent.supervision.stack_collection import StackDump
 
         agent = self._agent
-        context, boards = agent._pcontext, agent.supervision.current_boards
+        context, boards = agent.context, agent.supervision.current_boards
         if context is None or boards is None or not context.running:
             answer({"stacks": []})
             return
@@ -165,7 +166,7 @@ class RequestDesk:
         """Why this node cannot do it; empty if it can."""
         current = self._agent.state.round
         others = current is not None and len(current.members) > 1
-        if what == "drain" and others and self._agent.place().get("holds_store"):
+        if what == "drain" and others and self._agent.nodes.place().get("holds_store"):
             return (
                 f"{self._agent.host} holds the job's store, and the job would end with it: stop the job, or "
                 "run the store by itself next time (phalanx store)"
@@ -178,7 +179,7 @@ class RequestDesk:
             agent.post(RestartRequested(f"a restart was asked for (uid {os.geteuid()})"))
             return "the workers are being restarted"
         if what == "drain":
-            return agent.drain()
+            return agent.nodes.drain()
         agent.post(Signal(signal.SIGTERM))
         return "the job is being stopped"
 
@@ -209,7 +210,7 @@ class RequestDesk:
             else:
                 answer({"done": f"{names} is quarantined: {why}"})
 
-        self._agent.change_hosts(records, then)
+        self._agent.nodes.change_hosts(records, then)
 
     # -- a part of the loop -------------------------------------------------------------------------
 

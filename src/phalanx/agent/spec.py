@@ -199,8 +199,14 @@ class RunResult(Record, frozen=False):
 
 
 class AgentOptions(Record):
-    """What an agent can be given beyond torch's arguments."""
+    """How an agent runs the workers of a WorkerSpec."""
 
+    start_method: str = "spawn"  # of functions
+    log_line_prefix_template: str | None = None
+    exit_barrier_timeout: float = 300.0
+    shutdown_timeout: float = 30.0  # seconds between the signal and SIGKILL, at every stop
+    uninterruptible_timeout: float = 0.0  # seconds in uninterruptible sleep that are a failure; 0: none are
+    health_check_server: Any = None  # the caller's own
     restart_policy: RestartPolicy | None = None  # None: only `max_restarts` of the spec
     supervision: Supervision | None = None  # None: one that watches nothing
     helpers: HelperPool | None = None  # prepares helper processes ahead; the agent closes it

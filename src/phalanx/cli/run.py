@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
+    from phalanx.agent.agent import Agent
     from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.spec import RunResult
     from phalanx.agent.warm.helper_pool import HelperPool
-    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from phalanx.job.options import JobSpec
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress
@@ -177,7 +177,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
     from phalanx.errors import PhalanxError, SignalException
 
     begin = time.time()
-    agent: LocalElasticAgent | None = None
+    agent: Agent | None = None
     result: RunResult | None = None
     note, reason = _voices(job)
     try:
@@ -235,7 +235,7 @@ def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> 
     finally:
         helpers.close()
         if agent is not None:
-            agent.clean_up_logs(result is not None and not result.is_failed())
+            agent.run_logs.clean_up(result is not None and not result.is_failed())
     if result.is_failed():
         report, code, path = _failure_report(job, agent, result, begin)
         _sum_up(job, agent, begin, "failed", code)
@@ -266,7 +266,7 @@ class JobEnd:
         self.outboxes = tuple(one for one in (notifier, traces) if one is not None)
         self.dashboard: DashboardProcess | None = None
         self.train_status: TrainStatus | None = None
-        self.agent: LocalElasticAgent | None = None
+        self.agent: Agent | None = None
         self._reached = False
 
     def reach(self, outcome: str, code: int, why: str) -> None:
@@ -294,7 +294,7 @@ class JobEnd:
             name = self._job.node_name
             finish = self.agent.outcome if self.agent is not None else None
             word, reason = (str(finish.outcome), finish.message) if finish is not None else ("", "")
-            out = self.agent.place().get("quarantine", []) if self.agent is not None else []
+            out = self.agent.nodes.place().get("quarantine", []) if self.agent is not None else []
             hosts = tuple(str(one["host"]) for one in out)
             outcome = AgentOutcome(name, word, code, reason, hosts)
             write_outcome(directory, outcome, f"{name}.{os.getpid()}")
@@ -324,7 +324,7 @@ class JobEnd:
             wait_for_rotation()
 
 
-def _register(agent: LocalElasticAgent | None, begin: float) -> None:
+def _register(agent: Agent | None, begin: float) -> None:
     """The workers have been running for a while: make the run known to `phalanx list` and `phalanx logs`."""
     if agent is not None:
         from phalanx.job.environment import variables
@@ -333,9 +333,7 @@ def _register(agent: LocalElasticAgent | None, begin: float) -> None:
         run_registry.note(variables(), run_summary.describe(agent, begin))
 
 
-def _sum_up(
-    job: JobSpec, agent: LocalElasticAgent | None, begin: float, outcome: str, code: int, why: str = ""
-) -> None:
+def _sum_up(job: JobSpec, agent: Agent | None, begin: float, outcome: str, code: int, why: str = "") -> None:
     """The goodput line, where it means something, and the same as JSON beside the logs that are kept."""
     if agent is None or not (agent.history.is_known or why):
         return
@@ -410,7 +408,7 @@ def _taken(job: JobSpec) -> str:
     return f"; taken from {job.scheduler}: {words}" if words else ""
 
 
-def _last_line(agent: LocalElasticAgent, begin: float) -> str:
+def _last_line(agent: Agent, begin: float) -> str:
     finish = agent.outcome
     if finish is not None and finish.outcome in ("CLOSED", "LEFT"):  # the job goes on, or was over before
         return f"{finish.message}{_took(begin)}"
@@ -427,12 +425,12 @@ def _took(begin: float) -> str:
 
 
 def _failure_report(
-    job: JobSpec, agent: LocalElasticAgent, result: RunResult, begin: float
+    job: JobSpec, agent: Agent, result: RunResult, begin: float
 ) -> tuple[str, int, str | None]:
     """The report as text, the exit code, and the file that has the report as JSON."""
     from phalanx.observe.report import diagnosis_of, format_report, report_json
 
-    report = agent.job_failure  # every node of a job reports the same
+    report = agent.nodes.job_failure  # every node of a job reports the same
     name = job.program.name
     if result.failures:
         everyone = {**result.failures, **result.stopped}
@@ -451,16 +449,17 @@ def _failure_report(
     return *report, _keep_json(agent, kept)
 
 
-def _keep_reason(agent: LocalElasticAgent, error: Exception, code: int, begin: float) -> None:
+def _keep_reason(agent: Agent, error: Exception, code: int, begin: float) -> None:
     """The same for what ended this node beside its workers, or before there were any."""
-    kept = {"name": agent.job_name, "exit_code": code, "started_at": begin}
+    kept = {"name": agent.record.job_name, "exit_code": code, "started_at": begin}
     kept.update(
         reason=str(error), report=str(error), root_rank=None, failed=[], echoes=[], stopped=[], ranks=[]
     )
     verdict = getattr(error, "verdict", None)
     if verdict is not None:
         kept["check"] = verdict.as_dict()
-    agent.make_run_dir()
+    if agent.run_dir is None:
+        agent.run_logs.make()
     _keep_json(agent, kept)
 
 
@@ -487,7 +486,7 @@ def _write_report(text: str, after: str = "") -> None:
     write_stderr(for_stream(f"\n{text}\n", sys.stderr.encoding) + after, styled=True)
 
 
-def _keep_json(agent: LocalElasticAgent, report: dict[str, Any]) -> str | None:
+def _keep_json(agent: Agent, report: dict[str, Any]) -> str | None:
     """The report beside the logs of the run; a full disk must not cost the exit code."""
     directory = agent.run_dir
     if directory is None:

@@ -14,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from phalanx.agent.agent import Agent
 
 _LONG = 60.0  # seconds after which the figure means something
 _LONGEST_REASON = 4096
@@ -22,19 +22,19 @@ _MOST_NODES = 1000  # whose names are kept
 _EVENTFUL = 10.0  # the same for a job that had an incident
 
 
-def tells(agent: LocalElasticAgent) -> bool:
+def tells(agent: Agent) -> bool:
     """Whether the goodput of this job is worth a line."""
     lasted = time.monotonic() - agent.history.began
     return lasted >= (_EVENTFUL if agent.history.incident_count else _LONG)
 
 
-def line(agent: LocalElasticAgent) -> str:
+def line(agent: Agent) -> str:
     """`goodput 97.3 %: 41 s lost to 3 restarts, 12 s to a hang`: of the job, or of this node if that is all
     that is known."""
     from phalanx.core.ledger.goodput import goodput_line
 
-    if agent.job_goodput is not None:
-        return agent.job_goodput.line
+    if agent.nodes.job_goodput is not None:
+        return agent.nodes.job_goodput.line
     text = goodput_line(agent.history.totals(), agent.history.incidents())
     current = agent.state.round
     if current is not None and len(current.members) > 1:
@@ -43,9 +43,9 @@ def line(agent: LocalElasticAgent) -> str:
     return text
 
 
-def ledger(agent: LocalElasticAgent) -> dict[str, Any]:
+def ledger(agent: Agent) -> dict[str, Any]:
     """The ledger of the job as plain values; `node`: of this node alone, `nodes`: how many it is made of."""
-    own, job = agent.history.totals().as_dict(), agent.job_goodput
+    own, job = agent.history.totals().as_dict(), agent.nodes.job_goodput
     if job is None:
         current = agent.state.round
         alone = current is None or len(current.members) < 2
@@ -53,12 +53,12 @@ def ledger(agent: LocalElasticAgent) -> dict[str, Any]:
     return {**job.totals.as_dict(), "of": "job", "nodes": job.nodes, "lost_nodes": job.lost, "node": own}
 
 
-def describe(agent: LocalElasticAgent, since: float) -> dict[str, Any]:
+def describe(agent: Agent, since: float) -> dict[str, Any]:
     """The run as `observe.snapshot.RunFile` has it, while it runs."""
     current = agent.state.round
     return {
-        "run": agent._rdzv_handler.get_run_id(),
-        "name": agent.job_name,
+        "run": agent.run_id,
+        "name": agent.record.job_name,
         "host": agent.host,
         "pid": os.getpid(),
         "since": since,
@@ -68,9 +68,7 @@ def describe(agent: LocalElasticAgent, since: float) -> dict[str, Any]:
     }
 
 
-def conclude(
-    agent: LocalElasticAgent, since: float, outcome: str, exit_code: int, why: str = ""
-) -> dict[str, Any]:
+def conclude(agent: Agent, since: float, outcome: str, exit_code: int, why: str = "") -> dict[str, Any]:
     """The same at its end; `why`: what ended it, if that was not its workers."""
     found = {
         **describe(agent, since),

@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.agent.logs.console import OutputOptions
     from phalanx.agent.logs.specs import LogsSpecs
-    from phalanx.agent.protocols import Nodes
+    from phalanx.agent.protocols import Nodes, WorkersOwner
     from phalanx.agent.run_record import RunRecord
-    from phalanx.agent.spec import WorkerGroup
+    from phalanx.agent.spec import AgentOptions, WorkerGroup
     from phalanx.agent.state.holder import RoundNodes, StateHolder
     from phalanx.agent.supervision.supervision import Supervision
     from phalanx.agent.warm.helper_pool import HelperPool
@@ -45,8 +44,8 @@ if TYPE_CHECKING:
     from phalanx.agent.workers.worker_store import WorkerStore
     from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo
     from phalanx.cluster.network_interface import NetworkInterface
-    from phalanx.core.group.events import Event, RecallWorkers, SiblingStop, StartWorkers
-    from phalanx.core.group.group import Phase
+    from phalanx.core.group.events import Event, RecallWorkers, StartWorkers
+    from phalanx.core.group.group import GroupPolicy, Phase
     from phalanx.helpers.lease_timer import LeaseTimer
 
 _LOOK_AT_STATES = 1.0  # uninterruptible sleep is not an event; it is looked for this often, when asked for
@@ -63,51 +62,35 @@ class LocalWorkers:
 
     def __init__(
         self,
+        owner: WorkersOwner,
         group: WorkerGroup,
         handler: RendezvousHandler,
         nodes: Nodes,
+        options: AgentOptions,
+        policy: GroupPolicy,
         *,
-        logs_specs: LogsSpecs,
-        start_method: str,
-        prefix_template: str | None,
-        attach: int | None,
-        output: OutputOptions | None,
-        uninterruptible_timeout: float,
-        at_failure: SiblingStop,
+        logs: LogsSpecs | None,
         helpers: HelperPool,
         supervision: Supervision,
         record: RunRecord,
-        place: Callable[[RendezvousInfo], None],
-        setup: Callable[[dict[int, dict[str, str]]], None],
-        post: Callable[[Callable[[], None]], None],
-        stepped: Callable[[], bool],
         state: StateHolder,
-        reenter_timeout: float,
     ) -> None:
-        """`place` gives the group its ranks, `setup` completes the variables of its workers.
-
-        `stepped`: torch's steps ask, and `look` reports nothing."""
+        self._owner = owner
         self._group = group
         self._handler = handler
         self._nodes = nodes
-        self._logs_specs = logs_specs
-        self._start_method = start_method
-        self._prefix_template = prefix_template
-        self._attach = attach
-        self._output = output
-        self._uninterruptible_timeout = uninterruptible_timeout
-        self._at_failure = at_failure
+        self._logs_specs = logs
+        self._options = options
+        self._attach = options.attach
+        self._uninterruptible_timeout = options.uninterruptible_timeout
+        self._at_failure = policy.at_failure
         self._helpers = helpers
         self._supervision = supervision
         self._record = record
-        self._place, self._setup = place, setup
-        self._post = post
-        self._stepped = stepped
-        self.on_quiet: Callable[[], None] = lambda: (
-            None
-        )  # workers have run for a while: time for this and that
+        self.stepped = False
         self.context: PContext | None = None
         self.store: WorkerStore | None = None
+        self._meeting: WorkerStore | None = None  # what this node opened last for a round's workers
         self._has_address = False  # the round came with the address of a store
         self.result = RunResult(WorkerState.INIT)
         self.error: BaseException | None = None
@@ -132,7 +115,7 @@ class LocalWorkers:
         self._put_off: float | None = None  # until then, at most, a stop waits for word of the start
         self._interrupted_at: float | None = None  # when the attached rank last got a Ctrl-C
         self._state = state
-        self._reenter_timeout = reenter_timeout
+        self._reenter_timeout = policy.reenter_timeout
         self._cause = ""  # why the next round begins, where that is known
         self._reentry: ReentryRecord | None = None  # since a recall
 
@@ -154,7 +137,7 @@ class LocalWorkers:
         if self._interface is None and not self._handler.immediate:
             from phalanx.cluster.network_interface import NetworkInterface
 
-            self._interface = NetworkInterface(self._post)
+            self._interface = NetworkInterface(self._owner.post)
         self._describe_standbys()
         self._helpers.prepare(self._group.spec.local_world_size)
 
@@ -179,7 +162,7 @@ class LocalWorkers:
     def start(self, info: RendezvousInfo, command: StartWorkers) -> None:
         before = time.monotonic()
         try:
-            self._place(info)
+            self._owner.place(info)
         except START_ERRORS as error:
             self._fail(error)
             self._starting = True
@@ -236,12 +219,18 @@ class LocalWorkers:
             if traces or WORKER_COLLECTIVES in os.environ:  # of a worker that runs this agent
                 envs[rank][WORKER_COLLECTIVES] = traces
             args[rank] = substitute(spec.args, rank)
-            if self._prefix_template is not None:
+            if self._options.log_line_prefix_template is not None:
                 prefixes[rank] = line_prefix(
-                    self._prefix_template, self._group, worker, host=host, attempt=self._attempt
+                    self._options.log_line_prefix_template,
+                    self._group,
+                    worker,
+                    host=host,
+                    attempt=self._attempt,
                 )
-        self._setup(envs)
-        return self._of_kind(spec, args, envs, prefixes if self._prefix_template is not None else None)
+        self._owner.complete(envs)
+        return self._of_kind(
+            spec, args, envs, prefixes if self._options.log_line_prefix_template is not None else None
+        )
 
     def _of_kind(
         self,
@@ -275,7 +264,7 @@ class LocalWorkers:
                 ),
                 reentry=self._terms(),
                 attach=self._attach,
-                output=self._output,
+                output=self._options.output,
                 host=self.host,
                 explains=False,
                 handles_signals=False,
@@ -286,7 +275,9 @@ class LocalWorkers:
         if isinstance(spec.entrypoint, str):
             return SubprocessContext(entrypoint=spec.entrypoint, **common)
         assert spec.entrypoint is not None
-        return MultiprocessContext(entrypoint=spec.entrypoint, start_method=self._start_method, **common)
+        return MultiprocessContext(
+            entrypoint=spec.entrypoint, start_method=self._options.start_method, **common
+        )
 
     def _terms(self) -> ReentryTerms | None:
         from phalanx.agent.workers.worker_group import ReentryTerms
@@ -333,6 +324,20 @@ class LocalWorkers:
             self.store = WorkerStore(spec.master_addr, spec.master_port, self._handler.use_agent_store)
         self.store.new_round()
         return self.store.host, self.store.port
+
+    def open_meeting(self, address: str) -> tuple[Any, int]:
+        from phalanx.agent.workers.worker_store import WorkerStore
+
+        spec, last = self._group.spec, self._meeting
+        if last is not None and spec.master_port and not last.closed:
+            last.new_round()  # the port is given: it is kept, and emptied
+            return last, last.port
+        if spec.master_addr:
+            from phalanx.job.address import listening_address
+
+            address = listening_address(spec.master_addr)
+        self._meeting = store = WorkerStore(address, spec.master_port, self._handler.use_agent_store)
+        return store, store.port
 
     @property
     def answered(self) -> bool:
@@ -404,8 +409,8 @@ class LocalWorkers:
         if phase == "RUNNING" and self._quiet_at is not None and now >= self._quiet_at:
             self._quiet_at = None
             _prepare_for_a_failure()
-            self.on_quiet()
-        if self._stepped():
+            self._owner.settled()
+        if self.stepped:
             return None
         if self._stopping:
             if now >= self._stop_began + _SLOW_STOP and not self._told_of_stop:
@@ -606,7 +611,7 @@ class LocalWorkers:
                     f"SIGINT: passed on to rank {rank}; twice within {_TWICE:g} s stops the job"
                 )
 
-        self._post(send)
+        self._owner.post(send)
         return True
 
     def _ended_by_interrupt(self, result: RunResult) -> bool:

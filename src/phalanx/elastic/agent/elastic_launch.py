@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.agent.agent import Agent
 from phalanx.agent.job import export_environment, make_agent
 from phalanx.agent.logs.specs import DefaultLogsSpecs, LogsSpecs
 from phalanx.agent.spec import RunResult
-from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from phalanx.elastic.internals import entrypoint_name
 from phalanx.errors import ChildFailedError, PhalanxError
 from phalanx.job import environment
@@ -104,7 +104,7 @@ def launch_agent(
     try:
         result = agent.run()
     finally:
-        agent.remove_empty_logs()
+        agent.run_logs.remove_empty()
     if result.is_failed():
         known = isinstance(entrypoint, str) or hasattr(entrypoint, "__name__")  # not a functools.partial
         name = entrypoint_name(entrypoint, args) if known else ""
@@ -112,14 +112,25 @@ def launch_agent(
     return result.return_values
 
 
-def failure_of(name: str, result: RunResult, agent: LocalElasticAgent) -> PhalanxError:
+def failure_of(name: str, result: RunResult, agent: Agent) -> PhalanxError:
     """The failure as an exception; of the worker's own type as well, where that is possible."""
     if not result.failures:  # another node failed, or something that is not a worker
         return PhalanxError(agent.outcome.message if agent.outcome else f"{name} failed")
     plain = ChildFailedError(name, result.failures, result.stopped)
     first, _ = plain.get_first_failure()
-    original = agent.exception_of(first)
+    original = exception_of(agent, first)
     return plain if original is None else of_both_types(plain, original)
+
+
+def exception_of(agent: Agent, global_rank: int) -> BaseException | None:
+    """The exception that ended a function worker, where it could be pickled."""
+    from phalanx.agent.workers.worker_kinds import MultiprocessContext
+
+    if isinstance(agent.context, MultiprocessContext):
+        for worker in agent.get_worker_group().workers:
+            if worker.global_rank == global_rank:
+                return agent.context.error(worker.local_rank)
+    return None
 
 
 def of_both_types(plain: ChildFailedError, original: BaseException) -> ChildFailedError:

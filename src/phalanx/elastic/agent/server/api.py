@@ -25,15 +25,11 @@ import signal
 import time
 from abc import ABC, abstractmethod
 
-from phalanx.agent.loop import ProgressPart, SteppedLoop, StepWorkers, signal_exception
-from phalanx.agent.run_record import RunRecord
+from phalanx.agent.agent import Agent
+from phalanx.agent.loop import signal_exception
+from phalanx.agent.placement import assign_ranks
 from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec, complete
-from phalanx.agent.supervision.supervision import Supervision
 from phalanx.agent.workers.local_workers import START_ERRORS, worker_event
-from phalanx.agent.workers.signals import SignalScope, signals_to_handle
-from phalanx.cluster.handler import adapted
-from phalanx.cluster.handler_nodes import HandlerNodes
-from phalanx.core.group import group as core
 from phalanx.core.group import restarts
 from phalanx.core.group.events import (
     AllSucceeded,
@@ -52,7 +48,7 @@ from phalanx.core.group.events import (
     WorkerState,
 )
 from phalanx.core.group.group import Phase
-from phalanx.core.group.restarts import RestartPolicy
+from phalanx.elastic.agent.server.stepped_loop import SteppedLoop, StepWorkers
 from phalanx.elastic.agent.server.torch_events import METHODS as EVENT_METHODS
 from phalanx.elastic.agent.server.torch_events import TorchEvents
 from phalanx.elastic.internals import RoleInstanceInfo as _RoleInstanceInfo  # noqa: F401
@@ -61,18 +57,16 @@ from phalanx.errors import (
     RendezvousClosedError,
     RendezvousError,
     RendezvousGracefulExitError,
-    SignalException,
 )
-from phalanx.job import environment
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.agent.job_history import JobHistory
+    from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.protocols import Nodes, NodeWorkers
     from phalanx.cluster.handler import RendezvousInfo
-    from phalanx.cluster.job_goodput import JobGoodput
+    from phalanx.core.group import group as core
     from phalanx.core.group.events import Finish
 
 __all__ = [
@@ -86,8 +80,6 @@ __all__ = [
 ]
 
 DEFAULT_ROLE = "default"
-
-_FAREWELL = 30.0  # seconds for a rendezvous to be left or closed; a plug-in may hang
 
 STEPS = (
     "_invoke_run",
@@ -103,6 +95,9 @@ STEPS = (
 )
 _OF_NODES = frozenset({"_invoke_run", "_rendezvous", "_exit_barrier"})
 """Steps that may call the handler themselves: such a class has torch's interface only, on every node."""
+
+_SERVICES = frozenset({"timers", "health"})
+"""What `SimpleElasticAgent` leaves to its subclasses, as torch's does."""
 
 _NOT_CALLED = {"_log_watchdog_event": "what the watchdog does is logged by phalanx.agent.supervision.timers"}
 """torch's methods that have no counterpart here: an override would never be called."""
@@ -125,7 +120,7 @@ class ElasticAgent(ABC):
         """The group as it is now; not to be changed by the caller."""
 
 
-class SimpleElasticAgent(TorchEvents, ElasticAgent):
+class SimpleElasticAgent(TorchEvents, Agent, ElasticAgent):
     """One group; subclasses start, watch and stop its workers."""
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -150,105 +145,41 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
         *,
         options: AgentOptions = AgentOptions(),  # noqa: B008 - immutable
     ) -> None:
-        spec = complete(spec)
-        self._worker_group = WorkerGroup(spec)
         self._exit_barrier_timeout = exit_barrier_timeout
         self._shutdown_timeout = shutdown_timeout
-        self._rdzv_handler = adapted(spec.rdzv_handler)
+        self._set_up(spec, None, options)
+
+    def _set_up(self, spec: WorkerSpec, logs: LogsSpecs | None, options: AgentOptions) -> None:
         self._store: Any = None
         self._total_execution_time = 0
-        self._stray_signals = options.stray_signals
+        self._role = DEFAULT_ROLE
         self._in_exit_barrier = False
         self._placed = 0  # the round that the workers have their ranks from
-        self.restart_policy = options.restart_policy or RestartPolicy(max_restarts=spec.max_restarts)
-        self.supervision = options.supervision or Supervision()
-        self.outcome: Finish | None = None
-        self._record = RunRecord(self._worker_group, options, self.restart_policy, self.supervision)
         self._overridden = frozenset(name for name in STEPS if not _is_own(getattr(type(self), name)))
-        self._running = self._ending = False
-        policy = core.GroupPolicy(
-            restarts=self.restart_policy,
-            stop_signal=self.supervision.preemption.stop_signal,
-            grace=shutdown_timeout,
-            # With a preemption signal the agent alone decides: the death of one worker must not stop those
-            # that save their state.
-            stop_by_helpers=not self.supervision.preemption.signal,
-            preempt_signal=self.supervision.preemption.signal,
-            reenter_timeout=options.reenter_timeout,
-        )
-        nodes = self._new_nodes()
-        workers = self._new_workers(nodes, policy)
-        self._loop = SteppedLoop(policy, nodes, workers, self.supervision, self._record)
+        timeouts = {
+            "exit_barrier_timeout": self._exit_barrier_timeout,
+            "shutdown_timeout": self._shutdown_timeout,
+        }
+        Agent.__init__(self, complete(spec), logs, options.replace(**timeouts))
         self._loop.stepped = bool(self._overridden)
-        self.supervision.slow_host, self.supervision.on_unfit = nodes.slow_host, nodes.unfit
-        if options.progress is not None:
-            self._loop.parts.append(ProgressPart(options.progress, lambda: self.waiting_for))
 
-    def _new_nodes(self) -> Nodes:
-        spec = self._worker_group.spec
-        if not (self._rdzv_handler.immediate or self._overridden & _OF_NODES):
-            from phalanx.cluster.elastic_nodes import ElasticNodes
+    _loop: SteppedLoop
+    _loop_kind = SteppedLoop
 
-            nodes = ElasticNodes(
-                self._rdzv_handler,
-                self._post,
-                self._record,
-                lambda when: self._loop.workers.lease_until(when),
-                self._exit_barrier_timeout,
-            )
-            if nodes.attach(spec, self.restart_policy, self.open_meeting):
-                return nodes
-        exchanges = not self._overridden & {"_rendezvous", "_assign_worker_ranks"}
-        return HandlerNodes(spec, self._post, self._exit_barrier_timeout, exchanges=exchanges)
+    def _new_nodes(self, elastic: bool = True, exchanges: bool = True) -> Nodes:
+        own = self._overridden
+        return super()._new_nodes(not own & _OF_NODES, not own & {"_rendezvous", "_assign_worker_ranks"})
 
     def _new_workers(self, nodes: Nodes, policy: core.GroupPolicy) -> NodeWorkers:
-        return StepWorkers()
+        return StepWorkers(self._worker_group.spec, nodes)
+
+    def _open_supervision(self, leave: frozenset[str] = _SERVICES) -> None:
+        super()._open_supervision(leave)
 
     # -- what the outside reads ---------------------------------------------------------------------
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         return self._worker_group
-
-    @property
-    def state(self) -> core.GroupState:
-        """The group's state, as the core has it."""
-        return self._loop.state
-
-    @property
-    def attempt(self) -> int:
-        """Restarts used by the job so far."""
-        return self.state.attempt
-
-    @property
-    def job_name(self) -> str:
-        """As the failure report calls the job."""
-        return self._record.job_name
-
-    @property
-    def history(self) -> JobHistory:
-        """The incidents of this agent, and its goodput ledger."""
-        return self._record.history
-
-    @property
-    def notes(self) -> list[tuple[float, str]]:
-        """The latest incidents, with the time."""
-        return list(self._record.notes)
-
-    @property
-    def job_failure(self) -> tuple[str, int] | None:
-        """The report and exit code of what ended a job of several nodes: the same on all of them."""
-        return self._loop.nodes.job_failure
-
-    @property
-    def job_goodput(self) -> JobGoodput | None:
-        """The ledger of all nodes of a job of several, at its end; None where it is not known."""
-        return self._loop.nodes.job_goodput
-
-    @property
-    def waiting_for(self) -> str:
-        """What the agent waits for, in words; empty while that is as it should be."""
-        phase = self.state.phase
-        return (self._loop.nodes.waiting if phase is Phase.JOINING else "") or core.WORDS[phase].waiting
 
     @property
     def _remaining_restarts(self) -> int:
@@ -265,32 +196,18 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the group to its end. A signal is raised as SignalException once nothing is left."""
-        if self._loop.finish is not None:
-            raise RuntimeError(
-                f"this agent has ended ({self._loop.finish.message}): make another one to run again"
-            )
+        self._role = role
         began = time.monotonic()
-        sig: signal.Signals | None = None
-        self._running = True
         try:
-            self._record.open()
-            with SignalScope([*signals_to_handle(), *self._stray_signals], post=self._signalled):
-                try:
-                    return self._told(self._invoke_run(role))
-                except RendezvousError as error:
-                    return self._without_round(error)
-                except SignalException as error:
-                    sig = error.sigval
-                    raise
-                finally:
-                    self._ending = True
-                    self._end(sig)
+            return super().run()
         finally:
-            self._loop.close()
-            self._record.end(self._loop.finish, self._loop.workers.result, self.attempt)
-            self._running = False
-            self.outcome = self._loop.finish
             self._total_execution_time = int(time.monotonic() - began)
+
+    def _drive(self) -> RunResult:
+        try:
+            return self._told(self._invoke_run(self._role))
+        except RendezvousError as error:
+            return self._without_round(error)
 
     def _told(self, result: RunResult) -> RunResult:
         """The result, after torch's methods for events and metrics, where the class has its own."""
@@ -300,17 +217,11 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
             self._record.workers_recorded = True
         return result
 
-    def _post(self, event: Any) -> None:
-        self._loop.post(event)
-
-    def _signalled(self, sig: signal.Signals) -> None:
-        """Called by the signal handler."""
-        if self.supervision.preemption.repeats(sig):
-            return
+    def _stop_by(self, sig: signal.Signals) -> None:
         loop = self._loop
         if loop.stepped and not (loop.guarded or self._ending):
             raise signal_exception(sig)  # into a step of the subclass, which does not look at the queue
-        loop.post(Signal(int(sig), sig in self._stray_signals))
+        super()._stop_by(sig)
 
     def _without_round(self, error: RendezvousError) -> RunResult:
         """No round, and none to come: a clean end, unless the job or the rendezvous failed."""
@@ -324,42 +235,16 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
             raise error
         return self._conclude(loop.finish)
 
-    def _end(self, sig: signal.Signals | None) -> None:
-        """Stop what is left, say goodbye to the other nodes, and give everything back."""
-        loop = self._loop
-        if self._record.progress is not None:
-            self._record.progress.clear()
-        try:
-            if sig is None:
-                self._shutdown(timeout=self._shutdown_timeout)  # type: ignore[arg-type]  # torch: an int
-            else:
-                self._shutdown(sig, timeout=self._shutdown_timeout)  # type: ignore[arg-type]
-                self._leave(sig)
-        finally:
-            if loop.finish is None:  # an error in a step or in the agent
-                loop.nodes.abandon()
-            loop.nodes.release()
-            loop.drain(lambda: loop.nodes.closed, limit=_FAREWELL)
-
-    def _leave(self, sig: signal.Signals) -> None:
-        """The workers are stopped because of a signal: have the core end it."""
+    def _stop_rest(self, sig: signal.Signals | None) -> None:
+        if sig is None:
+            self._shutdown(timeout=self._shutdown_timeout)  # type: ignore[arg-type]  # torch: an int
+            return
+        self._shutdown(sig, timeout=self._shutdown_timeout)  # type: ignore[arg-type]
+        # The workers are stopped because of a signal: have the core end it.
         if self._loop.finish is None and not self.state.signals:
             self._loop.step(Signal(int(sig)))
         if self._loop.finish is None and self.state.phase is Phase.ENDING:
             self._loop.step(Stopped())
-
-    def _conclude(self, finish: Finish) -> RunResult:
-        self._worker_group.state = finish.state
-        result = self._loop.workers.result
-        if finish.outcome is Outcome.SIGNALED:
-            raise signal_exception(finish.sig or signal.SIGTERM)
-        if finish.outcome is Outcome.FAILED:
-            error = self._loop.workers.error or self._loop.nodes.error
-            if error is not None and not result.failures:  # the rendezvous or a start
-                raise error
-            return RunResult(finish.state, {}, result.failures, result.stopped)
-        # A clean end: what went wrong before it has been overcome.
-        return RunResult(WorkerState.SUCCEEDED, result.return_values)
 
     # -- torch's steps ------------------------------------------------------------------------------
 
@@ -505,7 +390,7 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
             self._back_off()
         if loop.finish is not None:
             raise self._round_error(loop.finish)
-        self._place_workers(loop.nodes.take(loop.number))
+        self.place(loop.nodes.take(loop.number))
 
     def _round_error(self, finish: Finish) -> BaseException:
         if finish.outcome is Outcome.LEFT:
@@ -514,45 +399,20 @@ class SimpleElasticAgent(TorchEvents, ElasticAgent):
             return RendezvousClosedError(finish.message)
         return self._loop.nodes.error or RendezvousClosedError(finish.message)
 
-    def _place_workers(self, info: RendezvousInfo) -> None:
+    def place(self, info: RendezvousInfo) -> None:
         """Give the group its place in the round, and each worker its ranks."""
         group = self._worker_group
         self._placed = self._loop.number
         self._store = group.store = info.store
-        group.group_rank = info.rank
-        group.group_world_size = info.world_size
+        group.group_rank, group.group_world_size = info.rank, info.world_size
         group.workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, group.spec)
-        group.master_addr, group.master_port = self._master(info)
+        group.master_addr, group.master_port = self._loop.workers.master(info)
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Ranks from role and worker count of every node, which the nodes exchange while they join."""
-        from phalanx.core.group.ranks import assign_identical
-
-        places = self._loop.nodes.worker_ranks
-        if places is None and group_world_size > 1 and not environment.workers_are_identical():
-            from phalanx.cluster.exchange import exchange_ranks
-
-            places = exchange_ranks(store, group_rank, group_world_size, spec)
-        if places is None:
-            places = assign_identical(group_rank, group_world_size, spec.local_world_size)
-        return [
-            Worker(p.local_rank, p.global_rank, p.role_rank, p.world_size, p.role_world_size) for p in places
-        ]
-
-    def _master(self, info: RendezvousInfo) -> tuple[str | None, int | None]:
-        """Where the workers' own store is."""
-        spec, where = self._worker_group.spec, info.bootstrap_store_info
-        if where is None:
-            return spec.master_addr, spec.master_port
-        return spec.master_addr or where.master_addr, spec.master_port or where.master_port
-
-    def open_meeting(self, address: str) -> tuple[Any, int]:
-        """Where the workers of a round meet, should this node be its first: (what serves there, port)."""
-        from phalanx.job.address import free_port
-
-        return None, free_port()
+        return assign_ranks(self._loop.nodes, store, group_rank, group_world_size, spec)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Stop the workers, join the next round, and start again."""
