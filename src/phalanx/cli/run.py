@@ -11,13 +11,11 @@ import sys
 import time
 
 from phalanx.job.config import parse
-from phalanx.job.environment import allows_colour, has_error_file, outcomes_directory
 from phalanx.log import is_json, use_frame, write_stderr
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Any
 
     from phalanx.agent.agent import Agent
     from phalanx.agent.logs.specs import LogsSpecs
@@ -135,217 +133,97 @@ def say(line: str) -> None:
     write_stderr(f"phalanx: {line}\n")
 
 
-def launch(job: JobSpec, raises: bool = False) -> int:
-    """Start the agent, run it to the end, and report; `raises`: what went wrong, instead of an exit code."""
-    from phalanx.agent.job import export_environment, make_helpers, make_notifier, make_traces
+class Launched:
+    """One launch, as far as it has come: everything that its end is reported from."""
 
-    export_environment(job)
-    # First of all, so that the helpers come up while the rest of the agent is still being imported.
-    try:
-        helpers = make_helpers(job)
-    except (OSError, RuntimeError) as error:  # too many descriptors or processes
-        from phalanx.core.exit_codes import UNFIT_NODE
-
-        why = error.strerror if isinstance(error, OSError) else error
-        line = f"the helper processes cannot be started: {why}; see `ulimit -n` and `ulimit -u`"
-        failed = JobEnd(job)
-        failed.reach("FAILED", UNFIT_NODE, line)
-        if raises:
-            raise
-        say(line)
-        return failed.leave_outcome(UNFIT_NODE)
-    assert helpers is not None, "a program always has helpers"
-    helpers.say = say
-    end = JobEnd(job, make_notifier(job), make_traces(job))
-    try:
-        return end.leave_outcome(_run_agent(job, helpers, end, raises))
-    except BaseException as error:
-        from phalanx.errors import UsageError
-
-        usage = isinstance(error, UsageError)
-        end.reach("FAILED", 2 if usage else 1, str(error) if usage else f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        end.close()
-
-
-def _run_agent(job: JobSpec, helpers: HelperPool, end: JobEnd, raises: bool) -> int:
-    from phalanx.agent.job import make_agent, make_dashboard, make_logs, make_train_status
-    from phalanx.agent.warm.spawner import require_files
-    from phalanx.agent.workers.signals import SignalScope, signals_to_handle, stray_signals
-    from phalanx.cli.terminal import KeptModes
-    from phalanx.errors import PhalanxError, SignalException
-
-    begin = time.time()
-    agent: Agent | None = None
-    result: RunResult | None = None
-    note, reason = _voices(job)
-    try:
-        require_files(job.workers.local_world_size)  # halfway, not even an import would work
-        # From here on, not only within `agent.run`: process 1 of a container has no default action for
-        # signals, so an early one would be lost.
-        handled = signals_to_handle(job.restarts.signals_to_handle)
-        strays = stray_signals(handled)
-        with KeptModes(), SignalScope([*handled, *strays]):
-            end.dashboard = make_dashboard(job, say)
-            logs = make_logs(job)
-            agent = make_agent(
-                job,
-                helpers=helpers,
-                logs=logs,
-                note=note,
-                reason=reason,
-                progress=_progress(job),
-                stray_signals=tuple(strays),
-                dashboard=end.dashboard,
-                subscribers=end.outboxes,
-            )
-            end.agent = agent
-            end.train_status = make_train_status(agent)
-            _say_unless_quiet(job, _first_line(job, logs))
-            agent.on_quiet = lambda: _register(agent, begin)
-            result = agent.run()
-    except SignalException as stop:
-        verb = "preempted" if stop.sigval == job.watching.preempt_signal else "stopped"
-        line = f"{verb} by {stop.sigval.name}{_took(begin)}"
-        _say_unless_quiet(job, line)
-        _sum_up(job, agent, begin, "stopped", 128 + stop.sigval)
-        end.reach("STOPPED", 128 + stop.sigval, line)
-        if raises:
-            raise
-        return 128 + stop.sigval
-    except PhalanxError as error:
-        if isinstance(error, ValueError):
-            raise  # bad usage
-        from phalanx.core.exit_codes import of_error
-
-        code = of_error(error)
-        _tell_parent(str(error), code)
-        end.reach("FAILED", code, str(error))
-        if raises:
-            raise
-        if (
-            job.output.quiet or agent is None or agent.outcome is None
-        ):  # else it was reported when it happened
-            say(str(error))
-        if agent is not None:
-            _keep_reason(agent, error, code, begin)
-        _sum_up(job, agent, begin, "failed", code, str(error))
-        return code
-    finally:
-        helpers.close()
-        if agent is not None:
-            agent.run_logs.clean_up(result is not None and not result.is_failed())
-    if result.is_failed():
-        report, code, path = _failure_report(job, agent, result, begin)
-        _sum_up(job, agent, begin, "failed", code)
-        _tell_parent(report, code, result)
-        end.reach("FAILED", code, report)
-        if raises:
-            from phalanx.elastic.agent.elastic_launch import failure_of
-
-            raise failure_of(job.program.name, result, agent)
-        _write_report(report, f"The same as JSON: {path}\n" if path and job.output.log_dir else "")
-        return code
-    line = _last_line(agent, begin)
-    _say_unless_quiet(job, line)
-    left = agent.outcome is not None and agent.outcome.outcome in ("CLOSED", "LEFT")
-    _sum_up(job, agent, begin, "left" if left else "succeeded", 0)
-    end.reach("LEFT" if left else "SUCCEEDED", 0, line)
-    return 0
-
-
-class JobEnd:
-    """Where the end of a job is told beside the screen: termination log, notifier, batch script."""
-
-    def __init__(
-        self, job: JobSpec, notifier: Notifier | None = None, traces: TraceSender | None = None
-    ) -> None:
-        self._job = job
+    def __init__(self, notifier: Notifier | None = None, traces: TraceSender | None = None) -> None:
+        self.begin = time.time()
         self.notifier = notifier
         self.outboxes = tuple(one for one in (notifier, traces) if one is not None)
         self.dashboard: DashboardProcess | None = None
         self.train_status: TrainStatus | None = None
         self.agent: Agent | None = None
-        self._reached = False
+        self.result: RunResult | None = None
 
-    def reach(self, outcome: str, code: int, why: str) -> None:
-        """The job is over; the first call counts."""
-        if self._reached or not (code or self.notifier is not None or self.dashboard is not None):
-            return
-        self._reached = True
-        from phalanx.observe import termination_log
+    def register(self) -> None:
+        """The workers have been running for a while: make it known to `phalanx list` and `phalanx logs`."""
+        if self.agent is not None:
+            from phalanx.job.environment import variables
+            from phalanx.observe import run_registry, run_summary
 
-        why = termination_log.bare(why)
-        if self.dashboard is not None:
-            self.dashboard.finish(outcome, code, why)
-        if code:
-            termination_log.write(self._job.output.termination_log, why)
-        if self.notifier is not None and self._speaks_for_the_job():
-            headline = why.partition("\n")[0]
-            self.notifier.send("end", headline, outcome=outcome, exit_code=code, reason=why)
-
-    def leave_outcome(self, code: int) -> int:
-        """For a batch script that decides over a requeue: how this node ended; returns the code."""
-        directory = outcomes_directory()
-        if directory:
-            from phalanx.platforms.outcomes import AgentOutcome, write_outcome
-
-            name = self._job.node_name
-            finish = self.agent.outcome if self.agent is not None else None
-            word, reason = (str(finish.outcome), finish.message) if finish is not None else ("", "")
-            out = self.agent.nodes.place().get("quarantine", []) if self.agent is not None else []
-            hosts = tuple(str(one["host"]) for one in out)
-            outcome = AgentOutcome(name, word, code, reason, hosts)
-            write_outcome(directory, outcome, f"{name}.{os.getpid()}")
-            if self._job.scheduler == "Slurm":
-                from phalanx.job.environment import variables
-                from phalanx.platforms.slurm.job_end import stand_in
-
-                stand_in(directory, outcome, variables(), say)
-        return code
-
-    def _speaks_for_the_job(self) -> bool:
-        """Of a job of several nodes, node 0 tells of its end, and a node that never had a place in it."""
-        return self.agent is None or not self.agent.get_worker_group().group_rank
-
-    def close(self) -> None:
-        """Wait, not for long, until what is under way is done."""
-        if self.train_status is not None:
-            finish = self.agent.outcome if self.agent is not None else None
-            self.train_status.close(finish is not None and str(finish.outcome) == "SUCCEEDED")
-        if self.dashboard is not None:
-            self.dashboard.close()
-        for outbox in self.outboxes:
-            outbox.close()
-        if self._job.output.log_rotate is not None:
-            from phalanx.agent.logs.rotation import wait_for_rotation
-
-            wait_for_rotation()
+            run_registry.note(variables(), run_summary.describe(self.agent, self.begin))
 
 
-def _register(agent: Agent | None, begin: float) -> None:
-    """The workers have been running for a while: make the run known to `phalanx list` and `phalanx logs`."""
-    if agent is not None:
-        from phalanx.job.environment import variables
-        from phalanx.observe import run_registry, run_summary
+def launch(job: JobSpec, raises: bool = False) -> int:
+    """Start the agent, run it to the end, and report; `raises`: what went wrong, instead of an exit code."""
+    from phalanx.agent.job import export_environment, make_helpers, make_notifier, make_traces
 
-        run_registry.note(variables(), run_summary.describe(agent, begin))
+    export_environment(job)
+    run = Launched()
+    failed: BaseException | None = None
+    try:
+        # First of all, so that the helpers come up while the rest of the agent is still being imported.
+        helpers = make_helpers(job)
+    except (OSError, RuntimeError) as error:  # too many descriptors or processes
+        from phalanx.errors import StartError
+
+        why = error.strerror if isinstance(error, OSError) else error
+        failed = StartError(f"the helper processes cannot be started: {why}; see `ulimit -n` and `ulimit -u`")
+        return _conclude(job, run, failed, raises)
+    assert helpers is not None, "a program always has helpers"
+    helpers.say = say
+    run = Launched(make_notifier(job), make_traces(job))
+    try:
+        _run_agent(job, helpers, run)
+    except BaseException as error:  # noqa: BLE001 - raised again, unless it is an outcome of the table
+        failed = error
+    finally:
+        helpers.close()
+    return _conclude(job, run, failed, raises)
 
 
-def _sum_up(job: JobSpec, agent: Agent | None, begin: float, outcome: str, code: int, why: str = "") -> None:
-    """The goodput line, where it means something, and the same as JSON beside the logs that are kept."""
-    if agent is None or not (agent.history.is_known or why):
-        return
-    from phalanx.job.environment import variables
-    from phalanx.observe import run_registry, run_summary
+def _conclude(job: JobSpec, run: Launched, error: BaseException | None, raises: bool) -> int:
+    from phalanx.cli.job_end import JobEnd
 
-    summary = run_summary.conclude(agent, begin, outcome, code, why)
-    if agent.history.is_known and run_summary.tells(agent):
-        _say_unless_quiet(job, summary["line"])
-    run_summary.keep(summary)
-    if why or agent.was_quiet or os.path.isdir(summary["logs"]):
-        run_registry.note(variables(), run_summary.in_short(summary))
+    end = JobEnd(job, run, say)
+    try:
+        return end.conclude(error, raises)
+    finally:
+        end.close()
+
+
+def _run_agent(job: JobSpec, helpers: HelperPool, run: Launched) -> None:
+    """Make the agent and run it to its end."""
+    from phalanx.agent.job import make_agent, make_dashboard, make_logs, make_train_status
+    from phalanx.agent.warm.spawner import require_files
+    from phalanx.agent.workers.signals import SignalScope, signals_to_handle, stray_signals
+    from phalanx.cli.terminal import KeptModes
+
+    require_files(job.workers.local_world_size)  # halfway, not even an import would work
+    # From here on, not only within `agent.run`: process 1 of a container has no default action for
+    # signals, so an early one would be lost.
+    handled = signals_to_handle(job.restarts.signals_to_handle)
+    strays = stray_signals(handled)
+    note, reason = _voices(job)
+    with KeptModes(), SignalScope([*handled, *strays]):
+        run.dashboard = make_dashboard(job, say)
+        logs = make_logs(job)
+        run.agent = agent = make_agent(
+            job,
+            helpers=helpers,
+            logs=logs,
+            note=note,
+            reason=reason,
+            progress=_progress(job),
+            stray_signals=tuple(strays),
+            dashboard=run.dashboard,
+            subscribers=run.outboxes,
+        )
+        run.train_status = make_train_status(agent)
+        if not job.output.quiet:
+            say(_first_line(job, logs))
+        agent.on_quiet = run.register
+        run.result = agent.run()
 
 
 def _progress(job: JobSpec) -> Progress | None:
@@ -388,11 +266,6 @@ def _voices(job: JobSpec) -> tuple[Callable[[str], None], Callable[[str], None] 
     return note, reason
 
 
-def _say_unless_quiet(job: JobSpec, line: str) -> None:
-    if not job.output.quiet:
-        say(line)
-
-
 def _first_line(job: JobSpec, logs: LogsSpecs) -> str:
     workers = "1 worker" if job.workers.local_world_size == 1 else f"{job.workers.local_world_size} workers"
     threads = job.workers.omp_num_threads
@@ -406,105 +279,3 @@ def _first_line(job: JobSpec, logs: LogsSpecs) -> str:
 def _taken(job: JobSpec) -> str:
     words = " ".join(f"{option} {value}" for option, value, _ in job.taken)
     return f"; taken from {job.scheduler}: {words}" if words else ""
-
-
-def _last_line(agent: Agent, begin: float) -> str:
-    finish = agent.outcome
-    if finish is not None and finish.outcome in ("CLOSED", "LEFT"):  # the job goes on, or was over before
-        return f"{finish.message}{_took(begin)}"
-    restarts = agent.attempt
-    after = f", {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
-    but = finish.message.removeprefix("all workers succeeded") if finish is not None else ""
-    return f"all workers succeeded{_took(begin)}{after}{but}"
-
-
-def _took(begin: float) -> str:
-    from phalanx.observe.duration import duration
-
-    return f" after {duration(time.time() - begin)}"
-
-
-def _failure_report(
-    job: JobSpec, agent: Agent, result: RunResult, begin: float
-) -> tuple[str, int, str | None]:
-    """The report as text, the exit code, and the file that has the report as JSON."""
-    from phalanx.observe.report import diagnosis_of, format_report, report_json
-
-    report = agent.nodes.job_failure  # every node of a job reports the same
-    name = job.program.name
-    if result.failures:
-        everyone = {**result.failures, **result.stopped}
-        kept = report_json(name, everyone, started_at=begin)
-        if report is None:
-            colour = sys.stderr is not None and sys.stderr.isatty() and allows_colour() and not is_json()
-            text = format_report(name, everyone, started_at=begin, colour=colour)
-            report = text, diagnosis_of(everyone, begin).exit_code
-    else:  # a hang, or the failure of another node: no worker here has failed
-        own = agent.supervision.report() if agent.supervision is not None else ""
-        report = report or (own, agent.outcome.code if agent.outcome is not None else 1)
-        reason = agent.outcome.message if agent.outcome is not None else ""
-        text, code = report
-        kept = {"name": name, "exit_code": code, "started_at": begin, "reason": reason, "report": text}
-        kept.update(root_rank=None, failed=[], echoes=[], stopped=[], ranks=[])
-    return *report, _keep_json(agent, kept)
-
-
-def _keep_reason(agent: Agent, error: Exception, code: int, begin: float) -> None:
-    """The same for what ended this node beside its workers, or before there were any."""
-    kept = {"name": agent.record.job_name, "exit_code": code, "started_at": begin}
-    kept.update(
-        reason=str(error), report=str(error), root_rank=None, failed=[], echoes=[], stopped=[], ranks=[]
-    )
-    verdict = getattr(error, "verdict", None)
-    if verdict is not None:
-        kept["check"] = verdict.as_dict()
-    if agent.run_dir is None:
-        agent.run_logs.make()
-    _keep_json(agent, kept)
-
-
-def _tell_parent(text: str, code: int, result: RunResult | None = None) -> None:
-    """The root cause in the error file of this process itself, if whatever started it asked for one."""
-    if not has_error_file():
-        return
-    from phalanx.worker.recorder import record_root_cause
-
-    if result is None or not result.failures:
-        record_root_cause(text, code)
-    else:
-        from phalanx.observe.report import root_cause
-
-        record_root_cause(root_cause(result.failures)[1], code)
-
-
-def _write_report(text: str, after: str = "") -> None:
-    """The last thing on the screen."""
-    if sys.stderr is None or not text:
-        return
-    from phalanx.observe.report import for_stream
-
-    write_stderr(for_stream(f"\n{text}\n", sys.stderr.encoding) + after, styled=True)
-
-
-def _keep_json(agent: Agent, report: dict[str, Any]) -> str | None:
-    """The report beside the logs of the run; a full disk must not cost the exit code."""
-    directory = agent.run_dir
-    if directory is None:
-        return None
-    import json
-
-    if agent.supervision is not None and agent.supervision.incidents.findings:
-        report = {**report, "watch": agent.supervision.incidents.findings}
-    if agent.history.is_known:
-        from phalanx.observe.run_summary import ledger
-
-        report = {**report, "goodput": ledger(agent)}
-    from phalanx.observe.log_layout import FAILURE
-
-    path = os.path.join(directory, FAILURE)
-    try:
-        with open(path, "w") as file:
-            json.dump(report, file, indent=2)
-    except OSError:
-        return None
-    return path
