@@ -9,7 +9,7 @@ JOBS   ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 1) + 1 )))
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: demo test test-all versions coverage test-long check format bench prove-packages chaos clean etcd prometheus chromium sshd runc slurm
+.PHONY: options demo test test-all versions coverage test-long check format bench prove-packages chaos clean etcd prometheus chromium sshd runc slurm
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -26,6 +26,10 @@ $(VENV)/.torch: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kubernetes-validate==1.37.0' 'kubeflow-trainer-api==2.3.0'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris || echo "no atheris for this Python"
 	@touch $@
+
+# The reference page of the options; a test compares it with the table.
+options: $(READY)
+	@$(BIN)/python -c 'from phalanx.cli.help import reference; print(reference(), end="")' > docs/options.md
 
 # Slurm for the long tests: large, and not on a newcomer's way.
 slurm:

@@ -1,4 +1,4 @@
-"""The second launch of a torch script with `--keep-warm`: first line after `import torch`, first all_reduce.
+"""The second launch of a torch script with `--warm-for`: first line after `import torch`, first all_reduce.
 
 A kept process is used only in the same environment, so all launches of a side share one, and workers print
 their stamps (CLOCK_MONOTONIC) instead of sending them through a pipe of the launch.
@@ -62,7 +62,7 @@ def run(quick: bool) -> list[Row]:
                     names=(THEIRS, OURS),
                 )
                 event = "first line with torch imported" if what == "first" else "first gloo all_reduce"
-                text = f"launch → {event}, N={nproc}, --keep-warm"
+                text = f"launch → {event}, N={nproc}, --warm-for"
                 rows.append(compare("keep-warm", text, "s", Target(limit, "value"), samples, what))
         finally:
             _warm("--stop", script)
@@ -88,7 +88,7 @@ def _warm(*words: str) -> str:
 def _launch(side: str, script: str, folder: str, nproc: int, words: list[str]) -> Figures:
     """The latest stamp of each kind, after the launch."""
     environ = environment(side, XDG_CACHE_HOME=os.path.join(folder, "cache"))
-    flags = [] if side == THEIRS else ["--keep-warm", "2m"]
+    flags = [] if side == THEIRS else ["--warm-for", "2m"]
     command = [*program(side), *flags, "--standalone", f"--nproc-per-node={nproc}", script, *words]
     begin = time.monotonic()
     process = subprocess.Popen(

@@ -5,6 +5,7 @@ One line per episode, a summary at the end. Exit code 1 after a violation, 2 for
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -16,7 +17,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cli.store import Parser
 from phalanx.errors import UsageError
 
 TYPE_CHECKING = False
@@ -192,8 +192,8 @@ def _summary(results: list[EpisodeResult], seconds: float, folder: Path, options
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         prog="python -m tests.chaos",
         description="Run jobs of several agents on this machine, disturb them at random, and check that "
         "every promise holds. As root, every agent gets a network of its own.",

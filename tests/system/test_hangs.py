@@ -404,24 +404,24 @@ def test_a_health_port_in_use(tmp_path: Path) -> None:
 
 def test_a_node_that_fails_its_check_stays_out(tmp_path: Path) -> None:
     path = script(tmp_path, "print('never')")
-    ended = run("--health-check", "echo GPU 3 is lost; exit 7", path)
+    ended = run("--check-command", "echo GPU 3 is lost; exit 7", path)
     assert ended.code == UNFIT_NODE, ended
     assert ended.out == ""
     assert "failed (exit code 7): GPU 3 is lost" in ended.said[-1]
-    quiet = run("-q", "--health-check", "echo GPU 3 is lost; exit 7", path)
+    quiet = run("-q", "--check-command", "echo GPU 3 is lost; exit 7", path)
     assert (quiet.code, len(quiet.said)) == (UNFIT_NODE, 1), quiet
 
 
 def test_the_node_is_checked_before_every_round(tmp_path: Path) -> None:
     path = script(tmp_path, "import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n")
-    ended = run("--max-restarts", "1", "--health-check", f"echo x >> {tmp_path}/checks", path)
+    ended = run("--max-restarts", "1", "--check-command", f"echo x >> {tmp_path}/checks", path)
     assert ended.code == 0, ended
     assert (tmp_path / "checks").read_text().split() == ["x", "x"]
 
 
 def test_a_signal_during_the_check(tmp_path: Path) -> None:
     path = script(tmp_path, "print('never')")
-    with Running(["--health-check", f"echo $$ > {tmp_path}/pid; exec sleep 1000", path]) as job:
+    with Running(["--check-command", f"echo $$ > {tmp_path}/pid; exec sleep 1000", path]) as job:
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the check")
         job.signal(signal.SIGTERM)
         assert job.end().code == 143

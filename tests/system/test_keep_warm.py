@@ -1,4 +1,4 @@
-"""`--keep-warm`: the next launch uses the zygote of the last one, nobody can tell, nothing else is left."""
+"""`--warm-for`: the next launch uses the zygote of the last one, nobody can tell, nothing else is left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.helpers.kept_zygote import memory_is_short
 from tests.conftest import HUNG, drop_privileges, gone, wait_until
 from tests.support.run_helpers import PHALANX, Running, plain_environment, run
 
-KEEP = ("--keep-warm", "5m")
+KEEP = ("--warm-for", "5m")
 MAIN = f"train-{os.getpid()}.py"
 SLOW = f"slow-{os.getpid()}.py"
 HEAVY = "asyncio, decimal, email.message, http.client, sqlite3, unittest.mock, xml.dom.minidom"
@@ -112,9 +112,9 @@ def test_a_launch_without_the_option_neither_uses_nor_leaves_one(kept: Kept, tmp
     done = run(main, env=env(tmp_path), cwd=tmp_path)
     assert parents(done.out) != {zygote}
     assert launch(main, tmp_path) == zygote
-    done = run("--keep-warm", "off", main, env=env(tmp_path, PHALANX_KEEP_WARM="5m"), cwd=tmp_path)
+    done = run("--warm-for", "off", main, env=env(tmp_path, PHALANX_WARM_FOR="5m"), cwd=tmp_path)
     assert parents(done.out) != {zygote}
-    done = run(main, env=env(tmp_path, PHALANX_KEEP_WARM="5m"), cwd=tmp_path)
+    done = run(main, env=env(tmp_path, PHALANX_WARM_FOR="5m"), cwd=tmp_path)
     assert parents(done.out) == {zygote}
 
 
@@ -375,7 +375,7 @@ def test_helpers_that_are_killed_are_replaced(victim: int, kept: Kept, tmp_path:
 
 def test_it_ends_when_it_is_idle(kept: Kept, tmp_path: Path) -> None:
     main = written(tmp_path, PARENT)
-    done = run("--keep-warm", "0.5s", main, env=env(tmp_path))
+    done = run("--warm-for", "0.5s", main, env=env(tmp_path))
     (zygote,) = parents(done.out)
     wait_until(lambda: gone(zygote), "its end")
 
@@ -526,14 +526,14 @@ def test_nonsense_does_not_disturb_it(kept: Kept, tmp_path: Path) -> None:
 
 def test_bad_times_are_refused(tmp_path: Path) -> None:
     main = written(tmp_path, PARENT)
+    unknown, bounds = "not a duration; write 30, 30s, 10m, 1h30m or 1d", "must be between 0 and 1d"
     for value in ("ten", "-1", "nan", "2d", "25h", "m"):
-        done = run("--keep-warm", value, main)
+        done = run("--warm-for", value, main)
         assert done.code == 2
-        assert done.err == (
-            f"phalanx run: --keep-warm {value}: write a time of up to a day, as in 90s, 10m or 1h, or off\n"
-        )
-    done = run("--keep-warm", "1m", "--warm", "off", main)
-    assert done.err == "phalanx run: --keep-warm 1m: there is nothing to keep with --warm off\n"
+        why = unknown if value in ("ten", "nan", "m") else bounds
+        assert done.err == f"phalanx run: --warm-for {value}: {why}, or off\n"
+    done = run("--warm-for", "1m", "--warm", "off", main)
+    assert done.err == "phalanx run: --warm-for 1m: there is nothing to keep with --warm off\n"
 
 
 @pytest.mark.timeout(1200)

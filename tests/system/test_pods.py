@@ -152,7 +152,7 @@ ENDS = [
     ("--standalone missing.py", 2, "missing.py: no such script"),
     ("--standalone exits.py 93", 93, "93"),
     ("--standalone exits.py 5", 5, "5"),
-    ("--standalone --health-check false exits.py 0", 95, "health check"),
+    ("--standalone --check-command false exits.py 0", 95, "health check"),
     ("--nnodes 2 --rdzv-conf join_timeout=0.5 exits.py 0", 94, "--node-rank"),
 ]
 

@@ -199,7 +199,7 @@ def test_a_host_that_cannot_start_workers_is_kept_out_of_the_rounds_of_three_hos
 def test_a_host_that_fails_its_check_later_on_is_quarantined(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     with Job(tmp_path, "1:2", "", "--max-restarts", "3") as job:
-        a, b = job.node("a"), job.node("b", "--health-check", f"test ! -e {broken} || (echo no GPU; false)")
+        a, b = job.node("a"), job.node("b", "--check-command", f"test ! -e {broken} || (echo no GPU; false)")
         workers = everybody([a, b], 2)
         broken.touch()
         tell(workers[:1], signal.SIGUSR2)
@@ -275,10 +275,10 @@ def test_a_host_that_stays_slow_is_replaced_by_the_spare_at_a_checkpoint(tmp_pat
     [
         (["quarantine", "forget", "a"], "not an action; use list, add, remove"),
         (["quarantine", "add"], "name the hosts"),
-        (["quarantine", "add", "a", "--for", "-1"], "use a number of seconds above 0"),
+        (["quarantine", "add", "a", "--for", "0"], "--for: 0: must be 0.001 or more"),
         (["quarantine", "add", "a\nb", "--rdzv-endpoint", "127.0.0.1:1"], "not the name of a host"),
-        (["run", "--quarantine", "3:x", "--no-python", "true"], "use K:WINDOW:COOLDOWN"),
-        (["run", "--quarantine", "0", "--no-python", "true"], "use K:WINDOW:COOLDOWN"),
+        (["run", "--quarantine", "3:x", "--no-python", "true"], "write K:WINDOW:COOLDOWN"),
+        (["run", "--quarantine", "0", "--no-python", "true"], "write K:WINDOW:COOLDOWN"),
     ],
 )
 def test_bad_usage_is_one_line(words: list[str], says: str) -> None:

@@ -187,7 +187,7 @@ def test_the_handlers_are_listed(tmp_path: Path) -> None:
     assert "file" in done.err
     assert "phalanx.event_handlers" in done.err
     assert "file" in next(
-        text for text in run("--help").out.split("\n  --") if text.startswith("event-log-handler")
+        text for text in run("--help-all").out.split("\n    --") if text.startswith("event-log-handler")
     )
 
 

@@ -107,7 +107,7 @@ def test_a_stalled_store_is_unhealthy_until_it_responds(monkeypatch: pytest.Monk
     ("words", "code", "line"),
     [
         (["--metrics"], 2, "--metrics is served at --health-port; add --health-port"),
-        (["--health-port", "x"], 2, "--health-port 'x': write PORT or ADDRESS:PORT"),
+        (["--health-port", "x"], 2, "--health-port: x: not an address; write PORT or HOST:PORT"),
         (["--health-port", "192.0.2.1:1"], 1, "health: cannot listen on 192.0.2.1:1"),
     ],
 )

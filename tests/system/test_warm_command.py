@@ -89,9 +89,9 @@ def test_forget_removes_the_list_of_one_script_or_all(script: Path, tmp_path: Pa
     [
         (["--explain"], "name a script"),
         (["--explain", "/no/such/file.py"], "/no/such/file.py: no such file"),
-        (["--explain", "-m"], "name a module"),
-        (["--explain", "--all"], "--all: name a script"),
-        (["--list"], "--list: use --explain SCRIPT, --forget [SCRIPT] or --stop [SCRIPT]"),
+        (["--explain", "-m"], "-m/--module: expected one argument"),
+        (["--explain", "--all"], "unrecognized arguments: --all"),
+        (["--list"], "unrecognized arguments: --list"),
     ],
 )
 def test_bad_usage_is_one_line(words: list[str], said: str) -> None:

@@ -657,8 +657,8 @@ def test_a_flag_here_overrules_a_variable_that_says_the_opposite(script: str) ->
         (["--log-rotate", "10"], "--log-rotate 10: a part has at least 4K"),
         (["--log-rotate", "1M:0"], "--log-rotate 1M:0: keep at least one part"),
         (
-            ["--keep-logs", "a week"],
-            "--keep-logs a week: not a duration; write 30, 30s, 10m, 1h30m or 1d, or forever",
+            ["--log-retention", "a week"],
+            "--log-retention a week: not a duration; write 30, 30s, 10m, 1h30m or 1d, or forever",
         ),
         (["--termination-log", "/"], "--termination-log /: is a directory; name a file"),
         (["--termination-log", "/no/such/file"], "there is no /no/such"),
@@ -681,7 +681,7 @@ def test_options_for_machines_that_are_refused(script: str, words: list[str], me
 
 def test_options_for_machines(script: str, tmp_path: Path) -> None:
     plain = ask(script)
-    assert (plain.output.log_format, plain.output.log_rotate, plain.output.keep_logs) == (
+    assert (plain.output.log_format, plain.output.log_rotate, plain.output.log_retention) == (
         "text",
         None,
         7 * 86400,
@@ -696,10 +696,10 @@ def test_options_for_machines(script: str, tmp_path: Path) -> None:
     secret = tmp_path / "hook"
     secret.write_text("https://hooks.example/SECRET\n")
     run = ask(
-        "--log-rotate", "1.5MiB:3", "-r", "3", "--keep-logs", "forever", "--notify", f"@{secret}",
+        "--log-rotate", "1.5MiB:3", "-r", "3", "--log-retention", "forever", "--notify", f"@{secret}",
         "--expect", r"loss: (\S+)", "--expect-every", "5m", script, PHALANX_LOG_FORMAT="json",
     )  # fmt: skip
-    assert (run.output.log_format, run.output.log_rotate, run.output.keep_logs) == (
+    assert (run.output.log_format, run.output.log_rotate, run.output.log_retention) == (
         "json",
         (3 << 19, 3),
         None,

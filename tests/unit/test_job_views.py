@@ -13,7 +13,7 @@ import pytest
 from phalanx.cli.events import in_words
 from phalanx.cli.logs import LogReader, WrittenLog, chosen, files
 from phalanx.cli.run_list import entries, table
-from phalanx.cli.runs import ranks_of, since_of
+from phalanx.cli.runs import since_of
 from phalanx.cli.stacks import text
 from phalanx.cli.watch import WatchView, press, screen
 from phalanx.core.ledger.goodput import CATEGORIES
@@ -139,19 +139,6 @@ def test_a_whole_job_adds_its_nodes_up_and_leaves_spares_out() -> None:
 
 
 # ---- words -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "ranks"), [("", None), ("0", {0}), ("0,3-5", {0, 3, 4, 5}), (" 7 , 9 ", {7, 9})]
-)
-def test_ranks(words: str, ranks: set[int] | None) -> None:
-    assert ranks_of(words) == ranks
-
-
-@pytest.mark.parametrize("words", ["x", "3-", "5-3", "1,,2", "-1", "0-99999999999"])
-def test_what_are_no_ranks(words: str) -> None:
-    with pytest.raises(UsageError, match="--rank"):
-        ranks_of(words)
 
 
 def test_times() -> None:

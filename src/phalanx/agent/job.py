@@ -154,7 +154,7 @@ def make_helpers(job: JobSpec) -> HelperPool | None:
             workers.preload,
             workers.warmup,
             workers.local_world_size,
-            workers.keep_warm,
+            workers.warm_for,
         )
     return helper_pool_for_function(entrypoint, workers.start_method, workers.warm)
 
@@ -204,7 +204,7 @@ def make_supervision(job: JobSpec) -> Supervision:
         policy,
         preempt_signal=asked.preempt_signal or 0,
         health=asked.health_port,
-        health_check=asked.health_check,
+        health_check=asked.check_command,
         replace_slow=asked.straggler_policy == "replace",
         own_check=_own_check(job) if asked.check else (),
     )
@@ -338,7 +338,7 @@ def make_logs(job: JobSpec) -> LogsSpecs:
             tee=Std.from_str(output.tee),
             local_ranks_filter=set(output.local_ranks_filter) if output.local_ranks_filter else None,
             **({"ranks_filter": set(output.ranks_filter)} if output.ranks_filter else {}),
-            **({} if output.logs_specs else {"keep_logs": output.keep_logs}),
+            **({} if output.logs_specs else {"keep_logs": output.log_retention}),
         )
         if output.log_dir is None and not output.redirects == output.tee == "0":
             _ = made.root_log_dir  # made now, because the first line names it

@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "slurm": ("phalanx.cli.slurm", "submit jobs to Slurm, and show them"),
     "k8s": ("phalanx.cli.k8s", "print the Kubernetes manifests of a job"),
     "dashboard": ("phalanx.cli.dashboard", "print the link to the page of a job (run --dashboard)"),
-    "warm": ("phalanx.cli.warm", "list what --keep-warm left behind; explain which packages are preloaded"),
+    "warm": ("phalanx.cli.warm", "list what --warm-for left behind; explain which packages are preloaded"),
     "env": ("phalanx.cli.env", "print what belongs in a bug report"),
     "doctor": ("phalanx.cli.doctor", "check this machine and its connection to the others"),
     "check": ("phalanx.cli.check", "test whether this machine, and others with it, are fit for a job"),
@@ -84,7 +84,8 @@ def invoke(command: str, argv: Sequence[str]) -> int:
     except InformationRequested as asked:
         if asked.what == "completion":
             return invoke("completion", [asked.value])
-        return invoke("help", ["--version"] if asked.what == "version" else [command, "--short"])
+        how = {"version": ["--version"], "help": [command, "--short"], "help_all": [command, "--all"]}
+        return invoke("help", how[asked.what])
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.check.local import BETWEEN, NAMES
+from phalanx.cli.parser import Parser, sources
 from phalanx.cli.table import four_columns, table_width
 from phalanx.core.diagnosis.fitness import EXIT_CODES, FIT, UNKNOWN, CheckFinding, NodeVerdict, judge_node
-from phalanx.job.command_line import scan, usage_error
+from phalanx.job.command_line import usage_error
 from phalanx.job.environment import temporary_directory, variables
 from phalanx.log import printable
 
@@ -25,28 +26,15 @@ if TYPE_CHECKING:
     from phalanx.cluster.handler import RendezvousParameters
     from phalanx.job.config import Sources
 
-USAGE = f"""\
-usage: phalanx check [--only NAMES] [--disk DIR] [--json]
-                     [--nnodes N --rdzv-endpoint HOST:PORT [--wait S]]
+DESCRIPTION = """\
+Tests whether this machine is fit for a job: GPUs, memory, shared memory, disk,
+clock, limits, NUMA, CPUs. It changes nothing.
 
-Tests whether this machine is fit for a job: GPUs, memory, shared memory,
-disk, clock, limits, NUMA, CPUs. It changes nothing.
-
-With --nnodes N, run on N nodes at the same time, they meet at the endpoint
-and measure in pairs, twice: over TCP, and with torch's backend (NCCL with
-GPUs, else gloo) where torch is installed. All of them print one verdict.
-It also takes these options of phalanx run: --rdzv-backend --rdzv-id
---rdzv-conf --local-addr --token-file --tls-cert --tls-key --tls-ca.
-
-  --only NAMES   these checks only, between commas:
-                 {", ".join(NAMES[:6])},
-                 {", ".join(NAMES[6:])},
-                 {", ".join(BETWEEN)} (with --nnodes)
-  --disk DIR     write there as well, as for checkpoints; may be repeated
-  --log-dir DIR  where logs would go, instead of the temporary directory
-  --wait S       wait at most S seconds for the other nodes [60]
-  --json         print JSON
-
+With --nnodes N, run on N nodes at the same time, they meet at the endpoint and
+measure in pairs, twice: over TCP, and with torch's backend (NCCL with GPUs,
+else gloo) where torch is installed. All of them print one verdict.
+"""
+EXIT_CODES_HELP = """\
 Exit code: 0 fit, 10 warn, 20 unfit, 30 could not tell, 2 bad usage; with
 --nnodes, of the worst node.
 """
@@ -55,8 +43,6 @@ TAKES = (
     "tls_cert", "tls_key", "tls_ca",
 )  # fmt: skip
 _SHOWN = {UNKNOWN: "?"}
-_VALUED = ("--only", "--disk", "--wait")
-_WAIT = 60.0
 _STORE_GRACE = 5.0
 _RUN_ID = "check"
 HEADS = ("check", "value", "verdict", "what to do")
@@ -73,9 +59,6 @@ class CheckOptions(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """`phalanx check [options]`."""
-    if "-h" in argv or "--help" in argv:
-        print(USAGE, end="")
-        return 0
     asked = parse(argv, variables())
     if asked.meeting is not None:
         from phalanx.cli.check_nodes import check_together
@@ -92,32 +75,41 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_CODES[verdict.fitness]
 
 
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser("check", DESCRIPTION, epilog=EXIT_CODES_HELP)
+    parser.add_value("--only", "list", f"these checks only: {', '.join((*NAMES, *BETWEEN))}", metavar="NAMES")
+    parser.add_argument(
+        "--disk",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="write there as well, as for checkpoints; may be repeated",
+    )
+    parser.add_value("--wait", "duration", "wait for the other nodes [1m]", default=60.0, least=1)
+    parser.add_flag("--json", "print JSON")
+    parser.add_run_options(*TAKES, variable=False)
+    return parser
+
+
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> CheckOptions:
     """The words of the command line, with the variables that `phalanx run` reads."""
-    from phalanx.job.config import Sources
-
-    own, rest = _own_options(argv)
-    found = scan([word for word in rest if word != "--json"])
-    if found.script is not None:
-        raise usage_error(f"{found.script}: check takes options only; did you mean phalanx run --check?")
-    for dest in found.values:
-        if dest not in TAKES:
-            raise usage_error(f"--{dest.replace('_', '-')}: check does not use it; drop it")
-    v = Sources(found.values, environ)
-    meeting = _meeting(v, own["--wait"][-1:])
+    options = make_parser().parse_args(argv)
+    v = sources(options, TAKES, environ)
+    meeting = _meeting(v, options.wait)
     known = (*NAMES, *BETWEEN)
-    only = [name.strip() for text in own["--only"] for name in text.split(",") if name.strip()]
+    only = options.only or ()
     for name in only:
         if name not in known:
             raise usage_error(f"--only {name}: no such check; there are {', '.join(known)}")
         if name in BETWEEN and meeting is None:
             raise usage_error(f"--only {name}: needs other nodes; add --nnodes N --rdzv-endpoint HOST:PORT")
     directories = [("logs", v.text("log_dir") or temporary_directory())]
-    directories += [("disk", where) for where in own["--disk"]]
-    return CheckOptions(tuple(only) or known, tuple(dict.fromkeys(directories)), "--json" in rest, meeting)
+    directories += [("disk", where) for where in options.disk]
+    return CheckOptions(only or known, tuple(dict.fromkeys(directories)), options.json, meeting)
 
 
-def _meeting(v: Sources, wait: Sequence[str]) -> RendezvousParameters | None:
+def _meeting(v: Sources, wait: float) -> RendezvousParameters | None:
     """Where the nodes meet; None: this one is alone."""
     nodes = v.text("nnodes")
     least, _, most = nodes.partition(":")
@@ -133,13 +125,7 @@ def _meeting(v: Sources, wait: Sequence[str]) -> RendezvousParameters | None:
     from phalanx.cluster.handler import RendezvousParameters
     from phalanx.job.rules import trust_files
 
-    try:
-        seconds = float(wait[0]) if wait else _WAIT
-    except ValueError:
-        seconds = -1.0
-    if not 1 <= seconds <= 86400:
-        raise usage_error(f"--wait {wait[0]}: must be a number of seconds, 1 or more")
-    conf = {**v.settings(), **trust_files(v), "join_timeout": seconds, "store_grace": _STORE_GRACE}
+    conf = {**v.settings(), **trust_files(v), "join_timeout": wait, "store_grace": _STORE_GRACE}
     run_id = v.text("rdzv_id") if v.given("rdzv_id") else _RUN_ID
     where = v.text("rdzv_endpoint")
     try:
@@ -148,23 +134,6 @@ def _meeting(v: Sources, wait: Sequence[str]) -> RendezvousParameters | None:
         )
     except (ValueError, TypeError) as error:
         raise usage_error(str(error)) from None
-
-
-def _own_options(argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """The options that `phalanx run` does not have, and the rest."""
-    own: dict[str, list[str]] = {name: [] for name in _VALUED}
-    rest: list[str] = []
-    remaining = iter(argv)
-    for word in remaining:
-        name, equals, value = word.partition("=")
-        if name not in _VALUED:
-            rest.append(word)
-            continue
-        raw = value if equals else next(remaining, "")
-        if not raw or raw.startswith("--"):
-            raise usage_error(f"{name}: needs a value; phalanx check --help")
-        own[name].append(raw)
-    return own, rest
 
 
 def as_json(verdict: NodeVerdict, findings: Sequence[CheckFinding]) -> str:

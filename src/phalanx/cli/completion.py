@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from phalanx.cli import COMMANDS
-from phalanx.job.command_line import usage_error
-from phalanx.job.options import SHELLS
+from phalanx.cli.parser import Parser
+from phalanx.job.options import BY_DEST, SHELLS
 
-_VALUES = {"nproc_per_node": ["auto", "gpu", "xpu", "cpu"], "rdzv_backend": ["phalanx", "static", "etcd"]}
-_FILES = ("token_file", "tls_cert", "tls_key", "tls_ca", "journal", "training_script", "training_script_args")
-_USAGE = f"""\
-usage: phalanx completion {"|".join(SHELLS)}
-
+_HOW = """\
 bash:  eval "$(phalanx completion bash)"
 zsh:   phalanx completion zsh > DIRECTORY/_phalanx, in a directory of $fpath
 fish:  phalanx completion fish | source
@@ -28,14 +25,15 @@ tcsh:  phalanx completion tcsh > FILE, then source FILE
 
 def main(argv: Sequence[str]) -> int:
     """Print the script."""
-    if list(argv) in (["-h"], ["--help"]):
-        print(_USAGE, end="")
-        return 0
-    if len(argv) != 1 or argv[0] not in SHELLS:
-        given = " ".join(argv) or "no shell"
-        raise usage_error(f"{given}: name one shell, one of {', '.join(SHELLS)}")
-    print(script(argv[0]))
+    print(script(make_parser().parse_args(argv).shell))
     return 0
+
+
+def make_parser() -> Parser:
+    """The argument."""
+    parser = Parser("completion", "Print a completion script for a shell.", epilog=_HOW)
+    parser.add_argument("shell", choices=SHELLS)
+    return parser
 
 
 def script(shell: str) -> str:
@@ -48,33 +46,30 @@ def script(shell: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     """The whole command as one parser; it is never used to parse."""
-    from phalanx.cli.drain import _parser as drain
-    from phalanx.cli.quarantine import make_parser as quarantine
-    from phalanx.cli.store import _parser as store
-    from phalanx.job.config import get_args_parser
-
-    run = get_args_parser({})
-    run.add_argument("--print-completion", choices=SHELLS, help="print a completion script")
-    run.add_argument("--version", action="store_true", help="print the version")
-    own: dict[str, argparse.ArgumentParser] = {
-        "run": run,
-        "store": store(),
-        "drain": drain(),
-        "quarantine": quarantine(),
-    }
     top = argparse.ArgumentParser(prog="phalanx")
     top.add_argument("-V", "--version", action="store_true", help="print the version")
     commands = top.add_subparsers()
-    for name, (_, about) in COMMANDS.items():
-        parents = [own[name]] if name in own else []
-        parser = commands.add_parser(name, help=about, parents=parents, add_help=name not in own)
-        if name == "completion":
-            parser.add_argument("shell", choices=SHELLS)
-        elif name == "help":
+    for name, (module, about) in COMMANDS.items():
+        parents = [_run()] if name == "run" else []
+        if hasattr(import_module(module), "make_parser"):
+            parents = [import_module(module).make_parser()]
+        parser = commands.add_parser(name, help=about, parents=parents, add_help=not parents)
+        if name == "help":
             parser.add_argument("command", choices=list(COMMANDS))
         for action in parser._actions:
             _describe(action)
     return top
+
+
+def _run() -> argparse.ArgumentParser:
+    from phalanx.job.config import get_args_parser
+
+    parser = get_args_parser({})
+    for dest in ("print_completion", "version", "help_all"):
+        option = BY_DEST[dest]
+        how = {"choices": option.choices} if option.choices else {"action": "store_true"}
+        parser.add_argument(*option.flags, help=option.help, **how)
+    return parser
 
 
 def _describe(action: Any) -> None:
@@ -82,8 +77,9 @@ def _describe(action: Any) -> None:
     import shtab
 
     action.option_strings = [flag for flag in action.option_strings if "_" not in flag]
-    action.choices = action.choices or _VALUES.get(action.dest)
-    if action.dest in _FILES:
+    if action.dest in BY_DEST:
+        action.choices = action.choices or list(BY_DEST[action.dest].words) or None
+    if action.metavar == "FILE" or action.dest.startswith("training_script"):
         action.complete = shtab.FILE
-    elif action.dest == "log_dir":
+    elif action.metavar == "DIR":
         action.complete = shtab.DIRECTORY

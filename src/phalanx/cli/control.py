@@ -6,23 +6,35 @@ stop is SIGTERM for every agent: workers get the signal and their grace.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 
+from phalanx.cli.parser import Parser
 from phalanx.cli.runs import NoSuchRun, add_all_users, local_agents, request, running
-from phalanx.cli.store import Parser
 from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
 from phalanx.observe.local_agents import LocalAgent
 
 
-def restart(argv: Sequence[str]) -> int:
-    """`phalanx restart`."""
-    return _do("restart", "Restart the workers of a running job.", argv, everywhere=False)
+def make_parser(what: str, description: str) -> Parser:
+    """The argument RUN."""
+    parser = Parser(what, description)
+    # Named, even if there is only one: on a shared machine that may be another than the one that was meant.
+    parser.add_argument(
+        "run", metavar="RUN", help="a run id, or its beginning, or a script's name (phalanx list)"
+    )
+    add_all_users(parser)
+    return parser
 
 
-def stop(argv: Sequence[str]) -> int:
-    """`phalanx stop`."""
-    return _do("stop", "Stop a running job on all its nodes.", argv, everywhere=True)
+def act(what: str, options: Namespace, everywhere: bool) -> int:
+    """Have it done by the run that the options name; `everywhere`: on each of its nodes."""
+    try:
+        found = running(local_agents(what, options.all_users), options.run)
+    except NoSuchRun as error:
+        write_stderr(f"phalanx {what}: {error}\n")
+        return 1
+    return _put(what, found, everywhere)
 
 
 def leave(found: Sequence[LocalAgent], word: str) -> int:
@@ -31,22 +43,6 @@ def leave(found: Sequence[LocalAgent], word: str) -> int:
         names = " ".join(sorted({agent.job.host for agent in found}))
         raise UsageError(f"drain {word}: several nodes of this machine fit; name one: {printable(names)}")
     return _put("drain", found, everywhere=False)
-
-
-def _do(what: str, description: str, argv: Sequence[str], everywhere: bool) -> int:
-    parser = Parser(prog=f"phalanx {what}", description=description)
-    # Named, even if there is only one: on a shared machine that may be another than the one that was meant.
-    parser.add_argument(
-        "run", metavar="RUN", help="a run id, or its beginning, or a script's name (phalanx list)"
-    )
-    add_all_users(parser)
-    options = parser.parse_args(argv)
-    try:
-        found = running(local_agents(what, options.all_users), options.run)
-    except NoSuchRun as error:
-        write_stderr(f"phalanx {what}: {error}\n")
-        return 1
-    return _put(what, found, everywhere)
 
 
 def _put(what: str, found: Sequence[LocalAgent], everywhere: bool) -> int:

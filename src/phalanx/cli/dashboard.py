@@ -8,21 +8,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from phalanx.cli.parser import Parser
 from phalanx.cli.runs import add_all_users, fitting, local_agents
-from phalanx.cli.store import Parser
 from phalanx.log import printable
 from phalanx.observe.local_agents import FIND, put_all
 
 
-def main(argv: Sequence[str]) -> int:
-    """Ask the agents; 1 when no job has a page."""
+def make_parser() -> Parser:
+    """The options."""
     parser = Parser(
-        prog="phalanx dashboard",
-        description="Print the link to the page of a job on this machine that was started with --dashboard.",
+        "dashboard",
+        "Print the link to the page of a job on this machine that was started with --dashboard.",
     )
     parser.add_argument("run", nargs="?", default="", help="a run id, or its beginning, or a script's name")
     add_all_users(parser)
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Ask the agents; 1 when no job has a page."""
+    options = make_parser().parse_args(argv)
     agents = fitting(local_agents("dashboard", options.all_users), options.run)
     answers = [answer.get("link") for answer in put_all(agents, {"ask": "dashboard"}, FIND)]
     links = [printable(link) for link in answers if isinstance(link, str) and link]

@@ -11,11 +11,13 @@ bad usage. A `warn` does not stop a job; a `problem` does, or will. Options and 
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from phalanx.cli.parser import Parser, sources
 from phalanx.cli.table import four_columns, table_width
-from phalanx.job.command_line import scan, usage_error
+from phalanx.job.command_line import usage_error
 from phalanx.job.environment import variables
 from phalanx.log import printable
 
@@ -23,20 +25,9 @@ OK, WARN, PROBLEM = "ok", "warn", "problem"
 TAKES = (
     "rdzv_endpoint", "rdzv_backend", "rdzv_conf", "local_addr", "token_file", "tls_cert", "tls_key", "tls_ca",
 )  # fmt: skip
-USAGE = """\
-usage: phalanx doctor [--rdzv-endpoint HOST:PORT] [--with N] [--json]
-
+DESCRIPTION = """\
 Checks names, reachability, token, clocks, ports, shared memory, limits, GPUs
-and variables, and suggests a fix for each problem. It also takes these
-options of phalanx run: --rdzv-backend --rdzv-conf --local-addr --token-file
---tls-cert --tls-key --tls-ca.
-
-  --with N   run on N nodes at the same time: wait for the others at the
-             endpoint, test all connections and compare the clocks
-  --wait S   wait at most S seconds [30]
-  --json     print JSON
-
-Exit code: 0 no problem, 1 a problem, 2 bad usage.
+and variables, and suggests a fix for each problem.
 """
 
 
@@ -64,14 +55,9 @@ class Asked(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """`phalanx doctor [options]`."""
-    words = list(argv)
-    if "-h" in words or "--help" in words:
-        print(USAGE, end="")
-        return 0
-    as_json = "--json" in words
-    asked = parse([word for word in words if word != "--json"], variables())
-    found = examine(asked, variables())
-    if as_json:
+    options = make_parser().parse_args(argv)
+    found = examine(_asked(options, variables()), variables())
+    if options.json:
         import json
 
         rows = [row._asdict() for row in found]
@@ -81,47 +67,33 @@ def main(argv: Sequence[str]) -> int:
     return 1 if _in_the_way(found) else 0
 
 
-def parse(words: list[str], environ: Mapping[str, str]) -> Asked:
-    """The words of the command line, with the variables that `phalanx run` reads."""
-    from phalanx.job.config import Sources
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser("doctor", DESCRIPTION, epilog="Exit code: 0 no problem, 1 a problem, 2 bad usage.")
+    parser.add_value(
+        "--with",
+        "int",
+        "run on N nodes at the same time: wait for the others at the endpoint, test all connections and "
+        "compare the clocks",
+        dest="together",
+        default=1,
+        least=1,
+    )
+    parser.add_value("--wait", "duration", "wait for the other nodes [30s]", default=30.0, least=1)
+    parser.add_flag("--json", "print JSON")
+    parser.add_run_options(*TAKES, variable=False)
+    return parser
 
-    own, rest = _own_options(words)
-    found = scan(rest)
-    if found.script is not None:
-        raise usage_error(f"{found.script}: doctor takes options only; did you mean phalanx run?")
-    for dest in found.values:
-        if dest not in TAKES:
-            raise usage_error(f"--{dest.replace('_', '-')}: doctor does not use it; drop it")
-    v = Sources(found.values, environ)
+
+def _asked(options: Namespace, environ: Mapping[str, str]) -> Asked:
+    v = sources(options, TAKES, environ)
     tls = (v.text("tls_cert"), v.text("tls_key"), v.text("tls_ca"))
-    together, wait = own.get("--with", 1.0), own.get("--wait", 30.0)
-    if together > 1 and not v.text("rdzv_endpoint"):
-        raise usage_error(f"--with {together:g}: add --rdzv-endpoint HOST:PORT, where they meet")
+    if options.together > 1 and not v.text("rdzv_endpoint"):
+        raise usage_error(f"--with {options.together}: add --rdzv-endpoint HOST:PORT, where they meet")
     return Asked(
         v.text("rdzv_endpoint"), v.text("rdzv_backend"), v.settings(), v.text("local_addr"),
-        v.text("token_file"), tls, int(together), wait,
+        v.text("token_file"), tls, options.together, options.wait,
     )  # fmt: skip
-
-
-def _own_options(words: list[str]) -> tuple[dict[str, float], list[str]]:
-    """--with and --wait, which `phalanx run` does not have, and the rest."""
-    own: dict[str, float] = {}
-    rest: list[str] = []
-    remaining = iter(words)
-    for word in remaining:
-        name, equals, value = word.partition("=")
-        if name not in ("--with", "--wait"):
-            rest.append(word)
-            continue
-        raw = value if equals else next(remaining, "")
-        try:
-            own[name] = float(raw)
-        except ValueError:
-            own[name] = -1.0
-        whole = name == "--wait" or own[name] == int(own[name])
-        if not 1 <= own[name] <= 100_000 or not whole:
-            raise usage_error(f"{name} {raw}: must be a number, 1 or more")
-    return own, rest
 
 
 def examine(asked: Asked, environ: Mapping[str, str]) -> list[Finding]:

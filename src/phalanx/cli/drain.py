@@ -9,12 +9,14 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 
+from phalanx.cli.parser import TRUST, Parser
 from phalanx.cli.runs import add_all_users
-from phalanx.cli.store import TRUST, Parser, add_options, trust
+from phalanx.cli.store import trust
 from phalanx.core.rounds.records import NodeRecord, decode_node
 from phalanx.core.rounds.store_commands import Get, Notice, Put
 from phalanx.errors import PhalanxError, StoreError, UsageError
 from phalanx.job.environment import STORE_PORT, variables
+from phalanx.job.units import format_duration
 from phalanx.log import printable, write_stderr
 from phalanx.observe.local_agents import FIND
 
@@ -29,7 +31,7 @@ BACKENDS = ("phalanx", "c10d", "etcd")
 
 def main(argv: Sequence[str]) -> int:
     """Ask, and wait until the node has left."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     if bool(options.node) == options.self:
         raise UsageError("name one node, or --self for the nodes of this machine")
     if options.node and not options.rdzv_endpoint:
@@ -107,7 +109,9 @@ def drain(client: Client, run_id: str, name: str, timeout: float) -> int:
     end = time.monotonic() + timeout
     while chosen & _nodes(client, prefix).keys():
         if not changed.wait(max(0.0, end - time.monotonic())):
-            raise StoreError(f"{name} was asked to leave, but is still there after {timeout:g} s")
+            raise StoreError(
+                f"{name} was asked to leave, but is still there after {format_duration(timeout)}"
+            )
         changed.clear()
     print(printable(f"{name} has left"))
     return 0
@@ -119,8 +123,9 @@ def _nodes(client: Client, prefix: str) -> dict[str, NodeRecord]:
     return {node: record for node, record in found.items() if record is not None}
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="phalanx drain", description="Let a node leave a running job.")
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser("drain", "Let a node leave a running job.")
     parser.add_argument(
         "node",
         nargs="?",
@@ -128,8 +133,8 @@ def _parser() -> Parser:
         help="the node's name, as the job's messages call it; without an endpoint, a node of this machine, "
         "or a run, which this machine's node then leaves",
     )
-    parser.add_argument("--self", action="store_true", help="the nodes of this machine")
-    add_options(parser, "rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
+    parser.add_flag("--self", "the nodes of this machine")
+    parser.add_run_options("rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
     add_all_users(parser)
     add_store(parser)
     return parser
@@ -144,6 +149,6 @@ def add_store(parser: Parser, timeout: float = 60.0) -> None:
         default=variables().get("PET_RDZV_BACKEND") or "phalanx",
         help="what kind of store that is [%(default)s]",
     )
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=timeout, help="how long it may take [%(default)s]"
+    parser.add_value(
+        "--timeout", "duration", f"how long it may take [{format_duration(timeout)}]", default=timeout
     )

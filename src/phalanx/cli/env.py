@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from phalanx import devices
-from phalanx.job.command_line import usage_error
+from phalanx.cli.parser import Parser
 from phalanx.job.environment import variables
 from phalanx.kernel import read_text
 
@@ -36,20 +36,22 @@ _PACKAGES = "torch jax jaxlib tensorflow numpy msgspec cloudpickle setproctitle 
 
 def main(argv: Sequence[str]) -> int:
     """`phalanx env [--json]`."""
-    words = set(argv)
-    if words & {"-h", "--help"}:
-        print("usage: phalanx env [--json]\n\nPrints what belongs in a bug report; secrets are masked.")
-        return 0
-    if words - {"--json"}:
-        raise usage_error(f"{' '.join(sorted(words - {'--json'}))}: no such option; there is only --json")
+    options = make_parser().parse_args(argv)
     facts = collect(variables())
-    if "--json" in words:
+    if options.json:
         import json
 
         print(json.dumps(facts, indent=2, default=str))
     else:
         print(as_text(facts), end="")
     return 0
+
+
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser("env", "Prints what belongs in a bug report; secrets are masked.")
+    parser.add_flag("--json", "print JSON")
+    return parser
 
 
 def collect(environ: Mapping[str, str]) -> dict[str, Section]:

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.cli.logs import LogReader, WrittenLog
+from phalanx.cli.parser import Parser
 from phalanx.cli.runs import NoSuchRun, add_run, local_agents, one_run
-from phalanx.cli.store import Parser
 from phalanx.log import printable, write_stderr
 from phalanx.observe.local_agents import LocalAgent
 from phalanx.observe.log_layout import EVENTS
@@ -26,13 +26,18 @@ _POLL = 0.3
 _LOOK = 2.0
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the events, and follow."""
-    parser = Parser(prog="phalanx events", description="What happened to a run: notes and incidents.")
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser("events", "What happened to a run: notes and incidents.")
     add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on with new ones until the run ends")
     parser.add_argument("--json", action="store_true", help="one JSON object per line, with all fields")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the events, and follow."""
+    options = make_parser().parse_args(argv)
     try:
         run, agents = one_run(local_agents("events", options.all_users), options.run)
     except NoSuchRun as error:

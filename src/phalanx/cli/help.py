@@ -1,4 +1,4 @@
-"""Help texts, written from the option table: grouped by purpose, at most 80 columns, plain text."""
+"""Help texts and the reference page, written from the table of options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from phalanx.cli import COMMANDS
 from phalanx.core.exit_codes import TABLE
 from phalanx.job.command_line import usage_error
-from phalanx.job.options import OPTIONS, Option
+from phalanx.job.options import OPTIONS, SECTIONS, Option
+from phalanx.job.units import format_duration
 
 WIDTH = 80
 _INDENT = 30
@@ -27,8 +28,10 @@ Examples:
 
 NOTES = """\
 Any option may be spelled with _ for - and shortened while it stays unique. A
-variable sets a default: PET_NNODES=2 is --nnodes 2 and PHALANX_GRACE=5 is
---grace 5. What follows the script belongs to the script.
+variable sets a default: PET_NNODES=2 is --nnodes 2 and PHALANX_GRACE=5m is
+--grace 5m. What follows the script belongs to the script.
+
+TIME is 30, 30s, 10m, 1h30m or 1d; SIZE 512M or 2GiB; RANKS 0,3-7.
 """
 
 ABOUT = """\
@@ -63,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
     if topic == "run":
         if "--short" in argv:
             print(run_help(), end="")
+        elif "--all" in argv:
+            print(manual(), end="")
         else:
             _show(manual())
     elif topic and topic != "help":
@@ -92,31 +97,28 @@ def overview() -> str:
 
 
 def run_help() -> str:
-    """The text of `phalanx run --help`."""
+    """The text of `phalanx run --help`: examples, then the options that most jobs need."""
     lines = ["usage: phalanx run [options] SCRIPT [arguments of the script]", "", EXAMPLES.rstrip()]
-    group = ""
-    for option in OPTIONS:
-        if option.group != group:
-            group = option.group
-            lines += ["", f"{group}:"]
-        lines += _entry(option)
-    return "\n".join([*lines, "", "Exit code:", *_exit_codes(), "", NOTES])
+    for title, options in _groups():
+        lines += ["", f"{title}:"]
+        lines += [line for option in options if option.common for line in _entry(option, option.help)]
+    rest = sum(not option.common for option in OPTIONS)
+    more = f"--help-all shows {rest} more; phalanx help run is the manual, with the exit codes."
+    return "\n".join([*lines, "", NOTES, more, ""])
 
 
 def manual() -> str:
-    """The text of `phalanx help run`: the page of a manual."""
-    options: list[str] = []
-    group = ""
-    for option in OPTIONS:
-        if option.group != group:
-            group = option.group
-            options += ["", group] if options else [group]
-        options += _entry(option)
+    """The text of `phalanx run --help-all` and `phalanx help run`: the page of a manual."""
+    listed: list[str] = []
+    for title, options in _groups():
+        listed += ["", title] if listed else [title]
+        for option in options:
+            listed += _entry(option, f"{option.help} {_source(option)}".rstrip())
     sections = {
         "NAME": ["phalanx run - run a script as a group of workers"],
         "SYNOPSIS": ["phalanx run [options] SCRIPT [arguments of the script]"],
         "DESCRIPTION": ABOUT.splitlines(),
-        "OPTIONS": [*NOTES.splitlines(), "", *options],
+        "OPTIONS": [*NOTES.splitlines(), "", *listed],
         "EXIT STATUS": _exit_codes(),
         "EXAMPLES": [line[2:] for line in EXAMPLES.splitlines()[1:]],
         "SEE ALSO": SEE_ALSO.splitlines(),
@@ -145,14 +147,69 @@ def _exit_codes() -> list[str]:
     return lines
 
 
-def _entry(option: Option) -> list[str]:
+def _groups() -> list[tuple[str, tuple[Option, ...]]]:
+    return [(section.rows[0].group, section.rows) for section in SECTIONS]
+
+
+def _spelled(option: Option) -> str:
     short = [flag for flag in option.flags if len(flag) == 2]
     names = ", ".join([*short, option.name])
-    left = f"  {names}" if option.kind == "flag" else f"  {names} {option.metavar}"
-    shown = option.default if option.kind in ("str", "int", "float") else None
-    about = f"{option.help} [{shown}]" if shown not in (None, "") else option.help
+    return names if option.kind == "flag" else f"{names} {option.metavar}"
+
+
+def _default(option: Option) -> str:
+    """The default as a user would write it; empty: there is none."""
+    if option.kind == "flag" or option.default in (None, "", ()):
+        return ""
+    for word, value in option.words.items():
+        if value is not None and value == option.default:
+            return word
+    return format_duration(option.default) if option.kind == "duration" else str(option.default)
+
+
+def _source(option: Option) -> str:
+    """The variable and the default, in brackets."""
+    known = [option.env or "", _default(option)]
+    return f"[{': '.join(filter(None, known))}]" if any(known) else ""
+
+
+def _entry(option: Option, about: str) -> list[str]:
+    left = f"  {_spelled(option)}"
     # Break between words only, so that a list such as SIGTERM,SIGINT,… can be copied.
     wrapped = textwrap.wrap(about, WIDTH - _INDENT, break_long_words=False, break_on_hyphens=False)
     if len(left) > _INDENT - 2:
         return [left, *(" " * _INDENT + line for line in wrapped)]
     return [left.ljust(_INDENT) + wrapped[0], *(" " * _INDENT + line for line in wrapped[1:])]
+
+
+REFERENCE = """\
+# Options of `phalanx run`
+
+This page is written from the table of options in `src/phalanx/job/options.py` (`make options`).
+
+`phalanx run [options] SCRIPT [arguments of the script]`. A command line overrides a variable, and a variable
+overrides the default; an empty variable counts as unset. Options of torchrun have its names, variables and
+defaults; ours have variables that begin with `PHALANX_`. Each may be spelled with `_` for `-`, and shortened
+while it stays unique.
+
+| value | written as |
+|---|---|
+| TIME | `30`, `30s`, `10m`, `1.5h`, `1h30m`, `7d` |
+| SIZE | `4096`, `512M`, `2GiB`, in units of 1024 |
+| RANKS | `0,3-7` |
+| [HOST:]PORT | `8080`, `0.0.0.0:8080`, `[::1]:8080` |
+| SIGNAL | `SIGUSR1` or `USR1` |
+"""
+
+
+def reference() -> str:
+    """The text of docs/options.md."""
+    lines = [REFERENCE]
+    for title, options in _groups():
+        lines += [f"## {title}", "", "| option | what it does | variable | default |", "|---|---|---|---|"]
+        for option in options:
+            cells = (f"`{_spelled(option)}`", option.help, option.env, _default(option))
+            code = [cells[0], cells[1], *(f"`{cell}`" if cell else "" for cell in cells[2:])]
+            lines.append(f"| {' | '.join((cell or '').replace('|', chr(92) + '|') for cell in code)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"

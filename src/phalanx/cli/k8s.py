@@ -9,6 +9,7 @@ from typing import Any
 from phalanx.job.command_line import InformationRequested, scan, take_words, usage_error
 from phalanx.job.environment import JOB_UID, TOKEN_FILE
 from phalanx.job.options import BY_DEST
+from phalanx.job.units import duration, format_duration
 from phalanx.platforms.kubernetes.manifest import (
     KINDS,
     PodJob,
@@ -47,12 +48,12 @@ Prints the manifests of a job on NODES pods; give them to kubectl apply -f -.
       --toleration KEY[=VALUE][:EFFECT] (*)
                          of the pods
       --queue NAME       of Kueue
-      --ttl SECONDS      delete the job this long after its end
+      --ttl TIME         delete the job this long after its end
       --secret NAME      an existing Secret whose key `token` is the job's
                          token [the manifest has one, made from your own token]
       --retries K        a pod may fail K times by the infrastructure [10]
-      --termination-grace SECONDS
-                         from SIGTERM to SIGKILL; workers get 10 less [120]
+      --termination-grace TIME
+                         from SIGTERM to SIGKILL; workers get 10s less [2m]
       --health-port PORT of the probes [8080]
       --no-preflight     without the init container that runs phalanx check
       --restricted       for namespaces that enforce Kubernetes' restricted pod
@@ -194,7 +195,7 @@ def _checked(
         namespace=own.get("namespace", ""),
         secret=own.get("secret") or f"{name}-token",
         retries=_count(own, "retries", 0, 10),
-        termination_grace=_count(own, "termination-grace", 1, 120),
+        termination_grace=_whole_seconds(own, "termination-grace", 1, "2m"),
         health_port=_count(own, "health-port", 1, 8080, 65535),
         preflight="no-preflight" not in own,
         restricted="restricted" in own,
@@ -210,7 +211,7 @@ def _checked(
         ),
         priority_class=own.get("priority-class", ""),
         queue=own.get("queue", ""),
-        ttl=_count(own, "ttl", 0, 0) if "ttl" in own else None,
+        ttl=_whole_seconds(own, "ttl", 0) if "ttl" in own else None,
     )
     host = longest_host_name(kind, job)
     if not _LABEL.fullmatch(name) or len(host) > 63:
@@ -309,19 +310,27 @@ def _check_run_words(run: list[str], termination_grace: int) -> None:
             raise usage_error(f"{option.name}: the manifest and the pods see to that; leave it out")
         if dest not in _OF_THE_IMAGE:
             words.append(option.name if option.kind == "flag" else f"{option.name}={value}")
-        if dest in ("grace", "shutdown_timeout") and _seconds(value) >= termination_grace:
-            raise usage_error(
-                f"{option.name} {value}: the pod is killed after --termination-grace {termination_grace} "
-                "seconds; choose less"
-            )
-    parse([*words, __file__], {})
+    asked = parse([*words, __file__], {}).restarts.shutdown_timeout
+    if (
+        any(word.startswith(("--grace=", "--shutdown-timeout=")) for word in words)
+        and asked >= termination_grace
+    ):
+        raise usage_error(
+            f"--grace {format_duration(asked)}: the pod is killed after --termination-grace "
+            f"{format_duration(termination_grace)}; choose less"
+        )
 
 
-def _seconds(text: str) -> float:
+def _whole_seconds(own: dict[str, str], name: str, least: int, default: str = "") -> int:
+    """A duration as Kubernetes takes it."""
+    text = own.get(name, default)
     try:
-        return float(text)
-    except ValueError:
-        return 0.0  # which is refused as such
+        seconds = duration(text)
+        if not least <= seconds == int(seconds):
+            raise ValueError(f"use whole seconds, {least} or more")
+    except ValueError as error:
+        raise usage_error(f"--{name} {text}: {error}") from None
+    return int(seconds)
 
 
 def _value(name: str, rest: list[str]) -> str:

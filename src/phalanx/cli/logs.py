@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from phalanx.cli.parser import Parser
 from phalanx.cli.remote_job import RemoteJob, add_endpoint, remote_job
 from phalanx.cli.runs import (
     NoSuchRun,
@@ -25,11 +26,9 @@ from phalanx.cli.runs import (
     check_directory,
     local_agents,
     one_run,
-    ranks_of,
     run_of,
     since_of,
 )
-from phalanx.cli.store import Parser
 from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
 from phalanx.observe.local_agents import LocalAgent, put, states
@@ -56,8 +55,8 @@ class WrittenLog(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Find the files, filter, print, and follow."""
-    options = _parser().parse_args(argv)
-    ranks, since = ranks_of(options.rank), since_of(options.since)
+    options = make_parser().parse_args(argv)
+    ranks, since = options.rank, since_of(options.since)
     try:
         wanted = re.compile(options.grep) if options.grep else None
     except re.error as error:
@@ -104,10 +103,11 @@ def _at_store(options: Namespace, ranks: set[int] | None, wanted: re.Pattern[str
         return 1
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="phalanx logs", description="What the workers of a run wrote.")
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser("logs", "What the workers of a run wrote.")
     add_run(parser)
-    parser.add_argument("--rank", metavar="RANKS", default="", help="only these ranks, such as 0,3-7")
+    parser.add_value("--rank", "ranks", "only these ranks, such as 0,3-7")
     parser.add_argument(
         "--node", metavar="NODE", default="", help="only of this node, by its name [all nodes of the job]"
     )

@@ -2,7 +2,7 @@
 
 Of a job on this machine through its agent, which knows the job's store; of any other with --rdzv-endpoint and
 --rdzv-id, also after the job has ended, if its store outlives it. What is added stays until it is removed, or
-for --for SECONDS; docs/quarantine.md has the rest.
+for --for TIME; docs/quarantine.md has the rest.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 import msgspec
 
 from phalanx.cli.drain import add_store, settings_of, store_client
+from phalanx.cli.parser import TRUST, Parser
 from phalanx.cli.runs import NoSuchRun, add_all_users, fitting, local_agents, request, running
-from phalanx.cli.store import TRUST, Parser, add_options
 from phalanx.core.rounds.causes import HOSTS
 from phalanx.core.rounds.records import UNTIL_REMOVED, HostRecord, decode_host, encode
 from phalanx.core.rounds.store_commands import Delete, Get, Put
@@ -39,8 +39,6 @@ def main(argv: Sequence[str]) -> int:
     options = make_parser().parse_args(argv)
     if options.action not in ACTIONS:
         raise UsageError(f"{options.action}: not an action; use {', '.join(ACTIONS)}")
-    if options.seconds is not None and not 0 < options.seconds < 1e9:
-        raise UsageError(f"--for {options.seconds:g}: use a number of seconds above 0")
     _check_words(options)
     try:
         if options.dir:
@@ -160,9 +158,7 @@ def _show(listed: list[dict[str, Any]], as_json: bool) -> int:
 
 def make_parser() -> Parser:
     """The options."""
-    parser = Parser(
-        prog="phalanx quarantine", description="Keep hosts out of a running job, or let them in again."
-    )
+    parser = Parser("quarantine", "Keep hosts out of a running job, or let them in again.")
     parser.add_argument("action", nargs="?", default="list", metavar="list|add|remove")
     parser.add_argument(
         "words",
@@ -171,10 +167,10 @@ def make_parser() -> Parser:
         help="a run of this machine (the one that runs by default), then names of hosts",
     )
     parser.add_argument("--reason", default="by hand", help="why, for everyone to see [%(default)s]")
-    parser.add_argument("--for", dest="seconds", metavar="SECONDS", type=float, help="until that is over")
+    parser.add_value("--for", "duration", "only for this long", dest="seconds", least=0.001)
     parser.add_argument("--json", action="store_true", help="list as JSON")
     parser.add_argument("--dir", metavar="DIR", help="of the jobs with this --quarantine-dir, not of one job")
-    add_options(parser, "rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
+    parser.add_run_options("rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
     add_all_users(parser)
     add_store(parser)
     return parser

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from phalanx.cli.drain import add_store, settings_of, store_client
+from phalanx.cli.parser import TRUST, Parser
 from phalanx.cli.runs import NoSuchRun
-from phalanx.cli.store import TRUST, Parser, add_options
 from phalanx.cluster.node_requests import LONGEST_QUESTION, ask_nodes
 from phalanx.core.rounds.records import decode_node
 from phalanx.core.rounds.store_commands import Get
@@ -34,7 +34,7 @@ _MOST_NODES = 64  # whose logs are read at once: each may send 256 KiB
 
 def add_endpoint(parser: Parser) -> None:
     """The options that name a job of other machines; only arguments count, not the variables of a job."""
-    add_options(parser, "rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
+    parser.add_run_options("rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
     add_store(parser, _PATIENCE)
     parser.set_defaults(rdzv_endpoint="", rdzv_id="")
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from phalanx.errors import UsageError
 from phalanx.job.environment import variables
+from phalanx.job.units import duration
 from phalanx.log import printable, write_stderr
 from phalanx.observe.local_agents import FIND, LocalAgent, find, put
 from phalanx.observe.run_registry import runs
@@ -22,8 +23,6 @@ from phalanx.observe.snapshot import RunFile
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
-
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def add_all_users(parser: argparse.ArgumentParser) -> None:
@@ -107,31 +106,16 @@ def add_run(parser: argparse.ArgumentParser, what: str = "the latest by default"
     add_all_users(parser)
 
 
-def ranks_of(text: str) -> set[int] | None:
-    """`0,3-7` as ranks; None: all."""
-    if not text:
-        return None
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UsageError(f"--rank {text}: write ranks as 0,3-7")
-        begin, end = int(first), int(last) if dash else int(first)
-        if end < begin or end - begin > 1 << 20:
-            raise UsageError(f"--rank {text}: {part.strip()} is not a range")
-        found.update(range(begin, end + 1))
-    return found
-
-
 def since_of(text: str) -> float | None:
     """`10m`, `2h` or a time such as `2026-11-16T05:00` as seconds of the wall clock."""
     if not text:
         return None
-    span = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
-    if span:
-        return time.time() - float(span[1]) * _UNITS[span[2]]
     from datetime import datetime
 
+    try:
+        return time.time() - duration(text)
+    except ValueError:
+        pass  # a time
     try:
         return datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp()  # 3.10 knows no Z
     except ValueError:

@@ -16,6 +16,7 @@ from typing import Any
 from phalanx.errors import StoreAuthError, UsageError
 from phalanx.job.command_line import InformationRequested, take_words, usage_error
 from phalanx.job.environment import variables
+from phalanx.job.units import duration
 from phalanx.log import printable, write_stderr
 from phalanx.platforms.slurm.batch_script import BatchJob, batch_script, name_of
 from phalanx.platforms.slurm.job_record import JobRecord, all_records, forget_old, records_directory
@@ -47,7 +48,7 @@ submit writes an sbatch script that runs SCRIPT on NODES nodes, and submits it.
       --requeues K       go back into the queue at most K times [10]: after a
                          preemption, the notice before the time limit, and
                          failures of the infrastructure; never after exit code 93
-      --notice SECONDS   how long before the time limit workers are told [120]
+      --notice TIME      how long before the time limit workers are told [2m]
       --print            print the script, and submit nothing
       --sbatch OPTION    any other option of sbatch, as in --sbatch=--nice=10
   -t, --time; -p, --partition; -A, --account; -J, --job-name; -a, --array;
@@ -170,7 +171,7 @@ def parse_submit(words: Sequence[str]) -> tuple[BatchJob, bool]:
         nodes=_count(own, "nodes", 1),
         spares=_count(own, "spares", 0),
         requeues=_count(own, "requeues", 0, 10),
-        notice=_count(own, "notice", 1, 120),
+        notice=_notice(own.get("notice", "2m")),
         script=rest[0],
         script_args=tuple(rest[1:]),
         run_words=tuple(run),
@@ -191,6 +192,16 @@ def _count(own: Mapping[str, str], name: str, least: int, default: int | None = 
     if not (text.isascii() and text.isdigit()) or int(text) < least:
         raise usage_error(f"--{name} {text}: use a whole number, {least} or more")
     return int(text)
+
+
+def _notice(text: str) -> int:
+    try:
+        seconds = duration(text)
+    except ValueError as error:
+        raise usage_error(f"--notice {text}: {error}") from None
+    if seconds < 1:
+        raise usage_error(f"--notice {text}: must be 1 or more")
+    return int(seconds)
 
 
 def _check(job: BatchJob) -> None:

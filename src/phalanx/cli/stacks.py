@@ -12,31 +12,33 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.agent.supervision.stacks import short
+from phalanx.cli.parser import Parser
 from phalanx.cli.remote_job import add_endpoint, remote_job
-from phalanx.cli.runs import NoSuchRun, add_run, local_agents, ranks_of, request, running
-from phalanx.cli.store import Parser
+from phalanx.cli.runs import NoSuchRun, add_run, local_agents, request, running
 from phalanx.core.diagnosis.progress import Evidence, alike, ranks_text
 from phalanx.log import printable, write_stderr
 
 _FRAMES = 12
 
 
-def main(argv: Sequence[str]) -> int:
-    """Ask, and print groups."""
-    parser = Parser(
-        prog="phalanx stacks", description="The Python stacks of all ranks of a running job, now."
-    )
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser("stacks", "The Python stacks of all ranks of a running job, now.")
     add_run(parser, "the one that runs")
-    parser.add_argument("--rank", metavar="RANKS", default="", help="only these, such as 0,3-7")
+    parser.add_value("--rank", "ranks", "only these, such as 0,3-7")
     parser.add_argument("--full", action="store_true", help="all frames, with the paths of their files")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     add_endpoint(parser)
-    options = parser.parse_args(argv)
-    ranks = ranks_of(options.rank)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Ask, and print groups."""
+    options = make_parser().parse_args(argv)
     try:
         what: dict[str, Any] = {"ask": "stacks", "all": True}
-        if ranks is not None:
-            what["ranks"] = sorted(ranks)
+        if options.rank is not None:
+            what["ranks"] = sorted(options.rank)
         if options.rdzv_endpoint:
             with remote_job(options) as job:
                 answer = job.ask(what)

@@ -14,9 +14,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+from phalanx.cli.parser import Parser
 from phalanx.cli.remote_job import add_endpoint, remote_job
 from phalanx.cli.runs import NoSuchRun, add_all_users, fitting, local_agents, one_run
-from phalanx.cli.store import Parser
 from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
 from phalanx.observe.duration import duration
@@ -24,11 +24,11 @@ from phalanx.observe.local_agents import WORK, LocalAgent, as_dict, states
 from phalanx.observe.status_text import format_job
 
 
-def main(argv: Sequence[str]) -> int:
-    """Find the agents, ask them, print."""
+def make_parser() -> Parser:
+    """The options."""
     parser = Parser(
-        prog="phalanx status",
-        description="The state of this user's jobs on this machine: workers, steps, stragglers, incidents, "
+        "status",
+        "The state of this user's jobs on this machine: workers, steps, stragglers, incidents, "
         "goodput. With RUN, of all nodes of that job.",
     )
     parser.add_argument("run", nargs="?", default="", help="a run id, or its beginning, or a script's name")
@@ -36,7 +36,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--watch", action="store_true", help="a live view of one job; q ends it")
     add_all_users(parser)
     add_endpoint(parser)
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Find the agents, ask them, print."""
+    options = make_parser().parse_args(argv)
     if options.watch and options.rdzv_endpoint:
         raise UsageError("--watch shows a job of this machine; leave out --rdzv-endpoint, or --watch")
     if options.rdzv_endpoint:

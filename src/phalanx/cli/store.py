@@ -12,11 +12,10 @@ import resource
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
 
+from phalanx.cli.parser import TRUST, Parser
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.job.environment import STORE_PORT, TOKEN_FILE, variables
-from phalanx.job.options import BY_DEST
+from phalanx.job.environment import STORE_PORT, TOKEN_FILE
 from phalanx.log import write_stderr
 
 TYPE_CHECKING = False
@@ -25,19 +24,10 @@ if TYPE_CHECKING:
     from phalanx.store.net.tls import Tls
     from phalanx.store.net.token import Token
 
-TRUST = ("token_file", "tls_cert", "tls_key", "tls_ca")
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     from phalanx.job.address import listening_address, parse_rendezvous_endpoint
     from phalanx.store.embedded.server import Server
 
@@ -45,8 +35,9 @@ def main(argv: Sequence[str]) -> int:
         host, port = parse_rendezvous_endpoint(options.listen, STORE_PORT)
     except ValueError as error:
         raise UsageError(f"--listen: {error}") from None
+    if options.metrics and options.health_port is None:
+        raise UsageError("--metrics is served at --health-port; add --health-port [HOST:]PORT")
     # Blocked before any thread exists, so that none of them can be the one that gets the signal.
-    health = _health_address(options)
     ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     failures: list[str] = []
@@ -71,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         ) as server:
             where = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
             kept = f", journal {options.journal}" if options.journal else ", no journal: jobs end with it"
-            with _endpoints(server, health, options.metrics) as served:
+            with _endpoints(server, options.health_port, options.metrics) as served:
                 _say(f"listening on {where}:{server.address[1]}{kept}{served}")
                 signal.sigwait(ends)
             if failures:
@@ -85,20 +76,6 @@ def main(argv: Sequence[str]) -> int:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return 0
-
-
-def _health_address(options: argparse.Namespace) -> tuple[str, int] | None:
-    """Where the endpoints are; None: nowhere."""
-    if not options.health_port:
-        if options.metrics:
-            raise UsageError("--metrics is served at --health-port; add --health-port [ADDR:]PORT")
-        return None
-    from phalanx.agent.supervision.agent_services import split_address
-
-    try:
-        return split_address(options.health_port)
-    except ValueError as error:
-        raise UsageError(f"--health-port {error}") from None
 
 
 @contextmanager
@@ -125,8 +102,9 @@ def _linger(options: argparse.Namespace) -> float:
     return float("inf") if options.journal else 1.0
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="phalanx store", description="Serve the store that the nodes of jobs meet at.")
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser("store", "Serve the store that the nodes of jobs meet at.")
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
@@ -134,29 +112,16 @@ def _parser() -> Parser:
         help="the address to listen on [%(default)s]",
     )
     parser.add_argument("--journal", metavar="FILE", help="keep all data in this file, to survive a restart")
-    parser.add_argument(
+    parser.add_value(
         "--linger",
-        metavar="SECONDS",
-        type=float,
-        help="how long a node may take to reconnect, and its workers run on while this store is away "
-        "[1; with a journal: as long as the node's lease]",
+        "duration",
+        "how long a node may take to reconnect, and its workers run on while this store is away "
+        "[1s; with a journal: as long as the node's lease]",
     )
-    parser.add_argument(
-        "--health-port", metavar="[ADDR:]PORT", help="serve /healthz and /readyz at this address"
-    )
-    parser.add_argument("--metrics", action="store_true", help="serve /metrics for Prometheus there, too")
-    add_options(parser, *TRUST)
+    parser.add_value("--health-port", "address", "serve /healthz and /readyz at this address")
+    parser.add_flag("--metrics", "serve /metrics for Prometheus there, too")
+    parser.add_run_options(*TRUST)
     return parser
-
-
-def add_options(parser: argparse.ArgumentParser, *dests: str) -> None:
-    """Options that `phalanx run` has too, with their variables as defaults."""
-    for option in (BY_DEST[dest] for dest in dests):
-        default = variables().get(option.env or "", "") or option.default or ""
-        shown = " [%(default)s]" if default else ""
-        parser.add_argument(
-            *option.flags, metavar=option.metavar, default=default, help=f"{option.help}{shown}"
-        )
 
 
 def trust(options: argparse.Namespace) -> tuple[Token, Tls | None]:

@@ -1,10 +1,4 @@
-"""`phalanx warm`: what is known about the imports of scripts, and what `--keep-warm` has left behind.
-
-phalanx warm [SCRIPT]                the processes that wait for the next launch
-phalanx warm --stop [SCRIPT]         end them
-phalanx warm --explain train.py      per package: preloaded or not, and why
-phalanx warm --forget [train.py]     forget what was seen of a script; without one: of all
-"""
+"""`phalanx warm`: what is known about the imports of scripts, and what `--warm-for` has left behind."""
 
 from __future__ import annotations
 
@@ -17,6 +11,7 @@ from typing import Any
 
 from phalanx.agent.node_view import memory_of
 from phalanx.agent.warm.keep_warm import ask, connect, converse, names
+from phalanx.cli.parser import Parser
 from phalanx.helpers.kept_zygote import peer_of
 from phalanx.job.command_line import usage_error
 from phalanx.job.environment import variables
@@ -26,34 +21,36 @@ from phalanx.observe.duration import duration
 
 _PATIENCE = 2.0  # seconds; one that still imports, or is stopped, does not answer
 
-USAGE = """\
-usage: phalanx warm [SCRIPT] | --stop [SCRIPT] | --explain SCRIPT | --forget [SCRIPT]
-
+DESCRIPTION = """\
 The workers of a script are forked from a Python that has imported the listed
-packages at its top (phalanx run --warm auto). With --keep-warm, that process
-stays for the next launch. SCRIPT is a file, or -m MODULE.
-
-  [SCRIPT]            list the processes that stay, with age and memory
-  --stop [SCRIPT]     end them
-  --explain SCRIPT    print per package whether it is preloaded, and why not
-  --forget [SCRIPT]   forget what was seen of a script, or of all
+packages at its top (phalanx run --warm auto). With --warm-for, that process
+stays for the next launch. Without an option: list those that stay, with age
+and memory.
 """
 
 
 def main(argv: Sequence[str]) -> int:
     """List, stop, explain or forget; the exit code."""
-    words = list(argv)
-    if "-h" in words or "--help" in words:
-        print(USAGE, end="")
-        return 0
-    options = [word for word in words if word.startswith("--")]
-    if "--explain" in options or "--forget" in options:
-        return _imports(words)
-    for unknown in options:
-        if unknown != "--stop":
-            raise usage_error(f"{unknown}: use --explain SCRIPT, --forget [SCRIPT] or --stop [SCRIPT]")
-    program = _program("--stop" if options else "", [word for word in words if word != "--stop"])
-    return _kept("--stop" in options, program[1] if program is not None else "")
+    options = make_parser().parse_args(argv)
+    script = options.module or options.script
+    if options.explain or options.forget:
+        return _imports(options.explain, ["module" if options.module else "script", script])
+    return _kept(options.stop, script)
+
+
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser("warm", DESCRIPTION)
+    parser.add_argument("script", nargs="?", default="", metavar="SCRIPT", help="only of this file [all]")
+    parser.add_argument("-m", "--module", default="", help="only of this module")
+    one = parser.add_mutually_exclusive_group()
+    for flag, about in (
+        ("--stop", "end them"),
+        ("--explain", "print per package whether it is preloaded, and why not"),
+        ("--forget", "forget what was seen of a script, or of all"),
+    ):
+        one.add_argument(flag, action="store_true", help=about)
+    return parser
 
 
 def _kept(stop: bool, script: str) -> int:
@@ -69,37 +66,20 @@ def _kept(stop: bool, script: str) -> int:
     return 0
 
 
-def _imports(words: list[str]) -> int:
-    option, *rest = words
-    if option not in ("--explain", "--forget"):
-        raise usage_error(f"{option}: begin with --explain or --forget")
+def _imports(explaining: bool, program: list[str]) -> int:
     from phalanx.agent.warm.explain import explain, forget
 
-    program = _program(option, rest)
-    if option == "--explain":
-        if program is None:
+    kind, target = program
+    if explaining:
+        if not target:
             raise usage_error("--explain: name a script, as in: phalanx warm --explain train.py")
+        if kind == "script" and not os.path.exists(target):
+            raise usage_error(f"--explain {target}: no such file")
         print(printable(explain(program, variables())), end="")
         return 0
-    count = forget(program, variables())
-    about = program[1] if program is not None else "all scripts"
-    print(printable(f"{about}: {count} list{'s' * (count != 1)} removed"))
+    count = forget(program if target else None, variables())
+    print(printable(f"{target or 'all scripts'}: {count} list{'s' * (count != 1)} removed"))
     return 0
-
-
-def _program(option: str, words: list[str]) -> list[str] | None:
-    """Mode, target and interpreter flags, as `phalanx run` has them."""
-    if not words:
-        return None
-    if words[0] == "-m":
-        if len(words) < 2:
-            raise usage_error(f"{option} -m: name a module")
-        return ["module", words[1]]
-    if words[0].startswith("-"):
-        raise usage_error(f"{option} {words[0]}: name a script, or -m MODULE")
-    if option == "--explain" and not os.path.exists(words[0]):
-        raise usage_error(f"{option} {words[0]}: no such file")
-    return ["script", words[0]]
 
 
 def _describe(name: str) -> dict[str, Any] | None:

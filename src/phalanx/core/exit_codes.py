@@ -57,7 +57,7 @@ TABLE: tuple[tuple[str, str], ...] = (
     ),
     (
         str(UNFIT_NODE),
-        "this node is unfit: its `--check` or `--health-check` failed, or it could not start its workers",
+        "this node is unfit: its `--check` or `--check-command` failed, or it could not start its workers",
     ),
     (str(HANG), "a hang ended the job (`--on-hang fail`, or no restart was left)"),
     ("1", "a failure without an exit code of a worker, other than these"),

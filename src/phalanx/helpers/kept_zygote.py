@@ -1,4 +1,4 @@
-"""The zygote between two launches: it waits for the next launch of its script (`--keep-warm`).
+"""The zygote between two launches: it waits for the next launch of its script (`--warm-for`).
 
     job ends ──► kept: no agent, no worker, no terminal ──► adopted by the next launch, or ended
 

@@ -148,7 +148,7 @@ def _scan_cluster(found: Scan, word: str, rest: list[str], position: int) -> int
 
 
 def _store(found: Scan, option: Option, value: str) -> None:
-    if option.dest in ("help", "version"):
+    if option.dest in ("help", "help_all", "version"):
         raise InformationRequested(option.dest)
     if option.dest == "print_completion":
         if value not in SHELLS:

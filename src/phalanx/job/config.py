@@ -326,7 +326,7 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
     parser = argparse.ArgumentParser(prog="phalanx run", description="Run a script as a group of workers.")
     groups: dict[str, Any] = {}
     for option in OPTIONS:
-        if option.dest in ("help", "print_completion", "version"):
+        if option.dest in ("help", "help_all", "print_completion", "version"):
             continue  # argparse brings its own help, and a namespace has no use for a completion script
         group = groups.get(option.group) or groups.setdefault(
             option.group, parser.add_argument_group(option.group)

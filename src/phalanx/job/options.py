@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 
 from phalanx.core.record import Record, dataclass_transform
-from phalanx.job.environment import DEFAULT_QUARANTINE, DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATIC_PORT
+from phalanx.job.environment import DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATIC_PORT
 from phalanx.job.units import DAY, format_duration
 
 TYPE_CHECKING = False  # type checkers take it as true; importing `typing` for it would cost milliseconds
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 OURS = "PHALANX_"
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 NEVER_MORE = float("inf")
-_METAVARS = {
-    "address": "[HOST:]PORT", "duration": "TIME", "int": "N", "port": "PORT", "ranks": "RANKS",
-    "signal": "SIGNAL", "std": "STD",
+METAVARS = {
+    "address": "[HOST:]PORT", "choice": "MODE", "directory": "DIR", "duration": "TIME", "file": "FILE",
+    "int": "N", "port": "PORT", "ranks": "RANKS", "signal": "SIGNAL", "std": "STD",
 }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ class Option:
         self.help = help
         self.env = env + self.dest.upper() if env in ("PET_", OURS) else env
         self.choices = choices
-        self.metavar = metavar or _METAVARS.get(kind) or self.dest.rpartition("_")[2].upper()
+        self.metavar = metavar or METAVARS.get(kind) or self.dest.rpartition("_")[2].upper()
         self.least, self.most = least, most
         self.words = words  # with a meaning of their own, instead of a value of the kind
         self.common = common  # in the short help
@@ -159,13 +159,13 @@ class Workers(Section, title="How many"):
 
     local_world_size: int = torchrun(
         "--nproc-per-node", "workers", "1", "workers per node: a number, auto, gpu, xpu or cpu", metavar="N",
-        common=True,
+        words=dict.fromkeys(("auto", "gpu", "xpu", "cpu")), common=True,
     )  # fmt: skip
     role: str = torchrun("--role", "text", "default", "name of this group of workers", metavar="NAME")
     numa_binding = torchrun(
         "--numa-binding", "choice", None,
         "bind each worker to CPUs near its GPU: node, socket, exclusive or core-complex",
-        env=None, choices=("node", "socket", "exclusive", "core-complex"), metavar="MODE",
+        env=None, choices=("node", "socket", "exclusive", "core-complex"),
     )  # fmt: skip
     numa_options: NumaOptions | None
     omp = option(
@@ -192,9 +192,9 @@ class Workers(Section, title="How many"):
     warmup: str = option(
         "--warmup", "text", "", "what a standby worker runs in advance", metavar="MODULE:FUNCTION"
     )
-    keep_warm: float = option(
-        "--keep-warm", "duration", 0.0,
-        "leave the prepared process behind for the next launch, for this long: 10m, or off",
+    warm_for: float = option(
+        "--warm-for", "duration", 0.0,
+        "keep the prepared process for the next launch, for this long: 10m, or off",
         most=DAY, words={"off": 0.0},
     )  # fmt: skip
 
@@ -203,7 +203,7 @@ class Cluster(Section, title="Where"):
     """How many nodes there are, and where they meet."""
 
     standalone = torchrun(
-        "--standalone", "flag", False, "one node, no address needed; ignores --rdzv-*", common=True
+        "--standalone", "flag", False, "one node, no address needed; ignores the rendezvous", common=True
     )
     nnodes = torchrun("--nnodes", "text", "1:1", "number of nodes, or MIN:MAX", metavar="N", common=True)
     min_nodes: int
@@ -212,7 +212,7 @@ class Cluster(Section, title="Where"):
         "--hosts", "text", "", "start on these hosts over ssh: a,b,c:8 (with the number of workers)",
         env=None, metavar="LIST", common=True,
     )  # fmt: skip
-    hostfile = option("--hostfile", "text", "", "the same from a file, a host on each line", env=None)
+    hostfile = option("--hostfile", "file", "", "the same from a file, a host on each line", env=None)
     hosts: tuple[HostSlots, ...]  # started from here over ssh; none: this node alone
     hosts_endpoint: str  # the endpoint that the user has given for them; empty: the first host
     ssh: str = option("--ssh", "text", "ssh", "the ssh command for --hosts", metavar="CMD")
@@ -227,8 +227,9 @@ class Cluster(Section, title="Where"):
         "--local-addr", "text", None, "address by which other nodes reach this one"
     )
     backend = torchrun(
-        "--rdzv-backend", "text", "static", "phalanx (or c10d), static, etcd, or a plug-in", common=True
-    )
+        "--rdzv-backend", "text", "static", "phalanx (or c10d), static, etcd, or a plug-in",
+        words=dict.fromkeys(("phalanx", "static", "etcd")), common=True,
+    )  # fmt: skip
     rdzv_backend: str
     endpoint = torchrun(
         "--rdzv-endpoint", "text", "", "where the nodes meet", metavar="HOST:PORT", common=True
@@ -244,12 +245,12 @@ class Cluster(Section, title="Where"):
     tls_ca = option("--tls-ca", "file", None, "TLS: CA of the other nodes", metavar="FILE")
     store_grace = option("--store-grace", "duration", 60.0, "how long workers may run without the store")
     quarantine = option(
-        "--quarantine", "quarantine", DEFAULT_QUARANTINE,
+        "--quarantine", "quarantine", "3:1h:1h",
         "quarantine a host for COOLDOWN after it causes K failures within WINDOW, or off",
         metavar="K:WINDOW:COOLDOWN",
     )  # fmt: skip
     quarantine_dir = option(
-        "--quarantine-dir", "text", None, "share quarantined hosts with other jobs in this directory"
+        "--quarantine-dir", "directory", None, "share quarantined hosts with other jobs in this directory"
     )
     quarantine_hook = option(
         "--quarantine-hook", "text", None, "shell command to run for a quarantined host, $1, as to drain it",
@@ -267,12 +268,12 @@ class Restarts(Section, title="Restarts and stopping"):
     no_restart_on: frozenset[int | str] = option(  # codes as a shell shows them (128+n: signal n), exceptions
         "--no-restart-on", "failures", "",
         "exit codes, signals and exceptions that are not worth a restart, or none",
-        metavar="LIST", common=True,
+        metavar="LIST",
     )  # fmt: skip
     hopeless: frozenset[int | str]  # the same, only for workers that fail early; what a job has by default
     restart_delay: float = option("--restart-delay", "duration", 0.0, "wait before every restart", most=DAY)
     backoff: tuple[float, float] = option(  # the first delay and the longest; 0: none
-        "--backoff", "backoff", "0.5:30",
+        "--backoff", "backoff", "0.5s:30s",
         "wait before the second restart in a row, doubled each time up to MAX; 0: none",
         metavar="TIME[:MAX]",
     )  # fmt: skip
@@ -343,8 +344,8 @@ class Watching(Section, title="Watching"):
         "--check", "flag", False,
         "test this machine before it joins, as phalanx check does; unfit: it stays out", common=True,
     )  # fmt: skip
-    health_check: str = option(
-        "--health-check", "text", "", "command that must succeed before this node joins", metavar="CMD"
+    check_command: str = option(
+        "--check-command", "text", "", "command that must succeed before this node joins", metavar="CMD"
     )
     preempt_signal: int | None = option(
         "--preempt-signal", "signal", None, "signal on which workers checkpoint and exit within --grace"
@@ -372,23 +373,22 @@ class KeptState(Section, title="State"):
     """What becomes of the state that workers keep."""
 
     keep_spill: str = option(
-        "--keep-spill", "text", "",
+        "--keep-spill", "directory", "",
         "write kept state here if the job fails or is preempted; its next launch finds it",
-        metavar="DIR", common=True,
+        common=True,
     )  # fmt: skip
     keep_id: str  # the job's name over its attempts; empty: the run ID
     keep_replicas: int = option(
-        "--keep-replicas", "int", 0, "copy the kept state of each node to the next one: 0 or 1", most=1,
-        common=True,
-    )  # fmt: skip
+        "--keep-replicas", "int", 0, "copy the kept state of each node to the next one: 0 or 1", most=1
+    )
 
 
 class Output(Section, title="Output"):
     """Where the output of the workers goes, and what the launcher prints."""
 
-    log_dir: str | None = torchrun("--log-dir", "text", None, "directory for logs", common=True)
+    log_dir: str | None = torchrun("--log-dir", "directory", None, "directory for logs", common=True)
     redirects: str = torchrun(
-        "-r --redirects", "std", "0", "to files: 1 stdout, 2 stderr, 3 both, or RANK:N,...", common=True
+        "-r --redirects", "std", "0", "to files: 1 stdout, 2 stderr, 3 both, or RANK:N,..."
     )
     tee: str = torchrun("-t --tee", "std", "0", "to files and the console; same values as -r", common=True)
     local_ranks_filter: frozenset[int] | None = torchrun(
@@ -425,17 +425,17 @@ class Output(Section, title="Output"):
         "move the older part of a worker's log to files of this size, and keep that many: 100M:5",
         metavar="SIZE[:KEEP]",
     )  # fmt: skip
-    keep_logs: float | None = option(  # seconds; None: forever
-        "--keep-logs", "duration", 7 * DAY,
+    log_retention: float | None = option(  # seconds; None: forever
+        "--log-retention", "duration", 7 * DAY,
         "how long temporary logs of finished jobs stay; a later run removes them: 12h, 7d, forever",
         most=3650 * DAY, words={"forever": None},
     )  # fmt: skip
     termination_log: str = option(  # empty: Kubernetes' default, if it is there
-        "--termination-log", "text", "",
-        "write why the job failed into this file (/dev/termination-log, if there is one)", metavar="FILE",
+        "--termination-log", "file", "",
+        "write why the job failed into this file (/dev/termination-log, if there is one)",
     )  # fmt: skip
     quiet: bool = option("-q --quiet", "flag", False, "print failures only", common=True)
-    verbose: bool = option("--verbose", "flag", False, "print every decision and its reason", common=True)
+    verbose: bool = option("--verbose", "flag", False, "print every decision and its reason")
 
 
 class Terminal(Section, title="Other"):
@@ -455,7 +455,11 @@ class Terminal(Section, title="Other"):
         env=None, choices=SHELLS, metavar="SHELL",
     )  # fmt: skip
     version = option("--version", "flag", False, "print the version", env=None)
-    help = option("-h --help", "flag", False, "print this text", env=None, common=True)
+    help = option("-h --help", "flag", False, "print the options that most jobs need", env=None, common=True)
+    help_all = option(
+        "--help-all", "flag", False, "print all options, with their variables and defaults", env=None,
+        common=True,
+    )  # fmt: skip
 
 
 SECTIONS = (Program, Workers, Cluster, Restarts, Watching, KeptState, Output, Terminal)

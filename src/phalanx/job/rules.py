@@ -189,7 +189,7 @@ def workers(v: Sources) -> Workers:
         numa_options=_numa(v),
         preload=_preload(v),
         warmup=_warm_up(v, warm),
-        keep_warm=_keep_warm(v, warm),
+        warm_for=_warm_for(v, warm),
     )
 
 
@@ -260,10 +260,10 @@ def _warm_up(v: Sources, mode: str) -> str:
     return text
 
 
-def _keep_warm(v: Sources, mode: str) -> float:
-    seconds: float = v.value("keep_warm")
-    if seconds and mode == "off" and "keep_warm" in v.arguments:
-        raise v.bad("keep_warm", "there is nothing to keep with --warm off")
+def _warm_for(v: Sources, mode: str) -> float:
+    seconds: float = v.value("warm_for")
+    if seconds and mode == "off" and "warm_for" in v.arguments:
+        raise v.bad("warm_for", "there is nothing to keep with --warm off")
     return 0.0 if mode == "off" else seconds
 
 

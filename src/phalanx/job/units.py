@@ -44,7 +44,7 @@ def duration(text: str) -> float:
 
 
 def _decimal(text: str) -> float:
-    if not text.removeprefix("-").replace(".", "", 1).isdecimal():
+    if not text.replace(".", "", 1).isdecimal():
         raise ValueError(text)
     return float(text)
 
@@ -236,8 +236,8 @@ def _text(text: str) -> str:
 LONGEST_BACKOFF = 30.0
 READERS: Mapping[str, Callable[[str], Any]] = {
     "address": address, "backoff": _backoff, "choice": _text, "duration": duration, "failures": _failures,
-    "file": _text, "int": whole, "list": lambda text: tuple(filter(None, words(text))), "listen": _listen,
-    "page": _page, "port": whole, "quarantine": _quarantine, "ranks": ranks, "rotation": _rotation,
-    "signal": _preemption, "std": _streams, "text": _text, "workers": _text,
+    "directory": _text, "file": _text, "int": whole, "list": lambda text: tuple(filter(None, words(text))),
+    "listen": _listen, "page": _page, "port": whole, "quarantine": _quarantine, "ranks": ranks,
+    "rotation": _rotation, "signal": _preemption, "std": _streams, "text": _text, "workers": _text,
 }  # fmt: skip
 """The parser of each kind of value in the table of options."""

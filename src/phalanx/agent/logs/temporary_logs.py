@@ -4,8 +4,8 @@
 
 The records of failures that a run has recovered from are removed when it succeeds. Output stays, and so do
 the logs of a failed run, for a person to read. Each later run removes those that have not been written to for
-`--keep-logs` (a week) and whose launcher is gone, at its end, when nothing waits for it. Only directories of
-this user, directly in the temporary directory and with such a name, are looked at.
+`--log-retention` (a week) and whose launcher is gone, at its end, when nothing waits for it. Only directories
+of this user, directly in the temporary directory and with such a name, are looked at.
 """
 
 from __future__ import annotations

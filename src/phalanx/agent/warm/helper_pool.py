@@ -96,7 +96,7 @@ class HelperPool:
         self._now: Spawner | None = (self._adopt() or self._make_first()) if kind else None
 
     def _adopt(self) -> Spawner | None:
-        """The helpers that an earlier launch left behind, with --keep-warm."""
+        """The helpers that an earlier launch left behind, with --warm-for."""
         adopted = self._keep.adopt() if self._keep is not None else None
         return None if adopted is None else Spawner(self.kind, adopted=adopted)
 

@@ -1,4 +1,4 @@
-"""The agent's side of `--keep-warm`: use the zygote that an earlier launch left behind, and leave one behind.
+"""The agent's side of `--warm-for`: use the zygote that an earlier launch left behind, and leave one behind.
 
 At the start of a job the agent asks for the kept zygote of its script. It waits for the answer for a moment
 only: a zygote that is gone, stopped, busy or of another state of things never delays a launch, which then
