@@ -73,5 +73,5 @@ def _settings(job: JobSpec) -> list[str]:
         ("directory", os.getcwd()),
     ]
     lines = [f"# {name + ':':<14}{value}" for name, value in rows]
-    # What an option or a PET_* variable gives is not here: it was known.
+    lines += [f"# from {where}: {words}" for words, where in job.origins]
     return lines + [f"# from {job.scheduler}: {option} {value} ({why})" for option, value, why in job.taken]

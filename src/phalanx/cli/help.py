@@ -187,10 +187,9 @@ REFERENCE = """\
 
 This page is written from the table of options in `src/phalanx/job/options.py` (`make options`).
 
-`phalanx run [options] SCRIPT [arguments of the script]`. A command line overrides a variable, and a variable
-overrides the default; an empty variable counts as unset. Options of torchrun have its names, variables and
-defaults; ours have variables that begin with `PHALANX_`. Each may be spelled with `_` for `-`, and shortened
-while it stays unique.
+`phalanx run [options] SCRIPT [arguments of the script]`. An empty variable counts as unset. Options of
+torchrun have its names, variables and defaults; ours have variables that begin with `PHALANX_`. Each may be
+spelled with `_` for `-`, and shortened while it stays unique.
 
 | value | written as |
 |---|---|
@@ -199,6 +198,23 @@ while it stays unique.
 | RANKS | `0,3-7` |
 | [HOST:]PORT | `8080`, `0.0.0.0:8080`, `[::1]:8080` |
 | SIGNAL | `SIGUSR1` or `USR1` |
+
+A file beside the script may hold the same options, `phalanx.toml` or `pyproject.toml`: a command line
+overrides a variable, a variable the file, and the file what a scheduler says. `--dry-run` shows where each
+value comes from.
+
+```toml
+# phalanx.toml; in pyproject.toml the table is [tool.phalanx.run]
+[run]
+nproc-per-node = "gpu"
+max-restarts = 3
+grace = "2m"
+verbose = true
+preload = ["transformers", "datasets"]
+```
+
+The file is as trusted as the script. With `-m` it is looked for in the current directory. Python 3.10 needs
+the package `tomli` to read it.
 """
 
 

@@ -5,7 +5,8 @@ values as `Sources`, which read them as the table says; `rules` has what several
 is wrong is a `UsageError` of one line that names the value as the user wrote it. Nothing is started and
 nothing is written here, so a mistake never leaves a half-started job.
 
-An argument overrides a variable, and a variable overrides the default; an empty variable counts as unset.
+An argument overrides a variable, a variable the file beside the script (`settings_file`), the file what the
+scheduler says, and that the default; an empty variable counts as unset.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 
 from phalanx.job import rules
 from phalanx.job.command_line import ON, InformationRequested, scan, usage_error
-from phalanx.job.environment import COMPLETION_INDEX, HEALTH_PORT, variables
+from phalanx.job.environment import COMPLETION_INDEX, HEALTH_PORT, SECRETS, variables
 from phalanx.job.options import BY_DEST, OPTIONS, JobSpec, Option, Program, Section
 from phalanx.job.units import READERS, truth, words
 
@@ -46,14 +47,27 @@ class Sources:
     def __init__(self, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         self.arguments = arguments
         self.environ = environ
-        self.around: Surroundings | None = None  # below the variables of the options
+        self.file, self.in_file = "", dict[str, str]()  # its name and its values, below the variables
+        self.around: Surroundings | None = None  # below the file
         self.warnings: list[str] = []
 
-    def from_environment(self, dest: str) -> str:
-        name = BY_DEST[dest].env
-        value = self.environ.get(name, "") if name else ""
+    def from_outside(self, dest: str) -> str:
+        """The value that no argument has set: the variable's, the file's, or the scheduler's; empty: none."""
         taken = self._taken(dest)
-        return value or (taken.value if taken is not None else "")
+        return (
+            self._variable(dest) or self.in_file.get(dest, "") or (taken.value if taken is not None else "")
+        )
+
+    def _variable(self, dest: str) -> str:
+        name = BY_DEST[dest].env
+        return self.environ.get(name, "") if name else ""
+
+    def read_file(self, directory: str) -> None:
+        """Take the values of a file in this directory, if there is one."""
+        if any(os.path.exists(os.path.join(directory, name)) for name in ("phalanx.toml", "pyproject.toml")):
+            from phalanx.job.settings_file import read_settings
+
+            self.file, self.in_file = read_settings(directory)
 
     def _taken(self, dest: str) -> Taken | None:
         return self.around.settings.get(dest) if self.around is not None else None
@@ -82,13 +96,28 @@ class Sources:
         self.warnings += self.around.warnings
 
     def _all_given(self) -> dict[str, str]:
-        """What the user has set, by option: in words and in variables."""
+        """What the user has set, by option: in words, in variables and in the file."""
         given = {dest: str(value) for dest, value in self.arguments.items()}
         for dest, option in BY_DEST.items():
-            value = self.environ.get(option.env, "") if option.env else ""
+            value = self._variable(dest) or self.in_file.get(dest, "")
             if value and dest not in given and not (option.kind == "flag" and not truth(value)):
                 given[dest] = value
         return given
+
+    def origins(self) -> tuple[tuple[str, str], ...]:
+        """What the user has set, as on a command line, and where."""
+        found = []
+        for dest, value in self._all_given().items():
+            option = BY_DEST[dest]
+            shown = "..." if option.env in SECRETS else value
+            words = option.name if option.kind == "flag" else f"{option.name} {shown}"
+            where = self.file
+            if dest in self.arguments:
+                where = "the command line"
+            elif self._variable(dest):
+                where = option.env or ""
+            found.append((words, where))
+        return tuple(found)
 
     @property
     def taken(self) -> tuple[tuple[str, str, str], ...]:
@@ -99,7 +128,7 @@ class Sources:
         return tuple((BY_DEST[dest].name, taken.value, taken.origin) for dest, taken in found)
 
     def given(self, dest: str) -> bool:
-        return dest in self.arguments or bool(self.from_environment(dest))
+        return dest in self.arguments or bool(self.from_outside(dest))
 
     def name(self, dest: str) -> str:
         """What the user writes to set it."""
@@ -112,7 +141,9 @@ class Sources:
         option, taken = BY_DEST[dest], self._taken(dest)
         if taken is not None:
             return f"{option.name} {taken.value} (from {taken.origin})"
-        return f"{option.env}={self.from_environment(dest)}" if self.given(dest) else self.name(dest)
+        if dest in self.in_file and not self._variable(dest):
+            return f"{self.file}: {dest.replace('_', '-')} = {self.in_file[dest]}"
+        return f"{option.env}={self.from_outside(dest)}" if self.given(dest) else self.name(dest)
 
     def _written(self, dest: str) -> str:
         option = BY_DEST[dest]
@@ -125,14 +156,14 @@ class Sources:
         """The value as it is written, or the default ("" where there is none)."""
         if dest in self.arguments:
             return str(self.arguments[dest])
-        return self.from_environment(dest) or str(BY_DEST[dest].default or "")
+        return self.from_outside(dest) or str(BY_DEST[dest].default or "")
 
     def value(self, dest: str) -> Any:
         """The value, of the kind and within the bounds that the table has for it."""
         option = BY_DEST[dest]
         if option.kind == "flag":
             return self.flag(dest)
-        given = self.arguments[dest] if dest in self.arguments else self.from_environment(dest) or None
+        given = self.arguments[dest] if dest in self.arguments else self.from_outside(dest) or None
         if given is None:
             default = option.default
             return READERS[option.kind](default) if isinstance(default, str) else default
@@ -157,7 +188,7 @@ class Sources:
     def flag(self, dest: str) -> bool:
         if dest in self.arguments:
             return bool(self.arguments[dest])
-        meaning = truth(self.from_environment(dest))
+        meaning = truth(self.from_outside(dest))
         if meaning is None:
             raise self.bad(dest, "use 1 or 0")
         return meaning
@@ -234,6 +265,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> JobS
         why = f" ({argv[-1]} is the value of {BY_DEST[took[-1]].name})" if took else ""
         raise usage_error(f"no script given{why}; write: phalanx run [options] script.py [arguments]")
     v = Sources(found.values, variables() if environ is None else environ)
+    v.read_file("" if v.flag("module") else os.path.dirname(found.script))
     v.look_around()
     return _resolve(v, rules.program(v, found.script, found.script_args))
 
@@ -379,5 +411,6 @@ def _resolve(v: Sources, program: Program) -> JobSpec:
         terminal=rules.terminal(v, workers, cluster),
         scheduler=v.around.scheduler if v.around is not None else "",
         taken=v.taken,
+        origins=v.origins() if v.flag("dry_run") else (),
         warnings=tuple(v.warnings),
     )

@@ -480,6 +480,7 @@ class JobSpec(Record):
     terminal: Terminal
     scheduler: str  # whose variables were read; empty: none
     taken: tuple[tuple[str, str, str], ...]  # from it: option, value, origin
+    origins: tuple[tuple[str, str], ...]  # of a dry run: options with their values, and where they were set
     warnings: tuple[str, ...]  # worth one line each, not worth stopping
 
     @property
