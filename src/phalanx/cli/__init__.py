@@ -1,8 +1,9 @@
 """The `phalanx` command: finds the command's module, and turns what it raises into an exit code.
 
 Every command is a module with `main(argv) -> int`, imported only when it is used. The rules common to all
-commands live here: bad usage is one line on stderr and exit code 2, help goes to stdout, an interrupt is
-130, a closed pipe (`phalanx env | head`) or a full disk ends the command without a traceback.
+commands live here: bad usage is one line on stderr and exit code 2, a failure one line and exit code 1, help
+goes to stdout, an interrupt is 130, a closed pipe (`phalanx env | head`) or a full disk ends the command
+without a traceback.
 """
 
 from __future__ import annotations
@@ -99,12 +100,15 @@ def invoke(command: str, argv: Sequence[str]) -> int:
         _abandon_stdout()
         write_stderr(f"phalanx {command}: cannot write to stdout: {error.strerror}\n")
         return 1
-    except ValueError as error:
-        from phalanx.errors import UsageError
+    except Exception as error:
+        from phalanx.errors import PhalanxError, UsageError
 
-        if not isinstance(error, UsageError):
+        if isinstance(error, UsageError):
+            return complain(command, str(error))
+        if command == "run" or not isinstance(error, PhalanxError):
             raise
-        return complain(command, str(error))
+        write_stderr(f"phalanx {command}: {error}\n")
+        return 1
 
 
 def complain(command: str, message: str) -> int:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from phalanx.cli.parser import Parser
-from phalanx.cli.runs import NoSuchRun, add_all_users, local_agents, request, running
+from phalanx.cli.runs import add_all_users, local_agents, request, running
 from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
 from phalanx.observe.local_agents import LocalAgent
@@ -29,12 +29,7 @@ def make_parser(what: str, description: str) -> Parser:
 
 def act(what: str, options: Namespace, everywhere: bool) -> int:
     """Have it done by the run that the options name; `everywhere`: on each of its nodes."""
-    try:
-        found = running(local_agents(what, options.all_users), options.run)
-    except NoSuchRun as error:
-        write_stderr(f"phalanx {what}: {error}\n")
-        return 1
-    return _put(what, found, everywhere)
+    return _put(what, running(local_agents(what, options.all_users), options.run), everywhere)
 
 
 def leave(found: Sequence[LocalAgent], word: str) -> int:
@@ -46,12 +41,8 @@ def leave(found: Sequence[LocalAgent], word: str) -> int:
 
 
 def _put(what: str, found: Sequence[LocalAgent], everywhere: bool) -> int:
-    try:
-        # A restart on one node restarts all of them.
-        answer = request(found[0], {"do": what, **({"all": True} if everywhere else {})})
-    except NoSuchRun as error:
-        write_stderr(f"phalanx {what}: {error}\n")
-        return 1
+    # A restart on one node restarts all of them.
+    answer = request(found[0], {"do": what, **({"all": True} if everywhere else {})})
     refused = [
         str(one["error"]) for one in answer.get("peers") or [] if isinstance(one, dict) and "error" in one
     ]

@@ -17,7 +17,7 @@ from phalanx.core.rounds.store_commands import Get, Notice, Put
 from phalanx.errors import PhalanxError, StoreError, UsageError
 from phalanx.job.environment import STORE_PORT, variables
 from phalanx.job.units import format_duration
-from phalanx.log import printable, write_stderr
+from phalanx.log import printable
 from phalanx.observe.local_agents import FIND
 
 TYPE_CHECKING = False
@@ -52,8 +52,7 @@ def main(argv: Sequence[str]) -> int:
             raise
         named = options.node and not options.rdzv_endpoint
         where = f"no node or run of this machine answers to {printable(name)}; " if named else ""
-        write_stderr(f"phalanx drain: {where}{error}\n")
-        return 1
+        raise PhalanxError(f"{where}{error}") from None
 
 
 def settings_of(options: Namespace) -> dict[str, str]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from phalanx.cli.logs import LogReader, WrittenLog
 from phalanx.cli.parser import Parser
-from phalanx.cli.runs import NoSuchRun, add_run, local_agents, one_run
-from phalanx.log import printable, write_stderr
+from phalanx.cli.runs import add_run, local_agents, one_run
+from phalanx.log import printable
 from phalanx.observe.local_agents import LocalAgent
 from phalanx.observe.log_layout import EVENTS
 from phalanx.observe.snapshot import RunFile
@@ -38,11 +38,7 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Print the events, and follow."""
     options = make_parser().parse_args(argv)
-    try:
-        run, agents = one_run(local_agents("events", options.all_users), options.run)
-    except NoSuchRun as error:
-        write_stderr(f"phalanx events: {error}\n")
-        return 1
+    run, agents = one_run(local_agents("events", options.all_users), options.run)
     for event in _events(run, agents[-1] if agents else None, options.follow):
         print(json.dumps(event) if options.json else in_words(event), flush=options.follow)
     sys.stdout.flush()

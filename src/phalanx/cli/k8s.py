@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.job.command_line import InformationRequested, scan, take_words, usage_error
+from phalanx.cli.parser import count, split_words
+from phalanx.job.command_line import scan, usage_error
 from phalanx.job.environment import JOB_UID, TOKEN_FILE
 from phalanx.job.options import BY_DEST
 from phalanx.job.units import duration, format_duration
@@ -126,25 +127,9 @@ def parse_manifest(words: Sequence[str], token: str = "") -> tuple[str, PodJob, 
     """The kind and the job that the words describe, and the files with patches.
 
     `token`: for the Secret, where the manifest has one [made from the user's]."""
-    rest, own, run = list(words), dict[str, str](), list[str]()
-    lists: dict[str, list[str]] = {name: [] for name in _LISTS}
-    while rest and rest[0].startswith("-") and rest[0] != "--":
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not name.startswith("--") and len(name) > 2 and name[:2] in OPTIONS_HERE:
-            name, equals, value = name[:2], "=", word[2:]  # -N4
-        if name in ("-h", "--help"):
-            raise InformationRequested("help")
-        option = OPTIONS_HERE.get(name.replace("_", "-"))
-        if option is None:
-            run += take_words(word, rest)
-        elif option in _FLAGS:
-            own[option] = "1"
-        else:
-            value = value if equals else _value(name, rest)
-            own[option] = value
-            lists.get(option, []).append(value)
-    rest = rest[1:] if rest[:1] == ["--"] else rest
+    mine, run, rest = split_words(words, OPTIONS_HERE, _FLAGS)
+    own = {name: value or "" for name, value in mine}
+    lists = {name: [value or "" for one, value in mine if one == name] for name in _LISTS}
     if not rest:
         raise usage_error(
             "no script given; write: phalanx k8s manifest --image IMAGE -N NODES -- script.py …"
@@ -175,7 +160,7 @@ def _checked(
     kind = own.get("kind", "job")
     if kind not in KINDS:
         raise usage_error(f"--kind {kind}: choose one of {', '.join(KINDS)}")
-    gpus = _count(own, "gpus", 0, 0)
+    gpus = count("gpus", own.get("gpus", "0"), 0)
     name = own.get("name") or _name_of(rest[0])
     least, nodes = _sizes(own["nodes"])
     job = PodJob(
@@ -183,8 +168,8 @@ def _checked(
         image=own["image"],
         nodes=nodes,
         least=least,
-        spares=_count(own, "spares", 0, 0),
-        workers=_count(own, "nproc-per-node", 1, gpus or 1),
+        spares=count("spares", own.get("spares", "0"), 0),
+        workers=count("nproc-per-node", own.get("nproc-per-node", str(gpus or 1)), 1),
         script=rest[0],
         script_args=tuple(rest[1:]),
         run_words=tuple(run),
@@ -194,9 +179,9 @@ def _checked(
         shared_memory=own.get("shm", ""),
         namespace=own.get("namespace", ""),
         secret=own.get("secret") or f"{name}-token",
-        retries=_count(own, "retries", 0, 10),
+        retries=count("retries", own.get("retries", "10"), 0),
         termination_grace=_whole_seconds(own, "termination-grace", 1, "2m"),
-        health_port=_count(own, "health-port", 1, 8080, 65535),
+        health_port=count("health-port", own.get("health-port", "8080"), 1, 65535),
         preflight="no-preflight" not in own,
         restricted="restricted" in own,
         resources=tuple(_pair("resource", text, _KEY, _QUANTITY.pattern) for text in lists["resource"]),
@@ -251,7 +236,7 @@ def _check_unique(job: PodJob) -> None:
 def _sizes(text: str) -> tuple[int, int]:
     """N or MIN:MAX."""
     least, colon, most = text.partition(":")
-    sizes = [_number("nodes", one, text, 1) for one in ((least, most) if colon else (least, least))]
+    sizes = [count("nodes", one, 1, whole=text) for one in ((least, most) if colon else (least, least))]
     if sizes[0] > sizes[1]:
         raise usage_error(f"--nodes {text}: the first number is the larger one")
     return sizes[0], sizes[1]
@@ -331,23 +316,6 @@ def _whole_seconds(own: dict[str, str], name: str, least: int, default: str = ""
     except ValueError as error:
         raise usage_error(f"--{name} {text}: {error}") from None
     return int(seconds)
-
-
-def _value(name: str, rest: list[str]) -> str:
-    if not rest:
-        raise usage_error(f"{name} needs a value")
-    return rest.pop(0)
-
-
-def _count(own: dict[str, str], name: str, least: int, default: int, most: int = 1_000_000) -> int:
-    text = own.get(name, str(default))
-    return _number(name, text, text, least, most)
-
-
-def _number(option: str, text: str, whole: str, least: int, most: int = 1_000_000) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 8) or not least <= int(text) <= most:
-        raise usage_error(f"--{option} {whole}: use a whole number, {least} or more")
-    return int(text)
 
 
 def _name_of(script: str) -> str:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from phalanx.cli.parser import Parser
 from phalanx.cli.remote_job import RemoteJob, add_endpoint, remote_job
 from phalanx.cli.runs import (
-    NoSuchRun,
     add_run,
     check_directory,
     local_agents,
@@ -63,14 +62,10 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--grep {options.grep}: {error}") from None
     if options.rdzv_endpoint:
         return _at_store(options, ranks, wanted)
-    try:
-        run, agents = one_run(local_agents("logs", options.all_users), options.run)
-        runs = [run_of(one) for one in agents] or [run, *siblings(run)]  # once for each node of it
-        if not agents:
-            check_directory(runs[0])
-    except NoSuchRun as error:
-        write_stderr(f"phalanx logs: {error}\n")
-        return 1
+    run, agents = one_run(local_agents("logs", options.all_users), options.run)
+    runs = [run_of(one) for one in agents] or [run, *siblings(run)]  # once for each node of it
+    if not agents:
+        check_directory(runs[0])
     reader = RunReader(runs, agents, ranks, options.attempt, since, options.node)
     # An earlier start is known only where its files are.
     others = RemoteLogs(agents, ranks, options.node) if agents and options.attempt is None else None
@@ -92,15 +87,11 @@ def _no_log(what: str) -> int:
 def _at_store(options: Namespace, ranks: set[int] | None, wanted: re.Pattern[str] | None) -> int:
     if options.attempt is not None or options.since:
         raise UsageError("--attempt and --since choose files of this machine; leave out --rdzv-endpoint")
-    try:
-        with remote_job(options) as job:
-            if not options.node and ranks is None:
-                job.check_amount()
-            others = RemoteLogs([], ranks, options.node, job)
-            return 0 if _show(None, others, wanted, options.follow) else _no_log("")
-    except NoSuchRun as error:
-        write_stderr(f"phalanx logs: {error}\n")
-        return 1
+    with remote_job(options) as job:
+        if not options.node and ranks is None:
+            job.check_amount()
+        others = RemoteLogs([], ranks, options.node, job)
+        return 0 if _show(None, others, wanted, options.follow) else _no_log("")
 
 
 def make_parser() -> Parser:

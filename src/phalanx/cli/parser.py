@@ -8,6 +8,7 @@ from copy import copy
 from typing import Any, NoReturn
 
 from phalanx.errors import UsageError
+from phalanx.job.command_line import InformationRequested, take_words
 from phalanx.job.config import Sources
 from phalanx.job.environment import variables
 from phalanx.job.options import BY_DEST, METAVARS
@@ -78,3 +79,34 @@ def _reader(kind: str, least: float) -> Callable[[str], Any]:
         return value
 
     return read
+
+
+def split_words(
+    words: Sequence[str], own: Mapping[str, str], flags: Sequence[str]
+) -> tuple[list[tuple[str, str | None]], list[str], list[str]]:
+    """The words of a command that describes a job: its own options, by name; those of `run`; the script's."""
+    rest, mine, run = list(words), list[tuple[str, str | None]](), list[str]()
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") and len(name) > 2 and name[:2] in own:
+            name, equals, value = name[:2], "=", word[2:]  # -N4
+        if name in ("-h", "--help"):
+            raise InformationRequested("help")
+        found = own.get(name.replace("_", "-"))
+        if found is None:
+            run += take_words(word, rest)
+        elif equals or found in flags:
+            mine.append((found, value if equals else None))
+        elif not rest:
+            raise UsageError(f"{name} needs a value")
+        else:
+            mine.append((found, rest.pop(0)))
+    return mine, run, rest[1:] if rest[:1] == ["--"] else rest
+
+
+def count(option: str, text: str, least: int, most: int = 1_000_000, whole: str = "") -> int:
+    """A number within bounds; `whole`: the value that it is a part of."""
+    if not (text.isascii() and text.isdigit() and len(text) < 8) or not least <= int(text) <= most:
+        raise UsageError(f"--{option} {whole or text}: use a whole number, {least} or more")
+    return int(text)

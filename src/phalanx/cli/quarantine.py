@@ -18,8 +18,8 @@ from phalanx.cli.runs import NoSuchRun, add_all_users, fitting, local_agents, re
 from phalanx.core.rounds.causes import HOSTS
 from phalanx.core.rounds.records import UNTIL_REMOVED, HostRecord, decode_host, encode
 from phalanx.core.rounds.store_commands import Delete, Get, Put
-from phalanx.errors import PhalanxError, UsageError
-from phalanx.log import printable, write_stderr
+from phalanx.errors import UsageError
+from phalanx.log import printable
 from phalanx.observe.snapshot import QuarantineSnapshot
 from phalanx.observe.status_text import quarantine_line
 
@@ -40,15 +40,9 @@ def main(argv: Sequence[str]) -> int:
     if options.action not in ACTIONS:
         raise UsageError(f"{options.action}: not an action; use {', '.join(ACTIONS)}")
     _check_words(options)
-    try:
-        if options.dir:
-            return _in_directory(options)
-        return _at_store(options) if options.rdzv_endpoint else _at_agent(options)
-    except (NoSuchRun, PhalanxError) as error:
-        if isinstance(error, ValueError):
-            raise
-        write_stderr(f"phalanx quarantine: {error}\n")
-        return 1
+    if options.dir:
+        return _in_directory(options)
+    return _at_store(options) if options.rdzv_endpoint else _at_agent(options)
 
 
 def _at_agent(options: Namespace) -> int:

@@ -17,7 +17,7 @@ from phalanx.cli.runs import NoSuchRun
 from phalanx.cluster.node_requests import LONGEST_QUESTION, ask_nodes
 from phalanx.core.rounds.records import decode_node
 from phalanx.core.rounds.store_commands import Get
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import UsageError
 from phalanx.log import printable
 from phalanx.observe import snapshot
 from phalanx.observe.snapshot import JobSnapshot
@@ -89,16 +89,11 @@ class RemoteJob:
 
 @contextmanager
 def remote_job(options: Namespace) -> Iterator[RemoteJob]:
-    """The job at --rdzv-endpoint that fits the run; NoSuchRun: there is none, or no store answers."""
-    try:
-        with store_client(options, settings_of(options)) as client:
-            nodes = _jobs(client, options.timeout)
-            run = _chosen(options.run or options.rdzv_id, nodes)
-            yield RemoteJob(client, run, nodes[run], options.timeout)
-    except PhalanxError as error:
-        if isinstance(error, ValueError):
-            raise
-        raise NoSuchRun(str(error)) from error
+    """The job at --rdzv-endpoint that fits the run; PhalanxError: there is none, or no store answers."""
+    with store_client(options, settings_of(options)) as client:
+        nodes = _jobs(client, options.timeout)
+        run = _chosen(options.run or options.rdzv_id, nodes)
+        yield RemoteJob(client, run, nodes[run], options.timeout)
 
 
 def _jobs(client: Client, timeout: float) -> dict[str, dict[str, str]]:

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.job.environment import variables
 from phalanx.job.units import duration
 from phalanx.log import printable, write_stderr
@@ -62,7 +62,7 @@ def running(found: Sequence[LocalAgent], word: str) -> list[LocalAgent]:
     return found
 
 
-class NoSuchRun(Exception):
+class NoSuchRun(PhalanxError):
     """There is no such run; the message is for the user."""
 
 

@@ -13,8 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from phalanx.cli.parser import count, split_words
 from phalanx.errors import StoreAuthError, UsageError
-from phalanx.job.command_line import InformationRequested, take_words, usage_error
+from phalanx.job.command_line import usage_error
 from phalanx.job.environment import variables
 from phalanx.job.units import duration
 from phalanx.log import printable, write_stderr
@@ -35,7 +36,7 @@ SBATCH = {
 _FLAGS = ("exclusive",)
 _OWN = {
     "-N": "nodes", "--nodes": "nodes", "--spares": "spares", "--requeues": "requeues", "--notice": "notice",
-    "--sbatch": "sbatch",
+    "--sbatch": "sbatch", "--print": "print",
 }  # fmt: skip
 
 HELP = """\
@@ -129,37 +130,17 @@ def _clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 def parse_submit(words: Sequence[str]) -> tuple[BatchJob, bool]:
     """The job that the words describe, and whether to print it only."""
-    rest = list(words)
+    mine, run, rest = split_words(words, {**SBATCH, **_OWN}, (*_FLAGS, "print"))
     own: dict[str, str] = {}
     sbatch: list[tuple[str, str | None]] = []
-    run: list[str] = []
-    only_print = False
-    while rest and rest[0].startswith("-") and rest[0] != "--":
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not name.startswith("--") and len(name) > 2 and name[:2] in {**SBATCH, **_OWN}:
-            name, equals, value = name[:2], "=", word[2:]  # -N4
-        if name == "--print":
-            only_print = True
-            continue
-        if name in ("-h", "--help"):
-            raise InformationRequested("help")
-        if name in SBATCH and SBATCH[name] in _FLAGS:
-            sbatch.append((SBATCH[name], value if equals else None))
-            continue
-        if name not in SBATCH and name not in _OWN:
-            run += take_words(word, rest)
-            continue
-        if not equals:
-            value = _value(name, rest)
-        if name in SBATCH:
-            sbatch.append((SBATCH[name], value))
-        elif _OWN[name] == "sbatch":
-            key, sign, text = value.lstrip("-").partition("=")
+    for name, value in mine:
+        if name == "sbatch":
+            key, sign, text = (value or "").lstrip("-").partition("=")
             sbatch.append((key, text if sign else None))
+        elif name in _OWN.values():
+            own[name] = value or ""
         else:
-            own[_OWN[name]] = value
-    rest = rest[1:] if rest[:1] == ["--"] else rest
+            sbatch.append((name, value))
     if not rest:
         raise usage_error("no script given; write: phalanx slurm submit -N NODES [options] script.py …")
     if "nodes" not in own:
@@ -168,9 +149,9 @@ def parse_submit(words: Sequence[str]) -> tuple[BatchJob, bool]:
         if "\n" in key or "\n" in (words_of or ""):
             raise usage_error(f"--{key}: a line break would end the line of the script")
     job = BatchJob(
-        nodes=_count(own, "nodes", 1),
-        spares=_count(own, "spares", 0),
-        requeues=_count(own, "requeues", 0, 10),
+        nodes=count("nodes", own["nodes"], 1),
+        spares=count("spares", own.get("spares", "0"), 0),
+        requeues=count("requeues", own.get("requeues", "10"), 0),
         notice=_notice(own.get("notice", "2m")),
         script=rest[0],
         script_args=tuple(rest[1:]),
@@ -178,20 +159,7 @@ def parse_submit(words: Sequence[str]) -> tuple[BatchJob, bool]:
         sbatch=tuple(sbatch),
         phalanx=tuple(python_command("phalanx")),
     )
-    return job, only_print
-
-
-def _value(name: str, rest: list[str]) -> str:
-    if not rest:
-        raise usage_error(f"{name} needs a value")
-    return rest.pop(0)
-
-
-def _count(own: Mapping[str, str], name: str, least: int, default: int | None = None) -> int:
-    text = own.get(name, str(least if default is None else default))
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise usage_error(f"--{name} {text}: use a whole number, {least} or more")
-    return int(text)
+    return job, "print" in own
 
 
 def _notice(text: str) -> int:
@@ -308,5 +276,4 @@ def _batch(words: list[str]) -> int:
         raise usage_error("slurm batch is run by the script that `phalanx slurm submit` writes")
     if not variables().get("SLURM_JOB_ID"):
         raise usage_error("slurm batch: not in a job of Slurm; submit the script with sbatch")
-    given = {"requeues": words[1], "wait": words[3]}
-    return run_batch(words[5:], _count(given, "requeues", 0), _count(given, "wait", 0), _say)
+    return run_batch(words[5:], count("requeues", words[1], 0), count("wait", words[3], 0), _say)

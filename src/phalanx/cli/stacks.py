@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.agent.supervision.stacks import short
 from phalanx.cli.parser import Parser
 from phalanx.cli.remote_job import add_endpoint, remote_job
-from phalanx.cli.runs import NoSuchRun, add_run, local_agents, request, running
+from phalanx.cli.runs import add_run, local_agents, request, running
 from phalanx.core.diagnosis.progress import Evidence, alike, ranks_text
 from phalanx.log import printable, write_stderr
 
@@ -35,19 +35,15 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Ask, and print groups."""
     options = make_parser().parse_args(argv)
-    try:
-        what: dict[str, Any] = {"ask": "stacks", "all": True}
-        if options.rank is not None:
-            what["ranks"] = sorted(options.rank)
-        if options.rdzv_endpoint:
-            with remote_job(options) as job:
-                answer = job.ask(what)
-        else:
-            agents = running(local_agents("stacks", options.all_users), options.run)
-            answer = request(agents[0], what)
-    except NoSuchRun as error:
-        write_stderr(f"phalanx stacks: {error}\n")
-        return 1
+    what: dict[str, Any] = {"ask": "stacks", "all": True}
+    if options.rank is not None:
+        what["ranks"] = sorted(options.rank)
+    if options.rdzv_endpoint:
+        with remote_job(options) as job:
+            answer = job.ask(what)
+    else:
+        agents = running(local_agents("stacks", options.all_users), options.run)
+        answer = request(agents[0], what)
     found = [one for told in (answer, *_objects(answer.get("peers"))) for one in _objects(told.get("stacks"))]
     found = [one for one in found if type(one.get("rank")) is int]
     found.sort(key=lambda one: one["rank"])

@@ -18,7 +18,7 @@ from phalanx.cli.parser import Parser
 from phalanx.cli.remote_job import add_endpoint, remote_job
 from phalanx.cli.runs import NoSuchRun, add_all_users, fitting, local_agents, one_run
 from phalanx.errors import UsageError
-from phalanx.log import printable, write_stderr
+from phalanx.log import printable
 from phalanx.observe.duration import duration
 from phalanx.observe.local_agents import WORK, LocalAgent, as_dict, states
 from phalanx.observe.status_text import format_job
@@ -45,12 +45,8 @@ def main(argv: Sequence[str]) -> int:
     if options.watch and options.rdzv_endpoint:
         raise UsageError("--watch shows a job of this machine; leave out --rdzv-endpoint, or --watch")
     if options.rdzv_endpoint:
-        try:
-            with remote_job(options) as job:
-                found = [LocalAgent("", os.geteuid(), job.status())]
-        except NoSuchRun as error:
-            write_stderr(f"phalanx status: {error}\n")
-            return 1
+        with remote_job(options) as job:
+            found = [LocalAgent("", os.geteuid(), job.status())]
     else:
         here = local_agents("status", options.all_users)
         if options.watch:

@@ -302,15 +302,11 @@ def watch(here: Sequence[LocalAgent], run: str) -> int:
     import termios
     import tty
 
-    from phalanx.cli.runs import NoSuchRun, running
+    from phalanx.cli.runs import running
     from phalanx.job.environment import allows_colour
     from phalanx.observe.local_agents import WORK, find, states
 
-    try:
-        found = running(here, run)
-    except NoSuchRun as error:
-        write_stderr(f"phalanx status: {error}\n")
-        return 1
+    found = running(here, run)
     chosen = found[0].job.run
     keyboard, before = sys.stdin.fileno(), termios.tcgetattr(sys.stdin.fileno())
     view: WatchView | None = WatchView(colour=allows_colour())
