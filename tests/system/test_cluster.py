@@ -129,7 +129,7 @@ def test_an_address_that_is_not_ours_ends_the_job_with_what_to_do(tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["store", "--listen", "a:b"], 2, "the port must be a number"),
+        (["store", "--listen", "a:b"], 2, "--listen: a:b: not an address; write PORT or HOST:PORT"),
         (["store", "--listen", "192.0.2.1:1"], 1, "cannot listen on 192.0.2.1:1"),
         (["store", "--nonsense"], 2, "--nonsense"),
         (["drain"], 2, "name one node"),

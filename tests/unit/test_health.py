@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.agent.supervision.agent_services import NodeCheck, Services, split_address
+from phalanx.agent.supervision.agent_services import NodeCheck, Services
 from phalanx.elastic.agent.server.health_check_server import create_healthcheck_server
 from phalanx.errors import PhalanxError
 from phalanx.web.health import HealthServer, LoopProbe
@@ -162,20 +162,6 @@ def test_torchs_server() -> None:
         assert ask(server.port, "/") == (503, b"")
     finally:
         server.stop()
-
-
-@pytest.mark.parametrize(
-    ("text", "where"),
-    [("8080", ("", 8080)), ("0.0.0.0:1", ("0.0.0.0", 1)), ("[::1]:9", ("::1", 9)), (":7", ("", 7))],
-)
-def test_addresses(text: str, where: tuple[str, int]) -> None:
-    assert split_address(text) == where
-
-
-@pytest.mark.parametrize("text", ["x", "host:", "70000", "1.2.3.4:-1", ""])
-def test_bad_addresses(text: str) -> None:
-    with pytest.raises(ValueError, match="write PORT or ADDRESS:PORT"):
-        split_address(text)
 
 
 def test_timers_and_health_by_environment(

@@ -73,7 +73,7 @@ def test_ranks(text: str, found: set[int] | None) -> None:
     assert ranks(text) == found
 
 
-@pytest.mark.parametrize("text", ["x", "3-", "5-3", "1,,2", "-1", "0-99999999999"])
+@pytest.mark.parametrize("text", ["x", "3-", "5-3", "1,,2", "-1", "0-99999999999", "٣"])
 def test_what_are_no_ranks(text: str) -> None:
     with pytest.raises(ValueError, match="write 0,3-7"):
         ranks(text)
@@ -97,6 +97,8 @@ def test_addresses(text: str, found: tuple[str, int]) -> None:
     [
         ("", "not an address; write PORT or HOST:PORT"),
         ("host", "not an address"),
+        ("host:", "not an address"),
+        ("1.2.3.4:-1", "not an address"),
         (":80", "not an address"),
         ("[]:80", "not an address"),
         ("host:65536", "between 0 and 65535"),

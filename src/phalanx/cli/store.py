@@ -1,4 +1,4 @@
-"""`phalanx store --listen HOST:PORT [--journal FILE] [--health-port PORT]`: the embedded store by itself.
+"""`phalanx store --listen [HOST:]PORT [--journal FILE] [--health-port PORT]`: the embedded store by itself.
 
 With a journal it may be killed and restarted under running jobs, without effect on their workers. It prints
 the address it listens on, and one line per incident; SIGTERM and SIGINT end it.
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from phalanx.store.net.token import Token
 
 
+LOOPBACK = "127.0.0.1"
+
+
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal."""
     options = make_parser().parse_args(argv)
-    from phalanx.job.address import listening_address, parse_rendezvous_endpoint
+    from phalanx.job.address import listening_address
     from phalanx.store.embedded.server import Server
 
-    try:
-        host, port = parse_rendezvous_endpoint(options.listen, STORE_PORT)
-    except ValueError as error:
-        raise UsageError(f"--listen: {error}") from None
+    host, port = options.listen
     if options.metrics and options.health_port is None:
         raise UsageError("--metrics is served at --health-port; add --health-port [HOST:]PORT")
     # Blocked before any thread exists, so that none of them can be the one that gets the signal.
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # every node needs a descriptor here
         with Server(
-            listening_address(host),
+            listening_address(host or LOOPBACK),
             port,
             token=token,
             journal=options.journal,
@@ -105,11 +105,11 @@ def _linger(options: argparse.Namespace) -> float:
 def make_parser() -> Parser:
     """The options."""
     parser = Parser("store", "Serve the store that the nodes of jobs meet at.")
-    parser.add_argument(
+    parser.add_value(
         "--listen",
-        metavar="HOST:PORT",
-        default=f"127.0.0.1:{STORE_PORT}",
-        help="the address to listen on [%(default)s]",
+        "address",
+        f"the address to listen on [{LOOPBACK}:{STORE_PORT}]",
+        default=(LOOPBACK, STORE_PORT),
     )
     parser.add_argument("--journal", metavar="FILE", help="keep all data in this file, to survive a restart")
     parser.add_value(

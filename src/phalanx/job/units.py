@@ -78,7 +78,7 @@ def ranks(text: str) -> frozenset[int] | None:
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        if not (part.isascii() and first.isdecimal() and (last.isdecimal() or not dash)):
             raise ValueError("not a list of ranks; write 0,3-7")
         begin, end = int(first), int(last) if dash else int(first)
         if not begin <= end < begin + _MOST_RANKS:

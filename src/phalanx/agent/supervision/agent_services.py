@@ -10,6 +10,7 @@ import os
 
 from phalanx.errors import NodeUnfit, PhalanxError
 from phalanx.job import environment
+from phalanx.job.units import address
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,14 +28,6 @@ _CHECK_PATIENCE = 60.0
 _OWN_PATIENCE = 180.0  # each of its checks has a limit of its own
 _LAST_CHANCE = 5.0
 _LAST_WORDS = 300
-
-
-def split_address(text: str) -> tuple[str, int]:
-    """`[ADDR:]PORT`, with brackets around an IPv6 address; ValueError when it is none."""
-    host, _, port = text.rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ValueError(f"{text!r}: write PORT or ADDRESS:PORT, with a port between 0 and 65535")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 class Services:
@@ -99,9 +92,9 @@ class Services:
 
         knock, ready = self._probe
         try:
-            host, port = split_address(self.health_address)
+            host, port = address(self.health_address)
         except ValueError as error:
-            raise ValueError(f"{environment.HEALTH_PORT}={error}") from None
+            raise ValueError(f"{environment.HEALTH_PORT}={self.health_address}: {error}") from None
         watchdog_progress = self.timers.last_progress if self.timers is not None else None
         probe = LoopProbe(knock, watchdog_progress)
         server = HealthServer(host, port, probe.live, ready, self.pages)
