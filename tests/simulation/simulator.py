@@ -222,12 +222,12 @@ class Simulation:
         self.say(agent.id, f"process stopped for {seconds:.1f} s")
         agent.asleep, agent.asleep_until = True, max(agent.asleep_until, self.now + seconds)
         self.at(self.now + seconds, lambda: self._wake_up(agent))
-        if agent.participant.lease:
-            self.at(agent.participant.fence_at, lambda: self._fence(agent))
+        if agent.participant.lease.number:
+            self.at(agent.participant.lease.ends, lambda: self._fence(agent))
 
     def _fence(self, agent: Agent) -> None:
         """The helpers of a stopped agent kill its workers when the time that it set last has come."""
-        if agent.alive and agent.asleep and agent.workers is not None and agent.participant.lease:
+        if agent.alive and agent.asleep and agent.workers is not None and agent.participant.lease.number:
             self.say(agent.id, "workers killed: the lease was not renewed in time")
             run, number = agent.run_number, agent.workers
 
@@ -276,7 +276,7 @@ class Simulation:
     def unfit(self, agent: Agent, why: str) -> None:
         """The workers of a node could not be started: as the shell does, it reports that and leaves."""
         number, agent.workers = agent.workers, None
-        if number is None or agent.participant.running != number:
+        if number is None or agent.participant.work.running != number:
             return
         self.say(agent.id, f"cannot start workers: {why}")
         self._tell(agent, WorkersFailed(number, NodeFailure(why), unfit=True))
@@ -364,7 +364,7 @@ class Simulation:
 
     def _check_chosen(self, agent: Agent, command: Command) -> None:
         """A quarantined host is a member only as the last resort, by what its leader sees at that moment."""
-        view, options = agent.participant._view, self.options
+        view, options = agent.participant.view, self.options
         if view is None or options.fixed or not isinstance(command, Txn):
             return
         values = {put.key.removeprefix(options.prefix): put.value for put in command.puts}
@@ -736,7 +736,7 @@ class Simulation:
 
     def _check_lease(self, number: int) -> None:
         for agent in self.agents.values():
-            if agent.workers is None or agent.unaware or agent.participant.lease != number:
+            if agent.workers is None or agent.unaware or agent.participant.lease.number != number:
                 continue
             raise Broken(
                 f"at {self.now:.3f} the lease of {agent.id} ended while it ran round {agent.workers}"

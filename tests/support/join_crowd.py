@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from phalanx.cluster.membership import EMBEDDED_BATCH
 from phalanx.core.rounds.leader_view import Options
-from phalanx.core.rounds.participant import CONTROL, Participant
+from phalanx.core.rounds.participant import Participant
 from phalanx.core.rounds.participant_events import (
     Action,
     Answer,
@@ -33,6 +33,7 @@ from phalanx.core.rounds.participant_events import (
     StartRound,
 )
 from phalanx.core.rounds.records import NodeInfo
+from phalanx.core.rounds.requests import CONTROL
 from phalanx.core.rounds.store_commands import Command, Notice, Put, Reply
 from phalanx.store.embedded.client_session import Request, Session
 from phalanx.store.net import wire
@@ -133,7 +134,7 @@ class Joiner:
                 if any(
                     change.entry.key.endswith(MEETING) for change in notice.changes if notice.watch == CONTROL
                 ):
-                    assert self.participant.running == 1
+                    assert self.participant.work.running == 1
                     self.crowd.started += 1
         elif isinstance(body, Reply):
             requests, result = self.session.answered(frame.number, body)

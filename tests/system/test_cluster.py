@@ -24,7 +24,7 @@ from phalanx.cluster.handler import RendezvousHandler, RendezvousParameters
 from phalanx.cluster.registry import get_rendezvous_handler
 from phalanx.core.exit_codes import NO_MEETING
 from phalanx.core.rounds.node_failure import NodeFailure
-from phalanx.core.rounds.participant import CONTROL
+from phalanx.core.rounds.requests import CONTROL
 from phalanx.core.rounds.store_commands import Get, Watch
 from phalanx.errors import RendezvousClosedError
 from phalanx.store.embedded.client import Client

@@ -6,11 +6,13 @@ import ast
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import phalanx
 from phalanx.core.group import group
+from phalanx.core.rounds import participant
 
 ROOT = Path(phalanx.__file__).parent
 DOCS = ROOT.parents[1] / "docs"
@@ -162,8 +164,9 @@ def test_a_process_imports_only_its_own(process: str) -> None:
         assert tops - sys.stdlib_module_names - others == set(), path.name
 
 
-def test_the_state_diagram_in_the_docs_is_the_table() -> None:
-    assert group.diagram() in (DOCS / "design.md").read_text()
+@pytest.mark.parametrize("machine", [group, participant], ids=lambda machine: machine.__name__)
+def test_the_state_diagram_in_the_docs_is_the_table(machine: ModuleType) -> None:
+    assert machine.diagram() in (DOCS / "design.md").read_text()
 
 
 def test_class_names_are_unique() -> None:

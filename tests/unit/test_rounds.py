@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx.core.group.events import RoundOver
 from phalanx.core.group.ranks import Offsets, natural_key
 from phalanx.core.rounds.leader_view import LeaderView, Options
-from phalanx.core.rounds.participant import CONTROL, PLACE, Participant
+from phalanx.core.rounds.participant import Participant
 from phalanx.core.rounds.participant_events import (
     Answer,
     ClockTick,
@@ -43,6 +43,7 @@ from phalanx.core.rounds.records import (
     encode,
     printable,
 )
+from phalanx.core.rounds.requests import CONTROL, PLACE
 from phalanx.core.rounds.rounds import RoundDecision, assign_ranks, decide
 from phalanx.core.rounds.store_commands import (
     Change,

@@ -27,7 +27,7 @@ from phalanx.cluster.waiting_line import StatusLine
 from phalanx.core.group.events import PeerFailed, RoundFailed, RoundOver
 from phalanx.core.rounds.causes import HOSTS
 from phalanx.core.rounds.node_failure import NodeFailure
-from phalanx.core.rounds.participant import CONTROL, Participant
+from phalanx.core.rounds.participant import Participant
 from phalanx.core.rounds.participant_events import (
     Answer,
     ClockTick,
@@ -50,6 +50,7 @@ from phalanx.core.rounds.participant_events import (
 )
 from phalanx.core.rounds.quarantine import failed_check
 from phalanx.core.rounds.records import ACTIVE, CLOSED, FORMING, NodeInfo, encode, printable
+from phalanx.core.rounds.requests import CONTROL
 from phalanx.core.rounds.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
 from phalanx.errors import PhalanxError, StoreAuthError, StoreError, StoreTimeoutError
 from phalanx.job.address import listening_address
@@ -240,9 +241,9 @@ class Membership:
     def lease_age(self) -> float | None:
         """Seconds since the store last confirmed this node's lease; None without one."""
         participant = self.participant
-        if participant is None or not participant.lease:
+        if participant is None or not participant.lease.number:
             return None
-        return max(0.0, clock() - participant.confirmed_at)
+        return max(0.0, clock() - participant.lease.proof)
 
     @property
     def is_spare(self) -> bool:
@@ -255,7 +256,7 @@ class Membership:
     @property
     def was_spare(self) -> bool:
         """Whether rounds were active, and this node was in none of them."""
-        return self._rank < 0 and self.participant is not None and self.participant.rounds > 0
+        return self._rank < 0 and self.participant is not None and self.participant.following.rounds > 0
 
     def release(self) -> None:
         """Close everything; a membership that has not ended is abandoned. Idempotent."""
@@ -431,8 +432,8 @@ class Membership:
         if participant is None:
             return
         actions = participant.step(clock(), event)
-        if participant.lease and participant.fence_at != self._leased:
-            self._leased = participant.fence_at
+        if participant.lease.number and participant.lease.ends != self._leased:
+            self._leased = participant.lease.ends
             self.listener.lease_until(self._leased)
         for action in actions:
             self._act(action)
@@ -573,7 +574,7 @@ class Membership:
             late = self.client is not None and isinstance(self.client.lost, StoreTimeoutError)
             self._end(End("denied" if refused else "timeout" if late else "connect", why, None))
         elif self.settings.fixed and not (
-            self.hosting or closed or self.participant.leaving or self.ended.is_set()
+            self.hosting or closed or bool(self.participant.departure.reason) or self.ended.is_set()
         ):
             self._rejoin(f"lost node 0 at {self.settings.where}")
         else:
@@ -588,9 +589,9 @@ class Membership:
         participant, client = self.participant, self.client
         assert participant is not None
         assert client is not None
-        self._rounds, self._restarts = max(1, participant.rounds), participant.restarts
-        self._clearing = participant.running if self._coming is None else None
-        self._kill_at = participant.fence_at if self._clearing is not None else None
+        self._rounds, self._restarts = max(1, participant.following.rounds), participant.following.restarts
+        self._clearing = participant.work.running or None if self._coming is None else None
+        self._kill_at = participant.lease.ends if self._clearing is not None else None
         self.participant, self._coming, self._status_watched = None, None, False
         self._connections += 1
         self.client = None
@@ -762,9 +763,9 @@ class Membership:
             self.listener.asked(request, answer)
 
     def _answer(self, value: bytes) -> None:
-        if self.participant is not None and self.participant.lease:
+        if self.participant is not None and self.participant.lease.number:
             key = told_prefix(self.settings.run_id) + self.info.id
-            self._send(Put(key, value, self.participant.lease))
+            self._send(Put(key, value, self.participant.lease.number))
 
     # The goodput of the job
 
@@ -872,8 +873,8 @@ class Membership:
     def _revoke(self, client: Client, participant: Participant) -> None:
         # Answered, not only sent: the store may have taken up another connection of this session, and who
         # begins this job again would find a node of the last one.
-        if participant.lease:
-            client.request(Revoke(participant.lease), FAREWELL)
+        if participant.lease.number:
+            client.request(Revoke(participant.lease.number), FAREWELL)
 
     def _wait_for_the_others(self, client: Client, participant: Participant, patience: float) -> None:
         end = clock() + patience  # a node that is gone loses its key within a lease
@@ -883,7 +884,7 @@ class Membership:
             client.watch(nodes, lambda notice: changed.set(), prefix=True)
             while clock() < end:
                 here = client.request(Get(nodes, prefix=True), FAREWELL).entries
-                if all(entry.lease == participant.lease for entry in here):
+                if all(entry.lease == participant.lease.number for entry in here):
                     return
                 changed.wait(max(0.0, end - clock()))
                 changed.clear()

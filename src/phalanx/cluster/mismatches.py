@@ -45,7 +45,7 @@ class Mismatches:
 
     def publish(self, participant: Participant) -> Command | None:
         """What this node writes once per lease: its --nnodes, as the leader or because it has another one."""
-        lease, prefix = participant.lease, self._options.prefix
+        lease, prefix = participant.lease.number, self._options.prefix
         if self._options.fixed or lease in (0, self._published):
             return None
         if participant.leading:

@@ -756,24 +756,10 @@ def step(state: GroupState, event: Event, now: float, policy: GroupPolicy) -> St
 
 
 def diagram() -> str:
-    """The table as Markdown: a Mermaid state diagram, then every phase with what each event leads to."""
-    lines = ["```mermaid", "stateDiagram-v2", "    [*] --> NEW"]
-    for phase, row in MOVES.items():
-        edges: dict[Phase, list[str]] = {}
-        for kind, (_, targets) in row.items():
-            for target in targets:
-                if target is not phase:  # the table below lists these; arrows to the same phase only clutter
-                    edges.setdefault(target, []).append(kind.__name__)
-        for target, names in edges.items():
-            lines.append(f"    {phase.value} --> {target.value} : {', '.join(names)}")
-    lines += ["    DONE --> [*]", "```", ""]
-    lines += ["| phase | meaning | event | leads to |", "|---|---|---|---|"]
-    for phase, row in MOVES.items():
-        label, meaning = phase.value, WORDS[phase].meaning
-        for kind, (_, targets) in row.items():
-            where = ", ".join("stays" if target is phase else target.value for target in targets)
-            lines.append(f"| {label} | {meaning} | {kind.__name__} | {where} |")
-            label = meaning = ""
-        if not row:
-            lines.append(f"| {label} | {meaning} | | |")
-    return "\n".join(lines) + "\n"
+    """The table as Markdown."""
+    from phalanx.core.state_diagram import drawn
+
+    rows = {
+        phase: {kind.__name__: targets for kind, (_, targets) in row.items()} for phase, row in MOVES.items()
+    }
+    return drawn(rows, {phase: words.meaning for phase, words in WORDS.items()})

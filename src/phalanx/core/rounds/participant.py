@@ -1,38 +1,49 @@
-"""One node's part in the rendezvous: events in, actions out; no clock, no sockets, no processes.
+"""One node's part in the rendezvous, as a table: events in, actions out; no clock, no sockets, no processes.
 
 The shell passes `step` what happened (answers and notices of the store, changes of the connection, the
-end of workers, a request to leave) and carries out the actions. `step` is level-triggered: it takes
-the event into its state, then evaluates the same short list of conditions every time, so that no order
-of events, loss or repetition needs a case of its own.
+end of workers, a request to leave) and carries out the actions. A step has three parts:
 
-Fencing, on which `core.rounds.rounds` relies: this node runs workers only while its lease is certainly alive.
-- An answered keep-alive proves the lease from the moment it was *sent*, for the lease's time.
-- A connection that ended gives the store reason to shorten the lease to `linger`, counted from the
-  end of the connection at the earliest; so the node counts from there as well.
-- Nothing else counts. A refused connection was once taken as proof that the store is down, and let
-  workers run on: but a firewall, a proxy or a wrong route refuses as well, while the store lives and
-  gives the lease away. A job outlives a restart of its store because a store with a journal starts
-  every lease again and does not shorten leases (`linger` is infinite): the restart has the lease's
-  time, and a longer absence stops the workers until the store is back.
+1. The lease. After a sleep nothing else may be believed before it (`core.rounds.lease`).
+2. MOVES has what the event means in this phase. Most events only change what is known.
+3. DUTIES, the same short list after every event, has what follows from what is known. So no order of events,
+   no loss and no repetition needs a case of its own.
+
+An event that may be on its way still although it no longer matters is in LATE; one that is possible nowhere
+there, or a move that the tables do not have, is a bug: `IllegalMove`, with the recent history.
+
+What is known has one noun each: the `NodeLease`, the `Registration` of this node's key, the job that it is
+`Following`, its `Work`, its `Departure`, the `StoreReach`; a leader has its `Leadership` besides.
+
+- A node registers when it knows which job is its own, and never passes from its job into the next one.
+- It starts workers only in a round that it is a member of as it is registered now.
+- A lease that may be over ends its workers at once, even during a stop: a grace period that outlasts the
+  lease would allow two rounds at once. The lease is given back when the workers are gone, not before: killing
+  them may take a while. Then the node joins again as a new incarnation.
 - The end of the job for this node does not end the promise: workers that are stopped with a grace are
-  killed when the lease may run out before they are gone.
-- A tenth of the time is kept back for killing workers and for clocks that run at different speeds.
+  killed when the lease may run out before they are gone (ENDING).
 
-`now` must come from a monotonic clock that also counts time asleep (CLOCK_BOOTTIME on Linux), and
-the first event after a sleep is checked against the fence before anything else is believed.
+`now` must come from a monotonic clock that also counts time asleep (CLOCK_BOOTTIME on Linux).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 from phalanx.core.group.events import RoundOver
+from phalanx.core.group.group import IllegalMove
 from phalanx.core.rounds.causes import HOSTS
+from phalanx.core.rounds.following import Following
 from phalanx.core.rounds.leader_view import LeaderView, Options
+from phalanx.core.rounds.leadership import Leadership
+from phalanx.core.rounds.lease import NodeLease
 from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.participant_events import (
     Action,
     Answer,
+    Begin,
+    ClockTick,
     CloseRequested,
     Connected,
     Disconnected,
@@ -43,7 +54,6 @@ from phalanx.core.rounds.participant_events import (
     Noticed,
     Remark,
     RoundRequested,
-    Send,
     StartRound,
     StoreLost,
     StoreWentBack,
@@ -51,25 +61,39 @@ from phalanx.core.rounds.participant_events import (
     WorkersStopped,
     WorkersSucceeded,
 )
+from phalanx.core.rounds.participant_state import (
+    ENDED,
+    ENDING,
+    FENCED,
+    FINISHED,
+    JOINING,
+    LEAVING,
+    MEANINGS,
+    NEW,
+    RUNNING,
+    STOPPING,
+    WAITING,
+    Departure,
+    NodePhase,
+    Registration,
+    StoreReach,
+    Work,
+)
 from phalanx.core.rounds.quarantine import HostWatch
 from phalanx.core.rounds.records import (
     ACTIVE,
-    CLOSED,
     FORMAT,
     CloseRequest,
     NodeInfo,
     NodeRecord,
-    Place,
     Result,
     Round,
-    decode_place,
-    decode_round,
     encode,
 )
-from phalanx.core.rounds.rounds import begin_again, decide
+from phalanx.core.rounds.requests import CONTROL, PLACE, Pending, Purpose, StoreRequests
+from phalanx.core.rounds.rounds import begin_again
 from phalanx.core.rounds.store_commands import (
     Change,
-    Command,
     Delete,
     Entry,
     Get,
@@ -80,30 +104,14 @@ from phalanx.core.rounds.store_commands import (
     Reply,
     Revoke,
     Txn,
-    Unwatch,
     Watch,
     When,
 )
 from phalanx.core.rounds.verdicts import round_over
 
-CONTROL, PLACE = 1, 2  # the watches of every node; a leader's own gets a new number each time
-FENCE = 0.9
-QUIET = 0.005  # a leader of thousands decides at most this often
 _UNSURE = 1.5  # leases
 _FEW_WORDS = 200  # of a failure, in the record of its host
-LOST_ROUNDS = 100  # that a store which went back may have had without any node that is present
-
-
-def _result(failure: NodeFailure, blameless: bool) -> Result:
-    what = failure.summary[:_FEW_WORDS]
-    return Result(False, failure.text(), False, what, failure.ranks, blameless, delay=failure.delay)
-
-
-class _Pending(NamedTuple):
-    kind: str
-    generation: int
-    sent: float
-    hung_up: float | None = None  # when the first connection that it was asked on ended
+_HISTORY = 12  # moves remembered for the message of an illegal one
 
 
 class Participant:
@@ -112,279 +120,307 @@ class Participant:
     def __init__(self, info: NodeInfo, options: Options, rounds: int = 0, restarts: int = 0) -> None:
         """`rounds` and `restarts`: what this node knows from a store that was lost."""
         self.info, self.options = info, options
-        self.rounds, self.restarts = rounds, restarts
-        self.round: Round | None = None
+        self.phase = NEW
         self.reason = "joining"
-        self.running: int | None = None  # the round whose workers this node has
-        self.rank = -1
-        self.ended: End | None = None
-        self._round_mod, self._round_at = 0, 0.0  # its revision, and when it was first seen in its phase
-        self._job = 0  # the number of this node's job among those with this id; 0: not known yet
-        self.place, self._place_mod = Place(), 0
-        self._outside = ""  # the stamp of a round that this node is known not to be in
-        self._leader = Entry("")
-        self._control = False  # whether the control keys are known
-        self._held: StartRound | None = None  # what the group was given, until its end is reported
-        self._succeeded = False  # the workers of this node
-        self._finished = -1  # the round in which they have
-        self._close: CloseRequest | None = None
-        self._stopping = False
-        self._started = (0, 0)
-        self._leaving = ""
-        self._preempted = False
-        self._unreadable = False  # the store has a round, and this node cannot read it
-        self._skipped: dict[str, None] = {}  # keys that this node has named as not readable
-        self.lease = self._old_lease = 0
-        self._generation = 1
-        self._incarnation = self._node_mod = self._ready = 0
-        self._told_leaving = False
-        self._proof = self._heard = self._waiting_since = 0.0
-        self._cap: float | None = None
-        self._away = False  # the connection to the store has ended
-        self._unsure_until = 0.0  # until when nodes may be lost because the store was away
-        self._quiet_until = 0.0  # until when nodes may run on leases that the store has forgotten
-        self._next_beat = 0.0
+        self.lease = NodeLease(options.ttl, options.linger)
+        self.registration = Registration()
+        self.following = Following(rounds, restarts)
+        self.work = Work()
+        self.departure = Departure()
+        self.reach = StoreReach()
         self.hosts = HostWatch()
-        self._view: LeaderView | None = None
-        self._everything, self._view_complete, self._dirty = PLACE, False, False
-        self._decided = self._status_at = float("-inf")
-        self._lead_wake: float | None = None
-        self._unsent: Txn | None = None  # the round, until all its places are written
-        self._published_txn = Txn(())
-        self._pending: dict[int, _Pending] = {}
-        self._tags = 0
+        self.ended: End | None = None
+        self._waiting_since = 0.0
+        self._close: CloseRequest | None = None  # asked for, and not written yet
+        self._skipped: dict[str, None] = {}  # keys that this node has named as not readable
         self._out: list[Action] = []
+        self._requests = StoreRequests(self._out)
+        self._leadership = Leadership(options, self._requests, self._out)
+        self._recent: deque[str] = deque(maxlen=_HISTORY)
+
+    @property
+    def round(self) -> Round | None:
+        """The job's round."""
+        return self.following.round
 
     @property
     def job(self) -> int:
         """Which of the jobs with this id this node is part of."""
-        return self._job or 1
+        return self.following.job or 1
 
     @property
-    def knows_job(self) -> bool:
-        """Whether it is known which of the jobs with this id this node is part of."""
-        return bool(self._job)
-
-    @property
-    def leaving(self) -> bool:
-        """Whether this node goes."""
-        return bool(self._leaving)
+    def view(self) -> LeaderView | None:
+        """The job as this node sees it while it decides for it."""
+        return self._leadership.view
 
     @property
     def leading(self) -> bool:
         """Whether this node decides for the job."""
-        return self._view is not None
+        return self.view is not None
+
+    # Steps
 
     def start(self, now: float) -> list[Action]:
         """The first actions of a node."""
-        self._heard = self._waiting_since = now
-        # Where there is no round yet, one command joins: it registers the node, and makes the first one the
-        # leader. Elsewhere its conditions fail, and the node registers when it knows the round.
-        round_key, node, leader = map(self._key, ("ctl/round", "node/" + self.info.id, "ctl/leader"))
-        self._ready = 1
-        record = Put(node, encode(self._record()._replace(job=1)))
-        first = Put(leader, self.info.id.encode(), new=True)
-        unknown = When(round_key, "mod", 0), When(node, "mod", 0)
-        self._send(now, "grant", Grant(self.options.ttl, Txn(unknown, (record, first))))
-        self._ask_watches(now)
-        return self._drain()
+        return self.step(now, Begin())
 
     def step(self, now: float, event: Event) -> list[Action]:
         """Take in one event; return what to do."""
-        if self.ended is None:
-            # The fence comes first: after a sleep nothing else may be believed before it.
-            self._check_fence(now)
-            self._take_in(now, event)
-            self._go_on(now)
-        else:
-            self._after_the_end(now, event)
-        return self._drain()
+        kind = type(event)
+        self._carry_out(now, LEASE)
+        move = MOVES[self.phase].get(kind)
+        if move is not None:
+            handler, targets = move
+            before = self.phase
+            handler(self, now, event)
+            self._check(now, before, kind.__name__, targets, event)
+        elif kind not in LATE[self.phase]:
+            raise IllegalMove(self._complaint(f"{event!r}", "is not possible"))
+        for duty in DUTIES:
+            self._carry_out(now, duty)
+        if self.hosts.lines:
+            # First: the record of what follows (a stop, a start) then knows that it is due to this.
+            self._out[:0] = [Remark(line, host) for line, host in self.hosts.news()]
+        out = self._out.copy()
+        self._out.clear()
+        return out
 
-    def _after_the_end(self, now: float, event: Event) -> None:
-        """Workers that are being stopped must still be gone before the lease is."""
-        if isinstance(event, WorkersStopped) and event.round == self.running:
-            self.running = None
-        elif self.running is not None and self.lease and now >= self.fence_at:
-            self._out.append(RoundOver(self.running, "the lease may be over", at_once=True))
-            self.running = None
+    def _carry_out(self, now: float, duty: Duty) -> None:
+        before = self.phase
+        targets = duty.phases.get(before)
+        if targets is not None:
+            duty.call(self, now)
+            self._check(now, before, duty.name, targets)
+
+    def _check(
+        self, now: float, before: NodePhase, name: str, targets: tuple[NodePhase, ...], event: object = None
+    ) -> None:
+        if self.phase is before:
+            return
+        if self.phase not in targets:
+            after, self.phase = self.phase, before
+            what = f"led to {after.value}, which the table does not allow"
+            raise IllegalMove(self._complaint(f"{event!r}" if event else name, what))
+        self._recent.append(f"{now:.3f} {before.value} --{name}--> {self.phase.value}: {self.reason}")
+
+    def _complaint(self, event: str, what: str) -> str:
+        past = "\n  ".join(self._recent) or "(nothing)"
+        return f"{event} in phase {self.phase.value} {what}; before it:\n  {past}"
 
     def wake_at(self) -> float | None:
-        """When to send a Tick if nothing else happens."""
-        if self.ended is not None:
-            return self.fence_at if self.running is not None and self.lease else None
-        times = [self._heard + self.options.store_grace]
-        if self.lease:
-            times.append(self.fence_at)
-            if not self._asking("beat"):
-                times.append(self._next_beat)
-        # Not while an answer is awaited before anything can be decided: it would wake this node all the time.
-        if self._lead_wake is not None and self._incarnation and self._view_complete and not self._publishing:
-            times.append(self._lead_wake)
-        if self.running is None:
-            times.append(self._give_up_at())
+        """When to send a ClockTick if nothing else happens."""
+        if self.phase in (ENDING, ENDED):
+            return self.lease.ends if self.phase is ENDING and self.lease.number else None
+        times = [self.reach.heard + self.options.store_grace]
+        if self.lease.number:
+            times.append(self.lease.ends)
+            if not self._requests.awaits(Purpose.KEEP_ALIVE):
+                times.append(self.lease.renew_at)
+        if self._leadership.wake_at is not None and self.registration.incarnation:
+            times.append(self._leadership.wake_at)
+        if self.phase in (JOINING, WAITING, LEAVING):
+            times.append(self._give_up_at)
         return min(times)
 
-    # Taking in
+    # ---- moves: what an event means --------------------------------------------------------------------
 
-    def _take_in(self, now: float, event: Event) -> None:
-        match event:
-            case Answer(tag, reply):
-                self._heard = now
-                pending = self._pending.pop(tag, None)
-                if pending is not None and pending.generation in (0, self._generation):
-                    self._answered(now, pending, reply)
-            case Noticed(notice):
-                self._heard = now
-                self._noticed(now, notice)
-            case Connected():
-                self._heard = now
-                self._next_beat = now
-                self._reached_again(now)
-            case Disconnected():
-                self._hung_up(now)
-            case StoreLost(why):
-                self._quit(End("store", why, self.round))
-            case StoreWentBack():
-                self._begin_anew(now)
-            case WorkersStopped(number) if number == self.running:
-                self._idle(now)
-            case LeaseMissed(number) if number == self.running and self.lease:
-                self._fence(now, "the lease was not renewed in time")
-            case WorkersSucceeded(number) if number == self.running and not self._stopping:
-                self._succeeded, self._finished = True, number
-                self._report(now, Result(True))
-            case WorkersFailed():
-                self._failed(now, event)
-            case RoundRequested(number, reason, restarts) if self._holds(number):
-                result = _result(NodeFailure(reason), blameless=True)
-                self._report(now, result._replace(request=restarts))
-            case CloseRequested(reason):
-                self._close = CloseRequest(reason)
-            case LeaveRequested(reason, preempted):
-                self._leaving, self._preempted = self._leaving or reason, self._preempted or preempted
+    def _on_begin(self, now: float, event: Begin) -> None:
+        self.phase, self._waiting_since = JOINING, now
+        self._heard(now)
+        # Where there is no round yet, one command joins: it registers the node, and makes the first one the
+        # leader. Elsewhere its conditions fail, and the node registers when it knows the round.
+        round_key, leader = self._key("ctl/round"), self._key("ctl/leader")
+        self.registration = Registration(ready=1)
+        record = Put(self._own_key, encode(self._record()._replace(job=1)))
+        first = Put(leader, self.info.id.encode(), new=True)
+        unknown = When(round_key, "mod", 0), When(self._own_key, "mod", 0)
+        self._ask(now, Purpose.GRANT, Grant(self.options.ttl, Txn(unknown, (record, first))))
+        self._watch(now)
 
-    def _holds(self, number: int) -> bool:
-        return self._held is not None and self._held.round.number == number
+    def _watch(self, now: float) -> None:
+        self._ask(now, Purpose.WATCH_CONTROL, Watch(CONTROL, self._key("ctl/"), prefix=True))
+        self._ask(now, Purpose.WATCH_PLACE, Watch(PLACE, self._key("place/" + self.info.id)))
 
-    def _failed(self, now: float, event: WorkersFailed) -> None:
-        failure = event.failure
+    def _on_tick(self, now: float, event: ClockTick) -> None:
+        """The duties know what is due."""
+
+    def _on_connected(self, now: float, event: Connected) -> None:
+        self._heard(now)
+        self.lease = self.lease._replace(renew_at=now)
+        if self.reach.away:
+            # A store that restarts begins all leases anew: until they are over, a lost node proves nothing.
+            unsure = now + _UNSURE * self.options.ttl
+            self.reach = self.reach._replace(away=False, unsure_until=unsure)
+            if self.view is not None:
+                self.view.unsure_until = unsure
+
+    def _on_disconnected(self, now: float, event: Disconnected) -> None:
+        self.reach = self.reach._replace(away=True)
+        self.lease = self.lease.hung_up(now)
+        self._requests.hung_up(now)
+
+    def _on_store_lost(self, now: float, event: StoreLost) -> None:
+        self._end("store", event.why)
+
+    def _on_store_went_back(self, now: float, event: StoreWentBack) -> None:
+        """Nothing that this node knows from the store holds: not its lease, its place, nor the round."""
+        if self.lease.number:
+            self._lose_lease(now, "the store went back to an earlier state")
+        self.following = self.following.forgotten()
+        self.hosts.begin_anew()
+        # Nodes that the store has forgotten run workers until their own clocks stop them.
+        ttl = self.options.ttl
+        self.reach = self.reach._replace(quiet_until=now + ttl, unsure_until=now + _UNSURE * ttl)
+        self._watch(now)
+
+    def _on_answer(self, now: float, event: Answer) -> None:
+        if not 0 < event.tag <= self._requests.last:
+            raise IllegalMove(self._complaint(f"{event!r}", "answers nothing that was asked"))
+        self._heard(now)
+        pending = self._requests.answered(event.tag)
+        if pending is not None and (handler := ANSWERS.get(pending.purpose)) is not None:
+            handler(self, now, pending, event.reply)
+
+    def _on_noticed(self, now: float, event: Noticed) -> None:
+        self._heard(now)
+        self._take_notice(now, event.notice)
+
+    def _on_stopped(self, now: float, event: WorkersStopped) -> None:
+        if event.round == self.work.running:
+            self._rest(now)
+
+    def _on_succeeded(self, now: float, event: WorkersSucceeded) -> None:
+        if event.round == self.work.running:
+            self.phase, self.work = FINISHED, self.work._replace(finished=event.round)
+            self._report(now, Result(True))
+
+    def _on_lease_missed(self, now: float, event: LeaseMissed) -> None:
+        if event.round == self.work.running:
+            self._lose_lease(now, "the lease was not renewed in time")
+
+    def _on_failed(self, now: float, event: WorkersFailed) -> None:
+        failure, name = event.failure, self.info.name
         if self._holds(event.round):
             self._report(now, _result(failure, event.blameless)._replace(unfit=event.unfit))
         elif failure.final and not event.unfit:  # its round is over, and the job ends still
-            cause = (self.info.id, self.info.name, failure.text())
-            self._close = CloseRequest(failure.ending_of(self.info.name), cause)
+            self._close = CloseRequest(failure.ending_of(name), (self.info.id, name, failure.text()))
 
-    def _reached_again(self, now: float) -> None:
-        """A store that restarts begins all leases anew: until they are over, a lost node proves nothing."""
-        if self._away:
-            self._away, self._unsure_until = False, now + _UNSURE * self.options.ttl
-            if self._view is not None:
-                self._view.unsure_until = self._unsure_until
+    def _on_round_requested(self, now: float, event: RoundRequested) -> None:
+        if self._holds(event.round):
+            result = _result(NodeFailure(event.reason), blameless=True)
+            self._report(now, result._replace(request=event.restarts))
 
-    def _hung_up(self, now: float) -> None:
-        """The store may shorten the lease from now on; a later connection that ends does not prolong that."""
-        self._away = True
-        if self.lease and self._cap is None:
-            self._cap = now + self.options.linger * FENCE
-        for tag, pending in self._pending.items():
-            if pending.kind == "grant" and pending.hung_up is None:
-                self._pending[tag] = pending._replace(hung_up=now)
+    def _on_close_requested(self, now: float, event: CloseRequested) -> None:
+        self._close = CloseRequest(event.reason)
 
-    def _answered(self, now: float, pending: _Pending, reply: Reply) -> None:
-        kind = pending.kind
-        if kind == "control":
-            self._noticed(now, Notice(CONTROL, tuple(map(Change, reply.entries)), reply.revision, True))
-            self._control = True
-            if self.round is None:
-                # A leader writes a round that cannot be read again: with it comes the number of the job.
-                self._job = 0 if self._unreadable and self._leader.lease else self._job or 1
-            elif self.round.phase != CLOSED and self._leader.lease:
-                self._job = self.round.job
-        elif kind == "placed":
-            self._learn_place(reply.entries)
-        elif kind == "place":
-            self._learn_place(reply.entries)
-            # Read after the round was seen, so it is final: without a place this node is not a member.
-            if self.round is not None and reply.revision >= self._round_mod and not self._is_member():
-                self._outside = self.round.stamp
-        elif kind == "remaining":
-            if self.round is not None and not self._job and reply.revision >= self._round_mod:
-                claim = begin_again(
-                    self.round, self._round_mod, self._foreign_leader, self.options, len(reply.entries)
-                )
-                self._send(now, "again", claim)
-        elif kind == "again":
-            self._learn_again(now, reply)
-        elif kind == "everything" and self._view is not None:
-            self._view_complete = self._dirty = True
-            self._view.learn(now, tuple(map(Change, reply.entries)), reset=True)
-            self._remark()
-        elif kind == "grant":
-            self.lease, self._proof, self._cap = reply.number, pending.sent, None
-            self._next_beat = pending.sent + self.options.ttl / 3
-            for mine in reply.entries[1:]:
-                if mine.lease == self.lease:
-                    self._job, self._incarnation, self._node_mod = 1, mine.create, mine.mod
-                    self._learn_leader(now, self._leader)  # it may be this node
-            if pending.hung_up is not None:
-                # It may have been granted before the connection ended, and shortened then.
-                self._cap, self._next_beat = pending.hung_up + self.options.linger * FENCE, now
-        elif kind == "revoke":
-            self._old_lease = 0
-            if not self._leaving:
-                self._send(now, "grant", Grant(self.options.ttl))
-        elif kind == "beat":
-            self._beaten(now, pending.sent, reply)
-        elif kind in ("publish", "batch"):
-            self._published(now, kind, reply)
-        elif kind in ("register", "update", "campaign", "report"):
-            self._wrote(now, kind, reply)
+    def _on_leave_requested(self, now: float, event: LeaveRequested) -> None:
+        reason, preempted = self.departure
+        self.departure = Departure(reason or event.reason, preempted or event.preempted)
 
-    def _beaten(self, now: float, sent: float, reply: Reply) -> None:
-        if not reply.ok:
-            self._fence(now, "the store ended the lease of this node")
-            return
-        self._proof, self._cap = max(self._proof, sent), None
-        self._next_beat = max(self._next_beat, sent + self.options.ttl / 3)
+    def _on_gone(self, now: float, event: WorkersStopped) -> None:
+        if event.round == self.work.running:
+            self.phase, self.work = ENDED, self.work._replace(running=0)
 
-    def _wrote(self, now: float, kind: str, reply: Reply) -> None:
+    # ---- answers: what the store says --------------------------------------------------------------------
+
+    def _granted(self, now: float, pending: Pending, reply: Reply) -> None:
+        self.lease = self.lease.granted(now, reply.number, pending.sent, pending.hung_up)
+        for mine in reply.entries[1:]:
+            if mine.lease == self.lease.number and self.phase is not LEAVING:
+                self.following = self.following._replace(job=1)
+                self._registered(mine)
+                self._learn_leader(now, self.following.leader)  # it may be this node
+
+    def _registered(self, mine: Entry) -> None:
+        self.registration = self.registration._replace(incarnation=mine.create, mod=mine.mod)
+        self.phase = WAITING
+
+    def _renewed(self, now: float, pending: Pending, reply: Reply) -> None:
+        if reply.ok:
+            self.lease = self.lease.renewed(pending.sent)
+        elif self.lease.number:
+            self._lose_lease(now, "the store ended the lease of this node")
+
+    def _revoked(self, now: float, pending: Pending, reply: Reply) -> None:
+        self.lease = self.lease._replace(old=0)
+        if self.phase is not LEAVING:
+            self._ask(now, Purpose.GRANT, Grant(self.options.ttl))
+
+    def _found_control(self, now: float, pending: Pending, reply: Reply) -> None:
+        self._take_notice(now, Notice(CONTROL, tuple(map(Change, reply.entries)), reply.revision, True))
+        self.following = self.following.read()
+
+    def _found_place(self, now: float, pending: Pending, reply: Reply) -> None:
+        self.following = self.following.learn_place(reply.entries)
+
+    def _read_place(self, now: float, pending: Pending, reply: Reply) -> None:
+        incarnation = self.registration.incarnation
+        self.following = self.following.read_place(reply.entries, reply.revision, incarnation)
+
+    def _counted(self, now: float, pending: Pending, reply: Reply) -> None:
+        known = self.following
+        if known.round is not None and not known.job and reply.revision >= known.round_mod:
+            claim = begin_again(
+                known.round, known.round_mod, known.foreign_leader, self.options, len(reply.entries)
+            )
+            self._ask(now, Purpose.BEGIN_AGAIN, claim)
+
+    def _begun_again(self, now: float, pending: Pending, reply: Reply) -> None:
+        """The round after `begin_again`: a new one, or the one that was found, which is then this node's.
+
+        Where that one is the same and the request failed, a leader was elected meanwhile: look again."""
+        entry, known = reply.entries[0], self.following
+        if entry.mod > known.round_mod:
+            self._learn_round(now, entry)
+        elif reply.ok and entry.mod == known.round_mod and known.round is not None:
+            self.following = known._replace(job=known.round.job)
+
+    def _wrote(self, now: float, pending: Pending, reply: Reply) -> None:
         """A write that was conditional on the node's own key: a failure may mean that the lease is lost."""
-        mine = reply.entries[0]
-        if reply.error == "lease" or (mine.lease != self.lease and kind != "register"):
-            self._fence(now, "the store no longer knows this node")
-        elif kind == "register":
-            # Not ok but on this lease: a repeated write that had succeeded (etcd does not remember it).
-            if mine.lease == self.lease:
-                self._incarnation = mine.create
-                self._node_mod = mine.mod
-            elif mine.mod:
-                # Not on a lease: another program wrote it. On another one: a store that went back has it from
-                # an incarnation of this node that is long over. Either is in the way, and this node must be
-                # known before the leader decides: it knows rounds that the store forgot.
-                stale = When(mine.key, "mod", mine.mod)
-                self._send(now, "register", Txn((stale,), deletes=(Delete(mine.key),)))
-        elif kind == "update":
-            self._node_mod = mine.mod
+        mine, lease = reply.entries[0], self.lease.number
+        if not lease:
+            return  # given back: this node leaves
+        if reply.error == "lease" or (mine.lease != lease and pending.purpose is not Purpose.REGISTER):
+            self._lose_lease(now, "the store no longer knows this node")
+        elif pending.purpose is Purpose.REGISTER and mine.lease == lease:
+            # Also if it failed: a repeated write that had succeeded (etcd does not remember it).
+            self._registered(mine)
+        elif pending.purpose is Purpose.REGISTER and mine.mod:
+            # Not on a lease: another program wrote it. On another one: a store that went back has it from
+            # an incarnation of this node that is long over. Either is in the way, and this node must be
+            # known before the leader decides: it knows rounds that the store forgot.
+            stale = When(mine.key, "mod", mine.mod)
+            self._ask(now, Purpose.REGISTER, Txn((stale,), deletes=(Delete(mine.key),)))
+        elif pending.purpose is Purpose.UPDATE:
+            self.registration = self.registration._replace(mod=mine.mod)
             if not reply.ok:  # the known revision of the key was old: write again
-                self._ready, self._told_leaving = 0, False
-        elif kind == "campaign":
+                self.registration = self.registration._replace(ready=0, leaving=False)
+        elif pending.purpose is Purpose.CAMPAIGN:
             self._learn_leader(now, reply.entries[1])
 
-    def _noticed(self, now: float, notice: Notice) -> None:
+    def _read_job(self, now: float, pending: Pending, reply: Reply) -> None:
+        self._leadership.read(now, reply.entries)
+
+    def _published(self, now: float, pending: Pending, reply: Reply) -> None:
+        another = self._leadership.published(now, pending.purpose, reply)
+        if another is not None:
+            self._learn_leader(now, another)
+
+    # ---- notices -----------------------------------------------------------------------------------------
+
+    def _take_notice(self, now: float, notice: Notice) -> None:
         if notice.watch == PLACE:
-            self._learn_place(tuple(change.entry for change in notice.changes if not change.deleted))
+            entries = tuple(change.entry for change in notice.changes if not change.deleted)
+            self.following = self.following.learn_place(entries)
             return
         if notice.watch != CONTROL:
-            if self._view is not None and self._view_complete and notice.watch == self._everything:
-                self._view.learn(now, notice.changes, notice.reset)
-                self._remark()
-                self._dirty = True
+            self._leadership.learn(now, notice)
             return
         if notice.reset and not any(c.entry.key.endswith("leader") for c in notice.changes):
             self._learn_leader(now, Entry("", mod=notice.revision))
         self._learn_hosts(now, notice)
         for entry, deleted in notice.changes:
-            if entry.key == self._key("ctl/round") and not deleted and entry.mod > self._round_mod:
+            if entry.key == self._key("ctl/round") and not deleted:
                 self._learn_round(now, entry, news=not notice.reset)
             elif entry.key == self._key("ctl/leader"):
                 self._learn_leader(now, Entry("", mod=entry.mod) if deleted else entry)
@@ -398,412 +434,446 @@ class Participant:
             self.hosts.learn(now, entry.key.removeprefix(prefix), entry, deleted)
 
     def _learn_round(self, now: float, entry: Entry, news: bool = False) -> None:
-        if self.round is not None and self.round.phase == CLOSED and self.round.job == self._job:
-            return  # this node's job has ended; the round belongs to the next one
-        found = decode_round(entry.value)
-        self._round_mod = entry.mod
-        # Written since the leader was elected, and not by it: the leader writes its own again.
-        foreign = found is not None and self._leader.lease and found.term != self._leader.create
-        back = found is not None and self.round is not None and found.older_than(self.round)
-        self._unreadable = found is None or back or bool(news and foreign and entry.mod > self._leader.mod)
-        if found is None or self._unreadable:
-            return
-        # A store that went back has an older count; that of a job only grows.
-        known = self.restarts if found.job == self._job else 0
-        if self.round is None or found.stage != self.round.stage:
-            self._round_at = now
-        self.round, self.restarts = found, max(known, found.restarts)
-        if found.phase == ACTIVE:
-            self.rounds = max(self.rounds, found.number)
-        if not self._job and self._control and self.round.phase != CLOSED:  # a change: a leader exists
-            self._job = self.round.job
-        if self._view is None:
+        before, self.following = self.following, self.following.learn_round(now, entry, news)
+        if self.following.round is not before.round and self.round is not None and not self.leading:
             self.reason = self.round.reason
 
-    def _learn_place(self, entries: tuple[Entry, ...]) -> None:
-        for entry in entries:
-            if entry.mod > self._place_mod:
-                self._place_mod = entry.mod
-                self.place = decode_place(entry.value) or Place()
-
-    def _learn_again(self, now: float, reply: Reply) -> None:
-        """The round after `begin_again`: a new one, or the one that was found, which is then this node's.
-
-        Where that one is the same and the request failed, a leader was elected meanwhile: look again."""
-        entry = reply.entries[0]
-        if entry.mod > self._round_mod:
-            self._learn_round(now, entry)
-        elif reply.ok and entry.mod == self._round_mod and self.round is not None:
-            self._job = self.round.job
-
     def _learn_leader(self, now: float, entry: Entry) -> None:
-        if entry.mod and entry.mod < self._leader.mod:
+        known = self.following.leader
+        if entry.mod and entry.mod < known.mod:
             return
-        another = bool(entry.lease) and entry.create != self._leader.create
-        self._leader = entry
-        if another and self._succeeded and self._incarnation:
+        another = bool(entry.lease) and entry.create != known.create
+        self.following = self.following._replace(leader=entry)
+        if another and self.phase is FINISHED:
             self._report(now, Result(True))  # the new leader may not find it
-        ours = entry.lease != 0 and entry.lease == self.lease
-        if self._view is not None and (not ours or entry.create != self._view.term):
-            self._step_down(now)
-        if ours and self._view is None:
-            self._view = LeaderView(
+        ours = entry.lease != 0 and entry.lease == self.lease.number
+        if self.view is not None and (not ours or entry.create != self.view.term):
+            self._leadership.end(now)
+        if ours and self.view is None:
+            current = self.round
+            view = LeaderView(
                 self.options,
                 entry.create,
-                round=self.round or Round(),
-                since=now if self.round is None else self._round_at,
-                quiet_until=self._quiet_until,
-                unsure_until=self._unsure_until,
+                round=current or Round(),
+                since=now if current is None else self.following.round_at,
+                quiet_until=self.reach.quiet_until,
+                unsure_until=self.reach.unsure_until,
                 skipped=self._skipped,
                 hosts=self.hosts,
             )
-            self._read_everything(now)
+            self._leadership.begin(now, view)
 
-    def _remark(self) -> None:
-        assert self._view is not None
-        self._out += [Remark(line) for line in self._view.remarks]
-        self._view.remarks.clear()
+    # ---- duties: what follows from what is known -----------------------------------------------------------
 
-    def _begin_anew(self, now: float) -> None:
-        """Nothing that this node knows from the store holds: not its lease, its place, nor the round."""
-        if self.lease:
-            self._fence(now, "the store went back to an earlier state")
-        self.rounds += LOST_ROUNDS  # the number of a round that is lost must not be used again
-        self._round_mod = self._place_mod = 0
-        self.round, self.place, self._outside, self._leader = None, Place(), "", Entry("")
-        self._control, self._unreadable = False, False
-        self.hosts.begin_anew()
-        # Nodes that the store has forgotten run workers until their own clocks stop them.
-        self._quiet_until = now + self.options.ttl
-        self._unsure_until = now + _UNSURE * self.options.ttl
-        self._ask_watches(now)
+    def _mind_lease(self, now: float) -> None:
+        if self.lease.number and now >= self.lease.ends:
+            silent = now - self.lease.proof
+            self._lose_lease(now, f"no answer from the store for {silent:.1f} s, the lease may be over")
 
-    def _ask_watches(self, now: float) -> None:
-        self._send(now, "control", Watch(CONTROL, self._key("ctl/"), prefix=True))
-        self._send(now, "placed", Watch(PLACE, self._key("place/" + self.info.id)))
+    def _mind_store(self, now: float) -> None:
+        grace = self.options.store_grace
+        if now >= self.reach.heard + grace:
+            self._end("store", f"no answer from the store for {grace:.0f} s (--store-grace)")
 
-    def _step_down(self, now: float) -> None:
-        self._view, self._view_complete, self._lead_wake, self._unsent = None, False, None, None
-        for tag in [t for t, p in self._pending.items() if p.kind in ("publish", "batch", "everything")]:
-            del self._pending[tag]
-        self._send(now, "unwatch", Unwatch(self._everything))
+    def _renew_lease(self, now: float) -> None:
+        if self.lease.number and now >= self.lease.renew_at and not self._requests.awaits(Purpose.KEEP_ALIVE):
+            self._ask(now, Purpose.KEEP_ALIVE, KeepAlive(self.lease.number))
+            self.lease = self.lease._replace(renew_at=now + self.options.ttl / 3)
 
-    def _read_everything(self, now: float) -> None:
-        # A fresh number, so that nothing said about an older watch can be taken for this one.
-        if self._view_complete:
-            self._send(now, "unwatch", Unwatch(self._everything))
-        self._view_complete = False
-        self._everything += 1
-        self._send(now, "everything", Watch(self._everything, self.options.prefix, prefix=True))
+    def _obey_drain(self, now: float) -> None:
+        if self.round is not None and self.info.id in self.round.out:
+            self.departure = self.departure._replace(reason=self.departure.reason or "drained on request")
 
-    # Fencing
-
-    @property
-    def fence_at(self) -> float:
-        """When the lease may be over: no worker may run on this node from then on."""
-        surely = self._proof + self.options.ttl * FENCE
-        return surely if self._cap is None else min(surely, self._cap)
-
-    @property
-    def confirmed_at(self) -> float:
-        """When the last keep-alive was sent that the store has answered."""
-        return self._proof
-
-    def _check_fence(self, now: float) -> None:
-        if self.lease and now >= self.fence_at:
-            self._fence(now, f"no answer from the store for {now - self._proof:.1f} s, the lease may be over")
-
-    def _fence(self, now: float, why: str) -> None:
-        """The lease may be lost: stop at once, then rejoin as a new incarnation.
-
-        The lease is given back when the workers are gone, not before: killing them may take a while."""
-        if self._view is not None:
-            self._step_down(now)
-        self._old_lease, self.lease = self.lease, 0
-        self._generation += 1
-        self._incarnation = self._node_mod = self._ready = 0
-        self._told_leaving = False
-        self.reason = why
-        if self._succeeded:
-            self._idle(now)
-        if self.running is not None:
-            # Even during a stop: a grace period that outlasts the lease would allow two rounds at once.
-            self._stopping, self._held = True, None
-            self._out.append(RoundOver(self.running, why, at_once=True))
-        elif not self._asking("revoke"):
-            self._send(now, "revoke", Revoke(self._old_lease))
-
-    # Going on
-
-    def _go_on(self, now: float) -> None:
-        """The questions that are asked after every event."""
-        if self.ended is not None:
-            return
-        if now >= self._heard + self.options.store_grace:
-            silent = f"no answer from the store for {self.options.store_grace:.0f} s (--store-grace)"
-            self._quit(End("store", silent, self.round))
-            return
-        current = self.round
-        if self.lease and now >= self._next_beat and not self._asking("beat"):
-            self._send(now, "beat", KeepAlive(self.lease))
-            self._next_beat = now + self.options.ttl / 3
-        if current is not None and self.info.id in current.out:
-            self._leaving = self._leaving or "drained on request"
-        if self._close is not None and self._job:
+    def _ask_to_close(self, now: float) -> None:
+        if self._close is not None and self.following.job:
             # Numbered: a late request must not close the next job of this id.
-            self._send(now, "close", Put(self._key(f"close/{self._job}"), encode(self._close)))
+            key = self._key(f"close/{self.following.job}")
+            self._ask(now, Purpose.NO_ANSWER, Put(key, encode(self._close)))
             self._close = None
-        self._end_round(now)
-        if self._incarnation:
-            self._update(now)
-            self._lead(now)
-        if self.running is None:
-            self._while_idle(now)
-
-    def _while_idle(self, now: float) -> None:
-        current = self.round
-        if current is not None and self._job == current.job and current.phase == CLOSED:
-            self._quit(End(current.outcome, current.reason, current))
-        elif current is not None and self._job not in (0, current.job):
-            self._quit(End("replaced", "its job ended while it was away, and another has its id", current))
-        elif current is not None and current.format > FORMAT:
-            newer = f"this version of phalanx reads records up to format {FORMAT}, and the job uses format"
-            self._quit(
-                End("refused", f"{newer} {current.format}: install the same version on all nodes", current)
-            )
-        elif self.place.refused and self.options.fixed:
-            self._quit(End("refused", self.place.refused, current))
-        elif self._leaving:
-            if self.lease:
-                self._send(now, "revoke", Revoke(self.lease))
-                self.lease = 0
-                self._waiting_since = now
-            # An answer is a courtesy: without one the lease runs out by itself.
-            answered = not (self._asking("revoke") or self._asking("grant") or self._old_lease)
-            if answered or now >= self._give_up_at():
-                self._quit(End("left", self._leaving, current))
-        elif now >= self._give_up_at():
-            waited = f"{self.reason}; gave up after {now - self._waiting_since:.0f} s"
-            self._quit(End("timeout", waited, current))
-        elif current is not None and not self._job:
-            if not (self._asking("remaining") or self._asking("again")):
-                self._send(now, "remaining", Get(self._key("node/"), prefix=True))
-        elif not self._job and self._control and not self._leader.lease:
-            self._job = 1  # the round cannot be read, and no leader will write it again: this node may
-            self._while_idle(now)
-        elif self.lease and self._control and self._job and not self._incarnation:
-            self._register(now)
-        elif current is not None and current.phase == ACTIVE:
-            if self._is_member() and self._started != (current.number, self._incarnation):
-                self._started = (current.number, self._incarnation)
-                self.running, self.rank, self._succeeded = current.number, self.place.rank, False
-                if not self.options.fixed and any(self.hosts.state.entry(n, now) for n in current.names):
-                    self._out.append(Remark(current.reason))  # why a quarantined host takes part
-                self._held = StartRound(current, self.place)
-                self._out.append(self._held)
-            elif current.nodes >= self.options.max_nodes or self.hosts.state.entry(self.info.name, now):
-                self._waiting_since = now  # a spare has no time-out
 
     def _end_round(self, now: float) -> None:
         """Report the end of the round that the group holds: the job has moved on, or this node leaves."""
-        current, held = self.round, self._held
+        current, held = self.round, self.work.held
         if current is None or held is None:
             return
-        moved, closed = current.number != held.round.number, current.phase == CLOSED
-        if self.running is not None and (self._leaving or moved or closed):
-            if self._succeeded:
-                self._idle(now)
-            else:
-                self._stopping = True
-                self._report_end(held, current)
+        moved, closed = current.number != held.round.number, self.following.closed
+        if self.departure.reason or moved or closed:
+            if self.phase is RUNNING:
+                self.phase = STOPPING
+                self._report_end(held.round, current)
                 return
+            if self.phase is FINISHED:
+                self._rest(now)
         if moved and not closed:  # the group has finished, or its workers have failed
-            self._report_end(held, current)
+            self._report_end(held.round, current)
 
-    def _report_end(self, held: StartRound, current: Round) -> None:
-        self._held = None
+    def _report_end(self, held: Round, current: Round) -> None:
+        self.work = self.work._replace(held=None)
         drained = self.info.id in current.out
-        self._out.append(round_over(held.round, current, self._leaving, drained))
-
-    def _idle(self, now: float) -> None:
-        self.running, self.rank, self._stopping, self._succeeded = None, -1, False, False
-        self._waiting_since = now
-        if self._old_lease and not self._asking("revoke"):
-            self._send(now, "revoke", Revoke(self._old_lease))
-
-    def _is_member(self) -> bool:
-        """Whether this node, as it is registered now, is known to be in the active round."""
-        current, place = self.round, self.place
-        return (
-            current is not None
-            and current.phase == ACTIVE
-            and bool(self._incarnation)
-            and (place.stamp, place.incarnation) == (current.stamp, self._incarnation)
-            and current.stamp != self._outside
-        )
-
-    def _wanted_ready(self) -> int:
-        if self.round is None:
-            return 1
-        return self.round.number + (self.round.phase == ACTIVE)
-
-    def _register(self, now: float) -> None:
-        if self._asking("register"):
-            return
-        self._ready = self._wanted_ready()
-        key = self._key("node/" + self.info.id)
-        record = encode(self._record())
-        self._send(now, "register", Txn((When(key, "mod", 0),), (Put(key, record, self.lease),)))
+        self._out.append(round_over(held, current, self.departure.reason, drained))
 
     def _update(self, now: float) -> None:
         """Keep the node's own key up to date: the round it is ready for, and whether it is leaving."""
-        leaving = bool(self._leaving) and not self._told_leaving
-        wanted = self._wanted_ready() if self.running is None else self._ready
-        behind = wanted > self._ready and not self._is_member()
-        if self._asking("update") or not (leaving or behind):
+        known, incarnation, ready = self.following, self.registration.incarnation, self.registration.ready
+        leaving = bool(self.departure.reason) and not self.registration.leaving
+        wanted = known.next_ready if self.phase is WAITING else ready
+        behind = wanted > ready and not known.is_member(incarnation)
+        if self._requests.awaits(Purpose.UPDATE) or not (leaving or behind):
             return
-        current = self.round
-        if behind and current is not None and current.phase == ACTIVE and current.stamp != self._outside:
+        current = known.round
+        if behind and current is not None and current.phase == ACTIVE and current.stamp != known.outside:
             # The place may be on its way: being ready for the next round would deny the workers of this one.
-            if not self._asking("place"):
-                self._send(now, "place", Get(self._key("place/" + self.info.id)))
+            if not self._requests.awaits(Purpose.READ_PLACE):
+                self._ask(now, Purpose.READ_PLACE, Get(self._key("place/" + self.info.id)))
             if not leaving:
                 return
-            wanted = self._ready
-        self._ready, self._told_leaving = max(wanted, self._ready), bool(self._leaving)
-        key = self._key("node/" + self.info.id)
-        record = encode(self._record())
-        self._send(now, "update", Txn((When(key, "mod", self._node_mod),), (Put(key, record, self.lease),)))
-
-    def _record(self) -> NodeRecord:
-        return NodeRecord(
-            self.info,
-            self._ready,
-            self._leaving,
-            self._job,
-            self.rounds,
-            self.restarts,
-            self._preempted,
-            FORMAT,
+            wanted = ready
+        self.registration = self.registration._replace(
+            ready=max(wanted, ready), leaving=bool(self.departure.reason)
         )
-
-    def _report(self, now: float, result: Result) -> None:
-        """Publish how the workers of the round that the group holds have ended."""
-        assert self._held is not None
-        number, incarnation = self._held.round.number, self._held.place.incarnation
-        mine = When(self._key("node/" + self.info.id), "create", incarnation)
-        put = Put(self._key(f"result/{number}/{self.info.id}"), encode(result))
-        self._send(now, "report", Txn((mine,), (put,)))
+        record = encode(self._record())
+        unchanged = When(self._own_key, "mod", self.registration.mod)
+        self._ask(now, Purpose.UPDATE, Txn((unchanged,), (Put(self._own_key, record, self.lease.number),)))
 
     def _lead(self, now: float) -> None:
         """Stand for election when there is no leader; decide when this node is the leader."""
-        if self._view is None:
-            closed = self.round is not None and self.round.phase == CLOSED
-            known = self._leader.lease or not self._control
-            if not (known or self._leaving or closed or self._asking("campaign")):
-                node, key = self._key("node/" + self.info.id), self._key("ctl/leader")
-                # A foreign key goes first: one that is written over keeps its `create`, the leader's term.
-                foreign = self._foreign_leader
-                guards = (When(node, "create", self._incarnation), When(key, "mod", foreign))
-                mine = (Put(key, self.info.id.encode(), self.lease),)
-                self._send(
-                    now, "campaign", Txn(guards, deletes=(Delete(key),)) if foreign else Txn(guards, mine)
-                )
+        known = self.following
+        if self.view is not None:
+            self.reason = self._leadership.decide(now) or self.reason
+        elif not (
+            known.leader.lease
+            or not known.complete
+            or known.closed
+            or self.departure.reason
+            or self._requests.awaits(Purpose.CAMPAIGN)
+        ):
+            key, foreign = self._key("ctl/leader"), known.foreign_leader
+            # A foreign key goes first: one that is written over keeps its `create`, the leader's term.
+            registered = When(self._own_key, "create", self.registration.incarnation)
+            guards = registered, When(key, "mod", foreign)
+            mine = (Put(key, self.info.id.encode(), self.lease.number),)
+            wanted = Txn(guards, deletes=(Delete(key),)) if foreign else Txn(guards, mine)
+            self._ask(now, Purpose.CAMPAIGN, wanted)
+
+    def _see_end(self, now: float) -> None:
+        """The job is over, or this node cannot be part of it."""
+        current, job = self.round, self.following.job
+        refused = self.following.place.refused
+        if current is not None and job == current.job and self.following.closed:
+            self._end(current.outcome, current.reason)
+        elif current is not None and job not in (0, current.job):
+            self._end("replaced", "its job ended while it was away, and another has its id")
+        elif current is not None and current.format > FORMAT:
+            newer = f"this version of phalanx reads records up to format {FORMAT}, and the job uses format"
+            self._end("refused", f"{newer} {current.format}: install the same version on all nodes")
+        elif refused and self.options.fixed:
+            self._end("refused", refused)
+
+    def _leave(self, now: float) -> None:
+        if self.departure.reason:
+            self.phase = LEAVING
+            if self.view is not None:
+                self._leadership.end(now)
+
+    def _give_lease_back(self, now: float) -> None:
+        if self.lease.number:
+            self._ask(now, Purpose.REVOKE, Revoke(self.lease.number))
+            self.lease = self.lease._replace(number=0)
+            self._waiting_since = now
+        # An answer is a courtesy: without one the lease runs out by itself.
+        answered = not (self._requests.awaits(Purpose.REVOKE, Purpose.GRANT) or self.lease.old)
+        if answered or now >= self._give_up_at:
+            self._end("left", self.departure.reason)
+
+    def _give_up(self, now: float) -> None:
+        if now >= self._give_up_at:
+            self._end("timeout", f"{self.reason}; gave up after {now - self._waiting_since:.0f} s")
+
+    def _find_job(self, now: float) -> None:
+        """Learn which of the jobs with this id is this node's, where that does not follow from a leader."""
+        known = self.following
+        if known.job:
             return
-        due = self._dirty or (self._lead_wake is not None and now >= self._lead_wake)
-        if not due or not self._view_complete or self._publishing:
+        if known.round is not None:
+            if not self._requests.awaits(Purpose.COUNT_NODES, Purpose.BEGIN_AGAIN):
+                self._ask(now, Purpose.COUNT_NODES, Get(self._key("node/"), prefix=True))
+        elif known.complete and not known.leader.lease:
+            # The round cannot be read, and no leader will write it again: this node may.
+            self.following = known._replace(job=1)
+
+    def _register(self, now: float) -> None:
+        known = self.following
+        ready = self.lease.number and known.complete and known.job
+        if ready and not self._requests.awaits(Purpose.REGISTER):
+            self.registration = self.registration._replace(ready=known.next_ready)
+            absent, record = When(self._own_key, "mod", 0), encode(self._record())
+            self._ask(now, Purpose.REGISTER, Txn((absent,), (Put(self._own_key, record, self.lease.number),)))
+
+    def _start_workers(self, now: float) -> None:
+        current, incarnation = self.round, self.registration.incarnation
+        if current is None or not self.following.is_member(incarnation):
             return
-        if now < self._decided + QUIET:
-            self._lead_wake = self._decided + QUIET
+        if self.work.started == (current.number, incarnation):
             return
-        self._decided, self._dirty = now, False
-        decision = decide(now, self._view, self.options)
-        self.reason, self._lead_wake = decision.reason, decision.wake_at
-        if decision.commands:
-            *batches, main = decision.commands
-            assert isinstance(main, Txn)
-            self._unsent = main
-            for batch in batches:
-                self._send(now, "batch", batch)
-            self._publish(now)
-        elif now >= self._status_at + 1.0:
-            self._status_at = now
-            guard = When(self._key("ctl/leader"), "create", self._view.term)
-            self._send(now, "status", Txn((guard,), (Put(self._key("status"), self.reason.encode()),)))
+        held, started = StartRound(current, self.following.place), (current.number, incarnation)
+        self.phase = RUNNING
+        self.work = self.work._replace(running=current.number, held=held, started=started)
+        if not self.options.fixed and any(self.hosts.state.entry(n, now) for n in current.names):
+            self._out.append(Remark(current.reason))  # why a quarantined host takes part
+        self._out.append(held)
+
+    def _wait_as_spare(self, now: float) -> None:
+        """A spare has no time-out."""
+        current = self.round
+        if (
+            current is None
+            or current.phase != ACTIVE
+            or self.following.is_member(self.registration.incarnation)
+        ):
+            return
+        if current.nodes >= self.options.max_nodes or self.hosts.state.entry(self.info.name, now):
+            self._waiting_since = now
+
+    def _kill_in_time(self, now: float) -> None:
+        """Workers that are being stopped must still be gone before the lease is."""
+        if self.lease.number and now >= self.lease.ends:
+            self._out.append(RoundOver(self.work.running, "the lease may be over", at_once=True))
+            self.phase, self.work = ENDED, self.work._replace(running=0)
+
+    # ---- what several of them share ------------------------------------------------------------------------
+
+    def _heard(self, now: float) -> None:
+        self.reach = self.reach._replace(heard=now)
+
+    def _lose_lease(self, now: float, why: str) -> None:
+        """The lease may be lost: stop at once, then join again as a new incarnation."""
+        if self.view is not None:
+            self._leadership.end(now)
+        self.lease = self.lease.lost()
+        self._requests.begin_life()
+        self.registration = Registration()
+        self.reason = why
+        if self.phase in (RUNNING, STOPPING):
+            self.phase, self.work = FENCED, self.work._replace(held=None)
+            self._out.append(RoundOver(self.work.running, why, at_once=True))
+        elif self.phase is FINISHED:
+            self._rest(now)
+        else:
+            self.phase = JOINING
+            self._ask(now, Purpose.REVOKE, Revoke(self.lease.old))
+
+    def _rest(self, now: float) -> None:
+        """No worker is left here."""
+        self.work = self.work._replace(running=0)
+        self._waiting_since = now
+        self.phase = WAITING if self.registration.incarnation else JOINING
+        if self.lease.old and not self._requests.awaits(Purpose.REVOKE):
+            self._ask(now, Purpose.REVOKE, Revoke(self.lease.old))
+
+    def _end(self, outcome: str, reason: str) -> None:
+        held = -1 if self.work.held is None else self.work.held.round.number
+        self.ended = End(outcome, reason, self.round, held, held >= 0 and held == self.work.finished)
+        self.phase = ENDING if self.phase in (RUNNING, STOPPING, FENCED) else ENDED
+        self.reason = reason
+        self._out.append(self.ended)
 
     @property
-    def _foreign_leader(self) -> int:
-        """The revision of a leader's key that no leader has written (not on a lease); 0: there is none."""
-        return self._leader.mod if self._leader.key and not self._leader.lease else 0
-
-    @property
-    def _publishing(self) -> bool:
-        return self._asking("publish") or self._asking("batch")
-
-    def _publish(self, now: float) -> None:
-        """Send the round, once the places that belong to it are written."""
-        if self._unsent is not None and not self._asking("batch"):
-            self._published_txn, self._unsent = self._unsent, None
-            self._send(now, "publish", self._published_txn)
-
-    def _published(self, now: float, kind: str, reply: Reply) -> None:
-        if self._view is None:
-            return
-        if reply.ok and kind == "batch":
-            self._publish(now)
-            return
-        self._dirty, self._unsent = True, None
-        if reply.ok:
-            made = [p for p in self._published_txn.puts if not p.lease]
-            changes = [Change(Entry(p.key, p.value, mod=reply.revision)) for p in made]
-            swept = [d.key for d in self._published_txn.deletes if not d.prefix]
-            changes += [Change(Entry(key, mod=reply.revision), deleted=True) for key in swept]
-            self._view.learn(now, tuple(changes))
-            return
-        self._view.failed_writes += 1
-        given_back = [p.key for p in self._published_txn.puts if p.key.startswith(self._key("node/"))]
-        if reply.error == "lease" and given_back and kind == "publish":  # the node is gone: so is its key
-            gone = tuple(map(Delete, given_back))
-            self._send(now, "publish", Txn(self._published_txn.when, deletes=gone))
-            self._published_txn = Txn(())
-        elif reply.entries and reply.entries[0].create != self._view.term:
-            self._learn_leader(now, reply.entries[0])
-        else:  # decided upon an old view: read everything again
-            self._read_everything(now)
-
-    # Small things
-
     def _give_up_at(self) -> float:
-        if self._leaving:
+        if self.phase is LEAVING:
             return self._waiting_since + self.options.ttl
         # Later than the leader, so that normally all nodes get the same reason from it.
         delay = self.round.delay if self.round is not None else 0.0
         return self._waiting_since + delay + self.options.join_timeout + 2 * self.options.ttl
 
-    def _quit(self, end: End) -> None:
-        if self._succeeded:
-            self.running = None
-        held = -1 if self._held is None else self._held.round.number
-        self.ended = end._replace(held=held, finished=held >= 0 and held == self._finished)
-        self.reason = end.reason
-        self._out.append(self.ended)
+    def _holds(self, number: int) -> bool:
+        return self.work.held is not None and self.work.held.round.number == number
 
-    def _asking(self, kind: str) -> bool:
-        return any(p.kind == kind and p.generation in (0, self._generation) for p in self._pending.values())
+    def _report(self, now: float, result: Result) -> None:
+        """Publish how the workers of the round that the group holds have ended."""
+        assert self.work.held is not None
+        number, incarnation = self.work.held.round.number, self.work.held.place.incarnation
+        mine = When(self._own_key, "create", incarnation)
+        put = Put(self._key(f"result/{number}/{self.info.id}"), encode(result))
+        self._ask(now, Purpose.REPORT, Txn((mine,), (put,)))
+
+    def _record(self) -> NodeRecord:
+        known, departure = self.following, self.departure
+        return NodeRecord(
+            self.info,
+            self.registration.ready,
+            departure.reason,
+            known.job,
+            known.rounds,
+            known.restarts,
+            departure.preempted,
+            FORMAT,
+        )
+
+    @property
+    def _own_key(self) -> str:
+        return self._key("node/" + self.info.id)
 
     def _key(self, name: str) -> str:
         return self.options.prefix + name
 
-    def _send(self, now: float, kind: str, command: Command) -> None:
-        self._tags += 1
-        # Requests of an incarnation are void in the next one; the watches stay.
-        generation = 0 if kind in ("control", "placed") else self._generation
-        self._pending[self._tags] = _Pending(kind, generation, now)
-        self._out.append(Send(self._tags, command))
+    def _ask(self, now: float, purpose: Purpose, command: Any) -> None:
+        self._requests.send(now, purpose, command)
 
-    def _drain(self) -> list[Action]:
-        if self.hosts.lines:
-            # First: the record of what follows (a stop, a start) then knows that it is due to this.
-            self._out[:0] = [Remark(line, host) for line, host in self.hosts.news()]
-        out, self._out = self._out, []
-        return out
+
+def _result(failure: NodeFailure, blameless: bool) -> Result:
+    what = failure.summary[:_FEW_WORDS]
+    return Result(False, failure.text(), False, what, failure.ranks, blameless, delay=failure.delay)
+
+
+# ---- the tables ----------------------------------------------------------------------------------------
+
+Handler: TypeAlias = Callable[[Participant, float, Any], None]
+Row: TypeAlias = Mapping[type[Any], tuple[Handler, tuple[NodePhase, ...]]]
+AnswerHandler: TypeAlias = Callable[[Participant, float, Pending, Reply], None]
+
+_ANY: Row = {
+    ClockTick: (Participant._on_tick, ()),
+    Connected: (Participant._on_connected, ()),
+    Disconnected: (Participant._on_disconnected, ()),
+    Noticed: (Participant._on_noticed, ()),
+    Answer: (Participant._on_answer, ()),
+    StoreLost: (Participant._on_store_lost, (ENDED,)),
+    StoreWentBack: (Participant._on_store_went_back, ()),
+    WorkersFailed: (Participant._on_failed, ()),
+    RoundRequested: (Participant._on_round_requested, ()),
+    CloseRequested: (Participant._on_close_requested, ()),
+    LeaveRequested: (Participant._on_leave_requested, ()),
+}
+
+_AT_WORK: Row = {
+    **_ANY,
+    Answer: (Participant._on_answer, (FENCED,)),
+    StoreLost: (Participant._on_store_lost, (ENDING,)),
+    StoreWentBack: (Participant._on_store_went_back, (FENCED,)),
+    WorkersStopped: (Participant._on_stopped, (WAITING,)),
+    LeaseMissed: (Participant._on_lease_missed, (FENCED,)),
+}
+
+MOVES: Mapping[NodePhase, Row] = {
+    NEW: {Begin: (Participant._on_begin, (JOINING,))},
+    JOINING: {**_ANY, Answer: (Participant._on_answer, (WAITING,))},
+    WAITING: {
+        **_ANY,
+        Answer: (Participant._on_answer, (JOINING,)),
+        StoreWentBack: (Participant._on_store_went_back, (JOINING,)),
+    },
+    RUNNING: {**_AT_WORK, WorkersSucceeded: (Participant._on_succeeded, (FINISHED,))},
+    FINISHED: {
+        **_ANY,
+        Answer: (Participant._on_answer, (JOINING,)),
+        StoreWentBack: (Participant._on_store_went_back, (JOINING,)),
+        WorkersStopped: (Participant._on_stopped, (WAITING,)),
+        LeaseMissed: (Participant._on_lease_missed, (JOINING,)),
+    },
+    STOPPING: _AT_WORK,
+    FENCED: {
+        **_ANY,
+        StoreLost: (Participant._on_store_lost, (ENDING,)),
+        WorkersStopped: (Participant._on_stopped, (JOINING,)),
+    },
+    LEAVING: _ANY,
+    ENDING: {WorkersStopped: (Participant._on_gone, (ENDED,))},
+    ENDED: {},
+}
+
+_OF_WORKERS = frozenset[type[Any]]({WorkersStopped, WorkersSucceeded, LeaseMissed})
+"""Of an earlier round, or of workers that have been given up."""
+LATE: Mapping[NodePhase, frozenset[type[Any]]] = {
+    NEW: frozenset(),
+    JOINING: _OF_WORKERS,
+    WAITING: _OF_WORKERS,
+    RUNNING: frozenset(),
+    FINISHED: frozenset({WorkersSucceeded}),
+    STOPPING: frozenset({WorkersSucceeded}),
+    FENCED: frozenset({WorkersSucceeded, LeaseMissed}),
+    LEAVING: _OF_WORKERS,
+    ENDING: frozenset({*_ANY, WorkersSucceeded, LeaseMissed}),
+    ENDED: frozenset({*_ANY, *_OF_WORKERS}),
+}
+
+ANSWERS: Mapping[Purpose, AnswerHandler] = {
+    Purpose.GRANT: Participant._granted,
+    Purpose.KEEP_ALIVE: Participant._renewed,
+    Purpose.REVOKE: Participant._revoked,
+    Purpose.WATCH_CONTROL: Participant._found_control,
+    Purpose.WATCH_PLACE: Participant._found_place,
+    Purpose.READ_PLACE: Participant._read_place,
+    Purpose.COUNT_NODES: Participant._counted,
+    Purpose.BEGIN_AGAIN: Participant._begun_again,
+    Purpose.REGISTER: Participant._wrote,
+    Purpose.UPDATE: Participant._wrote,
+    Purpose.REPORT: Participant._wrote,
+    Purpose.CAMPAIGN: Participant._wrote,
+    Purpose.WATCH_JOB: Participant._read_job,
+    Purpose.PUBLISH: Participant._published,
+    Purpose.PUBLISH_PLACES: Participant._published,
+}
+
+
+class Duty(NamedTuple):
+    """What is done in some phases whenever it is due, and the phases that it may lead to."""
+
+    call: Callable[[Participant, float], None]
+    phases: Mapping[NodePhase, tuple[NodePhase, ...]]
+
+    @property
+    def name(self) -> str:
+        return self.call.__name__.strip("_").replace("_", " ")
+
+
+_REGISTERED = (WAITING, RUNNING, FINISHED, STOPPING)
+_ALIVE = (JOINING, *_REGISTERED, FENCED, LEAVING)
+
+LEASE = Duty(
+    Participant._mind_lease,
+    {
+        JOINING: (),
+        WAITING: (JOINING,),
+        RUNNING: (FENCED,),
+        FINISHED: (JOINING,),
+        STOPPING: (FENCED,),
+    },
+)
+DUTIES = (
+    Duty(
+        Participant._mind_store,
+        {phase: (ENDING if phase in (RUNNING, STOPPING, FENCED) else ENDED,) for phase in _ALIVE},
+    ),
+    Duty(Participant._renew_lease, dict.fromkeys(_ALIVE, ())),
+    Duty(Participant._obey_drain, dict.fromkeys(_ALIVE, ())),
+    Duty(Participant._ask_to_close, dict.fromkeys(_ALIVE, ())),
+    Duty(
+        Participant._end_round,
+        {JOINING: (), WAITING: (), RUNNING: (STOPPING,), FINISHED: (WAITING,), LEAVING: ()},
+    ),
+    Duty(Participant._update, dict.fromkeys(_REGISTERED, ())),
+    Duty(Participant._lead, dict.fromkeys(_REGISTERED, ())),
+    Duty(Participant._see_end, {JOINING: (ENDED,), WAITING: (ENDED,), LEAVING: (ENDED,)}),
+    Duty(Participant._leave, {JOINING: (LEAVING,), WAITING: (LEAVING,)}),
+    Duty(Participant._give_lease_back, {LEAVING: (ENDED,)}),
+    Duty(Participant._give_up, {JOINING: (ENDED,), WAITING: (ENDED,)}),
+    Duty(Participant._find_job, {JOINING: ()}),
+    Duty(Participant._register, {JOINING: ()}),
+    Duty(Participant._start_workers, {WAITING: (RUNNING,)}),
+    Duty(Participant._wait_as_spare, {JOINING: (), WAITING: ()}),
+    Duty(Participant._kill_in_time, {ENDING: (ENDED,)}),
+)
+"""In the order in which they are carried out."""
+
+
+def diagram() -> str:
+    """The tables as Markdown."""
+    rows: dict[NodePhase, dict[str, tuple[NodePhase, ...]]] = {}
+    for phase, row in MOVES.items():
+        rows[phase] = {kind.__name__: targets for kind, (_, targets) in row.items() if targets}
+        for duty in (LEASE, *DUTIES):
+            if targets := duty.phases.get(phase, ()):
+                rows[phase][duty.name] = targets
+    from phalanx.core.state_diagram import drawn
+
+    return drawn(rows, MEANINGS)

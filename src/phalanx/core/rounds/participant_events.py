@@ -12,6 +12,10 @@ from phalanx.core.rounds.records import Place, Round
 from phalanx.core.rounds.store_commands import Command, Notice, Reply
 
 
+class Begin(NamedTuple):
+    """Join the job."""
+
+
 class ClockTick(NamedTuple):
     """Time has passed."""
 
@@ -98,7 +102,7 @@ class LeaveRequested(NamedTuple):
 
 
 Event = (
-    ClockTick | Connected | Disconnected | StoreLost | StoreWentBack | Answer | Noticed
+    Begin | ClockTick | Connected | Disconnected | StoreLost | StoreWentBack | Answer | Noticed
     | WorkersStopped | LeaseMissed | WorkersSucceeded | WorkersFailed | RoundRequested | LeaveRequested
     | CloseRequested
 )  # fmt: skip
