@@ -29,7 +29,7 @@ from phalanx.agent.warm.spawner import (
     WorkersFenced,
     WorkersStarted,
 )
-from phalanx.cluster.membership import clock
+from phalanx.cluster.clock import clock
 from phalanx.core.group.events import RoundOver, Signal, WorkerState
 from phalanx.core.group.restarts import RestartPolicy
 from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent

@@ -18,8 +18,9 @@ import pytest
 
 from phalanx.cluster.elastic import ElasticInfo, error_of
 from phalanx.cluster.listener import Meeting
-from phalanx.cluster.membership import NOT_AUTHENTICATED, Membership
+from phalanx.cluster.membership import Membership
 from phalanx.cluster.static import StaticRendezvous
+from phalanx.cluster.store_host import NOT_AUTHENTICATED
 from phalanx.core.exit_codes import NO_MEETING
 from phalanx.core.group.events import PeerFailed
 from phalanx.core.group.ranks import Offsets

@@ -15,7 +15,8 @@ import threading
 from dataclasses import replace
 
 from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from phalanx.cluster.membership import Membership, shared_prefix
+from phalanx.cluster.meetings import shared_prefix
+from phalanx.cluster.membership import Membership
 from phalanx.cluster.settings import Settings
 from phalanx.core.group.events import PeerFailed, RoundFailed
 from phalanx.core.rounds.rounds import NO_MORE

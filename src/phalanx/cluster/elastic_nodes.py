@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from phalanx.cluster.clock import clock
 from phalanx.cluster.elastic import error_of
-from phalanx.cluster.membership import clock
 from phalanx.core.group import events
 from phalanx.core.group.events import Outcome
 from phalanx.core.rounds.node_failure import NodeFailure
@@ -86,10 +86,10 @@ class ElasticNodes:
 
     @property
     def job_goodput(self) -> JobGoodput | None:
-        return self._membership.job_goodput
+        return self._membership.farewell.job_goodput
 
     def keep_goodput(self, totals: GoodputTotals) -> None:
-        self._membership.keep_goodput(totals)
+        self._membership.commands.keep_goodput(totals)
 
     @property
     def waiting(self) -> str:
@@ -134,8 +134,8 @@ class ElasticNodes:
             "address": membership.info.addr,
             "lease_age": membership.lease_age,
             "spare": membership.is_spare,
-            "operations": membership.operations,
-            "quarantine": membership.quarantine(),
+            "operations": membership.link.operations,
+            "quarantine": membership.commands.quarantine(),
             "holds_store": membership.hosting,
         }
 
@@ -162,17 +162,17 @@ class ElasticNodes:
         threading.Thread(target=run, name="phalanx-ask", daemon=True).start()
 
     def drain(self) -> str:
-        self._membership.drain()
+        self._membership.commands.drain()
         return f"{self.name} leaves the job; the others go on"
 
     def change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
-        self._membership.change_hosts(hosts, lambda done: self._post(lambda: then(done)))
+        self._membership.commands.change_hosts(hosts, lambda done: self._post(lambda: then(done)))
 
     def unfit(self, why: str) -> None:
-        self._membership.unfit(why)
+        self._membership.commands.unfit(why)
 
     def slow_host(self, number: int, host: str, why: str) -> None:
-        self._membership.slow_host(number, host, why)
+        self._membership.commands.slow_host(number, host, why)
 
     # What the agent reports
 
@@ -264,7 +264,8 @@ class ElasticNodes:
         self._parted = True
         self._farewells += 1
         if self.on_end is not None:
-            self._membership.shares_goodput, self._membership.goodput = True, self.on_end()
+            farewell = self._membership.farewell
+            farewell.shares_goodput, farewell.goodput = True, self.on_end()
 
         def run() -> None:
             try:

@@ -57,7 +57,7 @@ class Listener(Protocol):
         """A line for people, shown once."""
 
     def lease_until(self, when: float) -> None:
-        """Until when workers may run, by `membership.clock`: before `round_ready`, and when it changes."""
+        """Until when workers may run, by `cluster.clock`: before `round_ready`, and when it changes."""
 
     def asked(self, request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
         """Another node asks."""

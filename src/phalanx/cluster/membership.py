@@ -1,31 +1,33 @@
-"""One node's membership in a job: a thread that owns participant, connection and, on the host, the store.
+"""One node's membership in a job: a thread that owns the participant, its store and its rounds.
 
 Everything that happens is a call in one queue, carried out by one thread, so nothing here needs a lock. The
-membership reports to a `Listener`, in order and from its thread.
+membership reports to a `Listener`, in order and from its thread. Its parts have one noun each: `StoreLink` is
+the connection, `StoreHost` the store where this node serves it, `Meetings` where the workers of a round meet;
+`JobCommands`, `SharedStatus` and `Farewell` write and read what has its own keys.
 
 Beyond what `core.rounds.participant` decides, this shell
-- gives every round a fresh place for its workers to meet: rank 0 opens it and publishes it under the round's
-  number, so that processes of an older round can neither find nor disturb it;
 - publishes a failure at once, while the node's other workers are still being stopped;
 - takes a store without a journal for lost once its address has refused connections for a few seconds;
-- waits for a name that DNS does not know yet, and hosts the store if it proves to be this node's;
-- joins again, as a new participant, when node 0 of a static job is lost and returns with an empty store;
-- as the host of the store, stays until the other nodes have seen how the job ended.
+- joins again, as a new participant, when node 0 of a static job is lost and returns with an empty store.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
+from typing import NamedTuple
 
-from phalanx.cluster.listener import Meeting
+from phalanx.cluster.clock import clock
+from phalanx.cluster.farewell import Farewell
+from phalanx.cluster.job_commands import JobCommands
+from phalanx.cluster.meetings import Meetings
 from phalanx.cluster.mismatches import Mismatches
-from phalanx.cluster.node_requests import NodeRequests, told_prefix
-from phalanx.cluster.settings import open_server
+from phalanx.cluster.node_requests import NodeRequests
+from phalanx.cluster.shared_status import WATCH, SharedStatus
+from phalanx.cluster.store_host import StoreHost
+from phalanx.cluster.store_link import StoreLink
 from phalanx.cluster.waiting_line import StatusLine
 from phalanx.core.group.events import PeerFailed, RoundFailed, RoundOver
-from phalanx.core.rounds.causes import HOSTS
 from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.participant import Participant
 from phalanx.core.rounds.participant_events import (
@@ -48,56 +50,41 @@ from phalanx.core.rounds.participant_events import (
     WorkersStopped,
     WorkersSucceeded,
 )
-from phalanx.core.rounds.quarantine import failed_check
-from phalanx.core.rounds.records import ACTIVE, CLOSED, FORMING, NodeInfo, encode, printable
+from phalanx.core.rounds.records import ACTIVE, CLOSED, NodeInfo
 from phalanx.core.rounds.requests import CONTROL
-from phalanx.core.rounds.store_commands import Delete, Get, Put, Revoke, Txn, Unwatch, Watch, When
-from phalanx.errors import PhalanxError, StoreAuthError, StoreError, StoreTimeoutError
-from phalanx.job.address import listening_address
+from phalanx.core.rounds.store_commands import Get, Watch
+from phalanx.errors import PhalanxError, StoreAuthError, StoreTimeoutError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from typing import Any
 
-    from phalanx.cluster.job_goodput import JobGoodput, NodeGoodput
-    from phalanx.cluster.listener import Listener
-    from phalanx.cluster.master_port import MasterPort
-    from phalanx.cluster.name_lookup import NameLookup
+    from phalanx.cluster.listener import Listener, Meeting
     from phalanx.cluster.settings import Settings
-    from phalanx.cluster.shared_quarantine import QuarantinePost
-    from phalanx.core.ledger.goodput import GoodputTotals
     from phalanx.core.rounds.leader_view import Options
     from phalanx.core.rounds.participant_events import Action, Event, RoundEnd
-    from phalanx.core.rounds.records import HostRecord, Round
+    from phalanx.core.rounds.records import Round
     from phalanx.core.rounds.store_commands import Command, Notice, Reply
     from phalanx.store.embedded.client import Client, State
-    from phalanx.store.embedded.server import Server
-    from phalanx.store.net.token import Token
 
-STATUS = 800_000  # the number of a watch, between the participant's and the client's
-REFUSED_PATIENCE = 3.0
-LOOKUP_PATIENCE = 3.0  # for the first answer to a question for the host's name
-HUNG_CALL = 1.0  # after the time to join: the client reports its own failures by then
-SECRET_PAUSE = 1.0  # a Secret that is mounted late appears as a file
 EMBEDDED_BATCH = 5_000  # places in one transaction, so that they arrive with their round; etcd allows 128
-FEW = 64  # nodes: with more, all of them looking for each other as they leave would overload the store
-FAREWELL = 2.0  # seconds, or a lease, for the other nodes to see how the job ended
-NOT_AUTHENTICATED = (
-    "control traffic of this job is not authenticated (no PHALANX_TOKEN); "
-    "to authenticate it, set PHALANX_TOKEN to the same secret on every node"
-)
 
 
-def clock() -> float:
-    """A clock that counts the time this machine was asleep: leases do not stop meanwhile."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+class Return(NamedTuple):
+    """What a node brings along when it joins again, at a store that is empty.
+
+    `clearing`: the round whose workers must be gone before; they are killed at `kill_at`, because the lease
+    may run out."""
+
+    rounds: int = 0
+    restarts: int = 0
+    clearing: int | None = None
+    kill_at: float | None = None
 
 
 class Membership:
-    """This node in the job. `open_meeting(address)` returns (what serves there or None, port).
-
-    `shares_port`: whether the workers of a static job use the store that node 0's agent serves."""
+    """This node in the job."""
 
     def __init__(
         self,
@@ -109,58 +96,37 @@ class Membership:
         role: str = "default",
         shares_port: bool = True,
     ) -> None:
-        self.settings, self.options = settings, options
-        self._shares_port = shares_port
-        self.listener, self.open_meeting = listener, open_meeting
-        self._slots, self._role = slots, role
+        """`open_meeting` and `shares_port`: see `Meetings`."""
+        self.settings, self.options, self.listener = settings, options, listener
+        self._workers = slots, role
         self.info = NodeInfo("", settings.name)  # complete once the thread has looked up the address
         self.participant: Participant | None = None
-        self.client: Client | None = None
-        self.line = StatusLine(f"connecting to {settings.host_name}", clock())
         self.ended = threading.Event()
-        self.hosting = False
-        self._server: Server | MasterPort | None = None
-        self._master: MasterPort | None = None
-        self._lookup: NameLookup | None = None
-        self._quarantine_post: QuarantinePost | None = None
-        self._opened = clock()
-        self._open_at: float | None = None  # when to look for a token again
-        self._unnamed_at: float | None = None  # when a name that is being looked up counts as not known yet
-        self._token: Token | None = None
-        self._connections = 0  # made so far; what an earlier one reports is out of date
-        self._rounds = self._restarts = 0  # what this node knows from a store that was lost
-        self._clearing: int | None = None  # the round whose workers must be gone before this node rejoins
-        self._kill_at: float | None = None  # when they are killed, because the lease may run out
+        self.line = StatusLine(f"connecting to {settings.host_name}", clock())
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="phalanx-membership", daemon=True)
-        self._coming: StartRound | None = None  # a round whose meeting place is not known yet
-        self._meetings: dict[int, tuple[str, int]] = {}  # round -> address and port
-        self._handed: StartRound | None = None  # the round that was reported as ready
-        self._last = -1  # the number of the round that was reported as over
+        self._mismatches = Mismatches(options, settings.name, listener.remarks)
+        self.link = StoreLink(settings, self.post, self._on_state, self._on_notice)
+        self.host = StoreHost(settings, self.post, self._mismatches, self.line, self._lose)
+        self.meetings = Meetings(settings, self.host, open_meeting, shares_port)
+        self.commands = JobCommands(self)
+        self.farewell = Farewell(settings)
+        self._status = SharedStatus(self)
+        self._questions = NodeRequests(
+            lambda: self.info.id, lambda: self.host.shows_token, self._asked, self.commands.answer
+        )
+        self._return = Return()
+        self._early: list[Event] = []  # requested before this node was a participant
         self._leased = 0.0  # until when workers may run, as it was reported
         self._finished_by: float | None = None
-        self._refused_since: float | None = None
-        self._dialling_until = 0.0
-        self.operations = 0  # commands sent to the store
         self._unfit = ""  # why this node cannot be part of any round
-        self._mismatches = Mismatches(options, settings.name, self._remark)
-        self._requests = NodeRequests(
-            lambda: self.info.id,
-            lambda: self._token is not None or settings.store != "embedded",
-            self._asked,
-            lambda value: self._calls.put(lambda: self._answer(value)),
-        )
-        self.goodput: NodeGoodput | None = None
-        """This node's ledger at its end; set before `release`, by an agent that has one."""
-        self.shares_goodput = False
-        self.job_goodput: JobGoodput | None = None
-        """That of the whole job, where it is known, once released."""
-        self._rank = -1  # in the last round
-        self._early: list[Event] = []  # requested before this node was a participant
         self._released = False
-        self._status_watched = False
 
     # Calls from any thread
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have this carried out."""
+        self._calls.put(call)
 
     def start(self) -> None:
         """Join."""
@@ -173,7 +139,7 @@ class Membership:
 
     def workers_gone(self, number: int) -> None:
         """None of this round's workers is alive on this node."""
-        self._calls.put(lambda: self._gone(number))
+        self.post(lambda: self._gone(number))
 
     def failed(self, number: int, failure: NodeFailure, unfit: bool = False, blameless: bool = False) -> None:
         """Workers of this node failed; published while its other workers are still being stopped.
@@ -182,60 +148,51 @@ class Membership:
         """
         # With the host of the store the job would lose its store: its failure is the job's.
         event = WorkersFailed(number, failure, unfit and not self.hosting, blameless)
-        self._calls.put(lambda: self._request(event))
+        self.post(lambda: self._request(event))
 
     def request_round(self, number: int, reason: str, restarts: int) -> None:
         """Have all nodes form the round after this one; `restarts`: how many this node has counted."""
-        self._calls.put(lambda: self._step(RoundRequested(number, reason, restarts)))
+        self.post(lambda: self.step(RoundRequested(number, reason, restarts)))
 
     def fenced(self, number: int) -> None:
         """The workers of this round were killed when the time of `lease_until` had come."""
-        self._calls.put(lambda: self._step(LeaseMissed(number)))
+        self.post(lambda: self.step(LeaseMissed(number)))
 
     def finished(self, number: int, timeout: float) -> None:
         """All workers of this node succeeded; wait for the other nodes at most this long."""
-        self._calls.put(lambda: self._finish(number, timeout))
+        self.post(lambda: self._finish(number, timeout))
 
     def leave(self, reason: str, preempted: bool = False) -> None:
         """Leave, once the workers are gone; the others go on. `preempted`: once all workers have saved."""
-        self._calls.put(lambda: self._leave(reason, preempted))
+        self.post(lambda: self._leave(reason, preempted))
 
     def close(self, reason: str) -> None:
         """Request the end of the job, for all nodes."""
-        self._calls.put(lambda: self._request(CloseRequested(reason)))
+        self.post(lambda: self._request(CloseRequested(reason)))
 
-    def drain(self) -> None:
-        """Ask for this node to leave, as `phalanx drain` does."""
-        self._calls.put(lambda: self._send(Put(f"{self.options.prefix}drain/{self.info.id}", b"")))
+    def release(self) -> None:
+        """Close everything; a membership that has not ended is abandoned. Idempotent."""
+        if self.started and not self._released:
+            self._released = True
+            self.post(lambda: None)
+            self._thread.join()
 
-    def change_hosts(self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None]) -> None:
-        """Write, or (None) delete, what is held against hosts; `then` gets whether the store has it."""
-        self._calls.put(lambda: self._change_hosts(hosts, then))
+    # What others may read at any time
 
-    def unfit(self, why: str) -> None:
-        """This node failed its check and leaves: hold it against its host, as the leader would."""
-        policy = self.options.quarantine
-        if policy is not None and self.started:
-            self._calls.put(lambda: self._change_hosts({self.info.name: failed_check(why, policy)}))
+    @property
+    def client(self) -> Client | None:
+        """The client of the store."""
+        return self.link.client
 
-    def quarantine(self) -> list[dict[str, Any]]:
-        """The hosts that are quarantined: host, reason and, unless a person removes it, the seconds left."""
-        participant, now = self.participant, clock()
-        entries = participant.hosts.state.entries if participant is not None else ()
-        return [
-            {"host": one.node, "reason": one.reason, "left": None if one.until is None else one.until - now}
-            for one in entries
-            if one.until is None or now < one.until
-        ]
+    @property
+    def hosting(self) -> bool:
+        """Whether this node serves the store."""
+        return self.host.hosting
 
-    def slow_host(self, number: int, host: str, why: str) -> None:
-        """A host of a round is slow, and is to be replaced where there is a spare; empty: no longer."""
-        key = f"{self.options.prefix}slow/{number}/{host}"
-        self._calls.put(lambda: self._send(Put(key, why.encode()) if why else Delete(key)))
-
-    def keep_goodput(self, totals: GoodputTotals) -> None:
-        """This node's ledger so far, for the total of the job, should the node be lost."""
-        self._calls.put(lambda: self._keep_goodput(totals))
+    @property
+    def leading(self) -> bool:
+        """Whether this node decides for the job."""
+        return self.participant is not None and self.participant.leading and not self.ended.is_set()
 
     @property
     def lease_age(self) -> float | None:
@@ -249,27 +206,20 @@ class Membership:
     def is_spare(self) -> bool:
         """Whether a round is active without this node."""
         current = self._round
-        return (
-            self._handed is None and self._coming is None and current is not None and current.phase == ACTIVE
-        )
+        idle = self.meetings.held is None and self.meetings.coming is None
+        return idle and current is not None and current.phase == ACTIVE
 
     @property
     def was_spare(self) -> bool:
         """Whether rounds were active, and this node was in none of them."""
-        return self._rank < 0 and self.participant is not None and self.participant.following.rounds > 0
-
-    def release(self) -> None:
-        """Close everything; a membership that has not ended is abandoned. Idempotent."""
-        if self.started and not self._released:
-            self._released = True
-            self._calls.put(lambda: None)
-            self._thread.join()
+        participant = self.participant
+        return self.meetings.rank < 0 and participant is not None and participant.following.rounds > 0
 
     # The thread
 
     def _run(self) -> None:
         try:
-            self._open()
+            self._open(self.host.open())
             while not self._released:
                 self._turn()
         except PhalanxError as error:
@@ -279,155 +229,66 @@ class Membership:
         try:
             while not self._released:
                 self._calls.get()
-            self._say_goodbye()
+            if self.link.client is not None and self.participant is not None:
+                self.farewell.say(self.link.client, self.participant, self.meetings.rank, self.hosting)
         finally:
-            if self._lookup is not None:
-                self._lookup.stop()
-            if self.client is not None:
-                self.client.close()
-            if self._server is not None:
-                self._server.close()
-            if self._quarantine_post is not None:
-                self._quarantine_post.close()
-
-    def _open(self) -> None:
-        from phalanx.cluster.store_connection import NO_SECRET, awaits_secret, find_secret
-
-        self._open_at = None
-        if awaits_secret(self.settings):
-            left = self._opened + self.options.join_timeout - clock()
-            if left <= 0:
-                self._end(End("token", NO_SECRET, None))
-            else:
-                self._open_at = clock() + min(left, SECRET_PAUSE)
-                self.line.learn(f"{NO_SECRET}, {left:.0f} s left", clock())
-            return
-        self._token = find_secret(self.settings)
-        if self.settings.store == "embedded" and self.settings.is_host is not False:
-            from phalanx.cluster.name_lookup import NameLookup, needs_lookup
-
-            if needs_lookup(self.settings.host):
-                self._lookup = NameLookup(
-                    self.settings.host, lambda known: self._calls.put(lambda: self._looked_up(known))
-                )
-                self._unnamed_at = clock() + LOOKUP_PATIENCE
-                self.line.learn(f"looking up {self.settings.host}", clock())
-                return
-            self._serve()
-        self._dial(self.options.join_timeout)
-
-    def _looked_up(self, known: bool) -> None:
-        """The host's name has an address, or does not have one yet: it is looked up until it has."""
-        if self.ended.is_set():
-            return
-        self.settings.name_known, self._unnamed_at = known, None
-        if known or self.settings.is_host:
-            if self._lookup is not None:
-                self._lookup.stop()
-            if self._server is None:
-                self._serve()
-        if self.client is None:
-            self._dial(max(1.0, self._opened + self.options.join_timeout - clock()))
-
-    def _serve(self) -> None:
-        """Host the store, if this node is the one to."""
-        self._server = self._host()
-        if self._server is not None:
-            self._server.start()
-            self.hosting = True
-            self.settings.port = self._server.address[1]  # where 0 was asked for
-
-    def _host(self) -> Server | MasterPort | None:
-        def failed(why: str) -> None:
-            self._calls.put(lambda: self._lose(why))
-
-        def refused(host: str, why: str) -> None:
-            self._calls.put(lambda: self._mismatches.refused(host, why))
-
-        if not self.settings.fixed:
-            return open_server(self.settings, self._token, failed, refused)
-        if not self.settings.is_host:
-            return None
-        from phalanx.cluster.master_port import MasterPort
-
-        def visited(host: str) -> None:
-            self._calls.put(lambda: self._mismatches.visited(host))
-
-        self._master = MasterPort(self.settings, self._token, failed, refused, visited)
-        self.settings.port = self._master.address[1]
-        if self._token is None:
-            self._remark(Remark(NOT_AUTHENTICATED))
-        return self._master
-
-    def _dial(self, grace: float) -> None:
-        """Connect in the background; what joins then is a new incarnation of this node."""
-        from phalanx.cluster.store_connection import connect
-
-        self._connections += 1
-        number = self._connections
-
-        def post(call: Callable[[], None]) -> None:
-            self._calls.put(lambda: call() if number == self._connections else None)
-
-        self._dialling_until, self._refused_since = clock() + grace, None
-        self.client = connect(
-            self.settings,
-            self._token,
-            on_state=lambda state: post(lambda: self._state(state)),
-            on_notice=lambda notice: post(lambda: self._notice(notice)),
-            clock=clock,
-            address=self._master.address if self._master is not None else None,
-            grace=grace,
-        )
+            self.host.stop_looking()
+            self.link.hang_up()
+            self.host.close()
+            self.commands.close()
 
     def _turn(self) -> None:
-        now, times = clock(), []
-        participant = self.participant
-        if participant is not None and (wake := participant.wake_at()) is not None:
-            times.append(wake)
-        own = self._finished_by, self._kill_at, self._open_at, self._unnamed_at, self._hung_at
-        times += [due for due in (*own, self._show_at, self._write_at()) if due is not None]
+        now, participant = clock(), self.participant
+        hung_at = self.link.hung_at if participant is None and not self.ended.is_set() else None
+        times = (
+            participant.wake_at() if participant is not None else None,
+            *self.host.due,
+            self._finished_by,
+            self._return.kill_at,
+            hung_at,
+            self._status.show_at,
+            self._status.write_at,
+        )
+        wake = min((time for time in times if time is not None), default=None)
         try:
-            call = self._calls.get(timeout=max(0.0, min(times) - now) if times else None)
+            call = self._calls.get(timeout=None if wake is None else max(0.0, wake - now))
         except queue.Empty:
-            call = self._tick
-        call()
+            self._tick(hung_at)
+        else:
+            call()
+        self._open("")
 
-    def _tick(self) -> None:
+    def _tick(self, hung_at: float | None) -> None:
         now = clock()
-        if self._open_at is not None and now >= self._open_at:
-            self._open()
-        if self._unnamed_at is not None and now >= self._unnamed_at:
-            self._looked_up(False)
+        self._open(self.host.tick(now))
         if self._finished_by is not None and now >= self._finished_by:
             self._finished_by = None
             self._leave("the other nodes did not finish in time")
-        if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = None
-            self._report_over(RoundOver(self._last, "the lease may be over", at_once=True))
-        if (show := self._show_at) is not None and now >= show:
-            self._show(now)
-        if (write := self._write_at()) is not None and now >= write:
-            leader = When(self.options.prefix + "ctl/leader", "value", value=self.info.id.encode())
-            self._send(Txn((leader,), (Put(self.options.prefix + "status", self.line.write(now)),)))
-        if self._hung_at is not None and now >= self._hung_at:
+        if self._return.kill_at is not None and now >= self._return.kill_at:
+            self._return = self._return._replace(kill_at=None)
+            self._report_over(RoundOver(self.meetings.last, "the lease may be over", at_once=True))
+        self._status.tick(now)
+        if hung_at is not None and now >= hung_at:
             self._end(End("timeout", f"no answer from {self.settings.host_name}", None))
-        self._step(ClockTick())
+        self.step(ClockTick())
 
-    @property
-    def _hung_at(self) -> float | None:
-        """When a plug-in's call that does not return is given up; every other failure the client reports."""
-        joins = self.settings.blob is not None and self.participant is None and not self.ended.is_set()
-        return self._dialling_until + HUNG_CALL if joins else None
+    def _open(self, impossible: str) -> None:
+        """Connect, where the host of the store is known."""
+        if impossible:
+            self._end(End("token", impossible, None))
+        elif (patience := self.host.dialled()) is not None:
+            self._dial(patience)
 
-    def _gone(self, number: int) -> None:
-        if self._clearing == number:
-            self._clearing = self._kill_at = None
-            self._dial(self._return_patience)
-        else:
-            self._step(WorkersStopped(number))
+    def _dial(self, patience: float) -> None:
+        """What joins then is a new incarnation of this node."""
+        self.link.dial(self.host.token, patience, self.host.address)
 
-    def _step(self, event: Event) -> None:
+    def send(self, command: Command, answered: Callable[[Reply], None] = lambda reply: None) -> None:
+        """Send a command to the store; in this thread."""
+        self.link.send(command, answered)
+
+    def step(self, event: Event) -> None:
+        """Pass an event to the participant; in this thread."""
         participant = self.participant
         if participant is None:
             return
@@ -440,74 +301,68 @@ class Membership:
         if self.ended.is_set():
             return
         if (command := self._mismatches.publish(participant)) is not None:
-            self._send(command)
+            self.send(command)
         if participant.ended is not None:
             self._end(participant.ended)
 
     def _act(self, action: Action) -> None:
         match action:
             case Send(tag, command):
-                self._send(command, lambda reply: self._answered(tag, command, reply))
+                self.send(command, lambda reply: self._on_answer(tag, command, reply))
             case StartRound():
                 self._prepare(action)
             case RoundOver() | PeerFailed() | RoundFailed():
                 self._round_over(action)
             case Remark(quarantined=quarantined):
-                self._remark(action)
-                if quarantined and self._leading:
-                    self._publish_quarantine(quarantined)
+                self.listener.remarks(action)
+                if quarantined and self.leading:
+                    self.commands.publish_quarantine(quarantined)
 
-    def _answered(self, tag: int, command: Command, reply: Reply) -> None:
-        self._step(Answer(tag, reply))
+    # The store
+
+    def _on_answer(self, tag: int, command: Command, reply: Reply) -> None:
+        self.step(Answer(tag, reply))
         if isinstance(command, Watch) and command.watch == CONTROL:
             self._learn_news(reply.entries)
         self._meet()  # the first answer can have the round and where its workers meet
 
+    def _on_notice(self, notice: Notice) -> None:
+        entries = tuple(change.entry for change in notice.changes if not change.deleted)
+        if notice.watch == WATCH:
+            self._status.learn(entries)
+            return
+        if notice.watch == CONTROL:
+            self._learn_news(entries, news=not notice.reset)
+        self.step(Noticed(notice))
+        self._meet()
+
     def _learn_news(self, entries: tuple[Any, ...], news: bool = False) -> None:
         for entry in entries:
             key = entry.key.removeprefix(self.options.prefix)
-            self._learn_meeting(key, entry.value)
+            self.meetings.learn(key, entry.value)
             self._mismatches.learn(key, entry.value)
-            self._requests.learn(key, entry.value, news)
+            self._questions.learn(key, entry.value, news)
 
-    def _send(self, command: Command, answered: Callable[[Reply], None] = lambda reply: None) -> None:
-        if self.client is None:
-            return
-        number = self._connections
-
-        def deliver(reply: Reply) -> None:
-            self._calls.put(lambda: answered(reply) if number == self._connections else None)
-
-        try:
-            self.operations += 1
-            self.client.send(command, deliver)
-        except StoreError:
-            pass  # the connection has ended for good, and `lost` is in the queue
-
-    # The connection
-
-    def _state(self, state: State) -> None:
+    def _on_state(self, state: State) -> None:
         if state.what == "connected" and self.participant is None:
             self._begin()
-            return
-        closed = self._round is not None and self._round.phase == CLOSED
-        if state.what == "lost" and not closed:
+        elif state.what == "lost" and not self._closed:
             self._lose(state.why)
         elif state.what in ("refused", "failed"):
             self._unreached(state)
         elif state.what == "connected":
-            self._refused_since = None
-            self._step(Connected())
+            self.link.reached()
+            self.step(Connected())
         elif state.what == "disconnected":
-            self._step(Disconnected())
+            self.step(Disconnected())
         elif state.what == "reset":  # it has lost changes that it had answered
-            self._step(StoreWentBack())
+            self.step(StoreWentBack())
 
     def _begin(self) -> None:
         if self.settings.fixed:
             from phalanx.cluster.master_port import JOB
 
-            self._send(Get(JOB), lambda reply: self._check_job(reply.entries))
+            self.send(Get(JOB), lambda reply: self._check_job(reply.entries))
         else:
             self._join()
 
@@ -521,96 +376,75 @@ class Membership:
             self._join()
 
     def _join(self) -> None:
-        if self.client is None or self.participant is not None:
+        client = self.link.client
+        if client is None or self.participant is not None:
             return
         from dataclasses import replace
 
-        welcome = self.client.welcome
-        self.client.grace = self.options.store_grace
+        welcome = client.welcome
+        client.grace = self.options.store_grace
         embedded = self.settings.store == "embedded" and self.settings.blob is None
         batch = EMBEDDED_BATCH if embedded else self.options.batch
         linger = self.options.linger if welcome is None else welcome.linger
         options = replace(self.options, linger=linger, batch=batch)
-        self.info = self.settings.node(self._slots, self._role)
-        self.participant = Participant(self.info, options, self._rounds, self._restarts)
+        self.info = self.settings.node(*self._workers)
+        self.meetings.address = self.info.addr
+        self.participant = Participant(self.info, options, self._return.rounds, self._return.restarts)
         self.line.learn("joining", clock())
         self.line.wait(clock())  # for the other nodes: what was shown of the way to the store is over
-        self._bring_quarantine()
+        self.commands.bring_quarantine()
         for action in self.participant.start(clock()):
             self._act(action)
         early, self._early = self._early, []
         for event in early:
-            self._step(event)
+            self.step(event)
 
     def _unreached(self, state: State) -> None:
         if self.participant is None:
-            what = "waiting for the return of" if self._rounds else "connecting to"
+            what = "waiting for the return of" if self._return.rounds else "connecting to"
             why = "" if self.settings.fixed and state.what == "refused" else f" ({state.why})"
-            left = max(0.0, self._dialling_until - clock())
+            left = max(0.0, self.link.dialling_until - clock())
             self.line.learn(f"{what} {self.settings.host_name}{why}, {left:.0f} s left", clock())
-        if state.what == "refused":
-            self._refused(state.at)
-
-    def _refused(self, at: float) -> None:
-        welcome = self.client.welcome if self.client is not None else None
-        closed = self._round is not None and self._round.phase == CLOSED
-        if welcome is None or welcome.durable or closed:
-            return
-        self._refused_since = self._refused_since or at
-        # Node 0 of a static job is gone with its workers: waiting for it would only delay the restart.
-        patience = 0.0 if self.settings.fixed else min(REFUSED_PATIENCE, self.options.store_grace)
-        if at - self._refused_since >= patience:
+        if state.what == "refused" and not self._closed and self.link.refused(state.at):
             self._lose(
                 f"the store at {self.settings.where} has ended, and its data with it: it kept no journal "
                 "(a separate phalanx store --journal FILE lets jobs outlive their store)"
             )
 
     def _lose(self, why: str) -> None:
-        closed = self._round is not None and self._round.phase == CLOSED
-        if self.participant is None:
-            refused = self.client is not None and isinstance(self.client.lost, StoreAuthError)
-            if self._rounds and not refused:
+        participant, client = self.participant, self.link.client
+        if participant is None:
+            refused = client is not None and isinstance(client.lost, StoreAuthError)
+            if self._return.rounds and not refused:
                 why = f"node 0 at {self.settings.where} is gone and did not return: see its output"
-            late = self.client is not None and isinstance(self.client.lost, StoreTimeoutError)
+            late = client is not None and isinstance(client.lost, StoreTimeoutError)
             self._end(End("denied" if refused else "timeout" if late else "connect", why, None))
-        elif self.settings.fixed and not (
-            self.hosting or closed or bool(self.participant.departure.reason) or self.ended.is_set()
+        elif (
+            self.settings.fixed
+            and not (self.hosting or self._closed or self.ended.is_set())
+            and not participant.departure.reason
         ):
-            self._rejoin(f"lost node 0 at {self.settings.where}")
+            self._rejoin(participant, f"lost node 0 at {self.settings.where}")
         else:
-            self._step(StoreLost(why))
+            self.step(StoreLost(why))
 
-    @property
-    def _return_patience(self) -> float:
-        return min(self.settings.return_timeout, self.options.join_timeout)
-
-    def _rejoin(self, why: str) -> None:
+    def _rejoin(self, participant: Participant, why: str) -> None:
         """The store of a static job is lost: stop, and join as a new participant once it is back."""
-        participant, client = self.participant, self.client
-        assert participant is not None
-        assert client is not None
-        self._rounds, self._restarts = max(1, participant.following.rounds), participant.following.restarts
-        self._clearing = participant.work.running or None if self._coming is None else None
-        self._kill_at = participant.lease.ends if self._clearing is not None else None
-        self.participant, self._coming, self._status_watched = None, None, False
-        self._connections += 1
-        self.client = None
-        client.close()
+        running = participant.work.running or None if self.meetings.coming is None else None
+        kill_at = participant.lease.ends if running is not None else None
+        known = participant.following
+        self._return = Return(max(1, known.rounds), known.restarts, running, kill_at)
+        self.participant, self.meetings.coming = None, None
+        self._status.forget()
+        self.link.hang_up()
         self.line.learn(f"waiting for the return of {self.settings.host_name}", clock())
-        if self._handed is not None:
-            self._report_over(RoundOver(self._handed.round.number, why))
-        if self._clearing is None:
-            self._dial(self._return_patience)
+        if self.meetings.held is not None:
+            self._report_over(RoundOver(self.meetings.held.round.number, why))
+        if running is None:
+            self._dial_again()
 
-    def _notice(self, notice: Notice) -> None:
-        entries = tuple(change.entry for change in notice.changes if not change.deleted)
-        if notice.watch == STATUS:
-            self._learn_status(entries)
-            return
-        if notice.watch == CONTROL:
-            self._learn_news(entries, news=not notice.reset)
-        self._step(Noticed(notice))
-        self._meet()
+    def _dial_again(self) -> None:
+        self._dial(min(self.settings.return_timeout, self.options.join_timeout))
 
     # Rounds
 
@@ -618,280 +452,92 @@ class Membership:
     def _round(self) -> Round | None:
         return self.participant.round if self.participant is not None else None
 
-    def _shared(self, number: int) -> str:
-        return shared_prefix(self.settings.run_id, number)
+    @property
+    def _closed(self) -> bool:
+        return self._round is not None and self._round.phase == CLOSED
 
     def _prepare(self, start: StartRound) -> None:
         """A round is active with this node in it: find or make the place where its workers meet."""
-        number = start.round.number
-        self._coming = start
+        number, self.meetings.coming = start.round.number, start
         if start.place.rank:
             self._meet()
             return
         try:
-            address, port, served = self._open_place()
+            meeting, record = self.meetings.open(start)
         except OSError as error:
-            where = self.settings.host if self._master is not None else self.info.addr
+            where = self.settings.host if self.host.address is not None else self.meetings.address
             text = f"cannot serve the workers' store on {where}: {error}; name another with --local-addr"
             failure = NodeFailure(text, final="a wrong address stays wrong")
-            self._step(WorkersFailed(number, failure, unfit=not self.hosting))
+            self.step(WorkersFailed(number, failure, unfit=not self.hosting))
             if not self.hosting:
                 self._unfit = text
-                self._step(LeaveRequested(text))
-            self._calls.put(lambda: self._gone(number))
+                self.step(LeaveRequested(text))
+            self.post(lambda: self._gone(number))
             return
-        # Two, because the round after the last one that ran may have ended before it was active.
-        old = tuple(
-            delete
-            for back in (number - 1, number - 2)
-            for delete in (Delete(self._shared(back), prefix=True), Delete(self._meeting(back)))
-        )
-        self._send(Txn((), (Put(self._meeting(number), f"{address} {port}".encode()),), old))
-        self._hand(start, address, port, served)
-
-    def _open_place(self) -> tuple[str, int, Any]:
-        """Serve the place where the workers of a round meet: its address, its port and what serves it."""
-        if self._master is not None:
-            return self.settings.host, self._master.new_round(self._shares_port), None
-        try:
-            served, port = self.open_meeting(listening_address(self.info.addr))
-        except OSError:
-            # The routes may have changed since this node joined.
-            address = self.settings.address()
-            if address == self.info.addr:
-                raise
-            served, port = self.open_meeting(listening_address(address))
-            self.info = self.info._replace(addr=address)
-        return self.info.addr, port, served
-
-    def _meeting(self, number: int) -> str:
-        return f"{self.options.prefix}ctl/meeting/{number}"
-
-    def _learn_meeting(self, key: str, value: bytes) -> None:
-        number = key.removeprefix("ctl/meeting/")
-        address, _, port = value.decode(errors="replace").rpartition(" ")
-        if number.isdecimal() and port.isdecimal() and address.isprintable() and len(port) < 6:
-            self._meetings[int(number)] = address, int(port)
+        self.info = self.info._replace(addr=self.meetings.address)
+        self.send(record)
+        self._hand(meeting)
 
     def _meet(self) -> None:
         """Hand the coming round over, if it is known where its workers meet."""
-        start = self._coming
-        if start is not None and start.place.rank and (found := self._meetings.get(start.round.number)):
-            self._meetings.clear()
-            self._hand(start, *found, None)
+        if (found := self.meetings.found()) is not None:
+            self._hand(found)
 
-    def _hand(self, start: StartRound, address: str, port: int, served: Any) -> None:
-        self._coming, self._handed, self._rank = None, start, start.place.rank
+    def _hand(self, meeting: Meeting) -> None:
+        self.meetings.hand(meeting)
         self._finished_by = None
-        if self._status_watched:
-            self._status_watched = False
-            self._send(Unwatch(STATUS))
-        self.listener.round_ready(Meeting(start.round, start.place, address, port, served))
+        self._status.unwatch()
+        self.listener.round_ready(meeting)
 
     def _round_over(self, event: RoundEnd) -> None:
-        if self._coming is None:
+        if self.meetings.coming is None:
             self._report_over(event)
         else:  # not reported yet: no worker has been started
-            number, self._coming = self._coming.round.number, None
-            self._calls.put(lambda: self._gone(number))
+            number, self.meetings.coming = self.meetings.coming.round.number, None
+            self.post(lambda: self._gone(number))
 
     def _report_over(self, event: RoundEnd) -> None:
-        if self._handed is not None:
-            self._last, self._handed = self._handed.round.number, None
+        if self.meetings.held is not None:
+            self.meetings.take_back()
             self._finished_by = None
             self.line.wait(clock())
         self.listener.round_over(event, self._round)
 
-    def _change_hosts(
-        self, hosts: Mapping[str, HostRecord | None], then: Callable[[bool], None] = lambda done: None
-    ) -> None:
-        keys = {f"{self.options.prefix}{HOSTS}{host}": found for host, found in hosts.items()}
-        puts = tuple(Put(key, encode(found)) for key, found in keys.items() if found is not None)
-        deletes = tuple(Delete(key) for key, found in keys.items() if found is None)
-        if self.participant is None or self.ended.is_set():
-            then(False)
+    def _gone(self, number: int) -> None:
+        if self._return.clearing == number:
+            self._return = self._return._replace(clearing=None, kill_at=None)
+            self._dial_again()
         else:
-            self._send(Txn((), puts, deletes), lambda reply: then(reply.ok))
+            self.step(WorkersStopped(number))
 
-    def _bring_quarantine(self) -> None:
-        """What other jobs hold against this host counts here, unless this job knows more about it."""
-        if not self.settings.quarantine_dir or self.options.quarantine is None:
-            return
-        from phalanx.cluster.shared_quarantine import read_host
-
-        found = read_host(self.settings.quarantine_dir, self.info.name)
-        if found is not None:
-            key = f"{self.options.prefix}{HOSTS}{self.info.name}"
-            self._send(Txn((When(key, "create", 0),), (Put(key, encode(found)),)))
-
-    def _publish_quarantine(self, host: str) -> None:
-        """Tell other jobs, and the hook, of a host that is kept out; the leader does."""
-        settings = self.settings
-        entry = next((one for one in self.quarantine() if one["host"] == host), None)
-        if entry is None or not (settings.quarantine_dir or settings.quarantine_hook):
-            return
-        if self._quarantine_post is None:
-            from phalanx.cluster.shared_quarantine import QuarantinePost
-
-            self._quarantine_post = QuarantinePost(
-                settings.quarantine_dir, settings.quarantine_hook, settings.run_id
-            )
-        self._quarantine_post.tell(entry)
+    # Requests of the agent
 
     def _finish(self, number: int, timeout: float) -> None:
         # The host stays as long as it takes: the other nodes cannot finish without their store.
         self._finished_by = None if self.hosting else clock() + timeout
-        self._step(WorkersSucceeded(number))
+        self.step(WorkersSucceeded(number))
 
     def _leave(self, reason: str, preempted: bool = False) -> None:
         if self.participant is None:
             self._end(End("left", reason, None))
         else:
-            self._step(LeaveRequested(reason, preempted))
+            self.step(LeaveRequested(reason, preempted))
 
     def _request(self, event: WorkersFailed | CloseRequested) -> None:
         """Of any time: what ends the job is kept until this node has joined."""
         if self.participant is None:
             self._early.append(event)
         else:
-            self._step(event)
-
-    # Questions of other nodes
+            self.step(event)
 
     def _asked(self, request: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
         if not self.ended.is_set():
             self.listener.asked(request, answer)
 
-    def _answer(self, value: bytes) -> None:
-        if self.participant is not None and self.participant.lease.number:
-            key = told_prefix(self.settings.run_id) + self.info.id
-            self._send(Put(key, value, self.participant.lease.number))
-
-    # The goodput of the job
-
-    def _keep_goodput(self, totals: GoodputTotals) -> None:
-        from phalanx.cluster.job_goodput import encode_ledger, ledgers_prefix
-
-        if self.participant is not None and not self.ended.is_set():
-            value = encode_ledger(self.participant.job, totals, final=False)
-            self._send(Put(ledgers_prefix(self.settings.run_id) + self.info.id, value))
-
-    def _exchange_goodput(self, client: Client, participant: Participant) -> None:
-        """Give this node's ledger and learn that of the job, while all nodes are there.
-
-        The host of a store that leaves takes the job with it: it adds up what the others leave behind."""
-        end = participant.ended
-        over = end is not None and end.outcome in ("succeeded", "failed", "closed")
-        own = self.goodput
-        if self._rank < 0 or (own is None and self._rank):
-            return
-        from phalanx.cluster.job_goodput import GoodputExchange, exchange
-
-        here = GoodputExchange(client, self.settings.run_id, self.info.id, participant.job)
-        if over and self._rank == 0:
-            self.job_goodput = exchange(lambda: here.collect(own, self.options.prefix + "node/"))
-        elif own is not None and over:
-            self.job_goodput = exchange(lambda: here.receive(own))
-        elif own is not None and self.hosting:
-            self.job_goodput = exchange(lambda: here.collect(own))
-        elif own is not None:
-            exchange(lambda: here.part(own))
-
-    # Reporting
-
-    @property
-    def _leading(self) -> bool:
-        return self.participant is not None and self.participant.leading and not self.ended.is_set()
-
-    @property
-    def _show_at(self) -> float | None:
-        return self.line.show_at() if self._handed is None and not self.ended.is_set() else None
-
-    def _show(self, now: float) -> None:
-        """Report what the node waits for; the first time, read the leader's line before."""
-        if not self._leading and not self._status_watched and self.participant is not None:
-            self._status_watched = True
-            key = self.options.prefix + "status"
-            self._send(Watch(STATUS, key), lambda reply: self._learn_status(reply.entries))
-            self.line.wait(now)
-        else:
-            self.listener.waits(self.line.show(now))
-
-    def _learn_status(self, entries: tuple[Any, ...]) -> None:
-        if entries and self._status_watched and not self._leading:
-            self.line.learn(printable(entries[0].value[:4096].decode(errors="replace")), clock())
-            if not self.line.shown:
-                self.listener.waits(self.line.show(clock()))
-
-    def _write_at(self) -> float | None:
-        if not self._leading or self.participant is None:
-            return None
-        self.line.learn(self.participant.reason, clock())
-        return self.line.write_at(self._round is None or self._round.phase == FORMING)
-
     def _end(self, end: End) -> None:
         if not self.ended.is_set():
+            self.host.stop_looking()
             if self._unfit and end.outcome == "left":
                 end = end._replace(outcome="refused", reason=self._unfit)
             self.ended.set()
             self.listener.job_over(end)
-
-    def _remark(self, remark: Remark) -> None:
-        self.listener.remarks(remark)
-
-    def _say_goodbye(self) -> None:
-        """Revoke the lease, so that no node waits for it; the host does so when all other nodes have."""
-        client, participant = self.client, self.participant
-        if client is None or client.lost is not None or participant is None:
-            return
-        if participant.ended is not None and participant.ended.outcome == "store":
-            return  # it has been silent for long enough
-        if self.shares_goodput and self.options.max_nodes > 1:
-            self._exchange_goodput(client, participant)
-        if self.hosting:
-            # With its key the host is still part of the ending job: a newcomer sees the end, and does not
-            # begin a new job at a store that is about to close.
-            self._wait_for_the_others(client, participant, max(FAREWELL, self.options.ttl))
-        left = self._round if self.settings.store == "etcd" else None  # in a store that outlives the job
-        over = left is not None and left.phase == CLOSED and participant.leading
-        if over:
-            self._wait_for_the_others(client, participant, FAREWELL)  # they may still write
-        try:
-            if left is None:
-                self._revoke(client, participant)
-                return
-            from phalanx.cluster.leftovers import let_expire, round_of
-
-            last = round_of(client, self.options.prefix, FAREWELL)
-            self._revoke(client, participant)
-            if over or left.nodes <= FEW:
-                shared = f"shared/{self.settings.run_id}/"
-                let_expire(client, (self.options.prefix, shared), last, over, FAREWELL)
-        except StoreError:
-            pass  # the lease runs out by itself; other keys are few, and the next job with this id uses them
-
-    def _revoke(self, client: Client, participant: Participant) -> None:
-        # Answered, not only sent: the store may have taken up another connection of this session, and who
-        # begins this job again would find a node of the last one.
-        if participant.lease.number:
-            client.request(Revoke(participant.lease.number), FAREWELL)
-
-    def _wait_for_the_others(self, client: Client, participant: Participant, patience: float) -> None:
-        end = clock() + patience  # a node that is gone loses its key within a lease
-        nodes = self.options.prefix + "node/"
-        changed = threading.Event()
-        try:
-            client.watch(nodes, lambda notice: changed.set(), prefix=True)
-            while clock() < end:
-                here = client.request(Get(nodes, prefix=True), FAREWELL).entries
-                if all(entry.lease == participant.lease.number for entry in here):
-                    return
-                changed.wait(max(0.0, end - clock()))
-                changed.clear()
-        except StoreError:
-            pass  # the other nodes see the closed connection
-
-
-def shared_prefix(run_id: str, number: int) -> str:
-    """Where the nodes of a round share data; outside of the prefix that the leader watches."""
-    return f"shared/{run_id}/{number}/"

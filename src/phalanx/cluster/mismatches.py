@@ -29,7 +29,7 @@ class Mismatches:
     def __init__(self, options: Options, name: str, remark: Callable[[Remark], None]) -> None:
         least, most = options.min_nodes, options.max_nodes
         self._wanted = str(most) if least == most else f"{least}:{most}"
-        self._options, self._name, self._remark = options, name, remark
+        self._options, self._name, self.remark = options, name, remark
         self._said: set[tuple[str, str]] = set()
         self._disagrees = False  # with the leader
         self._published = 0  # the lease with which this node has written
@@ -77,4 +77,4 @@ class Mismatches:
     def _say(self, what: tuple[str, str], text: str) -> None:
         if what not in self._said and sum(kind == what[0] for kind, _ in self._said) < _MOST:
             self._said.add(what)
-            self._remark(Remark(text))
+            self.remark(Remark(text))

@@ -33,34 +33,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from phalanx.core.group.events import RoundOver
 from phalanx.core.group.group import IllegalMove
+from phalanx.core.rounds import participant_events as events
 from phalanx.core.rounds.causes import HOSTS
 from phalanx.core.rounds.following import Following
 from phalanx.core.rounds.leader_view import LeaderView, Options
 from phalanx.core.rounds.leadership import Leadership
 from phalanx.core.rounds.lease import NodeLease
 from phalanx.core.rounds.node_failure import NodeFailure
-from phalanx.core.rounds.participant_events import (
-    Action,
-    Answer,
-    Begin,
-    ClockTick,
-    CloseRequested,
-    Connected,
-    Disconnected,
-    End,
-    Event,
-    LeaseMissed,
-    LeaveRequested,
-    Noticed,
-    Remark,
-    RoundRequested,
-    StartRound,
-    StoreLost,
-    StoreWentBack,
-    WorkersFailed,
-    WorkersStopped,
-    WorkersSucceeded,
-)
+from phalanx.core.rounds.participant_events import Action, End, Remark, StartRound
 from phalanx.core.rounds.participant_state import (
     ENDED,
     ENDING,
@@ -162,9 +142,9 @@ class Participant:
 
     def start(self, now: float) -> list[Action]:
         """The first actions of a node."""
-        return self.step(now, Begin())
+        return self.step(now, events.Begin())
 
-    def step(self, now: float, event: Event) -> list[Action]:
+    def step(self, now: float, event: events.Event) -> list[Action]:
         """Take in one event; return what to do."""
         kind = type(event)
         self._carry_out(now, LEASE)
@@ -208,7 +188,7 @@ class Participant:
         return f"{event} in phase {self.phase.value} {what}; before it:\n  {past}"
 
     def wake_at(self) -> float | None:
-        """When to send a ClockTick if nothing else happens."""
+        """When to send a events.ClockTick if nothing else happens."""
         if self.phase in (ENDING, ENDED):
             return self.lease.ends if self.phase is ENDING and self.lease.number else None
         times = [self.reach.heard + self.options.store_grace]
@@ -224,7 +204,7 @@ class Participant:
 
     # ---- moves: what an event means --------------------------------------------------------------------
 
-    def _on_begin(self, now: float, event: Begin) -> None:
+    def _on_begin(self, now: float, event: events.Begin) -> None:
         self.phase, self._waiting_since = JOINING, now
         self._heard(now)
         # Where there is no round yet, one command joins: it registers the node, and makes the first one the
@@ -241,10 +221,10 @@ class Participant:
         self._ask(now, Purpose.WATCH_CONTROL, Watch(CONTROL, self._key("ctl/"), prefix=True))
         self._ask(now, Purpose.WATCH_PLACE, Watch(PLACE, self._key("place/" + self.info.id)))
 
-    def _on_tick(self, now: float, event: ClockTick) -> None:
+    def _on_tick(self, now: float, event: events.ClockTick) -> None:
         """The duties know what is due."""
 
-    def _on_connected(self, now: float, event: Connected) -> None:
+    def _on_connected(self, now: float, event: events.Connected) -> None:
         self._heard(now)
         self.lease = self.lease._replace(renew_at=now)
         if self.reach.away:
@@ -254,15 +234,15 @@ class Participant:
             if self.view is not None:
                 self.view.unsure_until = unsure
 
-    def _on_disconnected(self, now: float, event: Disconnected) -> None:
+    def _on_disconnected(self, now: float, event: events.Disconnected) -> None:
         self.reach = self.reach._replace(away=True)
         self.lease = self.lease.hung_up(now)
         self._requests.hung_up(now)
 
-    def _on_store_lost(self, now: float, event: StoreLost) -> None:
+    def _on_store_lost(self, now: float, event: events.StoreLost) -> None:
         self._end("store", event.why)
 
-    def _on_store_went_back(self, now: float, event: StoreWentBack) -> None:
+    def _on_store_went_back(self, now: float, event: events.StoreWentBack) -> None:
         """Nothing that this node knows from the store holds: not its lease, its place, nor the round."""
         if self.lease.number:
             self._lose_lease(now, "the store went back to an earlier state")
@@ -273,7 +253,7 @@ class Participant:
         self.reach = self.reach._replace(quiet_until=now + ttl, unsure_until=now + _UNSURE * ttl)
         self._watch(now)
 
-    def _on_answer(self, now: float, event: Answer) -> None:
+    def _on_answer(self, now: float, event: events.Answer) -> None:
         if not 0 < event.tag <= self._requests.last:
             raise IllegalMove(self._complaint(f"{event!r}", "answers nothing that was asked"))
         self._heard(now)
@@ -281,43 +261,58 @@ class Participant:
         if pending is not None and (handler := ANSWERS.get(pending.purpose)) is not None:
             handler(self, now, pending, event.reply)
 
-    def _on_noticed(self, now: float, event: Noticed) -> None:
+    def _on_noticed(self, now: float, event: events.Noticed) -> None:
         self._heard(now)
-        self._take_notice(now, event.notice)
+        notice = event.notice
+        if notice.watch == PLACE:
+            entries = tuple(change.entry for change in notice.changes if not change.deleted)
+            self.following = self.following.learn_place(entries)
+            return
+        if notice.watch != CONTROL:
+            self._leadership.learn(now, notice)
+            return
+        if notice.reset and not any(c.entry.key.endswith("leader") for c in notice.changes):
+            self._learn_leader(now, Entry("", mod=notice.revision))
+        self._learn_hosts(now, notice)
+        for entry, deleted in notice.changes:
+            if entry.key == self._key("ctl/round") and not deleted:
+                self._learn_round(now, entry, news=not notice.reset)
+            elif entry.key == self._key("ctl/leader"):
+                self._learn_leader(now, Entry("", mod=entry.mod) if deleted else entry)
 
-    def _on_stopped(self, now: float, event: WorkersStopped) -> None:
+    def _on_stopped(self, now: float, event: events.WorkersStopped) -> None:
         if event.round == self.work.running:
             self._rest(now)
 
-    def _on_succeeded(self, now: float, event: WorkersSucceeded) -> None:
+    def _on_succeeded(self, now: float, event: events.WorkersSucceeded) -> None:
         if event.round == self.work.running:
             self.phase, self.work = FINISHED, self.work._replace(finished=event.round)
             self._report(now, Result(True))
 
-    def _on_lease_missed(self, now: float, event: LeaseMissed) -> None:
+    def _on_lease_missed(self, now: float, event: events.LeaseMissed) -> None:
         if event.round == self.work.running:
             self._lose_lease(now, "the lease was not renewed in time")
 
-    def _on_failed(self, now: float, event: WorkersFailed) -> None:
+    def _on_failed(self, now: float, event: events.WorkersFailed) -> None:
         failure, name = event.failure, self.info.name
         if self._holds(event.round):
             self._report(now, _result(failure, event.blameless)._replace(unfit=event.unfit))
         elif failure.final and not event.unfit:  # its round is over, and the job ends still
             self._close = CloseRequest(failure.ending_of(name), (self.info.id, name, failure.text()))
 
-    def _on_round_requested(self, now: float, event: RoundRequested) -> None:
+    def _on_round_requested(self, now: float, event: events.RoundRequested) -> None:
         if self._holds(event.round):
             result = _result(NodeFailure(event.reason), blameless=True)
             self._report(now, result._replace(request=event.restarts))
 
-    def _on_close_requested(self, now: float, event: CloseRequested) -> None:
+    def _on_close_requested(self, now: float, event: events.CloseRequested) -> None:
         self._close = CloseRequest(event.reason)
 
-    def _on_leave_requested(self, now: float, event: LeaveRequested) -> None:
+    def _on_leave_requested(self, now: float, event: events.LeaveRequested) -> None:
         reason, preempted = self.departure
         self.departure = Departure(reason or event.reason, preempted or event.preempted)
 
-    def _on_gone(self, now: float, event: WorkersStopped) -> None:
+    def _on_gone(self, now: float, event: events.WorkersStopped) -> None:
         if event.round == self.work.running:
             self.phase, self.work = ENDED, self.work._replace(running=0)
 
@@ -347,7 +342,8 @@ class Participant:
             self._ask(now, Purpose.GRANT, Grant(self.options.ttl))
 
     def _found_control(self, now: float, pending: Pending, reply: Reply) -> None:
-        self._take_notice(now, Notice(CONTROL, tuple(map(Change, reply.entries)), reply.revision, True))
+        found = Notice(CONTROL, tuple(map(Change, reply.entries)), reply.revision, True)
+        self._on_noticed(now, events.Noticed(found))
         self.following = self.following.read()
 
     def _found_place(self, now: float, pending: Pending, reply: Reply) -> None:
@@ -407,23 +403,6 @@ class Participant:
             self._learn_leader(now, another)
 
     # ---- notices -----------------------------------------------------------------------------------------
-
-    def _take_notice(self, now: float, notice: Notice) -> None:
-        if notice.watch == PLACE:
-            entries = tuple(change.entry for change in notice.changes if not change.deleted)
-            self.following = self.following.learn_place(entries)
-            return
-        if notice.watch != CONTROL:
-            self._leadership.learn(now, notice)
-            return
-        if notice.reset and not any(c.entry.key.endswith("leader") for c in notice.changes):
-            self._learn_leader(now, Entry("", mod=notice.revision))
-        self._learn_hosts(now, notice)
-        for entry, deleted in notice.changes:
-            if entry.key == self._key("ctl/round") and not deleted:
-                self._learn_round(now, entry, news=not notice.reset)
-            elif entry.key == self._key("ctl/leader"):
-                self._learn_leader(now, Entry("", mod=entry.mod) if deleted else entry)
 
     def _learn_hosts(self, now: float, notice: Notice) -> None:
         prefix = self._key(HOSTS)
@@ -732,67 +711,67 @@ Row: TypeAlias = Mapping[type[Any], tuple[Handler, tuple[NodePhase, ...]]]
 AnswerHandler: TypeAlias = Callable[[Participant, float, Pending, Reply], None]
 
 _ANY: Row = {
-    ClockTick: (Participant._on_tick, ()),
-    Connected: (Participant._on_connected, ()),
-    Disconnected: (Participant._on_disconnected, ()),
-    Noticed: (Participant._on_noticed, ()),
-    Answer: (Participant._on_answer, ()),
-    StoreLost: (Participant._on_store_lost, (ENDED,)),
-    StoreWentBack: (Participant._on_store_went_back, ()),
-    WorkersFailed: (Participant._on_failed, ()),
-    RoundRequested: (Participant._on_round_requested, ()),
-    CloseRequested: (Participant._on_close_requested, ()),
-    LeaveRequested: (Participant._on_leave_requested, ()),
+    events.ClockTick: (Participant._on_tick, ()),
+    events.Connected: (Participant._on_connected, ()),
+    events.Disconnected: (Participant._on_disconnected, ()),
+    events.Noticed: (Participant._on_noticed, ()),
+    events.Answer: (Participant._on_answer, ()),
+    events.StoreLost: (Participant._on_store_lost, (ENDED,)),
+    events.StoreWentBack: (Participant._on_store_went_back, ()),
+    events.WorkersFailed: (Participant._on_failed, ()),
+    events.RoundRequested: (Participant._on_round_requested, ()),
+    events.CloseRequested: (Participant._on_close_requested, ()),
+    events.LeaveRequested: (Participant._on_leave_requested, ()),
 }
 
 _AT_WORK: Row = {
     **_ANY,
-    Answer: (Participant._on_answer, (FENCED,)),
-    StoreLost: (Participant._on_store_lost, (ENDING,)),
-    StoreWentBack: (Participant._on_store_went_back, (FENCED,)),
-    WorkersStopped: (Participant._on_stopped, (WAITING,)),
-    LeaseMissed: (Participant._on_lease_missed, (FENCED,)),
+    events.Answer: (Participant._on_answer, (FENCED,)),
+    events.StoreLost: (Participant._on_store_lost, (ENDING,)),
+    events.StoreWentBack: (Participant._on_store_went_back, (FENCED,)),
+    events.WorkersStopped: (Participant._on_stopped, (WAITING,)),
+    events.LeaseMissed: (Participant._on_lease_missed, (FENCED,)),
 }
 
 MOVES: Mapping[NodePhase, Row] = {
-    NEW: {Begin: (Participant._on_begin, (JOINING,))},
-    JOINING: {**_ANY, Answer: (Participant._on_answer, (WAITING,))},
+    NEW: {events.Begin: (Participant._on_begin, (JOINING,))},
+    JOINING: {**_ANY, events.Answer: (Participant._on_answer, (WAITING,))},
     WAITING: {
         **_ANY,
-        Answer: (Participant._on_answer, (JOINING,)),
-        StoreWentBack: (Participant._on_store_went_back, (JOINING,)),
+        events.Answer: (Participant._on_answer, (JOINING,)),
+        events.StoreWentBack: (Participant._on_store_went_back, (JOINING,)),
     },
-    RUNNING: {**_AT_WORK, WorkersSucceeded: (Participant._on_succeeded, (FINISHED,))},
+    RUNNING: {**_AT_WORK, events.WorkersSucceeded: (Participant._on_succeeded, (FINISHED,))},
     FINISHED: {
         **_ANY,
-        Answer: (Participant._on_answer, (JOINING,)),
-        StoreWentBack: (Participant._on_store_went_back, (JOINING,)),
-        WorkersStopped: (Participant._on_stopped, (WAITING,)),
-        LeaseMissed: (Participant._on_lease_missed, (JOINING,)),
+        events.Answer: (Participant._on_answer, (JOINING,)),
+        events.StoreWentBack: (Participant._on_store_went_back, (JOINING,)),
+        events.WorkersStopped: (Participant._on_stopped, (WAITING,)),
+        events.LeaseMissed: (Participant._on_lease_missed, (JOINING,)),
     },
     STOPPING: _AT_WORK,
     FENCED: {
         **_ANY,
-        StoreLost: (Participant._on_store_lost, (ENDING,)),
-        WorkersStopped: (Participant._on_stopped, (JOINING,)),
+        events.StoreLost: (Participant._on_store_lost, (ENDING,)),
+        events.WorkersStopped: (Participant._on_stopped, (JOINING,)),
     },
     LEAVING: _ANY,
-    ENDING: {WorkersStopped: (Participant._on_gone, (ENDED,))},
+    ENDING: {events.WorkersStopped: (Participant._on_gone, (ENDED,))},
     ENDED: {},
 }
 
-_OF_WORKERS = frozenset[type[Any]]({WorkersStopped, WorkersSucceeded, LeaseMissed})
+_OF_WORKERS = frozenset[type[Any]]({events.WorkersStopped, events.WorkersSucceeded, events.LeaseMissed})
 """Of an earlier round, or of workers that have been given up."""
 LATE: Mapping[NodePhase, frozenset[type[Any]]] = {
     NEW: frozenset(),
     JOINING: _OF_WORKERS,
     WAITING: _OF_WORKERS,
     RUNNING: frozenset(),
-    FINISHED: frozenset({WorkersSucceeded}),
-    STOPPING: frozenset({WorkersSucceeded}),
-    FENCED: frozenset({WorkersSucceeded, LeaseMissed}),
+    FINISHED: frozenset({events.WorkersSucceeded}),
+    STOPPING: frozenset({events.WorkersSucceeded}),
+    FENCED: frozenset({events.WorkersSucceeded, events.LeaseMissed}),
     LEAVING: _OF_WORKERS,
-    ENDING: frozenset({*_ANY, WorkersSucceeded, LeaseMissed}),
+    ENDING: frozenset({*_ANY, events.WorkersSucceeded, events.LeaseMissed}),
     ENDED: frozenset({*_ANY, *_OF_WORKERS}),
 }
 
