@@ -301,6 +301,46 @@ def test_a_server_without_http_is_reported() -> None:
     assert states.get(timeout=HUNG) == "failed: the server there is not etcd"
 
 
+@pytest.mark.parametrize(
+    "begin", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n"]
+)
+def test_an_answer_that_drips_is_none(begin: bytes) -> None:
+    over = threading.Event()
+
+    def drip(sock: socket.socket) -> None:
+        with sock:
+            try:
+                sock.sendall(begin)
+                while not over.wait(0.02):
+                    sock.sendall(b" ")
+            except OSError:
+                pass  # the client has given up
+
+    threads = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while not over.is_set():
+                try:
+                    threads.append(threading.Thread(target=drip, args=(server.accept()[0],)))
+                except OSError:
+                    return
+                threads[-1].start()
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        client = EtcdClient([Address(*server.getsockname())], grace=0.2, patience=1.0)
+        try:
+            with pytest.raises(StoreConnectionError, match="could not be reached"):
+                client.connect(HUNG / 4)
+        finally:
+            over.set()
+            server.shutdown(socket.SHUT_RDWR)
+            for thread in (serving, *threads):
+                thread.join(HUNG)
+            client.close()
+
+
 def test_restarted_under_its_clients(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
         member, states, seen = cluster.members[0], queue.Queue[State](), queue.Queue[bytes]()

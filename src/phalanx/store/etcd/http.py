@@ -7,8 +7,10 @@ addresses, the one in use, and the login's token. Nothing here retries; the call
 from __future__ import annotations
 
 import http.client
+import io
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -23,6 +25,7 @@ _TEMPORARY = (1, 4, 10, 13, 14)  # cancelled, deadline exceeded, aborted, intern
 _EXHAUSTED, _UNAVAILABLE = 8, 14
 _GATEWAY_STATUS = (429, 502, 503, 504)  # of a proxy in front of etcd
 CONNECTION_ERRORS = (OSError, http.client.HTTPException)
+_WHOLE = 3  # times the timeout, which is for each part of an answer, for all of it
 
 
 class EtcdError(StoreError):
@@ -117,6 +120,25 @@ class Members:
         return error
 
 
+class _TimedAnswer(io.RawIOBase):
+    """The bytes of an answer, until its time is over: a server that drips them is as good as silent."""
+
+    def __init__(self, connection: EtcdConnection, sock: socket.socket) -> None:
+        self._connection, self._sock = connection, sock
+        self._bytes = sock.makefile("rb", 0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(self._connection.patience())
+        return self._bytes.readinto(buffer)
+
+    def close(self) -> None:
+        self._bytes.close()
+        super().close()
+
+
 class EtcdConnection:
     """One connection to the current member; used by one thread, except `cut`."""
 
@@ -127,6 +149,7 @@ class EtcdConnection:
         self.token = ""
         self._connection: http.client.HTTPConnection | None = None
         self._sock: socket.socket | None = None
+        self._timeout = self._until = 0.0  # of the current answer: for each part, and for all of it
         self._cut = False  # by another thread
 
     def call(self, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -162,8 +185,22 @@ class EtcdConnection:
         response = self._send(path, body, timeout, self.token)
         if response.status != http.client.OK:
             raise _error(_decode(response.read(), response.status), response.status)
-        assert self._sock is not None
-        self._sock.settimeout(None)
+        self._until = 0.0
+        return response
+
+    def patience(self) -> float | None:
+        """Seconds for the next part of an answer; None: it may take any time. TimeoutError: it is late."""
+        if not self._until:
+            return None
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        return min(self._timeout, left)
+
+    def _answer(self, sock: socket.socket, *args: Any, **more: Any) -> http.client.HTTPResponse:
+        response = http.client.HTTPResponse(sock, *args, **more)
+        response.fp.close()
+        response.fp = io.BufferedReader(_TimedAnswer(self, sock))
         return response
 
     def _use_current_member(self) -> None:
@@ -178,6 +215,7 @@ class EtcdConnection:
             connection = self._open(timeout)
         assert self._sock is not None
         self._sock.settimeout(timeout)
+        self._timeout, self._until = timeout, time.monotonic() + _WHOLE * timeout
         headers = {"Content-Type": "application/json", **({"Authorization": token} if token else {})}
         connection.request("POST", path, msgspec.json.encode(body), headers)
         return connection.getresponse()
@@ -190,6 +228,7 @@ class EtcdConnection:
             if context is None
             else http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
         )
+        connection.response_class = self._answer  # type: ignore[assignment]
         connection.connect()
         self._connection, self._sock = connection, connection.sock
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
