@@ -320,6 +320,31 @@ def test_a_request_of_an_earlier_process_with_the_same_pid_is_dropped(bed: Bed) 
     assert worker.is_alive()
 
 
+def test_no_timer_is_kept_of_a_worker_that_dies_while_its_request_is_read(tmp_path: Path) -> None:
+    registered = threading.Event()
+
+    class Late(FileTimerServer):
+        def register_timers(self, timer_requests: list[Any]) -> None:
+            if timer_requests:
+                bed.workers[0].kill()
+                bed.workers[0].join()
+                assert self.get_expired_timers(1e12) == {}
+            super().register_timers(timer_requests)
+            if timer_requests:
+                registered.set()
+
+    bed = Bed("pipe", tmp_path)
+    try:
+        bed.server.stop()
+        bed.server = Late(bed.path, "run")
+        bed.server.start()
+        bed.start(hold, 1000)
+        assert registered.wait(HUNG)
+        assert bed.held() == {}
+    finally:
+        bed.end()
+
+
 REUSE = textwrap.dedent(
     """
     import os, signal, subprocess, sys, time

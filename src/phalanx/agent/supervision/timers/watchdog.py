@@ -24,7 +24,7 @@ from math import inf
 from typing import Any
 
 from phalanx.agent.supervision.timers.timer_pipe import PipeQueue, RequestQueue, TimerRequest
-from phalanx.agent.supervision.timers.watched_processes import GONE, REUSED, WatchedProcess, admit
+from phalanx.agent.supervision.timers.watched_processes import ENDED, GONE, REUSED, WatchedProcess, admit
 
 _RETRY = 1.0  # seconds until the next attempt to reap a worker, or to run a loop that failed
 _MAX_WORKERS = 4096  # of one server; each takes a descriptor
@@ -199,10 +199,7 @@ class Watchdog(TimerServer):
     def register_timers(self, timer_requests: list[Any]) -> None:
         """Keep acquired timers and drop released ones, from any thread."""
         with self._lock:
-            for request in timer_requests:
-                if request.worker_id not in self._workers:
-                    self._admit(request)  # now: at expiry the pid may be another process
-            self._set(timer_requests)
+            self._set([request for request in timer_requests if self._is_current(request)])
         if timer_requests and threading.current_thread() is not self._thread:
             self._queue.wake()
 
@@ -258,7 +255,16 @@ class Watchdog(TimerServer):
             reason = self._admit(request)
         if reason:
             self._drop(reason)
+        else:
+            request.started = self._workers[request.worker_id].started  # torch's clients send none
         return not reason
+
+    def _is_current(self, request: TimerRequest) -> bool:
+        """Whether the process that sent a request still runs; those of other callers have no start time."""
+        worker = self._workers.get(request.worker_id)
+        if worker is None:  # now: at expiry the pid may be another process
+            return self._admit(request) not in ENDED or not request.started
+        return request.started in (0, worker.started)
 
     def _admit(self, request: TimerRequest) -> str:
         """Note the process that sent a request; returns why it is refused, or ''."""

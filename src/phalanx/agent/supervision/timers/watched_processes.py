@@ -26,6 +26,7 @@ from phalanx.kernel import list_dir, read_text, stat_fields
 
 GONE = "it is gone"
 REUSED = "pid of an earlier process"
+ENDED = ("unknown pid", "dead worker", REUSED)  # refused, because the process that asked has ended
 
 client_pids: set[int] = set()
 """The pids in which a client was made (this process and those it was forked from)."""
