@@ -103,13 +103,15 @@ def test_a_callback_that_fails_counts_as_unhealthy(serve: Callable[..., HealthSe
     assert ask(serve(lambda: bool(1 / 0)).port) == (503, b"")
 
 
-def test_silent_clients_delay_no_other_client(serve: Callable[..., HealthServer]) -> None:
+def test_silent_clients_delay_no_other_client(
+    serve: Callable[..., HealthServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_CLIENT_TIMEOUT", "_CLIENT_TOTAL", "_Handler.timeout"):
+        monkeypatch.setattr(f"phalanx.web.health.{name}", 10 * HUNG)
     port = serve(lambda: True).port
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
     try:
-        begin = time.monotonic()
         assert ask(port) == (200, b"")
-        assert time.monotonic() - begin < 1.5  # a silent client is given two seconds
     finally:
         for one in silent:
             one.close()
