@@ -16,6 +16,7 @@ import pytest
 from phalanx.cluster.torch_store_adapter import StoreFacade
 from phalanx.core.rounds import participant_events as happen
 from phalanx.core.rounds.leader_view import Options
+from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.store_commands import (
     Add,
     Change,
@@ -432,13 +433,13 @@ def test_a_rendezvous_over_a_cluster_that_loses_its_leader(
         nodes = {name: Node(name, (), options, said) for name in reversed(names)}  # type: ignore[arg-type]
         assert starts(said, 1, 4) == names
         next(m for m in cluster.members if m.leads()).kill()
-        nodes["node3"].inbox.put(happen.WorkersEnded(1, False, "exit code 1"))
+        nodes["node3"].inbox.put(happen.WorkersFailed(1, NodeFailure("exit code 1")))
         assert starts(said, 2, 4) == names
         nodes["node4"].inbox.put(happen.LeaveRequested("SIGTERM"))
         assert said.get(timeout=HUNG)[1].outcome == "left"  # type: ignore[attr-defined]
         assert starts(said, 3, 3) == names[:3]
         for name in names[:3]:
-            nodes[name].inbox.put(happen.WorkersEnded(3, True))
+            nodes[name].inbox.put(happen.WorkersSucceeded(3))
         assert {said.get(timeout=HUNG)[1].outcome for _ in range(3)} == {"succeeded"}  # type: ignore[attr-defined]
         for node in nodes.values():
             node.join(HUNG)
