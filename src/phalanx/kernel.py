@@ -107,6 +107,19 @@ def pidfd(pid: int) -> int | None:
         return None
 
 
+def pidfds(pids: list[int]) -> list[int]:
+    """A pidfd for each; none where the kernel has no such thing or descriptors are short."""
+    fds: list[int] = []
+    for pid in pids:
+        fd = pidfd(pid)
+        if fd is None:
+            for opened in fds:
+                os.close(opened)
+            return []
+        fds.append(fd)
+    return fds
+
+
 def timer() -> int:
     """A descriptor that becomes readable when the time of `set_timer` has come; -1 where there is none."""
     return _find("timerfd_create")(_CLOCK_BOOTTIME, _TFD_FLAGS) if LINUX else -1
@@ -208,6 +221,27 @@ def anonymous_file(name: str) -> int:
 
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
+
+
+def replay(kept: list[int]) -> None:
+    """Write what these files hold to stdout and stderr, and close them."""
+    for number, fd in zip((1, 2), kept, strict=False):
+        at = 0
+        try:
+            while data := os.pread(fd, 1 << 16, at):
+                at += os.write(number, data)
+        except OSError:
+            pass  # closed, or a full disk
+        os.close(fd)
+
+
+def drain(fd: int) -> None:
+    """Read all that a non-blocking descriptor has."""
+    try:
+        while os.read(fd, 4096):
+            pass
+    except BlockingIOError:
+        pass
 
 
 def user_of(peer: socket.socket) -> int:

@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx.agent.warm.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
+from phalanx.agent.warm.spawner import Spawner
 from phalanx.agent.workers.worker_group import GroupOptions
 from phalanx.core.group.events import SiblingStop
 from phalanx.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
+from phalanx.helpers.messages import Exit, GroupStopped, WorkerLaunch
 from tests.conftest import HUNG, wait_until
 from tests.support.run_helpers import zygote_below
 
@@ -213,6 +214,7 @@ def test_the_next_group_of_the_same_helpers_is_watched_again(before: str, tmp_pa
 IN_BETWEEN = """
 import _socket, os, signal
 from phalanx.helpers.channel import Channel
+from phalanx.helpers.messages import StopGroup
 from phalanx.helpers.zygote import ForkedWorker, Zygote
 ours, theirs = _socket.socketpair()
 keeper, zygotes = _socket.socketpair()
@@ -226,7 +228,7 @@ if not fails:
 os.waitid(os.P_PID, fails, os.WEXITED | os.WNOWAIT)
 zygote.workers = {pid: ForkedWorker(rank, pid) for rank, pid in enumerate((stays, fails))}
 zygote.group, zygote.at_failure = 1, (signal.SIGTERM, 30.0)
-zygote._stop(1, 0, 30.0)
+zygote._stop(StopGroup(1, 0, 30.0))
 assert zygote.stop.terms.sig == 0 and not zygote.workers[stays].signalled_at, "another stop than asked for"
 os.kill(stays, signal.SIGKILL)
 os.waitpid(stays, 0)

@@ -20,14 +20,9 @@ from phalanx.agent.spec import RunResult
 from phalanx.agent.warm.helper_pool import HelperPool
 from phalanx.agent.warm.spawner import (
     Event,
-    Exit,
-    GroupStopped,
     HelpersLost,
     Spawner,
     StartRefused,
-    WorkerLaunch,
-    WorkersFenced,
-    WorkersStarted,
 )
 from phalanx.cluster.clock import clock
 from phalanx.core.group.events import RoundOver, Signal, WorkerState
@@ -37,6 +32,7 @@ from phalanx.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from phalanx.errors import SignalException
 from phalanx.helpers import job_cgroup
 from phalanx.helpers.lease_timer import LeaseTimer, LeaseWitness
+from phalanx.helpers.messages import Exit, GroupStopped, WorkerLaunch, WorkersFenced, WorkersStarted
 from phalanx.kernel import is_readable, is_stopped, read_text
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.fault_agent import KINDS, family

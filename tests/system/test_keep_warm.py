@@ -19,6 +19,7 @@ import pytest
 from phalanx.agent.warm.keep_warm import ask, connect, names
 from phalanx.helpers import job_cgroup
 from phalanx.helpers.kept_zygote import memory_is_short
+from phalanx.helpers.messages import Describe, EndKept, KeptDescription
 from tests.conftest import HUNG, drop_privileges, gone, wait_until
 from tests.support.run_helpers import PHALANX, Running, plain_environment, run
 
@@ -34,27 +35,26 @@ class Kept:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def all(self) -> dict[str, dict[str, Any]]:
+    def all(self) -> dict[str, KeptDescription]:
         """Name → what it says about itself."""
         own = [name for name in names() if name.endswith("/" + MAIN)]  # those of others may be stopped
-        found = {name: ask(name, ("describe",), HUNG) for name in own}
+        found = {name: ask(name, Describe(), HUNG) for name in own}
         return {
             name: one
             for name, one in found.items()
-            if one is not None and one["script"].startswith(str(self.folder))
+            if one is not None and one.script.startswith(str(self.folder))
         }
 
     def one(self) -> list[int]:
         """The pids of keeper and zygote, once there is one."""
         wait_until(self.all, "a kept zygote")
         ((_, kept),) = self.all().items()
-        pids: list[int] = kept["pids"]
-        return pids
+        return kept.pids
 
     def stop(self) -> None:
         for name, kept in self.all().items():
-            ask(name, ("end",), HUNG)
-            wait_until(lambda: all(gone(pid) for pid in kept["pids"]), "its end")  # noqa: B023
+            ask(name, EndKept(), HUNG)
+            wait_until(lambda: all(gone(pid) for pid in kept.pids), "its end")  # noqa: B023
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ import pytest
 
 from phalanx.agent.warm.helper_pool import HelperPool
 from phalanx.agent.warm.import_cache import ImportCache
-from phalanx.agent.warm.spawner import Exit, Spawner, WorkerLaunch
+from phalanx.agent.warm.spawner import Spawner
 from phalanx.core.group.group import Phase
+from phalanx.helpers.messages import Exit, WorkerLaunch
 from tests.conftest import HUNG, wait_until
 from tests.support.run_helpers import FOREVER, Running, plain_environment, run, script
 

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from phalanx.agent.warm.spawner import Exit, Spawner, WorkerLaunch
-from phalanx.helpers.standby import StandbyRank
+from phalanx.agent.warm.spawner import Spawner
+from phalanx.helpers.messages import Exit, StandbyRank, WorkerLaunch
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.run_helpers import PHALANX, Running, plain_environment
 from tests.support.run_helpers import run as run_job

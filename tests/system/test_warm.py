@@ -19,8 +19,9 @@ import pytest
 
 from phalanx.agent.warm.helper_pool import HelperPool
 from phalanx.agent.warm.import_cache import ImportCache
-from phalanx.agent.warm.spawner import Exit, GroupStopped, Spawner, WorkerLaunch
+from phalanx.agent.warm.spawner import Spawner
 from phalanx.core.group.group import Phase
+from phalanx.helpers.messages import Exit, GroupStopped, WorkerLaunch
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import free_port
 from tests.support.run_helpers import zygote_below

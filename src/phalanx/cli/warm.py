@@ -7,12 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from phalanx.agent.node_view import memory_of
 from phalanx.agent.warm.keep_warm import ask, connect, converse, names
 from phalanx.cli.parser import Parser
 from phalanx.helpers.kept_zygote import peer_of
+from phalanx.helpers.messages import Describe, EndKept, KeptDescription
 from phalanx.job.command_line import usage_error
 from phalanx.job.environment import variables
 from phalanx.kernel import stat_fields
@@ -55,7 +55,7 @@ def make_parser() -> Parser:
 
 def _kept(stop: bool, script: str) -> int:
     found = [(name, kept) for name in names() if (kept := _describe(name)) is not None]
-    found = [(name, kept) for name, kept in found if _is_meant(kept["script"], script)]
+    found = [(name, kept) for name, kept in found if _is_meant(kept.script, script)]
     if stop:
         return _stop(found)
     for _, kept in found:
@@ -82,17 +82,17 @@ def _imports(explaining: bool, program: list[str]) -> int:
     return 0
 
 
-def _describe(name: str) -> dict[str, Any] | None:
+def _describe(name: str) -> KeptDescription | None:
     """What a kept process says about itself, or what is known of one that does not answer."""
     sock = connect(name)
     if sock is None:
         return None
     pid = peer_of(sock)[0]
-    kept = converse(sock, ("describe",), _PATIENCE)
+    kept = converse(sock, Describe(), _PATIENCE)
     fields = stat_fields(pid)
     if kept is not None or fields is None:
         return kept
-    return {"script": name.rpartition("/")[2], "pids": [int(fields[1]), pid], "modules": None}
+    return KeptDescription(name.rpartition("/")[2], [int(fields[1]), pid], 0.0, 0.0, None)
 
 
 def _is_meant(script: str, word: str) -> bool:
@@ -100,29 +100,29 @@ def _is_meant(script: str, word: str) -> bool:
     return not word or word in (script, os.path.basename(script)) or os.path.realpath(word) == known
 
 
-def _line(kept: dict[str, Any]) -> str:
-    megabytes = memory_of(kept["pids"]) / 1e6
-    if kept["modules"] is None:
-        return f"{kept['script']}: pid {kept['pids'][1]}, {megabytes:.0f} MB, not ready: it still imports"
-    age, left = duration(max(0.0, time.time() - kept["since"])), duration(kept["left"])
+def _line(kept: KeptDescription) -> str:
+    megabytes = memory_of(kept.pids) / 1e6
+    if kept.modules is None:
+        return f"{kept.script}: pid {kept.pids[1]}, {megabytes:.0f} MB, not ready: it still imports"
+    age, left = duration(max(0.0, time.time() - kept.since)), duration(kept.left)
     return (
-        f"{kept['script']}: pid {kept['pids'][1]}, {kept['modules']} modules, {megabytes:.0f} MB, "
+        f"{kept.script}: pid {kept.pids[1]}, {kept.modules} modules, {megabytes:.0f} MB, "
         f"kept for {age}, ends in {left} unless it is used"
     )
 
 
-def _stop(found: list[tuple[str, dict[str, Any]]]) -> int:
+def _stop(found: list[tuple[str, KeptDescription]]) -> int:
     for name, kept in found:
-        pid = kept["pids"][0]
-        if kept["modules"] is None:
-            for one in kept["pids"]:  # the keeper first, which would start another one
+        pid = kept.pids[0]
+        if kept.modules is None:
+            for one in kept.pids:  # the keeper first, which would start another one
                 _kill(one)
         else:
-            ask(name, ("end",), _PATIENCE)
+            ask(name, EndKept(), _PATIENCE)
         end = time.monotonic() + _PATIENCE
         while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
             time.sleep(0.005)  # not a child: its end is no event
-        print(f"stopped {kept['script']} (pid {kept['pids'][1]})")
+        print(f"stopped {kept.script} (pid {kept.pids[1]})")
     return 0
 
 

@@ -1,23 +1,22 @@
-"""Messages between the agent and its zygote: marshal over a private socket pair, with descriptors.
+"""Messages (messages.py) over a private socket pair, with descriptors.
 
-Both ends are the same interpreter and nothing else can reach the socket, so marshal is safe here
-(it is never used on bytes from a network) and costs no import. A message is a tuple whose first
-item names it. Descriptors ride on the header, which is why the header is read with recvmsg alone.
+Descriptors ride on the header, which is why the header is read with recvmsg alone.
 """
 
 from __future__ import annotations
 
 import _socket  # not socket, which brings selectors and enum along: every start waits for this
 import array
-import marshal
 import os
 import struct
+
+from phalanx.helpers.messages import dump, load
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    Message = tuple[Any, ...]
+    from phalanx.core.record import Record
 
 _HEADER = struct.Struct("=II")  # body length, number of descriptors
 _CLOEXEC: int = getattr(_socket, "MSG_CMSG_CLOEXEC", 0)
@@ -27,8 +26,8 @@ _FDS_PER_FRAME = 200  # the kernel takes 253 at most in one message
 class TooManyFilesError(Exception):
     """A message came without all of its descriptors; they are closed again, the message is kept."""
 
-    def __init__(self, message: Message) -> None:
-        super().__init__(message[0])
+    def __init__(self, message: Record) -> None:
+        super().__init__(type(message).__name__)
         self.message = message
 
 
@@ -73,7 +72,7 @@ class Channel:
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def send(self, message: Message, fds: list[int] | None = None) -> None:
+    def send(self, message: Record, fds: list[int] | None = None) -> None:
         """Send one message, blocking."""
         for data, rights in _frames(message, fds or []):
             if rights:
@@ -82,7 +81,7 @@ class Channel:
             else:
                 self.sock.sendall(data)
 
-    def post(self, message: Message, fds: list[int] | None = None) -> None:
+    def post(self, message: Record, fds: list[int] | None = None) -> None:
         """Send one message without blocking; the caller may close `fds` afterwards.
 
         May be called from a signal handler that interrupts another `post`.
@@ -125,7 +124,7 @@ class Channel:
         for frame in unsent:
             frame.release()
 
-    def receive(self) -> tuple[Message, list[int]]:
+    def receive(self) -> tuple[Record, list[int]]:
         """The next message and its descriptors, blocking; EOFError when the other end is gone."""
         fds: list[int] = []
         expected = 0
@@ -138,7 +137,7 @@ class Channel:
             length, count = _HEADER.unpack(header)
             expected += count
             if length:
-                message = marshal.loads(self._exactly(length))
+                message = load(self._exactly(length))
                 if len(fds) < expected:  # the kernel drops those that do not fit into this process's table
                     for fd in fds:
                         os.close(fd)
@@ -155,7 +154,7 @@ class Channel:
             count -= len(chunk)
         return b"".join(chunks)
 
-    def pending(self) -> tuple[list[tuple[Message, list[int]]], bool]:
+    def pending(self) -> tuple[list[tuple[Record, list[int]]], bool]:
         """Messages that have arrived, with their descriptors (never blocks); whether the other end is gone.
 
         A message has fewer descriptors than it was sent with where this process has no room for more.
@@ -176,7 +175,7 @@ class Channel:
                 break
             self._inbox += chunk
             self._inbox_fds += _rights(ancillary)
-        messages: list[tuple[Message, list[int]]] = []
+        messages: list[tuple[Record, list[int]]] = []
         while len(self._inbox) >= _HEADER.size:
             length, count = _HEADER.unpack_from(self._inbox)
             end = _HEADER.size + length
@@ -186,7 +185,7 @@ class Channel:
             if length:
                 fds, self._inbox_fds = self._inbox_fds[: self._expected], self._inbox_fds[self._expected :]
                 self._expected = 0
-                messages.append((marshal.loads(bytes(self._inbox[_HEADER.size : end])), fds))
+                messages.append((load(bytes(self._inbox[_HEADER.size : end])), fds))
             del self._inbox[:end]
         return messages, gone
 
@@ -205,13 +204,13 @@ class Channel:
         return self.sock.detach()
 
 
-def _frames(message: Message, fds: list[int]) -> list[tuple[bytes, list[int]]]:
+def _frames(message: Record, fds: list[int]) -> list[tuple[bytes, list[int]]]:
     """Header and body; descriptors beyond one frame travel ahead of it in empty frames."""
     frames = []
     while len(fds) > _FDS_PER_FRAME:
         frames.append((_HEADER.pack(0, _FDS_PER_FRAME), fds[:_FDS_PER_FRAME]))
         fds = fds[_FDS_PER_FRAME:]
-    body = marshal.dumps(message)
+    body = dump(message)
     header = _HEADER.pack(len(body), len(fds))
     return [*frames, (header, fds), (body, [])] if fds else [*frames, (header + body, [])]
 

@@ -11,8 +11,9 @@ from phalanx.rawsignal import signal
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, NoReturn
 
+    from phalanx.helpers.messages import Handover, Program
     from phalanx.helpers.preload.preload import ImportResidue
 
 
@@ -65,16 +66,61 @@ def place(std: list[int], extra: list[tuple[str, int, int]]) -> dict[str, int]:
     return places
 
 
-def describe_failure(error: BaseException, spec: dict[str, Any]) -> str:
-    """Why a fork could not become a worker."""
-    if not isinstance(error, OSError):
-        return f"{type(error).__name__}: {error}"
-    name = error.filename or (spec["argv"] or [""])[0]
-    where = os.fsdecode(name) if isinstance(name, bytes | str) else ""
-    hint = ""
-    if error.errno == 8:  # ENOEXEC
-        hint = " (not a program for this machine, or a script without a '#!' line)"
-    return f"{where}: {error.strerror}{hint}" if where else str(error.strerror)
+class WorkerSeat:
+    """A fork on its way to the place of a worker: descriptors, then the gate."""
+
+    def __init__(self, order: Handover, fds: list[int]) -> None:
+        """`fds`: the group's, then the gate and the status pipe."""
+        self._launch = order.worker
+        self._std = [fds[index] for index in order.group.std]
+        *self._fds, self._gate, self._status = fds
+        self._printed: list[int] = []
+        self.places: dict[str, int] = {}
+
+    def open(self, replays: bool) -> None:
+        """Put the descriptors into their places. `replays`: the log begins with what was printed so far."""
+        launch = self._launch
+        extra = [(name, self._fds[index], target) for name, index, target in launch.fds]
+        floor = max([3, *(target + 1 for _, _, target in extra)])
+        # These two must not occupy the numbers of the worker's descriptors.
+        self._gate, self._status = move_above(self._gate, floor), move_above(self._status, floor)
+        if launch.stdin:
+            self._std[0] = os.open(launch.stdin, os.O_RDONLY | os.O_CLOEXEC)
+        for number, path in ((1, launch.stdout), (2, launch.stderr)):
+            if path:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._std[number] = os.open(path, flags, 0o600)
+        if replays:
+            self._printed = [kernel.copy_above(number, floor) for number in (1, 2)]
+        self.places = place(self._std, extra)
+
+    def wait_at_gate(self) -> None:
+        """The worker is set up; it runs when all of its group are, or never."""
+        os.write(self._status, b"ready")
+        if os.read(self._gate, 1) != b"g":
+            os._exit(127)
+
+    def settle(self, others: set[int]) -> None:
+        """Close what an exec would close, of these and of those that came with the hand-over."""
+        kernel.replay(self._printed)
+        came = {self._gate, self._status, *self._std, *self._fds}
+        for fd in (came | others) - set(self.places.values()) - {0, 1, 2, -1}:
+            os.close(fd)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Report why this fork could not become the worker."""
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError):
+            name = error.filename or next(iter(self._launch.argv), "")
+            where = os.fsdecode(name) if isinstance(name, bytes | str) else ""
+            hint = ""
+            if error.errno == 8:  # ENOEXEC
+                hint = " (not a program for this machine, or a script without a '#!' line)"
+            text = f"{where}: {error.strerror}{hint}" if where else str(error.strerror)
+        try:
+            os.write(self._status, text.encode(errors="replace")[:4000])
+        finally:
+            os._exit(127)
 
 
 # ---- the interpreter -----------------------------------------------------------------------------
@@ -105,10 +151,8 @@ def _keep_title(title: str) -> None:
     """In place of a setter."""
 
 
-def restore_interpreter(
-    spec: dict[str, Any], path: list[str], modules: set[str], set_title: Callable[[str], None]
-) -> None:
-    """Undo the zygote's changes to signal handling, sys.path, sys.modules and the process name."""
+def restore_interpreter(path: list[str], modules: set[str]) -> None:
+    """Undo the zygote's changes to signal handling, sys.path and sys.modules."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
@@ -124,18 +168,17 @@ def restore_interpreter(
     if residue is not None:
         _apply_residue(residue)
     _make_unique()
-    show_title(spec, set_title)
 
 
-def show_title(spec: dict[str, Any], set_title: Callable[[str], None]) -> None:
-    """Make `ps` show the program and its rank."""
-    mode, target, args = spec["program"]
+def show_title(set_title: Callable[[str], None], program: Program, waits: bool) -> None:
+    """Make `ps` show the program and its rank; `waits`: it may have none yet."""
+    mode, target, args = program
     words = {"module": ["-m", target], "code": ["-c", target]}.get(mode, [target])
     rank = os.environ.get("RANK")
     title = " ".join([sys.executable, *words, *args])
     if rank is not None:
         title = f"{title} [rank {rank}]"
-    elif "standby" in spec:
+    elif waits:
         title = f"{title} [standby {os.environ.get('LOCAL_RANK')}]"
     set_title(title.encode(errors="replace").decode())  # file names may not be valid text
     # The short name that `pgrep` and `top` show, which the title has changed: as after an exec.

@@ -10,7 +10,7 @@ from phalanx.helpers.channel import Channel
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from phalanx.helpers.messages import WorkerLaunch
 
 _FIRST_LOOK = 0.05  # adoption raises no event: a stop checks for adopted children, first after this time
 REENTRY = "PHALANX_REENTRY"  # as in bootstrap.py and reentry/
@@ -58,14 +58,13 @@ class ReentryLink:
     def __init__(self) -> None:
         self.ours, self.theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
 
-    def added(self, spec: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+    def added(self, launch: WorkerLaunch, fds: list[int]) -> tuple[WorkerLaunch, list[int]]:
         """The worker's own end among its descriptors, and in its environment."""
         file = os.fstat(self.theirs.fileno())
-        number = REENTRY_FD if spec["argv"] else -1
-        place = ("reentry", len(fds), number)
-        value = f"{REENTRY_FD},{file.st_dev},{file.st_ino},{spec['reentry']}"
-        added = {"fds": [*spec["fds"], place], "env": {**spec["env"], REENTRY: value}}
-        return {**spec, **added}, [*fds, self.theirs.fileno()]
+        place = ("reentry", len(fds), REENTRY_FD if launch.argv else -1)
+        value = f"{REENTRY_FD},{file.st_dev},{file.st_ino},{launch.reentry}"
+        env = {**launch.env, REENTRY: value}
+        return launch.replace(fds=[*launch.fds, place], env=env), [*fds, self.theirs.fileno()]
 
     def close(self) -> None:
         self.ours.close()

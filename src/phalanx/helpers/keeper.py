@@ -19,12 +19,13 @@ from phalanx import kernel
 from phalanx.helpers.channel import Channel
 from phalanx.helpers.job_cgroup import JobCgroup, sweep
 from phalanx.helpers.launch_watch import LaunchWatch
+from phalanx.helpers.messages import KeptTerms, LeaseChanged, PreloadDone, ZygoteKept
 from phalanx.helpers.zygote import Become, Zygote, has_children, kill_everything, reap
 from phalanx.rawsignal import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
     from phalanx.helpers.lease_timer import LeaseWitness
     from phalanx.helpers.zygote import Runner
@@ -46,18 +47,16 @@ ZYGOTE = "worker-zygote"
 _OOM_SCORE = -900  # the keeper is small, and cleans up after all others
 
 
-def main(
-    sock_fd: int, agent: int, runner: Runner | None = None, wishes_fd: int | None = None
-) -> dict[str, Any]:
+def main(sock_fd: int, agent: int, runner: Runner | None = None, wishes_fd: int | None = None) -> Become:
     """The helper process: fork the zygote, then wait for its end or the agent's.
 
     `wishes_fd`: a file with the modules to preload (PreloadList). Returns only in a fork of the zygote that
-    becomes a Python program, with its spec.
+    becomes a Python program.
     """
     try:
         return _main(sock_fd, agent, runner, wishes_fd)
     except Become as worker:
-        return worker.spec
+        return worker.with_traceback(None)
     except BaseException:  # noqa: BLE001 - cannot be reported; the agent sees its socket close
         os._exit(1)
 
@@ -110,7 +109,7 @@ def _be_zygote(
     runner: Runner | None,
     wishes: PreloadList,
     reports: int,
-    terms: tuple[Any, ...] | None,
+    terms: KeptTerms | None,
 ) -> NoReturn:
     kernel.become_subreaper()  # not inherited over fork, like the next one
     kernel.wake_at_parent_death()
@@ -122,7 +121,7 @@ def _be_zygote(
     if terms is not None:
         from phalanx.helpers.kept_zygote import listen
 
-        listener = listen(terms[0])  # before the imports: it can be seen, and it is the only one
+        listener = listen(terms.name)  # before the imports: it can be seen, and it is the only one
         if listener is None:
             os._exit(0)
     if wishes.lines:
@@ -134,7 +133,7 @@ def _be_zygote(
         preload(wishes.lines, wishes.log, report)
     if wishes.asked:
         try:
-            channel.send(("preloaded",))
+            channel.send(PreloadDone())
         except OSError:
             pass  # the agent is gone; where this process is to outlive it, its message waits to be read
     wishes.close()
@@ -145,16 +144,16 @@ def _be_zygote(
     os._exit(0)
 
 
-def _terms(sock_fd: int) -> tuple[Any, ...]:
+def _terms(sock_fd: int) -> KeptTerms:
     """What the launch that made these helpers has left them with."""
     from phalanx.helpers.kept_zygote import let_go
 
     channel = Channel(_socket.socket(fileno=sock_fd))
-    (_, terms), _ = channel.receive()
+    terms, _ = channel.receive()
     channel.detach()
     let_go()
-    found: tuple[Any, ...] = terms
-    return found
+    assert isinstance(terms, KeptTerms)
+    return terms
 
 
 class LastNet:
@@ -323,14 +322,15 @@ class ZygoteWatch:
         agent, self._agent = self._agent, None
         if agent is not None:
             self._poll.unregister(agent)  # `read` may close it
-        for what, fds in self._launch.read():
-            if what == "gone":
-                self._poll.unregister(self._launch.fileno())
-            elif what == "leased":
+        reports, gone = self._launch.read()
+        for report, fds in reports:
+            if isinstance(report, LeaseChanged):
                 self._watch_lease(fds)
-            elif what == "kept" and self._sock_fd >= 0:
+            elif isinstance(report, ZygoteKept) and self._sock_fd >= 0:
                 os.close(self._sock_fd)
                 self._sock_fd = -1
+        if gone:
+            self._poll.unregister(self._launch.fileno())
         self._watch_agent()
 
     def _watch_lease(self, fds: list[int]) -> None:

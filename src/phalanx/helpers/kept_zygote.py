@@ -3,13 +3,7 @@
     job ends ──► kept: no agent, no worker, no terminal ──► adopted by the next launch, or ended
 
 It listens on a socket of the kernel's abstract namespace: it has no file, and ends with the process. Such a
-name has no owner, so both sides check the other's user. Messages, one conversation at a time:
-
-    ("adopt", key, marks)  → ("yes",) or ("no",)
-    ("take", nice), with the standard streams, the agent's pidfd and a tether
-                   → ("adopted", keeper's pid, preloaded modules), with the keeper's pidfd
-    ("describe",)  → ("kept", {…})
-    ("end",)       → the end of the connection, and of this process
+name has no owner, so both sides check the other's user. There is one conversation at a time (messages.py).
 
 It ends by itself when it was idle for the time that the user gave, when a file that it has loaded or a
 package directory has changed, when memory is short, and when a launch of the same script cannot use it.
@@ -25,13 +19,21 @@ import time
 
 from phalanx import kernel
 from phalanx.helpers.channel import Channel
+from phalanx.helpers.messages import (
+    Adopt,
+    AdoptAnswer,
+    Describe,
+    EndKept,
+    KeptDescription,
+    KeptTerms,
+    TakeOver,
+)
+from phalanx.helpers.standby import loaded_files
 from phalanx.rawsignal import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
-
-    from phalanx.helpers.standby import OwnFile
 
 _LOOK_EVERY = 2.0  # seconds between two looks at memory and packages
 _PATIENCE = 0.5  # for a client that has connected
@@ -39,22 +41,6 @@ _PEER = 12  # struct ucred: pid, uid, gid
 _LEAST_MEMORY = 0.08  # of all memory, that must be available
 _MOST_STALLED = 10.0  # percent of the last ten seconds that tasks were waiting for memory
 ENDING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # end it, as any process that serves nobody
-
-
-class KeptTerms:
-    """What the last agent of a kept zygote has left it with."""
-
-    def __init__(self, name: str, key: str, title: str, idle: float, marks: list[str], names: list[str]):
-        self.name = name
-        self.key = key
-        self.title = title  # the script, for people
-        self.idle = idle  # seconds
-        self.marks = marks  # what the script does before its imports (import_recorder.py)
-        self.names = names  # preloaded modules
-
-    def plain(self) -> tuple[Any, ...]:
-        """As it travels."""
-        return self.name, self.key, self.title, self.idle, self.marks, self.names
 
 
 class Adoption:
@@ -78,7 +64,7 @@ class KeptZygote:
         self._listener = listener
         self._since = time.time()
         self._until = time.monotonic() + terms.idle
-        self._files = _loaded_files()
+        self._files = loaded_files()
         self._folders = _package_folders()
 
     def wait(self, keeper_fd: int, wake_fd: int) -> Adoption | None:
@@ -96,7 +82,7 @@ class KeptZygote:
                 if keeper_fd in ready:
                     return None
                 if wake_fd in ready:
-                    _drain(wake_fd)
+                    kernel.drain(wake_fd)
                 if self._listener.fileno() in ready:
                     over, adoption = self._serve()
                     if over or adoption is not None:
@@ -118,33 +104,29 @@ class KeptZygote:
         channel = Channel(sock)
         try:
             message, fds = channel.receive()
-            if message[0] == "adopt":
-                if (message[1], message[2]) != (self._terms.key, self._terms.marks) or self._is_stale():
-                    channel.send(("no",))
+            if isinstance(message, Adopt):
+                if (message.key, message.marks) != (self._terms.key, self._terms.marks) or self._is_stale():
+                    channel.send(AdoptAnswer(False))
                     channel.close()
                     return True, None  # another one takes the name when that launch is over
                 # The descriptors come only now: in a message that is not read, they would stay open.
-                channel.send(("yes",))
+                channel.send(AdoptAnswer(True))
                 message, fds = channel.receive()
-                if message[0] == "take" and len(fds) == 5:
+                if isinstance(message, TakeOver) and len(fds) == 5:
                     sock.settimeout(None)
-                    return False, Adoption(channel, fds, message[1])
-            if message[0] == "describe":
-                channel.send(("kept", self._description()))
-            over = message[0] == "end"
+                    return False, Adoption(channel, fds, message.nice)
+            if isinstance(message, Describe):
+                channel.send(self._description())
+            over = isinstance(message, EndKept)
         except Exception:  # noqa: BLE001 - a client that has given up, or is none of ours
             over = False
         channel.close()
         return over, None
 
-    def _description(self) -> dict[str, Any]:
-        return {
-            "script": self._terms.title,
-            "pids": [os.getppid(), os.getpid()],
-            "since": self._since,
-            "left": max(0.0, self._until - time.monotonic()),
-            "modules": len(self._terms.names),
-        }
+    def _description(self) -> KeptDescription:
+        left = max(0.0, self._until - time.monotonic())
+        pids = [os.getppid(), os.getpid()]
+        return KeptDescription(self._terms.title, pids, self._since, left, len(self._terms.names))
 
     def _is_stale(self) -> bool:
         """Whether a package has changed since it was loaded."""
@@ -180,21 +162,6 @@ def peer_of(sock: _socket.socket) -> tuple[int, int]:
     """Pid and user at the other end."""
     data = sock.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _PEER)
     return int.from_bytes(data[:4], sys.byteorder), int.from_bytes(data[4:8], sys.byteorder)
-
-
-def _loaded_files() -> list[OwnFile]:
-    """All files that this process has loaded as modules."""
-    found = []
-    for module in list(sys.modules.values()):
-        spec: Any = getattr(module, "__dict__", {}).get("__spec__")
-        place = spec.origin if getattr(spec, "has_location", False) else None
-        if isinstance(place, str):
-            try:
-                state = os.stat(place)
-            except OSError:
-                continue  # in a zip file
-            found.append((place, state.st_mtime_ns, state.st_size))
-    return found
 
 
 def _package_folders() -> list[tuple[str, int]]:
@@ -258,11 +225,3 @@ def use_streams(std: list[int]) -> None:
         own: Any = stream
         if own is not None and not own.write_through and own.line_buffering != os.isatty(number):
             own.reconfigure(line_buffering=os.isatty(number))
-
-
-def _drain(fd: int) -> None:
-    try:
-        while os.read(fd, 4096):
-            pass
-    except BlockingIOError:
-        pass

@@ -11,11 +11,14 @@ from __future__ import annotations
 import os
 
 from phalanx.helpers.channel import Channel
+from phalanx.helpers.messages import LeaseChanged, ZygoteAdopted, ZygoteKept
 from phalanx.rawsignal import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import _socket
+
+    from phalanx.core.record import Record
 
 
 class LaunchWatch:
@@ -29,26 +32,25 @@ class LaunchWatch:
     def fileno(self) -> int:
         return self._channel.fileno()
 
-    def read(self) -> list[tuple[str, list[int]]]:
-        """What the zygote reports: kept, adopted, leased (with the timer, if there is one), gone."""
+    def read(self) -> tuple[list[tuple[Record, list[int]]], bool]:
+        """What the zygote reports, with the timer of a LeaseChanged; whether it is gone."""
         messages, gone = self._channel.pending()
         reports = []
         for message, fds in messages:
-            what = message[0]
-            if what == "kept":
+            if isinstance(message, ZygoteKept):
                 from phalanx.helpers.kept_zygote import let_go
 
                 self._release()
                 let_go()
-            elif what == "adopted":
+            elif isinstance(message, ZygoteAdopted):
                 from phalanx.helpers.kept_zygote import take_hold
 
                 self._release()
                 self.agent, self._tether = fds
                 _arm(self._tether)
-                take_hold(message[1])
-            reports.append((what, fds if what == "leased" else []))
-        return [*reports, ("gone", [])] if gone else reports
+                take_hold(message.nice)
+            reports.append((message, fds if isinstance(message, LeaseChanged) else []))
+        return reports, gone
 
     def _release(self) -> None:
         if self.agent is not None:

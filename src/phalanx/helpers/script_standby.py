@@ -14,10 +14,9 @@ from __future__ import annotations
 import os
 import sys
 
-from phalanx import kernel
-from phalanx.helpers.fork_setup import move_above, place
+from phalanx.helpers.fork_setup import WorkerSeat
 from phalanx.helpers.preload.import_recorder import homes
-from phalanx.helpers.standby import own_files, replay
+from phalanx.helpers.standby import loaded_files, receive_handover
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.helpers.channel import Channel
-    from phalanx.helpers.standby import StandbyPlan
+    from phalanx.helpers.messages import Handover, StandbyPlan
 
 NAME = "_phalanx_standby"  # in sys.modules; repeated in worker.py
 
@@ -44,7 +43,7 @@ class ScriptStandby:
         self._variables: dict[str, str] = {}  # as the script found them
         self.nice = 0  # of a worker
         self.connect: Callable[[str, dict[str, int]], None] = lambda _options, _places: None
-        self.set_title: Callable[[], None] = lambda: None
+        self.set_title: Callable[[], object] = lambda: None
 
     def offer(self) -> None:
         """The script is about to run: let it find this object."""
@@ -58,45 +57,26 @@ class ScriptStandby:
         """Wait for the hand-over and become the worker; called once, by the script."""
         sys.modules.pop(NAME, None)
         try:
-            self._channel.send(("ready", own_files(homes(), self._script)))
-            (_, request, spec), fds = self._channel.receive()
+            order, fds = receive_handover(self._channel, loaded_files(homes(), self._script))
         except (EOFError, OSError):
             os._exit(1)  # the zygote is gone, or this standby is not needed
-        self._channel.close()
-        *given, gate, status = fds
+        seat = WorkerSeat(order, fds)
         try:
-            self._become(request, spec, given, gate, status)
+            self._become(order, seat)
         except OSError as error:
-            os.write(status, str(error.strerror or error).encode(errors="replace"))
-            os._exit(127)
+            seat.fail(error)
 
-    def _become(
-        self, request: dict[str, Any], spec: dict[str, Any], fds: list[int], gate: int, status: int
-    ) -> None:
-        std = [fds[index] for index in request["std"]]
-        if spec["stdin"]:
-            std[0] = os.open(spec["stdin"], os.O_RDONLY | os.O_CLOEXEC)
-        for number, key in ((1, "stdout"), (2, "stderr")):
-            if spec[key]:
-                std[number] = os.open(spec[key], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        extra = [(name, fds[index], target) for name, index, target in spec["fds"]]
-        floor = max([3, *(target + 1 for _, _, target in extra)])
-        gate, status = move_above(gate, floor), move_above(status, floor)
-        printed = [kernel.copy_above(number, floor) for number in (1, 2)]
-        places = place(std, extra)
+    def _become(self, order: Handover, seat: WorkerSeat) -> None:
+        seat.open(replays=True)
         if os.getpriority(os.PRIO_PROCESS, 0) != self.nice:
             try:
                 os.setpriority(os.PRIO_PROCESS, 0, self.nice)
             except OSError:
                 pass  # not permitted; `lower_priority` has tried it
-        os.write(status, b"ready")
-        if os.read(gate, 1) != b"g":
-            os._exit(127)
-        replay(printed)
-        for fd in ({gate, status, *fds, *std} - set(places.values())) - {0, 1, 2}:
-            os.close(fd)
-        self._set_variables({**request["env"], **spec["env"]})
-        self.connect(spec["options"], places)
+        seat.wait_at_gate()
+        seat.settle(set())
+        self._set_variables({**order.group.env, **order.worker.env})
+        self.connect(order.worker.options, seat.places)
         self.set_title()
 
     def _set_variables(self, new: dict[str, str]) -> None:

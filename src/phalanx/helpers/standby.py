@@ -29,110 +29,44 @@ import time
 from phalanx import kernel
 from phalanx.helpers.channel import Channel
 from phalanx.helpers.fork_setup import leave_zygote
+from phalanx.helpers.messages import Handover, StandbyFailed, StandbyPlan, StandbyRank, StandbyReady
 from phalanx.rawsignal import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    Handover = tuple[dict[str, Any], dict[str, Any], list[int], int, int]
-    Program = tuple[str, str, list[str]]
-    OwnFile = tuple[str, int, int]  # path, time in nanoseconds, size
+    from phalanx.helpers.messages import OwnFile, Program
 
-WARM_UP_LIMIT = 60.0  # seconds; opening eight devices takes about ten
 _MOST_LOST = 3  # standbys that may die for no reason of their own
 PRIORITY = 5  # how much nicer than a worker: the running workers come first
 
 
-class StandbyRank:
-    """What is known beforehand of the worker that a standby becomes."""
-
-    __slots__ = ("cpus", "env", "options", "program", "runs_script")
-
-    def __init__(
-        self,
-        program: Program | None = None,
-        env: dict[str, str] | None = None,
-        options: str = "",
-        cpus: list[int] | None = None,
-        runs_script: bool = False,
-    ) -> None:
-        self.program = program
-        self.env = env or {}  # what does not change from round to round
-        self.options = options
-        self.cpus = cpus or []
-        self.runs_script = runs_script
-
-    def plain(self) -> tuple[Any, ...]:
-        """As it travels."""
-        return self.program, self.env, self.options, self.cpus, self.runs_script
-
-
-class StandbyPlan:
-    """Which standbys the zygote keeps: one for each of these ranks."""
-
-    def __init__(
-        self, ranks: list[StandbyRank], warm_up: str = "", limit: float = WARM_UP_LIMIT, cwd: str = ""
-    ) -> None:
-        self.ranks = ranks
-        self.warm_up = warm_up
-        self.limit = limit
-        self.cwd = cwd
-        self.env: dict[str, str] = {}  # of the agent
-        self.ignored: list[int] = []  # signals that it ignores
-
-    def plain(self) -> dict[str, Any]:
-        """As it travels."""
-        return {
-            "ranks": [rank.plain() for rank in self.ranks],
-            "warm_up": self.warm_up,
-            "limit": self.limit,
-            "cwd": self.cwd,
-            "env": self.env,
-            "ignored": self.ignored,
-        }
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> StandbyPlan:
-        ranks = [StandbyRank(*rank) for rank in plain["ranks"]]
-        plan = cls(ranks, plain["warm_up"], plain["limit"], plain["cwd"])
-        plan.env, plan.ignored = plain["env"], plain["ignored"]
-        return plan
-
-    def first_path(self, rank: StandbyRank) -> str:
-        """Where the program's own modules are; empty where that is not known."""
-        if rank.program is None:
-            return ""
-        mode, target, _ = rank.program
-        if mode == "script":
-            path = os.path.join(self.cwd, target)
-            return path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
-        return self.cwd if mode in ("module", "code") else ""
-
-
 class Standby:
-    """One standby, as the zygote sees it."""
+    """One standby, as the zygote sees it; without a plan: a parked worker."""
 
-    def __init__(self, rank: int, pid: int, channel: Channel, plan: StandbyPlan, printed: int) -> None:
+    def __init__(
+        self, rank: int, pid: int, channel: Channel, plan: StandbyPlan | None = None, printed: int = -1
+    ) -> None:
         self.rank = rank
         self.pid = pid
         self.channel = channel
-        self.plan = plan
+        self.was_worker = plan is None
+        self.known = StandbyRank() if plan is None else plan.ranks[rank]
+        self.warm_up, self.limit, self.cwd = (
+            ("", 0.0, "") if plan is None else (plan.warm_up, plan.limit, plan.cwd)
+        )
         self.printed = printed  # what it wrote to stderr; -1: nothing is kept
-        self.ready = False
-        limited = bool(plan.warm_up) and not plan.ranks[rank].runs_script
-        self.ready_by = time.monotonic() + plan.limit if limited else None
+        self.ready = self.was_worker
+        limited = bool(self.warm_up) and not self.known.runs_script
+        self.ready_by = time.monotonic() + self.limit if limited else None
         self.since = time.time_ns()
         self.files: list[OwnFile] = []  # the user's, which it has loaded
         self.dropped = False  # it is being killed
 
-    @property
-    def runs_script(self) -> bool:
-        return self.plan.ranks[self.rank].runs_script
-
     def edited(self) -> str:
         """A file that it has loaded and that has changed since; empty: none."""
-        tree = os.path.join(self.plan.first_path(self.plan.ranks[self.rank]), "")
+        tree = os.path.join(first_path(self.known.program, self.cwd), "")
         for path, when, size in self.files:
             try:
                 found = os.stat(path)
@@ -159,12 +93,13 @@ class Standby:
             os.close(self.printed)
 
 
-class ParkedWorker(Standby):
-    """A worker that has unwound, and waits to re-enter."""
-
-    def __init__(self, rank: int, pid: int, channel: Channel) -> None:
-        super().__init__(rank, pid, channel, StandbyPlan([StandbyRank() for _ in range(rank + 1)]), -1)
-        self.ready = True
+def first_path(program: Program | None, cwd: str) -> str:
+    """Where the program's own modules are; empty where that is not known."""
+    mode, target = program[:2] if program is not None else ("", "")
+    if mode == "script":
+        path = os.path.join(cwd, target)
+        return path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
+    return cwd if mode in ("module", "code") else ""
 
 
 class StandbyPool:
@@ -183,12 +118,11 @@ class StandbyPool:
 
     def parked(self) -> list[int]:
         """Those that wait, workers that re-enter excepted."""
-        fresh = [one for one in self._all.values() if not isinstance(one, ParkedWorker)]
-        return [one.pid for one in fresh if one.ready and not one.dropped]
+        return [one.pid for one in self._all.values() if one.ready and not (one.was_worker or one.dropped)]
 
     def survivors(self) -> set[int]:
         """Workers that wait to re-enter."""
-        return {one.pid for one in self._all.values() if isinstance(one, ParkedWorker) and not one.dropped}
+        return {one.pid for one in self._all.values() if one.was_worker and not one.dropped}
 
     def channels(self) -> list[Channel]:
         return [one.channel for one in self._all.values()]
@@ -204,7 +138,7 @@ class StandbyPool:
 
     # -- making them ------------------------------------------------------------------------------
 
-    def take_in(self, worker: ParkedWorker) -> None:
+    def take_in(self, worker: Standby) -> None:
         """A worker has parked."""
         self._all[worker.pid] = worker
         self._poll.register(worker.channel.fileno(), select.POLLIN)
@@ -212,7 +146,7 @@ class StandbyPool:
     def drop_survivors(self) -> None:
         """No worker re-enters after all."""
         for one in self._all.values():
-            if isinstance(one, ParkedWorker):
+            if one.was_worker:
                 self._drop(one)
 
     def missing(self, plan: StandbyPlan) -> list[int]:
@@ -221,9 +155,9 @@ class StandbyPool:
             return []
         have = set()
         for one in self._all.values():
-            if one.dropped or isinstance(one, ParkedWorker):
+            if one.dropped or one.was_worker:
                 continue
-            if one.rank < len(plan.ranks) and one.runs_script == plan.ranks[one.rank].runs_script:
+            if one.rank < len(plan.ranks) and one.known.runs_script == plan.ranks[one.rank].runs_script:
                 have.add(one.rank)
             else:
                 self._drop(one)
@@ -278,18 +212,18 @@ class StandbyPool:
         """Take in its messages; whether its end of the channel is closed."""
         messages, gone = one.channel.pending()
         for message, _ in messages:
-            if message[0] == "ready":
-                one.ready, one.ready_by, one.files = True, None, message[1]
+            if isinstance(message, StandbyReady):
+                one.ready, one.ready_by, one.files = True, None, message.files
                 self._lost = 0
-            elif message[0] == "failed" and not one.dropped:
-                self._refuse(one, message[1])
+            elif isinstance(message, StandbyFailed) and not one.dropped:
+                self._refuse(one, message.why)
         return gone
 
     def check(self, now: float) -> None:
         """Kill those that take too long."""
         for one in self._all.values():
             if one.ready_by is not None and now >= one.ready_by:
-                self._refuse(one, f"did not finish within {one.plan.limit:g} s and was killed")
+                self._refuse(one, f"did not finish within {one.limit:g} s and was killed")
 
     def lost(self, pid: int, status: int) -> bool:
         """Whether a process that exited was a standby."""
@@ -298,10 +232,10 @@ class StandbyPool:
             return False
         if not one.dropped:
             self._read(one)
-        if not one.dropped and not isinstance(one, ParkedWorker):
-            if not one.ready and one.runs_script:
+        if not one.dropped and not one.was_worker:
+            if not one.ready and one.known.runs_script:
                 self._refuse(one, one.how_it_ended(status))
-            elif not one.ready and one.plan.warm_up:
+            elif not one.ready and one.warm_up:
                 self._refuse(one, f"ended its process ({one.how_it_ended(status)})")
             else:
                 self._lost += 1
@@ -315,11 +249,11 @@ class StandbyPool:
     def _refuse(self, one: Standby, why: str) -> None:
         """This warm-up or script does not do: no more of them."""
         if not self._refused:
-            if one.runs_script:
-                program = one.plan.ranks[one.rank].program
+            if one.known.runs_script:
+                program = one.known.program
                 what = f"standby: {program[1] if program else ''} before wait_for_rank()"
             else:
-                what = f"--warmup {one.plan.warm_up}"
+                what = f"--warmup {one.warm_up}"
             self.said.append(f"{what}: {why}; restarts go on without standbys")
         self._refused = True
         for other in self._all.values():
@@ -349,27 +283,19 @@ class StandbyPool:
 
     # -- using them -------------------------------------------------------------------------------
 
-    def hand_over(
-        self,
-        request: dict[str, Any],
-        spec: dict[str, Any],
-        fds: list[int],
-        gate_read: int,
-        status: int,
-        parked: bool = False,
-    ) -> Standby | None:
+    def hand_over(self, order: Handover, fds: list[int], parked: bool) -> Standby | None:
         """Give the standby of a rank its work, or the worker that is `parked`; None if none suits.
 
         The channel of what is returned is the caller's to close."""
         for one in list(self._all.values()):
-            if one.rank != spec["rank"] or one.dropped or isinstance(one, ParkedWorker) != parked:
+            if one.rank != order.worker.rank or one.dropped or one.was_worker != parked:
                 continue
-            if not parked and not self._suits(one, request, spec):
+            if not parked and not self._suits(one, order):
                 self._drop(one)
                 continue
             self._forget(one.pid)
             try:
-                one.channel.send(("go", request, spec), [*fds, gate_read, status])
+                one.channel.send(order, fds)
             except OSError:
                 self._all[one.pid] = one  # it has died, and is about to be reaped
                 one.dropped = True
@@ -377,15 +303,15 @@ class StandbyPool:
             return one
         return None
 
-    def _suits(self, one: Standby, request: dict[str, Any], spec: dict[str, Any]) -> bool:
+    def _suits(self, one: Standby, order: Handover) -> bool:
         if not one.ready:
             return False
-        known = one.plan.ranks[one.rank]
-        if one.runs_script and (
-            known.program != spec["program"]
-            or one.plan.cwd != request["cwd"]
-            or known.cpus != spec["cpus"]
-            or any(spec["env"].get(name) != value for name, value in known.env.items())
+        known, worker = one.known, order.worker
+        if known.runs_script and (
+            known.program != worker.program
+            or one.cwd != order.group.cwd
+            or list(known.cpus) != list(worker.cpus)
+            or any(worker.env.get(name) != value for name, value in known.env.items())
         ):
             return False
         edited = one.edited()
@@ -399,7 +325,7 @@ class StandbyPool:
 # -- in the standby -------------------------------------------------------------------------------
 
 
-def wait_for_handover(channel: Channel, plan: StandbyPlan, rank: int) -> Handover:
+def wait_for_handover(channel: Channel, plan: StandbyPlan, rank: int) -> tuple[Handover, list[int]]:
     """Run the warm-up, if there is one, and wait for the hand-over."""
     lower_priority(PRIORITY)
     import fcntl  # noqa: F401 - needed to place descriptors; imported now to make the restart faster
@@ -410,28 +336,32 @@ def wait_for_handover(channel: Channel, plan: StandbyPlan, rank: int) -> Handove
         os.environ.update(known.env)
         if known.cpus:
             os.sched_setaffinity(0, known.cpus)
-        first = plan.first_path(known)
+        first = first_path(known.program, plan.cwd)
         if first and not getattr(sys.flags, "safe_path", sys.flags.isolated):
             sys.path.insert(0, first)  # undone with the rest of sys.path when it becomes a worker
         why = _warm_up(plan.warm_up)
         if why:
-            channel.send(("failed", why))
+            channel.send(StandbyFailed(why))
             os._exit(1)
         from phalanx.helpers.preload.import_recorder import homes
 
-        files = own_files(homes())
+        files = loaded_files(homes())
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except (AttributeError, OSError, ValueError):
                 pass  # missing, or closed by the warm-up
-    channel.send(("ready", files))
-    (_, request, spec), fds = channel.receive()
+    return receive_handover(channel, files)
+
+
+def receive_handover(channel: Channel, files: list[OwnFile]) -> tuple[Handover, list[int]]:
+    """Report that this standby is ready, and wait for its rank."""
+    channel.send(StandbyReady(files))
+    order, fds = channel.receive()
     channel.close()
-    *given, gate_read, status = fds
-    if plan.warm_up:
-        spec["printed"] = True
-    return request, spec, given, gate_read, status
+    if not isinstance(order, Handover):
+        raise EOFError
+    return order, fds
 
 
 def _warm_up(what: str) -> str:
@@ -449,13 +379,13 @@ def _warm_up(what: str) -> str:
     return ""
 
 
-def own_files(installed: tuple[str, ...], main: str = "") -> list[OwnFile]:
-    """The files outside of these directories that this process has loaded: an edit makes it stale."""
+def loaded_files(but: tuple[str, ...] = (), main: str = "") -> list[OwnFile]:
+    """The files that this process has loaded, `but` those in these directories: an edit makes it stale."""
     paths = [main] if main else []
     for module in list(sys.modules.values()):
         spec: Any = getattr(module, "__dict__", {}).get("__spec__")
         place = spec.origin if getattr(spec, "has_location", False) else None
-        if isinstance(place, str) and os.path.isabs(place) and not place.startswith(installed):
+        if isinstance(place, str) and os.path.isabs(place) and not place.startswith(but):
             paths.append(place)
     found = []
     for path in dict.fromkeys(paths):
@@ -465,18 +395,6 @@ def own_files(installed: tuple[str, ...], main: str = "") -> list[OwnFile]:
             continue  # in a zip file
         found.append((path, state.st_mtime_ns, state.st_size))
     return found
-
-
-def replay(printed: list[int]) -> None:
-    """Write what a standby has printed so far, on stdout and on stderr, to where it belongs now."""
-    for number, kept in zip((1, 2), printed, strict=True):
-        at = 0
-        try:
-            while data := os.pread(kept, 1 << 16, at):
-                at += os.write(number, data)
-        except OSError:
-            pass  # closed, or a full disk
-        os.close(kept)
 
 
 def _last_words(fd: int) -> str:

@@ -95,16 +95,3 @@ class Witness:
             self._epoll.close()
             for fd in (self._zygote, *self._fds.values()):
                 os.close(fd)
-
-
-def pidfds(pids: list[int]) -> list[int]:
-    """A pidfd for each; none where the kernel has no such thing or descriptors are short."""
-    fds: list[int] = []
-    for pid in pids:
-        fd = kernel.pidfd(pid)
-        if fd is None:
-            for opened in fds:
-                os.close(opened)
-            return []
-        fds.append(fd)
-    return fds

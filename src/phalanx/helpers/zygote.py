@@ -19,18 +19,6 @@
   with its memory, and gets its next place as any standby does (helpers/standby.py, reentry/).
 * Single-threaded, standard library only: it must be safe to fork at any time.
 
-Messages from the agent:  ("spawn", request) ("stop", group, signal, grace) ("park", plan)
-                          ("recall", group, signal, grace, timeout, cause, ranks)
-                          ("signal", number, ranks, alone) ("keep", terms)
-Messages to the agent:    ("forked", {rank: pid}), with pidfds, then ("started", {rank: pid}),
-                          or ("refused", rank or None, text)
-                          ("stopping", group) ("stopped", group, [text, …]) ("fenced", group)
-                          ("exit", rank, pid, code, when, signalled_at) ("parked", pids) ("standby", text)
-                          ("kept", whether) ("reenters", group, rank, whether) ("survivor", group, rank)
-                          ("unfit", group, rank, text)
-Messages from a worker:   ("reenter",) ("leave",) ("parked",) ("unfit", text)
-Messages to a worker:     ("recall", cause) ("go", request, spec)
-
 A *standby* is a fork made in advance: it waits before the first line of the program, or in it, without rank
 or log, until a spawn supplies both (helpers/standby.py).
 """
@@ -45,23 +33,25 @@ import time
 
 from phalanx import kernel
 from phalanx.core.group import stop as stops
+from phalanx.helpers import messages
 from phalanx.helpers.channel import Channel, TooManyFilesError
-from phalanx.helpers.fork_setup import default_signals, describe_failure, leave_zygote, move_above, place
+from phalanx.helpers.fork_setup import WorkerSeat, default_signals, leave_zygote
 from phalanx.helpers.forked_worker import ForkedWorker, ReentryLink, StopRequest
 from phalanx.helpers.guard import GroupGuard, guards_for
-from phalanx.helpers.standby import ParkedWorker, StandbyPlan, StandbyPool, replay, wait_for_handover
-from phalanx.helpers.witness import pidfds
+from phalanx.helpers.standby import Standby, StandbyPool, wait_for_handover
 from phalanx.rawsignal import signal
 
 TYPE_CHECKING = False  # importing typing would cost more than everything else here together
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
+    from phalanx.core.record import Record
     from phalanx.helpers.kept_zygote import Adoption
+    from phalanx.helpers.script_standby import ScriptStandby
 
-    # Runs a worker inside a fork of this process (no exec); must not return.
-    Runner = Callable[[dict[str, Any]], NoReturn]
+    # Runs a worker, with the places of its descriptors, inside a fork of this process; must not return.
+    Runner = Callable[[messages.WorkerLaunch, dict[str, int]], NoReturn]
 
 _KILL_TICK = 0.02  # how often SIGKILL is repeated while descendants are being adopted
 _LOOK_AGAIN = 0.25  # between two checks of a stop for adopted children: a check may scan /proc
@@ -73,9 +63,13 @@ _TAKE_OVER = 1.0  # seconds for a standby to accept its work; it may be stopped
 class Become(Exception):  # not an error: it unwinds the zygote's stack
     """Raised in a fork that becomes a Python program, so that the program runs at the top of the stack."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
-        super().__init__(spec)
-        self.spec = spec
+    def __init__(
+        self, launch: messages.WorkerLaunch, places: dict[str, int], standby: ScriptStandby | None = None
+    ) -> None:
+        super().__init__()
+        self.launch = launch
+        self.places = places  # of descriptors, by their names
+        self.standby = standby  # it runs the program ahead of its rank
 
 
 class Zygote:
@@ -95,9 +89,7 @@ class Zygote:
         self._poll = select.poll()
         self.standbys = StandbyPool(self._poll)
         self._parked: list[int] = []  # as the agent knows it
-        self._terms: tuple[
-            Any, ...
-        ] = ()  # of a launch that has adopted this process, and asked for nothing yet
+        self._terms: messages.KeptTerms | None = None  # of a launch that has asked for nothing yet
         self._adopter = -1  # the pidfd of its agent
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -112,7 +104,7 @@ class Zygote:
         while True:
             ready = {fd for fd, _ in self._poll.poll(self._patience())}
             if self._wake_read in ready:
-                _drain(self._wake_read)
+                kernel.drain(self._wake_read)
             self._reap()
             self._hear_workers(ready)
             self._look_at_standbys(ready)
@@ -144,52 +136,54 @@ class Zygote:
         try:
             message, fds = self.channel.receive()
         except TooManyFilesError:  # only a spawn carries descriptors
-            return self._report(("refused", None, os.strerror(errno.EMFILE)))
+            return self._report(messages.SpawnRefused(None, os.strerror(errno.EMFILE)))
         except (EOFError, OSError):
             return self._keep_unused()
         self._forget_terms()
+        if isinstance(message, messages.KeptTerms):
+            self._poll.unregister(self.channel.fileno())
+            return self.keep(message) and self._watch_channel()
         try:
-            if message[0] == "spawn":
-                self._spawn(message[1], fds)
-            elif message[0] == "stop":
-                self._stop(message[1], message[2], message[3])
-            elif message[0] == "recall":
-                self._recall(*message[1:])
-            elif message[0] == "signal":
-                self._signal(message[1], set(message[2]), message[3])
-            elif message[0] == "park":
-                self._fork_standbys(StandbyPlan.from_plain(message[1]))
-            elif message[0] == "keep":
-                self._poll.unregister(self.channel.fileno())
-                return self.keep(message[1]) and self._watch_channel()
-        except Become:
-            raise  # in the fork, whose descriptors are in place
+            self._obey(message, fds)
         except ConnectionError:
-            served = False
-        else:
-            served = True
+            return False
         for fd in fds:
             os.close(fd)
-        return served
+        return True
+
+    def _obey(self, message: Record, fds: list[int]) -> None:
+        if isinstance(message, messages.SpawnGroup):
+            self._spawn(message, fds)
+        elif isinstance(message, messages.StopGroup):
+            self._stop(message)
+        elif isinstance(message, messages.RecallGroup):
+            self._recall(message)
+        elif isinstance(message, messages.SignalWorkers):
+            send = _signal_one if message.alone else _signal_group
+            for worker in self.workers.values():
+                if worker.rank in message.ranks:
+                    send(worker.pid, message.signal)
+        elif isinstance(message, messages.StandbyPlan):
+            self._fork_standbys(message)
 
     # -- starting ---------------------------------------------------------------------------------
 
-    def _spawn(self, request: dict[str, Any], fds: list[int]) -> None:
+    def _spawn(self, group: messages.SpawnGroup, fds: list[int]) -> None:
         self.stop = None
-        self.group = request["group"]
-        self.at_failure = request["at_failure"]
+        self.group, self.at_failure = group.group, group.at_failure
         self._release_guards()
-        self._take_lease(os.dup(fds[request["lease"]]) if request["lease"] >= 0 else -1)
+        self._take_lease(os.dup(fds[group.lease]) if group.lease >= 0 else -1)
         made: list[tuple[ForkedWorker, int]] = []
         refusal: tuple[int, str] | None = None
-        specs = request["workers"]
+        alone = group.replace(workers=[])
+        orders = [messages.Handover(alone, launch) for launch in group.workers]
         rank = 0
         gate: list[int] = []
         try:
-            gate_read, gate_write = gate = list(os.pipe())
-            for spec in specs:
-                rank = spec["rank"]
-                made.append(self._fork(request, spec, fds, gate_read, gate_write))
+            gate = list(os.pipe())
+            for order in orders:
+                rank = order.worker.rank
+                made.append(self._fork(order, fds, gate))
             for index, (worker, status) in enumerate(made):
                 if worker.was_standby and not _took_over(status):
                     # It died while it was waiting, and was not reaped yet.
@@ -197,7 +191,7 @@ class Zygote:
                     self._kill_all([worker.pid])
                     if not worker.reenters:
                         self.standbys.died_at_handover()
-                    made[index] = self._fork(request, specs[index], fds, gate_read, gate_write, fresh=True)
+                    made[index] = self._fork(orders[index], fds, gate, fresh=True)
         except OSError as error:
             what = str(error.strerror)
             refusal = (rank, what if error.errno == errno.EMFILE else f"cannot fork: {what}")
@@ -207,24 +201,26 @@ class Zygote:
             self._show_workers(made)
             if self._lease >= 0 and kernel.is_readable(self._lease):
                 self._fence()  # this process, or the agent, was stopped meanwhile: none of them runs
-            os.write(gate_write, b"g" * len(made))
+            os.write(gate[1], b"g" * len(made))
             refusal = _first_refusal(made, b"")
         for fd in (*gate, *self._statuses):
             os.close(fd)
         self._statuses.clear()
         if refusal is None:
-            self.channel.send(("started", {worker.rank: worker.pid for worker, _ in made}))
+            self.channel.send(messages.WorkersStarted({worker.rank: worker.pid for worker, _ in made}))
             return
         self._kill_all([worker.pid for worker, _ in made])
         self._release_guards()
-        self.channel.send(("refused", *refusal))
+        self.channel.send(messages.SpawnRefused(*refusal))
 
     def _show_workers(self, made: list[tuple[ForkedWorker, int]]) -> None:
         """Give the agent its own view of them, before they run: this process may be stopped at any time."""
-        watched = pidfds([os.getpid(), *(worker.pid for worker, _ in made)])
+        watched = kernel.pidfds([os.getpid(), *(worker.pid for worker, _ in made)])
         try:
             if watched:
-                self.channel.send(("forked", {worker.rank: worker.pid for worker, _ in made}), watched)
+                self.channel.send(
+                    messages.WorkersForked({worker.rank: worker.pid for worker, _ in made}), watched
+                )
         finally:
             for fd in watched:
                 os.close(fd)
@@ -237,7 +233,7 @@ class Zygote:
                 guard.release()
         self._guards = {pid: guard for pid, guard in self._guards.items() if pid in kept}
 
-    def _fork_standbys(self, plan: StandbyPlan) -> None:
+    def _fork_standbys(self, plan: messages.StandbyPlan) -> None:
         """Have one standby of the kind that is wanted for each rank."""
         for rank in self.standbys.missing(plan):
             try:
@@ -248,7 +244,7 @@ class Zygote:
                 self._be_standby(channel, plan, rank)
         self._tell_of_standbys(always=True)
 
-    def _be_standby(self, channel: Channel, plan: StandbyPlan, rank: int) -> NoReturn:
+    def _be_standby(self, channel: Channel, plan: messages.StandbyPlan, rank: int) -> NoReturn:
         """In the fork: wait, then become a worker."""
         try:
             for fd in self._of_this_group():
@@ -256,14 +252,14 @@ class Zygote:
             self._guards, self._lease = {}, -1
             if plan.ranks[rank].runs_script:
                 self._run_script(channel, plan, rank)
-            handover = wait_for_handover(channel, plan, rank)
+            order, fds = wait_for_handover(channel, plan, rank)
         except Become:
             raise
         except BaseException:  # noqa: BLE001 - a standby exits silently, whatever happened
             os._exit(1)
-        self._in_fork(*handover)
+        self._become_worker(order, fds, replays=bool(plan.warm_up))
 
-    def _run_script(self, channel: Channel, plan: StandbyPlan, rank: int) -> NoReturn:
+    def _run_script(self, channel: Channel, plan: messages.StandbyPlan, rank: int) -> NoReturn:
         from phalanx.helpers.script_standby import ScriptStandby
         from phalanx.helpers.standby import PRIORITY, lower_priority
 
@@ -282,8 +278,8 @@ class Zygote:
         os.environ.update(plan.env)
         os.environ.update(known.env)
         options = known.options.partition(":")[0]  # the tally comes with the hand-over
-        standby = ScriptStandby(channel, plan, rank)
-        raise Become({"program": known.program, "options": options, "places": {}, "standby": standby})
+        launch = messages.WorkerLaunch(rank, program=known.program, options=options)
+        raise Become(launch, {}, ScriptStandby(channel, plan, rank))
 
     def _own_fds(self) -> set[int]:
         """Descriptors of the zygote itself, for a fork to close."""
@@ -302,10 +298,10 @@ class Zygote:
         parked = self.standbys.parked()
         if always or parked != self._parked:
             self._parked = parked
-            self._report(("parked", parked))
+            self._report(messages.StandbysParked(parked))
         said, self.standbys.said = self.standbys.said, []
         for line in said:
-            self._report(("standby", line))
+            self._report(messages.StandbyRemark(line))
 
     def _of_this_group(self) -> list[int]:
         """Descriptors that a standby, which belongs to the next group, must not keep open."""
@@ -315,27 +311,26 @@ class Zygote:
         return fds if self._lease < 0 else [*fds, self._lease]
 
     def _fork(
-        self,
-        request: dict[str, Any],
-        spec: dict[str, Any],
-        fds: list[int],
-        gate_read: int,
-        gate_write: int,
-        fresh: bool = False,
+        self, order: messages.Handover, fds: list[int], gate: list[int], fresh: bool = False
     ) -> tuple[ForkedWorker, int]:
+        """A worker at the gate, and its status pipe: a parked one, a standby, or a fork; `fresh`: a fork."""
+        gate_read, gate_write = gate
         status_read, status_write = os.pipe()
         zygote = os.getpid()
         link: ReentryLink | None = None
+        launch = order.worker
         try:
             standby = None
             if not fresh:
-                standby = self.standbys.hand_over(request, spec, fds, gate_read, status_write, parked=True)
+                standby = self.standbys.hand_over(order, [*fds, gate_read, status_write], parked=True)
             parked = standby is not None
-            if not parked and spec["reentry"]:
+            if not parked and launch.reentry:
                 link = ReentryLink()
-                spec, fds = link.added(spec, fds)
-            if standby is None and spec["program"] and not fresh:
-                standby = self.standbys.hand_over(request, spec, fds, gate_read, status_write)
+                launch, fds = link.added(launch, fds)
+                order = messages.Handover(order.group, launch)
+            came = [*fds, gate_read, status_write]
+            if standby is None and launch.program and not fresh:
+                standby = self.standbys.hand_over(order, came, parked=False)
             pid = standby.pid if standby is not None else os.fork()
         except OSError:
             os.close(status_read)
@@ -350,7 +345,7 @@ class Zygote:
                 link.ours.close()
                 link.theirs.detach()  # one of `fds`, which are closed by their numbers
             leave_zygote(zygote)
-            self._in_fork(request, spec, fds, gate_read, status_write)
+            self._become_worker(order, came)
         os.close(status_write)
         channel = standby.channel if standby is not None and parked else None
         if standby is not None and not parked:
@@ -358,7 +353,7 @@ class Zygote:
         if link is not None:
             link.theirs.close()
             channel = Channel(link.ours)
-        worker = ForkedWorker(spec["rank"], pid, channel)
+        worker = ForkedWorker(launch.rank, pid, channel)
         worker.was_standby, worker.reenters = standby is not None, parked
         self.workers[pid] = worker
         if channel is not None:
@@ -366,86 +361,62 @@ class Zygote:
         self._statuses.add(status_read)
         return worker, status_read
 
-    def _in_fork(
-        self, request: dict[str, Any], spec: dict[str, Any], fds: list[int], gate_read: int, status_write: int
-    ) -> NoReturn:
-        floor = _floor(spec)
+    def _become_worker(self, order: messages.Handover, fds: list[int], replays: bool = False) -> NoReturn:
+        seat, launch = WorkerSeat(order, fds), order.worker
         try:
-            # These two must not occupy the numbers of the worker's descriptors.
-            gate_read, status_write = move_above(gate_read, floor), move_above(status_write, floor)
-            self._become_worker(request, spec, fds, gate_read, status_write)
+            default_signals(order.group.ignored)
+            seat.open(replays)
+            os.chdir(order.group.cwd)
+            if launch.cpus:
+                os.sched_setaffinity(0, launch.cpus)
+            seat.wait_at_gate()
+            env = {**order.group.env, **launch.env}
+            if launch.argv:
+                os.execve(launch.path, list(launch.argv), env)
+            seat.settle(self._own_fds() | self._statuses)
+            os.environ.clear()
+            os.environ.update(env)
+            if self.runner is None:
+                raise Become(launch, seat.places)
+            self.runner(launch, seat.places)
         except Become:
             raise
         except BaseException as error:  # noqa: BLE001 - the only way out of a forked child is _exit
-            _write(status_write, describe_failure(error, spec))
-        os._exit(127)
-
-    def _become_worker(
-        self, request: dict[str, Any], spec: dict[str, Any], fds: list[int], gate_read: int, status: int
-    ) -> NoReturn:
-        default_signals(request["ignored"])
-        std = [fds[index] for index in request["std"]]
-        if spec["stdin"]:
-            std[0] = os.open(spec["stdin"], os.O_RDONLY | os.O_CLOEXEC)
-        for number, key in ((1, "stdout"), (2, "stderr")):
-            if spec[key]:
-                std[number] = os.open(spec[key], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        printed = [kernel.copy_above(number, _floor(spec)) for number in (1, 2)] if "printed" in spec else []
-        spec["places"] = place(std, [(name, fds[i], target) for name, i, target in spec["fds"]])
-        os.chdir(request["cwd"])
-        if spec["cpus"]:
-            os.sched_setaffinity(0, spec["cpus"])
-        _write(status, "ready")
-        if os.read(gate_read, 1) != b"g":
-            os._exit(127)
-        if spec["argv"]:
-            os.execve(spec["path"], spec["argv"], {**request["env"], **spec["env"]})
-        if printed:
-            replay(printed)
-        # Close what an exec would close. With the start method "fork", the caller's descriptors stay open.
-        ours = self._own_fds() | {gate_read, status, *std}
-        for fd in (ours | set(fds) | self._statuses) - set(spec["places"].values()) - {0, 1, 2, -1}:
-            os.close(fd)
-        os.environ.clear()
-        os.environ.update(request["env"])
-        os.environ.update(spec["env"])
-        if self.runner is None:
-            raise Become(spec)
-        self.runner(spec)
+            seat.fail(error)
 
     # -- between two launches ---------------------------------------------------------------------
 
-    def keep(self, terms: tuple[Any, ...], listener: _socket.socket | None = None) -> bool:
+    def keep(self, terms: messages.KeptTerms, listener: _socket.socket | None = None) -> bool:
         """The job is over: wait for the next launch of its script. False: end."""
-        from phalanx.helpers.kept_zygote import KeptTerms, KeptZygote, let_go, listen
+        from phalanx.helpers.kept_zygote import KeptZygote, let_go, listen
 
         self.standbys.drop_all()
         if not self.workers:
             kill_everything([])
             self._forget_children()
-            listener = listener or listen(terms[0])
+            listener = listener or listen(terms.name)
         if listener is None:
-            return self._report(("kept", False))
-        self._keeper.post(("kept",))
-        self._report(("kept", True))
+            return self._report(messages.KeptAnswer(False))
+        self._keeper.post(messages.ZygoteKept())
+        self._report(messages.KeptAnswer(True))
         self.channel.close()
         let_go()
         while listener is not None:
-            adoption = KeptZygote(KeptTerms(*terms), listener).wait(self._keeper.fileno(), self._wake_read)
+            adoption = KeptZygote(terms, listener).wait(self._keeper.fileno(), self._wake_read)
             if adoption is None:
                 break
             if self._serve_launch(adoption, terms):
                 return True
-            self._keeper.post(("kept",))  # as before: that launch is gone
+            self._keeper.post(messages.ZygoteKept())  # as before: that launch is gone
             let_go()
-            listener = listen(terms[0])
+            listener = listen(terms.name)
         os._exit(0)
 
     def _keep_unused(self) -> bool:
         """The launch has not waited for this process, which is kept for the next one; False: end."""
         terms, alive = self._terms, self._adopter >= 0 and not kernel.is_readable(self._adopter)
         self._forget_terms()
-        if not terms or not alive:
+        if terms is None or not alive:
             return False
         self._poll.unregister(self.channel.fileno())
         return self.keep(terms) and self._watch_channel()
@@ -455,7 +426,7 @@ class Zygote:
         return True
 
     def _forget_terms(self) -> None:
-        self._terms = ()
+        self._terms = None
         if self._adopter >= 0:
             os.close(self._adopter)
         self._adopter = -1
@@ -471,7 +442,7 @@ class Zygote:
         self._parked = []
         self.standbys = StandbyPool(self._poll)
 
-    def _serve_launch(self, adoption: Adoption, terms: tuple[Any, ...]) -> bool:
+    def _serve_launch(self, adoption: Adoption, terms: messages.KeptTerms) -> bool:
         """Belong to another agent from now on; whether it is still there."""
         from phalanx.helpers.kept_zygote import take_hold, use_streams
 
@@ -479,10 +450,10 @@ class Zygote:
         try:
             if above is None:
                 os._exit(0)
-            self._keeper.post(("adopted", adoption.nice), [adoption.agent, adoption.tether])
+            self._keeper.post(messages.ZygoteAdopted(adoption.nice), [adoption.agent, adoption.tether])
             take_hold(adoption.nice)
             use_streams(adoption.std)
-            adoption.channel.send(("adopted", os.getppid(), terms[5]), [above])
+            adoption.channel.send(messages.TakenOver(os.getppid(), terms.names), [above])
             self._terms, self._adopter = terms, os.dup(adoption.agent)
         except OSError:
             return False
@@ -508,7 +479,7 @@ class Zygote:
             if not any(worker.reenters for worker in self.workers.values()):
                 self._stop_others(*self.at_failure)
         for worker, code, when in ended:
-            self._report(("exit", worker.rank, worker.pid, code, when, worker.signalled_at))
+            self._report(messages.Exit(worker.rank, worker.pid, code, when, worker.signalled_at))
 
     def _stop_others(self, sig: int, grace: float) -> None:
         """Stop the other workers after a failure, unless a message from the agent waits: it may be a stop."""
@@ -543,7 +514,7 @@ class Zygote:
             if self._hear(worker):
                 self._end_link(worker)
                 if worker.reenters:
-                    self._hear_worker(worker, ("leave",))
+                    self._hear_worker(worker, messages.CanReenter(False))
 
     def _hear(self, worker: ForkedWorker) -> bool:
         """Take in what a worker has sent; whether its end of the channel is closed."""
@@ -556,23 +527,27 @@ class Zygote:
             self._hear_worker(worker, message)
         return gone
 
-    def _hear_worker(self, worker: ForkedWorker, message: tuple[Any, ...]) -> None:
-        kind = message[0]
-        if kind in ("reenter", "leave"):
-            worker.reenters = kind == "reenter"
-            self._report(("reenters", self.group, worker.rank, worker.reenters))
-            if self.stop and not worker.reenters:
+    def _hear_worker(self, worker: ForkedWorker, message: Record) -> None:
+        if isinstance(message, messages.CanReenter):
+            worker.reenters = message.can
+            self._report(messages.WorkerReenters(self.group, worker.rank, message.can))
+            if self.stop and not message.can:
                 self.stop.recalled.discard(worker.pid)  # stopped like the others
-        elif kind == "unfit":
-            self._report(("unfit", self.group, worker.rank, str(message[1])))
-        elif kind == "parked" and self.stop and worker.pid in self.stop.recalled and worker.channel:
+        elif isinstance(message, messages.Unfit):
+            self._report(messages.WorkerUnfit(self.group, worker.rank, message.why))
+        elif (
+            isinstance(message, messages.Parked)
+            and self.stop
+            and worker.pid in self.stop.recalled
+            and worker.channel
+        ):
             channel = worker.channel
             self._take_out(worker.pid)
             self._end_link(worker, closes=False)
-            self.standbys.take_in(ParkedWorker(worker.rank, worker.pid, channel))
-            self._report(("survivor", self.group, worker.rank))
+            self.standbys.take_in(Standby(worker.rank, worker.pid, channel))
+            self._report(messages.WorkerParked(self.group, worker.rank))
 
-    def _report(self, message: tuple[Any, ...]) -> bool:
+    def _report(self, message: Record) -> bool:
         try:
             self.channel.send(message)
         except OSError:
@@ -589,7 +564,7 @@ class Zygote:
             self._poll.register(lease, select.POLLIN)
         if old >= 0 or lease >= 0:
             try:
-                self._keeper.post(("leased",), [lease] if lease >= 0 else [])
+                self._keeper.post(messages.LeaseChanged(), [lease] if lease >= 0 else [])
             except OSError:
                 pass  # it has ended, and so does this process
 
@@ -606,54 +581,45 @@ class Zygote:
         # Until the next start: the timer may stay as it is. Only now: the keeper relies on it.
         self._take_lease(-1)
         if self.stop and begins:
-            self._report(("fenced", self.group))
+            self._report(messages.WorkersFenced(self.group))
 
     # -- stopping ---------------------------------------------------------------------------------
 
-    def _signal(self, sig: int, ranks: set[int], alone: bool) -> None:
-        send = _signal_one if alone else _signal_group
-        for worker in self.workers.values():
-            if worker.rank in ranks:
-                send(worker.pid, sig)
-
-    def _stop(self, group: int, sig: int, grace: float) -> None:
-        if group != self.group:
+    def _stop(self, order: messages.StopGroup) -> None:
+        if order.group != self.group:
             return  # for an earlier group, which is gone
-        self.at_failure = None  # the agent is in charge now
-        self._reap()  # workers that have exited by now must not count as stopped
-        now = time.monotonic()
-        if self.workers:
-            self._report(("stopping", group))
+        now = self._begin_stop()
         self.standbys.drop_survivors()
         if self.stop:
-            self.stop.hurry(now, grace)
+            self.stop.hurry(now, order.grace)
         else:
-            self.stop = StopRequest(sig, now, grace)
+            self.stop = StopRequest(order.signal, now, order.grace)
 
-    def _recall(
-        self, group: int, sig: int, grace: float, timeout: float, cause: str, guilty: list[int]
-    ) -> None:
-        """A stop that workers may outlive."""
-        if group != self.group:
-            return
-        self.at_failure = None
-        self._reap()
-        now = time.monotonic()
+    def _begin_stop(self) -> float:
+        self.at_failure = None  # the agent is in charge now
+        self._reap()  # workers that have exited by now must not count as stopped
         if self.workers:
-            self._report(("stopping", group))
-        if self.stop:
-            self.stop.hurry(now, grace)
+            self._report(messages.GroupStopping(self.group))
+        return time.monotonic()
+
+    def _recall(self, order: messages.RecallGroup) -> None:
+        """A stop that workers may outlive."""
+        if order.group != self.group:
             return
-        self.stop = StopRequest(sig, now, grace, timeout)
+        now = self._begin_stop()
+        if self.stop:
+            self.stop.hurry(now, order.grace)
+            return
+        self.stop = StopRequest(order.signal, now, order.grace, order.timeout)
         # First: the end of a large process takes long, and the next round waits for it.
-        for worker in [one for one in self.workers.values() if one.rank in guilty]:
+        for worker in [one for one in self.workers.values() if one.rank in order.culprits]:
             worker.signalled_at = time.time()
             _signal_group(worker.pid, signal.SIGKILL)
             self.stop.signalled.add(worker.pid)
         for worker in self.workers.values():
-            if worker.rank not in guilty and worker.reenters and worker.channel is not None:
+            if worker.rank not in order.culprits and worker.reenters and worker.channel is not None:
                 try:
-                    worker.channel.post(("recall", cause))
+                    worker.channel.post(messages.Recall(order.cause))
                 except OSError:
                     continue  # it ends
                 worker.signalled_at = time.time()
@@ -663,7 +629,7 @@ class Zygote:
         """Workers that have not parked in time."""
         for pid in stop.recalled & self.workers.keys():
             text = f"did not re-enter within {stop.terms.park_by - stop.began:g} s"
-            self._report(("unfit", self.group, self.workers[pid].rank, text))
+            self._report(messages.WorkerUnfit(self.group, self.workers[pid].rank, text))
             _signal_group(pid, signal.SIGKILL)
             stop.signalled.add(pid)
         stop.recalled = set()
@@ -726,7 +692,7 @@ class Zygote:
     def _report_stopped(self, unkillable: list[str]) -> None:
         self.stop = None
         self._release_guards()
-        self._report(("stopped", self.group, unkillable))
+        self._report(messages.GroupStopped(self.group, unkillable))
 
     def _kill_all(self, pids: list[int]) -> None:
         """Kill and reap children that never ran user code."""
@@ -792,12 +758,6 @@ def _took_over(status: int) -> bool:
     return any(event & select.POLLIN for _, event in poll.poll(_TAKE_OVER * 1000))
 
 
-def _floor(spec: dict[str, Any]) -> int:
-    """The first number above those that a worker's descriptors are placed at."""
-    targets: list[int] = [target for _, _, target in spec["fds"]]
-    return max([3, *(target + 1 for target in targets)])
-
-
 def _first_refusal(made: list[tuple[ForkedWorker, int]], expected: bytes) -> tuple[int, str] | None:
     for worker, status in made:
         answer = os.read(status, 4096)
@@ -827,21 +787,6 @@ def has_children() -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def _write(fd: int, text: str) -> None:
-    try:
-        os.write(fd, text.encode(errors="replace")[:4000])
-    except OSError:
-        pass
-
-
-def _drain(fd: int) -> None:
-    try:
-        while os.read(fd, 4096):
-            pass
-    except BlockingIOError:
-        pass
 
 
 def _ignore(_signum: int, _frame: object) -> None:

@@ -29,9 +29,9 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.agent.warm.spawner import Place
     from phalanx.core.checkpoint_step import RankPace
     from phalanx.core.ledger.goodput import RankProgress
+    from phalanx.helpers.messages import Place
 
 VARIABLE = "PHALANX_WORKER"
 """The descriptors of board and bell, and the board's device and inode: in a child of the worker the same

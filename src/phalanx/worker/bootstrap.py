@@ -81,12 +81,14 @@ def _wait_as_zygote(options: str, root: str) -> "tuple[str, str, str, list[str],
     set_title = title_setter()
     fd, agent, *wishes = (int(word) for word in options.split(","))
     close_others(max([fd, *wishes]))
-    spec = main(fd, agent, None, wishes[0] if wishes else None)
-    restore_interpreter(spec, path, modules, set_title)
-    standby = spec.get("standby")  # it runs the program ahead of its rank (helpers/script_standby.py)
-    if standby is not None:
+    worker = main(fd, agent, None, wishes[0] if wishes else None)
+    program, standby = worker.launch.program, worker.standby
+    assert program is not None
+    restore_interpreter(path, modules)
+    show_title(set_title, program, standby is not None)
+    if standby is not None:  # it runs the program ahead of its rank (helpers/script_standby.py)
         standby.nice, standby.connect = nice, _become_worker
-        standby.set_title = _bound(show_title, spec, set_title)
+        standby.set_title = _bound(show_title, set_title, program, True)
         standby.offer()
     try:
         # A helper that prepares the next start in the background has a low priority; its workers have not.
@@ -94,8 +96,8 @@ def _wait_as_zygote(options: str, root: str) -> "tuple[str, str, str, list[str],
             os.setpriority(os.PRIO_PROCESS, 0, nice)
     except OSError:
         pass  # not permitted
-    mode, target, args = spec["program"]
-    return mode, spec["options"], target, args, spec["places"]
+    mode, target, args = program
+    return mode, worker.launch.options, target, args, worker.places
 
 
 def prepare(options: str, places: dict[str, int]) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from phalanx.agent.state.replicas import Replicas
     from phalanx.agent.state.spill import SpillDirectory
-    from phalanx.agent.warm.spawner import Place
+    from phalanx.helpers.messages import Place
 
 FILE_FD = 15  # in an executed worker; a forked one has them at any number
 BELL_FD = 16

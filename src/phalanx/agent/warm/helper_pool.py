@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from phalanx.agent.warm.keep_warm import KeepWarm, StayingHelpers
     from phalanx.agent.workers.worker_group import PContext
     from phalanx.core.group.group import Phase
-    from phalanx.helpers.standby import StandbyRank
+    from phalanx.helpers.messages import StandbyRank
 
 # Seconds after a start at which it is looked at what a worker has imported: often while its first step may
 # come, which most libraries load a part of themselves for.

@@ -17,16 +17,17 @@ from phalanx import kernel
 from phalanx.agent.warm.launch_key import launch_key, name_of
 from phalanx.agent.warm.spawner import ClosingHelpers, Spawner
 from phalanx.helpers.channel import Channel
-from phalanx.helpers.kept_zygote import KeptTerms, peer_of
+from phalanx.helpers.kept_zygote import peer_of
+from phalanx.helpers.messages import Adopt, AdoptAnswer, KeptDescription, KeptTerms, TakenOver, TakeOver
 from phalanx.helpers.preload.preload_list import names_in
 from phalanx.job.environment import socket_scope
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Any
 
     from phalanx.agent.warm.import_cache import ImportCache
+    from phalanx.core.record import Record
 
 _PATIENCE = 0.05  # seconds that a launch may lose with a kept zygote that does not answer,
 _CROWDED = 1.0  # and on a busy machine, where it waits for a processor as everything else does
@@ -83,14 +84,14 @@ class KeepWarm:
         channel = Channel(sock)
         fds: list[int] = []
         try:
-            channel.post(("adopt", self._key, self._marks))
+            channel.post(Adopt(self._key, self._marks))
             message, fds = self._answer(channel)
-            if message[0] == "yes":
+            if message == AdoptAnswer(True):
                 nice = os.getpriority(os.PRIO_PROCESS, 0)
-                channel.post(("take", nice), [0, 1, 2, agent, tether_read])
+                channel.post(TakeOver(nice), [0, 1, 2, agent, tether_read])
                 message, fds = self._answer(channel)
-            if message[0] == "adopted" and len(fds) == 1:
-                helpers = AdoptedHelpers(channel, message[1], fds[0], tether_write, list(message[2]))
+            if isinstance(message, TakenOver) and len(fds) == 1:
+                helpers = AdoptedHelpers(channel, message.keeper, fds[0], tether_write, message.names)
                 fds, tether_write = [], -1
                 return helpers
         except Exception:  # noqa: BLE001 - gone, not in time, or no answer that makes sense
@@ -103,7 +104,7 @@ class KeepWarm:
                 channel.close()
         return None
 
-    def _answer(self, channel: Channel) -> tuple[tuple[Any, ...], list[int]]:
+    def _answer(self, channel: Channel) -> tuple[Record, list[int]]:
         """The answer to an adoption; TimeoutError unless it comes soon."""
         begin = time.monotonic()
         zygote = peer_of(channel.sock)[0]
@@ -137,10 +138,8 @@ class KeepWarm:
             helpers.let_go()
         return None
 
-    def _terms(self, names: list[str]) -> tuple[Any, ...]:
-        return KeptTerms(
-            self._name, self._key, self._title, self._idle, self._current_marks(), list(names)
-        ).plain()
+    def _terms(self, names: list[str]) -> KeptTerms:
+        return KeptTerms(self._name, self._key, self._title, self._idle, self._current_marks(), list(names))
 
 
 class StayingHelpers:
@@ -205,19 +204,19 @@ def connect(name: str) -> _socket.socket | None:
     return None
 
 
-def ask(name: str, message: tuple[Any, ...], patience: float) -> dict[str, Any] | None:
+def ask(name: str, message: Record, patience: float) -> KeptDescription | None:
     """What a kept zygote answers: its description, or nothing but the end of the connection."""
     sock = connect(name)
     return None if sock is None else converse(sock, message, patience)
 
 
-def converse(sock: _socket.socket, message: tuple[Any, ...], patience: float) -> dict[str, Any] | None:
+def converse(sock: _socket.socket, message: Record, patience: float) -> KeptDescription | None:
     """The same over a connection, which is closed."""
     channel = Channel(sock)
     try:
         channel.post(message)
-        answer: dict[str, Any] = _answer(channel, time.monotonic() + patience)[0][1]
-        return answer
+        answer, _ = _answer(channel, time.monotonic() + patience)
+        return answer if isinstance(answer, KeptDescription) else None
     except Exception:  # noqa: BLE001 - gone, not in time, or no answer that makes sense
         return None
     finally:
@@ -241,7 +240,7 @@ def _processor_time(pid: int) -> int:
     return int(fields[11]) + int(fields[12]) if fields else 0
 
 
-def _answer(channel: Channel, until: float) -> tuple[tuple[Any, ...], list[int]]:
+def _answer(channel: Channel, until: float) -> tuple[Record, list[int]]:
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     while True:

@@ -21,7 +21,18 @@ from _thread import RLock
 from phalanx import kernel
 from phalanx.core.record import Record
 from phalanx.errors import StartError, UnkillableError
+from phalanx.helpers import messages
 from phalanx.helpers.channel import Channel
+from phalanx.helpers.messages import (
+    Exit,
+    GroupStopped,
+    WorkerLaunch,
+    WorkerParked,
+    WorkerReenters,
+    WorkersFenced,
+    WorkersStarted,
+    WorkerUnfit,
+)
 from phalanx.helpers.witness import Witness
 from phalanx.job.program import BOOTSTRAP
 from phalanx.python_command import PACKAGE_ROOT
@@ -29,12 +40,13 @@ from phalanx.rawsignal import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import Any, NoReturn
+    from collections.abc import Mapping
+    from typing import Any
 
     from phalanx.agent.warm.keep_warm import AdoptedHelpers
+    from phalanx.helpers.messages import StandbyRank
     from phalanx.helpers.preload.preload_log import PreloadLog
-    from phalanx.helpers.standby import StandbyRank
+    from phalanx.helpers.zygote import Runner
 
 _PROGRAM = (
     "import sys; sys.path[:] = [{root!r}, *filter(None, sys.path)]; "  # not the current directory
@@ -49,93 +61,17 @@ _KILL_PATIENCE = 2.0  # for the keeper to kill the zygote, and for SIGKILL to en
 _CLOSE_PATIENCE = 6.0  # longer than the zygote's own patience with processes that outlive SIGKILL
 
 
-Place = tuple[str, int, int]  # name, descriptor here, number in the worker (-1: any, for forks)
-
-
-class WorkerLaunch:
-    """What one worker runs. `argv` empty: a function or a Python program, run in a fork of the zygote."""
-
-    def __init__(
-        self,
-        rank: int,
-        argv: list[str] | None = None,
-        path: str = "",
-        fds: list[Place] | None = None,
-        name: str = "",
-        options: str = "",
-        program: tuple[str, str, list[str]] | None = None,
-    ) -> None:
-        self.rank = rank
-        self.argv = argv or []
-        self.path = path
-        self.fds = fds or []
-        self.name = name  # for a function: the name of its process
-        self.options = options  # what child.prepare is to do
-        self.program = program  # in a fork of a Python zygote: mode, target, arguments
-        self.env: Mapping[str, str] = {}
-        self.stdin = ""  # a path; empty: as in this process. The same for the other two:
-        self.stdout = ""
-        self.stderr = ""
-        self.cpus: list[int] = []
-        self.reentry = ""  # what a worker that can re-enter is told of its round; empty: it cannot
-
-
-class Exit(Record):
-    """How a worker ended. `signalled_at` is 0.0 unless the zygote had signalled it before."""
-
-    rank: int
-    pid: int
-    code: int
-    at: float
-    signalled_at: float
-
-
-class WorkersStarted(Record):
-    """The whole group runs: rank → pid."""
-
-    pids: Mapping[int, int]
-
-
 class StartRefused(Record):
     """Nothing of the group was started; `error` names the rank and why."""
 
     error: StartError
 
 
-class GroupStopped(Record):
-    """Nothing of the group is left, but for the processes named here, which outlived SIGKILL."""
-
-    unkillable: tuple[str, ...] = ()
-
-
-class WorkersFenced(Record):
-    """The zygote kills the workers, because their lease was not renewed in time."""
-
-
 class HelpersLost(Record):
     """Keeper and zygote are gone: so are all workers, by the parent-death signal."""
 
 
-class WorkerReenters(Record):
-    """A worker can be recalled from now on, or cannot any more."""
-
-    rank: int
-    can: bool
-
-
-class WorkerParked(Record):
-    """A worker that was recalled waits for its next place."""
-
-    rank: int
-
-
-class WorkerUnfit(Record):
-    """A worker that was recalled does not park, and why."""
-
-    rank: int
-    why: str
-
-
+# What `events` returns: messages of the zygote, and these two.
 Event = (
     WorkersStarted
     | StartRefused
@@ -155,7 +91,7 @@ class Spawner:
     def __init__(
         self,
         how: str = "exec",
-        runner: Callable[[dict[str, Any]], NoReturn] | None = None,
+        runner: Runner | None = None,
         preload: list[str] | None = None,
         background: bool = False,
         adopted: AdoptedHelpers | None = None,
@@ -264,7 +200,7 @@ class Spawner:
         answer, and is answered after it.
         """
         places: dict[int, int] = {}  # descriptor → its place in the message; each travels once
-        specs = [_wire(job, places) for job in jobs]
+        launches = [_with_places(job, places) for job in jobs]
         fds = list(places)
         null = None
         std = []
@@ -286,18 +222,18 @@ class Spawner:
             leased = len(fds)
             fds.append(lease)
         self._files = (len(jobs), files_needed(jobs))
-        request = {
-            "group": self._group,
-            "workers": specs,
-            "env": dict(env),
-            "cwd": os.getcwd(),
-            "std": std,
-            "ignored": _ignored_signals(),
-            "lease": leased,
-            "at_failure": None if at_failure is None else (int(at_failure[0]), float(at_failure[1])),
-        }
+        group = messages.SpawnGroup(
+            self._group,
+            launches,
+            dict(env),
+            os.getcwd(),
+            std,
+            _ignored_signals(),
+            leased,
+            None if at_failure is None else (int(at_failure[0]), float(at_failure[1])),
+        )
         try:
-            self._send(("spawn", request), fds)
+            self._send(group, fds)
         finally:
             if null is not None:
                 os.close(null)
@@ -348,46 +284,40 @@ class Spawner:
         with self._lock:
             if self.channel.unsent:
                 self._flush()
-            messages, gone = self.channel.pending() if not self.lost else ([], False)
-            self.silent = self.silent and not messages
-            for message, fds in messages:
+            came, gone = self.channel.pending() if not self.lost else ([], False)
+            self.silent = self.silent and not came
+            for message, fds in came:
                 self._note(message, fds)
             if gone:
                 self.lost = True
                 self._early.append(HelpersLost())
 
-    def _note(self, message: tuple[Any, ...], fds: list[int]) -> None:
-        if message[0] == "exit":
-            self._early.append(Exit(*message[1:]))
-        elif message[0] == "forked":
-            self._watch(message[1], fds)
-        elif message[0] == "started":
-            self._early.append(WorkersStarted(message[1]))
-        elif message[0] == "fenced" and message[1] == self._group:
-            self._early.append(WorkersFenced())
-        elif message[0] == "refused":
-            error = StartError(f"rank {message[1]} could not be started: {message[2]}")
-            if message[2].endswith(os.strerror(errno.EMFILE)):
+    def _note(self, message: Record, fds: list[int]) -> None:
+        if isinstance(message, Exit | WorkersStarted):
+            self._early.append(message)
+        elif isinstance(message, messages.WorkersForked):
+            self._watch(message.pids, fds)
+        elif isinstance(message, messages.SpawnRefused):
+            error = StartError(f"rank {message.rank} could not be started: {message.why}")
+            if message.why.endswith(os.strerror(errno.EMFILE)):
                 error = _too_many_files(*self._files)
             self._early.append(StartRefused(error))
-        elif message[0] == "preloaded":
+        elif isinstance(message, messages.PreloadDone):
             self.importing = False
-        elif message[0] == "kept":
-            self.kept = message[1]
-        elif message[0] == "parked":
-            self.parked = list(message[1])
-        elif message[0] == "standby":
-            self.standby_lines.append(message[1])
-        elif message[0] == "stopped" and message[1] == self._group:
-            self._early.append(GroupStopped(tuple(message[2])))
-        elif message[0] == "reenters" and message[1] == self._group:
-            self.reenter = self.reenter | {message[2]} if message[3] else self.reenter - {message[2]}
-            self._early.append(WorkerReenters(message[2], message[3]))
-        elif message[0] == "survivor" and message[1] == self._group:
-            self.survivors.add(message[2])
-            self._early.append(WorkerParked(message[2]))
-        elif message[0] == "unfit" and message[1] == self._group:
-            self._early.append(WorkerUnfit(message[2], message[3]))
+        elif isinstance(message, messages.KeptAnswer):
+            self.kept = message.stays
+        elif isinstance(message, messages.StandbysParked):
+            self.parked = message.pids
+        elif isinstance(message, messages.StandbyRemark):
+            self.standby_lines.append(message.text)
+        elif isinstance(message, WorkersFenced | GroupStopped | WorkerReenters | WorkerParked | WorkerUnfit):
+            if message.group != self._group:
+                return
+            if isinstance(message, WorkerReenters):
+                self.reenter = self.reenter | {message.rank} if message.can else self.reenter - {message.rank}
+            elif isinstance(message, WorkerParked):
+                self.survivors.add(message.rank)
+            self._early.append(message)
 
     def _watch(self, pids: Mapping[int, int], fds: list[int]) -> None:
         self._end_watch()
@@ -412,14 +342,14 @@ class Spawner:
         """
         self.silent = True
         self.survivors = set()
-        self._send(("stop", self._group, int(sig), float(max(0.0, grace))))
+        self._send(messages.StopGroup(self._group, int(sig), float(max(0.0, grace))))
         os.sched_yield()  # the zygote may wait for this very processor, and the caller has work to do
 
-    def recall(self, sig: int, grace: float, timeout: float, cause: str, guilty: list[int]) -> None:
-        """As `stop`, but workers that can re-enter have `timeout` seconds to park; the `guilty` have none."""
+    def recall(self, sig: int, grace: float, timeout: float, cause: str, culprits: list[int]) -> None:
+        """As `stop`, but workers that can re-enter have `timeout` seconds to park; `culprits` have none."""
         self.silent = True
         grace = float(max(0.0, grace))
-        self._send(("recall", self._group, int(sig), grace, float(timeout), cause, guilty))
+        self._send(messages.RecallGroup(self._group, int(sig), grace, float(timeout), cause, list(culprits)))
         os.sched_yield()
 
     def park(
@@ -433,16 +363,14 @@ class Spawner:
 
         `ranks`: what is known of the workers that they become. `limit`: seconds for the warm-up.
         """
-        from phalanx.helpers.standby import WARM_UP_LIMIT, StandbyPlan, StandbyRank
+        known = ranks or [messages.StandbyRank() for _ in range(count)]
+        limit = messages.WARM_UP_LIMIT if limit is None else limit
+        environ, ignored = dict(os.environ), _ignored_signals()
+        self._send(messages.StandbyPlan(known, warm_up, limit, os.getcwd(), environ, ignored))
 
-        known = ranks or [StandbyRank() for _ in range(count)]
-        plan = StandbyPlan(known, warm_up, WARM_UP_LIMIT if limit is None else limit, os.getcwd())
-        plan.env, plan.ignored = dict(os.environ), _ignored_signals()
-        self._send(("park", plan.plain()))
-
-    def keep(self, terms: tuple[Any, ...]) -> None:
+    def keep(self, terms: messages.KeptTerms) -> None:
         """Ask the helpers to stay for the next launch (agent/warm/keep_warm.py); answered in `kept`."""
-        self._send(("keep", terms))
+        self._send(terms)
 
     def let_go(self) -> None:
         """The helpers stay when this process ends; nothing more to do with them."""
@@ -455,7 +383,7 @@ class Spawner:
 
     def signal(self, sig: int, ranks: set[int], alone: bool = False) -> None:
         """Pass a signal on to some workers, `alone` or with what they started; nothing is stopped."""
-        self._send(("signal", int(sig), sorted(ranks), alone))
+        self._send(messages.SignalWorkers(int(sig), sorted(ranks), alone))
 
     def clear_now(self) -> None:
         """The zygote does not answer: have the keeper kill it and all its workers. HelpersLost follows."""
@@ -475,7 +403,7 @@ class Spawner:
             self.witness.signal(signal.SIGKILL)
         self._signal_keeper(signal.SIGKILL)
 
-    def _send(self, message: tuple[Any, ...], fds: list[int] | None = None) -> None:
+    def _send(self, message: Record, fds: list[int] | None = None) -> None:
         try:
             with self._lock:
                 self.channel.post(message, fds)
@@ -618,23 +546,10 @@ def _too_many_files(workers: int, needed: int) -> StartError:
     return StartError(f"too many open files: raise ulimit -n ({limit} here, about {enough} needed)")
 
 
-def _wire(job: WorkerLaunch, known: dict[int, int]) -> dict[str, Any]:
+def _with_places(job: WorkerLaunch, known: dict[int, int]) -> WorkerLaunch:
+    """As it travels: descriptors by their place in the message."""
     places = [(name, known.setdefault(fd, len(known)), target) for name, fd, target in job.fds]
-    return {
-        "rank": job.rank,
-        "argv": list(job.argv),
-        "path": job.path,
-        "env": dict(job.env),
-        "stdin": job.stdin,
-        "stdout": job.stdout,
-        "stderr": job.stderr,
-        "fds": places,
-        "cpus": list(job.cpus),
-        "name": job.name,
-        "options": job.options,
-        "program": job.program,
-        "reentry": job.reentry,
-    }
+    return job.replace(fds=places, argv=list(job.argv), env=dict(job.env), cpus=list(job.cpus))
 
 
 def _exec_helpers(theirs: _socket.socket, how: str, wishes: int, outlives: bool = False) -> int:
@@ -695,9 +610,7 @@ def interpreter_flags() -> list[str]:
     return flags
 
 
-def _fork_helpers(
-    ours: _socket.socket, theirs: _socket.socket, runner: Callable[[dict[str, Any]], NoReturn] | None
-) -> int:
+def _fork_helpers(ours: _socket.socket, theirs: _socket.socket, runner: Runner | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()  # else every copy would write what is still in the buffer

@@ -14,12 +14,15 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from phalanx.agent.warm.spawner import Place
 from phalanx.errors import PhalanxError
 from phalanx.kernel import anonymous_file
 from phalanx.worker import bootstrap, function_call
+
+if TYPE_CHECKING:
+    from phalanx.helpers.messages import Place, WorkerLaunch
+    from phalanx.helpers.zygote import Runner
 
 _STREAMS = (
     ("stdin", 0, "r", None),
@@ -100,35 +103,30 @@ def _recreated(kind: type[BaseException], args: tuple[Any, ...], attributes: dic
     return error
 
 
-def runner() -> Callable[[dict[str, Any]], NoReturn]:
+def runner() -> Runner:
     """For a fork server: runs one worker in a fork of the zygote."""
     import cloudpickle  # noqa: F401 - loaded once instead of in every worker
 
-    def run(spec: dict[str, Any]) -> NoReturn:
-        _clean_fork(spec)
-        places = spec["places"]
-        os._exit(function_call.run_function(spec["name"], places["entry"], places["box"], vars(bootstrap)))
+    def run(launch: WorkerLaunch, places: dict[str, int]) -> NoReturn:
+        _clean_fork(launch.options, places)
+        os._exit(function_call.run_function(launch.name, places["entry"], places["box"], vars(bootstrap)))
 
     return run
 
 
-def fork_runner(
-    entrypoint: Callable[..., object], args: dict[int, tuple[Any, ...]]
-) -> Callable[[dict[str, Any]], NoReturn]:
+def fork_runner(entrypoint: Callable[..., object], args: dict[int, tuple[Any, ...]]) -> Runner:
     """For start method "fork": the function and arguments are in memory, not pickled."""
 
-    def run(spec: dict[str, Any]) -> NoReturn:
-        _clean_fork(spec)
+    def run(launch: WorkerLaunch, places: dict[str, int]) -> NoReturn:
+        _clean_fork(launch.options, places)
         os._exit(
-            function_call.finish(
-                lambda: (entrypoint, args[spec["rank"]]), spec["places"]["box"], vars(bootstrap)
-            )
+            function_call.finish(lambda: (entrypoint, args[launch.rank]), places["box"], vars(bootstrap))
         )
 
     return run
 
 
-def _clean_fork(spec: dict[str, Any]) -> None:
+def _clean_fork(options: str, places: dict[str, int]) -> None:
     """Make a fork look like a fresh interpreter: new streams, no exit functions, default signals."""
     import atexit
     import signal
@@ -140,7 +138,7 @@ def _clean_fork(spec: dict[str, Any]) -> None:
         stream = open(fd, mode, closefd=False, buffering=-1 if fd == 0 else 1, errors=errors)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    bootstrap.prepare(spec["options"], spec["places"])
+    bootstrap.prepare(options, places)
     if "phalanx.worker.api" in sys.modules:  # imported by the parent, for which there was no board to find
         sys.modules["phalanx.worker.api"]._connect()
 

@@ -146,7 +146,7 @@ class LocalWorkers:
         spec, helpers = self._group.spec, self._helpers
         if helpers.mode != "standby" or helpers.standby_ranks or not isinstance(spec.entrypoint, str):
             return
-        from phalanx.helpers.standby import StandbyRank
+        from phalanx.helpers.messages import StandbyRank
         from phalanx.job.program import split_python
 
         ranks = []

@@ -12,8 +12,9 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.agent.warm.spawner import Exit, GroupStopped, HelpersLost, Spawner, WorkerLaunch
+from phalanx.agent.warm.spawner import HelpersLost, Spawner
 from phalanx.agent.workers.worker_kinds import program_for
+from phalanx.helpers.messages import Exit, GroupStopped, WorkerLaunch
 
 if TYPE_CHECKING:
     from phalanx.agent.workers.worker_group import PContext

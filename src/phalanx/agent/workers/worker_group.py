@@ -26,27 +26,22 @@ import sys
 import time
 from _thread import RLock
 
-from phalanx.agent.warm.spawner import (
-    Exit,
-    GroupStopped,
-    HelpersLost,
-    Place,
-    Spawner,
-    StartRefused,
-    WorkerLaunch,
-    WorkerParked,
-    WorkersFenced,
-    WorkersStarted,
-    WorkerUnfit,
-    files_needed,
-    require_files,
-)
+from phalanx.agent.warm.spawner import HelpersLost, Spawner, StartRefused, files_needed, require_files
 from phalanx.agent.workers.result import RunProcsResult, tail_of
 from phalanx.agent.workers.signals import SignalScope
 from phalanx.core.group import stop as stops
 from phalanx.core.group.events import SiblingStop
 from phalanx.core.record import Record
 from phalanx.errors import StartError
+from phalanx.helpers.messages import (
+    Exit,
+    GroupStopped,
+    WorkerLaunch,
+    WorkerParked,
+    WorkersFenced,
+    WorkersStarted,
+    WorkerUnfit,
+)
 from phalanx.job.program import BOOTSTRAP
 from phalanx.log import warn
 from phalanx.worker.bootstrap import ERROR_FILE, TALLY_FD
@@ -62,7 +57,7 @@ if TYPE_CHECKING:
     from phalanx.agent.workers.exit_evidence import Snapshot
     from phalanx.agent.workers.failure import ProcessFailure
     from phalanx.helpers.lease_timer import LeaseTimer
-    from phalanx.helpers.standby import StandbyRank
+    from phalanx.helpers.messages import Place, StandbyRank
     from phalanx.job.numa import NumaOptions
     from phalanx.worker.board import Boards
 
@@ -578,7 +573,7 @@ class PContext(abc.ABC):
                     self._finish()
                 elif isinstance(event, GroupStopped):
                     self._finish()
-                    self.unkillable = event.unkillable
+                    self.unkillable = tuple(event.unkillable)
                 elif isinstance(event, HelpersLost) and self._state != "done" and not self._orphaned:
                     self._lose_helpers()
 

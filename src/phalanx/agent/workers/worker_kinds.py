@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from phalanx.agent.warm.spawner import Spawner, WorkerLaunch, interpreter_flags
+from phalanx.agent.warm.spawner import Spawner, interpreter_flags
 from phalanx.agent.workers.result import RunProcsResult
 from phalanx.agent.workers.worker_group import GroupOptions, PContext
 from phalanx.errors import ProgramNotExecutableError, ProgramNotFoundError, StartError
+from phalanx.helpers.messages import WorkerLaunch
 from phalanx.job.program import BOOTSTRAP, find_program, python_flags, split_python, worker_argv
 from phalanx.kernel import anonymous_file
 from phalanx.worker.bootstrap import TALLY_FD

@@ -22,6 +22,7 @@ import sys
 import threading
 
 from phalanx.helpers.channel import Channel
+from phalanx.helpers.messages import CanReenter, Handover, Parked, Recall, Unfit
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
+    from phalanx.core.record import Record
+
     Hook = Callable[[], object]
-    Go = tuple[dict[str, Any], dict[str, Any], list[int]]
+    Go = tuple[Handover, list[int]]
 
 _OWN_FILES = (__file__, os.path.join(os.path.dirname(__file__), "reenter.py"))  # where no call is interrupted
 _FIRST_WAIT = 0.01  # seconds between two interruptions, doubled up to
@@ -97,7 +100,7 @@ class RecallWatch:
             self._thread.start()
         if not self._registered:
             self._registered = True
-            self._send(("reenter",))
+            self._send(CanReenter(True))
         self._inside = True
 
     def leave(self) -> bool:
@@ -110,7 +113,7 @@ class RecallWatch:
                 return False
             registered, self._registered = self._registered, False
         if registered:
-            self._send(("leave",))
+            self._send(CanReenter(False))
             signal.signal(signal.SIGURG, self._before or signal.SIG_DFL)
         return True
 
@@ -140,14 +143,14 @@ class RecallWatch:
 
     def refuse(self, why: str) -> None:
         """This worker cannot re-enter; it is about to end."""
-        self._send(("unfit", why))
+        self._send(Unfit(why))
 
     def park(self) -> Go:
-        """Wait for the next place: request, description and descriptors."""
-        self._send(("parked",))
+        """Wait for the next place, and its descriptors."""
+        self._send(Parked())
         return self._go.get()
 
-    def _send(self, message: tuple[Any, ...]) -> None:
+    def _send(self, message: Record) -> None:
         try:
             self._channel.send(message)
         except OSError:
@@ -167,10 +170,10 @@ class RecallWatch:
         try:
             while True:
                 message, fds = self._channel.receive()
-                if message[0] == "recall":
-                    self._obey(str(message[1]))
-                elif message[0] == "go":
-                    self._go.put((message[1], message[2], fds))
+                if isinstance(message, Recall):
+                    self._obey(message.cause)
+                elif isinstance(message, Handover):
+                    self._go.put((message, fds))
         except (EOFError, OSError, ValueError):
             pass  # the zygote is gone; or the program has closed all descriptors
         if self._unwound.is_set():

@@ -13,12 +13,11 @@ import sys
 import time
 
 from phalanx import kernel
-from phalanx.helpers.standby import replay
 from phalanx.worker.board import BEGUN_AT, PID_AT, STACKS_AT, VARIABLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from phalanx.helpers.messages import Handover
 
 REENTRY = "PHALANX_REENTRY"
 STATE = "PHALANX_STATE"
@@ -82,7 +81,7 @@ class ParkedStreams:
         for number, fd in zip((1, 2), files, strict=True):
             os.dup2(fd, number)
         kept, self._kept = self._kept, []
-        replay(kept)
+        kernel.replay(kept)
 
 
 def flush() -> None:
@@ -103,8 +102,8 @@ def flush() -> None:
 class Takeover:
     """One hand-over, from the message of the zygote to the call."""
 
-    def __init__(self, request: dict[str, Any], spec: dict[str, Any], fds: list[int]) -> None:
-        self._request, self._spec = request, spec
+    def __init__(self, order: Handover, fds: list[int]) -> None:
+        self._order, self._worker = order, order.worker
         *self._fds, self._gate, self._status = fds
 
     def run(self, place: ReentryPlace, streams: ParkedStreams, given: dict[str, str]) -> dict[str, str]:
@@ -122,19 +121,19 @@ class Takeover:
         return self._set_variables(place, given)
 
     def _move(self, place: ReentryPlace, streams: ParkedStreams) -> None:
-        spec, opened = self._spec, []
+        worker, opened = self._worker, []
         files = []
-        for number, key in ((1, "stdout"), (2, "stderr")):
-            if spec[key]:
+        for number, path in ((1, worker.stdout), (2, worker.stderr)):
+            if path:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                opened.append(os.open(spec[key], flags, 0o600))
+                opened.append(os.open(path, flags, 0o600))
                 files.append(opened[-1])
             else:
-                files.append(self._fds[self._request["std"][number]])
-        for name, index, _ in spec["fds"]:
+                files.append(self._fds[self._order.group.std[number]])
+        for name, index, _ in worker.fds:
             if name in place.known:
                 os.dup2(self._fds[index], place.known[name], inheritable=False)
-        error_file = spec["env"].get(ERROR_FILE)
+        error_file = worker.env.get(ERROR_FILE)
         if error_file and "stack" in place.known:
             stack = os.open(
                 f"{error_file}.stack", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
@@ -152,8 +151,8 @@ class Takeover:
 
     def _set_variables(self, place: ReentryPlace, given: dict[str, str]) -> dict[str, str]:
         """Those of a round, always; others only if they changed, because the program may have set them."""
-        new = dict(self._spec["env"])
-        new[REENTRY] = place.text(self._spec["reentry"])
+        new = dict(self._worker.env)
+        new[REENTRY] = place.text(self._worker.reentry)
         for name, first in ((VARIABLE, ("board", "bell")), (STATE, ("state", "state-bell"))):
             if name in new and first[0] in place.known:
                 rest = new[name].split(",")[2:]
