@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from phalanx.helpers.preload.packages import LEFT_OUT, PACKAGES
+from phalanx.helpers.preload.preload_list import is_read, reads_of
 from tests.warm_packages.four_starts import four_starts
 from tests.warm_packages.judgement import Judgement
 from tests.warm_packages.observation import observe
 from tests.warm_packages.packages import PACKAGES as EXAMINED
-from tests.warm_packages.tables import written
+from tests.warm_packages.tables import HEAD, PAGE, shipped, written
 
 # Observed in two processes. Two of them are left out, each for another reason.
 SAMPLE = {
@@ -61,18 +62,11 @@ def test_the_list_is_what_is_observed(package: str) -> None:
         assert name not in LEFT_OUT, f"{name} is left out ({LEFT_OUT[name]}), but suits a fork here"
         if name not in PACKAGES and name != SAMPLE[package]:
             continue  # what only this environment has, beside the package
-        shipped = PACKAGES[name]
-        assert not [one for one in variables.split() if not is_listed(one, shipped[1])], name
-        assert set(values) <= set(shipped[2]), name
+        shipped = reads_of(name)
+        assert not [one for one in variables.split() if not is_read(one, shipped)], name
+        assert set(values) <= set(PACKAGES[name][2]), name
     for name, why in found.left_out.items():
         assert name in LEFT_OUT or name not in PACKAGES, f"{name}: {why}"
-
-
-def is_listed(variable: str, variables: str) -> bool:
-    """Whether a row names the variable, or a family that covers it."""
-    words = variables.split()
-    covered = any(variable.startswith(word[:-1]) for word in words if word.endswith("*"))
-    return variable in words or covered
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -174,17 +168,30 @@ def test_what_is_imported_counts_and_variables_of_all_of_it(tmp_path: Path) -> N
     assert "opens socket" in judgement.left_out["bad"]
 
 
+def test_the_list_is_written_where_it_ships() -> None:
+    assert shipped()[0].keys() == PACKAGES.keys()
+    assert PAGE.read_text().count(HEAD) == 1
+
+
 def test_tables_are_written_as_they_are_read() -> None:
     rows = {
         "short": ("1.0", "", ()),
         "long": ("2.0", " ".join(f"VARIABLE_{n:03}" for n in range(40)), ("pid long one",)),
+        "more": ("2.1", " ".join(f"VARIABLE_{n:03}" for n in range(42)), ()),
         "many": ("3", "A_*", tuple(f"seed many.{'part' * n} generator" for n in range(15))),
     }
     left_out = {"odd": 'a "quoted" \\ reason', "far": "a reason " * 30}
     text = written(rows, left_out)
     space: dict[str, Any] = {}
     exec(text, space)
-    assert space["PACKAGES"] == rows
+    assert "@long VARIABLE_040 VARIABLE_041" in text
+    for name, (version, variables, values) in rows.items():
+        row = space["PACKAGES"][name]
+        assert (row[0], sorted(reads_of(name, space["PACKAGES"])), row[2]) == (
+            version,
+            variables.split(),
+            values,
+        )
     assert space["LEFT_OUT"]["odd"] == left_out["odd"]
     assert left_out["far"].startswith(space["LEFT_OUT"]["far"].removesuffix(" …"))
     assert max(map(len, text.splitlines())) <= 110

@@ -10,7 +10,7 @@ VERSION    of the distribution with which it was proven. Newer ones are likely t
            after a preload find out.
 VARIABLES  the names, or PREFIX*, of environment variables that its import reads, in Python or in C, with
            everything that it imports. Without those of libc, the linker and Python itself, and without those
-           that C code reads when it opens a device or a connection. `*`: any.
+           that C code reads when it opens a device or a connection. `*`: any. `@NAME`: all that NAME reads.
 VALUES     what every worker makes again, because it would be another value in a process of its own. Each is
            `KIND MODULE NAME[.NAME]`; the second and later names are keys of a dict, or attributes (those of a
            class or a function, too). KIND is
@@ -59,30 +59,12 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "_soundfile_data": ("0.14.0", "", ()),
     "absl": (
         "2.5.1",
-        "ABSL_PYTHON_PROFILE_FILE ABSL_RELOAD_DETECTOR OPENSSL_* POLARS_* PY_SAX_PARSER TEMP "
-        "TEST_RANDOM_SEED TEST_SRCDIR TEST_TMPDIR TMP TMPDIR USER",
+        "@multiprocess ABSL_PYTHON_PROFILE_FILE ABSL_RELOAD_DETECTOR PY_SAX_PARSER TEST_RANDOM_SEED "
+        "TEST_SRCDIR TEST_TMPDIR",
         (),
     ),
-    "accelerate": (
-        "1.15.0",
-        "ACCELERATE_* ACC_DEVICE_NUM ACC_DEVICE_TYPE AOT* CI COLUMNS COMPILE_STROBELIGHT_* "
-        "CUTEDSL_ENABLE_AUTOTUNING CUTLASS_EPILOGUE_FUSION CXX DNNL_* DUMP_AOTI_MINIFIER "
-        "ENABLE_PERSISTENT_TMA_MATMUL ENABLE_TEMPLATE_TMA_STORE ENABLE_TMA_LOAD_FOR_TEMPLATE_EPILOGUE "
-        "FAKE_ALLOW_META FX_* GFORTRAN_* GOMP_* GOTO_* HF_* HOME INDUCTOR_* INTEL_LIBITTNOTIFY64 I_MPI_* "
-        "KINETO_* LINES LNAME LOGNAME LOG_AUTOTUNE_RESULTS LOG_TLPARSE MKLDNN_* MKL_* MPI_LOCALNRANKS "
-        "MPMATH_* NETWORKX_* NPY_* NUMPY_* OMPI_* OMP_* ONEDNN_* OPENBLAS_* OPENSSL_* "
-        "PARTITIONER_MEMORY_BUDGET_PARETO PARTITIONER_MEMORY_BUDGET_PARETO_DIR POLARS_* "
-        "PT2_COMPILE_ID_PREFIX PYTORCH* SAGE_ROOT SOURCE_DATE_EPOCH SYMPY_* TEMP TMP TMPDIR TORCH* TQDM_* "
-        "TRITON_* UNSAFE_SKIP_FSDP_MODULE_GUARDS USER USERNAME USE_TORCH_XLA XDG_CACHE_HOME "
-        "_NETWORKX_BUILDING_DOCS_",
-        (),
-    ),
-    "aiobotocore": (
-        "3.10.0",
-        "AIOHTTP_* AWS_* FROZENLIST_* HOME MULTIDICT_* OPENSSL_* POLARS_* PROPCACHE_* SSLKEYLOGFILE "
-        "SSL_CERT_DIR SSL_CERT_FILE USER WRAPT_DISABLE_EXTENSIONS YARL_*",
-        (),
-    ),
+    "accelerate": ("1.15.0", "@functorch ACCELERATE_* COLUMNS HF_* LINES USE_TORCH_XLA XDG_CACHE_HOME", ()),
+    "aiobotocore": ("3.10.0", "@aiohttp AWS_* HOME WRAPT_DISABLE_EXTENSIONS", ()),
     "aiohappyeyeballs": ("2.7.1", "OPENSSL_* POLARS_* USER", ()),
     "aiohttp": (
         "3.14.5",
@@ -99,49 +81,23 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "attr": ("26.1.0", "POLARS_* USER", ()),
     "attrs": ("26.1.0", "POLARS_* USER", ()),
     "beartype": ("0.23.1", "BEARTYPE_* POLARS_* USER", ()),
-    "bitsandbytes": (
-        "0.50.2",
-        "ACC_DEVICE_NUM ACC_DEVICE_TYPE AOT* ATEN_CPU_CAPABILITY CI COMPILE_STROBELIGHT_* "
-        "CUTEDSL_ENABLE_AUTOTUNING CUTLASS_EPILOGUE_FUSION CXX DNNL_* DUMP_AOTI_MINIFIER "
-        "ENABLE_PERSISTENT_TMA_MATMUL ENABLE_TEMPLATE_TMA_STORE ENABLE_TMA_LOAD_FOR_TEMPLATE_EPILOGUE "
-        "FAKE_ALLOW_META FX_* GFORTRAN_* GOMP_* GOTO_* HOME INDUCTOR_* INTEL_LIBITTNOTIFY64 I_MPI_* "
-        "KINETO_* LNAME LOGNAME LOG_AUTOTUNE_RESULTS LOG_TLPARSE MKLDNN_* MKL_* MPI_LOCALNRANKS MPMATH_* "
-        "NETWORKX_* NPY_* NUMPY_* OMPI_* OMP_* ONEDNN_* OPENBLAS_* OPENSSL_* "
-        "PARTITIONER_MEMORY_BUDGET_PARETO PARTITIONER_MEMORY_BUDGET_PARETO_DIR POLARS_* "
-        "PT2_COMPILE_ID_PREFIX PYTORCH* SAGE_ROOT SOURCE_DATE_EPOCH SYMPY_* TEMP THP_MEM_ALLOC_ENABLE TMP "
-        "TMPDIR TORCH* TQDM_* TRITON_* UNSAFE_SKIP_FSDP_MODULE_GUARDS USER USERNAME "
-        "_NETWORKX_BUILDING_DOCS_",
-        (),
-    ),
-    "blis": (
-        "1.3.4",
-        "BLIS_ARCH_DEBUG BLIS_PACK_A BLIS_PACK_B GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* "
-        "OPENSSL_* POLARS_* SOURCE_DATE_EPOCH USER",
-        (),
-    ),
-    "boto3": ("1.44.3", "AWS_* HOME OPENSSL_* POLARS_* USER", ()),
-    "botocore": ("1.44.3", "AWS_* HOME OPENSSL_* POLARS_* USER", ()),
+    "bitsandbytes": ("0.50.2", "@functorch ATEN_CPU_CAPABILITY THP_MEM_ALLOC_ENABLE", ()),
+    "blis": ("1.3.4", "@gymnasium BLIS_ARCH_DEBUG BLIS_PACK_A BLIS_PACK_B", ()),
+    "boto3": ("1.44.3", "@confection AWS_*", ()),
+    "botocore": ("1.44.3", "@boto3", ()),
     "bs4": ("4.15.0", "POLARS_* USER", ()),
     "cachetools": ("7.3.2", "", ()),
     "catalogue": ("2.0.10", "POLARS_* USER", ()),
     "catboost": (
         "1.2.10",
-        "ARCADIA_BUILD_ROOT ARCADIA_SOURCE_ROOT DISABLE_MMSG GFORTRAN_* GOTO_* HDD_PATH HOME NPY_* NUMPY_* "
-        "OMP_* OPENBLAS_* OPENSSL_* PANDAS_* POLARS_* SCIPY_* SOURCE_DATE_EPOCH TEST_WORK_PATH USER "
+        "@pandas ARCADIA_BUILD_ROOT ARCADIA_SOURCE_ROOT DISABLE_MMSG HDD_PATH SCIPY_* TEST_WORK_PATH "
         "YA_TEST_CONTEXT_FILE YA_TEST_OUTPUT_RAM_DRIVE_PATH YA_TEST_RAM_DRIVE_PATH YA_TEST_RUNNER "
         "Y_NO_AVX_IN_DOT_PRODUCT",
         (),
     ),
     "certifi": ("2026.10.18", "POLARS_* USER", ()),
     "charset_normalizer": ("3.5.2", "POLARS_* USER", ()),
-    "chex": (
-        "0.1.92",
-        "ABSL_PYTHON_PROFILE_FILE ABSL_RELOAD_DETECTOR CHECK_VMA CUDA_ROOT EAGER_CONSTANT_FOLDING GCS_* "
-        "GFORTRAN_* GOTO_* GRPC_* HOME JAX2TF_* JAX_* LLVM_OVERRIDE_PRODUCER LOCALTIME MPITRAMPOLINE_* "
-        "NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* PY_SAX_PARSER SOURCE_DATE_EPOCH TEMP "
-        "TEST_RANDOM_SEED TEST_SRCDIR TEST_TMPDIR TF_* TMP TMPDIR TPU_* TZ USER",
-        (),
-    ),
+    "chex": ("0.1.92", "@absl @optax", ()),
     "click": ("8.5.1", "POLARS_* USER", ()),
     "cloudpickle": ("3.1.2", "POLARS_* USER", ()),
     "colorama": ("2.60.0", "POLARS_* USER", ()),
@@ -150,52 +106,29 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "cryptography": ("50.0.2", "CRYPTOGRAPHY_OPENSSL_NO_LEGACY OPENSSL_* POLARS_* USER", ()),
     "cycler": ("0.12.1", "POLARS_* USER", ()),
     "cymem": ("2.0.16", "", ()),
-    "dask": (
-        "2026.8.0",
-        "DASK_* GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* SOURCE_DATE_EPOCH "
-        "USER",
-        (),
-    ),
+    "dask": ("2026.8.0", "@gymnasium DASK_*", ()),
     "databricks": ("0.156.0", "POLARS_* USER", ()),
     "dateutil": ("4.0.0", "HOME POLARS_* USER", ()),
     "decorator": ("5.3.1", "", ()),
     "defusedxml": ("0.7.1", "POLARS_* USER", ()),
     "diffusers": (
         "0.42.1",
-        "ACC_DEVICE_NUM ACC_DEVICE_TYPE AOT* CI CLAUDE_CONFIG_DIR COLAB_* COMPILE_STROBELIGHT_* "
-        "CUTEDSL_ENABLE_AUTOTUNING CUTLASS_EPILOGUE_FUSION CXX DIFFUSERS_* DISABLE_TELEMETRY DNNL_* "
-        "DO_NOT_TRACK DUMP_AOTI_MINIFIER EAGER_IMPORT ENABLE_PERSISTENT_TMA_MATMUL "
-        "ENABLE_TEMPLATE_TMA_STORE ENABLE_TMA_LOAD_FOR_TEMPLATE_EPILOGUE FAKE_ALLOW_META FX_* GFORTRAN_* "
-        "GOMP_* GOTO_* HF_* HOME HUGGINGFACE_* INDUCTOR_* INTEL_LIBITTNOTIFY64 I_MPI_* KINETO_* LNAME "
-        "LOGNAME LOG_AUTOTUNE_RESULTS LOG_TLPARSE MKLDNN_* MKL_* MPI_LOCALNRANKS MPMATH_* NETWORKX_* NPY_* "
-        "NUMPY_* OAUTH_CLIENT_ID OAUTH_CLIENT_SECRET OAUTH_SCOPES OMPI_* OMP_* ONEDNN_* OPENBLAS_* "
-        "OPENID_PROVIDER_URL OPENSSL_* PARTITIONER_MEMORY_BUDGET_PARETO "
-        "PARTITIONER_MEMORY_BUDGET_PARETO_DIR PILLOW_ALIGNMENT PILLOW_BLOCKS_MAX PILLOW_BLOCK_SIZE "
-        "POLARS_* PT2_COMPILE_ID_PREFIX PYTORCH* SAGE_ROOT SOURCE_DATE_EPOCH SYMPY_* TEMP TMP TMPDIR "
-        "TORCH* TQDM_* TRANSFORMERS_* TRITON_* UNSAFE_SKIP_FSDP_MODULE_GUARDS USER USERNAME "
-        "USE_SAFETENSORS USE_TF USE_TORCH XDG_CACHE_HOME _CHECK_PEFT _NETWORKX_BUILDING_DOCS_",
+        "@functorch CLAUDE_CONFIG_DIR COLAB_* DIFFUSERS_* DISABLE_TELEMETRY DO_NOT_TRACK EAGER_IMPORT HF_* "
+        "HUGGINGFACE_* OAUTH_CLIENT_ID OAUTH_CLIENT_SECRET OAUTH_SCOPES OPENID_PROVIDER_URL "
+        "PILLOW_ALIGNMENT PILLOW_BLOCKS_MAX PILLOW_BLOCK_SIZE TRANSFORMERS_* USE_SAFETENSORS USE_TF "
+        "USE_TORCH XDG_CACHE_HOME _CHECK_PEFT",
         ("seed diffusers.utils.export_utils global_rng", "uuid diffusers.utils.hub_utils SESSION_ID"),
     ),
     "dill": ("0.4.1", "POLARS_* TEMP TMP TMPDIR USER", ()),
     "donfig": ("0.8.1.post1", "POLARS_* USER", ()),
     "einops": ("0.8.2", "", ()),
-    "einx": (
-        "0.4.3",
-        "EINX_* GFORTRAN_* GOTO_* HOME MPMATH_* NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* "
-        "SAGE_ROOT SOURCE_DATE_EPOCH SYMPY_* USER",
-        (),
-    ),
+    "einx": ("0.4.3", "@gymnasium EINX_* MPMATH_* SAGE_ROOT SYMPY_*", ()),
     "etils": ("1.15.0", "OPENSSL_* POLARS_* USER", ()),
-    "faiss": (
-        "1.15.1",
-        "ACC_DEVICE_NUM ACC_DEVICE_TYPE FAISS_* GFORTRAN_* GOMP_* GOTO_* HOME NPY_* NUMPY_* OMP_* "
-        "OPENBLAS_* OPENSSL_* POLARS_* SOURCE_DATE_EPOCH USER",
-        (),
-    ),
+    "faiss": ("1.15.1", "@gymnasium ACC_DEVICE_NUM ACC_DEVICE_TYPE FAISS_* GOMP_*", ()),
     "farama_notifications": ("0.0.6", "", ()),
     "fastapi": (
         "0.163.0",
-        "HOME OPENSSL_* OTEL_* POLARS_* PYDANTIC_* USER",
+        "@pydantic OTEL_*",
         (
             "uuid fastapi.telemetry._api _REQUEST_TELEMETRY_KEY",
             "uuid fastapi.telemetry._asgi _REQUEST_TELEMETRY_KEY",
@@ -203,27 +136,14 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "filelock": ("4.2.10", "OPENSSL_* POLARS_* USER", ("pid filelock._api _FORK_STATE.pid",)),
     "flatbuffers": ("25.12.19", "", ()),
-    "flax": (
-        "0.12.8",
-        "ABSL_RELOAD_DETECTOR CHECK_VMA CUDA_ROOT EAGER_CONSTANT_FOLDING FLAX_* GCS_* GFORTRAN_* GOTO_* "
-        "GRPC_* HOME JAX2TF_* JAX_* LLVM_OVERRIDE_PRODUCER LOCALTIME MPITRAMPOLINE_* MSGPACK_PUREPYTHON "
-        "NNX_GRAPH_MODE NNX_GRAPH_UPDATES NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* "
-        "SOURCE_DATE_EPOCH TEST_TMPDIR TF_* TPU_* TZ USER",
-        (),
-    ),
+    "flax": ("0.12.8", "@optax FLAX_* MSGPACK_PUREPYTHON NNX_GRAPH_MODE NNX_GRAPH_UPDATES", ()),
     "fontTools": ("4.68.0", "POLARS_* USER", ()),
-    "formulaic": (
-        "1.2.2",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* PANDAS_* POLARS_* SCIPY_* "
-        "SOURCE_DATE_EPOCH USER WRAPT_DISABLE_EXTENSIONS",
-        (),
-    ),
+    "formulaic": ("1.2.2", "@pandas SCIPY_* WRAPT_DISABLE_EXTENSIONS", ()),
     "frozendict": ("2.5.1", "POLARS_* USER", ()),
     "frozenlist": ("1.8.0", "FROZENLIST_*", ()),
     "fsspec": (
         "2026.9.0",
-        "AIOHTTP_* FROZENLIST_* FSSPEC_* MULTIDICT_* OPENSSL_* POLARS_* PROPCACHE_* PYTORCH* SSLKEYLOGFILE "
-        "SSL_CERT_DIR SSL_CERT_FILE TORCH* USER YARL_*",
+        "@aiohttp FSSPEC_* PYTORCH* TORCH*",
         (
             "pid fsspec.archive AbstractArchiveFileSystem._pid",
             "pid fsspec.asyn AsyncFileSystem._pid",
@@ -236,26 +156,19 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "functorch": (
         "2.13.0",
-        "ACC_DEVICE_NUM ACC_DEVICE_TYPE AOT* CI COMPILE_STROBELIGHT_* CUTEDSL_ENABLE_AUTOTUNING "
+        "@gymnasium ACC_DEVICE_NUM ACC_DEVICE_TYPE AOT* CI COMPILE_STROBELIGHT_* CUTEDSL_ENABLE_AUTOTUNING "
         "CUTLASS_EPILOGUE_FUSION CXX DNNL_* DUMP_AOTI_MINIFIER ENABLE_PERSISTENT_TMA_MATMUL "
-        "ENABLE_TEMPLATE_TMA_STORE ENABLE_TMA_LOAD_FOR_TEMPLATE_EPILOGUE FAKE_ALLOW_META FX_* GFORTRAN_* "
-        "GOMP_* GOTO_* HOME INDUCTOR_* INTEL_LIBITTNOTIFY64 I_MPI_* KINETO_* LNAME LOGNAME "
-        "LOG_AUTOTUNE_RESULTS LOG_TLPARSE MKLDNN_* MKL_* MPI_LOCALNRANKS MPMATH_* NETWORKX_* NPY_* NUMPY_* "
-        "OMPI_* OMP_* ONEDNN_* OPENBLAS_* OPENSSL_* PARTITIONER_MEMORY_BUDGET_PARETO "
-        "PARTITIONER_MEMORY_BUDGET_PARETO_DIR POLARS_* PT2_COMPILE_ID_PREFIX PYTORCH* SAGE_ROOT "
-        "SOURCE_DATE_EPOCH SYMPY_* TEMP TMP TMPDIR TORCH* TQDM_* TRITON_* UNSAFE_SKIP_FSDP_MODULE_GUARDS "
-        "USER USERNAME _NETWORKX_BUILDING_DOCS_",
+        "ENABLE_TEMPLATE_TMA_STORE ENABLE_TMA_LOAD_FOR_TEMPLATE_EPILOGUE FAKE_ALLOW_META FX_* GOMP_* "
+        "INDUCTOR_* INTEL_LIBITTNOTIFY64 I_MPI_* KINETO_* LNAME LOGNAME LOG_AUTOTUNE_RESULTS LOG_TLPARSE "
+        "MKLDNN_* MKL_* MPI_LOCALNRANKS MPMATH_* NETWORKX_* OMPI_* ONEDNN_* "
+        "PARTITIONER_MEMORY_BUDGET_PARETO PARTITIONER_MEMORY_BUDGET_PARETO_DIR PT2_COMPILE_ID_PREFIX "
+        "PYTORCH* SAGE_ROOT SYMPY_* TEMP TMP TMPDIR TORCH* TQDM_* TRITON_* UNSAFE_SKIP_FSDP_MODULE_GUARDS "
+        "USERNAME _NETWORKX_BUILDING_DOCS_",
         (),
     ),
     "gcsfs": (
         "2026.10.1",
-        "* AIOHTTP_* API_ENDPOINT_OVERRIDE API_VERSION_OVERRIDE CLOUDSDK_CONFIG "
-        "CLOUDSDK_CONTEXT_AWARE_CERTIFICATE_CONFIG_FILE_PATH CLOUDSDK_CONTEXT_AWARE_USE_CLIENT_CERTIFICATE "
-        "CRYPTOGRAPHY_OPENSSL_NO_LEGACY DEFAULT_GCSFS_CONCURRENCY ENABLE_GCS_PYTHON_CLIENT_OTEL_TRACES "
-        "FROZENLIST_* FSSPEC_* GCE_METADATA_DETECT_RETRIES GCE_METADATA_HOST GCE_METADATA_ROOT "
-        "GCE_METADATA_TIMEOUT GCSFS_* GOOGLE_* GRPC_* HOME LOCALTIME MULTIDICT_* NO_GCE_CHECK OPENSSL_* "
-        "OTEL_* POLARS_* PROPCACHE_* PROTOCOL_BUFFERS_* PYTORCH* SSLKEYLOGFILE SSL_CERT_DIR SSL_CERT_FILE "
-        "TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK TORCH* TZ USER YARL_*",
+        "* @google.auth @google.cloud.storage DEFAULT_GCSFS_CONCURRENCY FSSPEC_* GCSFS_* PYTORCH* TORCH*",
         ("pid gcsfs.core GCSFileSystem._pid", "pid gcsfs.extended_gcsfs ExtendedGcsFileSystem._pid"),
     ),
     "google._upb._message": ("7.36.2", "", ()),
@@ -264,197 +177,65 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
         (),
     ),
-    "google.api.client_pb2": (
-        "1.76.0",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
-    "google.api.field_behavior_pb2": (
-        "1.76.0",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
-    "google.api.http_pb2": (
-        "1.76.0",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
-    "google.api.launch_stage_pb2": (
-        "1.76.0",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
-    "google.api.resource_pb2": (
-        "1.76.0",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
-    "google.api_core": (
-        "2.44.0",
-        "AIOHTTP_* CLOUDSDK_CONFIG CLOUDSDK_CONTEXT_AWARE_CERTIFICATE_CONFIG_FILE_PATH "
-        "CLOUDSDK_CONTEXT_AWARE_USE_CLIENT_CERTIFICATE CRYPTOGRAPHY_OPENSSL_NO_LEGACY FROZENLIST_* "
-        "GOOGLE_* GRPC_* HOME LOCALTIME MULTIDICT_* OPENSSL_* POLARS_* PROPCACHE_* PROTOCOL_BUFFERS_* "
-        "SSLKEYLOGFILE SSL_CERT_DIR SSL_CERT_FILE TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK TZ USER YARL_*",
-        (),
-    ),
+    "google.api.client_pb2": ("1.76.0", "@google.api.annotations_pb2", ()),
+    "google.api.field_behavior_pb2": ("1.76.0", "@google.api.annotations_pb2", ()),
+    "google.api.http_pb2": ("1.76.0", "@google.api.annotations_pb2", ()),
+    "google.api.launch_stage_pb2": ("1.76.0", "@google.api.annotations_pb2", ()),
+    "google.api.resource_pb2": ("1.76.0", "@google.api.annotations_pb2", ()),
+    "google.api_core": ("2.44.0", "@aiohttp @google.cloud._helpers", ()),
     "google.auth": (
         "2.62.2",
-        "AIOHTTP_* CLOUDSDK_CONFIG CLOUDSDK_CONTEXT_AWARE_CERTIFICATE_CONFIG_FILE_PATH "
-        "CLOUDSDK_CONTEXT_AWARE_USE_CLIENT_CERTIFICATE CRYPTOGRAPHY_OPENSSL_NO_LEGACY FROZENLIST_* "
-        "GCE_METADATA_DETECT_RETRIES GCE_METADATA_HOST GCE_METADATA_ROOT GCE_METADATA_TIMEOUT GOOGLE_* "
-        "GRPC_* HOME LOCALTIME MULTIDICT_* NO_GCE_CHECK OPENSSL_* POLARS_* PROPCACHE_* SSLKEYLOGFILE "
-        "SSL_CERT_DIR SSL_CERT_FILE TZ USER YARL_*",
+        "@aiohttp @google.oauth2 GCE_METADATA_DETECT_RETRIES GCE_METADATA_HOST GCE_METADATA_ROOT "
+        "GCE_METADATA_TIMEOUT GRPC_* LOCALTIME NO_GCE_CHECK TZ",
         (),
     ),
-    "google.cloud._helpers": (
-        "2.8.0",
-        "CLOUDSDK_CONFIG CLOUDSDK_CONTEXT_AWARE_CERTIFICATE_CONFIG_FILE_PATH "
-        "CLOUDSDK_CONTEXT_AWARE_USE_CLIENT_CERTIFICATE CRYPTOGRAPHY_OPENSSL_NO_LEGACY GOOGLE_* GRPC_* HOME "
-        "LOCALTIME OPENSSL_* POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK TZ USER",
-        (),
-    ),
+    "google.cloud._helpers": ("2.8.0", "@google.cloud._http @google.oauth2", ()),
     "google.cloud._http": (
         "2.8.0",
-        "GRPC_* LOCALTIME OPENSSL_* POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK "
-        "TZ USER",
+        "@grpc PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK",
         (),
     ),
-    "google.cloud._storage_v2": (
-        "3.17.1",
-        "CLOUDSDK_CONFIG CLOUDSDK_CONTEXT_AWARE_CERTIFICATE_CONFIG_FILE_PATH "
-        "CLOUDSDK_CONTEXT_AWARE_USE_CLIENT_CERTIFICATE CRYPTOGRAPHY_OPENSSL_NO_LEGACY GOOGLE_* GRPC_* HOME "
-        "LOCALTIME OPENSSL_* POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK TZ USER",
-        (),
-    ),
-    "google.cloud.client": (
-        "2.8.0",
-        "CLOUDSDK_CONFIG CLOUDSDK_CONTEXT_AWARE_CERTIFICATE_CONFIG_FILE_PATH "
-        "CLOUDSDK_CONTEXT_AWARE_USE_CLIENT_CERTIFICATE CRYPTOGRAPHY_OPENSSL_NO_LEGACY GOOGLE_* GRPC_* HOME "
-        "LOCALTIME OPENSSL_* POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK TZ USER",
-        (),
-    ),
-    "google.cloud.exceptions": (
-        "2.8.0",
-        "GRPC_* LOCALTIME OPENSSL_* POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK "
-        "TZ USER",
-        (),
-    ),
+    "google.cloud._storage_v2": ("3.17.1", "@google.cloud._helpers", ()),
+    "google.cloud.client": ("2.8.0", "@google.cloud._helpers", ()),
+    "google.cloud.exceptions": ("2.8.0", "@google.cloud._http", ()),
     "google.cloud.storage": (
         "3.17.1",
-        "API_ENDPOINT_OVERRIDE API_VERSION_OVERRIDE CLOUDSDK_CONFIG "
-        "CLOUDSDK_CONTEXT_AWARE_CERTIFICATE_CONFIG_FILE_PATH CLOUDSDK_CONTEXT_AWARE_USE_CLIENT_CERTIFICATE "
-        "CRYPTOGRAPHY_OPENSSL_NO_LEGACY ENABLE_GCS_PYTHON_CLIENT_OTEL_TRACES GOOGLE_* GRPC_* HOME "
-        "LOCALTIME OPENSSL_* OTEL_* POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK "
-        "TZ USER",
+        "@google.cloud._helpers API_ENDPOINT_OVERRIDE API_VERSION_OVERRIDE "
+        "ENABLE_GCS_PYTHON_CLIENT_OTEL_TRACES OTEL_*",
         (),
     ),
-    "google.cloud.storage_control_v2": (
-        "1.17.0",
-        "AIOHTTP_* CLOUDSDK_CONFIG CLOUDSDK_CONTEXT_AWARE_CERTIFICATE_CONFIG_FILE_PATH "
-        "CLOUDSDK_CONTEXT_AWARE_USE_CLIENT_CERTIFICATE CRYPTOGRAPHY_OPENSSL_NO_LEGACY FROZENLIST_* "
-        "GOOGLE_* GRPC_* HOME LOCALTIME MULTIDICT_* OPENSSL_* POLARS_* PROPCACHE_* PROTOCOL_BUFFERS_* "
-        "SSLKEYLOGFILE SSL_CERT_DIR SSL_CERT_FILE TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK TZ USER YARL_*",
-        (),
-    ),
+    "google.cloud.storage_control_v2": ("1.17.0", "@google.api_core", ()),
     "google.cloud.version": ("2.8.0", "", ()),
-    "google.iam.v1": (
-        "0.14.6",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
-    "google.longrunning.operations_grpc_pb2": (
-        "1.76.0",
-        "GRPC_* LOCALTIME OPENSSL_* POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK "
-        "TZ USER",
-        (),
-    ),
-    "google.longrunning.operations_pb2": (
-        "1.76.0",
-        "GRPC_* LOCALTIME OPENSSL_* POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK "
-        "TZ USER",
-        (),
-    ),
-    "google.longrunning.operations_pb2_grpc": (
-        "1.76.0",
-        "GRPC_* LOCALTIME OPENSSL_* POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK "
-        "TZ USER",
-        (),
-    ),
-    "google.longrunning.operations_proto_pb2": (
-        "1.76.0",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
+    "google.iam.v1": ("0.14.6", "@google.api.annotations_pb2", ()),
+    "google.longrunning.operations_grpc_pb2": ("1.76.0", "@google.cloud._http", ()),
+    "google.longrunning.operations_pb2": ("1.76.0", "@google.cloud._http", ()),
+    "google.longrunning.operations_pb2_grpc": ("1.76.0", "@google.cloud._http", ()),
+    "google.longrunning.operations_proto_pb2": ("1.76.0", "@google.api.annotations_pb2", ()),
     "google.oauth2": (
         "2.62.2",
-        "CLOUDSDK_CONFIG CLOUDSDK_CONTEXT_AWARE_CERTIFICATE_CONFIG_FILE_PATH "
-        "CLOUDSDK_CONTEXT_AWARE_USE_CLIENT_CERTIFICATE CRYPTOGRAPHY_OPENSSL_NO_LEGACY GOOGLE_* HOME "
-        "OPENSSL_* POLARS_* USER",
+        "@confection CLOUDSDK_CONFIG CLOUDSDK_CONTEXT_AWARE_CERTIFICATE_CONFIG_FILE_PATH "
+        "CLOUDSDK_CONTEXT_AWARE_USE_CLIENT_CERTIFICATE CRYPTOGRAPHY_OPENSSL_NO_LEGACY GOOGLE_*",
         (),
     ),
-    "google.protobuf": (
-        "7.36.2",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
+    "google.protobuf": ("7.36.2", "@google.api.annotations_pb2", ()),
     "google.resumable_media": ("2.11.0", "OPENSSL_*", ()),
-    "google.rpc.code_pb2": (
-        "1.76.0",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
-    "google.rpc.error_details_pb2": (
-        "1.76.0",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
-    "google.rpc.status_pb2": (
-        "1.76.0",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
-    "google.type.date_pb2": (
-        "1.76.0",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
-    "google.type.expr_pb2": (
-        "1.76.0",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
-    "google.type.interval_pb2": (
-        "1.76.0",
-        "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
-    "google_auth_oauthlib": (
-        "1.5.0",
-        "* CLOUDSDK_CONFIG CLOUDSDK_CONTEXT_AWARE_CERTIFICATE_CONFIG_FILE_PATH "
-        "CLOUDSDK_CONTEXT_AWARE_USE_CLIENT_CERTIFICATE CRYPTOGRAPHY_OPENSSL_NO_LEGACY GOOGLE_* HOME "
-        "OPENSSL_* POLARS_* USER",
-        (),
-    ),
+    "google.rpc.code_pb2": ("1.76.0", "@google.api.annotations_pb2", ()),
+    "google.rpc.error_details_pb2": ("1.76.0", "@google.api.annotations_pb2", ()),
+    "google.rpc.status_pb2": ("1.76.0", "@google.api.annotations_pb2", ()),
+    "google.type.date_pb2": ("1.76.0", "@google.api.annotations_pb2", ()),
+    "google.type.expr_pb2": ("1.76.0", "@google.api.annotations_pb2", ()),
+    "google.type.interval_pb2": ("1.76.0", "@google.api.annotations_pb2", ()),
+    "google_auth_oauthlib": ("1.5.0", "* @google.oauth2", ()),
     "google_crc32c": ("1.9.0", "", ()),
     "grpc": ("1.85.1", "GRPC_* LOCALTIME OPENSSL_* POLARS_* TZ USER", ()),
-    "grpc_status": (
-        "1.85.1",
-        "GRPC_* LOCALTIME OPENSSL_* POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK "
-        "TZ USER",
-        (),
-    ),
+    "grpc_status": ("1.85.1", "@google.cloud._http", ()),
     "gymnasium": (
         "1.4.0",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* SOURCE_DATE_EPOCH USER",
+        "@confection GFORTRAN_* GOTO_* NPY_* NUMPY_* OMP_* OPENBLAS_* SOURCE_DATE_EPOCH",
         (),
     ),
     "h11": ("0.16.0", "POLARS_* USER", ()),
-    "h5py": (
-        "3.16.0",
-        "GFORTRAN_* GOTO_* HDF5_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* PATH POLARS_* "
-        "SOURCE_DATE_EPOCH USER",
-        (),
-    ),
+    "h5py": ("3.16.0", "@gymnasium HDF5_* PATH", ()),
     "hjson": ("3.1.0", "", ()),
     "httpcore": ("1.0.9", "OPENSSL_*", ()),
     "httpcore2": ("2.16.0", "OPENSSL_* POLARS_* USER", ()),
@@ -462,78 +243,43 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "httpx2": ("2.16.0", "OPENSSL_* POLARS_* USER", ()),
     "huggingface_hub": (
         "2.4.0",
-        "CLAUDE_CONFIG_DIR DISABLE_TELEMETRY DO_NOT_TRACK EAGER_IMPORT FSSPEC_* HF_* HOME HUGGINGFACE_* "
-        "OAUTH_CLIENT_ID OAUTH_CLIENT_SECRET OAUTH_SCOPES OPENID_PROVIDER_URL OPENSSL_* POLARS_* PYTORCH* "
-        "TORCH* TQDM_* TRANSFORMERS_* USER XDG_CACHE_HOME",
+        "@tqdm CLAUDE_CONFIG_DIR DISABLE_TELEMETRY DO_NOT_TRACK EAGER_IMPORT FSSPEC_* HF_* HOME "
+        "HUGGINGFACE_* OAUTH_CLIENT_ID OAUTH_CLIENT_SECRET OAUTH_SCOPES OPENID_PROVIDER_URL TORCH* "
+        "TRANSFORMERS_* XDG_CACHE_HOME",
         ("pid huggingface_hub.hf_file_system HfFileSystem._pid",),
     ),
     "humanize": ("4.17.0", "", ()),
     "hydra": ("1.3.8", "OPENSSL_* POLARS_* USER", ()),
     "idna": ("3.20", "", ()),
-    "imageio": (
-        "2.38.1",
-        "GFORTRAN_* GOTO_* HOME IMAGEIO_* NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* "
-        "SOURCE_DATE_EPOCH USER",
-        (),
-    ),
+    "imageio": ("2.38.1", "@gymnasium IMAGEIO_*", ()),
     "importlib_metadata": ("10.2.0", "POLARS_* USER", ()),
     "interface_meta": ("2.0.1", "POLARS_* USER", ()),
     "jax": (
         "0.10.2",
-        "CHECK_VMA CUDA_ROOT EAGER_CONSTANT_FOLDING GCS_* GFORTRAN_* GOTO_* GRPC_* HOME JAX2TF_* JAX_* "
-        "LLVM_OVERRIDE_PRODUCER LOCALTIME MPITRAMPOLINE_* NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* "
-        "POLARS_* SOURCE_DATE_EPOCH TENSORSTORE_GCS_REQUEST_CONCURRENCY "
-        "TENSORSTORE_HTTP_REQUEST_CONCURRENCY TENSORSTORE_S3_REQUEST_CONCURRENCY TF_* TPU_* TZ USER",
+        "@jaxlib CHECK_VMA CUDA_ROOT EAGER_CONSTANT_FOLDING JAX2TF_* JAX_* "
+        "TENSORSTORE_GCS_REQUEST_CONCURRENCY TENSORSTORE_HTTP_REQUEST_CONCURRENCY "
+        "TENSORSTORE_S3_REQUEST_CONCURRENCY TPU_*",
         (),
     ),
     "jaxlib": (
         "0.10.2",
-        "GCS_* GFORTRAN_* GOTO_* GRPC_* HOME LLVM_OVERRIDE_PRODUCER LOCALTIME MPITRAMPOLINE_* NPY_* "
-        "NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* SOURCE_DATE_EPOCH TF_* TZ USER",
+        "@gymnasium GCS_* GRPC_* LLVM_OVERRIDE_PRODUCER LOCALTIME MPITRAMPOLINE_* TF_* TZ",
         (),
     ),
-    "jaxtyping": (
-        "0.3.11",
-        "GFORTRAN_* GOTO_* HOME JAXTYPING_DISABLE JAXTYPING_REMOVE_TYPECHECKER_STACK NPY_* NUMPY_* OMP_* "
-        "OPENBLAS_* OPENSSL_* POLARS_* SOURCE_DATE_EPOCH USER",
-        (),
-    ),
+    "jaxtyping": ("0.3.11", "@gymnasium JAXTYPING_DISABLE JAXTYPING_REMOVE_TYPECHECKER_STACK", ()),
     "jinja2": ("3.1.6", "OPENSSL_* POLARS_* USER", ()),
     "jmespath": ("1.1.0", "", ()),
-    "joblib": (
-        "1.6.0",
-        "GFORTRAN_* GOTO_* HOME JOBLIB_* KMP_* LOKY_* NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* "
-        "SOURCE_DATE_EPOCH USER",
-        (),
-    ),
+    "joblib": ("1.6.0", "@gymnasium JOBLIB_* KMP_* LOKY_*", ()),
     "jsonschema": ("4.26.0", "POLARS_* USER", ()),
     "jsonschema_specifications": ("2025.9.1", "POLARS_* USER", ()),
     "kiwisolver": ("1.5.1", "", ()),
-    "kornia": (
-        "0.9.0",
-        "ACC_DEVICE_NUM ACC_DEVICE_TYPE AOT* ATEN_CPU_CAPABILITY CI COMPILE_STROBELIGHT_* "
-        "CUTEDSL_ENABLE_AUTOTUNING CUTLASS_EPILOGUE_FUSION CXX DNNL_* DUMP_AOTI_MINIFIER "
-        "ENABLE_PERSISTENT_TMA_MATMUL ENABLE_TEMPLATE_TMA_STORE ENABLE_TMA_LOAD_FOR_TEMPLATE_EPILOGUE "
-        "FAKE_ALLOW_META FX_* GFORTRAN_* GOMP_* GOTO_* HOME INDUCTOR_* INTEL_LIBITTNOTIFY64 I_MPI_* "
-        "KINETO_* KORNIA_* LNAME LOGNAME LOG_AUTOTUNE_RESULTS LOG_TLPARSE MKLDNN_* MKL_* MPI_LOCALNRANKS "
-        "MPMATH_* NETWORKX_* NPY_* NUMPY_* OMPI_* OMP_* ONEDNN_* OPENBLAS_* OPENSSL_* "
-        "PARTITIONER_MEMORY_BUDGET_PARETO PARTITIONER_MEMORY_BUDGET_PARETO_DIR POLARS_* "
-        "PT2_COMPILE_ID_PREFIX PYTORCH* SAGE_ROOT SOURCE_DATE_EPOCH SYMPY_* TEMP THP_MEM_ALLOC_ENABLE TMP "
-        "TMPDIR TORCH* TQDM_* TRITON_* UNSAFE_SKIP_FSDP_MODULE_GUARDS USER USERNAME "
-        "_NETWORKX_BUILDING_DOCS_",
-        (),
-    ),
+    "kornia": ("0.9.0", "@bitsandbytes KORNIA_*", ()),
     "kornia_rs": ("0.2.0", "", ()),
     "lazy_importer": ("0.1.0", "", ()),
     "lazy_loader": ("0.6", "", ()),
     "librosa": ("0.11.0", "EAGER_IMPORT", ()),
-    "lightgbm": (
-        "4.7.0",
-        "ACC_DEVICE_NUM ACC_DEVICE_TYPE ACC_PROFLIB GFORTRAN_* GOMP_* GOTO_* HOME LIGHTGBM_BUILD_DOC NPY_* "
-        "NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* SCIPY_* SOURCE_DATE_EPOCH USER",
-        (),
-    ),
-    "lightning_utilities": ("0.15.3", "HOME OPENSSL_* POLARS_* USER", ()),
+    "lightgbm": ("4.7.0", "@scipy ACC_DEVICE_NUM ACC_DEVICE_TYPE ACC_PROFLIB GOMP_* LIGHTGBM_BUILD_DOC", ()),
+    "lightning_utilities": ("0.15.3", "@confection", ()),
     "llvmlite": (
         "0.50.0",
         "LLVMLITE_ENABLE_IR_LAYER_TYPED_POINTERS LLVM_IGNORED_ENV_VAR LLVM_OVERRIDE_PRODUCER POLARS_* USER",
@@ -543,59 +289,41 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "markupsafe": ("3.0.4", "", ()),
     "matplotlib": (
         "3.11.2",
-        "FREETYPE_PROPERTIES GFORTRAN_* GOTO_* HOME MATPLOTLIBRC MPL* NPY_* NUMPY_* OMP_* OPENBLAS_* "
-        "OPENSSL_* PATH PILLOW_ALIGNMENT PILLOW_BLOCKS_MAX PILLOW_BLOCK_SIZE POLARS_* "
-        "PYPARSINGENABLEALLWARNINGS SOURCE_DATE_EPOCH USER XDG_CACHE_HOME XDG_CONFIG_HOME XDG_DATA_HOME",
+        "@gymnasium FREETYPE_PROPERTIES MATPLOTLIBRC MPL* PATH PILLOW_ALIGNMENT PILLOW_BLOCKS_MAX "
+        "PILLOW_BLOCK_SIZE PYPARSINGENABLEALLWARNINGS XDG_CACHE_HOME XDG_CONFIG_HOME XDG_DATA_HOME",
         (),
     ),
-    "ml_dtypes": (
-        "0.6.0",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* SOURCE_DATE_EPOCH USER",
-        (),
-    ),
+    "ml_dtypes": ("0.6.0", "@gymnasium", ()),
     "monkeytype": ("23.3.0", "HOME SQLITE_TMPDIR TMPDIR", ()),
-    "mpl_toolkits.mplot3d": (
-        "3.11.2",
-        "FREETYPE_PROPERTIES GFORTRAN_* GOTO_* HOME MATPLOTLIBRC MPL* NPY_* NUMPY_* OMP_* OPENBLAS_* "
-        "OPENSSL_* PATH PILLOW_ALIGNMENT PILLOW_BLOCKS_MAX PILLOW_BLOCK_SIZE POLARS_* "
-        "PYPARSINGENABLEALLWARNINGS SOURCE_DATE_EPOCH USER XDG_CACHE_HOME XDG_CONFIG_HOME XDG_DATA_HOME",
-        (),
-    ),
+    "mpl_toolkits.mplot3d": ("3.11.2", "@matplotlib", ()),
     "mpmath": ("1.3.0", "MPMATH_* POLARS_* SAGE_ROOT USER", ()),
     "msgpack": ("1.2.4", "MSGPACK_PUREPYTHON", ()),
     "multidict": ("7.2.1", "MULTIDICT_*", ()),
-    "multiprocess": ("0.70.19", "OPENSSL_* POLARS_* TEMP TMP TMPDIR USER", ()),
+    "multiprocess": ("0.70.19", "@dill OPENSSL_*", ()),
     "murmurhash": ("1.0.16", "", ()),
     "mypy_extensions": ("1.2.0", "", ()),
     "narwhals": ("2.28.0", "OPENSSL_* POLARS_* USER", ()),
     "networkx": ("3.6.1", "NETWORKX_* OPENSSL_* POLARS_* TORCH* USER _NETWORKX_BUILDING_DOCS_", ()),
-    "nltk": ("3.10.4", "APPENGINE_RUNTIME HOME NLTK_* OPENSSL_* POLARS_* PY_SAX_PARSER USER", ()),
+    "nltk": ("3.10.4", "@confection APPENGINE_RUNTIME NLTK_* PY_SAX_PARSER", ()),
     "numba": (
         "0.68.1",
-        "COLUMNS GFORTRAN_* GOTO_* HOME LINES LLVMLITE_ENABLE_IR_LAYER_TYPED_POINTERS LLVM_IGNORED_ENV_VAR "
-        "LLVM_OVERRIDE_PRODUCER NPY_* NUMBA_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* "
-        "SOURCE_DATE_EPOCH USER VS_PROFILER",
+        "@gymnasium COLUMNS LINES LLVMLITE_ENABLE_IR_LAYER_TYPED_POINTERS LLVM_IGNORED_ENV_VAR "
+        "LLVM_OVERRIDE_PRODUCER NUMBA_* VS_PROFILER",
         (),
     ),
     "numcodecs": (
         "0.16.6",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMCODECS_ALLOW_UNSAFE_PICKLE_DECODE NUMPY_* OMP_* OPENBLAS_* "
-        "OPENSSL_* POLARS_* SOURCE_DATE_EPOCH USER",
+        "@gymnasium NUMCODECS_ALLOW_UNSAFE_PICKLE_DECODE",
         ("pid numcodecs.blosc _importer_pid",),
     ),
     "numpy": (
         "2.4.6",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* SOURCE_DATE_EPOCH USER",
+        "@gymnasium",
         ("seconds numpy.f2py.rules generationtime", "seed numpy.random.mtrand _rand"),
     ),
     "oauthlib": ("4.0.1", "OPENSSL_* POLARS_* USER", ()),
     "omegaconf": ("2.4.0", "POLARS_* USER", ()),
-    "onnx": (
-        "1.23.2",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* PROTOCOL_BUFFERS_* "
-        "SOURCE_DATE_EPOCH TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER",
-        (),
-    ),
+    "onnx": ("1.23.2", "@gymnasium PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK", ()),
     "opentelemetry._logs": ("1.45.2", "OTEL_* POLARS_* USER", ()),
     "opentelemetry.attributes": ("1.45.2", "POLARS_* USER", ()),
     "opentelemetry.baggage": ("1.45.2", "OTEL_* POLARS_* USER", ("uuid opentelemetry.baggage _BAGGAGE_KEY",)),
@@ -639,63 +367,31 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "opentelemetry.util._providers": ("1.45.2", "POLARS_* USER", ()),
     "opentelemetry.util.re": ("1.45.2", "POLARS_* USER", ()),
     "opentelemetry.util.types": ("1.45.2", "", ()),
-    "opt_einsum": (
-        "3.4.0",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* SOURCE_DATE_EPOCH USER",
-        (),
-    ),
+    "opt_einsum": ("3.4.0", "@gymnasium", ()),
     "optax": (
         "0.2.8",
-        "ABSL_RELOAD_DETECTOR CHECK_VMA CUDA_ROOT EAGER_CONSTANT_FOLDING GCS_* GFORTRAN_* GOTO_* GRPC_* "
-        "HOME JAX2TF_* JAX_* LLVM_OVERRIDE_PRODUCER LOCALTIME MPITRAMPOLINE_* NPY_* NUMPY_* OMP_* "
-        "OPENBLAS_* OPENSSL_* POLARS_* SOURCE_DATE_EPOCH TEST_TMPDIR TF_* TPU_* TZ USER",
+        "@jaxlib ABSL_RELOAD_DETECTOR CHECK_VMA CUDA_ROOT EAGER_CONSTANT_FOLDING JAX2TF_* JAX_* "
+        "TEST_TMPDIR TPU_*",
         (),
     ),
-    "optuna": (
-        "5.0.0",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* PYTORCH* "
-        "SOURCE_DATE_EPOCH SQLITE_TMPDIR TMPDIR TQDM_* USER",
-        (),
-    ),
+    "optuna": ("5.0.0", "@gymnasium PYTORCH* SQLITE_TMPDIR TMPDIR TQDM_*", ()),
     "orjson": ("3.13.0", "POLARS_* USER", ()),
     "packaging": ("26.3", "HOME POLARS_* USER", ()),
-    "pandas": (
-        "3.1.1",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* PANDAS_* POLARS_* "
-        "SOURCE_DATE_EPOCH USER",
-        (),
-    ),
-    "patsy": (
-        "1.0.3",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* PANDAS_* "
-        "PATSY_AVOID_OPTIONAL_DEPENDENCIES PATSY_FORCE_NO_WARNINGS POLARS_* SOURCE_DATE_EPOCH USER",
-        (),
-    ),
+    "pandas": ("3.1.1", "@gymnasium PANDAS_*", ()),
+    "patsy": ("1.0.3", "@pandas PATSY_AVOID_OPTIONAL_DEPENDENCIES PATSY_FORCE_NO_WARNINGS", ()),
     "peft": (
         "0.21.2",
-        "ACCELERATE_* ACC_DEVICE_NUM ACC_DEVICE_TYPE AOT* CI CLAUDE_CONFIG_DIR CLICOLOR CLICOLOR_FORCE "
-        "COLUMNS COMPILE_STROBELIGHT_* CUTEDSL_ENABLE_AUTOTUNING CUTLASS_EPILOGUE_FUSION CXX "
-        "DISABLE_TELEMETRY DNNL_* DO_NOT_TRACK DUMP_AOTI_MINIFIER EAGER_IMPORT "
-        "ENABLE_PERSISTENT_TMA_MATMUL ENABLE_TEMPLATE_TMA_STORE ENABLE_TMA_LOAD_FOR_TEMPLATE_EPILOGUE "
-        "FAKE_ALLOW_META FSSPEC_* FX_* GFORTRAN_* GOMP_* GOTO_* HF_* HOME HUGGINGFACE_* INDUCTOR_* "
-        "INTEL_LIBITTNOTIFY64 I_MPI_* KINETO_* LINES LNAME LOGLEVEL LOGNAME LOG_AUTOTUNE_RESULTS "
-        "LOG_TLPARSE MKLDNN_* MKL_* MPI_LOCALNRANKS MPMATH_* NETWORKX_* NO_COLOR NPU_FA2_SPARSE_MODE NPY_* "
-        "NUMPY_* OAUTH_CLIENT_ID OAUTH_CLIENT_SECRET OAUTH_SCOPES OMPI_* OMP_* ONEDNN_* OPENBLAS_* "
-        "OPENID_PROVIDER_URL OPENSSL_* PARTITIONER_MEMORY_BUDGET_PARETO "
-        "PARTITIONER_MEMORY_BUDGET_PARETO_DIR POLARS_* PSUTIL_DEBUG PSUTIL_TESTING PT2_COMPILE_ID_PREFIX "
-        "PYTORCH* RUST_LOG_STYLE SAGE_ROOT SCIPY_* SM_* SOURCE_DATE_EPOCH SYMPY_* TEMP "
-        "THP_MEM_ALLOC_ENABLE TMP TMPDIR TOKENIZERS_LOG TORCH* TQDM_* TRANSFORMERS_* TRITON_* "
-        "UNSAFE_SKIP_FSDP_MODULE_GUARDS USER USERNAME USE_HUB_KERNELS USE_TORCH_XLA XDG_CACHE_HOME XLA_* "
-        "_NETWORKX_BUILDING_DOCS_",
+        "@accelerate @huggingface_hub @tokenizers LOGLEVEL NPU_FA2_SPARSE_MODE PSUTIL_DEBUG PSUTIL_TESTING "
+        "SCIPY_* SM_* THP_MEM_ALLOC_ENABLE USE_HUB_KERNELS XLA_*",
         (),
     ),
     "platformdirs": ("4.14.5", "ANDROID_DATA POLARS_* USER", ()),
     "plotly": ("7.1.0", "POLARS_* USER", ()),
     "preshed": ("3.0.15", "", ()),
     "propcache": ("0.5.4", "PROPCACHE_*", ()),
-    "proto": ("1.29.0", "POLARS_* PROTOCOL_BUFFERS_* TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK USER", ()),
+    "proto": ("1.29.0", "@google.api.annotations_pb2", ()),
     "psutil": ("7.2.2", "PSUTIL_DEBUG PSUTIL_TESTING", ()),
-    "pydantic": ("2.14.3", "HOME OPENSSL_* POLARS_* PYDANTIC_* USER", ()),
+    "pydantic": ("2.14.3", "@confection PYDANTIC_*", ()),
     "pydantic_core": ("2.50.4", "", ()),
     "pydot": ("4.0.1", "", ()),
     "pygments": ("2.21.0", "", ()),
@@ -710,100 +406,37 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "rpds": ("2026.9.1", "", ()),
     "s3fs": (
         "2026.9.0",
-        "AIOHTTP_* AWS_* FROZENLIST_* FSSPEC_* HOME MULTIDICT_* OPENSSL_* POLARS_* PROPCACHE_* PYTORCH* "
-        "S3FS_* SSLKEYLOGFILE SSL_CERT_DIR SSL_CERT_FILE TORCH* USER WRAPT_DISABLE_EXTENSIONS YARL_*",
+        "@aiobotocore FSSPEC_* PYTORCH* S3FS_* TORCH*",
         ("pid s3fs.core S3FileSystem._pid",),
     ),
-    "s3transfer": ("0.19.3", "HOME OPENSSL_* POLARS_* USER", ()),
-    "safetensors": (
-        "0.8.0",
-        "ACC_DEVICE_NUM ACC_DEVICE_TYPE AOT* CI COMPILE_STROBELIGHT_* CUTEDSL_ENABLE_AUTOTUNING "
-        "CUTLASS_EPILOGUE_FUSION CXX DNNL_* DUMP_AOTI_MINIFIER ENABLE_PERSISTENT_TMA_MATMUL "
-        "ENABLE_TEMPLATE_TMA_STORE ENABLE_TMA_LOAD_FOR_TEMPLATE_EPILOGUE FAKE_ALLOW_META FX_* GFORTRAN_* "
-        "GOMP_* GOTO_* HOME INDUCTOR_* INTEL_LIBITTNOTIFY64 I_MPI_* KINETO_* LNAME LOGNAME "
-        "LOG_AUTOTUNE_RESULTS LOG_TLPARSE MKLDNN_* MKL_* MPI_LOCALNRANKS MPMATH_* NETWORKX_* NPY_* NUMPY_* "
-        "OMPI_* OMP_* ONEDNN_* OPENBLAS_* OPENSSL_* PARTITIONER_MEMORY_BUDGET_PARETO "
-        "PARTITIONER_MEMORY_BUDGET_PARETO_DIR POLARS_* PT2_COMPILE_ID_PREFIX PYTORCH* SAGE_ROOT "
-        "SOURCE_DATE_EPOCH SYMPY_* TEMP TMP TMPDIR TORCH* TQDM_* TRITON_* UNSAFE_SKIP_FSDP_MODULE_GUARDS "
-        "USER USERNAME _NETWORKX_BUILDING_DOCS_",
-        (),
-    ),
-    "scipy": (
-        "1.17.1",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* SCIPY_* "
-        "SOURCE_DATE_EPOCH USER",
-        (),
-    ),
-    "seaborn": (
-        "0.13.2",
-        "FREETYPE_PROPERTIES GFORTRAN_* GOTO_* HOME MATPLOTLIBRC MPL* NPY_* NUMPY_* OMP_* OPENBLAS_* "
-        "OPENSSL_* PANDAS_* PATH PILLOW_ALIGNMENT PILLOW_BLOCKS_MAX PILLOW_BLOCK_SIZE POLARS_* "
-        "PYPARSINGENABLEALLWARNINGS SOURCE_DATE_EPOCH USER XDG_CACHE_HOME XDG_CONFIG_HOME XDG_DATA_HOME",
-        (),
-    ),
-    "sentence_transformers": (
-        "6.2.0",
-        "ACCELERATE_* ACC_DEVICE_NUM ACC_DEVICE_TYPE AOT* CI CLAUDE_CONFIG_DIR CLICOLOR CLICOLOR_FORCE "
-        "COLUMNS COMPILE_STROBELIGHT_* CUTEDSL_ENABLE_AUTOTUNING CUTLASS_EPILOGUE_FUSION CXX "
-        "DISABLE_TELEMETRY DNNL_* DO_NOT_TRACK DUMP_AOTI_MINIFIER EAGER_IMPORT "
-        "ENABLE_PERSISTENT_TMA_MATMUL ENABLE_TEMPLATE_TMA_STORE ENABLE_TMA_LOAD_FOR_TEMPLATE_EPILOGUE "
-        "FAKE_ALLOW_META FX_* GFORTRAN_* GOMP_* GOTO_* HF_* HOME HUGGINGFACE_* INDUCTOR_* "
-        "INTEL_LIBITTNOTIFY64 I_MPI_* JOBLIB_* KINETO_* KMP_* LINES LNAME LOGLEVEL LOGNAME "
-        "LOG_AUTOTUNE_RESULTS LOG_TLPARSE LOKY_* MKLDNN_* MKL_* MPI_LOCALNRANKS MPMATH_* NETWORKX_* "
-        "NO_COLOR NPU_FA2_SPARSE_MODE NPY_* NUMPY_* OAUTH_CLIENT_ID OAUTH_CLIENT_SECRET OAUTH_SCOPES "
-        "OMPI_* OMP_* ONEDNN_* OPENBLAS_* OPENID_PROVIDER_URL OPENSSL_* PARTITIONER_MEMORY_BUDGET_PARETO "
-        "PARTITIONER_MEMORY_BUDGET_PARETO_DIR POLARS_* PSUTIL_DEBUG PSUTIL_TESTING PT2_COMPILE_ID_PREFIX "
-        "PYTORCH* RUST_LOG_STYLE SAGEMAKER_* SAGE_ROOT SCIPY_* SKLEARN_* SM_* SOURCE_DATE_EPOCH SYMPY_* "
-        "TEMP TMP TMPDIR TOKENIZERS_LOG TORCH* TQDM_* TRANSFORMERS_* TRITON_* "
-        "UNSAFE_SKIP_FSDP_MODULE_GUARDS USER USERNAME USE_HUB_KERNELS USE_TORCH_XLA WANDB_* XDG_CACHE_HOME "
-        "XLA_* _NETWORKX_BUILDING_DOCS_",
-        (),
-    ),
-    "sentencepiece": ("0.2.3", "ACC_DEVICE_NUM ACC_DEVICE_TYPE GOMP_* OMP_* POLARS_* USER", ()),
+    "s3transfer": ("0.19.3", "@confection", ()),
+    "safetensors": ("0.8.0", "@functorch", ()),
+    "scipy": ("1.17.1", "@gymnasium SCIPY_*", ()),
+    "seaborn": ("0.13.2", "@matplotlib PANDAS_*", ()),
+    "sentence_transformers": ("6.2.0", "@sklearn @transformers", ()),
+    "sentencepiece": ("0.2.3", "@simsimd POLARS_* USER", ()),
     "shellingham": ("1.5.4", "", ()),
     "simplejson": ("4.3.0", "", ()),
     "simsimd": ("6.5.16", "ACC_DEVICE_NUM ACC_DEVICE_TYPE GOMP_* OMP_*", ()),
     "six": ("1.17.0", "", ()),
     "skimage": ("0.26.0", "EAGER_IMPORT", ()),
-    "sklearn": (
-        "1.9.1",
-        "ACC_DEVICE_NUM ACC_DEVICE_TYPE GFORTRAN_* GOMP_* GOTO_* HOME JOBLIB_* KMP_* LOKY_* NPY_* NUMPY_* "
-        "OMP_* OPENBLAS_* OPENSSL_* POLARS_* SCIPY_* SKLEARN_* SOURCE_DATE_EPOCH USER",
-        (),
-    ),
-    "soundfile": (
-        "0.14.0",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* SOURCE_DATE_EPOCH USER",
-        (),
-    ),
+    "sklearn": ("1.9.1", "@joblib ACC_DEVICE_NUM ACC_DEVICE_TYPE GOMP_* SCIPY_* SKLEARN_*", ()),
+    "soundfile": ("0.14.0", "@gymnasium", ()),
     "soupsieve": ("4.1.1", "POLARS_* USER", ()),
-    "spacy": (
-        "3.8.18",
-        "ANSI_COLORS_DISABLED BLIS_ARCH_DEBUG BLIS_PACK_A BLIS_PACK_B GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* "
-        "OMP_* OPENBLAS_* OPENSSL_* POLARS_* PYDANTIC_* PYTORCH* RUAMELDEBUG SOURCE_DATE_EPOCH TQDM_* "
-        "TYPER_USE_RICH USER WASABI_LOG_FRIENDLY WASABI_NO_PRETTY",
-        (),
-    ),
-    "sqlalchemy": ("2.1.8", "HOME OPENSSL_* POLARS_* USER", ()),
+    "spacy": ("3.8.18", "@thinc PYDANTIC_* PYTORCH* TQDM_* TYPER_USE_RICH", ()),
+    "sqlalchemy": ("2.1.8", "@confection", ()),
     "sqlparse": ("0.6.1", "", ()),
-    "srsly": (
-        "2.5.6",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* RUAMELDEBUG "
-        "SOURCE_DATE_EPOCH USER",
-        (),
-    ),
+    "srsly": ("2.5.6", "@gymnasium RUAMELDEBUG", ()),
     "starlette": ("1.10.0", "OPENSSL_* POLARS_* USER", ()),
     "statsmodels": (
         "0.15.0",
-        "GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* PANDAS_* "
-        "PATSY_AVOID_OPTIONAL_DEPENDENCIES PATSY_FORCE_NO_WARNINGS POLARS_* SCIPY_* SM_* SOURCE_DATE_EPOCH "
-        "USER WRAPT_DISABLE_EXTENSIONS",
+        "@formulaic PATSY_AVOID_OPTIONAL_DEPENDENCIES PATSY_FORCE_NO_WARNINGS SM_*",
         (),
     ),
     "stringzilla": ("5.3.2", "", ()),
     "sympy": (
         "1.14.0",
-        "MPMATH_* POLARS_* SAGE_ROOT SYMPY_* USER",
+        "@mpmath SYMPY_*",
         (
             "randint 1000000 9000000 sympy.core.symbol Dummy._base_dummy_index",
             "seed sympy.core.random _assumptions_rng",
@@ -811,27 +444,14 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "seed sympy.core.symbol Dummy._prng",
         ),
     ),
-    "tensorboard": (
-        "2.21.0",
-        "ABSL_RELOAD_DETECTOR FSSPEC_* GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* "
-        "POLARS_* PROTOCOL_BUFFERS_* PYTORCH* SOURCE_DATE_EPOCH TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK "
-        "TORCH* USER",
-        (),
-    ),
+    "tensorboard": ("2.21.0", "@onnx ABSL_RELOAD_DETECTOR FSSPEC_* PYTORCH* TORCH*", ()),
     "tensorstore": (
         "0.1.86",
-        "GFORTRAN_* GOTO_* GRPC_* HOME LOCALTIME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* "
-        "SOURCE_DATE_EPOCH TENSORSTORE_GCS_REQUEST_CONCURRENCY TENSORSTORE_HTTP_REQUEST_CONCURRENCY "
-        "TENSORSTORE_S3_REQUEST_CONCURRENCY TZ USER",
+        "@gymnasium GRPC_* LOCALTIME TENSORSTORE_GCS_REQUEST_CONCURRENCY "
+        "TENSORSTORE_HTTP_REQUEST_CONCURRENCY TENSORSTORE_S3_REQUEST_CONCURRENCY TZ",
         (),
     ),
-    "thinc": (
-        "8.3.14",
-        "ANSI_COLORS_DISABLED BLIS_ARCH_DEBUG BLIS_PACK_A BLIS_PACK_B GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* "
-        "OMP_* OPENBLAS_* OPENSSL_* POLARS_* RUAMELDEBUG SOURCE_DATE_EPOCH USER WASABI_LOG_FRIENDLY "
-        "WASABI_NO_PRETTY",
-        (),
-    ),
+    "thinc": ("8.3.14", "@blis ANSI_COLORS_DISABLED RUAMELDEBUG WASABI_LOG_FRIENDLY WASABI_NO_PRETTY", ()),
     "threadpoolctl": ("3.8.0", "KMP_* POLARS_* USER", ()),
     "tiktoken": ("0.14.0", "POLARS_* USER", ()),
     "tlz": ("1.2.0", "", ()),
@@ -839,16 +459,7 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "toolz": ("1.2.0", "", ()),
     "torch": (
         "2.13.0",
-        "ABSL_RELOAD_DETECTOR ACC_DEVICE_NUM ACC_DEVICE_TYPE AOT* CI COMPILE_STROBELIGHT_* "
-        "CUTEDSL_ENABLE_AUTOTUNING CUTLASS_EPILOGUE_FUSION CXX DNNL_* DUMP_AOTI_MINIFIER "
-        "ENABLE_PERSISTENT_TMA_MATMUL ENABLE_TEMPLATE_TMA_STORE ENABLE_TMA_LOAD_FOR_TEMPLATE_EPILOGUE "
-        "FAKE_ALLOW_META FSSPEC_* FX_* GFORTRAN_* GOMP_* GOTO_* HOME INDUCTOR_* INTEL_LIBITTNOTIFY64 "
-        "I_MPI_* KINETO_* LNAME LOGLEVEL LOGNAME LOG_AUTOTUNE_RESULTS LOG_TLPARSE MKLDNN_* MKL_* "
-        "MPI_LOCALNRANKS MPMATH_* NETWORKX_* NPY_* NUMPY_* OMPI_* OMP_* ONEDNN_* OPENBLAS_* OPENSSL_* "
-        "PARTITIONER_MEMORY_BUDGET_PARETO PARTITIONER_MEMORY_BUDGET_PARETO_DIR POLARS_* PROTOCOL_BUFFERS_* "
-        "PT2_COMPILE_ID_PREFIX PYTORCH* SAGE_ROOT SOURCE_DATE_EPOCH SYMPY_* TEMP "
-        "TEMPORARILY_DISABLE_PROTOBUF_VERSION_CHECK TMP TMPDIR TORCH* TQDM_* TRITON_* "
-        "UNSAFE_SKIP_FSDP_MODULE_GUARDS USER USERNAME _NETWORKX_BUILDING_DOCS_",
+        "@functorch @tensorboard LOGLEVEL",
         (
             "seed torch default_generator",
             "uuid torch.distributed._composable.contract REGISTRY_KEY",
@@ -860,22 +471,13 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "traitlets": ("5.16.1", "POLARS_* TRAITLETS_APPLICATION_RAISE_CONFIG_FILE_ERROR USER", ()),
     "transformers": (
         "5.23.0",
-        "ACCELERATE_* ACC_DEVICE_NUM ACC_DEVICE_TYPE AOT* CI CLAUDE_CONFIG_DIR CLICOLOR CLICOLOR_FORCE "
-        "COLUMNS COMPILE_STROBELIGHT_* CUTEDSL_ENABLE_AUTOTUNING CUTLASS_EPILOGUE_FUSION CXX "
-        "DISABLE_TELEMETRY DNNL_* DO_NOT_TRACK DUMP_AOTI_MINIFIER EAGER_IMPORT "
-        "ENABLE_PERSISTENT_TMA_MATMUL ENABLE_TEMPLATE_TMA_STORE ENABLE_TMA_LOAD_FOR_TEMPLATE_EPILOGUE "
-        "FAKE_ALLOW_META FX_* GFORTRAN_* GOMP_* GOTO_* HF_* HOME HUGGINGFACE_* INDUCTOR_* "
-        "INTEL_LIBITTNOTIFY64 I_MPI_* KINETO_* LINES LNAME LOGLEVEL LOGNAME LOG_AUTOTUNE_RESULTS "
-        "LOG_TLPARSE MKLDNN_* MKL_* MPI_LOCALNRANKS MPMATH_* NETWORKX_* NO_COLOR NPU_FA2_SPARSE_MODE NPY_* "
-        "NUMPY_* OAUTH_CLIENT_ID OAUTH_CLIENT_SECRET OAUTH_SCOPES OMPI_* OMP_* ONEDNN_* OPENBLAS_* "
-        "OPENID_PROVIDER_URL OPENSSL_* PARTITIONER_MEMORY_BUDGET_PARETO "
-        "PARTITIONER_MEMORY_BUDGET_PARETO_DIR POLARS_* PSUTIL_DEBUG PSUTIL_TESTING PT2_COMPILE_ID_PREFIX "
-        "PYTORCH* RUST_LOG_STYLE SAGEMAKER_* SAGE_ROOT SCIPY_* SM_* SOURCE_DATE_EPOCH SYMPY_* TEMP TMP "
-        "TMPDIR TOKENIZERS_LOG TORCH* TQDM_* TRANSFORMERS_* TRITON_* UNSAFE_SKIP_FSDP_MODULE_GUARDS USER "
-        "USERNAME USE_HUB_KERNELS USE_TORCH_XLA WANDB_* XDG_CACHE_HOME XLA_* _NETWORKX_BUILDING_DOCS_",
+        "@accelerate @tokenizers CLAUDE_CONFIG_DIR DISABLE_TELEMETRY DO_NOT_TRACK EAGER_IMPORT "
+        "HUGGINGFACE_* LOGLEVEL NPU_FA2_SPARSE_MODE OAUTH_CLIENT_ID OAUTH_CLIENT_SECRET OAUTH_SCOPES "
+        "OPENID_PROVIDER_URL PSUTIL_DEBUG PSUTIL_TESTING SAGEMAKER_* SCIPY_* SM_* TRANSFORMERS_* "
+        "USE_HUB_KERNELS WANDB_* XLA_*",
         ("uuid transformers.utils.hub SESSION_ID",),
     ),
-    "triton": ("3.9.0", "HOME LLVM_OVERRIDE_PRODUCER OPENSSL_* POLARS_* PTXAS_OPTIONS TRITON_* USER", ()),
+    "triton": ("3.9.0", "@confection LLVM_OVERRIDE_PRODUCER PTXAS_OPTIONS TRITON_*", ()),
     "truststore": ("0.10.5", "OPENSSL_*", ()),
     "typer": ("0.29.1", "POLARS_* TYPER_USE_RICH USER", ()),
     "typing_extensions": ("4.16.0", "", ()),
@@ -886,17 +488,11 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "wasabi": ("1.1.3", "ANSI_COLORS_DISABLED POLARS_* USER WASABI_LOG_FRIENDLY WASABI_NO_PRETTY", ()),
     "weasel": (
         "1.0.1",
-        "ANSI_COLORS_DISABLED GFORTRAN_* GOTO_* HOME NPY_* NUMPY_* OMP_* OPENBLAS_* OPENSSL_* POLARS_* "
-        "PYDANTIC_* RUAMELDEBUG SOURCE_DATE_EPOCH TYPER_USE_RICH USER WASABI_LOG_FRIENDLY WASABI_NO_PRETTY",
+        "@srsly ANSI_COLORS_DISABLED PYDANTIC_* TYPER_USE_RICH WASABI_LOG_FRIENDLY WASABI_NO_PRETTY",
         (),
     ),
     "wrapt": ("2.5.2", "OPENSSL_* POLARS_* USER WRAPT_DISABLE_EXTENSIONS", ()),
-    "xgboost": (
-        "3.2.0",
-        "ACC_DEVICE_NUM ACC_DEVICE_TYPE GFORTRAN_* GOMP_* GOTO_* GRPC_* HOME NPY_* NUMPY_* OMP_* "
-        "OPENBLAS_* OPENSSL_* PATH POLARS_* SCIPY_* SOURCE_DATE_EPOCH USER",
-        (),
-    ),
+    "xgboost": ("3.2.0", "@scipy ACC_DEVICE_NUM ACC_DEVICE_TYPE GOMP_* GRPC_* PATH", ()),
     "xxhash": ("4.1.0", "", ()),
     "yaml": ("6.0.3", "", ()),
     "yarl": ("1.25.1", "MULTIDICT_* PROPCACHE_* YARL_*", ()),

@@ -12,7 +12,7 @@ from phalanx.helpers.preload.packages import LEFT_OUT, PACKAGES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 # Not among the imports in advance: the launcher's own, and what has an effect beyond its module.
 _NEVER = frozenset({"__main__", "phalanx", "sitecustomize", "usercustomize", "antigravity", "this"})
@@ -53,12 +53,20 @@ def left_out(name: str, may_be_set: frozenset[str] | None) -> str:
         return LEFT_OUT.get(package, "not on the list of proven packages")
     if package not in PACKAGES:
         return ""
-    reads = PACKAGES[package][1].split()
+    reads = sorted(reads_of(package))
     if may_be_set is None:
         what = "your code sets variables whose names are computed"
         return f"reads {_some(reads)} while it is imported, and {what}" if reads else ""
     found = next((one for one in sorted(may_be_set) if is_read(one, reads)), "")
     return f"reads {found} while it is imported, which your code may set" if found else ""
+
+
+def reads_of(package: str, rows: Mapping[str, tuple[str, str, tuple[str, ...]]] = PACKAGES) -> set[str]:
+    """The variables that its import reads."""
+    found: set[str] = set()
+    for word in rows[package][1].split():
+        found |= reads_of(word[1:], rows) if word.startswith("@") else {word}
+    return found
 
 
 def names_in(lines: Iterable[str]) -> set[str]:
