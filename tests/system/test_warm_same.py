@@ -112,6 +112,34 @@ def test_a_variable_that_only_some_arguments_set_is_seen_by_the_package(name: st
     site.assert_preloaded("plain")
 
 
+@pytest.mark.parametrize(
+    ("before", "package"),
+    [
+        ("warnings.filterwarnings('ignore')\n", "warnings.warn('careful')\n"),
+        ("logging.getLogger('odd').setLevel(50)\n", "logging.getLogger('odd').error('no')\n"),
+        ("sys.stderr = None\n", "if sys.stderr: sys.stderr.write('text')\n"),
+        ("", "warnings.warn('old', DeprecationWarning, stacklevel=2)\n"),
+        ("", "warnings.warn('careful')\n"),
+    ],
+    ids=["ignored warning", "ignored message", "no stream", "warning to the importer", "text"],
+)  # fmt: skip
+def test_the_script_decides_what_is_shown_of_an_import(before: str, package: str, site: Site) -> None:
+    modules = "import logging, sys, warnings\n"
+    site.package("odd", modules + package)
+    site.script.write_text(shows("odd.__name__", modules + before))
+    shown = [site.finished(*words).stderr for words in (("-q", "--warm", "off"), ("-q",), ("-q",))]
+    note = "is not preloaded"
+    shown = ["".join(line for line in text.splitlines(True) if note not in line) for text in shown]
+    assert shown == [shown[0]] * 3
+    site.assert_preloaded("plain")
+
+
+def test_a_package_that_reads_the_arguments_of_the_script(site: Site) -> None:
+    site.package("odd", "import sys\nfound = len(sys.argv)\n")
+    site.script.write_text(shows("odd.found"))
+    assert site.same_at_every_launch("a", "b") == [3]
+
+
 def test_a_package_that_edits_the_search_path(site: Site) -> None:
     for where in ("sys.path.insert(0, '/extra')", "sys.path.append('/extra')"):
         site.package("odd", f"import sys\n{where}\n")

@@ -27,6 +27,8 @@ from phalanx.helpers.preload.variables import constant_set_by, names_set_by, par
         ("subprocess.run('A', env={**os.environ, 'B': '1'})", set()),
         ("for name in ['AA', 'BB']: os.environ[name] = '1'", None),
         ("env = os.environ\nenv['AA'] = '1'", None),
+        ("from os import environ as env\nenv['AA'] = '1'", None),
+        ("set_variable = os.environ.__setitem__\nset_variable('AA', '1')", None),
         ("os.environ.update(values)", None),
         ("load_dotenv()", None),
         ("def broken(:\n    os.environ['A'] = x", set()),  # it does not run either
@@ -52,6 +54,8 @@ def test_a_constant_counts_in_a_module_that_the_script_imports(tmp_path: Path) -
         ("class C:\n    os.environ['A'] = value()", {"A"}),
         ("if fast:\n    os.environ['A'] = '1'\nelse:\n    del os.environ['B']", {"A", "B"}),
         ("f = lambda: os.environ.pop('A')", set()),
+        ("def f(a=os.environ.setdefault('A', b)): pass", {"A"}),
+        ("@register(os.environ.pop('A'))\ndef f(): pass", {"A"}),
     ],
 )
 def test_variables_that_one_statement_sets(text: str, names: set[str]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 from phalanx.helpers.preload.import_effects import as_in_a_script
@@ -32,32 +31,12 @@ reads: list[str] = []
 class noting_reads(as_in_a_script):
     """As in a preload; in addition, the reads are noted."""
 
+    def __init__(self) -> None:
+        super().__init__(reads)
+
     def __enter__(self) -> None:
         super().__enter__()
-        sys.argv, sys.orig_argv = _Arguments([""]), _Arguments(sys.orig_argv)
         sys.modules["__main__"].__class__ = _Main
-
-
-def _reading(method: str) -> Callable[..., Any]:
-    inherited = getattr(list, method)
-
-    def read(self: _Arguments, *args: Any, **kwargs: Any) -> Any:
-        reads.append("reads sys.argv during its import")
-        return inherited(self, *args, **kwargs)
-
-    return read
-
-
-class _Arguments(list[str]):
-    """sys.argv while modules are imported; every use of it is noted."""
-
-
-for _method in (
-    "__getitem__", "__iter__", "__len__", "__contains__", "__eq__", "__ne__", "__add__", "__mul__",
-    "__repr__", "__reversed__", "__setitem__", "__delitem__", "__iadd__", "append", "extend", "insert",
-    "remove", "pop", "clear", "copy", "index", "count", "sort", "reverse",
-):  # fmt: skip
-    setattr(_Arguments, _method, _reading(_method))
 
 
 class _Main(types.ModuleType):
@@ -67,5 +46,5 @@ class _Main(types.ModuleType):
         if name in _OF_THE_SCRIPT:
             reader = sys._getframe(1).f_code.co_filename
             if not reader.startswith("<frozen") and os.path.basename(reader) not in _ONLOOKERS:
-                reads.append(f"reads __main__.{name} during its import")
+                reads.append(f"__main__.{name}")
         return types.ModuleType.__getattribute__(self, name)

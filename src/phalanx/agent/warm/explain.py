@@ -38,7 +38,7 @@ def explain(program: Sequence[str], environ: Mapping[str, str]) -> str:
             if seconds is not None:
                 what += f"; each takes {seconds:.2f} s to import it, unless --preload {package}"
         lines.append(f"  {package:<20} {what}")
-    constant = [entry.line[1:].partition("=")[0] for entry in cache.block if not entry.name]
+    constant = [entry.line[1:].partition("=")[0] for entry in cache.block if entry.line[:1] in ("+", "?")]
     if constant:
         lines.append(f"set by the script to a constant, and by the preload too: {', '.join(constant)}")
     if cache.hidden:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _LIMIT = 1 << 20  # bytes; torch and transformers together need about 100 KB
 _MOST = 100  # lists
-_MARK = "phalanx modules 5"
+_MARK = "phalanx modules 6"
 _MOST_OWN = 1000  # user files that are remembered
 
 

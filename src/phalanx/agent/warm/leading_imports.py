@@ -17,6 +17,7 @@ The result is a list of entries, in the order of execution:
     NAME             import NAME
     NAME:one,two     from NAME import one, two
     +NAME=VALUE      the script sets this variable here; ?NAME=VALUE: only if it is not set
+    #                from here on, the script may have chosen what is shown of warnings and messages
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import os
 
 from phalanx.core.record import Record
 from phalanx.helpers.preload.import_recorder import loads_code
-from phalanx.helpers.preload.variables import constant_set_by, names_set_by, parse, variables_set_in
+from phalanx.helpers.preload.variables import constant_set_by, names_set_by, nodes_of, parse, variables_set_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,15 +34,16 @@ if TYPE_CHECKING:
     from typing import Any
 
 _MOST_OWN = 200  # files of the user that are read; with more, the rest of the block is not followed
-_DEFINITIONS = ("FunctionDef", "AsyncFunctionDef", "ClassDef", "Pass")
-_VALUES = ("Assign", "AnnAssign", "AugAssign", "Expr")
+_IN_LINE = (
+    "FunctionDef", "AsyncFunctionDef", "ClassDef", "Pass", "Assign", "AnnAssign", "AugAssign", "Expr"
+)  # fmt: skip
 # Calls between imports that take no time and show nothing.
 _QUIET_CALLS = frozenset({
     "get", "getenv", "setdefault", "insert", "append", "extend", "update", "pop", "filterwarnings",
     "simplefilter", "getLogger", "get_logger", "captureWarnings", "setLevel", "Path", "resolve", "absolute",
     "join", "dirname", "abspath", "realpath", "basename", "exists", "isdir", "str", "int", "float", "bool",
     "len", "set", "dict", "list", "tuple", "frozenset", "TypeVar", "namedtuple", "lower", "strip", "split",
-    "NewType", "ParamSpec", "partial", "install",
+    "NewType", "ParamSpec", "partial", "install", "dataclass", "field", "lru_cache",
 })  # fmt: skip
 # Methods of sys.path that put a directory in front of the installed packages.
 _HIDING = ("insert", "extend", "clear", "remove", "pop", "reverse", "sort")
@@ -55,8 +57,11 @@ class LeadingImport(Record):
 
     @property
     def name(self) -> str:
-        """The module; empty for a variable."""
-        return "" if self.line[:1] in ("+", "?") else self.line.partition(":")[0]
+        """The module; empty for other entries."""
+        return "" if self.line[:1] in ("+", "?", "#") else self.line.partition(":")[0]
+
+
+_MARK = LeadingImport("#")
 
 
 class LeadingImports:
@@ -91,8 +96,8 @@ class LeadingImports:
     # -- one file ---------------------------------------------------------------------------------
 
     def _tree(self, path: str) -> Any:
-        if len(self.own) >= _MOST_OWN:
-            return None
+        if len(self.own) >= _MOST_OWN or not os.path.isfile(path):
+            return None  # what is in a pipe could not be read again
         self.own.append(path)
         try:
             with open(path, "rb") as file:
@@ -127,7 +132,9 @@ class LeadingImports:
                     return False  # never set in a helper; what follows may depend on it
                 self.entries.append(LeadingImport(f"{word}{name}={value}"))
                 return True
-            self._may_be_set = _either(self._may_be_set, names_set_by(statement))
+            if _MARK not in self.entries and any(map(_may_choose, nodes_of(statement))):
+                self.entries.append(_MARK)
+        self._may_be_set = _either(self._may_be_set, names_set_by(statement))
         return True
 
     def _imports(self, name: str, parts: tuple[str, ...]) -> None:
@@ -213,7 +220,7 @@ def _steps(statement: Any) -> Iterator[Any]:
 
 def _hides_modules(statement: Any) -> bool:
     """Whether it may put a directory in front of the installed packages."""
-    for node in _nodes(statement, ("FunctionDef", "AsyncFunctionDef", "Lambda")):
+    for node in nodes_of(statement):
         kind = type(node).__name__
         if kind == "Call" and getattr(node.func, "attr", "") in _HIDING and _is_path(node.func.value):
             return True
@@ -235,13 +242,13 @@ def _is_path(node: Any) -> bool:
 
 def _is_quiet(statement: Any) -> bool:
     kind = type(statement).__name__
-    if kind in _DEFINITIONS or kind in ("Import", "ImportFrom"):
+    if kind in ("Import", "ImportFrom"):
         return True
-    if kind in _VALUES:
-        return all(_is_quiet_call(node) for node in _nodes(statement))
+    if kind in _IN_LINE:
+        return all(map(_is_quiet_call, nodes_of(statement)))
     if kind == "If":
         inside = [*statement.body, *statement.orelse]
-        return all(map(_is_quiet_call, _nodes(statement.test))) and all(map(_is_quiet, inside))
+        return all(map(_is_quiet_call, nodes_of(statement.test))) and all(map(_is_quiet, inside))
     if kind == "Try":
         handlers = [part for handler in statement.handlers for part in handler.body]
         return all(map(_is_quiet, [*statement.body, *handlers, *statement.orelse, *statement.finalbody]))
@@ -258,15 +265,10 @@ def _is_quiet_call(node: Any) -> bool:
     return name in _QUIET_CALLS
 
 
-def _nodes(node: Any, but: tuple[str, ...] = ("Lambda",)) -> Iterator[Any]:
-    if type(node).__name__ in but:
-        return
-    yield node
-    for field in node._fields:
-        inside = getattr(node, field, None)
-        for part in inside if isinstance(inside, list) else [inside]:
-            if hasattr(part, "_fields"):
-                yield from _nodes(part, but)
+def _may_choose(node: Any) -> bool:
+    """Whether it may filter or redirect what an import shows: a call, or a value for an attribute."""
+    kind, stores = type(node).__name__, type(getattr(node, "ctx", None)).__name__ != "Load"
+    return kind == "Call" or (kind in ("Attribute", "Subscript") and stores)
 
 
 def leading_imports(

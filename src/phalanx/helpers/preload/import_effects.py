@@ -249,8 +249,12 @@ def _signal_name(number: int) -> str:
 class as_in_a_script:
     """While it is entered, imports find signal handlers and arguments as in a script that was not given any.
 
-    The signals that the helpers ignore are held back meanwhile, and discarded in the end.
+    The signals that the helpers ignore are held back meanwhile, and discarded in the end. A use of sys.argv
+    is noted.
     """
+
+    def __init__(self, reads: list[str]) -> None:
+        self._reads = reads
 
     def __enter__(self) -> None:
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
@@ -259,7 +263,7 @@ class as_in_a_script:
             if number not in (signal.SIGKILL, signal.SIGSTOP):
                 signal.signal(number, _fresh_handler(number))
         self._argv = sys.argv, sys.orig_argv
-        sys.argv, sys.orig_argv = [""], [*sys.orig_argv]
+        sys.argv, sys.orig_argv = (_Arguments(words, self._reads) for words in ([""], sys.orig_argv))
 
     def __exit__(self, *error: object) -> None:
         sys.argv, sys.orig_argv = self._argv
@@ -269,6 +273,36 @@ class as_in_a_script:
             if handler is not None and number not in (signal.SIGKILL, signal.SIGSTOP):
                 signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+
+class _Arguments(list[str]):
+    """sys.argv while modules are imported; every use of it is noted."""
+
+    def __init__(self, words: list[str], reads: list[str]) -> None:
+        super().__init__(words)
+        self._reads = reads
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            list.__getattribute__(self, "_reads").append("sys.argv")
+        return list.__getattribute__(self, name)
+
+
+def _noting(method: str) -> Callable[..., Any]:
+    inherited = getattr(list, method)
+
+    def use(self: _Arguments, *args: Any) -> Any:
+        self._reads.append("sys.argv")
+        return inherited(self, *args)
+
+    return use
+
+
+for _method in (
+    "__getitem__", "__iter__", "__len__", "__contains__", "__eq__", "__ne__", "__add__", "__mul__",
+    "__repr__", "__reversed__", "__setitem__", "__delitem__", "__iadd__",
+):  # fmt: skip
+    setattr(_Arguments, _method, _noting(_method))
 
 
 def _fresh_handler(number: int) -> Any:

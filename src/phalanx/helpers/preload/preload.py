@@ -6,7 +6,8 @@ fork, from an import of the worker's own. While it happens,
 * nothing else is imported: a package that is not on the list, one that this script must not find here, or a
   module that is not an installed one;
 * what suits no fork is looked for after each package (guards.py);
-* a read of a variable that differs between workers (RANK), or that the user's code may set, is noticed.
+* a read of a variable that differs between workers (RANK), or that the user's code may set, is noticed, and
+  so is a read of sys.argv, and text that the script itself might have filtered.
 
 At the first of these the zygote gives up: the keeper forks one that imports nothing, and the package is left
 to the workers from then on.
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 
 SPOILED = 77  # the exit status of a process that must not become the zygote
 
+# A module may warn the one that imports it: such a warning must not be taken for the script's.
+_IMPORTER = "<preload>"
+_IMPORT = compile("__import__(name, fromlist=parts)", _IMPORTER, "exec")
+
 _REPORT_AFTER = 0.5  # seconds: the keeper need not wake up for every module
 
 # The variables that differ between workers (agent/workers/environment.py).
@@ -75,6 +80,7 @@ def preload(lines: Iterable[str], log: PreloadLog, report: Callable[[str], None]
     &NAME       one that a worker imported later on: left out if it reads what the user's code may set,
     =PATH       a file of that code, the script first
     ~NAME       a variable that the code may set before the entries
+    #           what is printed from here on may be filtered by the script
     !PACKAGE    must not be imported here
     """
     import gc
@@ -105,6 +111,7 @@ class Preload:
         self._asked: list[str] = []  # variables that were read and must not be
         self._package = ""  # that is being imported
         self._is_users_choice = False
+        self._is_filtered = False  # what is printed
         self._console = _Console()
         self._fds = _descriptors()
         self._guards: list[Guard] = []
@@ -112,11 +119,13 @@ class Preload:
 
     def run(self) -> None:
         """Import all of it."""
-        with as_in_a_script():
+        with as_in_a_script(self._asked):
             self._guards = guards(self._homes)  # with the settings of a script
             sys.meta_path.insert(0, self)
             for line in self._entries:
-                if line[:1] in ("+", "?"):
+                if line == "#":
+                    self._is_filtered = True
+                elif line[:1] in ("+", "?"):
                     if loads_code(line[1:].partition("=")[0]):
                         break  # leading_imports.py never names one; what follows may depend on it
                     _set_for_script(line[0], line[1:], self._own)
@@ -146,8 +155,10 @@ class Preload:
             self._look()
         self._package, self._is_users_choice = package, users
         self._log.write(f"import {line}")
-        with self._console:
+        with self._console as printed:
             error = self._import(name, tuple(parts.split(",")) if parts else ())
+        if b"".join(printed) and (self._is_filtered or _IMPORTER.encode() in printed[1]):
+            self._refuse(package, "prints while it is imported, which the script may filter")
         if error is not None and not isinstance(error, ImportError):  # optional ones are recorded, too
             self._refuse(package, f"raises {type(error).__name__}")
         if self._asked:
@@ -204,7 +215,7 @@ class Preload:
         os.environb._data = during  # type: ignore[attr-defined]  # the two share it
         raised: BaseException | None = None
         try:
-            __import__(name, fromlist=parts)
+            exec(_IMPORT, {"__name__": "__main__", "name": name, "parts": parts})
         except BaseException as error:  # noqa: BLE001 - SystemExit too: a module may do anything
             raised = error
         finally:
@@ -225,11 +236,9 @@ def _choose(entries: list[str], lines: list[str]) -> list[str]:
     if not any(line.startswith("&") for line in entries):
         return entries
     may_be_set = variables_set_in(own, own[0] if own else "")
-    return [
-        line.removeprefix("&")
-        for line in entries
-        if not line.startswith("&") or not left_out(line[1:], may_be_set)
-    ]
+    first = [line for line in entries if not line.startswith("&")]
+    later = [line[1:] for line in entries if line.startswith("&") and not left_out(line[1:], may_be_set)]
+    return [*first, "#", *later]
 
 
 class _Watched(dict[bytes, bytes]):
@@ -288,15 +297,23 @@ class _Console:
         from phalanx.kernel import anonymous_file
 
         self._kept = [anonymous_file("phalanx-printed") for _ in (1, 2)]
+        self._ends = [0, 0]
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> list[bytes]:
+        """What is printed on stdout and stderr, once it is left."""
         self._flush()
+        self._now: list[bytes] = []
         self._before = [_copy(fd) for fd in (1, 2)]
         for fd, kept in zip((1, 2), self._kept, strict=True):
             os.dup2(kept, fd)
+        return self._now
 
     def __exit__(self, *error: object) -> None:
         self._flush()
+        for number, kept in enumerate(self._kept):
+            end = os.fstat(kept).st_size
+            self._now.append(os.pread(kept, end - self._ends[number], self._ends[number]))
+            self._ends[number] = end
         for fd, before in zip((1, 2), self._before, strict=True):
             if before is None:
                 os.close(fd)

@@ -53,7 +53,7 @@ def left_out(name: str, may_be_set: frozenset[str] | None) -> str:
         return LEFT_OUT.get(package, "not on the list of proven packages")
     if package not in PACKAGES:
         return ""
-    reads = sorted(reads_of(package))
+    reads = sorted(reads_of(package, PACKAGES))
     if may_be_set is None:
         what = "your code sets variables whose names are computed"
         return f"reads {_some(reads)} while it is imported, and {what}" if reads else ""
@@ -72,7 +72,9 @@ def reads_of(package: str, rows: Mapping[str, tuple[str, str, tuple[str, ...]]] 
 def names_in(lines: Iterable[str]) -> set[str]:
     """The modules in lines of a preload (preload.py)."""
     return {
-        line.lstrip("*&").partition(":")[0] for line in lines if line[:1] not in ("!", "~", "=", "+", "?")
+        line.lstrip("*&").partition(":")[0]
+        for line in lines
+        if line[:1] not in ("!", "~", "=", "+", "?", "#")
     }
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST, without the module
 _SETTERS = ("setdefault", "update", "pop", "popitem", "clear", "__setitem__", "__delitem__")
+_OF_OS = ("environ", "environb", "putenv", "unsetenv")
 _LIMIT = 1 << 20  # bytes of a file
-_FUNCTIONS = ("FunctionDef", "AsyncFunctionDef", "Lambda")
 
 
 def parse(text: bytes | str, path: str = "program") -> Any:
@@ -51,8 +51,8 @@ def variables_set_in(files: Iterable[str], script: str = "") -> frozenset[str] |
             if len(text) > _LIMIT:
                 return None
             continue
-        constant = [node for node in tree.body if path == script and constant_set_by(node) is not None]
-        names = _set_in(node for node in _nodes(tree, constant))
+        body = [node for node in tree.body if path != script or constant_set_by(node) is None]
+        names = _set_in(node for statement in body for node in nodes_of(statement, called=True))
         if names is None:
             return None
         found |= names
@@ -61,7 +61,7 @@ def variables_set_in(files: Iterable[str], script: str = "") -> frozenset[str] |
 
 def names_set_by(statement: Any) -> frozenset[str] | None:
     """The variables that this statement may set when it is executed; functions in it are not called."""
-    return _set_in(_nodes(statement, [], _FUNCTIONS))
+    return _set_in(nodes_of(statement))
 
 
 def constant_set_by(statement: Any) -> tuple[str, str, str] | None:
@@ -89,19 +89,21 @@ def _set_in(nodes: Iterable[Any]) -> frozenset[str] | None:
     return None if found is None else frozenset(found)
 
 
-def _nodes(tree: Any, left_out: list[Any], but: tuple[str, ...] = ()) -> Iterator[Any]:
+def nodes_of(tree: Any, called: bool = False) -> Iterator[Any]:
+    """The nodes of a statement that are executed with it; `called`: those of its functions, too."""
     pending = [tree]
     while pending:
         node = pending.pop()
-        if type(node).__name__ in but:
-            continue
         yield node
+        is_function = type(node).__name__ in ("FunctionDef", "AsyncFunctionDef", "Lambda")
         for field in node._fields:
+            if is_function and field == "body" and not called:
+                continue  # but decorators and defaults
             value = getattr(node, field, None)
             pending += [
                 child
                 for child in (value if isinstance(value, list) else [value])
-                if hasattr(child, "_fields") and not any(child is one for one in left_out)
+                if hasattr(child, "_fields")
             ]
 
 
@@ -116,20 +118,27 @@ def _set_by_node(node: Any) -> set[str] | None:
                 found = _and(found, _texts_of([target.slice]))
             elif _is_environ(target):  # os.environ |= ...
                 found = _and(found, _texts_of([node.value]))
-        if kind == "Assign" and _is_environ(node.value):
+        if kind == "Assign" and (_is_environ(node.value) or _is_setter(node.value)):
             return None  # under another name, anything may be done with it
         return found
+    if kind == "ImportFrom":
+        renamed = any(alias.asname and alias.name in _OF_OS for alias in node.names)
+        return None if renamed and node.module == "os" else set()
     if kind != "Call":
         return set()
     function = node.func
     name = getattr(function, "attr", getattr(function, "id", ""))
     words = _texts_of([argument.value for argument in node.keywords if argument.arg is None])
-    if name in _SETTERS and _is_environ(getattr(function, "value", None)):
+    if _is_setter(function):
         words = _and(words, {argument.arg for argument in node.keywords if argument.arg is not None})
         return _and(words, _texts_of(node.args if name == "update" else node.args[:1]))
     if name in ("putenv", "unsetenv", "setenv"):
         return _texts_of(node.args[:1])
     return None if "dotenv" in name else set()
+
+
+def _is_setter(node: Any) -> bool:
+    return getattr(node, "attr", "") in _SETTERS and _is_environ(node.value)
 
 
 def _is_environ(node: Any) -> bool:
