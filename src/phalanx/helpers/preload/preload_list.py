@@ -71,11 +71,7 @@ def reads_of(package: str, rows: Mapping[str, tuple[str, str, tuple[str, ...]]] 
 
 def names_in(lines: Iterable[str]) -> set[str]:
     """The modules in lines of a preload (preload.py)."""
-    return {
-        line.lstrip("*&").partition(":")[0]
-        for line in lines
-        if line[:1] not in ("!", "~", "=", "+", "?", "#")
-    }
+    return {line.lstrip("*&").partition(":")[0] for line in lines if line[:1] not in "!-~=+?#"}
 
 
 def is_read(variable: str, reads: Iterable[str]) -> bool:
