@@ -23,6 +23,7 @@ Checked all the time (`Broken` is raised at the first violation):
   tell that from the end of the agent and shortens the lease, the agent does not learn of it, and its helpers
   only know the time until which the lease was proved.
 - a quarantined host is in a round only if its leader saw too few others, and then with no more than needed;
+- the group of every node can take each event that its participant reports, in that order: none is illegal;
 - the jobs that use one id follow each other: a later round is never of an earlier job, and no node runs
   workers of two of them.
 """
@@ -37,8 +38,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.core.group import events as group_events
 from phalanx.core.group.events import PeerFailed, RoundFailed, RoundOver
+from phalanx.core.group.group import GroupPolicy, GroupState, IllegalMove, Phase, step
 from phalanx.core.group.ranks import NodeSlots, assign_to
+from phalanx.core.group.restarts import RestartPolicy
 from phalanx.core.rounds.causes import HOSTS
 from phalanx.core.rounds.leader_view import Options
 from phalanx.core.rounds.node_failure import NodeFailure
@@ -73,9 +77,12 @@ from phalanx.core.rounds.records import (
     decode_round,
 )
 from phalanx.core.rounds.store_commands import Command, Delete, Notice, Put, Reply, Txn, Watch
+from phalanx.core.rounds.verdicts import job_over
 from phalanx.store.embedded.answer_time import AnswerTime
 from phalanx.store.embedded.client_session import Request, Session
 from phalanx.store.model import Model
+
+POLICY = GroupPolicy(RestartPolicy(max_restarts=1_000_000))
 
 
 class Broken(AssertionError):
@@ -125,6 +132,7 @@ class Agent:
         self.timer = 0
         self.at_once = 0  # how often in a row it asked to be woken without any time passing
         self.run_number = 0
+        self.group = GroupState()
         self.job = 0  # whose workers it has run
 
     @property
@@ -206,6 +214,7 @@ class Simulation:
         agent = Agent(name, node_id or name, self.options, self.running, **info)
         self.agents[agent.id] = agent
         self.say(agent.id, "process starts")
+        self._follow(agent, group_events.Start())
         self._act(agent, agent.participant.start(self.now))
         self._connect(agent)
         return agent
@@ -216,6 +225,13 @@ class Simulation:
         agent.alive, agent.workers = False, None
         if not host:
             self._close_from_client(agent)
+
+    def _follow(self, agent: Agent, event: group_events.Event) -> None:
+        """The group of this node takes an event; what it commands is played elsewhere here."""
+        try:
+            agent.group = step(agent.group, event, self.now, POLICY).state
+        except IllegalMove as error:
+            raise Broken(f"{agent.id}: {error}") from error
 
     def sleep(self, agent: Agent, seconds: float) -> None:
         """SIGSTOP now, SIGCONT later: the workers run on meanwhile, until the helpers find the lease over."""
@@ -254,6 +270,9 @@ class Simulation:
         if number is None:
             return
         self.say(agent.id, f"workers {'succeeded' if ok else 'failed: ' + detail}")
+        if agent.group.phase is Phase.RUNNING:
+            ended = group_events.AllSucceeded() if ok else group_events.WorkerFailed(detail)
+            self._follow(agent, ended)
         if ok:
             agent.workers = None
             self._tell(agent, WorkersSucceeded(number))
@@ -265,6 +284,8 @@ class Simulation:
         def stopped() -> None:
             if agent.alive and agent.run_number == run:
                 agent.workers = None
+                if agent.group.phase in (Phase.REFORMING, Phase.CLEARING, Phase.ENDING):
+                    self._follow(agent, group_events.Stopped())
                 self._tell(agent, WorkersStopped(number))
 
         self.at(self.now + seconds, stopped)
@@ -342,6 +363,7 @@ class Simulation:
                 case StartRound():
                     self._start(agent, action)
                 case RoundOver() | PeerFailed() | RoundFailed():
+                    self._follow(agent, action)
                     self._stop(agent, action)
                 case Remark(text):
                     self.say(agent.id, f"tells: {text}")
@@ -349,6 +371,7 @@ class Simulation:
                 case End(outcome, reason):
                     self.say(agent.id, f"ends: {outcome} ({reason})")
                     agent.ended, self.ended = action, self.ended + 1
+                    self._follow(agent, job_over(action, reason))
                     if agent.workers is not None:
                         self.at(self.now + self.stop_time(), lambda: self._gone_after_end(agent))
                     # What is still to be said is said before the connection closes.
@@ -419,6 +442,15 @@ class Simulation:
         if agent.workers is not None:
             raise Broken(f"{agent.id} starts round {number} over round {agent.workers}")
         agent.workers, agent.run_number, agent.unaware = number, agent.run_number + 1, False
+        members_names, restarts = start.round.all_names(), start.round.restarts
+        ready = group_events.GroupRound(number, members_names, place.rank, attempt=restarts, counted=True)
+        self._follow(agent, group_events.RoundReady(ready))
+        if agent.group.phase is Phase.WAITING:
+            agent.group = step(agent.group, group_events.Tick(), agent.group.not_before, POLICY).state
+        if agent.group.phase is Phase.STARTING:
+            self._follow(agent, group_events.Started())
+        if agent.group.phase not in (Phase.RUNNING, Phase.DONE):
+            raise Broken(f"{agent.id} starts workers in phase {agent.group.phase} of its group")
         self._check_one_round(agent)
         self.on_start(agent, start)
 

@@ -188,7 +188,7 @@ class Participant:
         return f"{event} in phase {self.phase.value} {what}; before it:\n  {past}"
 
     def wake_at(self) -> float | None:
-        """When to send a events.ClockTick if nothing else happens."""
+        """When to send a ClockTick if nothing else happens."""
         if self.phase in (ENDING, ENDED):
             return self.lease.ends if self.phase is ENDING and self.lease.number else None
         times = [self.reach.heard + self.options.store_grace]
