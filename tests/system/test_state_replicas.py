@@ -261,7 +261,7 @@ def test_strangers_learn_and_change_nothing(tmp_path: Path, tls: bool) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--keep-replicas", "2"], "write 0 or 1"),
+        (["--keep-replicas", "2"], "must be between 0 and 1"),
         (["--keep-replicas", "x"], "number"),
     ],
 )

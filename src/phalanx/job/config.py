@@ -337,16 +337,14 @@ def check_worker_spec(
         "nproc_per_node": local_world_size,
         "max_restarts": max_restarts,
         "monitor_interval": monitor_interval,
-        "master_port": master_port,
+        **({} if master_port is None else {"master_port": master_port}),
     }
-    v = Fields(
-        {dest: value for dest, value in values.items() if value is not None},
-        {},
-        {"nproc_per_node": "local_world_size"},
-    )
+    v = Fields(values, {}, {"nproc_per_node": "local_world_size"})
     if not hasattr(local_world_size, "__index__") or local_world_size < 1:
         raise v.bad("nproc_per_node", "must be 1 or more")
-    for dest in ("max_restarts", "monitor_interval", "master_port"):
+    for dest in values:
+        if values[dest] is None:  # elsewhere, that is the default
+            raise v.bad(dest, "not a number")
         v.value(dest)
 
 
