@@ -147,15 +147,7 @@ def make_helpers(job: JobSpec) -> HelperPool | None:
 
     entrypoint, workers = job.program.entrypoint, job.workers
     if isinstance(entrypoint, str):
-        return helper_pool_for(
-            entrypoint,
-            tuple(map(str, job.program.args)),
-            workers.warm,
-            workers.preload,
-            workers.warmup,
-            workers.local_world_size,
-            workers.warm_for,
-        )
+        return helper_pool_for(entrypoint, tuple(map(str, job.program.args)), workers)
     return helper_pool_for_function(entrypoint, workers.start_method, workers.warm)
 
 

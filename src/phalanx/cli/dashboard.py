@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from phalanx.cli.parser import Parser
-from phalanx.cli.runs import add_all_users, fitting, local_agents
+from phalanx.cli.runs import add_run, fitting, local_agents
 from phalanx.log import printable
 from phalanx.observe.local_agents import FIND, put_all
 
@@ -20,8 +20,7 @@ def make_parser() -> Parser:
         "dashboard",
         "Print the link to the page of a job on this machine that was started with --dashboard.",
     )
-    parser.add_argument("run", nargs="?", default="", help="a run id, or its beginning, or a script's name")
-    add_all_users(parser)
+    add_run(parser, "all")
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any, NoReturn
@@ -30,8 +31,9 @@ class Parser(argparse.ArgumentParser):
     """argparse, with errors of one line."""
 
     def __init__(self, command: str, description: str, epilog: str = "") -> None:
+        about = "\n".join(textwrap.fill(line, 79) for line in description.splitlines())
         super().__init__(
-            prog=f"phalanx {command}", description=description, epilog=epilog, formatter_class=_Formatter
+            prog=f"phalanx {command}", description=about, epilog=epilog, formatter_class=_Formatter
         )
 
     def error(self, message: str) -> NoReturn:

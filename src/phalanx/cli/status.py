@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from phalanx.cli.parser import Parser
 from phalanx.cli.remote_job import add_endpoint, remote_job
-from phalanx.cli.runs import NoSuchRun, add_all_users, fitting, local_agents, one_run
+from phalanx.cli.runs import NoSuchRun, add_run, fitting, local_agents, one_run
 from phalanx.errors import UsageError
 from phalanx.log import printable
 from phalanx.observe.duration import duration
@@ -31,10 +31,9 @@ def make_parser() -> Parser:
         "The state of this user's jobs on this machine: workers, steps, stragglers, incidents, "
         "goodput. With RUN, of all nodes of that job.",
     )
-    parser.add_argument("run", nargs="?", default="", help="a run id, or its beginning, or a script's name")
+    add_run(parser, "all")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--watch", action="store_true", help="a live view of one job; q ends it")
-    add_all_users(parser)
     add_endpoint(parser)
     return parser
 

@@ -40,7 +40,7 @@ class Option:
 
     __slots__ = (
         "choices", "common", "default", "dest", "env", "flags", "group", "help", "kind", "least", "metavar",
-        "most", "words",
+        "most", "name", "words",
     )  # fmt: skip
 
     def __init__(
@@ -57,13 +57,10 @@ class Option:
         words: Mapping[str, Any],
         common: bool,
     ) -> None:
-        spelled: list[str] = []
-        for flag in flags.split():
-            spelled.append(flag)
-            if "-" in flag[2:]:
-                spelled.append("--" + flag[2:].replace("-", "_"))
-        self.flags = tuple(spelled)
+        *short, self.name = flags.split()  # in messages and help: long, with dashes
         self.dest = self.name[2:].replace("-", "_")
+        underscored = "--" + self.dest
+        self.flags = (*short, self.name, *([underscored] if underscored != self.name else ()))
         self.kind = kind  # of value: a name in units.READERS
         self.default = default  # as torch's parser has it; else as the job has it
         self.help = help
@@ -93,11 +90,6 @@ class Option:
         """Whether torchrun has it as well."""
         return (self.env or "").startswith("PET_") or self.dest in ("help", "logs_specs", "numa_binding")
 
-    @property
-    def name(self) -> str:
-        """The spelling used in messages and help: long, with dashes."""
-        return next(flag for flag in self.flags if flag.startswith("--"))
-
 
 def option(
     flags: str,
@@ -119,7 +111,8 @@ def option(
 
 def torchrun(flags: str, kind: str, default: Any, help: str, **more: Any) -> Any:
     """A row that torchrun has as well, with its variable."""
-    return option(flags, kind, default, help, **{"env": "PET_", **more})
+    more.setdefault("env", "PET_")
+    return option(flags, kind, default, help, **more)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 _SECONDS: Mapping[str, float] = {"d": DAY, "h": HOUR, "m": MINUTE, "s": 1.0}
 _BYTES: Mapping[str, int] = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_MOST_RANKS = 1 << 20
+_MOST_RANKS = 1 << 17
 _NOT_A_DURATION = "not a duration; write 30, 30s, 10m, 1h30m or 1d"
 
 

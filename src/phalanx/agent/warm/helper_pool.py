@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from phalanx.agent.workers.worker_group import PContext
     from phalanx.core.group.group import Phase
     from phalanx.helpers.messages import StandbyRank
+    from phalanx.job.options import Workers
 
 # Seconds after a start at which it is looked at what a worker has imported: often while its first step may
 # come, which most libraries load a part of themselves for.
@@ -461,19 +462,11 @@ def helper_pool_for_function(
     return HelperPool(" ".join(["python", *flags]), mode, learned)
 
 
-def helper_pool_for(
-    program: str,
-    args: tuple[str, ...],
-    mode: str,
-    preload: tuple[str, ...] = (),
-    warm_up: str = "",
-    nproc: int = 1,
-    keep_warm: float = 0.0,
-) -> HelperPool:
+def helper_pool_for(program: str, args: tuple[str, ...], workers: Workers) -> HelperPool:
     """For programs: forks of one Python where that is possible and wanted, else a fresh start for each."""
     from phalanx.job.program import python_flags, split_python
 
-    flags = None if mode == "off" else python_flags(program, [args], {})
+    flags = None if workers.warm == "off" else python_flags(program, [args], {})
     if flags is None:
         return HelperPool("exec", "off")
     from phalanx.agent.warm.import_cache import ImportCache
@@ -481,10 +474,11 @@ def helper_pool_for(
     split = split_python(args)
     assert split is not None
     learned = ImportCache([split[1], split[2], *flags], os.environ)
-    spare = len(os.sched_getaffinity(0)) - nproc
+    spare = len(os.sched_getaffinity(0)) - workers.local_world_size
     keep = None
-    if keep_warm:
+    if workers.warm_for:
         from phalanx.agent.warm.keep_warm import KeepWarm
 
-        keep = KeepWarm(keep_warm, learned, list(preload), os.environ)
-    return HelperPool(" ".join(["python", *flags]), mode, learned, preload, warm_up, spare, keep)
+        keep = KeepWarm(workers.warm_for, learned, list(workers.preload), os.environ)
+    name = " ".join(["python", *flags])
+    return HelperPool(name, workers.warm, learned, workers.preload, workers.warmup, spare, keep)

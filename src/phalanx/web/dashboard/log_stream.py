@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from phalanx.job.units import ranks
 from phalanx.web.dashboard.agent_link import AgentGone
 from phalanx.web.dashboard.job_feed import AgentSource, Viewer
 
@@ -26,25 +27,19 @@ _SILENCE = 15.0
 
 
 def parse_ranks(text: str, world: int) -> list[int]:
-    """`0,3-7`; empty: the first ones. ValueError for anything else."""
-    found: set[int] = set()
+    """The ranks of a filter, `0,3-7`; empty: the first ones. ValueError for anything else."""
     if len(text) > 1000:
         raise ValueError("too long")
-    for part in filter(None, (one.strip() for one in text.split(","))):
-        first, dash, last = part.partition("-")
-        if not (first.isascii() and first.isdigit() and (not dash or (last.isascii() and last.isdigit()))):
-            raise ValueError(f"{part[:40]!r}: write ranks as in 0,3-7")
-        begin, end = int(first), int(last) if dash else int(first)
-        found.update(range(begin, min(end, begin + RANKS) + 1))
-    return sorted(found)[:RANKS] if found else list(range(min(world, RANKS)))
+    found = ranks(text)
+    return list(range(min(world, RANKS))) if found is None else sorted(found)[:RANKS]
 
 
-async def follow(source: AgentSource, ranks: list[int], viewer: Viewer) -> AsyncIterator[bytes]:
+async def follow(source: AgentSource, wanted: list[int], viewer: Viewer) -> AsyncIterator[bytes]:
     """Events with new lines, as they are sent."""
     places: dict[str, list[Any]] = {}
     pause, silence = 0.0, 0.0
     while not viewer.over:
-        request = {"ask": "read_logs", "ranks": ranks, "places": places, "all": True}
+        request = {"ask": "read_logs", "ranks": wanted, "places": places, "all": True}
         before = source.time_used()
         try:
             answer = json.loads(await source.ask(request))
