@@ -17,7 +17,9 @@ import pytest
 from phalanx import __version__, cli
 from phalanx.cli import completion, env, main
 from phalanx.cli import help as help_module
+from phalanx.cli.runs import NoSuchRun
 from phalanx.core.exit_codes import TABLE
+from phalanx.errors import StoreConnectionError, StoreTimeoutError
 from phalanx.job.config import parse
 from phalanx.job.options import OPTIONS
 
@@ -334,3 +336,17 @@ def test_python_m_phalanx() -> None:
         [sys.executable, "-m", "phalanx", "--version"], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == f"phalanx {__version__}\n"
+
+
+@pytest.mark.parametrize("kind", [NoSuchRun, StoreTimeoutError, StoreConnectionError])
+def test_the_failure_of_a_command_is_one_line_and_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[Exception]
+) -> None:
+    """Also where the exception is an OSError as well."""
+
+    def fail(argv: list[str]) -> int:
+        raise kind("gone")
+
+    monkeypatch.setattr("phalanx.cli.status.main", fail)
+    assert main(["status"]) == 1
+    assert capsys.readouterr().err == "phalanx status: gone\n"

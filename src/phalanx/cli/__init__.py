@@ -94,20 +94,20 @@ def invoke(command: str, argv: Sequence[str]) -> int:
             raise  # the pipe may be another one than stdout
         _abandon_stdout()
         return 141  # 128 + SIGPIPE, as a shell shows it
-    except OSError as error:
-        if command == "run" or error.filename is not None or error.errno not in _UNWRITABLE:
-            raise
-        _abandon_stdout()
-        write_stderr(f"phalanx {command}: cannot write to stdout: {error.strerror}\n")
-        return 1
     except Exception as error:
         from phalanx.errors import PhalanxError, UsageError
 
         if isinstance(error, UsageError):
             return complain(command, str(error))
-        if command == "run" or not isinstance(error, PhalanxError):
+        if command == "run":
             raise
-        write_stderr(f"phalanx {command}: {error}\n")
+        line = str(error)
+        if not isinstance(error, PhalanxError):  # first: some of these are OSErrors as well
+            if not isinstance(error, OSError) or error.filename is not None or error.errno not in _UNWRITABLE:
+                raise
+            _abandon_stdout()
+            line = f"cannot write to stdout: {error.strerror}"
+        write_stderr(f"phalanx {command}: {line}\n")
         return 1
 
 
