@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -18,6 +19,15 @@ from tests.support.hang_scenarios import Plan, expected, program
 from tests.support.netns import Job
 from tests.support.run_helpers import Ended, Running, plain_environment
 from tests.support.trials import TRIALS
+
+
+def torch_is(*version: int) -> bool:
+    """Whether the installed torch is this version or a later one."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    found = importlib.metadata.version("torch").split(".")
+    return tuple(map(int, found[:2])) >= version
+
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 
@@ -91,6 +101,58 @@ def test_which_rank_and_which_collective(tmp_path: Path) -> None:
     done = subprocess.run(tool, capture_output=True, text=True, timeout=3 * HUNG, check=True)
     assert "missing ranks: {0}" in done.stdout + done.stderr, done
     assert "group info: 1:tp" in done.stdout + done.stderr, done
+
+
+UNRECORDED = """
+import datetime, os, sys, threading
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import Backend, _create_work_from_future
+
+class ByStore(Backend):
+    # torch attaches its recorder to it, and does not learn what completes.
+    def __init__(self, store, rank, size):
+        super().__init__(rank, size)
+        self.store, self.own, self.calls = store, rank, 0
+
+    def getBackendName(self):
+        return "nccl2"
+
+    def allreduce(self, tensors, options):
+        self.calls += 1
+        self.store.set(f"{self.calls}/{self.own}", "here")
+        ranks = [f"{self.calls}/{rank}" for rank in range(self.size())]
+        self.store.wait(ranks, datetime.timedelta(hours=1))
+        done = torch.futures.Future()
+        done.set_result(tensors)
+        return _create_work_from_future(done)
+
+def make(store, rank, size, timeout): return ByStore(store, rank, size)
+dist.Backend.register_backend("bystore", make, devices=["cpu"])
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1": sys.exit()
+dist.init_process_group("cpu:bystore")
+from phalanx import worker
+for step in range(3):
+    dist.all_reduce(torch.ones(4))
+    worker.heartbeat(step)
+def lost(): threading.Event().wait()
+if dist.get_rank() == 1: lost()
+dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.skipif(not torch_is(2, 15), reason="backends in Python, which torch's recorder is attached to")
+def test_a_backend_whose_recorder_has_another_name_and_no_completion(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(UNRECORDED)
+    words = ["--nproc-per-node", "3", "--log-dir", str(tmp_path / "logs"), "--heartbeat-timeout", "1"]
+    with Running([*words, "--max-restarts", "1", "--backoff", "0", "--grace", "0.2", str(path)]) as running:
+        end = running.end()
+    assert end.code == 0, end
+    (line,) = verdicts(end)
+    assert "rank 1 never entered all_reduce #4 of the default group (last was all_reduce #3)" in line, end
+    (report,) = tmp_path.glob("logs/*/attempt_0/hang.txt")
+    text = "nccl2: the last is all_reduce #4 of the default group on ranks 0, 2; whether it completed is not"
+    assert text in report.read_text()
 
 
 def every_kind(size: int) -> Plan:

@@ -29,7 +29,7 @@ from phalanx.agent.supervision.collective_traces import (
     spread,
 )
 from phalanx.agent.supervision.trace_sockets import TraceSockets
-from phalanx.core.diagnosis.collectives import RankTrace, explain
+from phalanx.core.diagnosis.collectives import RankTrace, explain, is_waiting, notes
 from phalanx.worker.torch_collectives import GROUPS_SUFFIX, GroupMembers, TorchFinder, runs
 from tests.support.hang_scenarios import expected
 
@@ -172,7 +172,7 @@ def test_saved_for_torchs_tools(tmp_path: Path) -> None:
 
 
 @contextmanager
-def server(path: Path, answer: bytes, hold: bool = False) -> Iterator[str]:
+def server(path: Path, answer: bytes | Callable[[bytes], bytes], hold: bool = False) -> Iterator[str]:
     """A server that answers every request with these bytes, and with `hold` does not end the answer."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
@@ -184,9 +184,9 @@ def server(path: Path, answer: bytes, hold: bool = False) -> Iterator[str]:
                     connection, _ = listening.accept()
                 except OSError:
                     return
-                connection.recv(4096)
+                request = connection.recv(4096)
                 try:
-                    connection.sendall(answer)
+                    connection.sendall(answer(request) if callable(answer) else answer)
                 except OSError:
                     pass
                 if not hold:
@@ -286,6 +286,116 @@ def test_a_rank_with_two_libraries_has_one_dump() -> None:
     assert both is not None
     assert [entry["record_id"] for entry in both["entries"]] == list(range(len(dumps[0]["entries"]) + 1))
     assert both["entries"][-2]["profiling_name"] == "nccl:all_reduce"
+
+
+def hooked(number: int, library: str = "nccl2", name: str = "all_reduce") -> dict[str, Any]:
+    """As torch 2.15 records an operation of a backend that does not report what completes."""
+    return nccl(number, True, 10 * number) | {"profiling_name": f"{library}:{name}", "state": "scheduled"}
+
+
+HOOKED = {**NCCL, "pg_status": {"0": {"last_completed_collective": "-1", "last_enqueued_collective": "1"}}}
+
+
+def hooked_traces(*ranks: list[dict[str, Any]]) -> dict[int, RankTrace]:
+    """The traces of ranks with these entries."""
+    found = {}
+    for rank, entries in enumerate(ranks):
+        dump = join([{"entries": [], "pg_config": {}}, {**HOOKED, "entries": entries}])
+        assert dump is not None
+        found[rank] = parse(rank, dump | {"unrecorded": [], "unhealthy": []}, 100)
+    return found
+
+
+def test_retired_is_not_done_where_the_recorder_does_not_notice_what_completes() -> None:
+    traces = hooked_traces([hooked(1), hooked(2), hooked(3)], [hooked(1), hooked(2)])
+    assert not any(map(is_waiting, traces.values()))  # nobody knows
+    for found in (traces, restore(json.loads(json.dumps(condense(traces))))):
+        verdict = explain(found)
+        assert verdict is not None
+        assert verdict.text == (
+            "rank 1 never entered all_reduce #3 of the default group (last was all_reduce #2); "
+            "rank 0 waits in it"
+        )
+    together = hooked_traces([hooked(1), hooked(2)], [hooked(1), hooked(2)])
+    assert explain(together) is None
+    assert notes(together) == [
+        "nccl2: the last is all_reduce #2 of the default group on ranks 0, 1; "
+        "whether it completed is not recorded"
+    ]
+    differing = explain(hooked_traces([hooked(1), hooked(2)], [hooked(1), hooked(2, name="broadcast")]))
+    assert differing is not None
+    assert differing.kind == "mismatch"
+
+
+def test_a_hook_that_notices_completion_is_taken_at_its_word() -> None:
+    status = {"0": {"last_completed_collective": "1", "last_enqueued_collective": "2"}}
+    entries = [hooked(1), hooked(2) | {"retired": False}]
+    dump = join([{**HOOKED, "pg_status": status, "entries": entries}])
+    assert dump is not None
+    trace = parse(0, dump, 100)
+    assert is_waiting(trace)
+    assert [one.done for one in trace.groups[0].operations] == [True, False]
+
+
+def test_operations_that_arrive_twice_count_once() -> None:
+    """torch 2.13 answers the same, whatever the name in the request."""
+    both = {**NCCL, "entries": [nccl(2, True, 10), nccl(3, False, 20)]}
+    again = json.loads(json.dumps(both))
+    assert join([both, again, again]) == both
+
+
+def test_two_libraries_in_one_group_have_numbers_of_their_own() -> None:
+    def rank(number: int, entered: int) -> RankTrace:
+        done = [nccl(5, True, 5) | {"profiling_name": "gloo:barrier"}]
+        dump = join([{**NCCL, "entries": [nccl(entered, entered == 2, 20)]}, {**NCCL, "entries": done}])
+        assert dump is not None
+        return parse(number, dump, 30)
+
+    verdict = explain({0: rank(0, 3), 1: rank(1, 2)})
+    assert verdict is not None
+    assert verdict.what == "rank 1 never entered all_reduce #3 of the default group (last was all_reduce #2)"
+
+
+def test_every_backend_is_asked_by_name_and_for_its_health(tmp_path: Path) -> None:
+    asked: list[str] = []
+    answers = {
+        "/handler/fr_trace_json": {"entries": [], "pg_config": {}, "pg_status": {}},
+        "/handler/fr_trace_json?backend=nccl2": {**HOOKED, "entries": [hooked(1)]},
+        "/handler/fr_trace_json?backend=lost": {"pg_config": {}, "pg_status": {}},
+        "/handler/c10d_health_check": {"healthy": False, "unhealthy_backends": ["nccl2"]},
+    }
+
+    def answer(request: bytes) -> bytes:
+        path = request.split(b" ")[1].decode()
+        asked.append(path)
+        return http(json.dumps(answers[path]).encode()) if path in answers else http(b"", "404 Not Found")
+
+    line = {"name": "0", "desc": "default_pg", "ranks": "0-1", "backends": ["gloo", "nccl2", "lost", "a b"]}
+    with server(tmp_path / "0", answer) as path:
+        Path(path + GROUPS_SUFFIX).write_text(json.dumps(line))
+        (dump,) = read_dumps({0: path}, 20.0, health=True).values()
+    assert sorted(asked) == sorted([*answers, "/handler/dump_nccl_trace_json"])
+    trace = parse(0, dump, 100)
+    assert [one.library for one in trace.groups[0].operations] == ["nccl2"]
+    assert notes({0: trace}) == [
+        "lost: not recorded on rank 0 (none called, recorder off, or CUDA graphs)",
+        "nccl2: the last is all_reduce #1 of the default group on rank 0; "
+        "whether it completed is not recorded",
+        "nccl2: failed or was aborted on rank 0, by torch's health check",
+    ]
+
+
+def test_a_failed_backend_is_named_where_nobody_is_missing() -> None:
+    def rank(number: int, *unhealthy: str) -> RankTrace:
+        dump = {**NCCL, "entries": [nccl(3, False, 20)], "unhealthy": list(unhealthy)}
+        return parse(number, dump, 30)
+
+    verdict = explain({0: rank(0), 1: rank(1, "nccl2")})
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+    assert verdict.text == (
+        "nccl2 has failed on rank 1; ranks 0, 1 wait in all_reduce #3 of the default group"
+    )
 
 
 def test_groups_that_the_recorder_does_not_know_come_from_the_file(tmp_path: Path) -> None:

@@ -99,12 +99,21 @@ class GroupMembers(dict):  # type: ignore[type-arg]  # generic at run time costs
         import json
 
         about = {"name": group.group_name, "desc": group.group_desc, "ranks": runs(ranks)}
+        about["backends"] = sorted({_recorder(group, device) for device in group._device_types})
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(self._path, flags, 0o600)
         try:
             os.write(fd, json.dumps(about).encode() + b"\n")
         finally:
             os.close(fd)
+
+
+def _recorder(group: "Any", device: "Any") -> str:
+    """The name under which torch records the operations of a group on a device."""
+    try:
+        return str(group._get_backend(device).name())
+    except Exception:  # noqa: BLE001 - of a third party's backend
+        return "c10d"  # as torch's hook does
 
 
 def runs(ranks: "Iterable[int]") -> str:

@@ -7,6 +7,10 @@ sizes are bounded everywhere. A rank of which nothing is left has no trace, whic
 The dumps are saved in the form that torch's own tools read: one pickle of plain values per rank, in a
 directory of their own (`torchfrtrace DIRECTORY`). Nothing here ever reads a pickle.
 
+Every backend has a recorder, which is asked for by the backend's name: the worker writes the names down with
+its groups. Older versions of torch have two recorders and ignore the name, so an operation may arrive several
+times.
+
 Ages instead of times: the nodes' clocks differ, but all read at nearly the same moment.
 """
 
@@ -27,8 +31,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from typing import Any
 
-# The recorder of libraries for CPUs, and that of NCCL, which torch has only with CUDA.
-_TARGETS = ("/handler/fr_trace_json", "/handler/dump_nccl_trace_json")
+# gloo's recorder, and the one of the older NCCL backend.
+_RECORDERS = ("/handler/fr_trace_json", "/handler/dump_nccl_trace_json")
+_RECORDER = "/handler/fr_trace_json?backend="
+_HEALTH = "/handler/c10d_health_check"
+_SELF_RECORDING = frozenset({"gloo", "nccl", "xccl"})
+"""Backends that retire an operation when it completes. torch retires an operation of any other backend when
+it is issued, unless that backend reports what completes."""
+_MAX_BACKENDS = 8
 _MAX_ENTRIES = 20_000
 _MAX_GROUPS = 1000
 _MAX_MEMBERS = 1 << 20
@@ -56,7 +66,7 @@ class TraceCollection:
     def _run(self) -> None:
         dumps: dict[int, dict[str, Any]] = {}
         try:
-            dumps = read_dumps(self._paths, RANK_BUSY, self._is_awaited)
+            dumps = read_dumps(self._paths, RANK_BUSY, self._is_awaited, health=True)
             self.traces = parse_all(dumps)
         finally:
             self.parsed = True
@@ -68,37 +78,97 @@ class TraceCollection:
 
 
 def read_dumps(
-    paths: Mapping[int, str], timeout: float, awaited: Callable[[set[int], set[int]], bool] | None = None
+    paths: Mapping[int, str],
+    timeout: float,
+    awaited: Callable[[set[int], set[int]], bool] | None = None,
+    *,
+    health: bool = False,
 ) -> dict[int, dict[str, Any]]:
-    """The dumps of all ranks that answer in time, with the members of their groups; waits."""
-    asked = {(rank, target): path for rank, path in paths.items() for target in _TARGETS}
+    """The dumps of all ranks that answer in time, with the members of their groups; waits.
+
+    `health`: also which backends have failed, by torch's health check, which never recovers.
+    """
+    groups = {rank: _read_groups(path + GROUPS_SUFFIX) for rank, path in paths.items()}
+    named = {rank: _backends(found) for rank, found in groups.items()}
+    targets = {
+        rank: (*_RECORDERS, *(_RECORDER + name for name in names if name != "gloo"))
+        for rank, names in named.items()
+    }
+    asked = {(rank, target): path for rank, path in paths.items() for target in targets[rank]}
+    if health:
+        asked |= {(rank, _HEALTH): path for rank, path in paths.items()}
     answers = ask(asked, timeout, awaited)
     dumps = {}
-    for rank, path in paths.items():
-        found = [decode(answers[rank, target]) for target in _TARGETS if (rank, target) in answers]
+    for rank in paths:
+        found = [decode(answers[rank, target]) for target in targets[rank] if (rank, target) in answers]
         dump = join([dump for dump in found if dump is not None])
         if dump is not None:
-            _add_groups(dump, path + GROUPS_SUFFIX)
+            _add_groups(dump, groups[rank])
+            seen = {_library(entry) for entry in dump.get("entries") or ()}
+            dump["unrecorded"] = [name for name in named[rank] if name != "gloo" and name not in seen]
+            dump["unhealthy"] = _unhealthy(answers.get((rank, _HEALTH), b""))
             dumps[rank] = dump
     return dumps
 
 
+def _unhealthy(answer: bytes) -> list[str]:
+    found = _json(answer)
+    names = found.get("unhealthy_backends") if isinstance(found, dict) and not found.get("healthy") else None
+    return [_text(name) for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
 def join(dumps: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """One dump of a rank that uses several libraries; None of none."""
-    used = [dump for dump in dumps if dump.get("entries")] or dumps[:1]
-    if len(used) < 2:
-        return used[0] if used else None
-    entries: list[Any] = []
+    """One dump of a rank that uses several backends; None of none."""
+    used: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     config: dict[str, Any] = {}
-    for dump in used:
-        found, groups = dump.get("entries"), dump.get("pg_config")
-        entries += [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
-        config |= groups if isinstance(groups, dict) else {}
+    seen: set[str] = set()
+    for dump in dumps:
+        recorded = dump.get("entries")
+        if not isinstance(recorded, list):
+            continue
+        names = {_identity(entry): entry for entry in recorded if isinstance(entry, dict)}
+        new = [entry for name, entry in names.items() if name not in seen]
+        seen.update(names)
+        if new:
+            _mark_uncompleted(dump, new)
+            groups = dump.get("pg_config")
+            config |= groups if isinstance(groups, dict) else {}
+            entries += new
+            used.append(dump)
+    if not used:
+        return dumps[0] if dumps else None
+    if len(used) == 1:
+        return {**used[0], "entries": entries}
     entries.sort(key=_created)
     for number, entry in enumerate(entries):
         entry["record_id"] = number
     # Without the status of the groups: each recorder has numbers of its own for them.
     return {**used[0], "entries": entries, "pg_config": config, "pg_status": {}}
+
+
+def _identity(entry: Mapping[str, Any]) -> str:
+    parts = ("profiling_name", "process_group", "record_id", "time_created_ns", "thread_id")
+    return repr([entry.get(part) for part in parts])
+
+
+def _mark_uncompleted(dump: Mapping[str, Any], entries: list[dict[str, Any]]) -> None:
+    """Mark the entries of a recorder that does not notice what completes: there, `retired` is not done."""
+    status = dump.get("pg_status")
+    for one in status.values() if isinstance(status, dict) else ():
+        if isinstance(one, dict) and str(one.get("last_completed_collective", "-1")) != "-1":
+            return
+    if any(_library(one) in _SELF_RECORDING or one.get("state") == "completed" for one in entries):
+        return
+    if any(one.get("retired") for one in entries):
+        for one in entries:
+            one["retired"], one["completes"] = bool(one.get("is_p2p")), False
+
+
+def _library(entry: object) -> str:
+    """The backend in an entry's `nccl2:all_reduce`."""
+    name = entry.get("profiling_name") if isinstance(entry, dict) else None
+    return name.rpartition(":")[0] if isinstance(name, str) else ""
 
 
 def parse_all(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, RankTrace]:
@@ -130,18 +200,33 @@ def _json(data: bytes) -> Any:
         return None
 
 
-def _add_groups(dump: dict[str, Any], path: str) -> None:
-    """Complete the groups of a dump by the file that the worker has written: gloo does not record them."""
+def _read_groups(path: str) -> list[dict[str, Any]]:
+    """The groups that a worker has written down."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as file:
             lines = file.read(_MAX_GROUPS_FILE).splitlines()
     except OSError:
-        return
+        return []
+    groups = [_json(line) for line in lines[-_MAX_GROUPS:]]
+    return [group for group in groups if isinstance(group, dict)]
+
+
+def _backends(groups: list[dict[str, Any]]) -> list[str]:
+    """Their backends, as part of a request."""
+    found: set[str] = set()
+    for group in groups:
+        names = group.get("backends")
+        found.update(name for name in names if isinstance(name, str)) if isinstance(names, list) else None
+    usable = [name for name in sorted(found) if name.replace("-", "").replace("_", "").isalnum()]
+    return [name for name in usable if name.isascii() and len(name) <= _MAX_TEXT][:_MAX_BACKENDS]
+
+
+def _add_groups(dump: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Complete the groups of a dump by those that the worker has written: gloo does not record them."""
     found = dump.get("pg_config")
     config = {name: one for name, one in found.items() if name} if isinstance(found, dict) else {}
-    for line in lines[-_MAX_GROUPS:]:
-        group = _json(line)
+    for group in groups:
         try:
             name, ranks = _text(group["name"]), spread(group["ranks"])
             config[name] = {"name": name, "desc": _text(group["desc"]), "ranks": str(list(ranks))}
@@ -165,18 +250,21 @@ def parse(rank: int, dump: Mapping[str, Any], now: int) -> RankTrace:
             continue
     operations: dict[str, list[Operation]] = {}
     ids: dict[str, str] = {}  # of the groups in the status
+    uncompleted: dict[str, set[str]] = {}  # libraries by group
     entries = dump.get("entries")
     for entry in (entries if isinstance(entries, list) else [])[: -_MAX_ENTRIES - 1 : -1]:
         try:
             name, label = entry["process_group"]
             known = operations.get(name, ())
-            if len(known) >= _KEPT and _is_done(entry):
+            if len(known) >= _KEPT and (_is_done(entry) or entry.get("completes") is False):
                 continue  # most of the thousands
             name, label = _text(name), _text(label)
             found = _operation(entry, members.get(name, ()), now)
             operations.setdefault(name, []).append(found)
             labels.setdefault(name, label)
             ids[str(entry["pg_id"])] = name
+            if entry.get("completes") is False:
+                uncompleted.setdefault(name, set()).add(found.library)
         except MALFORMED:
             continue
     status = dump.get("pg_status")
@@ -190,10 +278,19 @@ def parse(rank: int, dump: Mapping[str, Any], now: int) -> RankTrace:
     return RankTrace(
         rank,
         tuple(
-            _group(name, labels[name], members.get(name, ()), operations.get(name, []), entered.get(name, 0))
+            _group(
+                name, labels[name], members.get(name, ()), operations.get(name, []), entered.get(name, 0)
+            ).replace(uncompleted=tuple(sorted(uncompleted.get(name, ()))))
             for name in labels
         )[:_MAX_GROUPS],
+        _names(dump.get("unrecorded")),
+        _names(dump.get("unhealthy")),
     )
+
+
+def _names(value: object) -> tuple[str, ...]:
+    names = value[:_MAX_BACKENDS] if isinstance(value, list) else ()
+    return tuple(_text(name) for name in names if isinstance(name, str))
 
 
 def _group(
@@ -293,8 +390,8 @@ def condense(traces: Mapping[int, RankTrace]) -> dict[str, Any]:
             waits = [one for one in group.operations if not one.done][:_LATEST]
             others = [one for one in group.operations[-_LATEST:] if one not in waits]
             chosen = sorted((*waits, *others), key=lambda one: one.number)
-            kept.append([indices[key], group.entered, [_pack(one) for one in chosen]])
-        ranks.append([rank, kept])
+            kept.append([indices[key], group.entered, group.uncompleted, [_pack(one) for one in chosen]])
+        ranks.append([rank, kept, trace.unrecorded, trace.unhealthy])
     return {"groups": groups, "ranks": ranks}
 
 
@@ -311,13 +408,17 @@ def restore(data: Mapping[str, Any]) -> dict[int, RankTrace]:
         return found
     for item in listed:
         try:
-            rank, kept = item
+            rank, kept, unrecorded, unhealthy = item
             traces = []
-            for index, entered, operations in kept[:_LATEST_GROUPS]:
+            for index, entered, uncompleted, operations in kept[:_LATEST_GROUPS]:
                 name, label, members = groups[index]
                 unpacked = tuple(_unpack(one) for one in operations[: 2 * _LATEST])
-                traces.append(GroupTrace(name, label, members, unpacked, _number(entered)))
-            found[_number(rank)] = RankTrace(_number(rank), tuple(traces))
+                traces.append(
+                    GroupTrace(name, label, members, unpacked, _number(entered), _names(uncompleted))
+                )
+            found[_number(rank)] = RankTrace(
+                _number(rank), tuple(traces), _names(unrecorded), _names(unhealthy)
+            )
         except MALFORMED:
             continue
     return found

@@ -252,6 +252,7 @@ class HangIncident:
         self.report = stacks.in_full(headline, findings.view, blamed, findings.found, findings.where)
         if self.explanation is not None:
             self.report[1:1] = [f"  {line}" for line in self.explanation.others]
+        self.report += [f"  {line}" for line in self._notes(findings)]
         self.report += [f"  {node}: no answer" for node in findings.silent]
         self.report.append(f"  decided {self.decided_after:.2f} s after the detection")
         if findings.traces and self._save_traces(findings):
@@ -263,6 +264,14 @@ class HangIncident:
             self.report.append(f"  NCCL's own report{f' on {host}' if host else ''}: {self._nccl.path}")
         self.write_report(host)
         return self.summary
+
+    @staticmethod
+    def _notes(findings: Findings) -> list[str]:
+        if not findings.traces:
+            return []
+        from phalanx.core.diagnosis.collectives import notes
+
+        return notes(findings.traces)
 
     def _save_traces(self, findings: Findings) -> str:
         """Save what other nodes have sent beside the traces of this node; returns the directory."""

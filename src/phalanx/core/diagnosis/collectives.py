@@ -23,9 +23,12 @@ The verdict, the first that holds:
 7. *mismatch of groups*: all that lack it wait in other groups, in a circle.
 8. *silent*: members without a record are all that could be missing.
 9. *device*: the group has one member, which can only wait for its own device.
-10. *network*: all members are in the same operation.
+10. *unhealthy*, *network*: all members are in the same operation.
 
 No verdict (None) where no rank waits in a collective: then the stacks have to tell.
+
+A group numbers the operations of each library by themselves. Where the recorder of a library does not notice
+what completes, no rank can have left what another has not entered; of the rest, nothing is known (`notes`).
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ _REASONS = {
     "ahead": "ahead of the others",
     "silent": "no answer",
     "device": "waits for its device",
+    "unhealthy": "its backend has failed",
 }
 
 
@@ -85,6 +89,8 @@ class GroupTrace(Record):
     """The latest ones, in the order in which they were entered."""
     entered: int = 0
     """The highest number of a collective that was entered, although its record may be gone."""
+    uncompleted: tuple[str, ...] = ()
+    """Libraries whose recorder does not notice what completes: none of their operations is `done`."""
 
 
 class RankTrace(Record):
@@ -92,6 +98,10 @@ class RankTrace(Record):
 
     rank: int
     groups: tuple[GroupTrace, ...] = ()
+    unrecorded: tuple[str, ...] = ()
+    """Backends that it has, and of which there is no record."""
+    unhealthy: tuple[str, ...] = ()
+    """Backends that have failed or were aborted in its process, by torch's health check."""
 
 
 class Explanation(Record):
@@ -175,6 +185,7 @@ def explain(
         or _innermost(blocked)
         or _circle(blocked)
         or _first(blocked, _silent)
+        or _unhealthy(blocked[0], traces)
         or _network(blocked[0])
     )
     others = tuple(
@@ -191,8 +202,37 @@ def group_text(label: str) -> str:
 
 
 def is_waiting(trace: RankTrace) -> bool:
-    """Whether a rank has entered an operation that it has not left."""
-    return any(not one.done for group in trace.groups for one in group.operations)
+    """Whether a rank has entered an operation that it has not left, as far as that is recorded."""
+    return any(
+        not one.done and one.library not in group.uncompleted
+        for group in trace.groups
+        for one in group.operations
+    )
+
+
+def notes(traces: Mapping[int, RankTrace]) -> list[str]:
+    """What the records leave open, and what torch's health check says: a line each."""
+    lines = []
+    for library in sorted({name for trace in traces.values() for name in trace.unrecorded}):
+        ranks = [rank for rank, trace in traces.items() if library in trace.unrecorded]
+        lines.append(
+            f"{library}: not recorded on {ranks_text(ranks)} (none called, recorder off, or CUDA graphs)"
+        )
+    latest: dict[str, list[int]] = {}
+    for rank, trace in sorted(traces.items()):
+        for group in trace.groups:
+            last = {one.library: one for one in group.operations if one.library in group.uncompleted}
+            for one in last.values():
+                what = f"{one.library}: the last is {one.name} #{one.number} of {group_text(group.label)}"
+                latest.setdefault(what, []).append(rank)
+    lines += [
+        f"{what} on {ranks_text(ranks)}; whether it completed is not recorded"
+        for what, ranks in latest.items()
+    ]
+    for library in sorted({name for trace in traces.values() for name in trace.unhealthy}):
+        ranks = [rank for rank, trace in traces.items() if library in trace.unhealthy]
+        lines.append(f"{library}: failed or was aborted on {ranks_text(ranks)}, by torch's health check")
+    return lines
 
 
 def _blocked_groups(traces: Mapping[int, RankTrace]) -> list[_Blocked]:
@@ -205,16 +245,52 @@ def _blocked_groups(traces: Mapping[int, RankTrace]) -> list[_Blocked]:
     found = []
     for (_, listed), known in sorted(joined.items()):
         members = listed or tuple(sorted(known))
-        pending = [
-            one.number
-            for group in known.values()
-            for one in group.operations
-            if not one.done and one.peer is None
-        ]
-        if pending:
-            label = next(iter(known.values())).label
-            found.append(_Blocked(label, members, known, min(pending)))
+        for each in map(_settled, _by_library(known)):
+            pending = [
+                one.number
+                for group in each.values()
+                for one in group.operations
+                if not one.done and one.peer is None
+            ]
+            if pending:
+                label = next(iter(known.values())).label
+                found.append(_Blocked(label, members, each, min(pending)))
     return sorted(found, key=lambda one: -len(one.waiting))
+
+
+def _by_library(known: dict[int, GroupTrace]) -> list[dict[int, GroupTrace]]:
+    """The traces of a group for each library in it, as in `cpu:gloo,cuda:nccl`: each counts by itself."""
+    libraries = sorted({one.library for group in known.values() for one in group.operations})
+    if len(libraries) < 2:
+        return [known]
+    found = []
+    for library in libraries:
+        traces = {}
+        for rank, group in known.items():
+            own = tuple(one for one in group.operations if one.library == library)
+            entered = max((one.number for one in own if one.peer is None), default=0)
+            uncompleted = tuple(name for name in group.uncompleted if name == library)
+            traces[rank] = group.replace(operations=own, entered=entered, uncompleted=uncompleted)
+        found.append(traces)
+    return found
+
+
+def _settled(known: dict[int, GroupTrace]) -> dict[int, GroupTrace]:
+    """The traces with an answer to what is done, where a recorder does not notice what completes."""
+    if not any(group.uncompleted for group in known.values()):
+        return known
+    least = min(group.entered for group in known.values())
+    at_least = {one.name for group in known.values() for one in group.operations if one.number == least}
+    if len(at_least) > 1:  # of those, none completes
+        least -= 1
+    return {
+        rank: group.replace(
+            operations=tuple(
+                one.replace(done=one.peer is not None or one.number <= least) for one in group.operations
+            )
+        )
+        for rank, group in known.items()
+    }
 
 
 def _first(blocked: list[_Blocked], look: Callable[[_Blocked], Explanation | None]) -> Explanation | None:
@@ -279,7 +355,7 @@ def _types(one: Operation) -> str:
 def _sizes(one: Operation) -> str:
     """The number of elements: two shapes with the same number match."""
     uneven = any(word in one.name for word in _UNEVEN) and "all_gather" not in one.name
-    if uneven or not one.inputs or (one.library == "nccl" and "all_gather" in one.name):
+    if uneven or not one.inputs or (one.library != "gloo" and "all_gather" in one.name):
         return ""
     total = 0
     for shape in one.inputs:
@@ -434,6 +510,15 @@ def _silent(blocked: _Blocked) -> Explanation | None:
     who = f"{ranks_text(blocked.silent)} {verb} not answer"
     waits = f"{blocked.who_waits(blocked.silent)} in {blocked.what}"
     return blocked.explanation("silent", blocked.silent, who, waits)
+
+
+def _unhealthy(blocked: _Blocked, traces: Mapping[int, RankTrace]) -> Explanation | None:
+    found = {rank: traces[rank].unhealthy for rank in blocked.waiting if traces[rank].unhealthy}
+    if not found or len(found) == len(blocked.members):
+        return None
+    names = " and ".join(sorted({name for names in found.values() for name in names}))
+    text = f"{names} has failed on {ranks_text(found)}"
+    return blocked.explanation("unhealthy", found, text, f"{blocked.who_waits(found)} in {blocked.what}")
 
 
 def _network(blocked: _Blocked) -> Explanation:
