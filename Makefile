@@ -9,7 +9,7 @@ JOBS   ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 1) + 1 )))
 TORCH  ?= $(if $(CI),1,)
 EXTRAS := $(if $(TORCH),$(VENV)/.torch,)
 
-.PHONY: options demo test test-all versions coverage test-long check format bench prove-packages chaos clean etcd prometheus chromium sshd runc slurm
+.PHONY: options demo test test-all torch-newest versions coverage test-long check format bench prove-packages chaos clean etcd prometheus chromium sshd runc slurm
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml
@@ -78,6 +78,23 @@ test-all: $(READY) $(EXTRAS) etcd
 versions: etcd
 	@JOBS=$(JOBS) .ci/versions $(PYTHON)
 
+# Parity with torch, its jobs and hang verdicts once more, with the newest torch that is supported. Its environment
+# takes all other packages from $(VENV). The build has its libraries for GPUs, which it needs to load: 5 GB.
+NEWEST_TORCH ?= 2.15.0
+NEWEST := $(VENV)-torch
+NEWEST_TESTS := tests/unit/test_parity.py tests/unit/test_parity_behaviour.py tests/unit/test_torch_paths.py \
+  tests/unit/test_config.py tests/system/test_torch_jobs.py tests/system/test_collective_hangs.py
+$(NEWEST)/.torch-$(NEWEST_TORCH): $(READY) $(VENV)/.torch
+	@$(BIN)/python -m venv --clear $(NEWEST)
+	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	  > $$($(NEWEST)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/others.pth
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'torch==$(NEWEST_TORCH)'
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+torch-newest: $(NEWEST)/.torch-$(NEWEST_TORCH)
+	$(NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist worksteal -p no:cacheprovider $(NEWEST_TESTS)
+
 # Coverage of all processes, by the tests named in COVER; no module of the core may be below 95 %.
 COVER  ?= tests/unit tests/simulation
 coverage: $(READY) $(EXTRAS) etcd
@@ -110,4 +127,4 @@ chaos: $(READY)
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
 clean:
-	rm -rf $(VENV) .venv-3.* .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/results
+	rm -rf $(VENV) $(NEWEST) .venv-3.* .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/results

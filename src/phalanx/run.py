@@ -13,6 +13,7 @@ from phalanx.cli.torchrun import (
     run_script_path,
     torchrun_main,
 )
+from phalanx.elastic.lazy_modules import found_in
 
 __all__ = [
     "config_from_args",
@@ -27,25 +28,7 @@ __all__ = [
     "run_script_path",
 ]
 
-# Names that users import from torch's module although it only imports them; loaded on first use.
-_ELSEWHERE = {
-    "DefaultLogsSpecs": "phalanx.agent.logs.specs",
-    "LaunchConfig": "phalanx.elastic.agent.elastic_launch",
-    "LogsSpecs": "phalanx.agent.logs.specs",
-    "Std": "phalanx.agent.logs.specs",
-    "elastic_launch": "phalanx.elastic.agent.elastic_launch",
-    "get_logger": "phalanx.elastic.utils.functions",
-    "macros": "phalanx.elastic.utils.functions",
-    "record": "phalanx.worker.recorder",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _ELSEWHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_ELSEWHERE[name]), name)
+__getattr__ = found_in(__name__)  # what users import from torch's module although it only imports it
 
 
 if __name__ == "__main__":

@@ -45,6 +45,12 @@ def test_a_setting_that_makes_no_sense_is_named(conf: dict[str, str], says: str)
         settings(**conf)
 
 
+def test_the_pause_after_a_lost_write_is_a_setting() -> None:
+    assert settings(cas_backoff_max_seconds="1.5").cas_backoff == 1.5
+    with pytest.raises(ValueError, match="cas_backoff_max_seconds=-1"):  # as torch raises
+        settings(cas_backoff_max_seconds=-1)
+
+
 def test_a_port_that_nobody_can_know_is_refused() -> None:
     with pytest.raises(UsageError, match="not 0"):
         settings("127.0.0.1:0")

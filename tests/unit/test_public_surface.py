@@ -95,7 +95,7 @@ def public_names(module: str) -> list[str]:
     found = importlib.import_module(module)
     names: list[str] = getattr(found, "__all__", [name for name in vars(found) if not name.startswith("_")])
     described = [name for name in names if name not in NOT_DESCRIBED]
-    return [name for name in described if name != "below" and not inspect.ismodule(getattr(found, name))]
+    return [name for name in described if name != "found_in" and not inspect.ismodule(getattr(found, name))]
 
 
 def mentioned(name: str) -> bool:

@@ -287,6 +287,31 @@ def run_python(code: str, *flags: str) -> str:
     return done.stdout
 
 
+def test_a_handler_learns_the_name_of_the_function_and_of_its_success(error_file: Path) -> None:
+    seen: list[Any] = []
+
+    class Handler(ErrorHandler):
+        def initialize(self) -> None:
+            seen.append(("initialize", self._fn_name))
+
+        def record_success(self) -> None:
+            seen.append("success")
+            raise OSError("no room for it")
+
+    def main(error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+    decorated = record(main, Handler())
+    with pytest.raises(OSError, match="no room"):
+        decorated(None)
+    assert not error_file.exists()  # it is no failure of the function
+    with pytest.raises(ValueError, match="bad"):
+        decorated(ValueError("bad"))
+    named = ("initialize", f"{main.__qualname__}")
+    assert seen == [named, "success", named]
+
+
 def test_a_decorated_function_runs_with_faulthandler_on() -> None:
     assert run_python("""
         import faulthandler

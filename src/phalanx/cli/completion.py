@@ -65,10 +65,8 @@ def _run() -> argparse.ArgumentParser:
     from phalanx.job.config import get_args_parser
 
     parser = get_args_parser({})
-    for dest in ("print_completion", "version", "help_all"):
-        option = BY_DEST[dest]
-        how = {"choices": option.choices} if option.choices else {"action": "store_true"}
-        parser.add_argument(*option.flags, help=option.help, **how)
+    for dest in ("version", "help_all"):
+        parser.add_argument(*BY_DEST[dest].flags, help=BY_DEST[dest].help, action="store_true")
     return parser
 
 

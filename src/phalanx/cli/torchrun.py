@@ -116,9 +116,10 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
 def run(args: Namespace) -> None:
     """Run what a namespace asks for; `ChildFailedError` when it fails, `SignalException` when stopped."""
     from phalanx.elastic.agent.elastic_launch import elastic_launch
+    from phalanx.elastic.lazy_modules import seen_in
 
     config, entrypoint, words = config_from_args(args)
-    elastic_launch(config, entrypoint)(*words)
+    seen_in("phalanx.run", "elastic_launch", elastic_launch)(config, entrypoint)(*words)
 
 
 def run_script_path(training_script: str, *training_script_args: str) -> None:

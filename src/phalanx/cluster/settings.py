@@ -77,6 +77,7 @@ class Settings:
             )
         # For node 0 of a static job to come back, once a round has run.
         self.return_timeout = _seconds(params, "return_timeout", RETURN_PATIENCE)
+        self.cas_backoff = _seconds(params, "cas_backoff_max_seconds", 0.0)
         self.options = Options(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,

@@ -56,7 +56,7 @@ class StoreLink:
         if settings.blob is not None:
             from phalanx.store.embedded.blob_client import BlobClient
 
-            self.client = BlobClient(settings.blob, **common)
+            self.client = BlobClient(settings.blob, backoff=settings.cas_backoff, **common)
         elif settings.store == "etcd":
             from phalanx.store.etcd.client import etcd_client_from
 

@@ -1,8 +1,8 @@
 """torch.distributed.elastic at Phalanx's path."""
 
-from phalanx.elastic.lazy_modules import below
+from phalanx.elastic.lazy_modules import found_in
 
-__getattr__ = below(
+__getattr__ = found_in(
     __name__,
     "agent",
     "control_plane",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 
+from phalanx.elastic.lazy_modules import found_in
 from phalanx.job.environment import WORKER_SERVER_SOCKET as TORCH_WORKER_SERVER_SOCKET
 from phalanx.job.environment import worker_server_socket
 
@@ -181,3 +182,6 @@ def _http_server(path: str) -> Any:
         return WorkerHttpServer(path, Handler)
     finally:
         os.umask(before)
+
+
+__getattr__ = found_in(__name__)

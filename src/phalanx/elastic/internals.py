@@ -1,6 +1,6 @@
 """Names of torch that begin with an underscore, and that real programs use all the same.
 
-Each is here because a published package imports it; behaviour as in torch 2.13.
+Each is here because a published package imports it; behaviour as in torch 2.13 to 2.15.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.cluster.handler import RendezvousParameters
+
+IS_WINDOWS, IS_MACOS = sys.platform == "win32", sys.platform == "darwin"
 
 
 def fq_hostname() -> str:

@@ -356,8 +356,8 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> ArgumentParser:
     parser = argparse.ArgumentParser(prog="phalanx run", description="Run a script as a group of workers.")
     groups: dict[str, Any] = {}
     for option in OPTIONS:
-        if option.dest in ("help", "help_all", "print_completion", "version"):
-            continue  # argparse brings its own help, and a namespace has no use for a completion script
+        if option.dest in ("help", "help_all", "version"):
+            continue  # argparse brings its own help
         group = groups.get(option.group) or groups.setdefault(
             option.group, parser.add_argument_group(option.group)
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 
 from phalanx.core.record import Record, dataclass_transform
-from phalanx.job.environment import DEFAULT_SIGNALS, HEALTH_PORT, LINE_PREFIX, STATIC_PORT
+from phalanx.job.environment import DEFAULT_SIGNALS, HEALTH_PORT, STATIC_PORT
 from phalanx.job.units import DAY, format_duration
 
 TYPE_CHECKING = False  # type checkers take it as true; importing `typing` for it would cost milliseconds
@@ -87,7 +87,9 @@ class Option:
 
     @property
     def is_torchruns(self) -> bool:
-        """Whether torchrun has it as well."""
+        """Whether torchrun 2.13 has it as well, so that a shortened option means what it always has."""
+        if self.dest == "log_line_prefix_template":
+            return False
         return (self.env or "").startswith("PET_") or self.dest in ("help", "logs_specs", "numa_binding")
 
 
@@ -391,8 +393,8 @@ class Output(Section, title="Output"):
         "--ranks-filter", "ranks", "", "only these global ranks on the console: 0,3-7", common=True
     )
     log_line_prefix_template: str | None = torchrun(
-        "--log-line-prefix-template", "text", None,
-        "prefix of console lines, as in [${role_name}${local_rank}]:", env=LINE_PREFIX,
+        "--log-line-prefix-template", "text", "",
+        "prefix of console lines, as in [${role_name}${local_rank}]:",
     )  # fmt: skip
     duplicate_stdout_filters: tuple[str, ...] = torchrun(
         "--duplicate-stdout-filters", "list", (), "copy matching lines to one file", metavar="WORDS"

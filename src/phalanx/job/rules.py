@@ -12,7 +12,14 @@ import os
 import sys
 
 from phalanx.job.command_line import usage_error
-from phalanx.job.environment import DEFAULT_SIGNALS, OMP_THREADS, PYTHON_EXEC, STATIC_PORT, STORE_PORT
+from phalanx.job.environment import (
+    DEFAULT_SIGNALS,
+    LINE_PREFIX,
+    OMP_THREADS,
+    PYTHON_EXEC,
+    STATIC_PORT,
+    STORE_PORT,
+)
 from phalanx.job.environment import shutdown_timeout as default_grace
 from phalanx.job.options import Cluster, KeptState, Output, Program, Restarts, Terminal, Watching, Workers
 from phalanx.job.units import signal_number
@@ -33,7 +40,7 @@ _CONF = frozenset(
         "return_timeout", "settle", "store_grace", "timeout", "token_file", "tls_ca", "tls_cert", "tls_key",
         "ttl",
         "cacert", "cert", "key", "password", "password_file", "protocol", "user",
-        "close_timeout", "read_timeout", "use_libuv",
+        "cas_backoff_max_seconds", "close_timeout", "read_timeout", "use_libuv",
     )
 )  # fmt: skip
 _HOPELESS = frozenset[int | str]({2, "ImportError", "SyntaxError"})
@@ -491,7 +498,10 @@ def _grace(v: Sources) -> float:
 
 def output(v: Sources, workers: Workers, cluster: Cluster, watching: Watching) -> Output:
     """Where the workers' output goes."""
-    count, prefix = workers.local_world_size, v.value("log_line_prefix_template") or None
+    count, prefix = (
+        workers.local_world_size,
+        v.value("log_line_prefix_template") or v.environ.get(LINE_PREFIX) or None,
+    )
     log_dir = v.value("log_dir") or None
     if log_dir is not None and os.path.exists(log_dir) and not os.path.isdir(log_dir):
         raise v.bad("log_dir", "is a file; name a directory")

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 class ErrorHandler:
     """Writes errors of this process to its error file; subclasses may do more."""
 
+    _fn_name: str | None = None
+
+    def set_entrypoint_fn_name(self, fn_name: str | None) -> None:
+        """Note the name of the function that `record` decorates; called before `initialize`."""
+        self._fn_name = fn_name
+
     def initialize(self) -> None:
         """Make a crash in native code print its Python stack, unless faulthandler is already enabled."""
         import faulthandler
@@ -46,6 +52,9 @@ class ErrorHandler:
         path = _own_error_file()
         if path:
             files.write_exception(path, e)
+
+    def record_success(self) -> None:
+        """Called when the decorated function has returned; does nothing here."""
 
     def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:
         """The report's text about a worker that a signal killed; a subclass may add what it knows."""
@@ -104,9 +113,10 @@ def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Cal
 
     @functools.wraps(fn)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        handler.set_entrypoint_fn_name(getattr(fn, "__qualname__", None))
         handler.initialize()
         try:
-            return fn(*args, **kwargs)
+            result = fn(*args, **kwargs)
         except SystemExit as stop:
             if stop.code == 0:
                 return None  # like torch's decorator
@@ -119,6 +129,8 @@ def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Cal
         except BaseException as error:
             handler.record_exception(error)
             raise
+        handler.record_success()  # an error of its own is not one of the function
+        return result
 
     return recorded
 

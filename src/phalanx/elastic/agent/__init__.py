@@ -1,5 +1,5 @@
 """Agents, at torch's import path."""
 
-from phalanx.elastic.lazy_modules import below
+from phalanx.elastic.lazy_modules import found_in
 
-__getattr__ = below(__name__, "elastic_launch", "server")
+__getattr__ = found_in(__name__, "elastic_launch", "server")

@@ -18,6 +18,7 @@ from phalanx.agent.job import export_environment, make_agent
 from phalanx.agent.logs.specs import DefaultLogsSpecs, LogsSpecs
 from phalanx.agent.spec import RunResult
 from phalanx.elastic.internals import entrypoint_name
+from phalanx.elastic.lazy_modules import seen_in
 from phalanx.errors import ChildFailedError, PhalanxError
 from phalanx.job import environment
 from phalanx.job.config import from_launch_config
@@ -80,7 +81,11 @@ class elastic_launch:  # torch's name; it is called like a function
         self._health_check_server = health_check_server
 
     def __call__(self, *args: Any) -> dict[int, Any]:
-        return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
+        launch = seen_in("phalanx.launcher.api", "launch_agent", launch_agent)
+        results: dict[int, Any] = launch(
+            self._config, self._entrypoint, list(args), self._health_check_server
+        )
+        return results
 
 
 def launch_agent(

@@ -5,7 +5,7 @@ from phalanx.agent.workers.failure import ProcessFailure
 from phalanx.agent.workers.result import RunProcsResult
 from phalanx.agent.workers.worker_group import PContext
 from phalanx.agent.workers.worker_kinds import MultiprocessContext, SubprocessContext, start_processes
-from phalanx.elastic.lazy_modules import below
+from phalanx.elastic.lazy_modules import found_in
 from phalanx.errors import SignalException
 
 __all__ = [
@@ -23,4 +23,4 @@ __all__ = [
     "to_map",
 ]
 
-__getattr__ = below(__name__, "api", "errors", "redirects", "subprocess_handler", "tail_log")
+__getattr__ = found_in(__name__, "api", "errors", "redirects", "subprocess_handler", "tail_log")

@@ -15,6 +15,8 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from phalanx.elastic.lazy_modules import found_in
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
@@ -90,3 +92,6 @@ def get_std_cm(
 ) -> AbstractContextManager[None]:
     """The redirection to a file; an empty name redirects nothing."""
     return redirect_fn(std_rd) if std_rd else nullcontext()
+
+
+__getattr__ = found_in(__name__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TextIO
 
 from phalanx.agent.logs.log_follower import LogFollower
+from phalanx.elastic.lazy_modules import found_in
 
 if TYPE_CHECKING:
     import threading
@@ -75,3 +76,6 @@ def tail_logfile(
         follower.drain()
     finally:
         follower.stop()
+
+
+__getattr__ = found_in(__name__)

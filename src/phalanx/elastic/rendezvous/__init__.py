@@ -11,7 +11,7 @@ from phalanx.cluster.registry import (
     RendezvousHandlerRegistry,
     rendezvous_handler_registry,
 )
-from phalanx.elastic.lazy_modules import below
+from phalanx.elastic.lazy_modules import found_in
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -37,7 +37,7 @@ __all__ = [
     "rendezvous_handler_registry",
 ]
 
-__getattr__ = below(
+__getattr__ = found_in(
     __name__,
     "api",
     "c10d_rendezvous_backend",

@@ -11,6 +11,7 @@ from phalanx.cluster.registry import (
     RendezvousHandlerRegistry,
     rendezvous_handler_registry,
 )
+from phalanx.elastic.lazy_modules import found_in
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -35,3 +36,5 @@ __all__ = [
     "RendezvousTimeoutError",
     "rendezvous_handler_registry",
 ]
+
+__getattr__ = found_in(__name__)

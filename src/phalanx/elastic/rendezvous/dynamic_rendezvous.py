@@ -13,6 +13,7 @@ from datetime import timedelta
 from phalanx.cluster.elastic import ElasticInfo, ElasticRendezvous
 from phalanx.cluster.handler import RendezvousParameters
 from phalanx.cluster.settings import Settings
+from phalanx.elastic.lazy_modules import found_in
 from phalanx.elastic.rendezvous.rendezvous_backend import RendezvousBackend, Token
 
 TYPE_CHECKING = False
@@ -85,6 +86,7 @@ class RendezvousSettings:
     timeout: RendezvousTimeout
     keep_alive_interval: timedelta
     keep_alive_max_attempt: int
+    cas_backoff_max_seconds: float = 0.0
 
 
 class DynamicRendezvousHandler(ElasticRendezvous):
@@ -106,6 +108,7 @@ class DynamicRendezvousHandler(ElasticRendezvous):
         timeout: RendezvousTimeout | None = None,
         keep_alive_interval: int = 5,
         keep_alive_max_attempt: int = 3,
+        cas_backoff_max_seconds: float = 0.0,
     ) -> DynamicRendezvousHandler:
         """A handler for a run; it is lost after `keep_alive_max_attempt` intervals without a keep-alive."""
         params = RendezvousParameters(
@@ -117,6 +120,7 @@ class DynamicRendezvousHandler(ElasticRendezvous):
             local_addr,
             keep_alive_interval=keep_alive_interval,
             keep_alive_max_attempt=keep_alive_max_attempt,
+            cas_backoff_max_seconds=cas_backoff_max_seconds,
         )
         return cls._made_over(backend, store, params, timeout or RendezvousTimeout())
 
@@ -138,8 +142,10 @@ class DynamicRendezvousHandler(ElasticRendezvous):
         if not run:
             raise ValueError("the run id is empty; give the job one")
         checked = RendezvousParameters(backend.name, "", run, least, most, params.local_addr, **config)
-        described = RendezvousSettings(run, least, most, timeout, timedelta(seconds=interval), attempts)
-        return cls(Settings(checked, backend), described, store)
+        node = Settings(checked, backend)
+        every = timedelta(seconds=interval)
+        described = RendezvousSettings(run, least, most, timeout, every, attempts, node.cas_backoff)
+        return cls(node, described, store)
 
     @property
     def settings(self) -> RendezvousSettings:
@@ -176,3 +182,6 @@ def create_handler(
         seconds("heartbeat_timeout"),
     )
     return DynamicRendezvousHandler._made_over(backend, store, params, timeout)
+
+
+__getattr__ = found_in(__name__)

@@ -20,6 +20,7 @@ from contextvars import ContextVar
 
 from phalanx.agent.supervision.timers.timer_pipe import RequestQueue, TimerRequest
 from phalanx.agent.supervision.timers.watchdog import TimerServer
+from phalanx.elastic.lazy_modules import found_in
 
 __all__ = ["RequestQueue", "TimerClient", "TimerRequest", "TimerServer", "configure", "expires"]
 
@@ -126,3 +127,6 @@ class Countdown(ContextDecorator):
             number += 1
             name = f"{self._scope} ({number})"
         return name
+
+
+__getattr__ = found_in(__name__)

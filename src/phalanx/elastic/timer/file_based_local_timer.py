@@ -26,6 +26,7 @@ from phalanx.agent.supervision.timers.timer_pipe import (
     write_message,
 )
 from phalanx.agent.supervision.timers.watched_processes import identity
+from phalanx.elastic.lazy_modules import found_in
 from phalanx.elastic.timer.api import TimerClient
 
 if TYPE_CHECKING:
@@ -147,3 +148,6 @@ class FileTimerServer(PipeWatchdog):
     def get_last_progress_time(self) -> int:
         """Wall time of the last round; now, while the server sleeps as planned."""
         return int(self.last_progress())
+
+
+__getattr__ = found_in(__name__)

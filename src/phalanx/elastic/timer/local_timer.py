@@ -32,6 +32,7 @@ from phalanx.agent.supervision.timers.timer_pipe import (
 )
 from phalanx.agent.supervision.timers.watchdog import Watchdog
 from phalanx.agent.supervision.timers.watched_processes import identity
+from phalanx.elastic.lazy_modules import found_in
 from phalanx.elastic.timer.api import TimerClient
 
 __all__ = ["LocalTimerClient", "LocalTimerServer", "MultiprocessingRequestQueue"]
@@ -211,3 +212,6 @@ class LocalTimerServer(Watchdog):
     def _reap_worker(self, worker_id: int) -> bool:
         """Kill the worker if it is still the process that sent the request; True if killed or gone."""
         return self._signal(worker_id, SIGKILL)
+
+
+__getattr__ = found_in(__name__)

@@ -100,6 +100,7 @@ class BlobClient(Client):
         self,
         blob: CompareAndSetBlob,
         *,
+        backoff: float = 0.0,
         grace: float = 60.0,
         patience: float = 5.0,
         on_state: Callable[[State], None] = lambda state: None,
@@ -110,6 +111,7 @@ class BlobClient(Client):
             "", 0, grace=grace, patience=patience, on_state=on_state, on_notice=on_notice, clock=clock
         )
         self._blob = blob
+        self._backoff = backoff  # seconds, at most, after a write that another node was ahead of
         self._commands: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
         self._number = 0
         self._closed = threading.Event()
@@ -176,7 +178,7 @@ class BlobClient(Client):
         if self.welcome is None or not any(mutates(c) or isinstance(c, KeepAlive) for _, c in batch):
             self._read()
             current = True
-        pause, began = 0.0, self.clock()
+        pause, began = self._backoff, self.clock()
         while True:
             now = self.clock()
             content = _decode(self._value, self._blob.name)
@@ -197,7 +199,7 @@ class BlobClient(Client):
                 if tried >= (_CLOSE_TIMEOUT if self._closed.is_set() else self.grace):
                     raise StoreTimeoutError(f"{self.where} has taken no write of this node for {tried:.0f} s")
                 time.sleep(pause * random.random())  # others write as well: not in step with them
-                pause = min(0.2, pause * 2 + 0.01)
+                pause = max(self._backoff, min(0.2, pause * 2 + 0.01))
             elif current:
                 break
             else:

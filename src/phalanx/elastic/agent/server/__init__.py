@@ -8,7 +8,7 @@ from phalanx.elastic.agent.server.local_elastic_agent import (
     TORCHELASTIC_TIMER_FILE,
     LocalElasticAgent,
 )
-from phalanx.elastic.lazy_modules import below
+from phalanx.elastic.lazy_modules import found_in
 
 __all__ = [
     "TORCHELASTIC_ENABLE_FILE_TIMER",
@@ -23,4 +23,4 @@ __all__ = [
     "WorkerState",
 ]
 
-__getattr__ = below(__name__, "api", "health_check_server")
+__getattr__ = found_in(__name__, "api", "health_check_server")

@@ -53,6 +53,7 @@ from phalanx.elastic.agent.server.torch_events import METHODS as EVENT_METHODS
 from phalanx.elastic.agent.server.torch_events import TorchEvents
 from phalanx.elastic.internals import RoleInstanceInfo as _RoleInstanceInfo  # noqa: F401
 from phalanx.elastic.internals import fq_hostname as _get_fq_hostname  # noqa: F401
+from phalanx.elastic.lazy_modules import found_in
 from phalanx.errors import (
     RendezvousClosedError,
     RendezvousError,
@@ -483,3 +484,5 @@ def _is_own(step: Any) -> bool:
 
 
 count_as_own(SimpleElasticAgent)
+
+__getattr__ = found_in(__name__)

@@ -9,6 +9,7 @@ from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
 from phalanx.agent.workers.local_workers import LocalWorkers
 from phalanx.core.group.events import WorkerState
 from phalanx.elastic.agent.server.api import SimpleElasticAgent, count_as_own
+from phalanx.elastic.lazy_modules import found_in
 from phalanx.job import environment
 from phalanx.job.environment import UNINTERRUPTIBLE_TIMEOUT as TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT
 
@@ -178,3 +179,5 @@ class LocalElasticAgent(SimpleElasticAgent):
 
 
 count_as_own(LocalElasticAgent)
+
+__getattr__ = found_in(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from phalanx.elastic.lazy_modules import below
+from phalanx.elastic.lazy_modules import found_in
 from phalanx.elastic.utils.data.elastic_data import CyclingIterator
 
 if TYPE_CHECKING:
@@ -16,4 +16,4 @@ def __getattr__(name: str) -> object:
 
     if name in __all__:
         return getattr(torch_data, name)
-    return below(__name__, "cycling_iterator", "elastic_distributed_sampler")(name)
+    return found_in(__name__, "cycling_iterator", "elastic_distributed_sampler")(name)
