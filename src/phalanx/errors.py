@@ -150,7 +150,7 @@ class ChildFailedError(AlsoTorchs, PhalanxError):
     ) -> None:
         """`stopped`: the workers that were stopped because of the failures; the report names them."""
         if not failures:
-            raise ValueError(f"ChildFailedError({name!r}): needs at least one failure to report")
+            raise AssertionError(f"ChildFailedError({name!r}): needs at least one failure to report")
         self.name = name
         self.failures = failures
         self.stopped = stopped or {}

@@ -110,3 +110,28 @@ def test_the_first_usable_temporary_directory(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
     monkeypatch.setenv("TEMP", str(tmp_path))
     assert environment.temporary_directory() == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {"CUDA_VISIBLE_DEVICES": "1"}),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "5"}),
+        # On AMD, this one overrides the other.
+        (
+            {"HIP_VISIBLE_DEVICES": "2, 3", "CUDA_VISIBLE_DEVICES": "0"},
+            {"HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "3"},
+        ),
+    ],
+)
+def test_a_virtual_local_rank_has_one_device(environ: dict[str, str], expected: dict[str, str]) -> None:
+    from phalanx.agent.workers.environment import virtual_device
+
+    assert virtual_device(1, environ) == {"LOCAL_RANK": "0", **expected}
+
+
+def test_a_virtual_local_rank_without_a_device_is_named() -> None:
+    from phalanx.agent.workers.environment import virtual_device
+
+    with pytest.raises(ValueError, match="local rank 2 has no device; HIP_VISIBLE_DEVICES=0,1 names only 2"):
+        virtual_device(2, {"HIP_VISIBLE_DEVICES": "0,1"})

@@ -14,6 +14,7 @@ from phalanx.job.numa import (
     Topology,
     choose,
     cpus_for,
+    numa_options_from,
     parse_cpu_list,
     place,
     read_topology,
@@ -181,3 +182,11 @@ def test_bad_arguments() -> None:
 @pytest.mark.parametrize(("text", "cpus"), [("", set()), ("0-2,5", {0, 1, 2, 5}), ("7\n", {7})])
 def test_cpu_lists(text: str, cpus: set[int]) -> None:
     assert parse_cpu_list(text) == cpus
+
+
+def test_torchs_own_options_are_taken_by_their_attributes() -> None:
+    binding = pytest.importorskip("torch.numa.binding")
+    theirs = binding.NumaOptions(binding.AffinityMode.SOCKET, should_fall_back_if_binding_fails=True)
+    assert numa_options_from(theirs) == NumaOptions(AffinityMode.SOCKET, True)
+    assert numa_options_from("core-complex") == NumaOptions(AffinityMode.CORE_COMPLEX)
+    assert cpus_for(0, 1, theirs, {"CUDA_VISIBLE_DEVICES": ""})

@@ -18,7 +18,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -248,6 +250,154 @@ def tcp_store(lib: Library) -> Any:
     return stores[1].get("key"), stores[1].add("count", 2), type(stores[1]).__name__
 
 
+# -- programs that bring their own parts ------------------------------------------------------------------
+
+
+AGENT = """
+import json, os, sys, tempfile
+from ROOT.elastic.agent.server.api import WorkerSpec
+from ROOT.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from ROOT.elastic.multiprocessing import DefaultLogsSpecs
+from ROOT.elastic.rendezvous import RendezvousParameters
+from ROOT.elastic.rendezvous.registry import get_rendezvous_handler
+
+calls = []
+
+class Agent(LocalElasticAgent):
+    def _shutdown(self, *args, **named):
+        calls.append("_shutdown")
+        super()._shutdown(*args, **named)
+
+    def _log_watchdog_event(self, name, request):
+        super()._log_watchdog_event(name, request)
+
+with tempfile.TemporaryDirectory() as folder:
+    seen = os.path.join(folder, "seen")
+    code = f"import os, sys; open({seen!r}, 'a').write(os.environ['MASTER_ADDR'] + ' ')"
+    code += "; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+    handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "job", 1, 1))
+    spec = WorkerSpec(
+        "r", 1, handler, entrypoint=sys.executable, args=("-c", code), max_restarts=1, monitor_interval=0.05,
+        master_addr="train-0.no-such-domain.invalid",
+    )
+    result = Agent(spec, DefaultLogsSpecs(os.path.join(folder, "logs"))).run()
+    print(json.dumps([result.state.name, calls, open(seen).read()]))
+"""
+
+
+def own_agent(lib: Library) -> Any:
+    return json.loads(in_python(lib, AGENT))
+
+
+def own_context(lib: Library) -> Any:
+    """A class of a third party that starts the workers itself."""
+    api, told = lib("elastic.multiprocessing.api"), []
+    results = [None, None, api.RunProcsResult(return_values={0: "done"})]
+
+    class Own(api.PContext):
+        def _start(self) -> None:
+            told.append("start")
+
+        def _poll(self) -> Any:
+            return results.pop(0)
+
+        def _close(self, death_sig: Any, timeout: int = 30) -> None:
+            told.append(("close", death_sig.name, timeout))
+
+        def pids(self) -> dict[int, int]:
+            return {0: 7}
+
+    with tempfile.TemporaryDirectory() as folder:
+        context = Own("own", "program", {0: ()}, {0: {}}, api.DefaultLogsSpecs(folder))
+        context.start()
+        waited = context.wait(0), context.wait(period=0.01).return_values
+        context.close(timeout=5)
+    groups = [issubclass(kind, api.PContext) for kind in (api.MultiprocessContext, api.SubprocessContext)]
+    return told, waited, context.nprocs, context.pids(), sorted(context.error_files), groups
+
+
+def no_logs(lib: Library) -> Any:
+    multiprocessing = lib("elastic.multiprocessing")
+    specs = multiprocessing.DefaultLogsSpecs(os.devnull, multiprocessing.Std.OUT, multiprocessing.Std.ERR)
+    logs = specs.reify({0: {}, 1: {}})
+    paths = (logs.stdouts, logs.stderrs, logs.tee_stdouts, logs.tee_stderrs, logs.error_files)
+    files = [path for found in paths for path in found.values() if path not in ("", os.devnull)]
+    return files, logs.stdouts, logs.stderrs
+
+
+def logs_twice(lib: Library) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        specs = lib("elastic.multiprocessing").DefaultLogsSpecs(folder)
+        first, second = (specs.reify({0: {}}).error_files[0] for _ in range(2))
+        attempt = Path(first).parents[1]
+        return first == second, sorted(os.listdir(attempt.parent)), attempt.name
+
+
+class KeysOnlyStore:
+    """A store whose `wait` takes keys and nothing else."""
+
+    timeout = None
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: Any) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str) -> Any:
+        self.wait([key])
+        return self.values[key]
+
+    def multi_get(self, keys: list[str]) -> list[Any]:
+        return [self.get(key) for key in keys]
+
+    def add(self, key: str, more: int) -> int:
+        with self.changed:
+            self.values[key] = self.values.get(key, 0) + more
+            self.changed.notify_all()
+            return int(self.values[key])
+
+    def wait(self, keys: list[str]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: all(key in self.values for key in keys), HUNG)
+
+    def set_timeout(self, timeout: Any) -> None:
+        self.timeout = timeout
+
+
+def exchanges(lib: Library) -> Any:
+    """Two ranks; the keys that they use, so that a rank of either side can meet one of the other."""
+    functions, store = lib("elastic.utils.store"), KeysOnlyStore()
+
+    def rank(number: int) -> Any:
+        values = functions.synchronize(store, f"value {number}".encode(), number, 2, "all/")
+        functions.barrier(store, 2, "end")
+        return values
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(rank, range(2)))
+    return found, sorted(store.values)
+
+
+def errors_of_the_same_type(lib: Library) -> Any:
+    endpoint = lib("elastic.rendezvous.utils").parse_rendezvous_endpoint
+    backend = lib("elastic.rendezvous.c10d_rendezvous_backend").create_backend
+    params = lib("elastic.rendezvous").RendezvousParameters("c10d", "", "job", 1, 1, store_type="file")
+    before, tempfile.tempdir = tempfile.tempdir, "/nonexistent"
+    try:
+        try:
+            backend(params)
+            kind = ""
+        except Exception as error:  # noqa: BLE001 - that is what is compared
+            kind = type(error).__name__
+    finally:
+        tempfile.tempdir = before
+    return kind, outcome(lambda: endpoint("~:123", 5)), outcome(lambda: lib(ERRORS).ChildFailedError("x", {}))
+
+
 # -- values and small functions -----------------------------------------------------------------------------
 
 
@@ -331,6 +481,20 @@ BEHAVIOUR = [
     Behaviour("rendezvous", "`c10d_rendezvous_backend._create_tcp_store`", tcp_store),
     Behaviour("rendezvous", "`RendezvousParameters`: settings as flags and numbers", settings),
     Behaviour("rendezvous", "`rendezvous.utils.parse_rendezvous_endpoint`", endpoints),
+    Behaviour(
+        "agents",
+        "a subclass's `_shutdown` at every stop; a `master_addr` that this host does not have",
+        own_agent,
+    ),
+    Behaviour("processes", "a third party's subclass of `PContext`", own_context),
+    Behaviour("processes", "`DefaultLogsSpecs` with `log_dir=os.devnull`", no_logs),
+    Behaviour("processes", "`DefaultLogsSpecs.reify` twice, without a start", logs_twice),
+    Behaviour(
+        "rendezvous", "the keys of `synchronize` and `barrier`; a store whose `wait` takes keys", exchanges
+    ),
+    Behaviour(
+        "rendezvous", "exceptions of a bad endpoint, no temporary files, no failures", errors_of_the_same_type
+    ),
     Behaviour("processes", "`Std.from_str`, `to_map`", redirects),
     Behaviour("processes", "`utils.macros.substitute`", words),
     Behaviour("launching", "`run.parse_min_max_nnodes`", node_counts),

@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import pkgutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -314,7 +315,9 @@ def test_macros_variables_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOT_THERE", "")
     assert get_env_variable_or_raise("NOT_THERE") == ""
     with get_socket_with_port() as sock:
-        assert sock.getsockname()[1] > 0
+        port = sock.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):  # it holds the port, and does not listen
+            socket.create_connection(("127.0.0.1", port), HUNG)
     assert 0 < get_free_port() < 65536
     with create_c10d_store(True, "127.0.0.1", timeout=HUNG) as store:
         with create_c10d_store(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import _socket as socket
+
 
 def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
     """(host, port) of `host:port`, `[v6]:port`, `host`, or nothing at all (localhost)."""
@@ -25,7 +29,7 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
         host, colon, port = text.partition(":")
     if colon and not port:
         raise ValueError(f"rendezvous endpoint {endpoint!r}: the port after ':' is missing")
-    if any(char.isspace() or not char.isprintable() or char in "/[]" for char in host):
+    if any(not (char.isalnum() or char in "_.:-%") for char in host):
         raise ValueError(f"rendezvous endpoint {endpoint!r}: {host!r} is not a valid host name")
     if not host:
         raise ValueError(f"rendezvous endpoint {endpoint!r}: the host is missing")
@@ -80,3 +84,28 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
     finally:
         probe.close()
+
+
+def bound_everywhere(port: int = 0) -> socket.socket:
+    """A socket at all addresses of this machine, of both families if it has both; it does not listen yet."""
+    import _socket as socket
+
+    failure: OSError | None = None
+    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            made = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            failure = error
+            continue
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            made.bind((address, port))
+        except OSError as error:
+            failure = error
+            made.close()
+            continue
+        return made
+    assert failure is not None
+    raise failure

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from phalanx.core.record import Record
 from phalanx.core.text_enum import TextEnum
@@ -60,6 +61,13 @@ class Topology(Record):
         return sorted(cpu for cpu, where in self.node_of.items() if where == node)
 
 
+def numa_options_from(binding: Any) -> NumaOptions:
+    """The options of a mode, or of an object with the same attributes, such as torch's own `NumaOptions`."""
+    mode = getattr(binding, "affinity_mode", binding)
+    fall_back = bool(getattr(binding, "should_fall_back_if_binding_fails", False))
+    return NumaOptions(AffinityMode(getattr(mode, "value", mode)), fall_back)
+
+
 def cpus_for(
     local_rank: int,
     n: int,
@@ -72,7 +80,7 @@ def cpus_for(
 
     Raises `RuntimeError` if the binding is not possible; with the fall-back option, returns None instead.
     """
-    options = binding if isinstance(binding, NumaOptions) else NumaOptions(AffinityMode(binding))
+    options = numa_options_from(binding)
     if not 0 <= local_rank < n:
         raise ValueError(f"local rank {local_rank}: must be between 0 and {n - 1}")
     try:

@@ -498,12 +498,10 @@ def _grace(v: Sources) -> float:
 
 def output(v: Sources, workers: Workers, cluster: Cluster, watching: Watching) -> Output:
     """Where the workers' output goes."""
-    count, prefix = (
-        workers.local_world_size,
-        v.value("log_line_prefix_template") or v.environ.get(LINE_PREFIX) or None,
-    )
+    count = workers.local_world_size
+    prefix = v.value("log_line_prefix_template") or v.environ.get(LINE_PREFIX) or None
     log_dir = v.value("log_dir") or None
-    if log_dir is not None and os.path.exists(log_dir) and not os.path.isdir(log_dir):
+    if log_dir not in (None, os.devnull) and os.path.exists(log_dir) and not os.path.isdir(log_dir):
         raise v.bad("log_dir", "is a file; name a directory")
     redirects, tee = _streams(v, "redirects", count), _streams(v, "tee", count)
     specs = v.arguments.get("logs_specs") or None

@@ -124,12 +124,13 @@ class DefaultLogsSpecs(LogsSpecs):
         ranks_filter: set[int] | None = None,
         keep_logs: float | None = KEPT,
     ) -> None:
-        """`ranks_filter` is that of torchrun by global rank; both must accept a rank.
+        """`log_dir` /dev/null: no files; workers write to the console, whatever is redirected.
 
+        `ranks_filter` is that of torchrun by global rank; both must accept a rank.
         `keep_logs`: seconds after which temporary directories of other runs are removed; None: never."""
         # An empty name (for example of an unset variable) must not mean the current directory.
         log_dir = os.path.abspath(log_dir) if log_dir else None
-        if log_dir is not None:
+        if log_dir not in (None, os.devnull):
             _make_log_dir(log_dir)
         super().__init__(log_dir, redirects, tee, local_ranks_filter)
         self._given = log_dir
@@ -142,11 +143,15 @@ class DefaultLogsSpecs(LogsSpecs):
         """Whether the logs are in a temporary directory."""
         return self._given is None
 
+    @property
+    def has_no_files(self) -> bool:
+        """Whether nothing is written: the directory is /dev/null."""
+        return self._given == os.devnull
+
     def remove_empty(self) -> None:
         """Remove the empty directories of a temporary directory, if one was created."""
         if self.is_temporary and self._root_log_dir is not None:
-            for directory, _, _ in os.walk(self._root_log_dir, topdown=False):
-                _remove_if_empty(directory)
+            _remove_directories(self._root_log_dir)
 
     def clean_up(self, succeeded: bool) -> None:
         """Leave no temporary directory behind that holds nothing of use, and none of old runs."""
@@ -173,6 +178,9 @@ class DefaultLogsSpecs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Create the directories for one start of the group, and name the files in them."""
+        if self.has_no_files:
+            shown = {rank: "" if self._on_console(rank, envs[rank]) else os.devnull for rank in envs}
+            return LogsDest(stdouts=shown, stderrs=dict(shown))
         first = envs.get(0) or next(iter(envs.values()), {})
         attempt_dir = self._new_attempt_dir(
             self.run_dir(first.get("TORCHELASTIC_RUN_ID") or _DEFAULT_RUN_ID),
@@ -245,7 +253,10 @@ class DefaultLogsSpecs(LogsSpecs):
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:
-                again += 1
+                if not _holds_files(path):
+                    _remove_directories(path)  # of a start that never began
+                if os.path.exists(path):
+                    again += 1
                 continue
             except PermissionError as error:
                 raise _not_writable(run_dir, error) from error
@@ -338,8 +349,14 @@ def _not_writable(path: str, error: OSError | None) -> PermissionError:
     return PermissionError(f"log_dir {path!r} is not writable ({why}); use another, or change its mode")
 
 
-def _remove_if_empty(directory: str) -> None:
-    try:
-        os.rmdir(directory)
-    except OSError:
-        pass  # not empty, or already removed
+def _holds_files(directory: str) -> bool:
+    return any(files for _, _, files in os.walk(directory))
+
+
+def _remove_directories(top: str) -> None:
+    """Remove a directory and those below it, as far as they are empty."""
+    for directory, _, _ in os.walk(top, topdown=False):
+        try:
+            os.rmdir(directory)
+        except OSError:
+            pass  # not empty, or already removed

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.supervision.timers.pipe_watchdog import PipeWatchdog
+    from phalanx.agent.supervision.timers.timer_pipe import FileTimerRequest
     from phalanx.core.diagnosis.fitness import NodeVerdict
     from phalanx.web.health import HealthServer
     from phalanx.web.metrics import Page
@@ -65,7 +66,9 @@ class Services:
             self.close()
             raise
 
-    def start_timers(self, run_id: str) -> None:
+    def start_timers(
+        self, run_id: str, log_event: Callable[[str, FileTimerRequest | None], None] | None = None
+    ) -> None:
         """Start the watchdog of the timers, if it is asked for and does not run."""
         path = environment.timer_file()
         if path is None or self.timers is not None:
@@ -76,7 +79,7 @@ class Services:
         if not path:
             path = private_path()
             self._own_folder = os.path.dirname(path)
-        server = PipeWatchdog(path, run_id)
+        server = PipeWatchdog(path, run_id, log_event=log_event)
         server.start()
         self.timers = server
         self.environment[environment.TIMER_FILE] = path

@@ -66,14 +66,16 @@ def standby_environment(spec: WorkerSpec, local_rank: int, environ: Mapping[str,
 
 def virtual_device(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     """One device per worker: each sees its own as number 0, and calls itself local rank 0."""
-    visible = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    # AMD's variable overrides the other one there.
+    name = "HIP_VISIBLE_DEVICES" if environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
+    visible = [part.strip() for part in environ.get(name, "").split(",") if part.strip()]
     if visible and local_rank >= len(visible):
         raise ValueError(
-            f"--virtual-local-rank: local rank {local_rank} has no device; CUDA_VISIBLE_DEVICES="
-            f"{environ['CUDA_VISIBLE_DEVICES']} names only {len(visible)}"
+            f"--virtual-local-rank: local rank {local_rank} has no device; "
+            f"{name}={environ[name]} names only {len(visible)}"
         )
     mine = visible[local_rank] if visible else str(local_rank)
-    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": mine}
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": mine, name: mine}
 
 
 def substitute(args: tuple[Any, ...], local_rank: int) -> tuple[Any, ...]:

@@ -321,7 +321,12 @@ class LocalWorkers:
         if info.rank != 0:
             return spec.master_addr, spec.master_port
         if self.store is None:
-            self.store = WorkerStore(spec.master_addr, spec.master_port, self._handler.use_agent_store)
+            self.store = WorkerStore(
+                spec.master_addr,
+                spec.master_port,
+                self._handler.use_agent_store,
+                only_there=not spec.master_addr,
+            )
         self.store.new_round()
         return self.store.host, self.store.port
 
@@ -336,7 +341,9 @@ class LocalWorkers:
             from phalanx.job.address import listening_address
 
             address = listening_address(spec.master_addr)
-        self._meeting = store = WorkerStore(address, spec.master_port, self._handler.use_agent_store)
+        self._meeting = store = WorkerStore(
+            address, spec.master_port, self._handler.use_agent_store, only_there=not spec.master_addr
+        )
         return store, store.port
 
     @property

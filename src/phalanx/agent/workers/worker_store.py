@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 class WorkerStore:
     """Bound on construction, served once the workers are being started."""
 
-    def __init__(self, host: str | None, port: int | None, served: bool) -> None:
+    def __init__(self, host: str | None, port: int | None, served: bool, *, only_there: bool = True) -> None:
+        """With `only_there`, at that host; else at all addresses if this machine does not have it.
+
+        A Kubernetes service or a NAT gateway has an address that only other machines can use.
+        """
         self.host = host or "localhost"
         self.serving = served
         self.closed = False
@@ -28,24 +32,16 @@ class WorkerStore:
             # Rank 0 binds it itself, as the user asked; nothing can hold the port for it meanwhile.
             self.port = port or free_port()
             return
-        # As bytes: a str would be taken through the codec for international names, which has to be loaded.
-        name = self.host.encode() if self.host.isascii() else self.host
         try:
-            address = socket.getaddrinfo(name, port or 0, type=socket.SOCK_STREAM)[0]
+            self._socket = _bound(self.host, port or 0)
         except OSError as error:
-            raise OSError(
-                error.errno, f"{self.host}: no such host, for the workers' store ({error.strerror})"
-            ) from None
-        self._socket = socket.socket(address[0], address[1])
-        try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(address[4])
-            self._socket.listen(1024)
-        except OSError as error:
-            self._socket.close()
-            raise OSError(
-                error.errno, f"{self.host}:{port}: cannot serve the workers' store there ({error.strerror})"
-            ) from None
+            if only_there or not _is_elsewhere(error):
+                text = f"{self.host}:{port}: cannot serve the workers' store there ({error.strerror})"
+                raise OSError(error.errno, text) from None
+            from phalanx.job.address import bound_everywhere
+
+            self._socket = bound_everywhere(port or 0)
+        self._socket.listen(1024)
         self.port = int(self._socket.getsockname()[1])
 
     @property
@@ -79,3 +75,24 @@ class WorkerStore:
             self._server.close()
         if self._socket is not None:
             self._socket.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    # As bytes: a str would be taken through the codec for international names, which has to be loaded.
+    name = host.encode() if host.isascii() else host
+    family, kind, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+    made = socket.socket(family, kind)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _is_elsewhere(error: OSError) -> bool:
+    """Whether a host has no address, or not one of this machine."""
+    import errno
+
+    return isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL

@@ -4,9 +4,9 @@ from phalanx.agent.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std,
 from phalanx.agent.workers.failure import ProcessFailure
 from phalanx.agent.workers.result import RunProcsResult
 from phalanx.agent.workers.subprocess_handle import SubprocessHandler, get_subprocess_handler
-from phalanx.agent.workers.worker_group import PContext
 from phalanx.agent.workers.worker_kinds import MultiprocessContext, SubprocessContext
 from phalanx.elastic.lazy_modules import found_in
+from phalanx.elastic.multiprocessing.context import PolledContext as PContext
 from phalanx.elastic.multiprocessing.redirects import get_std_cm
 from phalanx.elastic.multiprocessing.tail_log import TailLog
 from phalanx.errors import SignalException

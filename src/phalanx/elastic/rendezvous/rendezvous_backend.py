@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
 from typing import Any
 
-from phalanx.errors import RendezvousConnectionError, RendezvousStateError
+from phalanx.errors import RendezvousConnectionError, RendezvousError, RendezvousStateError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -166,7 +166,10 @@ def _file_store(params: RendezvousParameters) -> Any:
         raise RendezvousConnectionError("store_type=file needs torch, whose FileStore it is") from None
     path = params.endpoint
     if not path:
-        handle, path = tempfile.mkstemp(prefix="phalanx-rendezvous-")
+        try:
+            handle, path = tempfile.mkstemp(prefix="phalanx-rendezvous-")
+        except OSError as error:
+            raise RendezvousError(f"store_type=file: no temporary file can be made: {error}") from error
         os.close(handle)
     try:
         return FileStore(path)

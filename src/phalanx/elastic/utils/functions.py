@@ -41,21 +41,10 @@ def get_env_variable_or_raise(env_name: str) -> str:
 
 
 def get_socket_with_port() -> socket.socket:
-    """A listening socket on loopback, on a port chosen by the system; the caller closes it."""
-    failure: OSError | None = None
-    for family, kind, protocol, _, address in socket.getaddrinfo(
-        "localhost", 0, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
-    ):
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.bind(address)
-            sock.listen(0)
-        except OSError as error:
-            failure = error
-            sock.close()
-            continue
-        return sock
-    raise RuntimeError(f"no port could be bound on localhost: {failure}")
+    """A socket on a free port of all addresses, which does not listen; the caller closes it."""
+    from phalanx.job.address import bound_everywhere
+
+    return socket.socket(fileno=bound_everywhere().detach())
 
 
 def get_log_level() -> str:

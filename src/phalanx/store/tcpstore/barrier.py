@@ -42,12 +42,18 @@ def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
         values = [as_bytes(value) for value in store.multi_get(keys)]
     else:
         values = [as_bytes(store.get(key)) for key in keys]
-    read_by_all = f"{prefix}phalanx/read"
-    if int(store.add(f"{prefix}phalanx/readers", 1)) == world_size:
-        store.set(read_by_all, b"1")
-    elif rank == 0:
+    read_by_all = _arrive(store, f"{prefix}/finished", world_size)
+    if rank == 0:
         store.wait([read_by_all])
     return values
+
+
+def _arrive(store: Any, prefix: str, world_size: int) -> str:
+    """Count this rank; the key that the last one sets. The keys are torch's: either side may be torch."""
+    done = f"{prefix}/last_member"
+    if int(store.add(f"{prefix}/num_members", 1)) == world_size:
+        store.set(done, b"1")
+    return done
 
 
 def as_bytes(value: Any) -> bytes:
@@ -78,15 +84,13 @@ def barrier(
     With `rank` given, a time-out names the ranks that did not come, on every rank: each looks by itself.
     `trace_timeout` bounds the look; `rank_tracing_decoder` turns a rank into a name that people know.
     """
-    done = f"{key_prefix}/last_member"  # this key and the count's are torch's: either side may be torch
     if rank is not None:
         # Before the count: a rank that is counted can be found.
         store.set(f"{key_prefix}/phalanx/rank/{rank}", b"1")
-    arrived = int(store.add(f"{key_prefix}/num_members", 1))
-    if arrived == world_size:
-        store.set(done, b"1")
+    done = _arrive(store, key_prefix, world_size)
     try:
-        store.wait([done], timedelta(seconds=barrier_timeout))
+        with store_timeout(store, barrier_timeout):
+            store.wait([done])
     except StoreConnectionError:
         raise
     except Exception as error:
@@ -109,7 +113,8 @@ def _part(store: Any, key_prefix: str, world_size: int, rank: int, timeout: floa
         if int(store.add(f"{key_prefix}/phalanx/passed", 1)) == world_size:
             store.set(parted, b"1")
         elif rank == 0:
-            store.wait([parted], timedelta(seconds=timeout))
+            with store_timeout(store, timeout):
+                store.wait([parted])
     except Exception:  # noqa: BLE001 - a store may raise anything, and it may rightly be gone by now
         pass
 

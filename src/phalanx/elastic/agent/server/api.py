@@ -100,9 +100,6 @@ _OF_NODES = frozenset({"_invoke_run", "_rendezvous", "_exit_barrier"})
 _SERVICES = frozenset({"timers", "health"})
 """What `SimpleElasticAgent` leaves to its subclasses, as torch's does."""
 
-_NOT_CALLED = {"_log_watchdog_event": "what the watchdog does is logged by phalanx.agent.supervision.timers"}
-"""torch's methods that have no counterpart here: an override would never be called."""
-
 
 def _is_coroutine(step: Any) -> bool:
     code = getattr(step, "__code__", None)
@@ -126,9 +123,6 @@ class SimpleElasticAgent(TorchEvents, Agent, ElasticAgent):
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        for name, why in _NOT_CALLED.items():
-            if name in cls.__dict__:
-                raise TypeError(f"{cls.__qualname__}.{name} would never be called: {why}")
         for name in STEPS:
             step = cls.__dict__.get(name)
             if isinstance(step, staticmethod | classmethod) or (step is not None and not callable(step)):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.protocols import Nodes, NodeWorkers
     from phalanx.agent.supervision.timers.pipe_watchdog import PipeWatchdog
+    from phalanx.agent.supervision.timers.timer_pipe import FileTimerRequest
     from phalanx.agent.workers.worker_group import PContext
     from phalanx.core.group.group import GroupPolicy
 
@@ -77,10 +78,14 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _open_supervision(self, leave: frozenset[str] = frozenset()) -> None:
         """A subclass that has a step of its own for a service starts it there, which may call ours."""
-        steps = {"timers": "_setup_local_watchdog", "health": "_setup_healthcheck"}
-        own = {name: getattr(LocalElasticAgent, step) for name, step in steps.items()}
+        steps = {
+            "_setup_local_watchdog": "timers",
+            "_log_watchdog_event": "timers",
+            "_setup_healthcheck": "health",
+        }
+        own = {step: getattr(LocalElasticAgent, step) for step in steps}
         super()._open_supervision(
-            frozenset(name for name, step in steps.items() if getattr(type(self), step) is not own[name])
+            frozenset(name for step, name in steps.items() if getattr(type(self), step) is not own[step])
         )
 
     def complete(self, envs: dict[int, dict[str, str]]) -> None:
@@ -89,8 +94,11 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
         """Start the watchdog of the timers, if it is asked for and does not run, and tell the workers."""
-        self.supervision.services.start_timers(self.run_id)
+        self.supervision.services.start_timers(self.run_id, self._log_watchdog_event)
         super().complete(envs)
+
+    def _log_watchdog_event(self, name: str, request: FileTimerRequest | None) -> None:
+        """Called with what the watchdog does; it logs that itself."""
 
     def _setup_healthcheck(self) -> None:
         """Start the health endpoint, if it is asked for and does not run."""
@@ -135,6 +143,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         return workers.take_start()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if "_shutdown" in self._overridden:
+            self._shutdown(timeout=self._shutdown_timeout)  # type: ignore[arg-type]  # torch: an int
+        else:
+            self._stop_group()
+
+    def _stop_group(self) -> None:
         workers, loop = self._workers, self._stepped
         sig, grace = loop.stop_terms or (loop.policy.stop_signal, loop.policy.grace)
         if self._own_context is not None:
@@ -144,7 +158,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _clear(self) -> tuple[str, ...]:
         if not self._workers.idle:
-            LocalElasticAgent._stop_workers(self, self._worker_group)
+            self._stop_group()
         return self._workers.take_stop()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -167,6 +181,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         return RunResult(WorkerState.SUCCEEDED, return_values=values)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if self._running and not self._ending:  # from `_stop_workers`: there are more workers to come
+            self._stop_group()
+            return
         if self._own_context is not None:
             self._own_context.close(death_sig, timeout)
         try:
