@@ -56,6 +56,7 @@ def test_a_constant_counts_in_a_module_that_the_script_imports(tmp_path: Path) -
         ("f = lambda: os.environ.pop('A')", set()),
         ("def f(a=os.environ.setdefault('A', b)): pass", {"A"}),
         ("@register(os.environ.pop('A'))\ndef f(): pass", {"A"}),
+        ("@(lambda f: os.environ.update(A=b) or f)\ndef f(): pass", {"A"}),
     ],
 )
 def test_variables_that_one_statement_sets(text: str, names: set[str]) -> None:

@@ -95,6 +95,8 @@ def nodes_of(tree: Any, called: bool = False) -> Iterator[Any]:
     while pending:
         node = pending.pop()
         yield node
+        for decorator in getattr(node, "decorator_list", ()):  # it may be a lambda, which is called at once
+            yield from nodes_of(decorator, called=True)
         is_function = type(node).__name__ in ("FunctionDef", "AsyncFunctionDef", "Lambda")
         for field in node._fields:
             if is_function and field == "body" and not called:
