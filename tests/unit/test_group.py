@@ -45,6 +45,7 @@ from phalanx.core.group.events import (
     Uninterruptible,
     WakeAt,
     WorkerFailed,
+    WorkersReenter,
 )
 from phalanx.core.group.group import GroupPolicy, GroupState, IllegalMove, Phase, WorkerState, step
 from phalanx.core.group.restarts import RestartPolicy
@@ -139,6 +140,7 @@ EVENTS: list[group_events.Event] = [
     Signal(15),
     BarrierDone(),
     Uninterruptible((1,)),
+    WorkersReenter(),
     Hang("x"),
     group_events.RestartRequested("asked"),
     Tick(),
@@ -321,6 +323,8 @@ class World:
         if self.alive and not self.stop:
             pick += [lambda: self.fail(WorkerFailed("x", 1))] * 2 + [self.succeed]
             pick += [lambda: self.fail(Hang("h")), lambda: self.fail(Uninterruptible((1,)))]
+        if self.state.phase is Phase.RUNNING:
+            pick += [lambda: self.post(WorkersReenter(self.random.random() < 0.8))] * 2
         if self.barrier:
             pick += [self.barrier_done] * 2
         if self.wake is not None:

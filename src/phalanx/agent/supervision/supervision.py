@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from phalanx.agent.spec import WorkerGroup
     from phalanx.agent.workers.worker_group import PContext
     from phalanx.core.diagnosis.progress import WatchPolicy
-    from phalanx.core.group.events import Event, RecallWorkers
+    from phalanx.core.group.events import Event
     from phalanx.core.group.group import Phase
     from phalanx.core.ledger.goodput import RankProgress
     from phalanx.errors import NodeUnfit
@@ -247,7 +247,3 @@ class Supervision:
         """A stop takes long: a worker may have missed that it is a preemption."""
         if self._boards is not None:
             self.preemption.remind(context, self._boards)
-
-    def recall(self, context: PContext, command: RecallWorkers, guilty: tuple[int, ...]) -> None:
-        """Have the workers that re-enter park, and stop the others; `guilty`: local ranks to kill at once."""
-        context.ask_recall(command.sig, command.grace, command.timeout, command.cause, guilty)

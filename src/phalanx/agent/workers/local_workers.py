@@ -22,6 +22,7 @@ from phalanx.core.group.events import (
     Stopped,
     Uninterruptible,
     WorkerFailed,
+    WorkersReenter,
     WorkerState,
 )
 from phalanx.errors import RendezvousError, StartError
@@ -117,6 +118,7 @@ class LocalWorkers:
         self._state = state
         self._reenter_timeout = policy.reenter_timeout
         self._cause = ""  # why the next round begins, where that is known
+        self._reenters = False  # as the core knows it
         self._reentry: ReentryRecord | None = None  # since a recall
 
     # -- the lease ----------------------------------------------------------------------------------
@@ -173,7 +175,8 @@ class LocalWorkers:
         """Start the workers of a group that has its ranks."""
         self._number, self._attempt, self._placed_in = number, attempt, placed_in
         self._describe_standbys()
-        self._starting, self._stopping, self._swept = True, False, False
+        self._starting, self._stopping = True, False
+        self._swept = self._reenters = False
         self._begin_at = time.monotonic()
         self.error = self._fenced_by = self._interrupted_at = None
         group, interface = self._group, self._interface
@@ -452,6 +455,10 @@ class LocalWorkers:
         if stuck:
             return Uninterruptible(stuck)
         result = self.observe()
+        reenters = self.context is not None and self.context.reenters
+        if reenters != self._reenters:
+            self._reenters = reenters
+            return WorkersReenter(reenters)
         if result.state is WorkerState.HEALTHY:
             return None
         self.result = result
@@ -541,7 +548,7 @@ class LocalWorkers:
         self._stopping, self._starting = True, False
         guilty = tuple(w.local_rank for w in self._group.workers if w.global_rank in command.ranks)
         self._reentry = ReentryRecord(context, self._helpers.parked, now)
-        self._supervision.recall(context, command, guilty)
+        context.ask_recall(command.sig, command.grace, command.timeout, command.cause, guilty)
         if self.store is not None:
             self.store.end_round()  # workers that wait for a key are freed
 

@@ -515,9 +515,6 @@ class PContext(abc.ABC):
         self, sig: int, grace: float, timeout: float, cause: str, guilty: tuple[int, ...] = ()
     ) -> None:
         """Begin to stop, except for the workers that re-enter: they have `timeout` seconds to park."""
-        if not self.reenters:
-            self.ask_stop(sig, grace)
-            return
         with self._lock:
             assert self.spawner is not None
             now = time.monotonic()

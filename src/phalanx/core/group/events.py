@@ -175,6 +175,12 @@ class BarrierDone(Record):
     round: int | None = None
 
 
+class WorkersReenter(Record):
+    """A worker of this node has registered for re-entry; not `can`: none is registered any more."""
+
+    can: bool = True
+
+
 class Uninterruptible(Record):
     """Workers have been in uninterruptible sleep for too long."""
 
@@ -216,6 +222,7 @@ Event: TypeAlias = (
     | Signal
     | BarrierDone
     | Uninterruptible
+    | WorkersReenter
     | Hang
     | RestartRequested
     | Tick
@@ -249,8 +256,8 @@ class StopWorkers(Record):
 class RecallWorkers(Record):
     """Have the workers that re-enter unwind and park; stop the others with `sig` and `grace`.
 
-    A worker that is not parked after `timeout` seconds is killed; those of `ranks` (global) at once. Where no
-    worker re-enters, this is `StopWorkers`. `cause` is what the workers are told."""
+    A worker that is not parked after `timeout` seconds is killed; those of `ranks` (global) at once. The
+    workers are told `cause`."""
 
     sig: int
     grace: float

@@ -17,11 +17,12 @@ The rules:
 - Membership changes use no restart. They matter only for the current round; older ones are stale. A
   rendezvous that decides for all nodes reports it with `RoundOver`, which also brings back a node that has
   finished: the others need it. `at_once` kills, even where a stop with a grace is under way.
-- A stop that leads to another round is a *recall*: workers that can re-enter keep their process and park. It
-  uses a restart exactly as the failure does; a membership change uses none. The ranks that a hang is due to
-  are killed at once. Not recalled: workers that save a checkpoint (preemption), a node that may have been
-  replaced (`at_once`), and any ending. The same error three times in a row means that two re-entries did not
-  help: then all processes are new. The node that fails decides this for all nodes, too.
+- A stop that leads to another round is a *recall* where a worker has registered for it: workers that can
+  re-enter keep their process and park. It uses a restart exactly as the failure does; a membership change
+  uses none. The ranks that a hang is due to are killed at once. Not recalled: workers that save a checkpoint
+  (preemption), a node that may have been replaced (`at_once`), and any ending. The same error three times in
+  a row means that two re-entries did not help: then all processes are new. The node that fails decides this
+  for all nodes, too.
 - All workers succeeded: exit barrier, then the end. A barrier that takes too long fails no job. Another
   node's failure or loss re-forms this node too: the others need it. An end of the rendezvous before all
   nodes have reported success is a failure: it stops the workers of the others, or what they did is not known.
@@ -90,6 +91,7 @@ from phalanx.core.group.events import (
     Uninterruptible,
     WakeAt,
     WorkerFailed,
+    WorkersReenter,
     WorkerState,
 )
 from phalanx.core.group.restarts import Failure, History, RestartPolicy
@@ -167,6 +169,8 @@ class GroupState(Record):
     not_before: float = 0.0
     cause: str = ""
     """The failure that the group recovers from; empty once the workers run again."""
+    reenters: bool = False
+    """Whether a worker of this node has registered for re-entry."""
     same: tuple[str, int] = ("", 0)
     """The last error, and how many recalls in a row were due to it."""
     ending: Ending | None = None
@@ -243,7 +247,8 @@ def _start_or_wait(state: GroupState, now: float) -> Step:
     if state.attempt:
         reason += f", attempt {state.attempt}"
     command = StartWorkers(state.round, state.attempt)
-    return _go(state, Phase.STARTING, reason, command, started_at=now, worker_state=WorkerState.INIT)
+    changes = {"started_at": now, "worker_state": WorkerState.INIT, "reenters": False}
+    return _go(state, Phase.STARTING, reason, command, **changes)
 
 
 def on_tick(state: GroupState, event: Tick, now: float, policy: GroupPolicy) -> Step:
@@ -277,6 +282,11 @@ def on_started(state: GroupState, event: Started, now: float, policy: GroupPolic
     return _go(
         state, Phase.RUNNING, f"workers are running (pids {', '.join(map(str, event.pids))})", **changes
     )
+
+
+def on_workers_reenter(state: GroupState, event: WorkersReenter, now: float, policy: GroupPolicy) -> Step:
+    reason = "workers can re-enter" if event.can else "no worker re-enters any more"
+    return _stay(state, reason, reenters=event.can)
 
 
 def on_start_failed(state: GroupState, event: StartFailed, now: float, policy: GroupPolicy) -> Step:
@@ -529,7 +539,7 @@ def _recall(
 ) -> Step:
     """As `_reform`, but workers that can re-enter keep their process, unless all are to be `anew`."""
     step = _reform(state, now, policy, reason, *tell)
-    if not policy.reenter_timeout or anew:
+    if not (policy.reenter_timeout and state.reenters) or anew:
         return step
     commands = tuple(
         RecallWorkers(one.sig, one.grace, policy.reenter_timeout, cause, guilty)
@@ -692,6 +702,7 @@ MOVES: Mapping[Phase, Row] = {
     },
     RUNNING: {
         **_UP,
+        WorkersReenter: (on_workers_reenter, (RUNNING,)),
         RestartRequested: (on_restart_requested, (REFORMING,)),
         MembershipChanged: (on_membership, (REFORMING, RUNNING)),
         PeerFailed: (on_peer_failed, (REFORMING, RUNNING, ENDING)),
@@ -717,7 +728,7 @@ MOVES: Mapping[Phase, Row] = {
 
 _WATCHDOGS: frozenset[type[Any]] = frozenset({Hang, Uninterruptible, RestartRequested, Tick, BarrierDone})
 """Posted by other threads, which may be a moment behind the owner."""
-_EXITS: frozenset[type[Any]] = frozenset({Started, StartFailed, WorkerFailed, AllSucceeded})
+_EXITS: frozenset[type[Any]] = frozenset({Started, StartFailed, WorkerFailed, AllSucceeded, WorkersReenter})
 """Posted about workers that are being stopped. After `Stopped` nothing more may come about them: it
 would be taken for news of the next ones, so there it is illegal."""
 
@@ -729,7 +740,7 @@ LATE: Mapping[Phase, frozenset[type[Any]]] = {
     WAITING: _WATCHDOGS - {Tick},
     STARTING: frozenset({Tick, BarrierDone}),
     RUNNING: frozenset({Tick, BarrierDone}),
-    BARRIER: (_WATCHDOGS - {BarrierDone, RestartRequested}) | {Started, MembershipChanged},
+    BARRIER: (_WATCHDOGS - {BarrierDone, RestartRequested}) | {Started, MembershipChanged, WorkersReenter},
     ENDING: _WATCHDOGS | _EXITS | {MembershipChanged, RoundReady, RoundFailed},
     DONE: _WATCHDOGS
     | _EXITS
