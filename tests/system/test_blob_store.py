@@ -22,8 +22,8 @@ from phalanx.core.rounds.store_commands import (
     Watch,
 )
 from phalanx.errors import StoreConnectionError, StoreError
+from phalanx.store.client import State
 from phalanx.store.embedded.blob_client import MAGIC, BlobClient
-from phalanx.store.embedded.client import State
 from tests.conftest import HUNG, wait_until
 from tests.support.memory_blob import MemoryBlob
 from tests.support.store_contract import StoreContract

@@ -14,7 +14,7 @@ import pytest
 from phalanx.errors import StoreAuthError
 from phalanx.store.net import door, wire
 from phalanx.store.net.door import Door
-from phalanx.store.net.peer_handshake import prove_as_client, read_exactly
+from phalanx.store.net.peer_handshake import Proven, prove_as_client, read_exactly
 from phalanx.store.net.token import Token
 from tests.conftest import HUNG, wait_until
 
@@ -30,9 +30,9 @@ class Service:
         self.served = 0
         self.door = Door("127.0.0.1", TOKEN, self._serve, report=self.said.append)
 
-    def _serve(self, sock: socket.socket, _outgoing: wire.Seal, _incoming: wire.Seal) -> None:
+    def _serve(self, proven: Proven) -> None:
         self.served += 1
-        sock.sendall(b"!")
+        proven.sock.sendall(b"!")
 
     def dial(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.door.port), timeout=HUNG)

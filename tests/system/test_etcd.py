@@ -34,7 +34,8 @@ from phalanx.core.rounds.store_commands import (
     When,
 )
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError
-from phalanx.store.embedded.client import Client, State
+from phalanx.store.client import State
+from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.etcd.client import EtcdClient, etcd_client_from
 from phalanx.store.etcd.http import Address

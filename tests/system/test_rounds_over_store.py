@@ -33,7 +33,8 @@ from phalanx.core.rounds.participant_events import (
 )
 from phalanx.core.rounds.records import NodeInfo, Round
 from phalanx.core.rounds.store_commands import Notice
-from phalanx.store.embedded.client import Client, State
+from phalanx.store.client import State
+from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.net.token import Token
 from tests.conftest import HUNG, wait_until

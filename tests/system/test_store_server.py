@@ -21,7 +21,8 @@ import pytest
 from phalanx.cluster.torch_store_adapter import StoreFacade
 from phalanx.core.rounds.store_commands import Add, Change, Command, Get, Grant, KeepAlive, Notice, Put, Reply
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError, UsageError
-from phalanx.store.embedded.client import Client, State
+from phalanx.store.client import State
+from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.net import handshake, wire
 from phalanx.store.net.token import Token

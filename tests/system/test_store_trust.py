@@ -13,7 +13,8 @@ import pytest
 
 from phalanx.core.rounds.store_commands import Change, Delete, Entry, Grant, Notice, Put
 from phalanx.errors import StoreAuthError, StoreError
-from phalanx.store.embedded.client import Client, State
+from phalanx.store.client import State
+from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.journal import Journal
 from phalanx.store.embedded.server import Server
 from phalanx.store.model import Model

@@ -18,9 +18,8 @@ import time
 from typing import NamedTuple
 
 from phalanx.errors import PhalanxError
-from phalanx.store.net import wire
 from phalanx.store.net.door import Door
-from phalanx.store.net.peer_handshake import prove_as_client, read_exactly
+from phalanx.store.net.peer_handshake import Proven, dial, read_exactly
 from phalanx.store.net.token import Token
 
 SECONDS = 0.5
@@ -68,10 +67,8 @@ class PairLink:
                 return LinkFigures(latency, _receive(sock))
 
     def _dial(self, address: tuple[str, int], kind: bytes, number: int, me: int) -> socket.socket:
-        sock = socket.create_connection(address, timeout=_HANDSHAKE)
+        sock = dial(address, self._token, _HANDSHAKE, purpose=_PURPOSE).sock
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            prove_as_client(sock, self._token, address[0], _PURPOSE)
             sock.sendall(kind + number.to_bytes(4, "big") + me.to_bytes(4, "big"))
             sock.settimeout(_TURN)
             if read_exactly(sock, 1) != _GO:
@@ -91,7 +88,8 @@ class PairLink:
             self._news.wait_for(lambda: key in self._received, max(0.0, until - time.monotonic()))
             return self._received.get(key)
 
-    def _answer(self, sock: socket.socket, _outgoing: wire.Seal, _incoming: wire.Seal) -> None:
+    def _answer(self, proven: Proven) -> None:
+        sock = proven.sock
         try:
             sock.settimeout(_HANDSHAKE)
             asked = read_exactly(sock, 9)

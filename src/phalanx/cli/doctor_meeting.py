@@ -21,6 +21,7 @@ from phalanx.cli.doctor_network import reach
 if TYPE_CHECKING:
     from phalanx.core.rounds.store_commands import Entry, Notice
     from phalanx.store.embedded.client import Client
+    from phalanx.store.etcd.client import EtcdClient
 
 FAR_APART = 1.0  # seconds between clocks that make logs hard to compare
 _PREFIX = "doctor/"
@@ -72,7 +73,7 @@ def _read(entry: Entry) -> Any:
         return None
 
 
-def meet(client: Client, asked: Asked) -> Iterator[Finding]:
+def meet(client: Client | EtcdClient, asked: Asked) -> Iterator[Finding]:
     """Meet the other doctors; rows for each of them."""
     from phalanx.core.rounds.store_commands import Grant, Revoke
 
@@ -105,7 +106,7 @@ def meet(client: Client, asked: Asked) -> Iterator[Finding]:
     client.request(Revoke(lease))
 
 
-def _own(client: Client, asked: Asked) -> str:
+def _own(client: Client | EtcdClient, asked: Asked) -> str:
     """The address that this node has towards the store, unless one was given."""
     if asked.local_addr:
         return str(socket.getaddrinfo(asked.local_addr, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -20,6 +20,7 @@ from phalanx.job.environment import ETCD_PORT, STATIC_PORT, STORE_PORT, TOKEN_FI
 
 if TYPE_CHECKING:
     from phalanx.store.embedded.client import Client
+    from phalanx.store.etcd.client import EtcdClient
     from phalanx.store.net.tls import Tls
     from phalanx.store.net.token import Token
 
@@ -209,7 +210,7 @@ def _serve(asked: Asked, token: Token | None, stack: ExitStack) -> bool:
     return True
 
 
-def _client(asked: Asked, token: Token | None, environ: Mapping[str, str]) -> Client:
+def _client(asked: Asked, token: Token | None, environ: Mapping[str, str]) -> Client | EtcdClient:
     patience = asked.wait if asked.together > 1 else 4.0
     if asked.backend == "etcd":
         from phalanx.store.etcd.client import etcd_client_from

@@ -24,7 +24,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from phalanx.store.embedded.client import Client
+    from phalanx.store.client import StoreClient
 
 BACKENDS = ("phalanx", "c10d", "etcd")
 
@@ -66,7 +66,7 @@ def settings_of(options: Namespace) -> dict[str, str]:
     return Sources({"rdzv_conf": options.rdzv_conf}, {}).settings()
 
 
-def store_client(options: Namespace, conf: Mapping[str, str]) -> Client:
+def store_client(options: Namespace, conf: Mapping[str, str]) -> StoreClient:
     """A client of the job's store, found as `phalanx run` finds it."""
     from phalanx.store.embedded.client import Client
 
@@ -87,7 +87,7 @@ def store_client(options: Namespace, conf: Mapping[str, str]) -> Client:
     return Client(host, port, token=token, tls=tls, grace=grace)
 
 
-def drain(client: Client, run_id: str, name: str, timeout: float) -> int:
+def drain(client: StoreClient, run_id: str, name: str, timeout: float) -> int:
     """Ask every node of that name or id to leave, and wait until none is left."""
     import threading
 
@@ -116,7 +116,7 @@ def drain(client: Client, run_id: str, name: str, timeout: float) -> int:
     return 0
 
 
-def _nodes(client: Client, prefix: str) -> dict[str, NodeRecord]:
+def _nodes(client: StoreClient, prefix: str) -> dict[str, NodeRecord]:
     entries = client.request(Get(prefix + "node/", prefix=True), 10.0).entries
     found = {entry.key.removeprefix(prefix + "node/"): decode_node(entry.value) for entry in entries}
     return {node: record for node, record in found.items() if record is not None}

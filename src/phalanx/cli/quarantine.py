@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from phalanx.store.embedded.client import Client
+    from phalanx.store.client import StoreClient
 
 ACTIONS = ("list", "add", "remove")
 
@@ -99,7 +99,7 @@ def _at_store(options: Namespace) -> int:
         return _change(client, options, f"job/{options.rdzv_id}/{HOSTS}")
 
 
-def _change(client: Client, options: Namespace, prefix: str) -> int:
+def _change(client: StoreClient, options: Namespace, prefix: str) -> int:
     entries = client.request(Get(prefix, prefix=True), options.timeout).entries
     found = {entry.key.removeprefix(prefix): decode_host(entry.value) for entry in entries}
     held = {host: record for host, record in found.items() if record is not None and record.reason}

@@ -26,7 +26,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from phalanx.store.embedded.client import Client
+    from phalanx.store.client import StoreClient
 
 _PATIENCE = 10.0
 _MOST_NODES = 64  # whose logs are read at once: each may send 256 KiB
@@ -42,7 +42,7 @@ def add_endpoint(parser: Parser) -> None:
 class RemoteJob:
     """One job; `nodes`: the names of its nodes by their ids, when it was found."""
 
-    def __init__(self, client: Client, run: str, nodes: dict[str, str], timeout: float) -> None:
+    def __init__(self, client: StoreClient, run: str, nodes: dict[str, str], timeout: float) -> None:
         self.run, self.nodes = run, nodes
         self._client, self._timeout = client, timeout
 
@@ -96,7 +96,7 @@ def remote_job(options: Namespace) -> Iterator[RemoteJob]:
         yield RemoteJob(client, run, nodes[run], options.timeout)
 
 
-def _jobs(client: Client, timeout: float) -> dict[str, dict[str, str]]:
+def _jobs(client: StoreClient, timeout: float) -> dict[str, dict[str, str]]:
     """The nodes of all jobs at a store, by run id: ids and names."""
     found: dict[str, dict[str, str]] = {}
     for entry in client.request(Get("job/", prefix=True), timeout).entries:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from phalanx.cluster.job_goodput import JobGoodput, NodeGoodput
     from phalanx.cluster.settings import Settings
     from phalanx.core.rounds.participant import Participant
-    from phalanx.store.embedded.client import Client
+    from phalanx.store.client import StoreClient
 
 FEW = 64  # nodes: with more, all of them looking for each other as they leave would overload the store
 PATIENCE = 2.0  # seconds, or a lease, for the other nodes to see how the job ended
@@ -35,7 +35,7 @@ class Farewell:
         self.job_goodput: JobGoodput | None = None
         """That of the whole job, where it is known, once released."""
 
-    def say(self, client: Client, participant: Participant, rank: int, hosting: bool) -> None:
+    def say(self, client: StoreClient, participant: Participant, rank: int, hosting: bool) -> None:
         """Leave the store; `rank`: in the last round."""
         ended, options, settings = participant.ended, participant.options, self._settings
         if client.lost is not None or (ended is not None and ended.outcome == "store"):
@@ -64,13 +64,13 @@ class Farewell:
         except StoreError:
             pass  # the lease runs out by itself; other keys are few, and the next job with this id uses them
 
-    def _revoke(self, client: Client, participant: Participant) -> None:
+    def _revoke(self, client: StoreClient, participant: Participant) -> None:
         # Answered, not only sent: the store may have taken up another connection of this session, and who
         # begins this job again would find a node of the last one.
         if participant.lease.number:
             client.request(Revoke(participant.lease.number), PATIENCE)
 
-    def _wait_for_the_others(self, client: Client, participant: Participant, patience: float) -> None:
+    def _wait_for_the_others(self, client: StoreClient, participant: Participant, patience: float) -> None:
         end = clock() + patience  # a node that is gone loses its key within a lease
         nodes = participant.options.prefix + "node/"
         changed = threading.Event()
@@ -85,7 +85,9 @@ class Farewell:
         except StoreError:
             pass  # the other nodes see the closed connection
 
-    def _exchange_goodput(self, client: Client, participant: Participant, rank: int, hosting: bool) -> None:
+    def _exchange_goodput(
+        self, client: StoreClient, participant: Participant, rank: int, hosting: bool
+    ) -> None:
         """Give this node's ledger and learn that of the job, while all nodes are there.
 
         The host of a store that leaves takes the job with it: it adds up what the others leave behind."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.core.rounds.store_commands import Notice
-    from phalanx.store.embedded.client import Client
+    from phalanx.store.client import StoreClient
 
 PATIENCE = 2.0
 """Seconds for the last figures of the other nodes."""
@@ -104,7 +104,7 @@ def decode_total(value: bytes, job: int) -> JobGoodput | None:
 class GoodputExchange:
     """One node's part at its end; called in the membership's thread, which has nothing else to do by then."""
 
-    def __init__(self, client: Client, run_id: str, node: str, job: int) -> None:
+    def __init__(self, client: StoreClient, run_id: str, node: str, job: int) -> None:
         self._client, self._run_id, self._node, self._job = client, run_id, node, job
         self._ledgers = ledgers_prefix(run_id)
 

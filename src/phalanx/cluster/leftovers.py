@@ -14,7 +14,7 @@ from phalanx.core.rounds.store_commands import Get, Grant, Put, Txn, When
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.core.rounds.store_commands import Entry
-    from phalanx.store.embedded.client import Client
+    from phalanx.store.client import StoreClient
 
 KEPT = 86400.0
 ROUND = "ctl/round"
@@ -22,14 +22,14 @@ _BATCH = 50  # of a transaction; etcd allows 128 operations
 _ATTEMPTS = 5
 
 
-def round_of(client: Client, prefix: str, patience: float) -> bytes:
+def round_of(client: StoreClient, prefix: str, patience: float) -> bytes:
     """What tells this job from the next one with its id."""
     entries = client.request(Get(prefix + ROUND), patience).entries
     return entries[0].value if entries else b""
 
 
 def let_expire(
-    client: Client, prefixes: tuple[str, str], last: bytes, is_over: bool, patience: float
+    client: StoreClient, prefixes: tuple[str, str], last: bytes, is_over: bool, patience: float
 ) -> None:
     """Put the keys below these prefixes on a lease, once this node has left.
 

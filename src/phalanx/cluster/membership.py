@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from phalanx.core.rounds.participant_events import Action, Event, RoundEnd
     from phalanx.core.rounds.records import Round
     from phalanx.core.rounds.store_commands import Command, Notice, Reply
-    from phalanx.store.embedded.client import Client, State
+    from phalanx.store.client import State, StoreClient
 
 EMBEDDED_BATCH = 5_000  # places in one transaction, so that they arrive with their round; etcd allows 128
 
@@ -180,7 +180,7 @@ class Membership:
     # What others may read at any time
 
     @property
-    def client(self) -> Client | None:
+    def client(self) -> StoreClient | None:
         """The client of the store."""
         return self.link.client
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from msgspec import Raw
 
     from phalanx.core.rounds.store_commands import Notice
-    from phalanx.store.embedded.client import Client
+    from phalanx.store.client import StoreClient
 
 ASK = "ctl/ask"
 LONGEST_QUESTION = 1 << 16
@@ -87,7 +87,7 @@ def decode_answer(value: bytes, number: str) -> Raw | None:
 
 
 def ask_nodes(
-    client: Client, run_id: str, request: dict[str, Any], timeout: float, asker: str = ""
+    client: StoreClient, run_id: str, request: dict[str, Any], timeout: float, asker: str = ""
 ) -> tuple[dict[str, Raw], int]:
     """Ask every node of a job but `asker`: the answers by node id, and how many nodes did not answer.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from phalanx.cluster.settings import Settings
     from phalanx.core.rounds.store_commands import Command, Notice, Reply
-    from phalanx.store.embedded.client import Client, State
+    from phalanx.store.client import State, StoreClient
     from phalanx.store.net.token import Token
 
 _REFUSED_PATIENCE = 3.0
@@ -35,7 +35,7 @@ class StoreLink:
     ) -> None:
         self._settings, self._post = settings, post
         self._on_state, self._on_notice = on_state, on_notice
-        self.client: Client | None = None
+        self.client: StoreClient | None = None
         self.operations = 0  # commands sent to the store
         self.dialling_until = 0.0
         self._number = 0  # of this connection

@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.core.rounds.store_commands import Add, Delete, Entry, Get, Notice, Put, Reply, Txn, When
 from phalanx.errors import StoreError, StoreTimeoutError
-from phalanx.store.embedded.client import Client
+from phalanx.store.client import StoreClient
 from phalanx.store.tcpstore.torch_errors import as_torchs
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
@@ -23,7 +23,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 class StoreFacade:
     """A shared dictionary with the methods of `torch.distributed.Store`."""
 
-    def __init__(self, client: Client, prefix: str = "", timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, client: StoreClient, prefix: str = "", timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         self._client, self._prefix = client, prefix
         self._timeout = timeout
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import socket
 
 from phalanx.errors import StoreAuthError
-from phalanx.store.net import wire
-from phalanx.store.net.peer_handshake import prove_as_client, read_exactly
+from phalanx.store.net import peer_handshake, wire
+from phalanx.store.net.peer_handshake import Proven, hang_up, read_exactly
 from phalanx.store.net.token import Token
 
 TYPE_CHECKING = False
@@ -34,11 +34,18 @@ ERRORS = (OSError, wire.WireError, StoreAuthError, ValueError)
 class ReplicaChannel:
     """One end of a connection that has passed the handshake."""
 
-    def __init__(self, sock: socket.socket, outgoing: wire.Seal, incoming: wire.Seal | None) -> None:
-        self._sock = sock
-        self._outgoing = outgoing
-        self._incoming = incoming  # None: TLS protects the frames
+    def __init__(self, proven: Proven) -> None:
+        self._sock, self._outgoing, self._incoming = proven
+        sock = self._sock
         sock.settimeout(_SILENCE)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACE)
+        except OSError:
+            pass
 
     def send(self, kind: bytes, data: bytes = b"") -> None:
         """Send one frame."""
@@ -59,15 +66,8 @@ class ReplicaChannel:
         return body[:1], body[1:]
 
     def stop(self) -> None:
-        """End the calls of the thread that uses it, from another one.
-
-        It does not close the descriptor: OpenSSL might be about to use its number, for a file that has it by
-        then. For the same reason it is the plain socket that is shut down.
-        """
-        try:
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-        except OSError:
-            pass
+        """End the calls of the thread that uses it, from another one."""
+        hang_up(self._sock)
 
     def close(self) -> None:
         """Close it; only in the thread that uses it."""
@@ -77,36 +77,4 @@ class ReplicaChannel:
 
 def dial(address: tuple[str, int], token: Token, tls: Tls | None) -> ReplicaChannel:
     """Connect to another agent; OSError, WireError or StoreAuthError."""
-    sock = socket.create_connection(address, timeout=_HANDSHAKE)
-    try:
-        _prepare(sock)
-        binding = b""
-        if tls is not None:
-            from phalanx.store.net import tls as sealing
-
-            sock, binding = sealing.dial(sealing.client_context(tls), sock)
-        outgoing, incoming = prove_as_client(sock, token, address[0], binding)
-        return ReplicaChannel(sock, *((outgoing, incoming) if tls is None else (wire.NoSeal(), None)))
-    except BaseException:
-        sock.close()
-        raise
-
-
-def accepted(
-    sock: socket.socket, outgoing: wire.Seal, incoming: wire.Seal, tls: Tls | None
-) -> ReplicaChannel:
-    """The other side of `dial`, for a connection that has proved the token (store/net/door.py)."""
-    _prepare(sock)
-    return ReplicaChannel(sock, *((outgoing, incoming) if tls is None else (wire.NoSeal(), None)))
-
-
-def _prepare(sock: socket.socket) -> None:
-    sock.settimeout(_HANDSHAKE)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACE)
-    except OSError:
-        pass
+    return ReplicaChannel(peer_handshake.dial(address, token, _HANDSHAKE, tls=tls))

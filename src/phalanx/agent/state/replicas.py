@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import threading
 
 from phalanx.agent.state import save_record
@@ -42,7 +41,7 @@ from phalanx.agent.state.copy_sender import (
     unpack_ballot,
     unpack_pins,
 )
-from phalanx.agent.state.replica_channel import ERRORS, ReplicaChannel, accepted, dial
+from phalanx.agent.state.replica_channel import ERRORS, ReplicaChannel, dial
 from phalanx.core.common_saves import CONFIRM, Ballot
 from phalanx.errors import PhalanxError
 from phalanx.store.net.door import Door
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.state.holder import RoundNodes
-    from phalanx.store.net import wire
+    from phalanx.store.net.peer_handshake import Proven
     from phalanx.store.net.tls import Tls
     from phalanx.store.net.token import Token
 
@@ -280,8 +279,8 @@ class Replicas:
 
     # -- receiving ----------------------------------------------------------------------------------
 
-    def _answer(self, sock: socket.socket, outgoing: wire.Seal, incoming: wire.Seal) -> None:
-        channel = accepted(sock, outgoing, incoming, self._settings.tls)
+    def _answer(self, proven: Proven) -> None:
+        channel = ReplicaChannel(proven)
         try:
             kind, data = channel.receive()
             text, _, ranks = data.decode("utf-8", "replace").partition("\n")

@@ -25,9 +25,7 @@ from __future__ import annotations
 import os
 import queue
 import random
-import threading
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypedDict, cast
 
 import msgspec
@@ -44,14 +42,13 @@ from phalanx.core.rounds.store_commands import (
     Watch,
 )
 from phalanx.errors import StoreConnectionError, StoreError, StoreTimeoutError
-from phalanx.store.embedded.client import Client, State, _Waiting
 from phalanx.store.model import Model, mutates
 from phalanx.store.net import wire
+from phalanx.store.queued_client import CLOSE_TIMEOUT, QueuedClient
 
 POLL = 1.0  # seconds between two reads while nothing is asked
 MAGIC = b"PHALANX-BLOB-1\n"
 _HISTORY, _HISTORY_BYTES = 200, 32 << 10
-_CLOSE_TIMEOUT = 2.0
 
 
 class CompareAndSetBlob(Protocol):
@@ -93,60 +90,28 @@ class ForeignStateError(StoreError):
     """The value was not written by a client of this kind."""
 
 
-class BlobClient(Client):
+class BlobClient(QueuedClient):
     """A session with the store in a blob; one thread makes all calls to the backend."""
 
-    def __init__(
-        self,
-        blob: CompareAndSetBlob,
-        *,
-        backoff: float = 0.0,
-        grace: float = 60.0,
-        patience: float = 5.0,
-        on_state: Callable[[State], None] = lambda state: None,
-        on_notice: Callable[[Notice], None] = lambda notice: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(
-            "", 0, grace=grace, patience=patience, on_state=on_state, on_notice=on_notice, clock=clock
-        )
+    def __init__(self, blob: CompareAndSetBlob, *, backoff: float = 0.0, **options: Any) -> None:
+        """`options`: those of StoreClient."""
+        super().__init__(**options)
         self._blob = blob
         self._backoff = backoff  # seconds, at most, after a write that another node was ahead of
-        self._commands: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
-        self._number = 0
-        self._closed = threading.Event()
         self._value: bytes | None = None  # as seen last, with its token
         self._token: Any = None
-        self._seen_at = clock()  # when the value was seen last
+        self._seen_at = self.clock()  # when the value was seen last
         self._alive: dict[int, tuple[int, float]] = {}  # lease -> its counter, and since when it stands there
         self._watching: dict[int, tuple[Watch, int]] = {}  # watch -> the revision up to which it was told
-        self._away_since: float | None = clock()
 
     @property
     def where(self) -> str:
         """The backend, for people."""
         return f"the rendezvous backend {self._blob.name!r}"
 
-    def close(self) -> None:
-        """Finish earlier requests, then end the thread; idempotent. A call that hangs is not waited for."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        self._commands.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_TIMEOUT)
-            if self._thread.is_alive():
-                self._thread = None
-        super().close()
-
-    def _ask(self, command: Command, waiting: _Waiting) -> int:
-        with self._lock:
-            if self.lost is not None or self._closed.is_set():
-                raise self.lost or StoreConnectionError(f"the connection to {self.where} is closed")
-            self._number += 1
-            self._waiting[self._number] = waiting
-            self._commands.put((self._number, command))
-            return self._number
+    def _abandon_call(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self._thread = None  # the backend hangs: nobody waits for it
 
     # The thread
 
@@ -196,7 +161,7 @@ class BlobClient(Client):
                 if self._write(content):
                     break
                 current, tried = True, self.clock() - began
-                if tried >= (_CLOSE_TIMEOUT if self._closed.is_set() else self.grace):
+                if tried >= (CLOSE_TIMEOUT if self._closed.is_set() else self.grace):
                     raise StoreTimeoutError(f"{self.where} has taken no write of this node for {tried:.0f} s")
                 time.sleep(pause * random.random())  # others write as well: not in step with them
                 pause = max(self._backoff, min(0.2, pause * 2 + 0.01))
@@ -208,8 +173,7 @@ class BlobClient(Client):
         self._look_at_leases(content, now)
         if self.welcome is None:
             self.welcome = wire.Welcome(content.store, durable=True, linger=float("inf"))
-            self._connected.set()
-            self._answered()
+            self._came_back()
         self._answer(batch, replies)
         self._report(model)
 
@@ -265,11 +229,7 @@ class BlobClient(Client):
                 self._watching[command.watch] = command, told
             waiting = self._waiting.pop(number, None)
             if waiting is not None:
-                waiting.reply = reply
-                if waiting.callback is not None:
-                    waiting.callback(reply)
-                elif waiting.event is not None:
-                    waiting.event.set()
+                waiting.answer(reply)
 
     def _report(self, model: Model) -> None:
         """The changes since each watch was told last."""
@@ -303,7 +263,7 @@ class BlobClient(Client):
                     raise StoreConnectionError(f"the connection to {self.where} is closed") from None
                 pause = min(1.0, pause * 2)
             else:
-                self._answered()
+                self._came_back()
                 return
 
     def _write(self, content: _Content) -> bool:
@@ -319,26 +279,16 @@ class BlobClient(Client):
             return False
         state, token, was_set = result
         self._take((state, token))
-        self._answered()
+        self._came_back()
         return bool(was_set)
 
     def _take(self, result: tuple[bytes, Any] | None) -> None:
         self._value, self._token = (None, None) if result is None else (bytes(result[0]), result[1])
 
-    def _answered(self) -> None:
-        if self._away_since is not None and self.welcome is not None:
-            self._away_since = None
-            self.on_state(State("connected", self.clock()))
-
     def _unanswered(self, began: float, error: Exception) -> None:
         """Raises if the grace period is over."""
         problem = f"{type(error).__name__}: {error}"
-        if self.welcome is None:
-            self.on_state(State("failed", began, problem))
-        if self._away_since is None:
-            self._away_since = began
-            self.on_state(State("disconnected", began, problem))
-        if self.clock() - self._away_since >= self.grace:
+        if self._is_away_too_long(began, problem, problem):
             raise StoreConnectionError(
                 f"{self.where} has not answered for {self.grace:g} s ({problem}): is its service running?"
             )

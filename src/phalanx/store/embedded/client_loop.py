@@ -99,7 +99,7 @@ class ClientLoop:
                 self._flush(line)
         for key, mask in self._selector.select(self._time_left()):
             if key.data is None:
-                self._client.drain_wakes()
+                self._client.wakes.take()
             elif mask & selectors.EVENT_READ and key.data in self._lines():
                 self._read(key.data)
         if not self._client.closing:

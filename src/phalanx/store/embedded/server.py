@@ -36,8 +36,9 @@ from phalanx.core.rounds.store_commands import Command, Notice, Put, Reply, Watc
 from phalanx.errors import StoreError, UsageError
 from phalanx.store.model import Model, Notices, mutates
 from phalanx.store.net import wire
-from phalanx.store.net.strangers import Complaints, Strangers
+from phalanx.store.net.strangers import Complaints, Strangers, descriptors
 from phalanx.store.net.token import Token, key_of
+from phalanx.store.net.wake_up import WakeUp
 
 if TYPE_CHECKING:
     import ssl
@@ -166,15 +167,13 @@ class Server:
         self._posted: deque[Callable[[], None]] = deque()
         self._commands: dict[str, int] = {}
         self._refused, self._expired = 0, 0
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
+        self._wakes = WakeUp()
         self._closing, self._flush = False, 0.0
         self._thread: threading.Thread | None = None
 
     def start(self) -> Server:
         """Serve in a thread of its own."""
-        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
         if self._listener is not None:
             self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="phalanx-store", daemon=True)
@@ -187,9 +186,9 @@ class Server:
             return
         self._closing, self._flush = True, flush
         if self._thread is not None:
-            self._wake()
+            self._wakes.ring()
             self._thread.join()
-        for sock in (self._listener, self._wake_in, self._wake_out, *(sock for sock, _ in self._adopted)):
+        for sock in (self._listener, self._wakes, *(sock for sock, _ in self._adopted)):
             if sock is not None:
                 sock.close()
         self._selector.close()
@@ -203,12 +202,12 @@ class Server:
         except OSError:
             pass  # it has gone again already
         self._adopted.append((sock, where))
-        self._wake()
+        self._wakes.ring()
 
     def post(self, call: Callable[[], None]) -> None:
         """Call this in the server's thread; from any thread."""
         self._posted.append(call)
-        self._wake()
+        self._wakes.ring()
 
     def sample(self) -> ServerSample:
         """The server now; in its thread."""
@@ -223,12 +222,6 @@ class Server:
             expired=self._expired,
             journal="" if self._journal is None else self._journal.path,
         )
-
-    def _wake(self) -> None:
-        try:
-            self._wake_out.send(b"x")
-        except OSError:
-            pass  # full: a wake-up is pending; closed: `close` has closed the socket that was handed over
 
     def __enter__(self) -> Server:
         return self.start()
@@ -269,7 +262,7 @@ class Server:
             for key, _ in events:
                 if key.fileobj is self._listener:
                     self._accept(now)
-                elif key.fileobj is self._wake_in:
+                elif key.fileobj is self._wakes:
                     self._take_adopted()
             self._pass_time(now)
             self._end_turn()
@@ -318,7 +311,7 @@ class Server:
     # Connections
 
     def _take_adopted(self) -> None:
-        self._wake_in.recv(4096)
+        self._wakes.take()
         while self._adopted:
             self._admit(*self._adopted.popleft())
         while self._posted:
@@ -344,7 +337,7 @@ class Server:
 
     def _admit(self, sock: socket.socket, where: tuple[Any, ...]) -> None:
         sock.setblocking(False)
-        while len(self._strangers) >= min(STRANGERS, max(16, _descriptors() // 4)):
+        while len(self._strangers) >= min(STRANGERS, max(16, descriptors() // 4)):
             self._drop(self._strangers.next_to_go(), "")
         try:
             if self._sealing is not None:
@@ -595,10 +588,3 @@ def _listen(sock: socket.socket, host: str, port: int) -> None:
         sock.listen(4096)
     except OSError as error:  # another process has bound it as well, and listens already
         raise StoreError(f"the store cannot listen on {host}:{port}: {error.strerror}") from error
-
-
-def _descriptors() -> int:
-    import resource
-
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return soft if soft != resource.RLIM_INFINITY else 1 << 20

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.rounds.store_commands import (
@@ -41,17 +40,17 @@ from phalanx.core.rounds.store_commands import (
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, UsageError
 from phalanx.job.environment import ETCD_PASSWORD, ETCD_PORT, variables
 from phalanx.log import warn
-from phalanx.store.embedded.client import Client, State, _Waiting
+from phalanx.store.client import Waiting, words
 from phalanx.store.etcd import requests
 from phalanx.store.etcd.http import CONNECTION_ERRORS, Address, EtcdConnection, EtcdError, Members
 from phalanx.store.etcd.watch import WatchStream
 from phalanx.store.net import wire
+from phalanx.store.queued_client import QueuedClient
 
 if TYPE_CHECKING:
     import ssl
 
 _MAX_REQUEST_TIMEOUT = 10.0  # a request's timeout grows up to this
-_CLOSE_TIMEOUT = 2.0  # for requests made before `close`
 _FULL_PAUSE = 0.2  # between two tries of a write, while etcd is out of space
 _WRITES = ("/v3/kv/txn", "/v3/kv/put", "/v3/lease/grant")
 _LINEARIZABLE = ("/v3/kv/range", "/v3/kv/txn", "/v3/kv/deleterange")  # their revision is the majority's
@@ -61,7 +60,7 @@ class _Abandoned(Exception):
     """The caller no longer waits for this answer, or the client is closing."""
 
 
-class EtcdClient(Client):
+class EtcdClient(QueuedClient):
     """A session with an etcd cluster."""
 
     def __init__(
@@ -71,26 +70,17 @@ class EtcdClient(Client):
         context: ssl.SSLContext | None = None,
         user: str = "",
         password: str = "",
-        grace: float = 60.0,
         patience: float = 2.0,
-        on_state: Callable[[State], None] = lambda state: None,
-        on_notice: Callable[[Notice], None] = lambda notice: None,
-        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            addresses[0].host, addresses[0].port,
-            grace=grace, patience=patience, on_state=on_state, on_notice=on_notice, clock=clock,
-        )  # fmt: skip
+        """`options`: those of StoreClient."""
+        super().__init__(patience=patience, **options)
+        self.host, self.port = addresses[0].host, addresses[0].port
         self._members = Members(addresses, context, user, password)
         self._connection = EtcdConnection(self._members)
-        self._commands: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
-        self._number = 0
         self._current = 0  # the request that is being carried out
         self._streams: dict[int, WatchStream] = {}
         self._ended: list[WatchStream] = []
-        self._delivering = threading.RLock()
-        self._closed = threading.Event()
-        self._away_since: float | None = clock()
         self._full_since: float | None = None  # etcd has refused writes since then
         self._overtaken: deque[tuple[int, Command] | None] = deque()  # commands that wait behind a write
         self._requests = requests.EtcdRequests(self.session, self._call)
@@ -102,28 +92,18 @@ class EtcdClient(Client):
 
     def close(self) -> None:
         """Finish earlier requests, then end watches and threads and delete the session's key; idempotent."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        self._commands.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_TIMEOUT)
-            self._connection.cut()
         super().close()
         self._stop_streams()
         for stream in [*self._streams.values(), *self._ended]:
             if stream is not threading.current_thread():
                 stream.join()
 
-    def _ask(self, command: Command, waiting: _Waiting) -> int:
+    def _abandon_call(self) -> None:
+        self._connection.cut()
+
+    def _ask(self, command: Command, waiting: Waiting) -> int:
         _check(command)
-        with self._lock:
-            if self.lost is not None or self._closed.is_set():
-                raise self.lost or StoreConnectionError(f"the connection to {self.where} is closed")
-            self._number += 1
-            self._waiting[self._number] = waiting
-            self._commands.put((self._number, command))
-            return self._number
+        return super()._ask(command, waiting)
 
     def _stay_connected(self) -> None:
         try:
@@ -167,11 +147,7 @@ class EtcdClient(Client):
         waiting = self._waiting.pop(number, None)
         with self._delivering:
             if waiting is not None:
-                waiting.reply = reply
-                if waiting.callback is not None:
-                    waiting.callback(reply)
-                elif waiting.event is not None:
-                    waiting.event.set()
+                waiting.answer(reply)
         if isinstance(command, Watch) and reply.ok:
             self._start_watch(command, command.start or reply.revision + 1)
 
@@ -257,8 +233,8 @@ class EtcdClient(Client):
                     streams = list(self._streams.values())
                 for stream in streams:
                     stream.follow()
-            if session.tries >= members:
-                self._unanswered(began, problem)
+            if session.tries >= members and self._is_away_too_long(began, str(problem), words(problem)):
+                raise self._unreachable(problem)
             if session.tries % members == 0:
                 self._closed.wait(pause)
                 pause = min(1.0, pause * 2)
@@ -302,22 +278,7 @@ class EtcdClient(Client):
                     f"etcd at {self.where} has gone back from revision {newest} to "
                     f"{self._requests.newest}: it was restored from a backup, the state of this job is lost"
                 )
-        if self._away_since is not None:
-            self._away_since = None
-            self._connected.set()
-            with self._delivering:
-                self.on_state(State("connected", self.clock()))
-
-    def _unanswered(self, began: float, problem: Exception) -> None:
-        """No member answered; raises if the grace period is over."""
-        if self.welcome is None:
-            self.on_state(State("failed", began, getattr(problem, "strerror", None) or str(problem)))
-        if self._away_since is None:
-            self._away_since = began
-            with self._delivering:
-                self.on_state(State("disconnected", began, str(problem)))
-        if self.clock() - self._away_since >= self.grace:
-            raise self._unreachable(problem)
+        self._came_back()
 
     def _delete_session_key(self) -> None:
         lease = self._requests.session_entry.lease

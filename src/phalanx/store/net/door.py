@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import StoreAuthError
 from phalanx.store.net import wire
-from phalanx.store.net.peer_handshake import prove_as_server
+from phalanx.store.net.peer_handshake import Proven, hang_up, prove_as_server
 from phalanx.store.net.strangers import Complaints, Strangers
 from phalanx.store.net.token import Token
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     import ssl
 
     from phalanx.store.net.tls import Tls
-
-    Serve = Callable[[socket.socket, wire.Seal, wire.Seal], None]
 
 HANDSHAKE = 10.0
 STRANGERS = 64
@@ -44,14 +42,14 @@ class Door:
         self,
         address: str,
         token: Token,
-        serve: Serve,
+        serve: Callable[[Proven], None],
         *,
         binding: bytes = b"",
         tls: Tls | None = None,
         report: Callable[[str], None] = lambda text: None,
         name: str = "phalanx-peer",
     ) -> None:
-        """`serve` gets a connection, with the seals for sending and receiving. OSError if it cannot listen.
+        """`serve` gets each connection that has proved the token. OSError if it cannot listen.
 
         `binding`: what the proof covers besides the nonces, without TLS."""
         self._token, self._serve, self._binding, self._name = token, serve, binding, name
@@ -80,7 +78,7 @@ class Door:
         with self._lock:
             self._closed = True
             for sock in self._open:
-                _hang_up(sock)
+                hang_up(sock)
         os.close(self._wake_out)
 
     def join(self) -> None:
@@ -136,7 +134,7 @@ class Door:
             self._deadlines[sock] = now + HANDSHAKE
             self._open.add(sock)
             if self._closed:
-                _hang_up(sock)
+                hang_up(sock)
         try:
             thread.start()
             self._threads = [known for known in self._threads if known.is_alive()] + [thread]
@@ -154,7 +152,7 @@ class Door:
     def _evict(self, sock: socket.socket) -> None:
         self._strangers.discard(sock)
         del self._deadlines[sock]
-        _hang_up(sock)
+        hang_up(sock)
 
     # -- the thread of a connection -----------------------------------------------------------------
 
@@ -163,7 +161,9 @@ class Door:
             try:
                 if self._sealing is not None:
                     sock.do_handshake()  # type: ignore[attr-defined] # wrapped
-                outgoing, incoming = prove_as_server(sock, self._token, self._binding)
+                proven = prove_as_server(
+                    sock, self._token, self._binding, is_sealed=self._sealing is not None
+                )
             except _ERRORS as error:
                 if not self._closed:
                     self._complaints.say(f"a connection from {host} was refused: {error}", time.monotonic())
@@ -173,7 +173,7 @@ class Door:
                     return  # too late
                 self._strangers.discard(sock)
                 del self._deadlines[sock]
-            self._serve(sock, outgoing, incoming)
+            self._serve(proven)
         finally:
             self._gone(sock)
 
@@ -183,15 +183,3 @@ class Door:
             self._deadlines.pop(sock, None)
             self._open.discard(sock)
         sock.close()
-
-
-def _hang_up(sock: socket.socket) -> None:
-    """End the calls of the thread that uses it.
-
-    It does not close the descriptor: OpenSSL might be about to use its number, which another file may have by
-    then. For the same reason it is the plain socket that is shut down.
-    """
-    try:
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-    except OSError:
-        pass

@@ -67,3 +67,11 @@ class Complaints:
         self._count += 1
         if self._count <= _COMPLAINTS:
             self._report(text)
+
+
+def descriptors() -> int:
+    """How many files this process may have open."""
+    import resource
+
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20

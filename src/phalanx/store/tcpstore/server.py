@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from phalanx.errors import StoreConnectionError, StoreError, StoreTimeoutError
+from phalanx.store.net.wake_up import WakeUp
 from phalanx.store.tcpstore.protocol import (
     ADD,
     CHECK,
@@ -77,12 +78,10 @@ class TorchStoreServer:
         self._listener.listen(_BACKLOG)
         name = self._listener.getsockname()
         self._address: tuple[str, int] = (name[0], name[1])
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
+        self._wakes = WakeUp()
         self._loop = StoreLoop(
             self._listener,
-            self._wake_in,
+            self._wakes,
             on_wake=self._run_calls,
             on_reply=self._answer,
             log=log if log is not None else _warn,
@@ -140,8 +139,7 @@ class TorchStoreServer:
             self._closing = True
             self._loop.stopping = True
             thread = self._thread
-            if not self._released:
-                self._wake()
+            self._wakes.ring()
         if thread is None:
             self._release()
         elif thread is not threading.current_thread():
@@ -226,14 +224,8 @@ class TorchStoreServer:
             if self._thread is None or self._closing or self._released:
                 raise StoreError(f"torch store at port {self.port} is not being served: start() it first")
             self._calls.append(call)
-            self._wake()
+            self._wakes.ring()
         return call
-
-    def _wake(self) -> None:
-        try:
-            self._wake_out.send(b"\0")
-        except BlockingIOError:  # as full as it can be of wake-ups that are on their way
-            pass
 
     # -- in the server's thread --------------------------------------------------------------------------
 
@@ -245,7 +237,7 @@ class TorchStoreServer:
             self._release()
 
     def _run_calls(self) -> None:
-        self._wake_in.recv(4096)
+        self._wakes.take()
         while self._calls:
             call = self._calls.popleft()
             call.action(call)
@@ -268,8 +260,7 @@ class TorchStoreServer:
             self._released = True
             self._loop.close()
             self._listener.close()
-            self._wake_in.close()
-            self._wake_out.close()
+            self._wakes.close()
             self._fail_waiting("it was closed")
             while self._calls:
                 self._calls.popleft().finish(error="it was closed")

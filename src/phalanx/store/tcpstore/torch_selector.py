@@ -24,6 +24,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.store.net.strangers import descriptors
+from phalanx.store.net.wake_up import WakeUp
 from phalanx.store.tcpstore.model import Replies, TorchStoreModel
 from phalanx.store.tcpstore.protocol import Request, RequestParser, TorchProtocolError
 
@@ -72,7 +74,7 @@ class StoreLoop:
     def __init__(
         self,
         listener: socket.socket,
-        wake: socket.socket,
+        wake: WakeUp,
         *,
         on_wake: Callable[[], None],
         on_reply: Callable[[int, bytes], None],
@@ -172,7 +174,7 @@ class StoreLoop:
 
     def _make_room(self) -> None:
         """Close connections that nobody needs before the process has no descriptors left for its own use."""
-        limit = _descriptors()
+        limit = descriptors()
         while len(self._silent) > limit // _SILENT_SHARE:
             self._close_silent(next(iter(self._silent.values())))
         while len(self._connections) > limit - limit // 4:
@@ -368,11 +370,3 @@ class StoreLoop:
         if text not in self._complaints and len(self._complaints) < _MOST_COMPLAINTS:
             self._complaints.add(text)
             self._log(text)
-
-
-def _descriptors() -> int:
-    """How many files this process may have open."""
-    import resource
-
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return soft if soft != resource.RLIM_INFINITY else 1 << 20
