@@ -54,7 +54,7 @@ def many_files() -> Iterator[None]:
 
 
 def test_idle_strangers_do_not_keep_a_node_out(many_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.store.embedded.server.HANDSHAKE_TIME", 10 * HUNG)
+    monkeypatch.setattr("phalanx.store.net.connections.HANDSHAKE_TIME", 10 * HUNG)
     with Server(token=TOKEN) as server, crowd(server.address, 700):
         where = server.address
         with Client(*where, token=TOKEN) as client:
@@ -132,7 +132,7 @@ def stalled(server: Server) -> Iterator[threading.Event]:
 
 
 def test_a_store_that_is_late_does_not_hold_it_against_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.store.embedded.server.HANDSHAKE_TIME", 0.5)
+    monkeypatch.setattr("phalanx.store.net.connections.HANDSHAKE_TIME", 0.5)
     nonce = b"n" * wire.NONCE
     with Server(token=TOKEN) as server, socket.create_connection(server.address, timeout=HUNG) as node:
         node.sendall(wire.greeting(nonce))
@@ -148,7 +148,7 @@ def test_a_store_that_is_late_does_not_hold_it_against_its_peers(monkeypatch: py
 
 
 def test_a_dripping_handshake_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.store.embedded.server.HANDSHAKE_TIME", 0.3)
+    monkeypatch.setattr("phalanx.store.net.connections.HANDSHAKE_TIME", 0.3)
     with Server(token=TOKEN) as server, socket.create_connection(server.address, timeout=HUNG) as slow:
         slow.settimeout(0.1)
         slow.recv(wire.GREETING)
@@ -168,8 +168,8 @@ def test_a_dripping_handshake_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -
 def test_a_busy_store_is_not_dialled_again_and_again() -> None:
     with Server(token=TOKEN) as server:
         admitted: list[object] = []
-        admit = server._admit
-        server._admit = lambda *about: (admitted.append(about), admit(*about))[1]  # type: ignore[method-assign]
+        admit = server._connections._admit
+        server._connections._admit = lambda *about: (admitted.append(about), admit(*about))[1]  # type: ignore[method-assign]
         with stalled(server) as go_on:
             client = Client(*server.address, token=TOKEN, patience=6.0)
             with pytest.raises(StoreTimeoutError):

@@ -12,7 +12,7 @@ from contextlib import closing
 import pytest
 
 from phalanx.errors import StoreAuthError
-from phalanx.store.net import door, wire
+from phalanx.store.net import connections, door, wire
 from phalanx.store.net.door import Door
 from phalanx.store.net.peer_handshake import Proven, prove_as_client, read_exactly
 from phalanx.store.net.token import Token
@@ -70,7 +70,7 @@ def test_strangers_that_drip_bytes_do_not_keep_a_node_out(service: Service) -> N
 
 
 def test_the_time_is_for_the_whole_handshake(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "HANDSHAKE", 0.5)
+    monkeypatch.setattr(connections, "HANDSHAKE_TIME", 0.5)
     parts = iter(wire.greeting(os.urandom(wire.NONCE)) + bytes(wire.PROOF))
     with closing(service.dial()) as sock:
         read_exactly(sock, wire.GREETING)
@@ -107,7 +107,7 @@ def test_a_lack_of_descriptors_passes(service: Service) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     waiting = [service.dial() for _ in range(3)]
     more = [socket.socket() for _ in range(8)]
-    wait_until(lambda: len(service.door._open) == 3, "three strangers")
+    wait_until(lambda: len(service.door._connections.strangers) == 3, "three strangers")
     used = sorted(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used[-1] + 1, limits[1]))
     try:

@@ -59,7 +59,7 @@ def test_half_a_message_of_megabytes_costs_what_has_arrived(server: Server, clie
 def test_strangers_who_say_nothing_are_sent_away(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.store.embedded.server.HANDSHAKE_TIME", 0.3)
+    monkeypatch.setattr("phalanx.store.net.connections.HANDSHAKE_TIME", 0.3)
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(server.address)) for _ in range(50)]
         assert client.put("k", b"v").ok
@@ -71,8 +71,8 @@ def test_strangers_who_say_nothing_are_sent_away(
 def test_more_strangers_than_are_let_in_do_not_lock_out_those_inside(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.store.embedded.server.STRANGERS", 5)
-    monkeypatch.setattr("phalanx.store.embedded.server.HANDSHAKE_TIME", 0.3)
+    monkeypatch.setattr("phalanx.store.net.connections.STRANGERS", 5)
+    monkeypatch.setattr("phalanx.store.net.connections.HANDSHAKE_TIME", 0.3)
     with ExitStack() as stack:
         crowd = [stack.enter_context(socket.create_connection(server.address)) for _ in range(20)]
         assert client.put("k", b"v").ok
@@ -87,7 +87,7 @@ def test_more_strangers_than_are_let_in_do_not_lock_out_those_inside(
 def test_a_watcher_that_does_not_read_does_not_hold_up_the_other_watchers(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.store.embedded.server.UNREAD_CAP", 4 << 20)
+    monkeypatch.setattr("phalanx.store.net.connections.UNREAD_CAP", 4 << 20)
     dropped = threading.Event()
     server.on_incident = lambda text: dropped.set() if "did not read" in text else None
     seen: queue.Queue[int] = queue.Queue()

@@ -205,7 +205,7 @@ def test_strangers_learn_and_change_nothing(tmp_path: Path, tls: bool) -> None:
     try:
         with pytest.raises(StoreAuthError):
             dial(where, OTHER, sealing)
-        wait_until(lambda: any("another token" in line for line in said), "the refusal")
+        wait_until(lambda: any("wrong token" in line for line in said), "the refusal")
         with closing(socket.create_connection(where)) as plain:
             plain.settimeout(HUNG)
             plain.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(100))

@@ -414,7 +414,7 @@ def test_those_who_know_the_token_and_misbehave_lose_only_themselves(
 def test_a_client_that_does_not_read_is_dropped_and_the_others_are_served(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.store.embedded.server.UNREAD_CAP", 4 << 20)
+    monkeypatch.setattr("phalanx.store.net.connections.UNREAD_CAP", 4 << 20)
     dropped = threading.Event()
     server.on_incident = lambda text: dropped.set() if "did not read" in text else None
     with shake_hands(server.address) as slow:

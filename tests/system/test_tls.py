@@ -218,10 +218,10 @@ def test_a_wrong_token_inside_tls_names_where_ours_is_from(server: Server, tls: 
 def test_a_client_that_stops_in_the_handshake_costs_nothing_and_goes(
     server: Server, tls: Tls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.store.embedded.server.HANDSHAKE_TIME", 0.5)
+    monkeypatch.setattr("phalanx.store.net.connections.HANDSHAKE_TIME", 0.5)
     turns: list[float] = []
-    original = server._timeout
-    monkeypatch.setattr(server, "_timeout", lambda now: turns.append(now) or original(now))
+    original = server._next_time
+    monkeypatch.setattr(server, "_next_time", lambda now: turns.append(now) or original(now))
     with socket.create_connection(server.address) as silent:
         silent.settimeout(HUNG)
         silent.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a TLS hello

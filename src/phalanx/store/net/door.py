@@ -1,38 +1,23 @@
-"""Accepts the connections of other agents and proves the token on them; each is then served in a thread.
-
-Invariants
-- Nothing is read from a stranger but its half of the handshake, for which it has HANDSHAKE seconds in all,
-  however it spreads the bytes.
-- A crowd of strangers keeps no node out: one of them makes room for the next (strangers.py). They cannot fill
-  the log either.
-- A process that is out of descriptors accepts again when it has some.
-"""
+"""Accepts connections of other agents; each that has proved the token is served in a thread of its own."""
 
 from __future__ import annotations
 
-import os
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from phalanx.errors import StoreAuthError
 from phalanx.store.net import wire
-from phalanx.store.net.peer_handshake import Proven, hang_up, prove_as_server
-from phalanx.store.net.strangers import Complaints, Strangers
+from phalanx.store.net.connections import Connections, Peer, set_options
+from phalanx.store.net.peer_handshake import Proven, hang_up
 from phalanx.store.net.token import Token
 
 if TYPE_CHECKING:
-    import ssl
-
     from phalanx.store.net.tls import Tls
 
-HANDSHAKE = 10.0
 STRANGERS = 64
-_PAUSE = 0.2  # seconds without accepting, when there are no descriptors
-_ERRORS = (OSError, wire.WireError, StoreAuthError)
+_PROOF_TIME = 10.0  # for the other side to take this one's proof
 
 
 class Door:
@@ -52,24 +37,23 @@ class Door:
         """`serve` gets each connection that has proved the token. OSError if it cannot listen.
 
         `binding`: what the proof covers besides the nonces, without TLS."""
-        self._token, self._serve, self._binding, self._name = token, serve, binding, name
-        self._sealing: ssl.SSLContext | None = None
-        if tls is not None:
-            from phalanx.store.net.tls import own_fingerprint, server_context
-
-            self._sealing, self._binding = server_context(tls), own_fingerprint(tls)
-        self._complaints = Complaints(report)
+        self._serve, self._report, self._name = serve, report, name
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=128)
-        self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
+        listener = socket.create_server((address, 0), family=family, backlog=128)
+        try:
+            listener.setblocking(False)
+            set_options(listener)
+            self.port = int(listener.getsockname()[1])
+            self._connections = Connections(
+                self, token, listener, binding=binding, tls=tls, most=lambda: STRANGERS
+            )
+        except BaseException:
+            listener.close()
+            raise
         self._lock = threading.Lock()  # of what is below
-        self._strangers: Strangers[socket.socket] = Strangers()
-        self._deadlines: dict[socket.socket, float] = {}  # of strangers
-        self._open: set[socket.socket] = set()
-        self._threads: list[threading.Thread] = []  # of connections
+        self._open: set[socket.socket] = set()  # those that are served
+        self._threads: list[threading.Thread] = []
         self._closed = False
-        self._wake_in, self._wake_out = os.pipe()
         self._thread = threading.Thread(target=self._run, name=f"{name}-door", daemon=True)
         self._thread.start()
 
@@ -79,7 +63,7 @@ class Door:
             self._closed = True
             for sock in self._open:
                 hang_up(sock)
-        os.close(self._wake_out)
+        self._connections.wakes.ring()
 
     def join(self) -> None:
         """Wait until all threads have ended, after `close`."""
@@ -88,98 +72,60 @@ class Door:
             thread.join()
 
     def _run(self) -> None:
-        resume = 0.0  # when connections are accepted again
         while not self._closed:
             now = time.monotonic()
-            poll = select.poll()
-            poll.register(self._wake_in, select.POLLIN)
-            if now >= resume:
-                poll.register(self._listener, select.POLLIN)
-            with self._lock:
-                times = [*self._deadlines.values(), *([resume] if resume > now else [])]
-            poll.poll(max(0.0, min(times) - now) * 1000 + 1 if times else None)
-            now = time.monotonic()
-            self._end_late(now)
-            if now >= resume and not self._accept(now):
-                resume = now + _PAUSE
-        self._listener.close()
-        os.close(self._wake_in)
+            now, _ = self._connections.wait(self._connections.next_time(now), now)
+            self._connections.serve(now)
+            self._connections.flush()
+        self._connections.close()
 
-    def _accept(self, now: float) -> bool:
-        """Take the next connection, if there is one; False: there is no descriptor for it."""
-        try:
-            sock, where = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return True
-        except OSError as error:
-            with self._lock:
-                if self._strangers:
-                    self._evict(self._strangers.next_to_go())
-            self._complaints.say(f"connections of other nodes cannot be accepted: {error}", now)
-            return False
-        try:
-            sock.settimeout(HANDSHAKE)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._sealing is not None:
-                sock = self._sealing.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        except OSError:
-            sock.close()  # it has gone again already
-            return True
-        host = str(where[0])
-        thread = threading.Thread(target=self._answer, args=(sock, host), name=self._name, daemon=True)
+    # -- the connections ----------------------------------------------------------------------------
+
+    def on_proven(self, peer: Peer) -> None:
+        """Serve it in a thread; what it sends first is for that."""
+        self._connections.release(peer)
+        proven = Proven(peer.sock, peer.seal, peer.frames.seal)
+        thread = threading.Thread(
+            target=self._answer, args=(proven, bytes(peer.out)), name=self._name, daemon=True
+        )
         with self._lock:
-            while len(self._strangers) >= STRANGERS:
-                self._evict(self._strangers.next_to_go())
-            self._strangers.add(sock, host)
-            self._deadlines[sock] = now + HANDSHAKE
-            self._open.add(sock)
+            self._open.add(peer.sock)
             if self._closed:
-                hang_up(sock)
+                hang_up(peer.sock)
         try:
             thread.start()
             self._threads = [known for known in self._threads if known.is_alive()] + [thread]
         except RuntimeError as error:  # the limit of the system or the control group
-            self._gone(sock)
-            self._complaints.say(f"connections of other nodes cannot be served: {error}", now)
-            return False
-        return True
+            self._gone(peer.sock)
+            self._connections.complain(f"connections of other nodes cannot be served: {error}")
 
-    def _end_late(self, now: float) -> None:
-        with self._lock:
-            for sock in [one for one, at in self._deadlines.items() if at <= now]:
-                self._evict(sock)
+    def on_data(self, peer: Peer, data: bytes, now: float) -> None:
+        """Nobody speaks here before its thread reads."""
 
-    def _evict(self, sock: socket.socket) -> None:
-        self._strangers.discard(sock)
-        del self._deadlines[sock]
-        hang_up(sock)
+    def on_gone(self, peer: Peer, hung_up: bool) -> None:
+        """A stranger has gone."""
 
-    # -- the thread of a connection -----------------------------------------------------------------
+    def on_incident(self, text: str) -> None:
+        """Report it."""
+        if not self._closed:
+            self._report(text)
 
-    def _answer(self, sock: socket.socket, host: str) -> None:
+    def on_refused(self, host: str, why: str) -> None:
+        """It is reported already."""
+
+    def _answer(self, proven: Proven, proof: bytes) -> None:
+        """In the thread of a connection."""
         try:
             try:
-                if self._sealing is not None:
-                    sock.do_handshake()  # type: ignore[attr-defined] # wrapped
-                proven = prove_as_server(
-                    sock, self._token, self._binding, is_sealed=self._sealing is not None
-                )
-            except _ERRORS as error:
-                if not self._closed:
-                    self._complaints.say(f"a connection from {host} was refused: {error}", time.monotonic())
-                return
-            with self._lock:
-                if sock not in self._strangers:
-                    return  # too late
-                self._strangers.discard(sock)
-                del self._deadlines[sock]
+                proven.sock.settimeout(_PROOF_TIME)
+                proven.sock.sendall(proof)
+            except (OSError, wire.WireError):
+                return  # it has gone
             self._serve(proven)
         finally:
-            self._gone(sock)
+            self._gone(proven.sock)
 
     def _gone(self, sock: socket.socket) -> None:
         with self._lock:
-            self._strangers.discard(sock)
-            self._deadlines.pop(sock, None)
             self._open.discard(sock)
         sock.close()

@@ -59,36 +59,14 @@ def prove_as_client(
     sock: socket.socket, token: Token, host: str, binding: bytes = b"", *, is_sealed: bool = False
 ) -> Proven:
     """For the side that has connected; `is_sealed`: TLS protects the connection."""
-    nonce, theirs = _greet(sock)
+    nonce = os.urandom(wire.NONCE)
+    sock.sendall(wire.greeting(nonce))
+    theirs = wire.read_greeting(read_exactly(sock, wire.GREETING))
     sock.sendall(wire.proof(token.key, "client", theirs + binding, nonce))
     if not wire.proves(read_exactly(sock, wire.PROOF), token.key, "server", nonce + binding, theirs):
         raise StoreAuthError(f"{host} has another token than {token.source}")
     outgoing, incoming = wire.seals(token.key, nonce, theirs)
-    return _proven(sock, outgoing, incoming, is_sealed)
-
-
-def prove_as_server(
-    sock: socket.socket, token: Token, binding: bytes = b"", *, is_sealed: bool = False
-) -> Proven:
-    """For the side that has accepted; `is_sealed`: TLS protects the connection."""
-    nonce, theirs = _greet(sock)
-    if not wire.proves(read_exactly(sock, wire.PROOF), token.key, "client", nonce + binding, theirs):
-        sock.sendall(wire.REFUSED)
-        raise StoreAuthError("a connection with another token")
-    sock.sendall(wire.proof(token.key, "server", theirs + binding, nonce))
-    incoming, outgoing = wire.seals(token.key, theirs, nonce)
-    return _proven(sock, outgoing, incoming, is_sealed)
-
-
-def _proven(sock: socket.socket, outgoing: wire.Seal, incoming: wire.Seal, is_sealed: bool) -> Proven:
     return Proven(sock, wire.NoSeal(), None) if is_sealed else Proven(sock, outgoing, incoming)
-
-
-def _greet(sock: socket.socket) -> tuple[bytes, bytes]:
-    """Exchange nonces: this side's, and the other's."""
-    nonce = os.urandom(wire.NONCE)
-    sock.sendall(wire.greeting(nonce))
-    return nonce, wire.read_greeting(read_exactly(sock, wire.GREETING))
 
 
 def read_exactly(sock: socket.socket, size: int) -> bytes:

@@ -1,8 +1,7 @@
 """Connections that have not proved the token yet: which one makes room for the next, and what is reported.
 
-Whoever can reach a port can open connections to it, say anything or nothing, and do that without end. Both
-servers here, the store's (server.py) and the one for connections between agents (door.py), keep a crowd of
-strangers from keeping a node out, and from filling the log.
+Whoever can reach a port can open connections to it, send anything or nothing, and do that without end. That
+keeps no node out, and does not fill the log (connections.py).
 """
 
 from __future__ import annotations
