@@ -22,9 +22,10 @@ from phalanx.cluster.torch_store_adapter import StoreFacade
 from phalanx.core.rounds.store_commands import Add, Change, Command, Get, Grant, KeepAlive, Notice, Put, Reply
 from phalanx.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError, UsageError
 from phalanx.store.client import State
+from phalanx.store.embedded import dialling
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
-from phalanx.store.net import handshake, wire
+from phalanx.store.net import wire
 from phalanx.store.net.token import Token
 from tests.conftest import HUNG, wait_until
 from tests.support.store_contract import StoreContract
@@ -320,7 +321,7 @@ def test_a_server_that_does_not_have_the_token_gets_nothing_from_us() -> None:
 def test_another_service_at_the_address_is_told(
     monkeypatch: pytest.MonkeyPatch, says: bytes, words: str
 ) -> None:
-    monkeypatch.setattr(handshake, "CONNECT_TIME", 0.2)
+    monkeypatch.setattr(dialling, "CONNECT_TIME", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = Client(*listener.getsockname(), token=TOKEN, grace=0.0)
         with ThreadPoolExecutor(1) as pool:

@@ -25,7 +25,8 @@ import struct
 from math import inf
 from typing import TYPE_CHECKING
 
-from phalanx.store.net import handshake, wire
+from phalanx.store.embedded import dialling
+from phalanx.store.net import wire
 
 if TYPE_CHECKING:
     from phalanx.store.embedded.client import Client
@@ -41,7 +42,7 @@ class Line:
 
     __slots__ = ("frames", "heard", "seal", "since", "sock", "unsent")
 
-    def __init__(self, opened: handshake.Opened, hello: wire.Hello, now: float) -> None:
+    def __init__(self, opened: dialling.Opened, hello: wire.Hello, now: float) -> None:
         self.sock, self.frames, self.seal = opened
         self.unsent = bytearray(self.seal.sealed(wire.encode(0, 0, hello)))
         self.since = self.heard = now
@@ -56,7 +57,7 @@ class ClientLoop:
         self._line: Line | None = None  # the one in use
         self._offer: Line | None = None  # the newest one, without a Welcome yet
         self._kept: list[Line] = []  # older ones without a Welcome
-        self._attempts: list[handshake.Attempt] = []
+        self._attempts: list[dialling.Attempt] = []
         self._away_since = client.clock()
         self._dial_at: float | None = self._away_since
         self._pause = _FIRST_PAUSE
@@ -174,7 +175,7 @@ class ClientLoop:
         """Begin an attempt, and plan the next one beside it, in case that nothing comes of this one."""
         if self._attempts:
             self._time.missed()
-        self._attempts.append(handshake.Attempt(self._client, handshake.CONNECT_TIME, self._client.wake))
+        self._attempts.append(dialling.Attempt(self._client, dialling.CONNECT_TIME, self._client.wake))
         again = len(self._attempts) < _MOST
         self._dial_at = self._client.clock() + self._patience if again else None
 
@@ -183,7 +184,7 @@ class ClientLoop:
             attempt.cancel()
         self._attempts.clear()
 
-    def _take_up(self, attempt: handshake.Attempt) -> None:
+    def _take_up(self, attempt: dialling.Attempt) -> None:
         if attempt.opened is None:
             assert attempt.error is not None
             self._attempts.remove(attempt)
