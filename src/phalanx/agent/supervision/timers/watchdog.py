@@ -6,8 +6,8 @@ names and formats carry that) and is converted to the monotonic clock on arrival
 Invariants
 - One thread runs the loop; what other threads access too is behind a lock, which is never held during a
   sleep or a callback.
-- It sleeps until a request or the next deadline: expiries wait for no interval. `max_interval` is only an
-  upper bound, which the watchdog of an agent does not have: an idle one never wakes.
+- It sleeps until a request or the next deadline: expiries wait for no interval, and an idle watchdog never
+  wakes. `max_interval` is only an upper bound, for subclasses that keep timers in their own way.
 - One round reads the queue at most once, so a flood of requests cannot delay deadlines.
 - A bad request is dropped alone: it is counted under its reason in `dropped` and logged once per reason.
 - The loop survives any exception of the queue or a subclass, and never spins.
@@ -176,7 +176,10 @@ class Watchdog(TimerServer):
     """A server of processes of this host: it admits those that send requests, and signals no other."""
 
     def __init__(self, request_queue: PipeQueue, max_interval: float, daemon: bool = True) -> None:
-        super().__init__(request_queue, max_interval, daemon)
+        # A subclass that keeps timers in its own way sees every interval; this class needs none.
+        kept = "register_timers", "clear_timers", "get_expired_timers"
+        is_plain = all(getattr(type(self), name) is getattr(Watchdog, name) for name in kept)
+        super().__init__(request_queue, inf if is_plain else max_interval, daemon)
         self._queue = request_queue
         self._workers: dict[int, WatchedProcess] = {}
         _watchdogs.add(self)
