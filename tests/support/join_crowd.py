@@ -142,8 +142,8 @@ class Joiner:
                 self.transmit(request)
             if isinstance(result, Notice):
                 self.step(Noticed(result))
-            elif result is not None:
-                self.step(Answer(self.tags.pop(frame.number), result))
+            elif result is not None and (tag := self.tags.pop(frame.number)):  # 0: the crowd has asked
+                self.step(Answer(tag, result))
 
     def step(self, event: Event) -> None:
         """Pass an event to the participant."""
