@@ -32,7 +32,7 @@ from phalanx.store.embedded.server import Server
 from phalanx.store.net.token import Token
 from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import TOKEN, Job, Node, Worker, free_port, tell
-from tests.support.run_helpers import PHALANX, all_gone, plain_environment, run
+from tests.support.run_helpers import PHALANX, all_gone, kill_at_once, plain_environment, run
 from tests.system.test_store_server import Proxy
 
 
@@ -198,8 +198,7 @@ def test_a_node_killed_with_its_workers_is_replaced_by_nobody_and_the_rest_go_on
     with Job(tmp_path, "2:3") as job:
         nodes = [job.node(name) for name in "abc"]
         workers = everybody(nodes, 3)
-        nodes[2].signal(signal.SIGKILL)
-        os.kill(workers[2].pid, signal.SIGKILL)
+        kill_at_once([nodes[2].agent, workers[2].pid])
         again = everybody(nodes[:2], 2)
         assert {w.attempt for w in again} == {0}, "a lost member costs no restart"
         succeed(nodes[:2], again)
