@@ -56,9 +56,18 @@ class Demanding(Exception):
         self.code = code
 
 
+class Late(Exception):
+    """Knows whether its rank was reported as failed before it was stored."""
+
+    def __reduce__(self) -> Any:
+        return Late, (os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"]),)
+
+
 def fail(kind: str) -> None:
     if os.environ["RANK"] != "1":
         signal.pause()
+    if kind == "late":
+        raise Late
     if kind == "own":
         raise OfOurOwn("no more data", 42)
     if kind == "demanding":
@@ -159,6 +168,14 @@ def test_attributes_survive(tmp_path: Path) -> None:
     assert (missing.value.errno, missing.value.filename) == (errno.ENOENT, "/data/set")
     assert isinstance(missing.value.__cause__, FileNotFoundError)
     assert not isinstance(missing.value.__cause__, ChildFailedError)
+
+
+def test_an_exception_is_stored_before_its_rank_is_reported(tmp_path: Path) -> None:
+    """A rank that fails beside another may be stopped at any moment; what is reported has its exception."""
+    with pytest.raises(Late) as caught:
+        elastic_launch(config(tmp_path), fail)("late")
+    assert caught.value.__cause__ is not None
+    assert caught.value.__cause__.args == (False,)
 
 
 def test_an_exception_that_cannot_be_made_from_its_arguments(tmp_path: Path) -> None:

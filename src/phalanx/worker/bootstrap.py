@@ -470,7 +470,7 @@ def _without_launcher(trace: "TracebackType | None") -> "TracebackType | None":
     return trace
 
 
-def record(error: BaseException, how: str = "write_exception") -> None:
+def record(error: BaseException, how: str = "write_exception", **more: int) -> None:
     """Write the error file, if the worker has one; never raises."""
     path = os.environ.get(ERROR_FILE)
     if not path:
@@ -479,7 +479,7 @@ def record(error: BaseException, how: str = "write_exception") -> None:
     # A json.py beside the user's script must not run here.
     sys.path = [os.path.dirname(os.__file__), *theirs]
     try:
-        _load("worker.error_file")[how](path, error)
+        _load("worker.error_file")[how](path, error, **more)
     except Exception:  # noqa: BLE001 - the user's own error must stay visible
         pass
     finally:

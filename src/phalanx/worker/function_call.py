@@ -62,6 +62,7 @@ def finish(
 ) -> int:
     """Call the function, store its result or exception in the box, run exit functions; returns the status."""
     import atexit
+    import time
 
     status = 0
     try:
@@ -75,9 +76,12 @@ def finish(
             child["record"](stop, "write_exit")
     except BaseException as error:  # noqa: BLE001 - reported in full, here and in the error file
         status = 1
+        raised_ns = time.time_ns()
         error.__traceback__ = child["_without_launcher"](error.__traceback__)
-        child["record"](error)
+        # The record makes this rank a failure. It comes last: a stop because another rank has failed may end
+        # this process at any moment.
         _store_error(box, error)
+        child["record"](error, now_ns=raised_ns)
         with child["_InOnePiece"]():
             sys.excepthook(type(error), error, error.__traceback__)
     try:
