@@ -128,6 +128,7 @@ def test_without_a_reader_of_toml_one_line_says_so(folder: Path, monkeypatch: py
     assert ask(folder).restarts.shutdown_timeout == 30
 
 
+@pytest.mark.untraced
 def test_without_a_file_nothing_is_imported_for_one(folder: Path) -> None:
     code = (
         "import sys; import phalanx.job.config as c\n"
