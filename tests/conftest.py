@@ -110,6 +110,8 @@ def nothing_left_behind(
     monkeypatch.setenv("PHALANX_NAMESPACE", f"test-{os.urandom(8).hex()}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(private / "cache"))  # no lists of modules in somebody's home
     monkeypatch.setenv("XDG_STATE_HOME", str(private / "state"))  # nor lists of runs
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):  # a line about another Python than the tests'
+        monkeypatch.delenv(name, raising=False)
     # With it every piece of a print is a write of its own, and those of two ranks end up in one line.
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     if request.node.get_closest_marker("untraced"):

@@ -68,6 +68,28 @@ def _is_this_python(path: str) -> bool:
         return False
 
 
+def other_environment(environ: Mapping[str, str], folder: str) -> tuple[str, str] | None:
+    """The Python environment that a person in this one probably means, if it is not that of this process.
+
+    Its name and its interpreter. `folder`: the script's. An environment that is ours settles it, whatever
+    else is active. conda activates `base` in every shell, so that one says nothing.
+    """
+    named = {
+        "VIRTUAL_ENV": environ.get("VIRTUAL_ENV", ""),
+        "CONDA_PREFIX": "" if environ.get("CONDA_DEFAULT_ENV") == "base" else environ.get("CONDA_PREFIX", ""),
+        ".venv beside the script": os.path.join(folder, ".venv"),
+    }
+    ours = os.path.realpath(sys.prefix)
+    found = None
+    for name, path in named.items():
+        if path and os.path.realpath(path) == ours:
+            return None
+        python = os.path.join(path, "bin", "python")
+        if path and found is None and os.access(python, os.X_OK):
+            found = name, python
+    return found
+
+
 def split_python(args: Sequence[str]) -> tuple[list[str], str, str, list[str]] | None:
     """Interpreter flags, mode (script, module, code), target, program arguments; None: not supported."""
     index = 0

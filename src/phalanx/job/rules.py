@@ -92,11 +92,24 @@ def program(v: Sources, script: str, script_args: tuple[str, ...]) -> Program:
     else:
         _check_file(script, v.environ)
         command = sys.executable if run_path else python
+    if not (no_python or run_path or PYTHON_EXEC in v.environ):
+        _note_environment(v, "." if module else os.path.dirname(script))
     return Program(entrypoint=command, args=words, name=os.path.basename(script.rstrip("/")))
 
 
 def _interpreter(v: Sources) -> str:
     return v.environ.get(PYTHON_EXEC, "") or sys.executable
+
+
+def _note_environment(v: Sources, folder: str) -> None:
+    from phalanx.job.program import other_environment
+
+    if (other := other_environment(v.environ, folder)) is not None:
+        name, python = other
+        v.warnings.append(
+            f"workers run {sys.executable}, not the Python of {name} ({python}); to use that one, "
+            "install phalanx there, and run it from there"
+        )
 
 
 def _check_directory() -> None:
