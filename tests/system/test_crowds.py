@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.joins import join
 from phalanx.errors import StoreAuthError, StoreTimeoutError
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
@@ -95,6 +96,15 @@ def test_nodes_that_come_all_at_once_keep_their_connections(many_files: None) ->
             nodes.close()
     assert found["dropped"] == 0
     assert found["requests"] <= 3.1, "one to join, and two watches"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("within", [0.0, 1.0])
+def test_two_thousand_nodes_join_a_store_of_its_own(within: float) -> None:
+    """As `python -m bench.joins` measures it."""
+    found = join(2000, within)
+    assert found["dropped"] == 0
+    assert found["requests"] <= 3.1
 
 
 def test_a_store_of_its_own_uses_all_the_descriptors_that_it_may() -> None:
