@@ -8,6 +8,7 @@ import random
 import re
 import resource
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -143,6 +144,21 @@ def test_store_and_drain_say_in_one_line_what_is_wrong(words: list[str], code: i
     assert done.returncode == code, done
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_port_that_another_program_has_is_no_failure_of_the_program(static: bool, tmp_path: Path) -> None:
+    """A scheduler may start the job again, elsewhere."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        words = ["--rdzv-backend", "phalanx", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        words += ["--rdzv-conf", "is_host=1"]
+        if static:
+            words = ["--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        done = run(*words, "--nnodes", "2", "--no-python", "true")
+    assert done.code == NO_MEETING, done
+    assert f"127.0.0.1:{port}" in done.err
+    assert "Address already in use" in done.err
 
 
 def test_draining_a_node_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:

@@ -267,6 +267,10 @@ def error_of(end: End, settings: Settings) -> RendezvousError:
             f"run {settings.run_id} is over ({outcome}: {reason}); start it again when its nodes have gone, "
             "or with another --rdzv-id"
         )
+    if outcome == "port":  # on another host, or later, it may be free
+        return RendezvousConnectionError(
+            f"{reason}; end the program that has the port, or choose another with --rdzv-endpoint"
+        )
     if outcome == "replaced":
         return RendezvousStateError(f"{settings.name} is no longer part of run {settings.run_id}: {reason}")
     if outcome in ("refused", "mismatch"):

@@ -13,6 +13,7 @@ Beyond what `core.rounds.participant` decides, this shell
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 from typing import NamedTuple
@@ -223,7 +224,8 @@ class Membership:
             while not self._released:
                 self._turn()
         except PhalanxError as error:
-            self._end(End("error", str(error), None))
+            taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            self._end(End("port" if taken else "error", str(error), None))
         except Exception as error:  # noqa: BLE001 - without an end the agent would wait for ever
             self._end(End("error", f"the rendezvous failed: {type(error).__name__}: {error}", None))
         try:

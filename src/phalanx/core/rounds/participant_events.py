@@ -123,7 +123,8 @@ class StartRound(NamedTuple):
 
 
 class End(NamedTuple):
-    """The job is over for this node: succeeded, failed, closed, timeout, left, replaced, refused or store.
+    """The job is over for this node: succeeded, failed, closed, timeout, left, replaced, refused, store or
+    port.
 
     `held`: the round that its group still holds, -1 for none; `finished`: its workers have succeeded."""
 
