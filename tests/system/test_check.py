@@ -106,11 +106,11 @@ def test_an_unfit_node_stays_out_and_the_others_run(tmp_path: Path) -> None:
     assert failure["reason"] in line
     assert (failure["check"]["fitness"], failure["check"]["reason"]) == ("unfit", "open files: 200")
     assert json.loads(path.with_name("summary.json").read_text())["why"] == failure["reason"]
-    listed = ended([PHALANX[0], "list", "--json"], env)
+    listed = ended([PHALANX[0], "status", "--all", "--json"], env)
     (known,) = [one for one in json.loads(listed.out) if one["state"] == "failed"]
     assert known["exit_code"] == UNFIT_NODE
     assert (known["why"], known["logs"]) == (failure["reason"], str(path.parent))
-    assert "is unfit (open files: 200)" in ended([PHALANX[0], "list"], env).out
+    assert "is unfit (open files: 200)" in ended([PHALANX[0], "status", "--all"], env).out
     told = ended([PHALANX[0], "status", run], env)
     assert told.code == 1, told
     assert re.search(

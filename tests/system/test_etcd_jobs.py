@@ -105,7 +105,7 @@ def entries_of(etcd: Cluster, prefix: str) -> tuple[Entry, ...]:
 
 
 def left_in(etcd: Cluster, run_id: str) -> list[str]:
-    """What a job has left in the store; without the one key of those who looked at it (`phalanx list`)."""
+    """What a job has left in the store; without the one key of those who looked at it (`phalanx status`)."""
     entries = entries_of(etcd, f"job/{run_id}/")
     return sorted({entry.key.removeprefix(f"job/{run_id}/") for entry in entries} - {ASK})
 

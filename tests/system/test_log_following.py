@@ -59,7 +59,7 @@ def test_logs_are_followed_over_a_restart_and_a_rotation_to_the_end(tmp_path: Pa
     with Running([*words, script(tmp_path, LINES), str(tmp_path)], env=env) as job:
         write(tmp_path / "until-1", "1000")
         wait_until(lambda: any((tmp_path / "logs").glob("*/attempt_0/1/stdout.log*")), "a log")
-        events = Running([run, "-f"], launcher=[PHALANX[0], "events"], env=env)
+        events = Running([run, "--events", "-f"], launcher=[PHALANX[0], "logs"], env=env)
         with follow(run, env, "--rank", "1") as one, follow(run, env, "--grep", "^last|1 7$") as few, events:
             one.read_until("line 1 0 1000\n")
             write(tmp_path / "until-1", "1200")

@@ -165,6 +165,23 @@ def test_overview_version_and_unknown_commands(capsys: pytest.CaptureFixture[str
     assert main(["help", "env"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        ("status --all --watch", "--watch: not allowed with argument --all"),
+        ("status --link --rdzv-endpoint a:1", "--link shows jobs of this machine; leave out"),
+        ("logs --json", "--json prints events; add --events"),
+        ("logs --events --grep x", "--events shows all events of a run of this machine; leave out --grep"),
+        ("logs --events --rdzv-endpoint a:1", "leave out --rdzv-endpoint"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    words: str, refusal: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert refusal in capsys.readouterr().err
+
+
 def complete(words: list[str], tmp_path: Path) -> set[str]:
     """Press Tab at the end of these words in a real bash."""
     quoted = " ".join(f"'{word}'" for word in words)

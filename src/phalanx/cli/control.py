@@ -21,7 +21,7 @@ def make_parser(what: str, description: str) -> Parser:
     parser = Parser(what, description)
     # Named, even if there is only one: on a shared machine that may be another than the one that was meant.
     parser.add_argument(
-        "run", metavar="RUN", help="a run id, or its beginning, or a script's name (phalanx list)"
+        "run", metavar="RUN", help="a run id, or its beginning, or a script's name (phalanx status)"
     )
     add_all_users(parser)
     return parser

@@ -75,7 +75,7 @@ def one_run(found: Sequence[LocalAgent], word: str) -> tuple[RunFile, list[Local
     ended = [run for run in runs(variables()) if run.run.startswith(word) or run.name == word]
     if not ended:
         what = f"no run {word!r}" if word else "no run"
-        raise NoSuchRun(f"{what} of this user is known on this machine; see phalanx list")
+        raise NoSuchRun(f"{what} of this user is known on this machine; see phalanx status --all")
     return ended[-1], []
 
 
