@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from phalanx import __version__, cli
-from phalanx.cli import completion, env, main
+from phalanx.check import environment
+from phalanx.cli import completion, main
 from phalanx.cli import help as help_module
 from phalanx.cli.runs import NoSuchRun
 from phalanx.core.exit_codes import TABLE
@@ -160,9 +161,9 @@ def test_overview_version_and_unknown_commands(capsys: pytest.CaptureFixture[str
     assert main(["train.py"]) == 2
     assert "phalanx run train.py" in capsys.readouterr().err
     assert main(["help", "nothing"]) == 2
-    assert main(["env", "--yaml"]) == 2
+    assert main(["check", "--yaml"]) == 2
     assert main(["completion", "ksh"]) == 2
-    assert main(["help", "env"]) == 0
+    assert main(["help", "check"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ def test_report_has_every_section_and_no_secret(
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "http://me:hunter2@host:1")
     monkeypatch.setenv("PET_NNODES", "2:4")
     monkeypatch.setenv("UNRELATED_THING", "not to be seen")
-    assert main(["env", "--json"]) == 0
+    assert main(["check", "--environment", "--json"]) == 0
     text = capsys.readouterr().out
     facts = json.loads(text)
     assert {"versions", "machine", "devices", "limits", "container", "packages", "variables"} <= facts.keys()
@@ -274,7 +275,7 @@ def test_report_has_every_section_and_no_secret(
     assert facts["versions"]["phalanx"] == __version__
     assert facts["variables"]["PET_NNODES"] == "2:4"
     assert facts["variables"]["PET_RDZV_ENDPOINT"].endswith("@host:1")
-    assert main(["env"]) == 0
+    assert main(["check", "--environment"]) == 0
     text += capsys.readouterr().out
     assert "hunter2" not in text
     assert "not to be seen" not in text
@@ -285,7 +286,7 @@ def test_report_survives_a_section_that_breaks(monkeypatch: pytest.MonkeyPatch) 
         raise OSError("driver on fire")
 
     monkeypatch.setattr("phalanx.devices.count_gpus", broken)
-    facts = env.collect({})
+    facts = environment.collect({})
     assert facts["devices"] == {"failed": "OSError: driver on fire"}
     assert "kernel" in facts["machine"]
 
@@ -295,7 +296,7 @@ def test_report_into_a_closed_pipe_is_quiet() -> None:
     os.close(read)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "phalanx", "env"],
+            [sys.executable, "-m", "phalanx", "check", "--environment"],
             stdout=write,
             stderr=subprocess.PIPE,
             timeout=60,
@@ -307,7 +308,9 @@ def test_report_into_a_closed_pipe_is_quiet() -> None:
     assert done.returncode == 141
 
 
-@pytest.mark.parametrize("words", ["--version", "help", "run --help", "env", "completion bash"])
+@pytest.mark.parametrize(
+    "words", ["--version", "help", "run --help", "check --environment", "completion bash"]
+)
 def test_a_full_disk_is_said_in_one_line(words: str) -> None:
     for unbuffered in ("", "1"):
         done = subprocess.run(
@@ -333,7 +336,7 @@ def test_bad_usage_is_code_2_also_when_nobody_can_be_told(words: str, stderr: st
     assert done.returncode == 2
 
 
-@pytest.mark.parametrize("words", ["", "run", "store", "drain", "doctor", "env", "completion"])
+@pytest.mark.parametrize("words", ["", "run", "store", "drain", "check", "completion"])
 def test_help_needs_no_more_than_ascii(words: str) -> None:
     plain = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     plain.pop("PYTHONIOENCODING", None)

@@ -2,7 +2,7 @@
 
 Every command is a module with `main(argv) -> int`, imported only when it is used. The rules common to all
 commands live here: bad usage is one line on stderr and exit code 2, a failure one line and exit code 1, help
-goes to stdout, an interrupt is 130, a closed pipe (`phalanx env | head`) or a full disk ends the command
+goes to stdout, an interrupt is 130, a closed pipe (`phalanx logs | head`) or a full disk ends the command
 without a traceback.
 """
 
@@ -34,9 +34,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "slurm": ("phalanx.cli.slurm", "submit jobs to Slurm, and show them"),
     "k8s": ("phalanx.cli.k8s", "print the Kubernetes manifests of a job"),
     "warm": ("phalanx.cli.warm", "list what --warm-for left behind; explain which packages are preloaded"),
-    "env": ("phalanx.cli.env", "print what belongs in a bug report"),
-    "doctor": ("phalanx.cli.doctor", "check this machine and its connection to the others"),
-    "check": ("phalanx.cli.check", "test whether this machine, and others with it, are fit for a job"),
+    "check": (
+        "phalanx.cli.check",
+        "test whether this machine, the way to the store, and other nodes are fit for a job",
+    ),
     "completion": ("phalanx.cli.completion", "print a completion script for bash, zsh, fish or tcsh"),
     "help": ("phalanx.cli.help", "explain a command: phalanx help run"),
 }

@@ -48,8 +48,7 @@ failure last.
 
 SEE_ALSO = """\
 phalanx status       the state of the jobs on this machine
-phalanx doctor       check this machine and its connection to the others
-phalanx env          what belongs in a bug report
+phalanx check        whether this machine, and the way to others, is fit
 """
 
 
