@@ -151,11 +151,14 @@ def test_the_examples_in_the_help_are_valid(
 def test_overview_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in cli.COMMANDS)
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == [*cli.PUBLIC]
+    assert [line[:-1] for line in out.splitlines() if line.endswith(":")] == [*cli.GROUPS]
+    assert max(map(len, out.splitlines())) <= 80
+    assert len(out.splitlines()) <= 33
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"phalanx {__version__}\n"
     assert main([]) == 2
-    assert "Commands" in capsys.readouterr().err
+    assert "Prepare:" in capsys.readouterr().err
     assert main(["rnu"]) == 2
     assert "did you mean phalanx run?" in capsys.readouterr().err
     assert main(["train.py"]) == 2

@@ -54,7 +54,7 @@ OF_OTHER_PROGRAMS = {
 }  # fmt: skip
 OLD_NAMES = {  # of the table in the changelog
     "--keep-warm", "--keep-logs", "--health-check", "PHALANX_KEEP_WARM", "PHALANX_KEEP_LOGS",
-    "PHALANX_HEALTH_CHECK", "--with",
+    "PHALANX_HEALTH_CHECK", "--with", "--self",
 }  # fmt: skip
 VARIABLE = re.compile(r"`((?:PHALANX|TORCHELASTIC|TORCH_ELASTIC|TORCH_DISABLE)_[A-Z_]+)\b")
 

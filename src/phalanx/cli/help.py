@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from phalanx.cli import COMMANDS
+from phalanx.cli import COMMANDS, GROUPS, PUBLIC
 from phalanx.core.exit_codes import TABLE
 from phalanx.job.command_line import usage_error
 from phalanx.job.options import OPTIONS, SECTIONS, Option
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"phalanx {__version__}")
         return 0
     if topic and topic not in COMMANDS:
-        raise usage_error(f"{topic}: no such command; there are {', '.join(COMMANDS)}")
+        raise usage_error(f"{topic}: no such command; there are {', '.join(PUBLIC)}")
     if topic == "run":
         if "--short" in argv:
             print(run_help(), end="")
@@ -89,9 +89,10 @@ def _own_help(command: str) -> int:
 
 def overview() -> str:
     """The text of `phalanx --help`."""
-    lines = ["usage: phalanx COMMAND ...", "", "Runs a group of workers as one unit. Commands:", ""]
-    lines += [f"  {name:<12} {about}" for name, (_, about) in COMMANDS.items()]
-    lines += ["", "`phalanx help COMMAND` explains a command; `phalanx --version` prints the version."]
+    lines = ["usage: phalanx COMMAND ...", "", "Runs a group of workers as one unit."]
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<12} {about}" for name, (_, about) in group.items())]
+    lines += ["", "phalanx help COMMAND explains a command; phalanx --version prints the version."]
     return "\n".join(lines) + "\n"
 
 
