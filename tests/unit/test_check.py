@@ -345,9 +345,9 @@ def test_a_kernel_log_that_is_not_there(tmp_path: Path) -> None:
     ("code", "output", "expected", "reason"),
     [
         (0, '{"fitness": "fit", "reason": ""}', FIT, ""),
-        (20, '{"fitness": "unfit", "reason": "GPU 3: lost"}', UNFIT, "GPU 3: lost"),
+        (95, '{"fitness": "unfit", "reason": "GPU 3: lost"}', UNFIT, "GPU 3: lost"),
         (0, '{"fitness": "unfit", "reason": "x"}', UNKNOWN, "the check failed (exit code 0): "),
-        (10, '{"fitness": "splendid", "reason": "x"}', UNKNOWN, "the check failed (exit code 10)"),
+        (0, '{"fitness": "splendid", "reason": "x"}', UNKNOWN, "the check failed (exit code 0)"),
         (1, "Traceback\nImportError: no", UNKNOWN, "the check failed (exit code 1): ImportError: no"),
         (-9, "", UNKNOWN, "the check failed (exit code -9): no output"),
         (0, "[1]", UNKNOWN, "the check failed"),

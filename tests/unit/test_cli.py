@@ -126,13 +126,16 @@ def test_the_version_of_run(words: list[str], capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == f"phalanx {__version__}\n"
 
 
-def test_the_exit_codes_are_in_the_help_and_in_the_reference() -> None:
+def test_the_exit_codes_are_in_the_help_and_in_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-    for code, meaning in TABLE:
-        assert f"| {code} | {meaning} |" in page
-        text = help_module.manual()
-        assert f"\n  {code:<20}"[:-1] in text.replace("\n    ", "\n  ")
-        assert " ".join(meaning.replace("`", "").split()) in " ".join(text.split())
+    assert main(["help", "exit-codes"]) == 0
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 82 for line in shown.splitlines())
+    for code, meaning, advice in TABLE:
+        assert f"| {code} | {meaning} | {advice} |" in page
+        for text in (help_module.manual(), shown):
+            assert f"\n  {code:<20}"[:-1] in text.replace("\n    ", "\n  ")
+            assert f"{meaning.replace('`', '')} [{advice}]" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("example", range(3))

@@ -46,7 +46,7 @@ def test_the_worst_finding_decides(findings: list[CheckFinding], fitness: str, r
 
 
 def test_exit_codes() -> None:
-    assert EXIT_CODES == {FIT: 0, WARN: 10, UNFIT: 20, UNKNOWN: 30}
+    assert EXIT_CODES == {FIT: 0, WARN: 0, UNFIT: 95, UNKNOWN: 1}
 
 
 def test_several_verdicts_are_one() -> None:

@@ -39,8 +39,8 @@ measure in pairs, twice: over TCP, and with torch's backend (NCCL with GPUs,
 else gloo) where torch is installed. All of them print one verdict.
 """
 EXIT_CODES_HELP = """\
-Exit code: 0 fit, 10 warn, 20 unfit, 30 could not tell, 2 bad usage; with
---nnodes, of the worst node.
+Exit code: 0 fit, perhaps with warnings; 95 unfit; 1 could not tell; with
+--nnodes, of the worst node. --json has the verdict and every finding.
 """
 TAKES = (
     "log_dir", "nnodes", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "rdzv_conf", "local_addr", "token_file",

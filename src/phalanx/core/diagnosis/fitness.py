@@ -9,6 +9,7 @@ kernel log cannot be read in a container says nothing about the machine, that a 
 from __future__ import annotations
 
 from phalanx.core.diagnosis.pairing import SLOW, judge_pairs
+from phalanx.core.exit_codes import FAILURE, SUCCESS, UNFIT_NODE
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     PairRates = Mapping[NodeGroup, Mapping[str, float]]
 
 FIT, WARN, UNFIT, UNKNOWN = "fit", "warn", "unfit", "could not tell"
-EXIT_CODES = {FIT: 0, WARN: 10, UNFIT: 20, UNKNOWN: 30}
+EXIT_CODES = {FIT: SUCCESS, WARN: SUCCESS, UNFIT: UNFIT_NODE, UNKNOWN: FAILURE}
 """Of `phalanx check`."""
 _WORST_LAST = (FIT, WARN, UNKNOWN, UNFIT)
 _MOST_REASONS = 3
