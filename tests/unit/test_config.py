@@ -416,7 +416,7 @@ def test_a_launch_config_reads_the_variables_that_torch_reads_for_it(monkeypatch
     }.items():
         monkeypatch.setenv(name, value)
     job = from_launch_config(config, "true", [])
-    assert (job.restarts.max_restarts, job.output.quiet, job.workers.warm, job.watching.health_port) == (
+    assert (job.restarts.max_restarts, job.output.quiet, job.workers.warm, job.watching.health_listen) == (
         3,
         False,
         "auto",
@@ -481,6 +481,10 @@ REFUSED = [
     (["--rdzv-endpoint", "host:port"], "--rdzv-endpoint host:port: write HOST:PORT"),
     (["--rdzv-endpoint", "host:"], "--rdzv-endpoint host:: write HOST:PORT"),
     (["--rdzv-conf", "a"], "'a' is not key=value"),
+    (
+        ["--rdzv-conf", "join_timeout=soon"],
+        "--rdzv-conf join_timeout=soon: join_timeout=soon: not a duration",
+    ),
     (["--rdzv-backend", "etcd-v2"], "needs --rdzv-endpoint"),
     (["--rdzv-backend", "etcd"], "needs --rdzv-endpoint"),
     (["--rdzv-backend", "zoo"], "--rdzv-backend zoo: no such backend"),
@@ -675,7 +679,10 @@ def test_a_flag_here_overrules_a_variable_that_says_the_opposite(script: str) ->
         (["--notify", "ftp://user:SECRET@host"], "--notify ftp://...: only http and https are known"),
         (["--notify", "https:///SECRET"], "--notify https://...: the URL names no host"),
         (["--notify", "@/no/such/file"], "--notify @/no/such/file: cannot be read: No such file"),
-        (["--metrics"], "--metrics: served at the health port, and there is none; add --health-port PORT"),
+        (
+            ["--metrics"],
+            "--metrics: served at the health address, and there is none; add --health-listen PORT",
+        ),
     ],
 )
 def test_options_for_machines_that_are_refused(script: str, words: list[str], message: str) -> None:

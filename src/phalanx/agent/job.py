@@ -195,7 +195,7 @@ def make_supervision(job: JobSpec) -> Supervision:
     return Supervision(
         policy,
         preempt_signal=asked.preempt_signal or 0,
-        health=asked.health_port,
+        health=asked.health_listen,
         health_check=asked.check_command,
         replace_slow=asked.straggler_policy == "replace",
         own_check=_own_check(job) if asked.check else (),

@@ -82,7 +82,7 @@ OPTIONS_HERE = {
 # What the manifest or the pods themselves say.
 _NOT_HERE = (
     "nnodes", "node_rank", "standalone", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint",
-    "rdzv_id", "token_file", "hosts", "hostfile", "detach", "attach",
+    "rdzv_id", "token_file", "hosts", "hostfile", "detach", "attach", "health_listen",
 )  # fmt: skip
 # What cannot be looked at here.
 _NAMES = ("namespace", "secret", "service-account", "priority-class", "queue")

@@ -177,7 +177,7 @@ def _failures(text: str) -> frozenset[int | str]:
 
 
 def _rotation(text: str) -> tuple[int, int | None] | None:
-    """SIZE[:KEEP]: the size of a part, and how many parts are kept; None for off."""
+    """SIZE[:PARTS]: the size of a part, and how many parts are kept; None for off."""
     if text.strip() in ("", "off"):
         return None
     bytes_, colon, keep = text.partition(":")

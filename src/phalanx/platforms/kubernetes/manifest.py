@@ -231,7 +231,7 @@ def command(job: PodJob, *, sizes: bool = True, workers: bool = True) -> list[st
         words += ["--preempt-signal", "SIGTERM"]
     if not given & {"--grace", "--shutdown-timeout"}:
         words += ["--grace", str(max(1, job.termination_grace - _SAVING))]
-    words += ["--health-port", f"0.0.0.0:{job.health_port}"]
+    words += ["--health-listen", f"0.0.0.0:{job.health_port}"]
     words += [*job.run_words, job.script, *job.script_args]
     return [_literal(word) for word in words]
 
