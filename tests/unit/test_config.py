@@ -659,10 +659,10 @@ def test_a_flag_here_overrules_a_variable_that_says_the_opposite(script: str) ->
     ("words", "message"),
     [
         (["--log-format", "xml"], "--log-format xml: choose one of text, json"),
-        (["--log-rotate", "big"], "--log-rotate big: write SIZE or SIZE:KEEP, as in 100M or 1G:5"),
-        (["--log-rotate", "10X"], "write SIZE or SIZE:KEEP"),
-        (["--log-rotate", "10M:x"], "write SIZE or SIZE:KEEP"),
-        (["--log-rotate", "infM"], "write SIZE or SIZE:KEEP"),
+        (["--log-rotate", "big"], "--log-rotate big: write SIZE or SIZE:PARTS, as in 100M or 1G:5"),
+        (["--log-rotate", "10X"], "write SIZE or SIZE:PARTS"),
+        (["--log-rotate", "10M:x"], "write SIZE or SIZE:PARTS"),
+        (["--log-rotate", "infM"], "write SIZE or SIZE:PARTS"),
         (["--log-rotate", "10"], "--log-rotate 10: a part has at least 4K"),
         (["--log-rotate", "1M:0"], "--log-rotate 1M:0: keep at least one part"),
         (

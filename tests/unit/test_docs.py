@@ -13,8 +13,6 @@ import pytest
 
 from phalanx.cli import COMMANDS
 from phalanx.cli.help import reference
-from phalanx.cli.k8s import OPTIONS_HERE as K8S
-from phalanx.cli.slurm import SBATCH
 from phalanx.job.options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -32,17 +30,14 @@ def flags_of(command: str) -> set[str]:
     """The options that a command takes."""
     if command == "run":
         return OWN
-    if command in ("k8s", "slurm"):
-        own = {"--spares", "--requeues", "--notice", "--print", "--sbatch", "-N", "--nodes"}
-        return OWN | set(K8S if command == "k8s" else SBATCH) | (own if command == "slurm" else set())
     module = import_module(COMMANDS[command][0])
     if not hasattr(module, "make_parser"):
         return set()
-    return {flag for action in module.make_parser()._actions for flag in action.option_strings}
+    own = {flag for action in module.make_parser()._actions for flag in action.option_strings}
+    return own | OWN if command in ("k8s", "slurm") else own
 
 
 OF_OTHER_COMMANDS = {flag for command in COMMANDS for flag in flags_of(command)} | {
-    *K8S, *SBATCH, "--spares", "--requeues", "--notice", "--print", "--sbatch",
     # make chaos
     "--duration", "--episodes", "--seed", "--agents", "--backend", "--faults", "--list-faults", "--idle",
     "--keep", "--keep-going",

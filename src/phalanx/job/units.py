@@ -184,7 +184,7 @@ def _rotation(text: str) -> tuple[int, int | None] | None:
     try:
         part, kept = size(bytes_), int(keep) if colon else None
     except ValueError:
-        raise ValueError("write SIZE or SIZE:KEEP, as in 100M or 1G:5") from None
+        raise ValueError("write SIZE or SIZE:PARTS, as in 100M or 1G:5") from None
     if not 4096 <= part <= 1 << 50:
         raise ValueError("a part has at least 4K")
     if kept is not None and kept < 1:
