@@ -73,7 +73,7 @@ def _probes(side: str, count: int) -> Figures:
         path = os.path.join(folder, "spin.py")
         with open(path, "w") as file:
             file.write("print('up', flush=True)\nwhile True: pass\n")
-        options = ["-q", "--nproc-per-node", str(nproc), "--health-port", str(port), "--grace", "1", path]
+        options = ["-q", "--nproc-per-node", str(nproc), "--health-listen", str(port), "--grace", "1", path]
         agent = subprocess.Popen(
             [*program(side), *options], env=environment(side), stdout=subprocess.PIPE, text=True
         )

@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 
 from phalanx.check.meeting import Measuring, MeetingVerdict, meet
 from phalanx.check.pair_link import PairLink
+from phalanx.check.way_to_store import resolve
 from phalanx.cli import check
 from phalanx.cli import main as phalanx
 from phalanx.cluster.handler import RendezvousInfo
@@ -40,6 +41,7 @@ from phalanx.store.net.token import Token
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import TOKEN, Job, Network, free_port, possible, tell
 from tests.support.run_helpers import PHALANX, Ended, Running, ended, plain_environment, script
+from tests.system.test_tls import Authority
 
 CHECK = [PHALANX[0], "check"]
 hosts_possible = pytest.mark.skipif(not possible(), reason="network namespaces need root")
@@ -66,7 +68,7 @@ def test_this_machine_as_a_table_and_as_json(tmp_path: Path) -> None:
 
 def test_an_unfit_machine(tmp_path: Path) -> None:
     done = ended([*CHECK, "--only=disk", "--log-dir", "/proc/logs"], plain_environment())
-    assert done.code == 20, done
+    assert done.code == UNFIT_NODE, done
     assert done.out.splitlines()[-1].partition(": ")[2].startswith("unfit (logs /proc: "), done
     assert done.err == ""
 
@@ -106,17 +108,130 @@ def test_an_unfit_node_stays_out_and_the_others_run(tmp_path: Path) -> None:
     assert failure["reason"] in line
     assert (failure["check"]["fitness"], failure["check"]["reason"]) == ("unfit", "open files: 200")
     assert json.loads(path.with_name("summary.json").read_text())["why"] == failure["reason"]
-    listed = ended([PHALANX[0], "list", "--json"], env)
+    listed = ended([PHALANX[0], "status", "--all", "--json"], env)
     (known,) = [one for one in json.loads(listed.out) if one["state"] == "failed"]
     assert known["exit_code"] == UNFIT_NODE
     assert (known["why"], known["logs"]) == (failure["reason"], str(path.parent))
-    assert "is unfit (open files: 200)" in ended([PHALANX[0], "list"], env).out
+    assert "is unfit (open files: 200)" in ended([PHALANX[0], "status", "--all"], env).out
     told = ended([PHALANX[0], "status", run], env)
     assert told.code == 1, told
     assert re.search(
         r"no job .* runs .*; run stays-out.* failed .* ago, exit code 95: .*open files: 200", told.err
     )
     assert told.err.count("\n") == 1
+
+
+# ---- the way to the store ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("PHALANX_TOKEN", TOKEN)
+    with Server(token=Token(TOKEN.encode(), "the test")) as running:
+        yield running
+
+
+def way(*argv: str, **env: str) -> tuple[int, dict[str, CheckFinding]]:
+    """The exit code of a check of the way to the store, and its rows."""
+    env = {"PHALANX_TOKEN": TOKEN} | env
+    done = ended([*CHECK, "--json", "--only", "store", *argv], plain_environment(**env))
+    return done.code, {row["check"]: CheckFinding(**row) for row in json.loads(done.out)["checks"]}
+
+
+def test_a_store_that_answers(server: Server) -> None:
+    where = f"localhost:{server.address[1]}"
+    code, found = way("--rdzv-endpoint", where)
+    assert found[f"reach 127.0.0.1 port {server.address[1]}"].value == "answers"
+    assert found["token"].value == "accepted, from the variable PHALANX_TOKEN"
+    assert (code, found["store"].fitness) == (EXIT_CODES[FIT], FIT)
+    done = ended([*CHECK, "--json", "--rdzv-endpoint", where], plain_environment(PHALANX_TOKEN=TOKEN))
+    names = {row["check"] for row in json.loads(done.out)["checks"]}
+    assert names >= {"store", "own name", "port 29500", "memory", "open files"}, "with an endpoint, it is all"
+
+
+def test_a_machine_alone_looks_at_its_name_and_ports_but_at_no_store() -> None:
+    done = ended([*CHECK, "--json"], plain_environment())
+    names = {row["check"] for row in json.loads(done.out)["checks"]}
+    assert names >= {"own name", "port 29400", "port 29500", "memory", "GPUs"}
+    assert not any(name.startswith(("reach", "token", "store")) for name in names)
+
+
+def test_a_wrong_token_says_where_ours_is_from(server: Server, tmp_path: Path) -> None:
+    wrong = tmp_path / "token"
+    wrong.write_text("something else")
+    wrong.chmod(0o600)
+    where = f"127.0.0.1:{server.address[1]}"
+    code, found = way("--rdzv-endpoint", where, "--token-file", str(wrong))
+    assert code == EXIT_CODES[UNFIT]
+    assert found["token"].fitness == UNFIT
+    assert str(wrong) in found["token"].advice
+    assert "something else" not in str(found)
+    assert TOKEN not in str(found)
+
+
+def test_looking_makes_no_token(server: Server, tmp_path: Path) -> None:
+    code, found = way(
+        "--rdzv-endpoint", f"127.0.0.1:{server.address[1]}", PHALANX_TOKEN="", HOME=str(tmp_path)
+    )
+    assert (code, found["token"].fitness) == (EXIT_CODES[UNFIT], UNFIT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tls(tmp_path: Path) -> None:
+    files = Authority(tmp_path).sign("node")
+    with Server(token=Token(TOKEN.encode(), "the test"), tls=files) as server:
+        where = ("--rdzv-endpoint", f"127.0.0.1:{server.address[1]}")
+        _, found = way(*where, "--tls-cert", files.cert, "--tls-key", files.key, "--tls-ca", files.ca)
+        assert found["store"].fitness == FIT
+        code, found = way(*where)
+        assert code == EXIT_CODES[UNFIT]
+        assert "wants TLS" in found["token"].advice
+
+
+def test_nobody_there_and_no_such_name() -> None:
+    code, found = way("--rdzv-endpoint", "no-such-host.invalid:1")
+    assert (code, found["name no-such-host.invalid"].fitness) == (EXIT_CODES[UNFIT], UNFIT)
+    port = free_port()
+    code, found = way("--rdzv-endpoint", f"127.0.0.1:{port}")
+    here = found[f"reach 127.0.0.1 port {port}"]
+    assert (code, here.fitness, here.value) == (EXIT_CODES[FIT], FIT, "no listener yet")
+    _, found = way("--rdzv-backend", "etcd", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    assert found[f"reach 127.0.0.1 port {port}"].fitness == UNFIT
+
+
+def test_something_else_listens() -> None:
+    """A port that answers, but not in our words, within a stated time."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stop = threading.Event()
+
+        def hang_up() -> None:
+            while not stop.is_set():
+                sock, _ = listener.accept()
+                with sock:
+                    sock.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        code, found = way("--rdzv-endpoint", f"127.0.0.1:{listener.getsockname()[1]}")
+        stop.set()
+        socket.create_connection(listener.getsockname()).close()
+        thread.join(HUNG)
+    assert (code, found["store"].fitness) == (EXIT_CODES[UNFIT], UNFIT)
+    assert "does not speak Phalanx's protocol" in found["store"].advice
+
+
+def test_a_name_that_takes_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = threading.Event()
+
+    def never(*_: object, **__: object) -> list[object]:
+        slow.wait(HUNG)
+        return []
+
+    monkeypatch.setattr("phalanx.check.way_to_store.socket.getaddrinfo", never)
+    try:
+        assert resolve("anything", 0.05) == ([], "no answer within 0.05 s")
+    finally:
+        slow.set()
 
 
 # ---- several nodes ---------------------------------------------------------------------------------
@@ -162,7 +277,7 @@ def same_everywhere(ends: Sequence[Ended], *codes: int) -> dict[str, Any]:
 @hosts_possible
 def test_a_slow_host_and_an_unfit_one_are_named_on_every_node() -> None:
     ends = CheckedHosts(4, "network,limits", c="20mbit").run(before={"b": with_open_files(200)})
-    told = same_everywhere(ends, 20)
+    told = same_everywhere(ends, UNFIT_NODE)
     fitness = {one["node"]: one["fitness"] for one in told["nodes"]}
     reasons = {one["node"]: one["reason"] for one in told["nodes"]}
     assert (fitness["b"], fitness["c"]) == (UNFIT, UNFIT), told
@@ -179,7 +294,7 @@ def test_a_slow_host_and_an_unfit_one_are_named_on_every_node() -> None:
 def test_a_slow_host_is_named_by_the_real_backend() -> None:
     if find_spec("torch") is None:
         pytest.skip("needs torch")
-    told = same_everywhere(CheckedHosts(3, "backend", a="8mbit").run(), 20, 10)
+    told = same_everywhere(CheckedHosts(3, "backend", a="8mbit").run(), UNFIT_NODE, 0)
     fitness = {one["node"]: one["fitness"] for one in told["nodes"]}
     assert fitness["a"] in (UNFIT, WARN), (
         told
@@ -194,31 +309,49 @@ def test_nodes_that_do_not_come(tmp_path: Path) -> None:
     where = f"127.0.0.1:{free_port()}"
     words = ["--only", "network", "--nnodes", "2", "--rdzv-endpoint", where, "--wait", "1"]
     done = ended([*CHECK, *words], plain_environment(PHALANX_TOKEN=TOKEN))
-    assert done.code == 30, done
+    assert done.code == EXIT_CODES[UNKNOWN], done
     assert "could not tell (between the nodes: 1 of 2 nodes here" in done.out
 
 
-def test_a_node_that_is_lost_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.check.meeting._AFTER_LOSS", 0.1)
+def met(present: int, count: int, lost: bool = False, network: bool = True, **ahead: float) -> MeetingVerdict:
+    """The verdict of a meeting of some of these nodes; `ahead`: how far their clocks are, by name."""
     token = Token(b"o" * 32, "the test")
-    how = Measuring("127.0.0.1", token, network=True, backend=False, environ={})
     found: dict[int, MeetingVerdict] = {}
 
     def take_part(rank: int, port: int) -> None:
+        name = f"n{rank}"
+        clock = lambda: time.time() + ahead.get(name, 0.0)  # noqa: E731
+        how = Measuring("127.0.0.1", token, network=network, backend=False, environ={}, clock=clock)
         with Client("127.0.0.1", port, token=token) as client:
-            joined = RendezvousInfo(StoreFacade(client, "round/"), rank, 3, None)
-            found[rank] = meet(joined, lambda: True, rank == 0, NodeVerdict(f"n{rank}", FIT), how, None)
+            joined = RendezvousInfo(StoreFacade(client, "round/"), rank, count, None)
+            found[rank] = meet(joined, lambda: lost, rank == 0, NodeVerdict(name, FIT), how, None)
 
     with Server(token=token) as server:
-        threads = [threading.Thread(target=take_part, args=(rank, server.address[1])) for rank in (0, 1)]
+        ports = [(rank, server.address[1]) for rank in range(present)]
+        threads = [threading.Thread(target=take_part, args=where) for where in ports]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(HUNG)
-    assert found[0] == found[1]
+    assert len(found) == present
+    assert all(one == found[0] for one in found.values())
+    return found[0]
+
+
+def test_a_clock_that_is_far_from_the_others_is_named() -> None:
+    reasons = {
+        name: (fitness, reason) for name, fitness, reason in met(3, 3, network=False, n0=-1000.0).nodes
+    }
+    assert re.match(r"clock: (999|100\d)\.\d s behind the others", reasons["n0"][1])
+    assert not any("clock" in reasons[name][1] for name in ("n1", "n2"))
+
+
+def test_a_node_that_is_lost_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.check.meeting._AFTER_LOSS", 0.1)
+    found = met(2, 3, lost=True)
     lost = ("rank 2", UNKNOWN, "it was lost before it was measured")
-    assert found[0].nodes == [("n0", FIT, ""), ("n1", FIT, ""), lost]
-    assert [pair[:3] for pair in found[0].pairs] == [(1, "n0", "n1")]
+    assert found.nodes == [("n0", FIT, ""), ("n1", FIT, ""), lost]
+    assert [pair[:3] for pair in found.pairs] == [(1, "n0", "n1")]
 
 
 def test_measurements_need_the_token() -> None:
@@ -253,12 +386,13 @@ def test_measurements_need_the_token() -> None:
     ("argv", "words"),
     [
         (["script.py"], "unrecognized arguments: script.py"),
-        (["--only", "gpu"], "--only gpu: no such check; there are gpus, "),
+        (["--only", "gpu"], "--only gpu: no such check; there are machine, gpus, "),
         (["--only"], "--only: expected one argument"),
         (["--disk"], "--disk: expected one argument"),
         (["--max-restarts", "2"], "unrecognized arguments: --max-restarts 2"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--only", "network"], "--only network: needs other nodes"),
+        (["--only", "store"], "--only store: add --rdzv-endpoint HOST:PORT"),
         (["--nnodes", "2"], "--nnodes 2: add --rdzv-endpoint HOST:PORT"),
         (["--nnodes", "2:4", "--rdzv-endpoint", "a:1"], "--nnodes 2:4: all nodes take part"),
         (["--nnodes", "0"], "--nnodes 0: all nodes take part"),
@@ -275,7 +409,7 @@ def test_bad_usage(argv: list[str], words: str, capsys: pytest.CaptureFixture[st
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert phalanx(["help", "check"]) == 0
-    assert "0 fit, 10 warn, 20 unfit, 30 could not tell" in capsys.readouterr().out
+    assert "0 fit, perhaps with warnings; 95 unfit; 1 could not tell" in capsys.readouterr().out
 
 
 def test_the_table_is_aligned_and_ends_with_the_verdict() -> None:

@@ -133,8 +133,8 @@ def test_an_address_that_is_not_ours_ends_the_job_with_what_to_do(tmp_path: Path
         (["store", "--listen", "a:b"], 2, "--listen: a:b: not an address; write PORT or HOST:PORT"),
         (["store", "--listen", "192.0.2.1:1"], 1, "cannot listen on 192.0.2.1:1"),
         (["store", "--nonsense"], 2, "--nonsense"),
-        (["drain"], 2, "name one node"),
-        (["drain", "a", "--self"], 2, "name one node"),
+        (["drain"], 2, "required: RUN"),
+        (["drain", "no-such-run"], 1, "no job 'no-such-run' of this user runs on this machine"),
         (["drain", "a", "--rdzv-endpoint", "127.0.0.1:1", "--timeout", "0.2"], 1, "127.0.0.1:1"),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_port_that_another_program_has_is_no_failure_of_the_program(static: bo
 def test_draining_a_node_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     with Job(tmp_path, "1") as job:
         job.node("a", "--nnodes", "1:2").up(1)
-        words = ["drain", "b", "--rdzv-endpoint", job.endpoint, "--rdzv-id", job.run_id]
+        words = ["drain", job.run_id, "--node", "b", "--rdzv-endpoint", job.endpoint]
         env = plain_environment(PHALANX_TOKEN=TOKEN)
         done = subprocess.run([PHALANX[0], *words], env=env, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (
@@ -339,7 +339,7 @@ def test_drain_lets_a_node_leave_for_nothing(tmp_path: Path) -> None:
     with Job(tmp_path, "1:2") as job:
         nodes = [job.node(name) for name in "ab"]
         everybody(nodes, 2)
-        words = ["drain", "b", "--rdzv-endpoint", job.endpoint, "--rdzv-id", job.run_id]
+        words = ["drain", job.run_id, "--node", "b", "--rdzv-endpoint", job.endpoint]
         done = subprocess.run(
             [PHALANX[0], *words], env=plain_environment(PHALANX_TOKEN=TOKEN), capture_output=True, text=True
         )

@@ -81,9 +81,13 @@ class Page:
 
 def link_of(job: Running) -> str:
     """As a person gets it where the launcher's lines go to a file."""
-    job.read_until("; its link: phalanx dashboard ")
+    job.read_until("; its link: phalanx status ")
     found = subprocess.run(
-        [PHALANX[0], "dashboard"], env=plain_environment(), capture_output=True, text=True, timeout=HUNG
+        [PHALANX[0], "status", "--link"],
+        env=plain_environment(),
+        capture_output=True,
+        text=True,
+        timeout=HUNG,
     )
     links = [line for line in found.stdout.splitlines() if line.startswith("http://")]
     mine = [line for line in links if line.partition("/?")[0] in job.text]

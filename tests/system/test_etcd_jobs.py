@@ -64,9 +64,9 @@ def job_at(etcd: Cluster, folder: Path, nodes: str, run_id: str, *words: str) ->
 
 
 def drain(job: Job, *words: str, password: str = PASSWORD) -> Ended:
-    where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", job.endpoint, "--rdzv-id", job.run_id]
+    where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", job.endpoint]
     env = plain_environment(PHALANX_ETCD_PASSWORD=password)
-    command = [PHALANX[0], "drain", *where, "--rdzv-conf", "user=root", *words]
+    command = [PHALANX[0], "drain", job.run_id, *where, "--rdzv-conf", "user=root", *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=HUNG)
     return Ended(done.returncode, done.stdout, done.stderr)
 
@@ -75,11 +75,13 @@ def test_drain_uses_no_restart(tmp_path: Path, etcd: Cluster) -> None:
     with job_at(etcd, tmp_path, "1:2", "drained") as job:
         nodes = [job.node(name) for name in "ab"]
         everybody(nodes, 2)
-        refused = drain(job, "b", password="not it")
+        refused = drain(job, "--node", "b", password="not it")
         assert refused.code == 1
         assert "PHALANX_ETCD_PASSWORD" in refused.err
-        assert drain(job, "c").err == "phalanx drain: c: no such node in run drained; there are: a b\n"
-        done = drain(job, "b")
+        assert (
+            drain(job, "--node", "c").err == "phalanx drain: c: no such node in run drained; there are: a b\n"
+        )
+        done = drain(job, "--node", "b")
         assert (done.code, done.out) == (0, "b has left\n"), done
         assert nodes[1].end().code == 0
         again = everybody(nodes[:1], 1)
@@ -105,7 +107,7 @@ def entries_of(etcd: Cluster, prefix: str) -> tuple[Entry, ...]:
 
 
 def left_in(etcd: Cluster, run_id: str) -> list[str]:
-    """What a job has left in the store; without the one key of those who looked at it (`phalanx list`)."""
+    """What a job has left in the store; without the one key of those who looked at it (`phalanx status`)."""
     entries = entries_of(etcd, f"job/{run_id}/")
     return sorted({entry.key.removeprefix(f"job/{run_id}/") for entry in entries} - {ASK})
 

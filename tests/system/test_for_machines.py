@@ -221,7 +221,7 @@ RULES = Path(__file__).parents[2] / "docs" / "prometheus_rules.yml"
 
 def measured(tmp_path: Path) -> Running:
     """A job of two workers that fails once, when the file `kill` is there."""
-    flags = ["--health-port", "127.0.0.2:0", "--metrics", "--max-restarts", "1", "-t", "1", "--grace", "1"]
+    flags = ["--health-listen", "127.0.0.2:0", "--metrics", "--max-restarts", "1", "-t", "1", "--grace", "1"]
     flags += ["--rdzv-id", "m"]
     return Running(["--nproc-per-node", "2", *flags, script(tmp_path, STEPS), str(tmp_path / "kill")])
 

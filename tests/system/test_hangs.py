@@ -337,7 +337,7 @@ def ask(port: int, path: str) -> int:
 @pytest.mark.parametrize("how", ["flag", "variable"])
 def test_health_of_a_run(tmp_path: Path, how: str) -> None:
     port = free_port()
-    flags = ["--health-port", str(port)] if how == "flag" else []
+    flags = ["--health-listen", str(port)] if how == "flag" else []
     env = plain_environment(**({"TORCHELASTIC_HEALTH_CHECK_PORT": str(port)} if how == "variable" else {}))
     path = script(
         tmp_path, "import os, time; print('ready', os.environ['RANK'], os.getpid()); time.sleep(1000)\n"
@@ -396,7 +396,7 @@ def test_a_health_port_in_use(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        ended = run("--health-port", str(other.getsockname()[1]), script(tmp_path, "print('never')"))
+        ended = run("--health-listen", str(other.getsockname()[1]), script(tmp_path, "print('never')"))
     assert ended.code == 1, ended
     assert "cannot listen on 127.0.0.1" in ended.err
     assert ended.out == ""

@@ -1,4 +1,4 @@
-"""`phalanx list`, `logs`, `events`, `stacks`, `restart`, `stop` and the live view, for real jobs."""
+"""`phalanx status`, `logs`, `stacks`, `restart`, `stop` and the live view, for real jobs."""
 
 from __future__ import annotations
 
@@ -78,14 +78,17 @@ def test_a_job_is_seen_restarted_stopped_and_remembered(tmp_path: Path) -> None:
         assert again is not None
         assert [(r["trigger"], r["recovery"]) for r in again["records"]] == [("request", "restart")]
         assert again["restarts"] == 0
-        assert "a restart was asked for" in told("events", run, env=env)
+        assert "a restart was asked for" in told("logs", run, "--events", env=env)
         assert "stopped" in told("stop", run, env=env)
         assert job.end().code == 143
-    listed = {one["run"]: one["state"] for one in json.loads(told("list", "--all", "--json", env=env))}
+    listed = {one["run"]: one["state"] for one in json.loads(told("status", "--all", "--json", env=env))}
     assert listed[run] == "stopped"
-    assert run[:16] in told("list", "--all", env=env)
+    assert run[:16] in told("status", "--all", env=env)
+    assert "train.py" in told("status", run, "--all", env=env)
+    assert told("status", "no-such-run", "--all", env=env) == "no runs\n"
+    assert "has a page" in told("status", run, "--link", env=env, code=1)
     assert told("logs", run, "--rank", "0", env=env) == "[0]  begin 0 \\x1b[31mred\n"
-    assert "SIGTERM: stopping" in told("events", run, env=env)
+    assert "SIGTERM: stopping" in told("logs", run, "--events", env=env)
     assert "no job" in told("stacks", run, env=env, code=1)
     assert os.stat(tmp_path / "state" / "phalanx" / "runs").st_mode & 0o777 == 0o700
 

@@ -59,7 +59,7 @@ def test_logs_are_followed_over_a_restart_and_a_rotation_to_the_end(tmp_path: Pa
     with Running([*words, script(tmp_path, LINES), str(tmp_path)], env=env) as job:
         write(tmp_path / "until-1", "1000")
         wait_until(lambda: any((tmp_path / "logs").glob("*/attempt_0/1/stdout.log*")), "a log")
-        events = Running([run, "-f"], launcher=[PHALANX[0], "events"], env=env)
+        events = Running([run, "--events", "-f"], launcher=[PHALANX[0], "logs"], env=env)
         with follow(run, env, "--rank", "1") as one, follow(run, env, "--grep", "^last|1 7$") as few, events:
             one.read_until("line 1 0 1000\n")
             write(tmp_path / "until-1", "1200")
@@ -119,9 +119,10 @@ def test_logs_of_another_node_are_followed_and_a_node_is_drained(tmp_path: Path)
             assert f"[two {rank}]  last {rank} 0\n" in seen
             with follow(run, env, "--node", "two") as reader:
                 reader.read_until(f"line {rank} 1 20000\n")
-                assert "name one: one two" in told(run, env, 2)
-                assert "one holds the job's store" in told("one", env, 1)
-                assert "two leaves the job; the others go on" in told("two", env, 0)
+                assert "choose one with --node: one two" in told(env, 2, run)
+                assert "--node three: not on this machine (one two)" in told(env, 1, run, "--node", "three")
+                assert "one holds the job's store" in told(env, 1, run, "--node", "one")
+                assert "two leaves the job; the others go on" in told(env, 0, run, "--node", "two")
                 assert two.end().code == 0
                 wait_until(lambda: here("one") and here("one")[0].job.nodes == ["one"], "the other alone")
                 assert here("one")[0].job.restarts == 1
@@ -131,10 +132,10 @@ def test_logs_of_another_node_are_followed_and_a_node_is_drained(tmp_path: Path)
             assert "[0]" not in reader.text or rank == 0
 
 
-def told(word: str, env: dict[str, str], code: int) -> str:
+def told(env: dict[str, str], code: int, *words: str) -> str:
     """What `phalanx drain` says."""
     done = subprocess.run(
-        [PHALANX[0], "drain", word], env=env, capture_output=True, text=True, timeout=HUNG, check=False
+        [PHALANX[0], "drain", *words], env=env, capture_output=True, text=True, timeout=HUNG, check=False
     )
     assert done.returncode == code, done
     return done.stdout + done.stderr

@@ -83,7 +83,7 @@ def test_a_signal_while_the_helper_imports(sig: int, code: int, tmp_path: Path) 
     main = script(tmp_path, "print('ready', flush=True)\n")
     env = plain_environment(PYTHONPATH=str(packages), XDG_CACHE_HOME=str(tmp_path / "cache"))
     port = free_port()
-    with Running(["--preload", "busy", "--health-port", str(port), main], env=env) as job:
+    with Running(["--preload", "busy", "--health-listen", str(port), main], env=env) as job:
         wait_until(importing.exists, "the import")
         wait_until(
             lambda: (status_of(job.agent) or {}).get("phase") == "STARTING", "an answer from the agent"

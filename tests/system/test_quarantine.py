@@ -63,17 +63,19 @@ def test_a_host_that_causes_failures_is_kept_out_and_all_nodes_say_so(tmp_path: 
             assert one["records"][-1]["quarantined"].startswith(line), one["records"]
         assert {one["state"] for one in status()} == {"running", "spare"}
         assert "quarantined: c: root cause of 2 failures" in command("status", job.run_id, env=env)
-        (listed,) = json.loads(command("quarantine", "list", job.run_id, "--json", env=env))
+        (listed,) = json.loads(command("quarantine", "list", "--run", job.run_id, "--json", env=env))
         assert listed["reason"].startswith("root cause of 2 failures"), listed
 
-        assert "c may take part again" in command("quarantine", "remove", job.run_id, "c", env=env)
+        assert "c may take part again" in command("quarantine", "remove", "--run", job.run_id, "c", env=env)
         workers = everybody(nodes, 3)
         for node in nodes:
             node.read_until("c is no longer quarantined: removed")
-        assert "no host is quarantined" in command("quarantine", "list", job.run_id, env=env)
-        assert "name the hosts after the run" in command("quarantine", "add", job.run_id, env=env, code=2)
-        assert "is not quarantined" in command("quarantine", "remove", job.run_id, "c", env=env, code=1)
-        at_store = ["--rdzv-endpoint", job.endpoint, "--rdzv-id", job.run_id]
+        assert "no host is quarantined" in command("quarantine", "list", "--run", job.run_id, env=env)
+        assert "name the hosts" in command("quarantine", "add", "--run", job.run_id, env=env, code=2)
+        assert "is not quarantined" in command(
+            "quarantine", "remove", "--run", job.run_id, "c", env=env, code=1
+        )
+        at_store = ["--rdzv-endpoint", job.endpoint, "--run", job.run_id]
         command("quarantine", "add", "b", "--reason", "XID 79", "--for", "300", *at_store, env=env)
         for node in nodes:
             node.read_until("b is quarantined for 300 s: XID 79")
@@ -135,7 +137,7 @@ def test_a_host_is_kept_out_of_all_jobs_by_a_person(tmp_path: Path) -> None:
     assert "gpu-1 may take part again" in command("quarantine", "remove", "gpu-1", *at, env=env)
     assert "is not quarantined" in command("quarantine", "remove", "gpu-1", *at, env=env, code=1)
     assert "not the name of a host" in command("quarantine", "add", "../x", *at, env=env, code=2)
-    assert "none with --rdzv-endpoint or --dir" in command("quarantine", "list", "x", *at, env=env, code=2)
+    assert "to choose a job, use --run RUN" in command("quarantine", "list", "x", *at, env=env, code=2)
     gone_dir = command("quarantine", "--dir", str(tmp_path / "no"), env=env, code=1)
     assert f"--dir {tmp_path / 'no'}: No such file or directory" in gone_dir
     refused = command("run", "--quarantine-dir", str(tmp_path / "no"), "x.py", env=env, code=2)

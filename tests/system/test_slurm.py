@@ -117,7 +117,7 @@ def test_a_job_outlives_a_node_a_preemption_and_nothing_outlives_it(folder: Path
         assert sorted(rank for rank, *_ in again) == ["0", "1"]
         assert cluster.field(job, "Restarts") == "0"
         # A host that is quarantined is not part of the next attempt.
-        words = ("quarantine", "add", job, lost, "--reason", "lost once")
+        words = ("quarantine", "add", "--run", job, lost, "--reason", "lost once")
         assert cluster.command(*PHALANX, *words) == f"{lost} is quarantined: lost once\n"
         # Slurm's notice before the time limit: workers save, the job goes back into the queue, and resumes.
         cluster.command("scancel", "--batch", "--signal=USR2", job)

@@ -50,7 +50,7 @@ def page(port: int) -> dict[str, float]:
 def test_a_store_serves_health_and_metrics_of_all_its_jobs(tmp_path: Path) -> None:
     needs_client()
     words = ["--listen", "127.0.0.1:0", "--journal", str(tmp_path / "journal")]
-    words += ["--health-port", "0", "--metrics"]
+    words += ["--health-listen", "0", "--metrics"]
     environ = {**plain_environment(), "PHALANX_TOKEN": TOKEN.secret.decode()}
     with Running(words, launcher=STORE, env=environ) as store:
         store.read_until("\n")
@@ -106,9 +106,9 @@ def test_a_stalled_store_is_unhealthy_until_it_responds(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
-        (["--metrics"], 2, "--metrics is served at --health-port; add --health-port"),
-        (["--health-port", "x"], 2, "--health-port: x: not an address; write PORT or HOST:PORT"),
-        (["--health-port", "192.0.2.1:1"], 1, "health: cannot listen on 192.0.2.1:1"),
+        (["--metrics"], 2, "--metrics is served at --health-listen; add --health-listen"),
+        (["--health-listen", "x"], 2, "--health-listen: x: not an address; write PORT or HOST:PORT"),
+        (["--health-listen", "192.0.2.1:1"], 1, "health: cannot listen on 192.0.2.1:1"),
     ],
 )
 def test_an_address_that_cannot_be(words: list[str], code: int, line: str, tmp_path: Path) -> None:

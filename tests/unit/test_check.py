@@ -16,6 +16,7 @@ import pytest
 from phalanx.agent.supervision.agent_services import read_verdict
 from phalanx.check import gpus, machine
 from phalanx.check.bounded import Check, run_checks
+from phalanx.check.harmful_variables import harmful
 from phalanx.check.local import NAMES, examine
 from phalanx.core.diagnosis.fitness import FIT, UNFIT, UNKNOWN, WARN, CheckFinding
 from tests.conftest import HUNG, gone, wait_until
@@ -94,6 +95,39 @@ def test_this_machine() -> None:
 
 def gpus_here() -> bool:
     return os.path.exists("/dev/nvidiactl")
+
+
+def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
+    assert fitness(machine.shared_memory(str(tmp_path / "none"))) == {"shared memory": UNFIT}
+
+
+def test_limits_of_a_control_group(tmp_path: Path) -> None:
+    tree(tmp_path, {"memory.max": str(1 << 29), "pids.max": "100", "cpu.max": "50000 100000"})
+    expected = {"memory limit": WARN, "tasks limit": WARN, "CPU limit": WARN}
+    assert fitness(machine.cgroup(str(tmp_path))) == expected
+
+
+# ---- variables -------------------------------------------------------------------------------------
+
+
+def test_variables_that_hurt() -> None:
+    assert fitness(harmful({})) == {"variables": FIT}
+    hurt = {
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NCCL_DEBUG": "TRACE",
+        "NCCL_ALGO": "Ring",
+        "NCCL_SOCKET_IFNAME": "nosuch0",
+        "OMP_NUM_THREADS": "100000",
+        "RANK": "3",
+    }
+    found = fitness(harmful(hurt))
+    assert found.pop("NCCL_SOCKET_IFNAME") == UNFIT
+    assert set(found) == {
+        "CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG", "NCCL_ALGO", "OMP_NUM_THREADS", "rank variables",
+    }  # fmt: skip
+    assert set(found.values()) == {WARN}
+    fine = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "^docker0"}
+    assert fitness(harmful(fine)) == {"variables": FIT}
 
 
 # ---- memory, disks, clock, CPUs --------------------------------------------------------------------
@@ -311,9 +345,9 @@ def test_a_kernel_log_that_is_not_there(tmp_path: Path) -> None:
     ("code", "output", "expected", "reason"),
     [
         (0, '{"fitness": "fit", "reason": ""}', FIT, ""),
-        (20, '{"fitness": "unfit", "reason": "GPU 3: lost"}', UNFIT, "GPU 3: lost"),
+        (95, '{"fitness": "unfit", "reason": "GPU 3: lost"}', UNFIT, "GPU 3: lost"),
         (0, '{"fitness": "unfit", "reason": "x"}', UNKNOWN, "the check failed (exit code 0): "),
-        (10, '{"fitness": "splendid", "reason": "x"}', UNKNOWN, "the check failed (exit code 10)"),
+        (0, '{"fitness": "splendid", "reason": "x"}', UNKNOWN, "the check failed (exit code 0)"),
         (1, "Traceback\nImportError: no", UNKNOWN, "the check failed (exit code 1): ImportError: no"),
         (-9, "", UNKNOWN, "the check failed (exit code -9): no output"),
         (0, "[1]", UNKNOWN, "the check failed"),

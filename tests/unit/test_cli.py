@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from phalanx import __version__, cli
-from phalanx.cli import completion, env, main
+from phalanx.check import environment
+from phalanx.cli import completion, main
 from phalanx.cli import help as help_module
 from phalanx.cli.runs import NoSuchRun
 from phalanx.core.exit_codes import TABLE
@@ -125,13 +126,16 @@ def test_the_version_of_run(words: list[str], capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == f"phalanx {__version__}\n"
 
 
-def test_the_exit_codes_are_in_the_help_and_in_the_reference() -> None:
+def test_the_exit_codes_are_in_the_help_and_in_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-    for code, meaning in TABLE:
-        assert f"| {code} | {meaning} |" in page
-        text = help_module.manual()
-        assert f"\n  {code:<20}"[:-1] in text.replace("\n    ", "\n  ")
-        assert " ".join(meaning.replace("`", "").split()) in " ".join(text.split())
+    assert main(["help", "exit-codes"]) == 0
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 82 for line in shown.splitlines())
+    for code, meaning, advice in TABLE:
+        assert f"| {code} | {meaning} | {advice} |" in page
+        for text in (help_module.manual(), shown):
+            assert f"\n  {code:<20}"[:-1] in text.replace("\n    ", "\n  ")
+            assert f"{meaning.replace('`', '')} [{advice}]" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("example", range(3))
@@ -150,19 +154,39 @@ def test_the_examples_in_the_help_are_valid(
 def test_overview_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in cli.COMMANDS)
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == [*cli.PUBLIC]
+    assert [line[:-1] for line in out.splitlines() if line.endswith(":")] == [*cli.GROUPS]
+    assert max(map(len, out.splitlines())) <= 80
+    assert len(out.splitlines()) <= 33
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"phalanx {__version__}\n"
     assert main([]) == 2
-    assert "Commands" in capsys.readouterr().err
+    assert "Prepare:" in capsys.readouterr().err
     assert main(["rnu"]) == 2
     assert "did you mean phalanx run?" in capsys.readouterr().err
     assert main(["train.py"]) == 2
     assert "phalanx run train.py" in capsys.readouterr().err
     assert main(["help", "nothing"]) == 2
-    assert main(["env", "--yaml"]) == 2
+    assert main(["check", "--yaml"]) == 2
     assert main(["completion", "ksh"]) == 2
-    assert main(["help", "env"]) == 0
+    assert main(["help", "check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        ("status --all --watch", "--watch: not allowed with argument --all"),
+        ("status --link --rdzv-endpoint a:1", "--link shows jobs of this machine; leave out"),
+        ("logs --json", "--json prints events; add --events"),
+        ("logs --events --grep x", "--events shows all events of a run of this machine; leave out --grep"),
+        ("logs --events --rdzv-endpoint a:1", "leave out --rdzv-endpoint"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    words: str, refusal: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert refusal in capsys.readouterr().err
 
 
 def complete(words: list[str], tmp_path: Path) -> set[str]:
@@ -249,7 +273,7 @@ def test_report_has_every_section_and_no_secret(
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "http://me:hunter2@host:1")
     monkeypatch.setenv("PET_NNODES", "2:4")
     monkeypatch.setenv("UNRELATED_THING", "not to be seen")
-    assert main(["env", "--json"]) == 0
+    assert main(["check", "--environment", "--json"]) == 0
     text = capsys.readouterr().out
     facts = json.loads(text)
     assert {"versions", "machine", "devices", "limits", "container", "packages", "variables"} <= facts.keys()
@@ -257,7 +281,7 @@ def test_report_has_every_section_and_no_secret(
     assert facts["versions"]["phalanx"] == __version__
     assert facts["variables"]["PET_NNODES"] == "2:4"
     assert facts["variables"]["PET_RDZV_ENDPOINT"].endswith("@host:1")
-    assert main(["env"]) == 0
+    assert main(["check", "--environment"]) == 0
     text += capsys.readouterr().out
     assert "hunter2" not in text
     assert "not to be seen" not in text
@@ -268,7 +292,7 @@ def test_report_survives_a_section_that_breaks(monkeypatch: pytest.MonkeyPatch) 
         raise OSError("driver on fire")
 
     monkeypatch.setattr("phalanx.devices.count_gpus", broken)
-    facts = env.collect({})
+    facts = environment.collect({})
     assert facts["devices"] == {"failed": "OSError: driver on fire"}
     assert "kernel" in facts["machine"]
 
@@ -278,7 +302,7 @@ def test_report_into_a_closed_pipe_is_quiet() -> None:
     os.close(read)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "phalanx", "env"],
+            [sys.executable, "-m", "phalanx", "check", "--environment"],
             stdout=write,
             stderr=subprocess.PIPE,
             timeout=60,
@@ -290,7 +314,9 @@ def test_report_into_a_closed_pipe_is_quiet() -> None:
     assert done.returncode == 141
 
 
-@pytest.mark.parametrize("words", ["--version", "help", "run --help", "env", "completion bash"])
+@pytest.mark.parametrize(
+    "words", ["--version", "help", "run --help", "check --environment", "completion bash"]
+)
 def test_a_full_disk_is_said_in_one_line(words: str) -> None:
     for unbuffered in ("", "1"):
         done = subprocess.run(
@@ -316,7 +342,7 @@ def test_bad_usage_is_code_2_also_when_nobody_can_be_told(words: str, stderr: st
     assert done.returncode == 2
 
 
-@pytest.mark.parametrize("words", ["", "run", "store", "drain", "doctor", "env", "completion"])
+@pytest.mark.parametrize("words", ["", "run", "store", "drain", "check", "completion"])
 def test_help_needs_no_more_than_ascii(words: str) -> None:
     plain = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     plain.pop("PYTHONIOENCODING", None)

@@ -416,7 +416,7 @@ def test_a_launch_config_reads_the_variables_that_torch_reads_for_it(monkeypatch
     }.items():
         monkeypatch.setenv(name, value)
     job = from_launch_config(config, "true", [])
-    assert (job.restarts.max_restarts, job.output.quiet, job.workers.warm, job.watching.health_port) == (
+    assert (job.restarts.max_restarts, job.output.quiet, job.workers.warm, job.watching.health_listen) == (
         3,
         False,
         "auto",
@@ -481,6 +481,10 @@ REFUSED = [
     (["--rdzv-endpoint", "host:port"], "--rdzv-endpoint host:port: write HOST:PORT"),
     (["--rdzv-endpoint", "host:"], "--rdzv-endpoint host:: write HOST:PORT"),
     (["--rdzv-conf", "a"], "'a' is not key=value"),
+    (
+        ["--rdzv-conf", "join_timeout=soon"],
+        "--rdzv-conf join_timeout=soon: join_timeout=soon: not a duration",
+    ),
     (["--rdzv-backend", "etcd-v2"], "needs --rdzv-endpoint"),
     (["--rdzv-backend", "etcd"], "needs --rdzv-endpoint"),
     (["--rdzv-backend", "zoo"], "--rdzv-backend zoo: no such backend"),
@@ -655,10 +659,10 @@ def test_a_flag_here_overrules_a_variable_that_says_the_opposite(script: str) ->
     ("words", "message"),
     [
         (["--log-format", "xml"], "--log-format xml: choose one of text, json"),
-        (["--log-rotate", "big"], "--log-rotate big: write SIZE or SIZE:KEEP, as in 100M or 1G:5"),
-        (["--log-rotate", "10X"], "write SIZE or SIZE:KEEP"),
-        (["--log-rotate", "10M:x"], "write SIZE or SIZE:KEEP"),
-        (["--log-rotate", "infM"], "write SIZE or SIZE:KEEP"),
+        (["--log-rotate", "big"], "--log-rotate big: write SIZE or SIZE:PARTS, as in 100M or 1G:5"),
+        (["--log-rotate", "10X"], "write SIZE or SIZE:PARTS"),
+        (["--log-rotate", "10M:x"], "write SIZE or SIZE:PARTS"),
+        (["--log-rotate", "infM"], "write SIZE or SIZE:PARTS"),
         (["--log-rotate", "10"], "--log-rotate 10: a part has at least 4K"),
         (["--log-rotate", "1M:0"], "--log-rotate 1M:0: keep at least one part"),
         (
@@ -675,7 +679,10 @@ def test_a_flag_here_overrules_a_variable_that_says_the_opposite(script: str) ->
         (["--notify", "ftp://user:SECRET@host"], "--notify ftp://...: only http and https are known"),
         (["--notify", "https:///SECRET"], "--notify https://...: the URL names no host"),
         (["--notify", "@/no/such/file"], "--notify @/no/such/file: cannot be read: No such file"),
-        (["--metrics"], "--metrics: served at the health port, and there is none; add --health-port PORT"),
+        (
+            ["--metrics"],
+            "--metrics: served at the health address, and there is none; add --health-listen PORT",
+        ),
     ],
 )
 def test_options_for_machines_that_are_refused(script: str, words: list[str], message: str) -> None:

@@ -1,9 +1,11 @@
-"""The pages agree with the code: options and variables exist, and links lead somewhere."""
+"""The pages agree with the code: commands, options and variables exist, and links lead somewhere."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -11,8 +13,6 @@ import pytest
 
 from phalanx.cli import COMMANDS
 from phalanx.cli.help import reference
-from phalanx.cli.k8s import OPTIONS_HERE as K8S
-from phalanx.cli.slurm import SBATCH
 from phalanx.job.options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -25,16 +25,19 @@ PAGES = [
 OWN = {flag for option in OPTIONS for flag in option.flags}
 
 
+@cache
 def flags_of(command: str) -> set[str]:
-    """The options of a command's own parser."""
+    """The options that a command takes."""
+    if command == "run":
+        return OWN
     module = import_module(COMMANDS[command][0])
     if not hasattr(module, "make_parser"):
         return set()
-    return {flag for action in module.make_parser()._actions for flag in action.option_strings}
+    own = {flag for action in module.make_parser()._actions for flag in action.option_strings}
+    return own | OWN if command in ("k8s", "slurm") else own
 
 
 OF_OTHER_COMMANDS = {flag for command in COMMANDS for flag in flags_of(command)} | {
-    *K8S, *SBATCH, "--spares", "--requeues", "--notice", "--print", "--sbatch",
     # make chaos
     "--duration", "--episodes", "--seed", "--agents", "--backend", "--faults", "--list-faults", "--idle",
     "--keep", "--keep-going",
@@ -54,8 +57,13 @@ OF_OTHER_PROGRAMS = {
 }  # fmt: skip
 OLD_NAMES = {  # of the table in the changelog
     "--keep-warm", "--keep-logs", "--health-check", "PHALANX_KEEP_WARM", "PHALANX_KEEP_LOGS",
-    "PHALANX_HEALTH_CHECK",
+    "PHALANX_HEALTH_CHECK", "--with", "--self",
 }  # fmt: skip
+PLACES = [*PAGES, ROOT / "Dockerfile", ROOT / "examples", ROOT / "src"]
+COMMAND = re.compile(r"(?<![\w./-])phalanx ([a-z][\w-]*)((?:\\\n|[^\n`|#;\"'])*)")
+END_OF_COMMAND = re.compile(r"[,:.?!…)] |&&| -- | - ")
+END_OF_OPTIONS = re.compile(r"SCRIPT|script|\S+\.py|-m|--no-python")  # what follows is the script's
+PROSE = {"alone", "backend", "import", "into", "modules", "or", "printed", "reads", "than"}  # after the name
 VARIABLE = re.compile(r"`((?:PHALANX|TORCHELASTIC|TORCH_ELASTIC|TORCH_DISABLE)_[A-Z_]+)\b")
 
 
@@ -108,6 +116,55 @@ def test_options_exist(page: Path) -> None:
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
     known = OWN | OF_OTHER_COMMANDS | OF_OTHER_PROGRAMS
     assert mentioned - known - (OLD_NAMES if page.name == "CHANGELOG.md" else set()) == set()
+
+
+def texts_in(path: Path) -> list[str]:
+    """The text of a page; the strings of a program."""
+    text = path.read_text(errors="replace")
+    if not COMMAND.search(text):
+        return []
+    if path.suffix == ".py":
+        nodes = ast.walk(ast.parse(text))
+        return [texts_of(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr)]
+    if path.name == "CHANGELOG.md":  # its tables have old names on the left
+        text = re.sub(r"^ *\| `[^|]*\|", "", text, flags=re.MULTILINE)
+    return [text]
+
+
+def commands_in(text: str) -> Iterator[tuple[str, list[str]]]:
+    """The commands that a text shows, with their options."""
+    for found in COMMAND.finditer(text):
+        words = re.split(r"[\s\[\]/=]+", END_OF_COMMAND.split(found[2])[0].replace("\\\n", " "))
+        options = []
+        for word in words:
+            if END_OF_OPTIONS.fullmatch(word):
+                break
+            if re.fullmatch(r"--?[A-Za-z][\w-]*[,.:)]?", word):
+                options.append(word.rstrip(",.:)").replace("_", "-"))
+        yield found[1], options
+
+
+def test_commands_are_found_in_texts() -> None:
+    assert list(commands_in("`phalanx logs RUN -f [--json]` and --not-of-it; run phalanx stop, or --no")) == [
+        ("logs", ["-f", "--json"]),
+        ("stop", []),
+    ]
+    assert list(commands_in("    phalanx run --nnodes 2 \\\n  -t 3 train.py --lr 1  # as --before")) == [
+        ("run", ["--nnodes", "-t"])
+    ]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=ids)
+def test_commands_exist_and_have_these_options(place: Path) -> None:
+    wrong = []
+    for path in [place] if place.is_file() else [*place.rglob("*.py"), *place.rglob("*.md")]:
+        for command, options in (one for text in texts_in(path) for one in commands_in(text)):
+            if command in COMMANDS:
+                known = flags_of(command) | {"-h", "--help"}
+                wrong += [f"{path}: {command} {option}" for option in options if option not in known]
+            elif command not in PROSE:
+                wrong.append(f"{path}: {command}")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)

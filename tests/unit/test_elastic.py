@@ -27,6 +27,8 @@ def settings(endpoint: str = "127.0.0.1:29400", **conf: Any) -> Settings:
 def test_torchs_settings_are_understood() -> None:
     options = settings(timeout=30, keep_alive_interval="2", keep_alive_max_attempt="4").options
     assert (options.join_timeout, options.ttl) == (30.0, 8.0)
+    options = settings(join_timeout="10m", last_call_timeout="1m30s", ttl=7.5).options
+    assert (options.join_timeout, options.last_call, options.ttl) == (600.0, 90.0, 7.5)
     options = settings(join_timeout="5", timeout=30, last_call_timeout=1).options
     assert (options.join_timeout, options.last_call) == (5.0, 1.0)
 
@@ -36,7 +38,8 @@ def test_torchs_settings_are_understood() -> None:
     [
         ({"join_timeout": "soon"}, "join_timeout=soon"),
         ({"ttl": "-1"}, "ttl=-1"),
-        ({"ttl": "0.5"}, "must outlast linger=1"),
+        ({"ttl": "0.5"}, "ttl=0.5s: a lease must outlast linger=1s"),
+        ({"timeout": None, "settle": "1x"}, "settle=1x: not a duration; write 30"),
         ({"ttl": "inf"}, "ttl=inf"),
     ],
 )

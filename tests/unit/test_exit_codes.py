@@ -57,6 +57,13 @@ def test_what_is_worth_another_attempt(code: int, again: bool) -> None:
     assert codes.retry(code, (signal.SIGUSR2,)).again is again
 
 
+def test_the_table_advises_what_schedulers_here_do() -> None:
+    advice = {int(code): advice for code, _, advice in codes.TABLE if code.isdigit()}
+    assert set(advice) == {0, 1, 2, 93, 94, 95, 96}
+    for code, advised in advice.items():
+        assert codes.retry(code).again is advised.startswith("retry"), code
+
+
 def test_a_worker_says_that_a_retry_cannot_help() -> None:
     policy = RestartPolicy(max_restarts=3, no_restart_on=frozenset())
     verdict = decide(History(), Failure(0.0, "x", 93, lived=500.0, step=9), 0.0, policy)

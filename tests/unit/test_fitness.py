@@ -15,6 +15,7 @@ from phalanx.core.diagnosis.fitness import (
     CheckFinding,
     NodeVerdict,
     join_verdicts,
+    judge_clocks,
     judge_network,
     judge_node,
     rate_of_latency,
@@ -45,13 +46,37 @@ def test_the_worst_finding_decides(findings: list[CheckFinding], fitness: str, r
 
 
 def test_exit_codes() -> None:
-    assert EXIT_CODES == {FIT: 0, WARN: 10, UNFIT: 20, UNKNOWN: 30}
+    assert EXIT_CODES == {FIT: 0, WARN: 0, UNFIT: 95, UNKNOWN: 1}
 
 
 def test_several_verdicts_are_one() -> None:
     slow, lost = NodeVerdict("a", UNFIT, "slow"), NodeVerdict("a", UNFIT, "lost")
     assert join_verdicts([NodeVerdict("a", FIT), NodeVerdict("a", WARN, "hot")]).reason == "hot"
     assert join_verdicts([slow, NodeVerdict("a", WARN, "hot"), lost]) == NodeVerdict("a", UNFIT, "slow; lost")
+
+
+@pytest.mark.parametrize(
+    ("ahead", "said"),
+    [
+        ({}, {}),
+        ({0: (0.0, 0.0), 1: (-0.1, 0.1), 2: (0.0, 0.5)}, {}),
+        ({0: (0.0, 0.0), 1: (-0.1, 0.1), 2: (4.9, 5.1)}, {2: "5.0 s ahead of"}),
+        ({0: (0.0, 0.0), 1: (-7.2, -7.0), 2: (-7.1, -7.0)}, {0: "7.0 s ahead of"}),
+        ({0: (0.0, 0.0), 1: (-0.1, 0.1), 2: (-5.1, -4.9)}, {2: "5.0 s behind"}),
+        # Read late, on a busy machine: it may as well be right.
+        ({0: (0.0, 0.0), 1: (-30.0, 0.1), 2: (0.0, 0.1)}, {}),
+        ({0: (0.0, 0.0), 1: (5.0, 5.0)}, {1: "5.0 s ahead of"}),
+    ],
+)
+def test_a_clock_is_compared_with_the_middle_one(
+    ahead: dict[int, tuple[float, float]], said: dict[int, str]
+) -> None:
+    found = judge_clocks("abc", ahead)
+    assert {node: one.fitness for node, one in enumerate(found)} == {
+        node: WARN if node in said else FIT for node in range(3)
+    }
+    for node, words in said.items():
+        assert found[node].reason == f"clock: {words} the others: set up NTP or chrony"
 
 
 # ---- between nodes ---------------------------------------------------------------------------------

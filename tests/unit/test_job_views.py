@@ -118,16 +118,27 @@ def test_keys() -> None:
         view = press(view, key)
     assert view is not None
     assert (view.ranks, view.typing, view.scroll) == ("3-5", None, 0)
-    assert [one.rank for one in job(8).workers if _shown(view, one.rank)] == [3, 4, 5]
+    assert grid(view) == "ranks 3-5"
     assert press(view, "q") is None
     assert press(view._replace(typing="1"), "q") == view._replace(typing="1"), "a q in a filter is no end"
     assert press(view, "a") == view._replace(ranks="")
 
 
-def _shown(view: WatchView, rank: int) -> bool:
-    from phalanx.cli.watch import _is_shown
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [("0,5-7", "ranks 0, 5-7"), ("3-", "ranks 0-7"), ("7-3", "ranks 0-7"), ("", "ranks 0-7")],
+)
+def test_a_filter_that_is_not_complete_shows_all(typed: str, expected: str) -> None:
+    assert grid(WatchView(ranks=typed)) == expected
 
-    return _is_shown(rank, view.ranks)
+
+def grid(view: WatchView) -> str:
+    """The ranks that the screen has."""
+    workers = [worker(rank, last_line="alike") for rank in range(8)]
+    (line,) = (
+        line for line in lines(screen(job(8, workers=workers), view, 80, 40)) if line.endswith(" alike")
+    )
+    return line.removesuffix(" alike").strip()
 
 
 def test_a_whole_job_adds_its_nodes_up_and_leaves_spares_out() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.dry_run import plan
-from phalanx.cli.slurm import parse_submit
+from phalanx.cli.slurm import main, parse_submit
 from phalanx.errors import UsageError
 from phalanx.job.config import parse
 from phalanx.job.slurm_allocation import look, run_id
@@ -396,3 +396,37 @@ def test_nothing_is_imported_from_the_directory_of_the_job(tmp_path: Path) -> No
 def test_the_run_id_of_an_array_that_was_requeued() -> None:
     environ = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"}
     assert run_id({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "2", **environ}) == "9_3.2-r1"
+
+
+def test_options_of_sbatch_are_passed_on_in_their_order() -> None:
+    words = "-t 1:00 --sbatch --nice=10 -N2 --exclusive --sbatch=no-kill --gpus_per_node 8 -J a --no-such"
+    with pytest.raises(UsageError, match="--no-such"):
+        parse_submit([*words.split(), "train.py"])
+    job, only_print = parse_submit([*words.split()[:-1], "--max-restarts", "3", "train.py", "--lr", "-1"])
+    expected = [("time", "1:00"), ("nice", "10"), ("exclusive", None), ("no-kill", None)]
+    assert list(job.sbatch) == [*expected, ("gpus-per-node", "8"), ("job-name", "a")]
+    assert (job.nodes, job.run_words, job.script_args) == (2, ("--max-restarts", "3"), ("--lr", "-1"))
+    assert not only_print
+    for bad in (["--sbatch", "nice=1\n2"], ["-J", "a\nb"]):
+        with pytest.raises(UsageError, match="a line break would end the line of the script"):
+            parse_submit(["-N", "1", *bad, "train.py"])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "required: submit|status"),
+        (["cancel"], "invalid choice: 'cancel'"),
+        (["submit"], "no script given"),
+        (["submit", "train.py"], "-N NODES is missing"),
+        (["submit", "-N"], "-N/--nodes: expected one argument"),
+        (["submit", "-N", "0", "train.py"], "-N/--nodes: 0: must be 1 or more"),
+        (["submit", "-N", "1", "--notice", "soon", "train.py"], "--notice: soon: not a duration"),
+        (["status", "1", "2"], "write: phalanx slurm status [JOB]"),
+        (["batch", "--requeues", "x", "--wait", "1", "--", "srun"], "slurm batch is run by the script"),
+    ],
+)
+def test_bad_usage(words: list[str], line: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        main(words)
+    assert line in str(refused.value)

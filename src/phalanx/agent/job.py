@@ -195,7 +195,7 @@ def make_supervision(job: JobSpec) -> Supervision:
     return Supervision(
         policy,
         preempt_signal=asked.preempt_signal or 0,
-        health=asked.health_port,
+        health=asked.health_listen,
         health_check=asked.check_command,
         replace_slow=asked.straggler_policy == "replace",
         own_check=_own_check(job) if asked.check else (),
@@ -206,7 +206,7 @@ def _own_check(job: JobSpec) -> tuple[str, ...]:
     """The options of the check of this machine: where this job writes."""
     logs = ("--log-dir", job.output.log_dir) if job.output.log_dir else ()
     kept = ("--disk", job.state.keep_spill) if job.state.keep_spill else ()
-    return ("--json", "--nnodes", "1", *logs, *kept)
+    return ("--json", "--nnodes", "1", "--only", "machine", *logs, *kept)
 
 
 def make_state(job: JobSpec, handler: RendezvousHandler) -> StateHolder:

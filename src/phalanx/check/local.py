@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from phalanx.check import gpus, machine
+from phalanx.check import gpus, machine, way_to_store
 from phalanx.check.bounded import Check, run_checks
+from phalanx.check.harmful_variables import harmful
 from phalanx.core.diagnosis.fitness import CheckFinding
 from phalanx.job.environment import temporary_directory
 
-NAMES = (
+if TYPE_CHECKING:
+    from phalanx.cluster.settings import Settings
+
+MACHINE = (
     "gpus", "compute", "links", "errors", "kernel",
     "memory", "shm", "disk", "clock", "limits", "numa", "cpus",
 )  # fmt: skip
+"""Before a node joins a job, too (`run --check`)."""
+STORE = "store"
+NAMES = (*MACHINE, "variables", "name", "ports", STORE)
 BETWEEN = ("network", "backend")
 """With other nodes: see meeting.py."""
 _DISK_LIMIT = 15.0  # a busy file server
@@ -20,9 +28,15 @@ _SMI_LIMIT = 15.0  # without a daemon that keeps the driver loaded
 
 
 def examine(
-    environ: Mapping[str, str], only: Collection[str] = NAMES, directories: Sequence[tuple[str, str]] = ()
+    environ: Mapping[str, str],
+    only: Collection[str] = NAMES,
+    directories: Sequence[tuple[str, str]] = (),
+    local_addr: str = "",
+    settings: Settings | None = None,
 ) -> list[CheckFinding]:
-    """Findings of the checks that are named; `directories`: what is written there, and where."""
+    """Findings of the checks that are named; `directories`: what is written there, and where.
+
+    `settings`: of a store that this machine is to reach."""
     places = [*directories] or [("disk", temporary_directory())]
     checks = [
         Check("gpus", lambda: gpus.visible(environ)),
@@ -38,7 +52,14 @@ def examine(
         Check("limits", machine.cgroup),
         Check("numa", lambda: machine.numa(environ)),
         Check("cpus", machine.cpus),
+        Check("variables", lambda: harmful(environ)),
+        Check("name", lambda: way_to_store.own_name(local_addr, settings), way_to_store.NAME_LIMIT),
+        Check("ports", lambda: way_to_store.ports(settings)),
     ]
+    if settings is not None:
+        checks.append(
+            Check(STORE, lambda: way_to_store.way_to_the_store(settings, environ), way_to_store.STORE_LIMIT)
+        )
     found = run_checks([check for check in checks if check.name in only])
     return found or [CheckFinding(", ".join(only), "nothing here to look at")]
 

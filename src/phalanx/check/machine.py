@@ -1,8 +1,7 @@
 """Checks of a machine without its GPUs: memory, disks, clock, limits, CPUs.
 
-Every function returns findings and changes nothing (the disk check removes the file it has written). Those
-about shared memory, limits and control groups are also part of `phalanx doctor`. `root` stands for `/`, so
-that tests can bring a tree of their own.
+Every function returns findings and changes nothing (the disk check removes the file it has written). `root`
+stands for `/`, so that tests can bring a tree of their own.
 """
 
 from __future__ import annotations

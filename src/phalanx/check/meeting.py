@@ -2,6 +2,7 @@
 
     every node          here/<rank>: name, address, its own verdict, the backend of torch
     rank 0              plan/1: who measures with whom
+    every node          clock/<rank>: its wall clock, after plan/1 has come and before rank 0 reads it
     both of a pair      result/1/<a>-<b>/<rank>: what this side has measured
     rank 0              plan/2, from the results of the first round: the slowest meet the fastest
     both of a pair      result/2/…
@@ -32,6 +33,7 @@ from phalanx.core.diagnosis.fitness import (
     UNKNOWN,
     NodeVerdict,
     join_verdicts,
+    judge_clocks,
     judge_network,
     rate_of_latency,
     suspects,
@@ -48,6 +50,7 @@ _ARRIVAL = 90.0  # for the slowest node to import torch
 _AFTER_LOSS = 5.0  # for the rest of them, once one is lost
 _LONGEST = 3 * _LINK_LIMIT + 3 * PAIR_LIMIT  # that rank 0 may take for a round
 _SLICE, _GLANCE = 0.5, 0.1
+_CLOCKS = 2.0
 _FAREWELL = 3.0
 
 
@@ -95,6 +98,7 @@ class Measuring(msgspec.Struct, frozen=True):
     network: bool
     backend: bool
     environ: Mapping[str, str]
+    clock: Callable[[], float] = time.time
 
 
 def meet(
@@ -123,6 +127,10 @@ def meet(
             if leader is not None:
                 leader.plan(number)
             plan: RoundPlan = store.expect(f"plan/{number}", RoundPlan)
+            if number == 1 and rank:
+                store.set(f"clock/{rank}", msgspec.json.encode(how.clock()))
+            if number == 1 and leader is not None:
+                leader.compare_clocks()
             node.take_part(number, plan)
             if leader is not None:
                 leader.collect(number, plan)
@@ -237,6 +245,8 @@ class _CheckLeader:
         self._rounds: dict[int, dict[NodeGroup, dict[str, float]]] = {}
         self._backend, self._where = "", ("", 0)
         self._notes: list[str] = []
+        self._planned = 0.0
+        self._clocks: dict[int, tuple[float, float]] = {}
 
     def plan(self, number: int) -> None:
         if number == 1:
@@ -250,7 +260,17 @@ class _CheckLeader:
             pairs = confirming_round(slow, *(overall(results) for results in rounds))
         peers = [(node.address, node.port) for node in self._nodes]
         plan = RoundPlan([(a, b) for a, b in pairs], peers, self._backend, self._where)
+        self._planned = self._how.clock()
         self._store.set(f"plan/{number}", msgspec.json.encode(plan))
+
+    def compare_clocks(self) -> None:
+        """How far each clock can be ahead of this one, at least and at most: it was read in between."""
+        end = time.monotonic() + _CLOCKS
+        self._clocks[0] = (0.0, 0.0)
+        for rank, node in enumerate(self._nodes[1:], 1):
+            there = self._store.get(f"clock/{rank}", float, end - time.monotonic()) if node.port else None
+            if there is not None:
+                self._clocks[rank] = (there - self._how.clock(), there - self._planned)
 
     def _welcome(self) -> None:
         """Everyone is here; which backend all of them have."""
@@ -306,10 +326,11 @@ class _CheckLeader:
         between: Sequence[NodeVerdict] = ()
         if self._how.network or self._backend:
             between = judge_network(names, *self._rounds.values())
+        clocks = judge_clocks(names, self._clocks)
         nodes = []
         for index, node in enumerate(self._nodes):
             own = NodeVerdict(names[index], node.fitness, node.reason)
-            joined = join_verdicts([own, *between[index : index + 1]])
+            joined = join_verdicts([own, *between[index : index + 1], clocks[index]])
             nodes.append((joined.node, joined.fitness, joined.reason))
         pairs = [
             (number, names[a], names[b], rates)

@@ -2,7 +2,7 @@
 
 Every command is a module with `main(argv) -> int`, imported only when it is used. The rules common to all
 commands live here: bad usage is one line on stderr and exit code 2, a failure one line and exit code 1, help
-goes to stdout, an interrupt is 130, a closed pipe (`phalanx env | head`) or a full disk ends the command
+goes to stdout, an interrupt is 130, a closed pipe (`phalanx logs | head`) or a full disk ends the command
 without a traceback.
 """
 
@@ -17,29 +17,38 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# name → (module, what it is for); --help shows them in this order.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("phalanx.cli.run", "run a script as a group of workers, like torchrun"),
-    "store": ("phalanx.cli.store", "serve the store that the nodes of jobs meet at"),
-    "drain": ("phalanx.cli.drain", "let a node leave a running job"),
-    "quarantine": ("phalanx.cli.quarantine", "keep hosts out of a running job, or let them in again"),
-    "status": ("phalanx.cli.status", "show the state of the jobs on this machine; --watch: a live view"),
-    "list": ("phalanx.cli.run_list", "list the runs on this machine, running and finished"),
-    "logs": ("phalanx.cli.logs", "show what the workers of a run wrote"),
-    "events": ("phalanx.cli.events", "show what happened to a run"),
-    "stacks": ("phalanx.cli.stacks", "show the Python stacks of all ranks of a running job"),
-    "restart": ("phalanx.cli.restart", "restart the workers of a running job"),
-    "stop": ("phalanx.cli.stop", "stop a running job on all its nodes"),
-    "slurm": ("phalanx.cli.slurm", "submit jobs to Slurm, and show them"),
-    "k8s": ("phalanx.cli.k8s", "print the Kubernetes manifests of a job"),
-    "dashboard": ("phalanx.cli.dashboard", "print the link to the page of a job (run --dashboard)"),
-    "warm": ("phalanx.cli.warm", "list what --warm-for left behind; explain which packages are preloaded"),
-    "env": ("phalanx.cli.env", "print what belongs in a bug report"),
-    "doctor": ("phalanx.cli.doctor", "check this machine and its connection to the others"),
-    "check": ("phalanx.cli.check", "test whether this machine, and others with it, are fit for a job"),
+# The parts of --help: name → (module, what it is for).
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "Run": {
+        "run": ("phalanx.cli.run", "run a script as a group of workers, like torchrun"),
+    },
+    "Look": {
+        "status": ("phalanx.cli.status", "show the jobs on this machine; finished ones, a live view"),
+        "logs": ("phalanx.cli.logs", "show the output of a run's workers, or its events"),
+        "stacks": ("phalanx.cli.stacks", "show the Python stacks of all ranks of a running job"),
+    },
+    "Act": {
+        "stop": ("phalanx.cli.stop", "stop a running job on all its nodes"),
+        "restart": ("phalanx.cli.restart", "restart the workers of a running job"),
+        "drain": ("phalanx.cli.drain", "let a node leave a running job"),
+        "quarantine": ("phalanx.cli.quarantine", "keep hosts out of a running job, or let them in"),
+    },
+    "Prepare": {
+        "check": ("phalanx.cli.check", "test machines, the network between them, and the store"),
+        "store": ("phalanx.cli.store", "serve the store that the nodes of jobs meet at"),
+        "warm": ("phalanx.cli.warm", "show what --warm-for left behind, and what is preloaded"),
+    },
+    "Platforms": {
+        "slurm": ("phalanx.cli.slurm", "submit jobs to Slurm, and show them"),
+        "k8s": ("phalanx.cli.k8s", "print the Kubernetes manifests of a job"),
+    },
+}
+HIDDEN: dict[str, tuple[str, str]] = {
     "completion": ("phalanx.cli.completion", "print a completion script for bash, zsh, fish or tcsh"),
     "help": ("phalanx.cli.help", "explain a command: phalanx help run"),
 }
+PUBLIC = {name: command for group in GROUPS.values() for name, command in group.items()}
+COMMANDS = PUBLIC | HIDDEN
 
 USAGE = 2
 _UNWRITABLE = (5, 27, 28, 122)  # EIO, EFBIG, ENOSPC, EDQUOT: how a write to stdout can fail
@@ -136,4 +145,4 @@ def _unknown_command(word: str) -> str:
     near = difflib.get_close_matches(word, COMMANDS, 1, 0.6)
     if near:
         return f"{word}: no such command; did you mean phalanx {near[0]}?"
-    return f"{word}: no such command; there are {', '.join(COMMANDS)}"
+    return f"{word}: no such command; there are {', '.join(PUBLIC)}"

@@ -32,14 +32,12 @@ if TYPE_CHECKING:
     from phalanx.store.net.token import Token
 
 
-def check_together(asked: CheckOptions, params: RendezvousParameters) -> int:
+def check_together(asked: CheckOptions, settings: Settings) -> int:
     """Check this machine, meet the others, print the verdict on all."""
     from phalanx.check.meeting import start_backend
-    from phalanx.cluster.settings import Settings
 
     environ = variables()
     try:
-        settings = Settings(params)
         token, address = _token(settings), settings.address()
     except (ValueError, PhalanxError) as error:
         raise usage_error(str(error)) from None
@@ -47,14 +45,14 @@ def check_together(asked: CheckOptions, params: RendezvousParameters) -> int:
     try:
         # Before the meeting, which has threads: the checks fork.
         local = [name for name in asked.only if name in NAMES]
-        findings = examine(environ, local, asked.directories) if local else []
+        findings = examine(environ, local, asked.directories, asked.local_addr, settings) if local else []
         own = judge_node(settings.name, findings)
         if not asked.as_json:
             if findings:
                 print(printable(as_text(own, findings, table_width())), flush=True)
-            others = params.max_nodes - 1
+            others = asked.together - 1
             write_stderr(f"phalanx check: meeting {others} other nodes at {settings.where}\n")
-        found = _meet(asked, params, own, (address, token), environ, backend)
+        found = _meet(asked, settings.params, own, (address, token), environ, backend)
     finally:
         if backend is not None:
             backend.close()

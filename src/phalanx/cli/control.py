@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from phalanx.cli.parser import Parser
-from phalanx.cli.runs import add_all_users, local_agents, request, running
+from phalanx.cli.runs import NoSuchRun, add_run, local_agents, request, running
 from phalanx.errors import UsageError
 from phalanx.log import printable, write_stderr
 from phalanx.observe.local_agents import LocalAgent
@@ -19,11 +19,7 @@ from phalanx.observe.local_agents import LocalAgent
 def make_parser(what: str, description: str) -> Parser:
     """The argument RUN."""
     parser = Parser(what, description)
-    # Named, even if there is only one: on a shared machine that may be another than the one that was meant.
-    parser.add_argument(
-        "run", metavar="RUN", help="a run id, or its beginning, or a script's name (phalanx list)"
-    )
-    add_all_users(parser)
+    add_run(parser, required=True)
     return parser
 
 
@@ -32,12 +28,16 @@ def act(what: str, options: Namespace, everywhere: bool) -> int:
     return _put(what, running(local_agents(what, options.all_users), options.run), everywhere)
 
 
-def leave(found: Sequence[LocalAgent], word: str) -> int:
-    """`phalanx drain RUN`: the node of this machine leaves the job; of several, the one of that name."""
-    if len(found) > 1:
-        names = " ".join(sorted({agent.job.host for agent in found}))
-        raise UsageError(f"drain {word}: several nodes of this machine fit; name one: {printable(names)}")
-    return _put("drain", found, everywhere=False)
+def leave(options: Namespace) -> int:
+    """`phalanx drain RUN`: a node of this machine leaves the job; of several, the one that is named."""
+    nodes = running(local_agents("drain", options.all_users), options.run)
+    found = [agent for agent in nodes if options.node in ("", agent.job.host)]
+    if len(found) == 1:
+        return _put("drain", found, everywhere=False)
+    here = printable(" ".join(sorted({agent.job.host for agent in nodes})))
+    if found:
+        raise UsageError(f"drain {options.run}: several nodes run here; choose one with --node: {here}")
+    raise NoSuchRun(f"--node {printable(options.node)}: not on this machine ({here}); add --rdzv-endpoint")
 
 
 def _put(what: str, found: Sequence[LocalAgent], everywhere: bool) -> int:

@@ -1,6 +1,7 @@
-"""`phalanx drain NODE|RUN|--self`: let a node leave a running job; the others re-form without it.
+"""`phalanx drain RUN [--node N]`: let a node leave a running job; the others re-form without it.
 
-Returns when the node has left, or reports why it cannot know.
+Of a job on this machine through its agent; of any other with --rdzv-endpoint, and then it returns when the
+node has left, or reports why it cannot know.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ import time
 from collections.abc import Mapping, Sequence
 
 from phalanx.cli.parser import TRUST, Parser
-from phalanx.cli.runs import add_all_users
+from phalanx.cli.runs import add_run
 from phalanx.cli.store import trust
 from phalanx.core.rounds.records import NodeRecord, decode_node
 from phalanx.core.rounds.store_commands import Get, Notice, Put
-from phalanx.errors import PhalanxError, StoreError, UsageError
+from phalanx.errors import StoreError, UsageError
 from phalanx.job.environment import STORE_PORT, variables
 from phalanx.job.units import format_duration
 from phalanx.log import printable
-from phalanx.observe.local_agents import FIND
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,29 +30,16 @@ BACKENDS = ("phalanx", "c10d", "etcd")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Ask, and wait until the node has left."""
+    """Ask; with a store, wait until the node has left."""
     options = make_parser().parse_args(argv)
-    if bool(options.node) == options.self:
-        raise UsageError("name one node, or --self for the nodes of this machine")
-    if options.node and not options.rdzv_endpoint:
+    if not options.rdzv_endpoint:
         from phalanx.cli.control import leave
-        from phalanx.cli.runs import fitting, local_agents
 
-        agents = local_agents("drain", options.all_users)
-        here = fitting(agents, options.node) or [one for one in agents if one.job.host == options.node]
-        if here:
-            return leave(here, options.node)
+        return leave(options)
     conf = settings_of(options)
-    name = str(conf.get("name") or os.uname().nodename) if options.self else options.node
-    try:
-        with store_client(options, conf) as client:
-            return drain(client, options.rdzv_id, name, options.timeout)
-    except PhalanxError as error:
-        if isinstance(error, ValueError):
-            raise
-        named = options.node and not options.rdzv_endpoint
-        where = f"no node or run of this machine answers to {printable(name)}; " if named else ""
-        raise PhalanxError(f"{where}{error}") from None
+    name = str(options.node or conf.get("name") or os.uname().nodename)
+    with store_client(options, conf) as client:
+        return drain(client, options.run, name, options.timeout)
 
 
 def settings_of(options: Namespace) -> dict[str, str]:
@@ -70,8 +57,7 @@ def store_client(options: Namespace, conf: Mapping[str, str]) -> StoreClient:
     """A client of the job's store, found as `phalanx run` finds it."""
     from phalanx.store.embedded.client import Client
 
-    # Without an endpoint, the store is on this machine, which is not slow to answer.
-    grace = min(10.0 if options.rdzv_endpoint else FIND, options.timeout)
+    grace = min(10.0, options.timeout)
     if options.rdzv_backend == "etcd":
         from phalanx.store.etcd.client import etcd_client_from
 
@@ -125,16 +111,10 @@ def _nodes(client: StoreClient, prefix: str) -> dict[str, NodeRecord]:
 def make_parser() -> Parser:
     """The options."""
     parser = Parser("drain", "Let a node leave a running job.")
-    parser.add_argument(
-        "node",
-        nargs="?",
-        metavar="NODE",
-        help="the node's name, as the job's messages call it; without an endpoint, a node of this machine, "
-        "or a run, which this machine's node then leaves",
-    )
-    parser.add_flag("--self", "the nodes of this machine")
-    parser.add_run_options("rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
-    add_all_users(parser)
+    add_run(parser, required=True)
+    about = "the node's name, as the job's messages call it [that of this machine]"
+    parser.add_argument("--node", metavar="NODE", default="", help=about)
+    parser.add_run_options("rdzv_endpoint", "rdzv_conf", *TRUST)
     add_store(parser)
     return parser
 

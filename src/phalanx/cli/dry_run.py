@@ -12,6 +12,7 @@ from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group.ranks import assign_identical
 from phalanx.job.environment import ERROR_FILE, OMP_THREADS, SIGNALS, variables
 from phalanx.job.options import JobSpec
+from phalanx.job.units import format_duration
 
 UNKNOWN = "?"
 
@@ -67,7 +68,7 @@ def _settings(job: JobSpec) -> list[str]:
         ("workers here", str(job.workers.local_world_size)),
         ("rendezvous", f"{job.cluster.rdzv_backend} at {job.cluster.rdzv_endpoint}"),
         ("restarts", str(job.restarts.max_restarts)),
-        ("grace", f"{job.restarts.shutdown_timeout:g} s"),
+        ("grace", format_duration(job.restarts.shutdown_timeout)),
         ("logs", job.output.log_dir or "a private temporary directory"),
         ("redirects", f"{job.output.redirects} (tee {job.output.tee})"),
         ("directory", os.getcwd()),

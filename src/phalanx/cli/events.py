@@ -1,4 +1,4 @@
-"""`phalanx events [RUN] [-f] [--json]`: what happened to a run, running or finished, line by line.
+"""`phalanx logs RUN --events [-f] [--json]`: what happened to a run, running or finished, line by line.
 
 Read from `events.jsonl` beside its logs (observe/event_file.py); a running job without logs tells its last
 ones itself.
@@ -9,14 +9,11 @@ from __future__ import annotations
 import json
 import os
 import select
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.cli.logs import LogReader, WrittenLog
-from phalanx.cli.parser import Parser
-from phalanx.cli.runs import add_run, local_agents, one_run
 from phalanx.log import printable
 from phalanx.observe.local_agents import LocalAgent
 from phalanx.observe.log_layout import EVENTS
@@ -26,22 +23,10 @@ _POLL = 0.3
 _LOOK = 2.0
 
 
-def make_parser() -> Parser:
-    """The options."""
-    parser = Parser("events", "What happened to a run: notes and incidents.")
-    add_run(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with new ones until the run ends")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line, with all fields")
-    return parser
-
-
-def main(argv: Sequence[str]) -> int:
+def show_events(run: RunFile, agents: Sequence[LocalAgent], follow: bool, as_json: bool) -> int:
     """Print the events, and follow."""
-    options = make_parser().parse_args(argv)
-    run, agents = one_run(local_agents("events", options.all_users), options.run)
-    for event in _events(run, agents[-1] if agents else None, options.follow):
-        print(json.dumps(event) if options.json else in_words(event), flush=options.follow)
-    sys.stdout.flush()
+    for event in _events(run, agents[-1] if agents else None, follow):
+        print(json.dumps(event) if as_json else in_words(event), flush=follow)
     return 0
 
 

@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from phalanx.cli import COMMANDS
+from phalanx.cli import COMMANDS, GROUPS, PUBLIC
 from phalanx.core.exit_codes import TABLE
 from phalanx.job.command_line import usage_error
 from phalanx.job.options import OPTIONS, SECTIONS, Option
@@ -46,23 +46,29 @@ a line at the start, one for each incident, one at the end, and the report of a
 failure last.
 """
 
+EXIT_CODES = """\
+The exit codes of all commands, and in brackets what a scheduler should do.
+"""
+
 SEE_ALSO = """\
 phalanx status       the state of the jobs on this machine
-phalanx doctor       check this machine and its connection to the others
-phalanx env          what belongs in a bug report
+phalanx check        whether this machine, and the way to others, is fit
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """`phalanx help [command]`."""
+    """`phalanx help [COMMAND|exit-codes]`."""
     topic = argv[0] if argv and argv[0] not in ("-h", "--help") else ""
     if topic == "--version":
         from phalanx import __version__
 
         print(f"phalanx {__version__}")
         return 0
+    if topic == "exit-codes":
+        print("\n".join([EXIT_CODES, *_exit_codes()]))
+        return 0
     if topic and topic not in COMMANDS:
-        raise usage_error(f"{topic}: no such command; there are {', '.join(COMMANDS)}")
+        raise usage_error(f"{topic}: no such command; there are {', '.join(PUBLIC)}")
     if topic == "run":
         if "--short" in argv:
             print(run_help(), end="")
@@ -90,9 +96,11 @@ def _own_help(command: str) -> int:
 
 def overview() -> str:
     """The text of `phalanx --help`."""
-    lines = ["usage: phalanx COMMAND ...", "", "Runs a group of workers as one unit. Commands:", ""]
-    lines += [f"  {name:<12} {about}" for name, (_, about) in COMMANDS.items()]
-    lines += ["", "`phalanx help COMMAND` explains a command; `phalanx --version` prints the version."]
+    lines = ["usage: phalanx COMMAND ...", "", "Runs a group of workers as one unit."]
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<12} {about}" for name, (_, about) in group.items())]
+    lines += ["", "phalanx help COMMAND explains a command, phalanx help exit-codes the exit codes;"]
+    lines += ["phalanx --version prints the version."]
     return "\n".join(lines) + "\n"
 
 
@@ -141,8 +149,9 @@ def _show(text: str) -> None:
 
 def _exit_codes() -> list[str]:
     lines: list[str] = []
-    for code, meaning in TABLE:
-        wrapped = textwrap.wrap(meaning.replace("`", ""), WIDTH - 24 - 2, break_on_hyphens=False)
+    for code, meaning, advice in TABLE:
+        about = f"{meaning.replace('`', '')} [{advice}]"
+        wrapped = textwrap.wrap(about, WIDTH - 24 - 2, break_on_hyphens=False)
         lines += [f"  {code if i == 0 else '':<22}{line}" for i, line in enumerate(wrapped)]
     return lines
 

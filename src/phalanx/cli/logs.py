@@ -1,5 +1,7 @@
 """`phalanx logs [RUN]`: what the workers of a run wrote, running or finished, each line with its rank.
 
+With --events, what happened to the run instead (events.py).
+
 The files are those of `--redirects`, `--tee` or `--log-dir` (observe/run_registry.py knows where they are);
 what goes to the console only is not kept. Files of this machine are read whole. Those of other nodes are
 fetched through the job's store while it runs: the end of each file and, with `-f`, everything that is added;
@@ -55,6 +57,13 @@ class WrittenLog(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Find the files, filter, print, and follow."""
     options = make_parser().parse_args(argv)
+    if options.events or options.json:
+        _check_events(options)
+        from phalanx.cli.events import show_events
+
+        return show_events(
+            *one_run(local_agents("logs", options.all_users), options.run), options.follow, options.json
+        )
     ranks, since = options.rank, since_of(options.since)
     try:
         wanted = re.compile(options.grep) if options.grep else None
@@ -78,6 +87,17 @@ def main(argv: Sequence[str]) -> int:
     return _no_log(f" of {options.node} (there are nodes: {' '.join(hosts)})" if options.node else "")
 
 
+def _check_events(options: Namespace) -> None:
+    """UsageError where the other options choose lines of the workers."""
+    if not options.events:
+        raise UsageError("--json prints events; add --events")
+    for name in ("rank", "node", "attempt", "since", "grep", "rdzv_endpoint"):
+        if getattr(options, name) not in ("", None):
+            raise UsageError(
+                f"--events shows all events of a run of this machine; leave out --{name.replace('_', '-')}"
+            )
+
+
 def _no_log(what: str) -> int:
     why = "output that is not redirected (--tee, --redirects) is not kept"
     write_stderr(printable(f"phalanx logs: no such log{what}: {why}") + "\n")
@@ -96,7 +116,7 @@ def _at_store(options: Namespace, ranks: set[int] | None, wanted: re.Pattern[str
 
 def make_parser() -> Parser:
     """The options."""
-    parser = Parser("logs", "What the workers of a run wrote.")
+    parser = Parser("logs", "What the workers of a run wrote, or what happened to it.")
     add_run(parser)
     parser.add_value("--rank", "ranks", "only these ranks, such as 0,3-7")
     parser.add_argument(
@@ -110,6 +130,8 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--grep", metavar="RE", default="", help="only lines that this regular expression finds"
     )
+    parser.add_flag("--events", "what happened to the run instead: notes and incidents")
+    parser.add_flag("--json", "with --events: one JSON object per line, with all fields")
     add_endpoint(parser)
     return parser
 

@@ -9,7 +9,7 @@ from copy import copy
 from typing import Any, NoReturn
 
 from phalanx.errors import UsageError
-from phalanx.job.command_line import InformationRequested, take_words
+from phalanx.job.command_line import take_words
 from phalanx.job.config import Sources
 from phalanx.job.environment import variables
 from phalanx.job.options import BY_DEST, METAVARS
@@ -45,10 +45,18 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(*flags.split(), action="store_true", help=help)
 
     def add_value(
-        self, flags: str, kind: str, help: str, *, least: float = 0, default: Any = None, **more: Any
+        self,
+        flags: str,
+        kind: str | Callable[[str], Any],
+        help: str,
+        *,
+        least: float = 0,
+        default: Any = None,
+        **more: Any,
     ) -> None:
-        """An option whose value is of a kind that `phalanx run` knows, too."""
-        more.setdefault("metavar", METAVARS.get(kind))
+        """An option whose value is of a kind that `phalanx run` knows, too, or is read by a function."""
+        if isinstance(kind, str):
+            more.setdefault("metavar", METAVARS.get(kind))
         self.add_argument(*flags.split(), type=_reader(kind, least), default=default, help=help, **more)
 
     def add_run_options(self, *dests: str, variable: bool = True) -> None:
@@ -63,6 +71,23 @@ class Parser(argparse.ArgumentParser):
                 help=f"{option.help}{shown}",
             )
 
+    def parse_job(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+        """The words of a command that describes a job: an action, with options; `run`'s; the script's."""
+        own, rest, run = list(words[:1]), list(words[1:]), list[str]()
+        while rest and rest[0].startswith("-") and rest[0] != "--":
+            word = rest.pop(0)
+            name, equals, value = word.partition("=")
+            if not name.startswith("--") and len(name) > 2 and name[:2] in self._option_string_actions:
+                name, equals, value = name[:2], "=", word[2:]  # -N4
+            action = self._option_string_actions.get(name.replace("_", "-"))
+            if action is None:
+                run += take_words(word, rest)
+            elif not equals and (not rest or action.nargs in (0, "?")):
+                own.append(word)
+            else:  # in one word, because the value may begin with a dash
+                own.append(f"{action.option_strings[-1]}={value if equals else rest.pop(0)}")
+        return self.parse_args(own), run, rest[1:] if rest[:1] == ["--"] else rest
+
 
 def sources(options: argparse.Namespace, dests: Sequence[str], environ: Mapping[str, str]) -> Sources:
     """The options of `run` that were given, and the variables, as `run` reads them."""
@@ -70,10 +95,10 @@ def sources(options: argparse.Namespace, dests: Sequence[str], environ: Mapping[
     return Sources(given, environ)
 
 
-def _reader(kind: str, least: float) -> Callable[[str], Any]:
+def _reader(kind: str | Callable[[str], Any], least: float) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
-            value = READERS[kind](text)
+            value = READERS[kind](text) if isinstance(kind, str) else kind(text)
             if kind in ("int", "duration") and not least <= value < float("inf"):
                 raise ValueError(f"must be {least:g} or more")
         except ValueError as error:
@@ -81,34 +106,3 @@ def _reader(kind: str, least: float) -> Callable[[str], Any]:
         return value
 
     return read
-
-
-def split_words(
-    words: Sequence[str], own: Mapping[str, str], flags: Sequence[str]
-) -> tuple[list[tuple[str, str | None]], list[str], list[str]]:
-    """The words of a command that describes a job: its own options, by name; those of `run`; the script's."""
-    rest, mine, run = list(words), list[tuple[str, str | None]](), list[str]()
-    while rest and rest[0].startswith("-") and rest[0] != "--":
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not name.startswith("--") and len(name) > 2 and name[:2] in own:
-            name, equals, value = name[:2], "=", word[2:]  # -N4
-        if name in ("-h", "--help"):
-            raise InformationRequested("help")
-        found = own.get(name.replace("_", "-"))
-        if found is None:
-            run += take_words(word, rest)
-        elif equals or found in flags:
-            mine.append((found, value if equals else None))
-        elif not rest:
-            raise UsageError(f"{name} needs a value")
-        else:
-            mine.append((found, rest.pop(0)))
-    return mine, run, rest[1:] if rest[:1] == ["--"] else rest
-
-
-def count(option: str, text: str, least: int, most: int = 1_000_000, whole: str = "") -> int:
-    """A number within bounds; `whole`: the value that it is a part of."""
-    if not (text.isascii() and text.isdigit() and len(text) < 8) or not least <= int(text) <= most:
-        raise UsageError(f"--{option} {whole or text}: use a whole number, {least} or more")
-    return int(text)

@@ -1,8 +1,8 @@
-"""`phalanx quarantine [list|add|remove] [RUN] HOST...`: which hosts a job keeps out.
+"""`phalanx quarantine [list|add|remove] [--run RUN] HOST...`: which hosts a job keeps out.
 
-Of a job on this machine through its agent, which knows the job's store; of any other with --rdzv-endpoint and
---rdzv-id, also after the job has ended, if its store outlives it. What is added stays until it is removed, or
-for --for TIME; docs/quarantine.md has the rest.
+Of a job on this machine through its agent, which knows the job's store; of any other with --rdzv-endpoint,
+also after the job has ended, if its store outlives it. What is added stays until it is removed, or for --for
+TIME; docs/quarantine.md has the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from phalanx.cli.drain import add_store, settings_of, store_client
 from phalanx.cli.parser import TRUST, Parser
-from phalanx.cli.runs import NoSuchRun, add_all_users, fitting, local_agents, request, running
+from phalanx.cli.runs import NoSuchRun, add_all_users, local_agents, request, running
 from phalanx.core.rounds.causes import HOSTS
 from phalanx.core.rounds.records import UNTIL_REMOVED, HostRecord, decode_host, encode
 from phalanx.core.rounds.store_commands import Delete, Get, Put
@@ -36,7 +36,7 @@ ACTIONS = ("list", "add", "remove")
 
 def main(argv: Sequence[str]) -> int:
     """List, add or remove."""
-    options = make_parser().parse_args(argv)
+    options = make_parser().parse_intermixed_args(argv)  # add --run RUN HOST
     if options.action not in ACTIONS:
         raise UsageError(f"{options.action}: not an action; use {', '.join(ACTIONS)}")
     _check_words(options)
@@ -46,12 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _at_agent(options: Namespace) -> int:
-    words, agents = list(options.words), local_agents("quarantine", options.all_users)
-    # The first word may be a run: a host is never called like one that runs here, or another word follows.
-    named = words and (options.action == "list" or (len(words) > 1 and fitting(agents, words[0])))
-    if len(words) == 1 and not named and any(agent.job.run == words[0] for agent in agents):
-        raise UsageError(f"{options.action} {words[0]}: name the hosts after the run")
-    agent = running(agents, words.pop(0) if named else "")[0]
+    agent, words = running(local_agents("quarantine", options.all_users), options.run)[0], options.words
     if options.action == "list":
         return _show(request(agent, {"ask": "quarantine"}).get("quarantine") or [], options.json)
     what: dict[str, Any] = {"do": "quarantine", "hosts": words}
@@ -96,7 +91,7 @@ def _listed(held: Mapping[str, HostRecord]) -> list[dict[str, Any]]:
 
 def _at_store(options: Namespace) -> int:
     with store_client(options, settings_of(options)) as client:
-        return _change(client, options, f"job/{options.rdzv_id}/{HOSTS}")
+        return _change(client, options, f"job/{options.run or options.rdzv_id}/{HOSTS}")
 
 
 def _change(client: StoreClient, options: Namespace, prefix: str) -> int:
@@ -121,12 +116,10 @@ def _say_done(options: Namespace) -> int:
 
 
 def _check_words(options: Namespace) -> None:
-    """Before anything is asked: hosts to add or remove; to list, at most one run."""
+    """Before anything is asked: hosts to add or remove, and none to list."""
     words = options.words
-    if options.action == "list" and len(words) > (not options.rdzv_endpoint and not options.dir):
-        raise UsageError(
-            f"list {' '.join(words)}: takes at most one RUN, and none with --rdzv-endpoint or --dir"
-        )
+    if options.action == "list" and words:
+        raise UsageError(f"list {' '.join(words)}: lists all hosts; to choose a job, use --run RUN")
     if options.action != "list" and not words:
         raise UsageError(f"{options.action}: name the hosts")
     for word in words:
@@ -154,12 +147,9 @@ def make_parser() -> Parser:
     """The options."""
     parser = Parser("quarantine", "Keep hosts out of a running job, or let them in again.")
     parser.add_argument("action", nargs="?", default="list", metavar="list|add|remove")
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="[RUN] HOST",
-        help="a run of this machine (the one that runs by default), then names of hosts",
-    )
+    parser.add_argument("words", nargs="*", metavar="HOST", help="names of hosts, to add or remove")
+    about = "a run id, or its beginning, or a script's name [the one that runs here]"
+    parser.add_argument("--run", metavar="RUN", default="", help=about)
     parser.add_argument("--reason", default="by hand", help="why, for everyone to see [%(default)s]")
     parser.add_value("--for", "duration", "only for this long", dest="seconds", least=0.001)
     parser.add_argument("--json", action="store_true", help="list as JSON")

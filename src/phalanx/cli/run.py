@@ -146,7 +146,7 @@ class Launched:
         self.result: RunResult | None = None
 
     def register(self) -> None:
-        """The workers have been running for a while: make it known to `phalanx list` and `phalanx logs`."""
+        """The workers have been running for a while: make it known to `phalanx status` and `phalanx logs`."""
         if self.agent is not None:
             from phalanx.job.environment import variables
             from phalanx.observe import run_registry, run_summary

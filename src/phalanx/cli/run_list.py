@@ -1,44 +1,18 @@
-"""`phalanx list [--json]`: this user's runs on this machine, those that run and those that have ended."""
+"""This user's runs on this machine, those that run and those that have ended (`phalanx status --all`)."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.cli.parser import Parser
-from phalanx.cli.runs import add_all_users, local_agents
 from phalanx.job.environment import variables
 from phalanx.log import printable
 from phalanx.observe.duration import duration
 from phalanx.observe.local_agents import LocalAgent
 from phalanx.observe.run_registry import runs, this_machine
-
-_SHOWN = 20
-
-
-def make_parser() -> Parser:
-    """The options."""
-    parser = Parser("list", "This user's runs on this machine, the latest last.")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--all", action="store_true", help=f"all runs that are known, not the last {_SHOWN}")
-    add_all_users(parser)
-    return parser
-
-
-def main(argv: Sequence[str]) -> int:
-    """Ask the agents, read the registry, print."""
-    options = make_parser().parse_args(argv)
-    rows = entries(local_agents("list", options.all_users))
-    rows = rows if options.all else rows[-_SHOWN:]
-    if options.json:
-        print(json.dumps(rows, indent=2))
-    else:
-        print(table(rows), end="")
-    return 0
 
 
 def entries(alive: Sequence[LocalAgent]) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ def one_run(found: Sequence[LocalAgent], word: str) -> tuple[RunFile, list[Local
     ended = [run for run in runs(variables()) if run.run.startswith(word) or run.name == word]
     if not ended:
         what = f"no run {word!r}" if word else "no run"
-        raise NoSuchRun(f"{what} of this user is known on this machine; see phalanx list")
+        raise NoSuchRun(f"{what} of this user is known on this machine; see phalanx status --all")
     return ended[-1], []
 
 
@@ -94,15 +94,18 @@ def request(agent: LocalAgent, what: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def add_run(parser: argparse.ArgumentParser, what: str = "the latest by default") -> None:
-    """The argument RUN, and --all-users."""
-    parser.add_argument(
-        "run",
-        nargs="?",
-        default="",
-        metavar="RUN",
-        help=f"a run id, or its beginning, or a script's name [{what}]",
-    )
+def add_run(
+    parser: argparse.ArgumentParser, what: str = "the latest by default", required: bool = False
+) -> None:
+    """The argument RUN, and --all-users.
+
+    A command that changes a job has it named, even if there is only one: on a shared machine that may be
+    another than the one that was meant."""
+    about = "a run id, or its beginning, or a script's name"
+    if required:
+        parser.add_argument("run", metavar="RUN", help=f"{about} (phalanx status)")
+    else:
+        parser.add_argument("run", nargs="?", default="", metavar="RUN", help=f"{about} [{what}]")
     add_all_users(parser)
 
 

@@ -10,54 +10,30 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx.cli.parser import count, split_words
+from phalanx.cli.parser import Parser
 from phalanx.errors import StoreAuthError, UsageError
 from phalanx.job.command_line import usage_error
 from phalanx.job.environment import variables
-from phalanx.job.units import duration
 from phalanx.log import printable, write_stderr
 from phalanx.platforms.slurm.batch_script import BatchJob, batch_script, name_of
 from phalanx.platforms.slurm.job_record import JobRecord, all_records, forget_old, records_directory
 from phalanx.python_command import python_command
 
-# Options of sbatch that submit knows: spelling → name; a name alone is a flag where it is in _FLAGS.
-SBATCH = {
-    "-t": "time", "--time": "time", "-p": "partition", "--partition": "partition", "-A": "account",
-    "--account": "account", "-J": "job-name", "--job-name": "job-name", "-a": "array", "--array": "array",
-    "-o": "output", "--output": "output", "-c": "cpus-per-task", "--cpus-per-task": "cpus-per-task",
-    "-C": "constraint", "--constraint": "constraint", "-w": "nodelist", "--nodelist": "nodelist",
-    "-x": "exclude", "--exclude": "exclude", "--qos": "qos", "--mem": "mem", "--gres": "gres",
-    "--gpus-per-node": "gpus-per-node", "--dependency": "dependency", "--exclusive": "exclusive",
-    "--reservation": "reservation", "--begin": "begin", "--mail-type": "mail-type",
+# Options of sbatch that submit knows, with their values; any other one goes through --sbatch.
+_SBATCH = {
+    "-t --time": "TIME", "-p --partition": "NAME", "-A --account": "NAME", "-J --job-name": "NAME",
+    "-a --array": "LIST", "-o --output": "FILE", "-c --cpus-per-task": "N", "-C --constraint": "LIST",
+    "-w --nodelist": "HOSTS", "-x --exclude": "HOSTS", "--gpus-per-node": "N", "--gres": "LIST",
+    "--mem": "SIZE", "--qos": "NAME", "--dependency": "LIST", "--reservation": "NAME", "--begin": "TIME",
+    "--mail-type": "LIST",
 }  # fmt: skip
-_FLAGS = ("exclusive",)
-_OWN = {
-    "-N": "nodes", "--nodes": "nodes", "--spares": "spares", "--requeues": "requeues", "--notice": "notice",
-    "--sbatch": "sbatch", "--print": "print",
-}  # fmt: skip
-
-HELP = """\
-usage: phalanx slurm submit -N NODES [options] SCRIPT [arguments of the script]
-       phalanx slurm status [JOB]
-
+DESCRIPTION = """\
 submit writes an sbatch script that runs SCRIPT on NODES nodes, and submits it.
-  -N, --nodes N          nodes that run workers
-      --spares N         nodes that wait and replace lost ones [0]
-      --requeues K       go back into the queue at most K times [10]: after a
-                         preemption, the notice before the time limit, and
-                         failures of the infrastructure; never after exit code 93
-      --notice TIME      how long before the time limit workers are told [2m]
-      --print            print the script, and submit nothing
-      --sbatch OPTION    any other option of sbatch, as in --sbatch=--nice=10
-  -t, --time; -p, --partition; -A, --account; -J, --job-name; -a, --array;
-  -o, --output; -c, --cpus-per-task; -C, --constraint; -w, --nodelist;
-  -x, --exclude; --gpus-per-node; --gres; --mem; --qos; --exclusive;
-  --dependency; --reservation; --begin; --mail-type
-                         as for sbatch
-Every other option is one of `phalanx run`, with its long name: --max-restarts 3.
+Those without a text are sbatch's. Every other option is one of `phalanx run`,
+with its long name: --max-restarts 3.
 
 status shows the jobs that were submitted: their state, attempts and nodes.
 """
@@ -66,18 +42,65 @@ status shows the jobs that were submitted: their state, attempts and nodes.
 def main(argv: Sequence[str]) -> int:
     """Submit, show, or be the batch step."""
     words = list(argv)
-    command = words.pop(0) if words else ""
-    if command in ("-h", "--help") or words[:1] in (["-h"], ["--help"]):
-        print(HELP, end="")
-        return 0
-    if command == "submit":
-        return submit(words)
-    if command == "status":
-        return status(words)
-    if command == "batch":
-        return _batch(words)
-    what = f"{command}: no such command" if command else "no command given"
-    raise usage_error(f"{what}; there are submit and status")
+    if words[:1] == ["batch"]:
+        return _batch(words[1:])
+    parser = make_parser()
+    if words[:1] == ["status"]:
+        _, run, rest = parser.parse_job(words)
+        if run or len(rest) > 1:
+            raise usage_error("write: phalanx slurm status [JOB]")
+        return status(rest[0] if rest else "")
+    if words[:1] == ["submit"]:
+        return submit(words[1:])
+    parser.parse_args(words[:1])  # prints the help, or refuses
+    return 0
+
+
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser("slurm", DESCRIPTION)
+    parser.usage = (
+        "phalanx slurm submit -N NODES [options] SCRIPT [arguments of the script]\n"
+        "       phalanx slurm status [JOB]"
+    )
+    parser.add_argument("action", choices=("submit", "status"), metavar="submit|status")
+    parser.add_value("-N --nodes", "int", "nodes that run workers", least=1)
+    parser.add_value("--spares", "int", "nodes that wait and replace lost ones [0]", default=0)
+    parser.add_value(
+        "--requeues",
+        "int",
+        "go back into the queue at most K times: after a preemption, the notice before the time limit, and "
+        "failures of the infrastructure; never after exit code 93 [10]",
+        default=10,
+        metavar="K",
+    )
+    about = "how long before the time limit workers are told [2m]"
+    parser.add_value("--notice", "duration", about, least=1, default=120.0)
+    parser.add_flag("--print", "print the script, and submit nothing")
+    sbatch: dict[str, Any] = {"dest": "sbatch", "action": "append", "default": []}
+    about = "any other option of sbatch, as in --sbatch=--nice=10"
+    parser.add_value("--sbatch", _sbatch, about, metavar="OPTION", **sbatch)
+    alone: dict[str, Any] = {"nargs": "?", "const": ("exclusive", None), "metavar": "WHOSE"}
+    parser.add_value("--exclusive", _named("exclusive"), "", **alone, **sbatch)
+    for flags, metavar in _SBATCH.items():
+        name = flags.rpartition("--")[2]
+        parser.add_value(flags, _named(name), "", metavar=metavar, **sbatch)
+    return parser
+
+
+def _sbatch(text: str) -> tuple[str, str | None]:
+    name, sign, value = text.lstrip("-").partition("=")
+    return _named(name)(value) if sign else (_one_line(name), None)
+
+
+def _named(name: str) -> Callable[[str], tuple[str, str | None]]:
+    return lambda text: (_one_line(name), _one_line(text))
+
+
+def _one_line(text: str) -> str:
+    if "\n" in text:
+        raise ValueError("a line break would end the line of the script")
+    return text
 
 
 def _say(line: str) -> None:
@@ -130,46 +153,23 @@ def _clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 def parse_submit(words: Sequence[str]) -> tuple[BatchJob, bool]:
     """The job that the words describe, and whether to print it only."""
-    mine, run, rest = split_words(words, {**SBATCH, **_OWN}, (*_FLAGS, "print"))
-    own: dict[str, str] = {}
-    sbatch: list[tuple[str, str | None]] = []
-    for name, value in mine:
-        if name == "sbatch":
-            key, sign, text = (value or "").lstrip("-").partition("=")
-            sbatch.append((key, text if sign else None))
-        elif name in _OWN.values():
-            own[name] = value or ""
-        else:
-            sbatch.append((name, value))
+    options, run, rest = make_parser().parse_job(["submit", *words])
     if not rest:
         raise usage_error("no script given; write: phalanx slurm submit -N NODES [options] script.py …")
-    if "nodes" not in own:
+    if options.nodes is None:
         raise usage_error("-N NODES is missing: how many nodes run workers?")
-    for key, words_of in sbatch:
-        if "\n" in key or "\n" in (words_of or ""):
-            raise usage_error(f"--{key}: a line break would end the line of the script")
     job = BatchJob(
-        nodes=count("nodes", own["nodes"], 1),
-        spares=count("spares", own.get("spares", "0"), 0),
-        requeues=count("requeues", own.get("requeues", "10"), 0),
-        notice=_notice(own.get("notice", "2m")),
+        nodes=options.nodes,
+        spares=options.spares,
+        requeues=options.requeues,
+        notice=int(options.notice),
         script=rest[0],
         script_args=tuple(rest[1:]),
         run_words=tuple(run),
-        sbatch=tuple(sbatch),
+        sbatch=tuple(options.sbatch),
         phalanx=tuple(python_command("phalanx")),
     )
-    return job, "print" in own
-
-
-def _notice(text: str) -> int:
-    try:
-        seconds = duration(text)
-    except ValueError as error:
-        raise usage_error(f"--notice {text}: {error}") from None
-    if seconds < 1:
-        raise usage_error(f"--notice {text}: must be 1 or more")
-    return int(seconds)
+    return job, options.print
 
 
 def _check(job: BatchJob) -> None:
@@ -203,11 +203,8 @@ def _make_token(job: BatchJob) -> None:
 # ---- status ------------------------------------------------------------------------------------------
 
 
-def status(words: Sequence[str]) -> int:
+def status(wanted: str) -> int:
     """The jobs that were submitted, with their attempts."""
-    wanted = words[0] if words else ""
-    if len(words) > 1 or wanted.startswith("-"):
-        raise usage_error("write: phalanx slurm status [JOB]")
     queue = _queue()
     shown = []
     for record in all_records(records_directory(variables())):
@@ -272,8 +269,9 @@ def _queue() -> dict[str, dict[str, str]]:
 def _batch(words: list[str]) -> int:
     from phalanx.platforms.slurm.batch_step import run_batch
 
-    if words[:1] != ["--requeues"] or words[2:3] != ["--wait"] or words[4:5] != ["--"] or len(words) < 6:
+    as_written = words[::2][:3] == ["--requeues", "--wait", "--"] and len(words) > 5
+    if not as_written or not (words[1].isdecimal() and words[3].isdecimal()):
         raise usage_error("slurm batch is run by the script that `phalanx slurm submit` writes")
     if not variables().get("SLURM_JOB_ID"):
         raise usage_error("slurm batch: not in a job of Slurm; submit the script with sbatch")
-    return run_batch(words[5:], count("requeues", words[1], 0), count("wait", words[3], 0), _say)
+    return run_batch(words[5:], int(words[1]), int(words[3]), _say)

@@ -1,8 +1,9 @@
-"""`phalanx status [RUN] [--json] [--watch]`: the state of this user's jobs on this machine.
+"""`phalanx status [RUN] [--all | --watch | --link] [--json]`: the state of this user's jobs on this machine.
 
 It asks the agents; see agent/status.py. RUN selects jobs by the beginning of their run id or by the name of
 their script, and then the other nodes of the job are asked as well, through the agent. The exit code is 1
-when there is none. With --rdzv-endpoint it asks the nodes of a job on other machines, through their store.
+when there is none. --all lists finished runs, too. With --rdzv-endpoint it asks the nodes of a job on other
+machines, through their store.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from phalanx.cli.runs import NoSuchRun, add_run, fitting, local_agents, one_run
 from phalanx.errors import UsageError
 from phalanx.log import printable
 from phalanx.observe.duration import duration
-from phalanx.observe.local_agents import WORK, LocalAgent, as_dict, states
+from phalanx.observe.local_agents import FIND, WORK, LocalAgent, as_dict, put_all, states
 from phalanx.observe.status_text import format_job
 
 
@@ -32,8 +33,14 @@ def make_parser() -> Parser:
         "goodput. With RUN, of all nodes of that job.",
     )
     add_run(parser, "all")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--watch", action="store_true", help="a live view of one job; q ends it")
+    parser.add_flag("--json", "print everything as JSON")
+    one = parser.add_mutually_exclusive_group()
+    for flag, about in (
+        ("--all", "a table of all runs, finished ones too, the latest last"),
+        ("--watch", "a live view of one job; q ends it"),
+        ("--link", "the link to the page of a job that was started with --dashboard"),
+    ):
+        one.add_argument(flag, action="store_true", help=about)
     add_endpoint(parser)
     return parser
 
@@ -41,9 +48,12 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Find the agents, ask them, print."""
     options = make_parser().parse_args(argv)
-    if options.watch and options.rdzv_endpoint:
-        raise UsageError("--watch shows a job of this machine; leave out --rdzv-endpoint, or --watch")
     if options.rdzv_endpoint:
+        for flag in ("all", "watch", "link"):
+            if getattr(options, flag):
+                raise UsageError(
+                    f"--{flag} shows jobs of this machine; leave out --rdzv-endpoint, or --{flag}"
+                )
         with remote_job(options) as job:
             found = [LocalAgent("", os.geteuid(), job.status())]
     else:
@@ -52,6 +62,10 @@ def main(argv: Sequence[str]) -> int:
             from phalanx.cli.watch import watch
 
             return watch(here, options.run)
+        if options.all:
+            return _all_runs(here, options.run, options.json)
+        if options.link:
+            return _links(fitting(here, options.run), options.run)
         found = with_peers(fitting(here, options.run), bool(options.run))
     if options.json:
         print(json.dumps([as_dict(one) for one in found], indent=2))
@@ -63,6 +77,25 @@ def main(argv: Sequence[str]) -> int:
         ended = how_it_ended(options.run) if options.run else ""
         print(f"phalanx status: {what} of this user runs on this machine{ended}", file=sys.stderr)
     return 0 if found else 1
+
+
+def _all_runs(here: Sequence[LocalAgent], word: str, as_json: bool) -> int:
+    from phalanx.cli.run_list import entries, table
+
+    rows = [row for row in entries(here) if row["run"].startswith(word) or row["name"] == word]
+    print(json.dumps(rows, indent=2) if as_json else table(rows).rstrip("\n"))
+    return 0
+
+
+def _links(agents: Sequence[LocalAgent], word: str) -> int:
+    """The link holds the page's token, so it is in no log and no file: the agent gives it to its own user."""
+    answers = [answer.get("link") for answer in put_all(agents, {"ask": "dashboard"}, FIND)]
+    links = [printable(link) for link in answers if isinstance(link, str) and link]
+    if not links:
+        what = f"no job {word!r} of this user" if word else "no job of this user"
+        raise NoSuchRun(f"{what} on this machine has a page; start one with phalanx run --dashboard")
+    print("\n".join(links))
+    return 0
 
 
 def how_it_ended(word: str) -> str:

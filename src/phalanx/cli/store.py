@@ -1,4 +1,4 @@
-"""`phalanx store --listen [HOST:]PORT [--journal FILE] [--health-port PORT]`: the embedded store by itself.
+"""`phalanx store --listen [HOST:]PORT [--journal FILE] [--health-listen PORT]`: the embedded store by itself.
 
 With a journal it may be killed and restarted under running jobs, without effect on their workers. It prints
 the address it listens on, and one line per incident; SIGTERM and SIGINT end it.
@@ -35,8 +35,8 @@ def main(argv: Sequence[str]) -> int:
     from phalanx.store.embedded.server import Server
 
     host, port = options.listen
-    if options.metrics and options.health_port is None:
-        raise UsageError("--metrics is served at --health-port; add --health-port [HOST:]PORT")
+    if options.metrics and options.health_listen is None:
+        raise UsageError("--metrics is served at --health-listen; add --health-listen [HOST:]PORT")
     # Blocked before any thread exists, so that none of them can be the one that gets the signal.
     ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         ) as server:
             where = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
             kept = f", journal {options.journal}" if options.journal else ", no journal: jobs end with it"
-            with _endpoints(server, options.health_port, options.metrics) as served:
+            with _endpoints(server, options.health_listen, options.metrics) as served:
                 _say(f"listening on {where}:{server.address[1]}{kept}{served}")
                 signal.sigwait(ends)
             if failures:
@@ -118,7 +118,7 @@ def make_parser() -> Parser:
         "how long a node may take to reconnect, and its workers run on while this store is away "
         "[1s; with a journal: as long as the node's lease]",
     )
-    parser.add_value("--health-port", "address", "serve /healthz and /readyz at this address")
+    parser.add_value("--health-listen", "address", "serve /healthz and /readyz at this address")
     parser.add_flag("--metrics", "serve /metrics for Prometheus there, too")
     parser.add_run_options(*TRUST)
     return parser

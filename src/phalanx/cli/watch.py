@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from phalanx.core.diagnosis.progress import ranks_text
 from phalanx.core.ledger.goodput import LOST, seconds
+from phalanx.job import units
 from phalanx.log import printable, write_stderr
 from phalanx.observe.duration import duration
 from phalanx.observe.snapshot import JobSnapshot, WorkerSnapshot, nodes_of, totals_of, workers_of
@@ -74,7 +75,8 @@ def screen(job: JobSnapshot | None, view: WatchView, width: int, height: int, wh
     """The lines of the terminal, at most `height` of `width` cells."""
     if job is None:
         return [_paint([StyledLine(why or "asking …")], width, view.colour)]
-    pairs = [pair for pair in workers_of(job) if _is_shown(pair[1].rank, view.ranks)]
+    shown = _filtered(view.ranks)
+    pairs = [pair for pair in workers_of(job) if shown is None or pair[1].rank in shown]
     lines = [_headline(job), *_summary(job, width)]
     kept_out = quarantine_lines(job.quarantine, max(2, height // 8))
     lines += [[StyledLine("quarantined: ", "31"), StyledLine(one)] for one in kept_out]
@@ -91,16 +93,12 @@ def screen(job: JobSnapshot | None, view: WatchView, width: int, height: int, wh
     return [_paint(line, width, view.colour) for line in (*lines[: height - 1], foot)]
 
 
-def _is_shown(rank: int, words: str) -> bool:
-    if not words:
-        return True
-    for part in words.split(","):
-        first, dash, last = part.strip().partition("-")
-        if first.isdecimal() and int(first) <= rank <= (int(last) if last.isdecimal() else int(first)):
-            return True
-        if first.isdecimal() and dash and not last and rank >= int(first):
-            return True
-    return False
+def _filtered(words: str) -> frozenset[int] | None:
+    """The ranks that a person has typed; None: all, also for half a range."""
+    try:
+        return units.ranks(words)
+    except ValueError:
+        return None
 
 
 def _headline(job: JobSnapshot) -> list[StyledLine]:

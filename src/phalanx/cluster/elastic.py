@@ -283,7 +283,7 @@ def error_of(end: End, settings: Settings) -> RendezvousError:
         return _blob_error(outcome, reason, settings)
     etcd = settings.store == "etcd"
     where, tried = settings.where, ", ".join(settings.addresses())
-    doctor = f"phalanx doctor --rdzv-endpoint {where}" + " --rdzv-backend etcd" * etcd
+    check = f"phalanx check --rdzv-endpoint {where}" + " --rdzv-backend etcd" * etcd
     secret = "user and password" if etcd else "token"
     if outcome == "timeout" and NO_MORE in reason:
         return RendezvousTimeoutError(f"run {settings.run_id}: {reason}")
@@ -293,12 +293,12 @@ def error_of(end: End, settings: Settings) -> RendezvousError:
             came += f"nodes on other machines cannot meet at {where}, name an address they reach; "
         return RendezvousTimeoutError(
             f"{came}check on the missing nodes: the same --rdzv-id ({settings.run_id}) and --rdzv-endpoint "
-            f"({where}: {tried}), the same {secret}, and whether they reach that port ({doctor})"
+            f"({where}: {tried}), the same {secret}, and whether they reach that port ({check})"
         )
     if outcome == "connect":
         return RendezvousConnectionError(
             f"{reason} Tried {tried}; check that {'etcd' if etcd else 'the node with that address'} runs, "
-            f"that the port is open, and the {secret} ({doctor})"
+            f"that the port is open, and the {secret} ({check})"
         )
     return RendezvousError(reason) if outcome == "error" else RendezvousConnectionError(reason)
 

@@ -13,6 +13,7 @@ from phalanx.core.rounds.quarantine import QuarantinePolicy, parse_policy
 from phalanx.core.rounds.records import NodeInfo
 from phalanx.errors import StoreError, UsageError
 from phalanx.job.environment import DEFAULT_QUARANTINE, ETCD_PORT, STATIC_PORT, STORE_PORT, node_index
+from phalanx.job.units import duration, format_duration
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class Settings:
         )
         if self.options.ttl <= self.linger < float("inf"):
             raise UsageError(
-                f"--rdzv-conf ttl={self.options.ttl:g}: a lease must outlast linger={self.linger:g} s"
+                f"--rdzv-conf ttl={format_duration(self.options.ttl)}: a lease must outlast "
+                f"linger={format_duration(self.linger)}"
             )
 
     @property
@@ -153,11 +155,11 @@ def _seconds(params: RendezvousParameters, key: str, default: float) -> float:
     if value is None:
         return default
     try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise UsageError(f"--rdzv-conf {key}={value}: use a number of seconds, 0 or more")
+        seconds = duration(value) if isinstance(value, str) else float(value)
+        if not 0 <= seconds < float("inf"):
+            raise ValueError("must be 0 or more")
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--rdzv-conf {key}={value}: {error}") from None
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""What `phalanx run` returns to whatever started it: one table for people, schedulers and scripts.
+"""What `phalanx` returns to whatever started it: one table for people, schedulers and scripts.
 
 The code of a worker that failed is passed on unchanged, so the codes of our own must not be ones that
 programs use: not 1 and 2, not sysexits.h's (64 to 78), not Python's 120, not those of shells, `timeout` and
@@ -37,33 +37,42 @@ INFRASTRUCTURE = {
 }
 """Why another attempt may help, perhaps on other machines."""
 
-TABLE: tuple[tuple[str, str], ...] = (
-    ("0", "all workers succeeded"),
-    ("the code of a worker", "the exit code of the worker that failed first"),
+DONE, FINAL, HERE, ELSEWHERE = "done", "do not retry", "retry here", "retry elsewhere"
+PREEMPTED, STOPPED = "preempted: retry", "stopped by a person: do not retry"
+TABLE: tuple[tuple[str, str, str], ...] = (
+    ("0", "success; of `run`: all workers succeeded", DONE),
+    ("the code of a worker", "of `run`: the exit code of the worker that failed first", FINAL),
     (
         str(DO_NOT_RETRY),
         "the same; a worker that exits with it says 'do not retry': it is not restarted, and the job should "
         "not be submitted again",
+        FINAL,
     ),
-    (
-        "128+n",
-        "that worker was killed by signal n; or signal n stopped the launcher (130 for Ctrl-C, 143 for "
-        "SIGTERM), or was the signal in `--preempt-signal`",
-    ),
+    ("128+n", "of `run`: the worker that failed first was killed by signal n", FINAL),
+    ("128+n", "of `run`: signal n, the one in `--preempt-signal`, ended the job", PREEMPTED),
+    ("128+n", "signal n stopped the launcher or the command: 130 for Ctrl-C, 143 for SIGTERM", STOPPED),
     (
         str(NO_MEETING),
-        "the nodes did not meet within `join_timeout`, or too few are left, or the store that they share was "
-        "lost, could not be reached, or refused this node (another token, a wrong password)",
+        "of `run`: the nodes did not meet within `join_timeout`, or too few are left, or the store that they "
+        "share was lost, could not be reached, or refused this node (another token, a wrong password)",
+        HERE,
     ),
     (
         str(UNFIT_NODE),
-        "this node is unfit: its `--check` or `--check-command` failed, or it could not start its workers",
+        "of `run`: this node is unfit, because its `--check` or `--check-command` failed or it could not "
+        "start its workers; of `check`: a machine is unfit",
+        ELSEWHERE,
     ),
-    (str(HANG), "a hang ended the job (`--on-hang fail`, or no restart was left)"),
-    ("1", "a failure without an exit code of a worker, other than these"),
-    ("2", "wrong usage; nothing was started"),
+    (str(HANG), "of `run`: a hang ended the job (`--on-hang fail`, or no restart was left)", HERE),
+    (
+        "1",
+        "of `run`: a failure without an exit code of a worker, other than these; of the others: no such job "
+        "or log, a node did not answer, the checks could not tell",
+        FINAL,
+    ),
+    ("2", "wrong usage; nothing was started", FINAL),
 )
-"""For help and manual; docs/api.md has the same rows."""
+"""Of all commands: code, meaning, and what a scheduler should do; docs/api.md has the same rows."""
 
 
 class Retry(Record):

@@ -345,11 +345,11 @@ class Watching(Section, title="Watching"):
     preempt_signal: int | None = option(
         "--preempt-signal", "signal", None, "signal on which workers checkpoint and exit within --grace"
     )
-    health_port: str = option(
-        "--health-port", "listen", "", "serve /healthz and /readyz at this address", env=HEALTH_PORT,
+    health_listen: str = option(
+        "--health-listen", "listen", "", "serve /healthz and /readyz at this address", env=HEALTH_PORT,
         metavar="[HOST:]PORT",
     )  # fmt: skip
-    metrics: bool = option("--metrics", "flag", False, "serve /metrics for Prometheus at --health-port")
+    metrics: bool = option("--metrics", "flag", False, "serve /metrics for Prometheus at --health-listen")
     otel: bool = option(
         "--otel", "flag", False, "send one OpenTelemetry trace per incident, as the OTEL_* variables say"
     )
@@ -418,7 +418,7 @@ class Output(Section, title="Output"):
     log_rotate: tuple[int, int | None] | None = option(  # bytes of a part, and how many are kept (None: all)
         "--log-rotate", "rotation", None,
         "move the older part of a worker's log to files of this size, and keep that many: 100M:5",
-        metavar="SIZE[:KEEP]",
+        metavar="SIZE[:PARTS]",
     )  # fmt: skip
     log_retention: float | None = option(  # seconds; None: forever
         "--log-retention", "duration", 7 * DAY,

@@ -22,7 +22,7 @@ from phalanx.job.environment import (
 )
 from phalanx.job.environment import shutdown_timeout as default_grace
 from phalanx.job.options import Cluster, KeptState, Output, Program, Restarts, Terminal, Watching, Workers
-from phalanx.job.units import signal_number
+from phalanx.job.units import duration, signal_number
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,6 +41,12 @@ _CONF = frozenset(
         "ttl",
         "cacert", "cert", "key", "password", "password_file", "protocol", "user",
         "cas_backoff_max_seconds", "close_timeout", "read_timeout", "use_libuv",
+    )
+)  # fmt: skip
+_DURATIONS = frozenset(
+    (
+        "cas_backoff_max_seconds", "join_timeout", "keep_alive_interval", "last_call_timeout", "linger",
+        "return_timeout", "settle", "store_grace", "timeout", "ttl",
     )
 )  # fmt: skip
 _HOPELESS = frozenset[int | str]({2, "ImportError", "SyntaxError"})
@@ -401,6 +407,11 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
     if backend in _BACKENDS:
         for key in conf.keys() - _CONF:
             v.warnings.append(f"--rdzv-conf {key}={conf[key]}: not known to the backend {backend}, ignored")
+        for key in conf.keys() & _DURATIONS:
+            try:
+                duration(str(conf[key]))
+            except ValueError as error:
+                raise v.bad("rdzv_conf", f"{key}={conf[key]}: {error}") from None
         conf = {**trust, **conf}
     if backend == "static" or v.given("node_rank"):
         conf["rank"] = rank
@@ -670,11 +681,11 @@ def _notify(v: Sources) -> str:
 
 def _metrics(v: Sources) -> bool:
     asked = v.flag("metrics")
-    if asked and not v.text("health_port"):
+    if asked and not v.text("health_listen"):
         if "metrics" not in v.arguments:
             return False  # a variable for all jobs, and this one has no port
         raise v.bad(
-            "metrics", f"served at the health port, and there is none; add {v.name('health_port')} PORT"
+            "metrics", f"served at the health address, and there is none; add {v.name('health_listen')} PORT"
         )
     if asked:
         from phalanx.plugins import MISSING, installed

@@ -177,14 +177,14 @@ def _failures(text: str) -> frozenset[int | str]:
 
 
 def _rotation(text: str) -> tuple[int, int | None] | None:
-    """SIZE[:KEEP]: the size of a part, and how many parts are kept; None for off."""
+    """SIZE[:PARTS]: the size of a part, and how many parts are kept; None for off."""
     if text.strip() in ("", "off"):
         return None
     bytes_, colon, keep = text.partition(":")
     try:
         part, kept = size(bytes_), int(keep) if colon else None
     except ValueError:
-        raise ValueError("write SIZE or SIZE:KEEP, as in 100M or 1G:5") from None
+        raise ValueError("write SIZE or SIZE:PARTS, as in 100M or 1G:5") from None
     if not 4096 <= part <= 1 << 50:
         raise ValueError("a part has at least 4K")
     if kept is not None and kept < 1:

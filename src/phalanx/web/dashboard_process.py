@@ -184,7 +184,7 @@ class DashboardProcess:
         if sys.stderr is not None and sys.stderr.isatty():
             self._say(f"dashboard: {self.link}")
         else:
-            self._say(f"dashboard at {self._origin()}; its link: phalanx dashboard {self._run_id()[:12]}")
+            self._say(f"dashboard at {self._origin()}; its link: phalanx status {self._run_id()[:12]} --link")
         if not is_loopback(self._plan.host):
             self._say("dashboard: plain HTTP beyond this machine; whoever can read the network sees its link")
 

@@ -69,7 +69,7 @@ class HealthServer:
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             raise PhalanxError(
                 f"health: cannot listen on {where}: {error.strerror or error}; "
-                "choose another address with --health-port"
+                "choose another address with --health-listen"
             ) from None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="phalanx-health", daemon=True)

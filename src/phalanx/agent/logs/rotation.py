@@ -1,4 +1,4 @@
-"""`--log-rotate SIZE[:KEEP]`: moves the older part of a worker's log into files of its own, byte for byte.
+"""`--log-rotate SIZE[:PARTS]`: moves the older part of a worker's log into files of its own, byte for byte.
 
     stdout.log.000000000000000   stdout.log.000000104857600   …   stdout.log      each part at most SIZE
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 import signal
 import time
 
+from phalanx.job.units import format_duration
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -227,7 +229,7 @@ class Preemption:
         killed = [rank for rank, failure in ended.items() if failure.exitcode == -signal.SIGKILL]
         others = {rank: one for rank, one in ended.items() if one.exitcode < 0 and rank not in killed}
         raised = {rank: one for rank, one in ended.items() if one.exitcode > 0 and one.error is not None}
-        parts = [f"{ranks_text(killed)} still ran after --grace {grace:g} s"] if killed else []
+        parts = [f"{ranks_text(killed)} still ran after --grace {format_duration(grace)}"] if killed else []
         parts += [f"rank {rank} was ended by {one.signal_name()}" for rank, one in others.items()]
         parts += [f"rank {rank} failed ({one.message.splitlines()[0][:100]})" for rank, one in raised.items()]
         return f"preemption: not saved as far as is known: {'; '.join(parts)}" if parts else ""

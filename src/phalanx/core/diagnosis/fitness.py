@@ -9,6 +9,7 @@ kernel log cannot be read in a container says nothing about the machine, that a 
 from __future__ import annotations
 
 from phalanx.core.diagnosis.pairing import SLOW, judge_pairs
+from phalanx.core.exit_codes import FAILURE, SUCCESS, UNFIT_NODE
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
     PairRates = Mapping[NodeGroup, Mapping[str, float]]
 
 FIT, WARN, UNFIT, UNKNOWN = "fit", "warn", "unfit", "could not tell"
-EXIT_CODES = {FIT: 0, WARN: 10, UNFIT: 20, UNKNOWN: 30}
+EXIT_CODES = {FIT: SUCCESS, WARN: SUCCESS, UNFIT: UNFIT_NODE, UNKNOWN: FAILURE}
 """Of `phalanx check`."""
 _WORST_LAST = (FIT, WARN, UNKNOWN, UNFIT)
 _MOST_REASONS = 3
 BAD = 0.3
 """Of the usual rate, with both partners: below it a node is unfit, below `pairing.SLOW` it is a warning."""
+FAR_APART = 1.0
+"""Seconds between clocks that make logs hard to compare."""
 _NEGLIGIBLE = 500e-6  # seconds of latency that make no difference to a job
 _PAIR_WORDS = {"unfit": UNFIT, "fit": FIT, "unknown": UNKNOWN}
 
@@ -109,6 +112,22 @@ def _judge_kind(
         for one in judge_pairs(*rates, slow=limit, show=show, name=names.__getitem__):
             fitness = WARN if one.fitness == "unfit" and limit == SLOW else _PAIR_WORDS[one.fitness]
             yield one.node, NodeVerdict(names[one.node], fitness, f"{kind}: {one.reason}" * (fitness != FIT))
+
+
+def judge_clocks(names: Sequence[str], ahead: Mapping[int, tuple[float, float]]) -> tuple[NodeVerdict, ...]:
+    """The verdict on every node's wall clock, against the middle one.
+
+    `ahead`: by node, how far its clock can be ahead of one and the same clock, at least and at most. Nothing
+    in Phalanx uses the wall clock of another node; people who compare logs do."""
+    middle = sorted(ahead.values(), key=sum)[(len(ahead) - 1) // 2] if ahead else (0.0, 0.0)
+    found = []
+    for node, name in enumerate(names):
+        least, most = ahead.get(node, middle)
+        least, most = least - middle[1], most - middle[0]
+        word = "ahead of" if least > FAR_APART else "behind" if most < -FAR_APART else ""
+        about = f"clock: {abs(least + most) / 2:.1f} s {word} the others: set up NTP or chrony"
+        found.append(NodeVerdict(name, WARN, about) if word else NodeVerdict(name, FIT))
+    return tuple(found)
 
 
 def plain_rate(kind: str, rate: float) -> float:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.core.exit_codes import INFRASTRUCTURE, SIGNALED
+from phalanx.core.exit_codes import INFRASTRUCTURE, SIGNALED, UNFIT_NODE
 from phalanx.core.record import Record
 from phalanx.job.environment import JOB_UID, STATIC_PORT, TOKEN_FILE
 
@@ -30,7 +30,6 @@ _SECRET_AT = "/var/run/secrets/phalanx"
 _KILLED = (SIGNALED + 9, SIGNALED + 15)  # by the kernel's memory limit or a lost machine; by a deletion
 _SAVING = 10  # seconds of the pod's grace period that are left for everything but the workers' own
 _RECREATED = 3  # times that a JobSet makes all its pods anew
-_UNFIT = 20  # the exit code of `phalanx check` for a machine that is not fit
 _KUEUE = "kueue.x-k8s.io"
 _JOB_LABEL, _UID_LABEL = "batch.kubernetes.io/job-name", "batch.kubernetes.io/controller-uid"
 
@@ -232,7 +231,7 @@ def command(job: PodJob, *, sizes: bool = True, workers: bool = True) -> list[st
         words += ["--preempt-signal", "SIGTERM"]
     if not given & {"--grace", "--shutdown-timeout"}:
         words += ["--grace", str(max(1, job.termination_grace - _SAVING))]
-    words += ["--health-port", f"0.0.0.0:{job.health_port}"]
+    words += ["--health-listen", f"0.0.0.0:{job.health_port}"]
     words += [*job.run_words, job.script, *job.script_args]
     return [_literal(word) for word in words]
 
@@ -340,7 +339,7 @@ def _pod_spec(job: PodJob, words: list[str], needs: dict[str, Any]) -> dict[str,
         safety["capabilities"] = {"add": ["IPC_LOCK"]}  # RDMA registers memory, which must stay in place
     given = [(f"volume-{n}", volume) for n, volume in enumerate(job.volumes)]
     if job.preflight:
-        check = f"phalanx check || test $? -ne {_UNFIT}"
+        check = f"phalanx check --only machine || test $? -ne {UNFIT_NODE}"
         pod["initContainers"] = [
             {
                 "name": "preflight",

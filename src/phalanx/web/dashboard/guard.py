@@ -69,7 +69,7 @@ class PageGuard:
             return
         by_link = scope["path"] == "/" and self._has_link(scope)
         if not by_link and not self._has_cookie(headers.get(b"cookie", b"")):
-            await _answer(send, 401, b"open the link that phalanx printed, or run: phalanx dashboard\n")
+            await _answer(send, 401, b"open the link that phalanx printed, or run: phalanx status --link\n")
             return
         if not _is_own_origin(headers, scope["method"]):
             await _answer(send, 403, b"requests of other sites are refused\n")

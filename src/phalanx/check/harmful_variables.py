@@ -1,16 +1,12 @@
-"""What `phalanx doctor` checks on this machine: shared memory, limits, cgroup, GPUs, variables."""
+"""A check of the environment: variables left over from an earlier debugging session or another launcher."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from phalanx import devices
-from phalanx.check import gpus as check_gpus
-from phalanx.check import machine
-from phalanx.cli.doctor import OK, PROBLEM, WARN, Finding
-from phalanx.core.diagnosis.fitness import FIT, UNFIT, UNKNOWN, CheckFinding
-from phalanx.core.diagnosis.fitness import WARN as WARNED
+from phalanx.core.diagnosis.fitness import UNFIT, WARN, CheckFinding
 
 _INTERFACES = "/sys/class/net"
 # Variable, harmful values ("": any), and what they do. All are meant for debugging.
@@ -29,44 +25,17 @@ _HURTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("TORCH_CPP_LOG_LEVEL", ("INFO", "info"), "torch logs a lot, which slows many ranks down"),
     ("CUDA_VISIBLE_DEVICES", ("-1", "NoDevFiles"), "every GPU is hidden"),
 )  # fmt: skip
-_VERDICTS = {FIT: OK, WARNED: WARN, UNKNOWN: WARN, UNFIT: PROBLEM}
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def shared_memory(path: str = "/dev/shm") -> Iterator[Finding]:
-    """Data loaders and NCCL use it."""
-    return _rows(machine.shared_memory(path))
-
-
-def limits() -> Iterator[Finding]:
-    """Per user and process."""
-    return _rows(machine.limits())
-
-
-def cgroup(root: str = "/sys/fs/cgroup") -> Iterator[Finding]:
-    """What the container or the scheduler allows."""
-    return _rows(machine.cgroup(root))
-
-
-def gpus(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """How many are visible to workers."""
-    return _rows(check_gpus.visible(environ))
-
-
-def _rows(found: Iterable[CheckFinding]) -> Iterator[Finding]:
-    """What `phalanx check` finds, in this command's words."""
-    for one in found:
-        yield Finding(one.check, one.value, _VERDICTS[one.fitness], one.advice)
-
-
-def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Settings left over from an earlier debugging session."""
+def harmful(environ: Mapping[str, str]) -> Iterator[CheckFinding]:
+    """What slows a job down or breaks it, and has been set before the job."""
     clean = True
     for name, values, what in _HURTS:
         value = environ.get(name, "")
         if value and (value in values or "" in values):
             clean = False
-            yield Finding(name, value, WARN, f"{what}; unset it unless that is intended")
+            yield CheckFinding(name, value, WARN, f"{what}; unset it unless that is intended")
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         for finding in _interfaces(name, environ.get(name, "")):
             clean = False
@@ -75,21 +44,23 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     if threads.isdigit() and int(threads) > devices.count_cpus():
         clean = False
         advice = f"more threads than the {devices.count_cpus()} CPUs here, in every worker; lower it"
-        yield Finding("OMP_NUM_THREADS", threads, WARN, advice)
+        yield CheckFinding("OMP_NUM_THREADS", threads, WARN, advice)
     left_over = [name for name in _OURS if name in environ]
     if left_over:
         clean = False
         advice = "left over from another launcher? the agent sets them for each worker; unset them here"
-        yield Finding("rank variables", " ".join(left_over), WARN, advice)
+        yield CheckFinding("rank variables", " ".join(left_over), WARN, advice)
     if clean:
-        yield Finding("variables", "none that are known to be harmful")
+        yield CheckFinding("variables", "none that are known to be harmful")
 
 
-def _interfaces(name: str, value: str) -> Iterator[Finding]:
+def _interfaces(name: str, value: str) -> Iterator[CheckFinding]:
     if not value or value.startswith("^"):
         return
     exact, wanted = value.startswith("="), value.removeprefix("=").split(",")
     present = os.listdir(_INTERFACES) if os.path.isdir(_INTERFACES) else []
     fits = [i for i in present for w in wanted if w and (i == w if exact else i.startswith(w))]
     if present and not fits:
-        yield Finding(name, value, PROBLEM, f"no such interface here; there are {' '.join(sorted(present))}")
+        yield CheckFinding(
+            name, value, UNFIT, f"no such interface here; there are {' '.join(sorted(present))}"
+        )

@@ -1,4 +1,4 @@
-"""`phalanx env`: what belongs in a bug report, as text or JSON.
+"""`phalanx check --environment`: what belongs in a bug report, as text or JSON.
 
 It imports no framework and opens no GPU. Each section is gathered by itself, so that one broken part of a
 machine (which may be the bug) does not hide the others. Values of variables that look like secrets are
@@ -10,11 +10,9 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from phalanx import devices
-from phalanx.cli.parser import Parser
-from phalanx.job.environment import variables
 from phalanx.kernel import read_text
 
 Section = dict[str, object]
@@ -32,26 +30,6 @@ _NAMES = frozenset((
 # fmt: on
 _SECRET = ("TOKEN", "SECRET", "PASSW", "KEY", "CREDENTIAL", "AUTH", "COOKIE")
 _PACKAGES = "torch jax jaxlib tensorflow numpy msgspec cloudpickle setproctitle shtab"
-
-
-def main(argv: Sequence[str]) -> int:
-    """`phalanx env [--json]`."""
-    options = make_parser().parse_args(argv)
-    facts = collect(variables())
-    if options.json:
-        import json
-
-        print(json.dumps(facts, indent=2, default=str))
-    else:
-        print(as_text(facts), end="")
-    return 0
-
-
-def make_parser() -> Parser:
-    """The options."""
-    parser = Parser("env", "Prints what belongs in a bug report; secrets are masked.")
-    parser.add_flag("--json", "print JSON")
-    return parser
 
 
 def collect(environ: Mapping[str, str]) -> dict[str, Section]:
