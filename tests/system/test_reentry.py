@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import HUNG
 from tests.support import jobs
 from tests.support.jobs import python_with
 from tests.support.netns import Job, Network, Node, free_port, possible
@@ -394,7 +395,7 @@ def test_gloo_works_again_in_the_same_processes(tmp_path: Path, lazy: str, sig: 
     hang = ("--heartbeat-timeout", "3") if sig == "SIGSTOP" else ()
     words = (*words, *hang, script(tmp_path, GLOO), sig)
     with jobs.Job(tmp_path / "job", *words, python=python, TORCH_GLOO_LAZY_INIT=lazy) as job:
-        done = Ended(0, job.succeeds(100.0), job.err)
+        done = Ended(0, job.succeeds(2 * HUNG), job.err)
     assert [kept(done, number) for number in (2, 3, 4)] == [{0, 2}, {0, 1}, {1, 2}], done
     found = calls(done)
     assert {words[2] for ranks in found.values() for words in ranks.values()} == {"3"}
