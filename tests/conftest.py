@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import select
 import signal
 import threading
@@ -33,7 +34,7 @@ ctypes.CFUNCTYPE(None)(lambda: None)
 # Seconds; no claim about speed, only about ever coming back, on a machine with ten times as much to do as it
 # can. More where many trials share one.
 HUNG = float(os.environ.get("HUNG", "120"))
-_ENDING = 30  # seconds for what ends by itself; shorter than the sleep of any process in a test
+_ENDING = HUNG / 2  # for what ends by itself; shorter than the sleep of any process in a test
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = HUNG) -> None:
@@ -100,7 +101,7 @@ def nothing_left_behind(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[None]:
-    """After every test: no new process, thread, descriptor, or file in the temp directory of others."""
+    """After every test: no new process, thread or descriptor. Its home and temp directory are its own."""
     private = tmp_path_factory.mktemp("tmp")
     monkeypatch.setenv("TMPDIR", str(private))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -130,6 +131,21 @@ def nothing_left_behind(
     # pytest's own capture files come and go.
     leaked = {fd: where for fd, where in new.items() if str(Path(where)) and "pytest" not in where}
     assert not leaked, f"descriptors left open: {leaked}"
+
+
+# Variables that decide how a job runs that a test starts in this process: of Phalanx and torchrun, of a
+# scheduler's or Kubernetes' own job, and proxies for what is asked on this machine.
+_SURROUNDINGS = re.compile(
+    "(PHALANX|PET|TORCHELASTIC|TORCH_ELASTIC|SLURM|KUBERNETES)_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$"
+    "|MASTER_(ADDR|PORT)$|(?i:(all|https?|ftp)_proxy$)"
+)
+_FOR_TESTS = re.compile("PHALANX_(TEST_PYTHON|PICTURES|WRITE_DOCS|WRITE_GOLDEN|GOLDEN)$")
+
+
+def pytest_configure() -> None:
+    """Remove the surroundings; not at import, which a worker may do that runs a function of a test module."""
+    for name in [name for name in os.environ if _SURROUNDINGS.match(name) and not _FOR_TESTS.match(name)]:
+        del os.environ[name]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -51,13 +51,19 @@ def campaign(tmp_path: Path, *words: str, isolated: bool) -> Iterator[subprocess
 
 def processes(tmp_path: Path) -> list[psutil.Process]:
     """Everything that works in the campaign's directory, as seen from here."""
-    found = []
+    return list(working(tmp_path))
+
+
+def working(tmp_path: Path) -> dict[psutil.Process, str]:
+    """The same, each with its marker."""
+    found = {}
     for process in psutil.process_iter():
         try:
-            if str(tmp_path) in process.environ().get("TMPDIR", "") and "CHAOS_NODE" in process.environ():
-                found.append(process)
+            environ = process.environ()
         except (psutil.Error, OSError):
             continue
+        if str(tmp_path) in environ.get("TMPDIR", "") and "CHAOS_NODE" in environ:
+            found[process] = environ["CHAOS_NODE"]
     return found
 
 
@@ -80,8 +86,8 @@ def test_a_short_campaign_in_namespaces(tmp_path: Path) -> None:
 def test_a_stray_process_is_found_and_reported_on_loopback(tmp_path: Path) -> None:
     words = ("--seed", "1", "--agents", "2", "--faults", "worker-kill,cut")
     with campaign(tmp_path, *words, isolated=False) as process:
-        wait_until(lambda: processes(tmp_path), "an agent")
-        marker = processes(tmp_path)[0].environ()["CHAOS_NODE"]
+        wait_until(lambda: working(tmp_path), "an agent")
+        marker = next(iter(working(tmp_path).values()))
         stray = subprocess.Popen(
             [sys.executable, "-c", "import signal; signal.pause()"],
             env={**os.environ, "CHAOS_NODE": marker},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from phalanx.store.etcd.http import CONNECTION_ERRORS, Address, EtcdConnection, EtcdError, Members
 from tests.conftest import HUNG, wait_until
+from tests.support.netns import free_port
 
 
 def etcd_program() -> str:
@@ -24,15 +24,6 @@ def etcd_program() -> str:
             pytest.fail("etcd is not installed: apt-get install etcd-server")
         pytest.skip("etcd is not installed (Debian: apt-get install etcd-server)")
     return found
-
-
-def _free_ports(count: int) -> list[int]:
-    # etcd cannot inherit a bound socket; the caller retries if the port was taken meanwhile.
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(sock.getsockname()[1]) for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 class Member:
@@ -125,7 +116,7 @@ class Cluster:
 
     def _start(self, directory: Path) -> None:
         directory.mkdir()
-        ports = _free_ports(2 * self.count)
+        ports = [free_port() for _ in range(2 * self.count)]  # free again after a kill, for the next start
         self.members = [
             Member(f"m{n}", directory, ports[2 * n], ports[2 * n + 1], self.extra) for n in range(self.count)
         ]

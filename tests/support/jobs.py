@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import wait_until
+from tests.conftest import HUNG, wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FRAMEWORKS = "PHALANX_TEST_PYTHON"  # an interpreter that has the frameworks, where ours has not
-HUNG = 110.0
 
 
 @functools.cache

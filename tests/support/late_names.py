@@ -33,9 +33,10 @@ class LateNames:
     def __init__(self, switch: str, folder: Path) -> None:
         self._switch, self._zone = switch, folder / "zone"
         self.resolver = folder / "resolv.conf"
-        # As in a pod: a name of few dots is tried in several domains.
+        # As in a pod: a name of few dots is tried in several domains. A question without an answer hangs.
         self.resolver.write_text(
-            f"nameserver {ADDRESS}\nsearch default.svc.cluster.local svc.cluster.local\noptions ndots:5\n"
+            f"nameserver {ADDRESS}\nsearch default.svc.cluster.local svc.cluster.local\n"
+            "options ndots:5 timeout:30 attempts:5\n"
         )
         self._zone.write_text("")
         self._process: subprocess.Popen[str] | None = None

@@ -122,7 +122,8 @@ class Job:
         self.first_hosts = "is_host" not in conf  # the store; otherwise whoever is first to bind its address
         self.endpoint = endpoint or f"127.0.0.1:{free_port()}"
         self.run_id = "job"
-        self._conf = "ttl=2,last_call_timeout=0.3,join_timeout=100" + (f",{conf}" if conf else "")
+        # A lease that a busy machine keeps; who is killed hangs up, and is noticed long before its end.
+        self._conf = "ttl=5,last_call_timeout=0.3,join_timeout=100" + (f",{conf}" if conf else "")
         self._words = ["--nnodes", nodes, "--rdzv-backend", "phalanx", "--rdzv-id", self.run_id, *words]
         self.script = folder / "train.py"
         self.script.write_text(WORKER)

@@ -88,10 +88,11 @@ class Ended:
 
     @property
     def said(self) -> list[str]:
-        """The lines of the launcher itself."""
-        return [
+        """The lines of the launcher itself, without the figure with which only jobs of some length end."""
+        said = (
             line.removeprefix("phalanx: ") for line in self.err.splitlines() if line.startswith("phalanx: ")
-        ]
+        )
+        return [line for line in said if not line.startswith(("goodput ", "uptime "))]
 
     def __repr__(self) -> str:
         return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"

@@ -20,6 +20,7 @@ from tempfile import mkdtemp
 import psutil
 import pytest
 
+from tests.support.netns import free_port
 from tests.support.run_helpers import kill_at_once, plain_environment
 
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
@@ -49,14 +50,6 @@ def _path() -> str:
     return os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(sock.getsockname()[1]) for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
-
-
 class SlurmCluster:
     """The daemons of one cluster."""
 
@@ -72,7 +65,8 @@ class SlurmCluster:
         # Not in the folder of the test: the sockets of a node have long names, and room for 108 bytes.
         self.directory = Path(mkdtemp(prefix="slurm", dir="/tmp"))
         self.proctrack, self.home, self.preempts_after = proctrack, home, preempts_after
-        self.nodes = [f"127.0.0.{number}" for number in range(11, 11 + nodes)]
+        mine = ".".join(str(byte % 250 + 1) for byte in os.urandom(2))  # addresses of this test alone
+        self.nodes = [f"127.{mine}.{number}" for number in range(1, 1 + nodes)]
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.conf = self.directory / "slurm.conf"
 
@@ -165,7 +159,7 @@ class SlurmCluster:
     def nothing_left(self) -> None:
         """Wait until nothing of any job runs."""
         try:
-            settle(lambda: not self.processes() and not self.orphans(), "the end of everything", 30)
+            settle(lambda: not self.processes() and not self.orphans(), "the end of everything")
         except AssertionError as error:
             left = [(one.pid, one.name(), one.cmdline()) for one in self.processes() + self.orphans()]
             raise AssertionError(f"{error}: {left}") from None
@@ -175,7 +169,7 @@ class SlurmCluster:
         return next(n for n in self.nodes if pid in [one.pid for one in self.processes(n)])
 
     def _write(self) -> None:
-        ctld, *ports = _free_ports(1 + len(self.nodes))
+        ctld, *ports = [free_port() for _ in range(1 + len(self.nodes))]
         (self.directory / "state").mkdir()
         (self.directory / "munge").mkdir(mode=0o755)
         host = socket.gethostname().partition(".")[0]

@@ -302,12 +302,12 @@ def test_a_node_lost_before_it_reported_success_makes_the_others_run_again(tmp_p
         nodes[1].signal(signal.SIGKILL)  # noticed a second later, for it might come back
         again = everybody(nodes[:1], 1)
         assert {w.attempt for w in again} == {0}, "no restart was used"
-        assert "lost b, which had not reported success" in nodes[0].text
+        nodes[0].read_until("lost b, which had not reported success")
         succeed(nodes[:1], again)
 
 
 def test_a_job_that_cannot_go_on_without_a_node_that_did_not_report_fails(tmp_path: Path) -> None:
-    with Job(tmp_path, "2", "", "--verbose", conf="join_timeout=3") as job:
+    with Job(tmp_path, "2", "", "--verbose", conf="join_timeout=10") as job:
         nodes = [job.node(name) for name in "ab"]
         workers = everybody(nodes, 2)
         tell(workers[:1])
@@ -352,16 +352,16 @@ def test_drain_lets_a_node_leave_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_node_waits_aloud_and_gives_up_with_what_to_check(tmp_path: Path) -> None:
-    with Job(tmp_path, "3", conf="join_timeout=8") as job:
+    with Job(tmp_path, "3", conf="join_timeout=12") as job:
         nodes = [job.node(name) for name in "ab"]
         for node in nodes:
             ended = node.end()
             assert ended.code == NO_MEETING, ended
             # On a busy machine the other node may come after the first line.
-            aloud = r"(2 of 3 nodes here \(a b\)|1 of 3 nodes here \(a\)), waiting for [12] more, \d s left"
+            aloud = r"(2 of 3 nodes here \(a b\)|1 of 3 nodes here \(a\)), waiting for [12] more, \d+ s left"
             assert re.search(f"phalanx: {aloud}", ended.err), ended
             last = ended.said[-1]
-            assert "2 of 3 nodes here (a b), waiting for 1 more; gave up after 8 s" in last
+            assert "2 of 3 nodes here (a b), waiting for 1 more; gave up after 12 s" in last
             assert job.endpoint in last
             assert "--rdzv-id (job)" in last
 
@@ -369,7 +369,8 @@ def test_a_node_waits_aloud_and_gives_up_with_what_to_check(tmp_path: Path) -> N
 def test_on_a_terminal_one_line_tells_who_is_awaited(tmp_path: Path) -> None:
     with Job(tmp_path, "2") as job:
         a = job.node("a", terminal=True)
-        a.read_until("1 of 2 nodes here (a), waiting for 1 more, 2")
+        while len(set(re.findall(r"1 of 2 nodes here \(a\), waiting for 1 more, (\d+) s left", a.text))) < 3:
+            a.read_until("s left", a.text.count("s left") + 1)
         assert a.text.count("\n") <= 2, "it is redrawn, not repeated"
         b = job.node("b")
         succeed([b], everybody([a, b], 2))
@@ -408,10 +409,10 @@ def test_nodes_with_given_ranks_wait_aloud(tmp_path: Path) -> None:
 
 def test_a_node_with_a_given_rank_gives_up_with_who_is_missing(tmp_path: Path) -> None:
     with Job(tmp_path, "2") as job:
-        ended = static_node(job, 0, 2, "join_timeout=2").end()
+        ended = static_node(job, 0, 2, "join_timeout=4").end()
         assert ended.code == NO_MEETING, ended
-        assert re.search(r"1 of 2 nodes here \(\S+\), waiting for node 1, [012] s left", ended.err), ended
-        assert "node 1 of 2 did not come within 2 s" in ended.said[-1]
+        assert re.search(r"1 of 2 nodes here \(\S+\), waiting for node 1, [0-4] s left", ended.err), ended
+        assert "node 1 of 2 did not come within 4 s" in ended.said[-1]
 
 
 def test_on_a_terminal_one_line_tells_which_rank_is_awaited(tmp_path: Path) -> None:
@@ -424,7 +425,7 @@ def test_on_a_terminal_one_line_tells_which_rank_is_awaited(tmp_path: Path) -> N
         succeed(nodes[1:], everybody(nodes, 2))
 
 
-QUICK = "join_timeout=100,ttl=2"
+QUICK = "join_timeout=100,ttl=5"
 
 
 def test_a_static_job_needs_no_token_and_says_that_it_is_open(tmp_path: Path) -> None:
@@ -452,7 +453,7 @@ def test_a_static_node_that_is_killed_is_noticed_and_replaced(tmp_path: Path) ->
 @pytest.mark.parametrize("when", ["in mid-run", "in the exit barrier"])
 def test_a_static_node_lost_before_it_reported_is_not_a_success(tmp_path: Path, when: str) -> None:
     with Job(tmp_path, "3") as job:
-        conf = "join_timeout=10,ttl=2"
+        conf = "join_timeout=10,ttl=5"
         nodes = [static_node(job, rank, 3, conf) for rank in (0, 1, 2)]
         workers = everybody(nodes, 3)
         if when == "in the exit barrier":
@@ -470,7 +471,7 @@ def test_a_static_node_lost_before_it_reported_is_not_a_success(tmp_path: Path, 
 @pytest.mark.parametrize("when", ["in mid-run", "in the exit barrier"])
 def test_node_0_of_a_static_job_lost_before_it_reported_is_not_a_success(tmp_path: Path, when: str) -> None:
     with Job(tmp_path, "2") as job:
-        zero, one = nodes = [static_node(job, rank, 2, "join_timeout=3,ttl=2") for rank in (0, 1)]
+        zero, one = nodes = [static_node(job, rank, 2, "join_timeout=10,ttl=5") for rank in (0, 1)]
         workers = everybody(nodes, 2)
         if when == "in the exit barrier":
             tell(workers[1:])
@@ -592,7 +593,7 @@ def handlers(
     """Nodes of one job; the first hosts the store, unless `is_host` says otherwise."""
     monkeypatch.setenv("PHALANX_TOKEN", TOKEN)
     endpoint = endpoint or f"127.0.0.1:{free_port()}"
-    settings = {"last_call_timeout": 0.2, "join_timeout": 20, **settings}
+    settings = {"last_call_timeout": 0.2, "join_timeout": HUNG, **settings}
     return [
         get_rendezvous_handler(
             RendezvousParameters(

@@ -142,14 +142,14 @@ def stalled(server: Server) -> Iterator[threading.Event]:
 
 
 def test_a_store_that_is_late_does_not_hold_it_against_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.store.net.connections.HANDSHAKE_TIME", 0.5)
+    monkeypatch.setattr("phalanx.store.net.connections.HANDSHAKE_TIME", 3.0)
     nonce = b"n" * wire.NONCE
     with Server(token=TOKEN) as server, socket.create_connection(server.address, timeout=HUNG) as node:
         node.sendall(wire.greeting(nonce))
         theirs = wire.read_greeting(node.recv(wire.GREETING, socket.MSG_WAITALL))
         with stalled(server) as go_on:
             node.sendall(wire.proof(TOKEN.key, "client", theirs, nonce))
-            go_on.wait(1.0)  # nothing sets it: the node's time would be over
+            go_on.wait(3.5)  # nothing sets it: the node's time would be over
         proof = node.recv(wire.PROOF, socket.MSG_WAITALL)
         assert wire.proves(proof, TOKEN.key, "server", nonce, theirs)
         seal, incoming = wire.seals(TOKEN.key, nonce, theirs)

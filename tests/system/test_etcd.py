@@ -191,7 +191,7 @@ class Gate(Proxy):
 
 
 def test_lease_loss_is_reported_and_a_new_lease_works(client: EtcdClient) -> None:
-    lease = client.request(Grant(1.0)).number
+    lease = client.request(Grant(3.0)).number
     gone: queue.Queue[Notice] = queue.Queue()
     client.put("mine", b"1", lease)
     client.watch("mine", gone.put)

@@ -25,7 +25,7 @@ def full(tmp_path: Path) -> Cluster:
 def test_writes_wait_for_space_and_leases_stay_alive(full: Cluster) -> None:
     with full as etcd, EtcdClient(etcd.addresses, grace=HUNG) as client:
         (member,) = etcd.members
-        lease = client.request(Grant(4.0), HUNG).number
+        lease = client.request(Grant(HUNG), HUNG).number
         client.put("before", b"1", lease)
         member.alarm("ACTIVATE")
         written: queue.Queue[Reply] = queue.Queue()
@@ -116,13 +116,13 @@ def test_a_job_that_writes_nothing_does_not_notice_the_alarm(full: Cluster, tmp_
         (member,) = etcd.members
         words = [
             *("--nnodes", "1:2", "--rdzv-backend", "etcd", "--rdzv-endpoint", str(member.address)),
-            *("--rdzv-id", "quiet", "--store-grace", "60", "--rdzv-conf", "ttl=3,last_call_timeout=0.1"),
-            script(tmp_path, READY + "time.sleep(7)\n"),
+            *("--rdzv-id", "quiet", "--store-grace", "60", "--rdzv-conf", "ttl=5,last_call_timeout=0.1"),
+            script(tmp_path, READY + "time.sleep(11)\n"),
         ]
         with Running(words, env=plain_environment()) as job:
             job.workers(1)
             member.alarm("ACTIVATE")
-            timer = threading.Timer(6.0, member.alarm, ["DEACTIVATE"])
+            timer = threading.Timer(10.0, member.alarm, ["DEACTIVATE"])
             timer.start()
             ended = job.end()
             timer.join()

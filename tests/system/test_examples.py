@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.conftest import HUNG
 from tests.support.jobs import EXAMPLES, Job, job, python_with
 
 
@@ -27,7 +28,7 @@ def test_the_demo(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=HUNG,
     )
     assert ran.returncode == 0, ran.stdout
     for words in (

@@ -212,7 +212,7 @@ def test_exit_codes(code: int) -> None:
 
 @pytest.mark.parametrize("sig", ["SIGKILL", "SIGTERM", "SIGSEGV", "SIGINT", "SIGUSR1"])
 def test_signals_have_names(sig: str) -> None:
-    result = sh(f"kill -{sig[3:]} $$; sleep 60").wait(HUNG)
+    result = sh(f"kill -{sig[3:]} $$; sleep 1000").wait(HUNG)
     assert result is not None
     failure = result.failures[0]
     assert failure.exitcode == -signal.Signals[sig]
@@ -380,7 +380,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_poll_has_no_result_while_workers_run_and_changes_nothing() -> None:
-    group = sh("sleep 60", 2)
+    group = sh("sleep 1000", 2)
     try:
         for _ in range(3):
             assert group.wait(0) is None
@@ -390,7 +390,7 @@ def test_a_poll_has_no_result_while_workers_run_and_changes_nothing() -> None:
 
 
 def test_wait_with_a_timeout_comes_back() -> None:
-    group = sh("sleep 60")
+    group = sh("sleep 1000")
     try:
         assert group.wait(0.05) is None
     finally:
@@ -399,29 +399,33 @@ def test_wait_with_a_timeout_comes_back() -> None:
 
 
 def test_a_poll_never_sits_out_the_grace_period(tmp_path: Path) -> None:
-    """A sibling ignores SIGTERM; polls return None meanwhile, and the result comes when it is gone."""
+    """A sibling ignores SIGTERM; polls return None meanwhile, and the result comes when it has ended."""
+    stays = f"until [ -e {tmp_path}/go ]; do sleep 0.05; done; exit 7"
     group = SubprocessContext(
         "sh",
         "/bin/sh",
         {
-            0: ("-c", f"trap '' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"),
+            0: ("-c", f"trap '' TERM; touch {tmp_path}/ready; {stays}"),
             1: ("-c", f"until [ -e {tmp_path}/ready ]; do sleep 0.01; done; exit 3"),
         },
         envs(2),
         DefaultLogsSpecs(),
-        options=GroupOptions(at_failure=SiblingStop(grace=0.5)),
+        options=GroupOptions(at_failure=SiblingStop(grace=10 * HUNG)),
     )
     group.start()
-    polls = 0
+    pids = group.pids()
 
-    def poll() -> object:
-        nonlocal polls
-        polls += 1
-        return group.wait(0)
+    def failed() -> bool:
+        assert group.wait(0) is None
+        return gone(pids[1])
 
-    wait_until(poll, "a result")
+    wait_until(failed, "the failure")
+    for _ in range(100):
+        assert group.wait(0) is None
+    assert not gone(pids[0])
+    (tmp_path / "go").touch()
+    wait_until(lambda: group.wait(0), "a result")
     result = group.wait(0)
-    assert polls > 3
     assert result is not None
     assert set(result.failures) == {1}
     assert set(result.stopped) == {0}
@@ -435,7 +439,7 @@ def test_close_is_idempotent_and_safe_before_start_and_after_the_end() -> None:
     assert ended.wait(HUNG) is not None
     ended.close()
     ended.close()
-    running = sh("sleep 60")
+    running = sh("sleep 1000")
     running.close()
     running.close()
     assert gone(running.pids()[0])
@@ -514,7 +518,7 @@ def test_a_stopped_worker_still_hears_the_death_signal(tmp_path: Path) -> None:
 
 def test_a_signal_is_raised_in_wait_and_handlers_are_restored() -> None:
     before = {sig: signal.getsignal(sig) for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    group = sh("sleep 60")
+    group = sh("sleep 1000")
     threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with pytest.raises(SignalException) as caught:
         group.wait(HUNG)
@@ -542,7 +546,7 @@ def test_the_set_of_signals_can_be_chosen(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR2, SIGNOTHING")
     before = signal.getsignal(signal.SIGTERM)
-    group = sh("sleep 60")
+    group = sh("sleep 1000")
     assert signal.getsignal(signal.SIGTERM) is before
     threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR2)).start()
     with pytest.raises(SignalException):

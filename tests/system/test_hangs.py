@@ -91,7 +91,7 @@ def test_the_guilty_rank_is_named(tmp_path: Path, body: str, at: str) -> None:
     assert ended.code == HANG, ended
     lines = [line for line in ended.said if "heartbeat" in line]
     assert len(lines) == 1, ended
-    assert lines[0].startswith("no heartbeat from rank 1 for 1."), ended
+    assert re.match(r"no heartbeat from rank 1 for \d+\.\d s", lines[0]), ended
     assert "(last at step 4)" in lines[0]
     assert at in lines[0], ended
     assert "not restarted" in lines[0]
@@ -237,7 +237,7 @@ def test_no_output_at_all(tmp_path: Path) -> None:
     ended = hang(tmp_path, body, "--silence-timeout", "1", workers=2, begin="")
     assert ended.code == HANG, ended
     assert time.monotonic() - begin >= 2.5
-    assert any(line.startswith("no output from ranks 0, 1 for 1.") for line in ended.said), ended
+    assert any(re.match(r"no output from ranks 0, 1 for \d+\.\d s", line) for line in ended.said), ended
     assert "hello 1" in ended.out  # implied tee
 
 
@@ -262,7 +262,7 @@ def test_some_ranks_finish_and_others_still_run(tmp_path: Path) -> None:
     )
     assert ended.code == HANG, ended
     (line,) = [line for line in ended.said if "finished" in line]
-    assert line.startswith("rank 2 still runs 1."), ended
+    assert re.match(r"rank 2 still runs \d+\.\d s", line), ended
     assert "after ranks 0, 1 have finished" in line
     assert "in late" in line
 
@@ -288,7 +288,7 @@ def test_a_collective_that_waits_for_a_lost_peer(tmp_path: Path, workers: int) -
     assert ended.code == HANG, ended
     (line,) = [line for line in ended.said if "heartbeat" in line]
     everybody = "ranks 0, 1" if workers == 2 else "ranks 0-2"
-    assert f": no heartbeat from {everybody} for 2." in line, ended
+    assert re.search(rf": no heartbeat from {everybody} for \d+\.\d s", line), ended
     never = "rank 1 never entered all_reduce #6 of the default group (last was all_reduce #5), at train.py:"
     assert line.startswith(never), ended
     assert "in lost; " + ("rank 0 waits in it" if workers == 2 else "the other 2 wait in it") in line

@@ -190,7 +190,7 @@ def test_killed_before_a_group_without_a_loop(victims: str, tmp_path: Path) -> N
 # ---- stopped while workers run -------------------------------------------------------------------------
 
 
-PROMPTLY = 15.0  # far below the grace of these jobs (30 s) and above every step of the escalation
+GRACE = ("--grace", "1000")  # beyond HUNG: what waits for its end hangs
 
 
 @few_or_200(ways=3)
@@ -199,13 +199,11 @@ def test_a_failure_is_noticed_although_helpers_are_stopped(victims: str, times: 
     main = script(tmp_path, FOREVER)
 
     def trial(_: Path) -> None:
-        with Running(["--nproc-per-node", "2", "--max-restarts", "1", main]) as job:
+        with Running([*GRACE, "--nproc-per-node", "2", "--max-restarts", "1", main]) as job:
             workers = job.workers(2)
             stop_helpers(job.agent, victims)
-            begin = time.monotonic()
             os.kill(workers[1], signal.SIGKILL)
             again = workers_again(job, 2)
-            assert time.monotonic() - begin < PROMPTLY
             assert all_gone(workers), "nothing is started beside old workers"
             # The launcher writes it beside the start, not before it. A zygote that was stopped before it had
             # told of the start is a lost one: there is no restart then, but the same start again.
@@ -233,13 +231,11 @@ def test_sigterm_ends_the_agent_although_helpers_are_stopped(
             f"def save(*_):\n    open({str(saved)!r}, 'w').close()\n    sys.exit(0)\n"
             f"signal.signal(signal.SIGTERM, save)\n{FOREVER}",
         )
-        with Running(["--grace", "30", main]) as job:
+        with Running([*GRACE, main]) as job:
             workers = job.workers(1)
             helpers = stop_helpers(job.agent, victims)
-            begin = time.monotonic()
             job.signal(signal.SIGTERM)
             assert job.end().code == 143
-            assert time.monotonic() - begin < PROMPTLY
             assert saved.exists()
             assert all_gone(workers)
             wait_until(lambda: all_gone(helpers), "the end of the helpers")
@@ -256,9 +252,8 @@ def test_stopped_helpers_end_with_a_killed_agent(times: int, agent: Callable[...
         os.kill(zygote, signal.SIGSTOP)
         os.kill(pids["helpers"], signal.SIGSTOP)
         one.process.kill()
-        since = time.monotonic()
         one.process.wait()
-        all_gone_in_time({**pids, "zygote": zygote}, since)
+        all_gone_in_time({**pids, "zygote": zygote})
 
 
 def test_workers_are_killed_at_once_although_the_zygote_is_stopped(tmp_path: Path) -> None:
@@ -290,8 +285,7 @@ def test_a_workers_children_end_although_no_process_of_ours_is_left(
         mine = {name: pid for name, pid in pids.items() if name.startswith(("worker", "child"))}
         strays = [pid for name, pid in pids.items() if name.startswith(("session", "stray"))]
         kill_at_once((pids["helpers"], zygote, one.process.pid))
-        since = time.monotonic()
-        all_gone_in_time(mine, since)
+        all_gone_in_time(mine)
         one.process.wait()
         for pid in strays:
             if not gone(pid):  # outside of the process group; the next job would end them
@@ -310,7 +304,7 @@ def test_pkill_by_name_leaves_a_process_that_cleans_up(times: int, tmp_path: Pat
             names = [psutil.Process(pid).name() for pid in (job.agent, *helpers_of(job.agent))]
             assert [name for name in names if "phalanx" in name] == names[:1]
             os.kill(job.agent, signal.SIGKILL)
-            all_gone_in_time(pids, time.monotonic())
+            all_gone_in_time(pids)
 
     play(times, tmp_path, trial, at_once=3)  # a second is promised, to each of them
 
@@ -459,7 +453,7 @@ class BombedJob(Running):
     """A job whose worker forks at once, in a pid namespace that ends with the test, however that ends."""
 
     def __init__(self, words: list[str]) -> None:
-        contained = ["setpriv", "--pdeathsig", "KILL", *unshare(), "sh", "-c", '"$@" & exec sleep 60', "sh"]
+        contained = ["setpriv", "--pdeathsig", "KILL", *unshare(), "sh", "-c", '"$@" & exec sleep 1000', "sh"]
         super().__init__(words, before=contained)
         self.read_until("ready ")
         (init,) = psutil.Process(self.process.pid).children()
@@ -506,13 +500,11 @@ def test_a_plain_fork_bomb_ends_with_the_worker(tmp_path: Path) -> None:
     """In the worker's process group: killed at once, although its leader is gone; no control group needed."""
     mark = tmp_path / "mark"
     bomb = CHAIN.replace("os.setsid()", "pass") + f"open({str(mark)!r}, 'w').close(); os._exit(3)"
-    begin = time.monotonic()
     args: dict[int, tuple[str, ...]] = {0: ("-c", bomb)}
     group = start_processes("b", sys.executable, args, {0: {}}, DefaultLogsSpecs(str(tmp_path)))
     wait_until(mark.exists, "the bomb")
     group.close(signal.SIGTERM, 0.5)
     assert not group.unkillable
-    assert time.monotonic() - begin < PROMPTLY
 
 
 # ---- a stopped agent -----------------------------------------------------------------------------------
@@ -606,11 +598,12 @@ def test_the_keeper_gives_a_zygote_its_time(zygote: str) -> None:
 def test_without_another_round_a_lease_that_ran_out_is_a_failure(tmp_path: Path) -> None:
     code = "import os, signal\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': signal.pause()"
     agent = agent_of(code, tmp_path, helpers=HelperPool("exec"))
-    agent._workers.lease_until(clock() + 0.5)
+    agent._workers.lease_until(clock() + 10 * HUNG)
     assert agent._loop.parts[0] is agent._workers
 
     def renew() -> None:
         wait_until(is_in(agent, "RUNNING"), "the worker")
+        agent._workers.lease_until(clock() + 0.5)
         wait_until(lambda: agent._pcontext is not None and agent._pcontext.fenced, "the end of the lease")
         agent._workers.lease_until(float("inf"))
 
@@ -628,7 +621,7 @@ def test_a_stop_is_idle_although_helpers_are_stopped(victims: str, tmp_path: Pat
         f"import signal; signal.signal(15, signal.SIG_IGN); open({str(mark)!r}, 'w').close(); signal.pause()"
     )
     pool = HelperPool("exec")
-    agent = agent_of(ignore, tmp_path, helpers=pool, shutdown_timeout=4)
+    agent = agent_of(ignore, tmp_path, helpers=pool, shutdown_timeout=10 * HUNG)
     found = helpers_in(pool)
 
     def stop() -> None:

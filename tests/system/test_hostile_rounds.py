@@ -27,8 +27,6 @@ from tests.system.test_cluster import everybody, separate_store, succeed
 
 pytestmark = pytest.mark.thorough
 
-FEW_SECONDS = 9.0  # beyond a lease: time to re-form on a machine that is busy
-
 
 class Line:
     """A way to the store that can refuse, or lose connections at random messages.
@@ -365,14 +363,10 @@ def test_connections_that_die_at_random_messages_only_take_time(
         with line(job.endpoint, 0.08, seed, silent) as way:
             nodes = [job.node(name, "--rdzv-endpoint", way.endpoint) for name in "abc"]
             for _ in range(3):
-                began = time.monotonic()
                 worlds(nodes)
-                assert silent or time.monotonic() - began < 6 + FEW_SECONDS
                 victim = nodes.pop()
                 victim.signal(signal.SIGKILL)
-                began = time.monotonic()
                 worlds(nodes)
-                assert silent or time.monotonic() - began < 6 + FEW_SECONDS
                 nodes.append(job.node("d", "--rdzv-endpoint", way.endpoint))
 
 

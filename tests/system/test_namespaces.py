@@ -173,7 +173,7 @@ def test_loss_in_one_direction_fences_the_node(tmp_path: Path, direction: str) -
 def test_a_static_job_without_one_of_its_hosts_is_not_a_success(tmp_path: Path, rank: int, when: str) -> None:
     """Nothing tells the others but the lease; both sides of the cut end, and each names what it misses."""
     with three_hosts(tmp_path, "2") as (network, job):
-        words = ["--rdzv-backend", "static", "--rdzv-conf", "join_timeout=3,ttl=2,store_grace=4"]
+        words = ["--rdzv-backend", "static", "--rdzv-conf", "join_timeout=8,ttl=2,store_grace=4"]
         nodes = [
             job.node(name, *words, "--node-rank", str(n), host=network.hosts[name])
             for n, name in enumerate("ab")
@@ -332,13 +332,13 @@ def test_a_wall_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
         "import os, time\n_real = time.time\n"
         f"time.time = lambda: _real() + (86400.0 if os.path.exists({str(jump)!r}) else 0.0)\n"
     )
-    with Job(tmp_path, "2", conf="ttl=1.2") as job:
+    with Job(tmp_path, "2", conf="ttl=20") as job:
         job.environment["PYTHONPATH"] = str(tmp_path)
         nodes = [job.node(name) for name in "ab"]
         workers = everybody(nodes, 2)
         before = starts(nodes)
         jump.touch()
-        late = job.node("c")  # waits as a spare for longer than a lease, through the jump and back
+        late = job.node("c")  # waits as a spare through the jump of more than a lease, and back
         late.read_until("1 spare")
         jump.unlink()
         late.signal(signal.SIGTERM)

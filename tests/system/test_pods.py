@@ -40,7 +40,7 @@ pods_possible = pytest.mark.skipif(not containers_possible(), reason="containers
 
 
 def job(folder: Path, *words: str) -> Pods:
-    common = ["--image", "this", "-N", "2", "--no-preflight", "--max-restarts", "0", "--rdzv-conf", "ttl=2"]
+    common = ["--image", "this", "-N", "2", "--no-preflight", "--max-restarts", "0", "--rdzv-conf", "ttl=5"]
     kind, made, _ = parse_manifest([*common, *words, "--", "train.py"], TOKEN)
     pods = Pods(folder, manifest(kind, made))
     (pods.app / "train.py").write_text(TRAIN)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.core.exit_codes import UNFIT_NODE
-from tests.conftest import HUNG, gone
+from tests.conftest import HUNG, gone, wait_until
 from tests.support.netns import Job, tell
 from tests.support.run_helpers import PHALANX, Running, plain_environment
 from tests.system.test_cluster import everybody, succeed
@@ -61,7 +61,7 @@ def test_a_host_that_causes_failures_is_kept_out_and_all_nodes_say_so(tmp_path: 
             assert held["host"] == "c"
             assert 0 < held["left"] <= 600
             assert one["records"][-1]["quarantined"].startswith(line), one["records"]
-        assert {one["state"] for one in status()} == {"running", "spare"}
+        wait_until(lambda: {one["state"] for one in status()} == {"running", "spare"}, "a spare")
         assert "quarantined: c: root cause of 2 failures" in command("status", job.run_id, env=env)
         (listed,) = json.loads(command("quarantine", "list", "--run", job.run_id, "--json", env=env))
         assert listed["reason"].startswith("root cause of 2 failures"), listed

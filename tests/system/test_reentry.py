@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import HUNG
 from tests.support import jobs
 from tests.support.jobs import python_with
 from tests.support.netns import Job, Network, Node, free_port, possible
@@ -169,11 +170,15 @@ LATE = (
 @worker.reenter
 def train(round):
     tell(round)
+    mark = os.path.join(os.path.dirname(__file__), "rank0")
+    if round.number == 1 and round.rank == 0:
+        with open(mark, "w") as file:
+            file.write(str(os.getpid()))
     worker.agree("here")
     if round.number == 1 and round.rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)  # it does not unwind
+        time.sleep(1000)
     if round.number == 1 and round.rank == 1:
-        time.sleep(0.2)
+        os.kill(int(open(mark).read()), signal.SIGSTOP)  # it does not unwind
         die()
     if round.number < 4 and round.rank == 1:
         raise ValueError("always the same")
@@ -186,13 +191,13 @@ train()
 
 
 def test_who_does_not_come_is_replaced_and_what_does_not_help_is_not_repeated(tmp_path: Path) -> None:
-    words = ("--nproc-per-node", "3", "--max-restarts", "4", "--backoff", "0", "--reenter-timeout", "0.5")
+    words = ("--nproc-per-node", "3", "--max-restarts", "4", "--backoff", "0", "--reenter-timeout", "5")
     done = run(*words, script(tmp_path, LATE.replace("< 4", "< 5")))
     assert done.code == 0, done
     # Two re-entries in a row ended with the same error: after the third time all processes are new.
     assert [kept(done, number) for number in (2, 3, 4, 5)] == [{2}, {0, 2}, {0, 2}, set()], done
     said = "\n".join(done.said)
-    assert "rank 0 did not re-enter within 0.5 s" in said
+    assert "rank 0 did not re-enter within 5 s" in said
     assert "restart 4 of 4, in new processes: 2 re-entries in a row ended with the same error" in said
 
 
@@ -215,14 +220,16 @@ def train(round):
     if round.number == 2 and round.rank == 0:
         return  # and goes on behind the call
     if round.number == 2 and round.rank == 2:
-        time.sleep(0.3)
+        while not os.path.exists(behind):
+            time.sleep(0.01)
         die()
     if round.number == 2:
         time.sleep(1000)
 
+behind = os.path.join(os.path.dirname(__file__), "behind")
 train()
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-    print("behind", flush=True)
+    open(behind, "w").close()
     time.sleep(1000)
 """
 )
@@ -267,15 +274,11 @@ train()
 
 
 def test_the_rank_that_a_hang_is_due_to_is_not_waited_for(tmp_path: Path) -> None:
-    words = ("--nproc-per-node", "3", "--max-restarts", "1", "--heartbeat-timeout", "2")
-    done = run(*words, "--reenter-timeout", "25", script(tmp_path, HANGS))
+    words = ("--nproc-per-node", "3", "--max-restarts", "1", "--heartbeat-timeout", "3")
+    done = run(*words, "--reenter-timeout", "1000", script(tmp_path, HANGS))  # to wait for it would hang
     assert done.code == 0, done
     assert kept(done, 2) == {0, 2}, done
-    found = re.search(
-        r"re-entered: 2 of 3 workers kept, rank 1 started anew, ([\d.]+) s", "\n".join(done.said)
-    )
-    assert found, done
-    assert float(found[1]) < 20, done
+    assert "re-entered: 2 of 3 workers kept, rank 1 started anew, " in "\n".join(done.said), done
 
 
 @pytest.mark.parametrize("warm", ["off", "standby"])
@@ -392,7 +395,7 @@ def test_gloo_works_again_in_the_same_processes(tmp_path: Path, lazy: str, sig: 
     hang = ("--heartbeat-timeout", "3") if sig == "SIGSTOP" else ()
     words = (*words, *hang, script(tmp_path, GLOO), sig)
     with jobs.Job(tmp_path / "job", *words, python=python, TORCH_GLOO_LAZY_INIT=lazy) as job:
-        done = Ended(0, job.succeeds(100.0), job.err)
+        done = Ended(0, job.succeeds(2 * HUNG), job.err)
     assert [kept(done, number) for number in (2, 3, 4)] == [{0, 2}, {0, 1}, {1, 2}], done
     found = calls(done)
     assert {words[2] for ranks in found.values() for words in ranks.values()} == {"3"}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.job.address import free_port
 from tests.conftest import wait_until
+from tests.support.netns import free_port
 from tests.support.run_helpers import PHALANX, Running, plain_environment, script
 from tests.system.test_job_commands import STEPS, told
 

@@ -35,7 +35,6 @@ from phalanx.elastic.utils.distributed import create_c10d_store
 from tests.conftest import HUNG, wait_until
 from tests.support.memory_blob import MemoryBlob
 
-pytestmark = pytest.mark.timeout(120)
 SHORT = RendezvousTimeout(timedelta(seconds=HUNG), timedelta(seconds=1))
 
 
@@ -274,7 +273,9 @@ def test_the_same_program_under_torch_and_under_us(tmp_path: Path) -> None:
         ]  # fmt: skip
         for process in both:
             stack.callback(process.kill)
-        (theirs, their_errors), (ours, our_errors) = (process.communicate(timeout=100) for process in both)
+        (theirs, their_errors), (ours, our_errors) = (
+            process.communicate(timeout=2 * HUNG) for process in both
+        )
     assert ours == theirs, our_errors[-2000:]
     assert "3 nodes" in theirs, their_errors[-2000:]
     assert theirs.endswith("end\n"), their_errors[-2000:]
@@ -430,7 +431,7 @@ def test_torchs_backend_over_any_of_torchs_stores(tmp_path: Path) -> None:
         print("end")
     """
     made = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=2 * HUNG
     )
     assert made.stdout.split() == ["HashStore", "FileStore", "TCPStore", "end"], made.stderr[-3000:]
 

@@ -335,7 +335,8 @@ import os, sys, time
 first = sys.argv[1]
 if not os.path.exists(first):
     open(first, "w").close()
-if time.time() - os.stat(first).st_mtime < 6:
+early = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2  # a slow machine may take six seconds to start it
+if early or time.time() - os.stat(first).st_mtime < 6:
     raise FileNotFoundError("/data: not mounted yet")
 print("trained")
 """
@@ -351,8 +352,8 @@ def test_a_script_that_is_away_for_a_while_is_started_again(tmp_path: Path) -> N
     """As on a network file system: Python's exit code is that of a usage error, but the cause may pass."""
     code = COUNT + "if n == 0: os.rename(__file__, __file__ + '.away'); sys.exit(1)\n"
     path = script(tmp_path, code)
-    with Running(["--max-restarts", "3", path]) as job:
-        job.read_until("restart 2 of 3")
+    with Running(["--max-restarts", "9", path]) as job:
+        job.read_until("restart 2 of 9")
         os.rename(path + ".away", path)
         ended = job.end()
     assert ended.code == 0, ended
@@ -440,7 +441,7 @@ def test_a_crash_loop_leaks_nothing(rounds: int, tmp_path: Path) -> None:
     temp.mkdir()
     words = [script(tmp_path, CRASH_LOOP), str(rounds), str(temp)]
     with Running(words, launcher=[sys.executable], env=plain_environment(TMPDIR=str(temp))) as job:
-        wait_until(lambda: job.process.poll() is not None, "the end of the loop", 30 + rounds)
+        wait_until(lambda: job.process.poll() is not None, "the end of the loop", HUNG + rounds)
         ended = job.end()
     assert ended.code == 0, ended
     assert len(list((temp / "logs").glob("loop_*/attempt_*"))) == rounds + 1

@@ -199,7 +199,7 @@ import os, select, sys, time
 with open(sys.argv[1], "w") as gate:
     orphan = int(open(sys.argv[2]).read())
     gate.write("go\\n")
-end = time.monotonic() + 20
+end = time.monotonic() + 100
 while os.path.exists(f"/proc/{orphan}"):
     if time.monotonic() > end:
         sys.exit(9)

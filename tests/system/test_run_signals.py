@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import gone, wait_until
 from tests.support.run_helpers import FATAL, FOREVER, READY, Running, all_gone, helpers_of, script, unshare
+from tests.system.test_faults import in_time
 
 # Says which signal came, and takes a moment over it, which is what a grace is for.
 POLITE = (
@@ -92,7 +93,7 @@ def test_nothing_of_the_workers_families_survives(tmp_path: Path) -> None:
 
 
 def test_grace_then_kill(tmp_path: Path) -> None:
-    with Running(["--nproc-per-node", "2", "--grace", "0.3", script(tmp_path, DEAF)]) as job:
+    with Running(["--nproc-per-node", "2", "--grace", "3", script(tmp_path, DEAF)]) as job:
         workers = job.workers(2)
         job.signal(signal.SIGTERM)
         ended = job.end()
@@ -270,7 +271,7 @@ def test_progress_line_on_a_terminal_only(tmp_path: Path) -> None:
     assert "\r\x1b[K" in ended.out[shown:], "the line was not erased"
     last = ended.out.rstrip().splitlines()[-1].removeprefix("\x1b[K")  # it may follow the erased line at once
     assert last.startswith("phalanx: stopped by SIGTERM")
-    with Running(["--grace", "1.6", path], terminal=True) as job:
+    with Running(["--grace", "4", path], terminal=True) as job:
         job.workers(1)
         job.signal(signal.SIGTERM)
         ended = job.end()
@@ -294,8 +295,5 @@ def test_kill_9_of_the_agent_ends_everything(tmp_path: Path) -> None:
         pids = [*workers.values(), *(int(pid) for line in words for pid in line[1:]), *helpers_of(job.agent)]
         assert len(pids) >= 8
         os.kill(job.agent, signal.SIGKILL)
-        since = time.monotonic()
-        while not all_gone(pids) and time.monotonic() < since + 1.0:
-            pass
-        assert all_gone(pids), "the promise is one second"
+        assert in_time(lambda: all_gone(pids)), "the promise is one second"
         assert job.end().code == 137

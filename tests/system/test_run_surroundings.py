@@ -15,6 +15,7 @@ import pytest
 
 from phalanx.core.exit_codes import UNFIT_NODE
 from tests.conftest import HUNG, gone, wait_until
+from tests.support.netns import free_port
 from tests.support.run_helpers import PHALANX, READY, Ended, Running, ended, plain_environment, run, script
 from tests.system.hostile_user import as_root
 
@@ -214,11 +215,7 @@ def test_verbose_repeats_nothing(tmp_path: Path) -> None:
 
 def test_a_static_endpoint_is_the_workers_too(tmp_path: Path) -> None:
     """As under torchrun: with static, where nodes meet is where workers meet."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     code = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
     words = ["--rdzv-endpoint", f"localhost:{port}", script(tmp_path, code)]
     ended = run(*words)

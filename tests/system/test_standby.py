@@ -345,6 +345,12 @@ if attempt < {last}:
     threading.Event().wait()
 {end}
 """
+# Fails when both ranks are here: the end of the first one stops the other, which must have printed by then.
+FAILS_TOGETHER = """\
+open(os.path.join(sys.argv[1], os.environ["RANK"]), "w").close()
+while len(os.listdir(sys.argv[1])) < 2: threading.Event().wait(0.01)
+raise RuntimeError("the end")
+"""
 STANDBY = ["--warm", "standby", "--max-restarts", "3", "--startup-timeout", "30"]
 
 
@@ -379,9 +385,20 @@ def _runs_script(pid: int, parent: int | None = None) -> bool:
 
 def test_a_killed_worker_goes_on_from_where_its_standby_waits(tmp_path: Path) -> None:
     """Twice; the last incarnation fails, and its own error is reported."""
-    main = written(tmp_path, JOB.format(build="", work="", last=2, end="raise RuntimeError('the end')"))
+    main = written(tmp_path, JOB.format(build="", work="", last=2, end=FAILS_TOGETHER))
+    (tmp_path / "last").mkdir()
     run = f"standby-{os.getpid()}-{tmp_path.name}"
-    words = ["--rdzv-id", run, *STANDBY, "--nproc-per-node", "2", "--no-restart-on", "1", str(main)]
+    words = [
+        "--rdzv-id",
+        run,
+        *STANDBY,
+        "--nproc-per-node",
+        "2",
+        "--no-restart-on",
+        "1",
+        str(main),
+        str(tmp_path / "last"),
+    ]
     with Running(words, env=plain_environment()) as job:
         for attempt in range(2):
             pids = job.workers(2 * (attempt + 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import time
@@ -80,8 +81,8 @@ def lose_and_replace(job: Job, *words: str) -> list[Node]:
         assert step == "2", line
         assert found == f"({rank}, 2000000)", line
     for node in nodes:
-        pid = int(node.text.splitlines()[-1].split()[-1])
-        os.kill(pid, signal.SIGUSR1)
+        pid = re.findall(r"kept \d+ (\d+)\r?\n", node.text)[-1]  # a line of the launcher may follow it
+        os.kill(int(pid), signal.SIGUSR1)
     return nodes
 
 

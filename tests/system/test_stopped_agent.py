@@ -79,7 +79,7 @@ def test_a_static_job_goes_on_when_a_stopped_agent_continues(
 
     def trial(folder: Path) -> None:
         with Job(folder, "2") as job:
-            nodes = [static_node(job, n, 2, "join_timeout=100,ttl=2", warm=warm) for n in (0, 1)]
+            nodes = [static_node(job, n, 2, "join_timeout=100,ttl=5", warm=warm) for n in (0, 1)]
             workers = everybody(nodes, 2)
             stop(nodes[rank], workers)
             nodes[rank].signal(signal.SIGCONT)

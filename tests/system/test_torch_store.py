@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import HUNG
+
 dist = pytest.importorskip("torch.distributed")
 
 LONG = timedelta(seconds=60)
@@ -75,7 +77,7 @@ class Server:
         return dist.TCPStore("127.0.0.1", self.port, None, False, timeout, **options)
 
     def close(self) -> None:
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=HUNG)
         assert self.process.returncode == 0
 
 
@@ -223,7 +225,7 @@ def test_sixty_four_clients(server: Server) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(HUNG)
     assert not failures
     assert not any(thread.is_alive() for thread in threads)
     store = server.client()
@@ -281,7 +283,7 @@ def test_process_groups_come_up_round_after_round(server: Server, tmp_path: Path
             for rank in range(world)
         ]
         try:
-            outputs = [worker.communicate(timeout=90)[0] for worker in workers]
+            outputs = [worker.communicate(timeout=2 * HUNG)[0] for worker in workers]
         finally:
             for worker in workers:
                 worker.kill()

@@ -90,7 +90,7 @@ def test_the_last_report_of_a_job(controller: Controller, authority: Authority, 
     env = pod(controller, authority, tmp_path)
     ended = run("--nproc-per-node", "2", train, "30", "0", env=env)
     assert ended.code == 0, ended
-    ((path, shown, body),) = controller.got
+    path, shown, body = controller.got[-1]  # a slow job reports before its end, too
     assert (path, shown) == (PATH, "Bearer a.b.c")
     found = metrics(body)
     assert (found["step"], found["workers"], found["nodes"], found["restarts"]) == ("29", "2", "1", "0")
@@ -100,13 +100,14 @@ def test_the_last_report_of_a_job(controller: Controller, authority: Authority, 
 
     ended = run("--max-restarts", "0", train, "3", "7", env=env)
     assert ended.code == 7, ended
+    assert len(controller.got) >= 2
     status = controller.got[-1][2]["trainerStatus"]
     assert isinstance(status, dict)
     assert "progressPercentage" not in status  # it is not done
-    assert len(controller.got) == 2
 
+    before = len(controller.got)
     assert run(train, "0", "0", env=env).code == 0
-    assert len(controller.got) == 2, "without steps, whatever the script reports itself is left alone"
+    assert len(controller.got) == before, "without steps, whatever the script reports itself is left alone"
 
 
 def test_a_controller_that_cannot_be_used_costs_one_line(

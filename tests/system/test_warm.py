@@ -581,8 +581,8 @@ def test_many_warm_starts_leak_nothing(times: int, helpers: Any, tmp_path: Path)
         if turn % 3 == 0:
             spawner.park(1)
         assert run_one(spawner, main) == 42
-    parked_now = len(zygote_children(spawner))
-    assert zygote.num_fds() <= fds + parked_now
+    # A process that is being parked has a descriptor or two more for a moment.
+    wait_until(lambda: zygote.num_fds() <= fds + len(zygote_children(spawner)), "no more descriptors")
     assert zygote.memory_info().rss < memory + (8 << 20)
 
 

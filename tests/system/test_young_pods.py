@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -50,10 +49,8 @@ def test_a_server_for_names_that_does_not_answer_holds_up_no_signal(tmp_path: Pa
         node = job.node("a", host=names.on(network.hosts["a"].inside))  # type: ignore[arg-type]
         names.wait_for(NAME)
         node.read_until(f"looking up {NAME}")
-        began = time.monotonic()
         node.signal(signal.SIGTERM)
-        assert node.end().code == 128 + signal.SIGTERM
-        assert time.monotonic() - began < 15  # the question alone takes thirty
+        assert node.end().code == 128 + signal.SIGTERM  # within HUNG: the question alone takes longer
 
 
 def pod(home: Path) -> dict[str, str]:
@@ -63,7 +60,7 @@ def pod(home: Path) -> dict[str, str]:
 
 def test_pods_without_a_common_token_wait_for_one_instead_of_training_alone(tmp_path: Path) -> None:
     script(tmp_path, WORKER)
-    conf = "ttl=2,last_call_timeout=0.3,join_timeout=100"
+    conf = "ttl=5,last_call_timeout=0.3,join_timeout=100"
     words = ["--nnodes", "1:2", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     homes = [tmp_path / name for name in ("a", "b")]
     with (

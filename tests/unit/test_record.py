@@ -17,6 +17,7 @@ from phalanx.agent.workers.failure import ProcessFailure
 from phalanx.errors import ChildFailedError
 from phalanx.worker.error_file import VARIABLE, write_data, write_exception
 from phalanx.worker.recorder import ErrorHandler, get_error_handler, record
+from tests.conftest import HUNG
 
 
 @pytest.fixture
@@ -281,7 +282,7 @@ def run_python(code: str, *flags: str) -> str:
         [sys.executable, *flags, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=HUNG,
         check=True,
     )
     return done.stdout
@@ -332,7 +333,7 @@ def test_a_crash_of_a_decorated_function_shows_its_stack() -> None:
         crash_here()
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=HUNG
     )
     assert done.returncode < 0
     assert "in crash_here" in done.stderr
@@ -346,7 +347,7 @@ def test_a_faulthandler_that_is_on_is_left_alone(tmp_path: Path) -> None:
         get_error_handler().initialize()
         faulthandler._sigsegv()
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=HUNG)
     assert done.returncode < 0
     assert done.stderr == b""
     assert "Segmentation fault" in (tmp_path / "own").read_text()

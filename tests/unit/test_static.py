@@ -284,13 +284,13 @@ def test_a_lost_node_is_waited_for_although_all_others_succeeded(node: Make) -> 
 
 
 def test_a_lost_node_that_does_not_return_fails_the_job_with_its_rank(node: Make) -> None:
-    (zero, one), _ = attached(node(0, timeout=0.5), node(1, timeout=0.5))
+    (zero, one), _ = attached(node(0, timeout=3.0), node(1, timeout=3.0))
     zero.member.finished(1, HUNG)
     one.member.client.close()  # type: ignore[union-attr]
     zero.over()
     error = error_of(zero.until(End), zero.settings)
     assert isinstance(error, RendezvousTimeoutError)
-    assert "node 1 of 2 did not come within 0.5 s" in str(error)
+    assert "node 1 of 2 did not come within 3 s" in str(error)
 
 
 def test_node_0_comes_back_and_the_counts_go_on(node: Make) -> None:
@@ -342,11 +342,11 @@ def test_a_job_that_ended_well_is_closed_not_failed(node: Make) -> None:
 
 
 def test_missing_nodes_are_named_on_every_node(node: Make) -> None:
-    waiting = [Joining(node(rank, 4, timeout=0.5)) for rank in (0, 2)]
+    waiting = [Joining(node(rank, 4, timeout=3.0)) for rank in (0, 2)]
     for one in waiting:
         error = one.outcome()
         assert isinstance(error, RendezvousTimeoutError)
-        assert "node 1, 3 of 4 did not come within 0.5 s" in str(error)
+        assert "node 1, 3 of 4 did not come within 3 s" in str(error)
 
 
 def test_without_node_0_the_address_is_named(node: Make, port: int) -> None:
