@@ -132,6 +132,20 @@ def test_time_outs_are_those_that_were_asked_for() -> None:
             create_c10d_store(*arguments)  # type: ignore[arg-type]
 
 
+def test_a_barriers_error_has_torchs_name_without_torch() -> None:
+    program = """
+        import sys
+        from phalanx.elastic.utils import distributed, store
+        with distributed.create_c10d_store(True, "localhost") as served:
+            try:
+                store.barrier(served, 2, "b", 0.1)
+            except store.DistStoreError as error:
+                print(type(error).__name__, "torch" in sys.modules)
+    """
+    made = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert made.stdout == "StoreTimeoutError False\n", made.stderr[-3000:]
+
+
 def test_torch_on_the_other_side_and_in_except_clauses() -> None:
     pytest.importorskip("torch")
     program = """
@@ -139,6 +153,7 @@ def test_torch_on_the_other_side_and_in_except_clauses() -> None:
         import torch.distributed as dist
         from torch.distributed.elastic.utils.distributed import create_c10d_store as theirs, get_free_port
         from phalanx.elastic.utils.distributed import create_c10d_store as ours
+        from phalanx.elastic.utils import store
         from phalanx.elastic.utils.store import barrier
 
         for serves, asks in ((theirs, ours), (ours, theirs)):
@@ -151,6 +166,7 @@ def test_torch_on_the_other_side_and_in_except_clauses() -> None:
             print(stores[False].get("key"))
         for call, error in (
             (lambda: barrier(dist.HashStore(), 2, "b", 0.1), dist.DistStoreError),
+            (lambda: barrier(dist.HashStore(), 2, "b", 0.1), store.DistStoreError),
             (lambda: ours(True, "localhost", 0, 2, timeout=0.1), dist.DistStoreError),
             (lambda: ours(False, "localhost", get_free_port(), timeout=0.1), dist.DistNetworkError),
             (lambda: stores[True].wait(["never"], 0.1), dist.DistStoreError),
@@ -166,5 +182,6 @@ def test_torch_on_the_other_side_and_in_except_clauses() -> None:
     )
     assert made.stdout.split() == [
         *["b'value'"] * 2,
-        *("StoreTimeoutError", "StoreTimeoutError", "StoreConnectionError", "StoreTimeoutError", "end"),
+        *["StoreTimeoutError"] * 3,
+        *("StoreConnectionError", "StoreTimeoutError", "end"),
     ], made.stderr[-3000:]
