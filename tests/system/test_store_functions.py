@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,6 +132,31 @@ def test_time_outs_are_those_that_were_asked_for() -> None:
     for arguments in ((False, "localhost"), (True, "localhost", -1, 2)):
         with pytest.raises(ValueError, match="server_port is missing"):
             create_c10d_store(*arguments)  # type: ignore[arg-type]
+
+
+def test_a_free_port_is_free_on_both_families() -> None:
+    """In a network of its own that has two ports, one of which is taken on IPv6 only."""
+    words = ["unshare", "--net", *(["--user", "--map-root-user"] if os.geteuid() else [])]
+    ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    program = f"""
+        import socket
+        open({str(ports)!r}, "w").write("40000 40001")
+        from phalanx.elastic.utils.distributed import get_free_port
+        for taken in 40000, 40001:
+            with socket.socket(socket.AF_INET6) as held:
+                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                held.bind(("::", taken))
+                print(*{{get_free_port() for _ in range(64)}})
+    """
+    if (
+        not os.path.exists("/proc/net/if_inet6")
+        or subprocess.run([*words, "test", "-w", str(ports)]).returncode
+    ):
+        assert not os.environ.get("CI"), "a network with both families must be allowed in CI"
+        pytest.skip("networks of one's own, or IPv6, are not to be had here")
+    command = [*words, sys.executable, "-c", textwrap.dedent(program)]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=HUNG)
+    assert made.stdout == "40001\n40000\n", made.stderr
 
 
 def test_a_barriers_error_has_torchs_name_without_torch() -> None:

@@ -349,6 +349,12 @@ def test_macros_variables_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         port = sock.getsockname()[1]
         with pytest.raises(ConnectionRefusedError):  # it holds the port, and does not listen
             socket.create_connection(("127.0.0.1", port), HUNG)
+        for family, loopback in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+            if family == socket.AF_INET or os.path.exists("/proc/net/if_inet6"):
+                with socket.socket(family) as other:
+                    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    with pytest.raises(OSError, match="in use"):
+                        other.bind((loopback, port))
     assert 0 < get_free_port() < 65536
     with create_c10d_store(True, "127.0.0.1", timeout=HUNG) as store:
         with create_c10d_store(
