@@ -265,13 +265,13 @@ class HangIncident:
         self.write_report(host)
         return self.summary
 
-    @staticmethod
-    def _notes(findings: Findings) -> list[str]:
-        if not findings.traces:
+    def _notes(self, findings: Findings) -> list[str]:
+        if self._traces is None and not findings.traces:
             return []
         from phalanx.core.diagnosis.collectives import notes
 
-        return notes(findings.traces)
+        asked = () if self._traces is None else self._traces.asked
+        return notes(findings.traces, [rank for rank in asked if rank not in findings.traces])
 
     def _save_traces(self, findings: Findings) -> str:
         """Save what other nodes have sent beside the traces of this node; returns the directory."""
