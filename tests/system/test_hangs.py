@@ -133,6 +133,32 @@ def test_ranks_that_cannot_answer_are_reported_without_a_stack(tmp_path: Path) -
     assert len(kept(tmp_path, "*/stacks.txt")) == 1
 
 
+def test_handlers_of_torch_that_have_no_recorder_are_noted(tmp_path: Path) -> None:
+    """As of another version of torch; here a server that answers each request with 404."""
+    body = """
+    import socket
+    def serve():
+        while True:
+            connection, _ = server.accept()
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 404 Not Found\\r\\nContent-Length: 0\\r\\n\\r\\n")
+            connection.close()
+    if rank == guilty:
+        path = os.environ["PHALANX_COLLECTIVES"]
+        os.mkdir(os.path.dirname(path), 0o700)
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path)
+        server.listen()
+        threading.Thread(target=serve, daemon=True).start()
+        threading.Event().wait()
+    go_on()
+    """
+    ended = hang(tmp_path, body, "--heartbeat-timeout", "1", workers=2)
+    assert ended.code == HANG, ended
+    (report,) = kept(tmp_path, "hang.txt")
+    assert "  collectives: not recorded on rank 1 (no flight recorder answered)\n" in report
+
+
 def test_native_stacks_where_the_tool_is_installed(tmp_path: Path) -> None:
     """With a replacement for py-spy that only prints its arguments."""
     tool = tmp_path / "bin" / "py-spy"

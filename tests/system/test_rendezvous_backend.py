@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from phalanx.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 from phalanx.elastic.utils.distributed import create_c10d_store
+from phalanx.store.embedded import blob_client
 from tests.conftest import HUNG, wait_until
 from tests.support.memory_blob import MemoryBlob
 
@@ -482,3 +484,33 @@ def test_the_time_to_join_is_kept_over_a_backend_that_takes_no_write(
         handler.leave()
     finally:
         blob.end.set()
+
+
+class ContendedBlob(MemoryBlob):
+    """Another node is ahead of the first writes."""
+
+    ahead = 8
+
+    def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
+        if self.ahead:
+            self.ahead -= 1
+            return None
+        return super().set_state(state, token)
+
+
+@pytest.mark.parametrize("most", [0.0, 100.0])
+def test_a_refused_write_waits_as_long_as_was_asked_for(
+    most: float, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(blob_client, "time", SimpleNamespace(sleep=pauses.append))  # 400 s, else
+    handler = DynamicRendezvousHandler.from_backend(
+        "run", store, ContendedBlob(), 1, 1, "localhost", SHORT, cas_backoff_max_seconds=most
+    )
+    try:
+        handler.next_rendezvous()
+    finally:
+        handler.leave()
+    assert len(pauses) >= ContendedBlob.ahead
+    assert max(pauses) <= max(most, 0.2)
+    assert (max(pauses) > 0.2) == bool(most), "drawn at random: all eight so short, once in 10^21 runs"

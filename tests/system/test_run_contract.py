@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,19 @@ def test_a_launcher_in_a_launcher_shows_the_innermost_cause(tmp_path: Path) -> N
     assert done.err.rindex("KeyError: 'deep inside'") > done.err.rindex("Root cause: rank 0"), done
     # The report of the outer one is the last; the inner one's own is above it.
     assert done.err.count("Root cause: rank 0") == 2, done
+
+
+def test_without_files_workers_do_not_write_into_the_launchers(tmp_path: Path) -> None:
+    """Whose error file is that of a launcher around it."""
+    path = tmp_path / "error.json"
+    text = "import os\nprint([os.environ['TORCHELASTIC_ERROR_FILE']], flush=True)\nos.abort()"
+    env = plain_environment(TORCHELASTIC_ERROR_FILE=str(path))
+    done = run("--log-dir", os.devnull, script(tmp_path, text), env=env)
+    assert done.code == 128 + signal.SIGABRT, done
+    assert done.out == "['']\n", done
+    assert "/dev/null" not in done.err, done
+    assert sorted(os.listdir(tmp_path)) == ["error.json", "train.py"]
+    assert "SIGABRT" in json.loads(path.read_text())["message"]["message"]
 
 
 def test_run_main_in_python_writes_it_too(tmp_path: Path) -> None:

@@ -141,3 +141,17 @@ second.close()
 print(handlers() == before)
 """)
     assert ran.stdout == "stopped\nTrue\n", ran.stderr
+
+
+def test_within_a_loop_that_takes_signals_a_group_raises_none() -> None:
+    """As in an agent whose subclass has a group of its own: its steps raise it, where that does no harm."""
+    ran = run("""
+from phalanx.agent.workers.signals import SignalScope
+posted = []
+with SignalScope(post=posted.append):
+    one = group()
+    terminate()
+    one.close()
+print(*posted, handlers() == before)
+""")
+    assert ran.stdout == f"{int(signal.SIGTERM)} True\n", ran.stderr

@@ -362,6 +362,7 @@ def test_every_backend_is_asked_by_name_and_for_its_health(tmp_path: Path) -> No
         "/handler/fr_trace_json": {"entries": [], "pg_config": {}, "pg_status": {}},
         "/handler/fr_trace_json?backend=nccl2": {**HOOKED, "entries": [hooked(1)]},
         "/handler/fr_trace_json?backend=lost": {"pg_config": {}, "pg_status": {}},
+        "/handler/fr_trace_json?backend=a%20b%2F%C3%A9%0D": {"pg_config": {}, "pg_status": {}},
         "/handler/c10d_health_check": {"healthy": False, "unhealthy_backends": ["nccl2"]},
     }
 
@@ -370,14 +371,17 @@ def test_every_backend_is_asked_by_name_and_for_its_health(tmp_path: Path) -> No
         asked.append(path)
         return http(json.dumps(answers[path]).encode()) if path in answers else http(b"", "404 Not Found")
 
-    line = {"name": "0", "desc": "default_pg", "ranks": "0-1", "backends": ["gloo", "nccl2", "lost", "a b"]}
+    names = ["gloo", "nccl2", "lost", "a b/é\r"]
+    line = {"name": "0", "desc": "default_pg", "ranks": "0-1", "backends": names}
     with server(tmp_path / "0", answer) as path:
         Path(path + GROUPS_SUFFIX).write_text(json.dumps(line))
         (dump,) = read_dumps({0: path}, 20.0, health=True).values()
     assert sorted(asked) == sorted([*answers, "/handler/dump_nccl_trace_json"])
     trace = parse(0, dump, 100)
     assert [one.library for one in trace.groups[0].operations] == ["nccl2"]
-    assert notes({0: trace}) == [
+    assert notes({0: trace}, [1, 2]) == [
+        "collectives: not recorded on ranks 1, 2 (no flight recorder answered)",
+        "a b/é?: not recorded on rank 0 (none called, recorder off, or CUDA graphs)",
         "lost: not recorded on rank 0 (none called, recorder off, or CUDA graphs)",
         "nccl2: the last is all_reduce #1 of the default group on rank 0; "
         "whether it completed is not recorded",

@@ -10,7 +10,15 @@ import pytest
 from phalanx.agent.log_reader import next_lines
 from phalanx.agent.logs.rotation import RotatedLog, Rotation
 from phalanx.observe import log_layout
-from phalanx.observe.log_layout import LogName, WholeLog, list_logs, parse_name, part_path, tail
+from phalanx.observe.log_layout import (
+    LogName,
+    WholeLog,
+    list_logs,
+    parse_name,
+    part_path,
+    tail,
+    worker_directory,
+)
 
 SIZE = 8192
 LINE = b"%07d\n"
@@ -166,3 +174,8 @@ def test_a_follower_that_is_behind_gets_the_last_lines_or_all(log: Path) -> None
     rotated.close_up()
     rotated.close()
     assert next_lines([name, place], name, known, 4096, whole=False) is None, "nothing comes twice"
+
+
+def test_a_worker_without_an_error_file_has_no_directory() -> None:
+    assert worker_directory("/logs/attempt_0/3/error.json") == "/logs/attempt_0/3"
+    assert [worker_directory(none) for none in (None, "", os.devnull)] == ["", "", ""]

@@ -289,6 +289,95 @@ def own_agent(lib: Library) -> Any:
     return json.loads(in_python(lib, AGENT))
 
 
+CONTEXT_WORKER = """
+import os, sys
+
+path = os.environ["TORCHELASTIC_ERROR_FILE"]
+print(path.split(os.sep)[-3:], file=open(os.environ["SEEN"], "a"))
+print("loss 1\\nsomething else", flush=True)
+if os.environ["FIRST"] == "1":
+    if path:
+        open(path, "w").write('{"message": "by the worker"}')
+    sys.exit(5)
+"""
+
+CONTEXT = """
+import glob, os, signal, subprocess, sys, tempfile
+from ROOT.elastic.agent.server.api import WorkerSpec
+from ROOT.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from ROOT.elastic.multiprocessing import DefaultLogsSpecs, Std
+from ROOT.elastic.multiprocessing.api import PContext, RunProcsResult, SignalException
+from ROOT.elastic.multiprocessing.errors import ProcessFailure
+from ROOT.elastic.rendezvous import RendezvousParameters
+from ROOT.elastic.rendezvous.registry import get_rendezvous_handler
+
+failures = []
+
+class Own(PContext):
+    def _start(self):
+        self.started = {}
+        for rank, args in self.args.items():
+            with open(self.stdouts[rank] or os.devnull, "w") as out:
+                env = {**os.environ, **self.envs[rank]}
+                self.started[rank] = subprocess.Popen([self.entrypoint, *args], env=env, stdout=out)
+
+    def _poll(self):
+        codes = {rank: process.poll() for rank, process in self.started.items()}
+        for rank, code in codes.items():
+            if code:
+                failure = ProcessFailure(rank, self.started[rank].pid, code, self.error_files[rank])
+                failures.append((self.error_files[rank].split(os.sep)[-3:], failure.message.split(" (")[0]))
+                return RunProcsResult(failures={rank: failure})
+        if all(code == 0 for code in codes.values()):
+            return RunProcsResult(return_values=dict.fromkeys(codes))
+
+    def _close(self, death_sig, timeout=30):
+        for process in self.started.values():
+            process.kill()
+            process.wait()
+
+    def pids(self):
+        return {rank: process.pid for rank, process in self.started.items()}
+
+class Agent(LocalElasticAgent):
+    def _start_workers(self, group):
+        left = self._remaining_restarts
+        envs = {0: {"FIRST": str(left), "TORCHELASTIC_RESTART_COUNT": str(1 - left)}}
+        args = {0: ("-c", WORKER)}
+        self._pcontext = Own("r", sys.executable, args, envs, self._logs_specs, {0: "<0>"}, FILTER, FILTER)
+        self._pcontext.start()
+        return self._pcontext.pids()
+
+with tempfile.TemporaryDirectory() as folder:
+    os.environ["SEEN"] = os.path.join(folder, "seen")
+    os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error file of the launcher")
+    logs = LOGS
+    handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "job", 1, 1))
+    spec = WorkerSpec("r", 1, handler, entrypoint="x", max_restarts=1, monitor_interval=0.05)
+    result = Agent(spec, DefaultLogsSpecs(logs, tee=Std.OUT)).run()
+    print(result.state.name, failures, open(os.environ["SEEN"]).read())
+    for attempt in "attempt_0", "attempt_1":
+        for path in glob.glob(os.path.join(folder, "logs", "*", attempt, "filtered_stdout.log")):
+            print(attempt, open(path).read())
+
+    context = Own("r", "true", {0: ()}, {0: {}}, DefaultLogsSpecs(logs))
+    context.start()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except SignalException as error:
+        print(error.sigval.name)
+    finally:
+        context.close()
+"""
+
+
+def own_processes(lib: Library) -> Any:
+    """The same with real workers, for an agent that is given the context: with files, and without."""
+    code = CONTEXT.replace("WORKER", repr(CONTEXT_WORKER))
+    kinds = ("os.path.join(folder, 'logs')", "['loss']"), ("os.devnull", "None")
+    return [in_python(lib, code.replace("LOGS", logs).replace("FILTER", only)) for logs, only in kinds]
+
+
 def own_context(lib: Library) -> Any:
     """A class of a third party that starts the workers itself."""
     api, told = lib("elastic.multiprocessing.api"), []
@@ -319,18 +408,20 @@ def own_context(lib: Library) -> Any:
 def no_logs(lib: Library) -> Any:
     multiprocessing = lib("elastic.multiprocessing")
     specs = multiprocessing.DefaultLogsSpecs(os.devnull, multiprocessing.Std.OUT, multiprocessing.Std.ERR)
-    logs = specs.reify({0: {}, 1: {}})
+    envs: dict[int, dict[str, str]] = {0: {}, 1: {}}
+    logs = specs.reify(envs)
     paths = (logs.stdouts, logs.stderrs, logs.tee_stdouts, logs.tee_stderrs, logs.error_files)
     files = [path for found in paths for path in found.values() if path not in ("", os.devnull)]
-    return files, logs.stdouts, logs.stderrs
+    return files, logs.stdouts, logs.stderrs, logs.error_files, envs
 
 
 def logs_twice(lib: Library) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        specs = lib("elastic.multiprocessing").DefaultLogsSpecs(folder)
-        first, second = (specs.reify({0: {}}).error_files[0] for _ in range(2))
+        specs, env = lib("elastic.multiprocessing").DefaultLogsSpecs(folder), {"A": "B"}
+        first, second = (specs.reify({0: env}).error_files[0] for _ in range(2))
         attempt = Path(first).parents[1]
-        return first == second, sorted(os.listdir(attempt.parent)), attempt.name
+        env = {name: value.removeprefix(str(attempt)) for name, value in env.items()}
+        return first == second, sorted(os.listdir(attempt.parent)), attempt.name, env
 
 
 class KeysOnlyStore:
@@ -487,6 +578,7 @@ BEHAVIOUR = [
         own_agent,
     ),
     Behaviour("processes", "a third party's subclass of `PContext`", own_context),
+    Behaviour("processes", "the same with workers, error files, filters and signals", own_processes),
     Behaviour("processes", "`DefaultLogsSpecs` with `log_dir=os.devnull`", no_logs),
     Behaviour("processes", "`DefaultLogsSpecs.reify` twice, without a start", logs_twice),
     Behaviour(

@@ -31,7 +31,10 @@ _IMPORTED = {
     """,
     "elastic.control_plane": "elastic.multiprocessing.errors.record",
     "elastic.multiprocessing": "elastic.utils.logging.get_logger",
-    "elastic.multiprocessing.api": "elastic.internals.IS_WINDOWS elastic.internals.IS_MACOS logger",
+    "elastic.multiprocessing.api": """
+        elastic.internals.IS_WINDOWS elastic.internals.IS_MACOS logger
+        elastic.multiprocessing.redirects.redirect_stderr elastic.multiprocessing.redirects.redirect_stdout
+    """,
     "elastic.multiprocessing.errors": "elastic.utils.logging.get_logger logger",
     "elastic.multiprocessing.errors.error_handler": "logger",
     "elastic.multiprocessing.redirects": "elastic.internals.IS_WINDOWS elastic.internals.IS_MACOS logger",
@@ -42,7 +45,7 @@ _IMPORTED = {
         elastic.events.construct_and_record_rdzv_event elastic.events.api.NodeState
         elastic.rendezvous.api.RendezvousConnectionError elastic.rendezvous.api.RendezvousError
         elastic.rendezvous.api.RendezvousParameters elastic.rendezvous.api.RendezvousStateError
-        elastic.rendezvous.dynamic_rendezvous.RendezvousBackend
+        elastic.rendezvous.dynamic_rendezvous.RendezvousBackend elastic.rendezvous.dynamic_rendezvous.Token
         elastic.rendezvous.utils.parse_rendezvous_endpoint logger
         DEFAULT_PORT=job.environment.STORE_PORT
     """,

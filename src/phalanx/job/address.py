@@ -76,11 +76,8 @@ def own_address() -> str:
 
 def free_port() -> int:
     """A port that was free a moment ago; only for workers that bind it themselves."""
-    import _socket  # not socket: every start of one node waits for this
-
-    probe = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+    probe = bound_everywhere()
     try:
-        probe.bind(("", 0))
         return int(probe.getsockname()[1])
     finally:
         probe.close()
@@ -88,7 +85,7 @@ def free_port() -> int:
 
 def bound_everywhere(port: int = 0) -> socket.socket:
     """A socket at all addresses of this machine, of both families if it has both; it does not listen yet."""
-    import _socket as socket
+    import _socket as socket  # not socket: every start of one node waits for this
 
     failure: OSError | None = None
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
@@ -98,7 +95,8 @@ def bound_everywhere(port: int = 0) -> socket.socket:
             failure = error
             continue
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if port:  # one that the system chooses has no old connections, and is held against everybody
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             made.bind((address, port))

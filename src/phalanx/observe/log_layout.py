@@ -95,14 +95,9 @@ def filtered_file(stream: str) -> str:
     return f"filtered_{stream}.log"
 
 
-def start_directory(file: str) -> str:
-    """The directory of the start in which a worker has this file."""
-    return os.path.dirname(os.path.dirname(file))
-
-
-def run_directory(file: str) -> str:
-    """The directory of the run in which a worker has this file."""
-    return os.path.dirname(start_directory(file))
+def worker_directory(error_file: str | None) -> str:
+    """The directory of the worker with this error file; empty if it has no files."""
+    return "" if not error_file or error_file == os.devnull else os.path.dirname(error_file)
 
 
 def name_in_job(path: str) -> str:

@@ -265,7 +265,7 @@ def check_shape(path: str) -> None:
 def _read_bytes(path: str, limit: int) -> tuple[bytes, str]:
     import stat
 
-    if not path:
+    if path in ("", os.devnull):
         return b"", "this worker has no error file"
     try:
         # Non-blocking: opening a fifo must not hang. Its type is checked after opening, so that it cannot be

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.observe.log_layout import run_directory
+import os
+
+from phalanx.observe.log_layout import worker_directory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ class RunLogs:
             return self._early
         if self._default() is None and self.specs is not None:
             return self.specs.root_log_dir
-        return run_directory(next(iter(context.error_files.values())))
+        directory = worker_directory(next(iter(context.error_files.values())))
+        return os.path.dirname(os.path.dirname(directory)) if directory else None
 
     def make(self) -> None:
         """Make that directory, where it was named, for a node that ends before its workers start."""

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from enum import IntFlag
 
 from phalanx.core.record import Record
-from phalanx.job.environment import temporary_directory
+from phalanx.job.environment import ERROR_FILE, temporary_directory
 from phalanx.observe.log_layout import ERROR, STREAMS, filtered_file, log_file, start_folder
 from phalanx.trusted_files import make_directory
 
@@ -177,10 +177,14 @@ class DefaultLogsSpecs(LogsSpecs):
         return self._root_log_dir
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Create the directories for one start of the group, and name the files in them."""
+        """Create the directories for one start of the group, and name the files in them.
+
+        Each environment gets the name of the worker's error file."""
         if self.has_no_files:
             shown = {rank: "" if self._on_console(rank, envs[rank]) else os.devnull for rank in envs}
-            return LogsDest(stdouts=shown, stderrs=dict(shown))
+            for env in envs.values():
+                env[ERROR_FILE] = ""  # else workers inherit that of the launcher
+            return LogsDest(stdouts=shown, stderrs=dict(shown), error_files=dict.fromkeys(envs, os.devnull))
         first = envs.get(0) or next(iter(envs.values()), {})
         attempt_dir = self._new_attempt_dir(
             self.run_dir(first.get("TORCHELASTIC_RUN_ID") or _DEFAULT_RUN_ID),
@@ -194,7 +198,7 @@ class DefaultLogsSpecs(LogsSpecs):
         for rank in envs:
             rank_dir = os.path.join(attempt_dir, str(rank))
             os.mkdir(rank_dir, 0o700)
-            dest.error_files[rank] = os.path.join(rank_dir, ERROR)
+            dest.error_files[rank] = envs[rank][ERROR_FILE] = os.path.join(rank_dir, ERROR)
             streams = (
                 (Std.OUT, log_file(out), dest.stdouts, dest.tee_stdouts),
                 (Std.ERR, log_file(err), dest.stderrs, dest.tee_stderrs),

@@ -19,6 +19,7 @@ from __future__ import annotations
 import _thread
 import os
 import time
+from urllib.parse import quote
 
 from phalanx.agent.supervision.silent_workers import SilentWorkers
 from phalanx.agent.supervision.trace_reader import ask
@@ -59,6 +60,7 @@ class TraceCollection:
     def __init__(self, paths: Mapping[int, str], pids: Mapping[int, int], directory: str) -> None:
         self.traces: dict[int, RankTrace] = {}
         self.parsed = self.saved = False
+        self.asked = sorted(paths)
         self._paths, self._directory = dict(paths), directory
         self._silent = SilentWorkers(dict(pids), time.monotonic())
         _thread.start_new_thread(self._run, ())
@@ -91,7 +93,10 @@ def read_dumps(
     groups = {rank: _read_groups(path + GROUPS_SUFFIX) for rank, path in paths.items()}
     named = {rank: _backends(found) for rank, found in groups.items()}
     targets = {
-        rank: (*_RECORDERS, *(_RECORDER + name for name in names if name != "gloo"))
+        rank: (
+            *_RECORDERS,
+            *(_RECORDER + quote(name, "", errors="replace") for name in names if name != "gloo"),
+        )
         for rank, names in named.items()
     }
     asked = {(rank, target): path for rank, path in paths.items() for target in targets[rank]}
@@ -213,13 +218,12 @@ def _read_groups(path: str) -> list[dict[str, Any]]:
 
 
 def _backends(groups: list[dict[str, Any]]) -> list[str]:
-    """Their backends, as part of a request."""
+    """The names of their backends: those of third parties have any characters."""
     found: set[str] = set()
     for group in groups:
         names = group.get("backends")
         found.update(name for name in names if isinstance(name, str)) if isinstance(names, list) else None
-    usable = [name for name in sorted(found) if name.replace("-", "").replace("_", "").isalnum()]
-    return [name for name in usable if name.isascii() and len(name) <= _MAX_TEXT][:_MAX_BACKENDS]
+    return [name for name in sorted(found) if len(name) <= _MAX_TEXT][:_MAX_BACKENDS]
 
 
 def _add_groups(dump: dict[str, Any], groups: list[dict[str, Any]]) -> None:

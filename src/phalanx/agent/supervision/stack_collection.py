@@ -13,7 +13,7 @@ from phalanx.agent.supervision.silent_workers import SilentWorkers
 from phalanx.core.diagnosis.patience import RANK_BUSY
 from phalanx.core.diagnosis.progress import Blame, Evidence, Verdict, View, WatchPolicy, blame, judge
 from phalanx.kernel import is_stopped
-from phalanx.observe.log_layout import HANG, NATIVE_STACKS, NCCL, STACKS, TRACES, start_directory
+from phalanx.observe.log_layout import HANG, NATIVE_STACKS, NCCL, STACKS, TRACES, worker_directory
 from phalanx.worker.board import STACK_SIGNAL
 
 TYPE_CHECKING = False
@@ -265,13 +265,13 @@ class HangIncident:
         self.write_report(host)
         return self.summary
 
-    @staticmethod
-    def _notes(findings: Findings) -> list[str]:
-        if not findings.traces:
+    def _notes(self, findings: Findings) -> list[str]:
+        if self._traces is None and not findings.traces:
             return []
         from phalanx.core.diagnosis.collectives import notes
 
-        return notes(findings.traces)
+        asked = () if self._traces is None else self._traces.asked
+        return notes(findings.traces, [rank for rank in asked if rank not in findings.traces])
 
     def _save_traces(self, findings: Findings) -> str:
         """Save what other nodes have sent beside the traces of this node; returns the directory."""
@@ -324,13 +324,13 @@ class HangIncident:
         } | ({} if self.explanation is None else {"collectives": self.explanation.as_dict()})
 
     def _path(self, rank: int, name: str) -> str:
-        error_file = self._context.error_files.get(rank, "")
-        return os.path.join(os.path.dirname(error_file), name) if error_file else ""
+        directory = worker_directory(self._context.error_files.get(rank))
+        return os.path.join(directory, name) if directory else ""
 
     def _start_path(self, name: str) -> str:
         """A file beside the directories of the workers; empty if they have none."""
-        error_file = self._context.error_files.get(next(iter(self._pids), 0), "")
-        return os.path.join(start_directory(error_file), name) if error_file else ""
+        directory = worker_directory(self._context.error_files.get(next(iter(self._pids), 0)))
+        return os.path.join(os.path.dirname(directory), name) if directory else ""
 
     @staticmethod
     def _append(path: str, text: str) -> None:

@@ -6,6 +6,7 @@ after the log directory is gone. A missing, huge or broken error file still give
 
 from __future__ import annotations
 
+import os
 import time
 
 from phalanx.core.diagnosis.exit_status import code_in_words, signal_label
@@ -96,7 +97,7 @@ class ProcessFailure(Record, frozen=False):
         self.failed_at = moment(self.ending())
         written = self.error.at if self.error is not None and self.error.data else None
         self.timestamp = int(self.failed_at if written is None else written)
-        if "was not written" in self.no_error_reason or not self.error_file:
+        if "was not written" in self.no_error_reason or self.error_file in ("", os.devnull):
             self.error_file = NO_FILE
 
     def __repr__(self) -> str:

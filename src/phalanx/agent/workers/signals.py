@@ -120,10 +120,13 @@ class SignalScope:
                 scope.seen.append(sig)
                 scope._hurry()
                 return
+        for scope in self._from_here_down(sig):
+            if scope._post is not None and scope._open:  # its owner knows what must not be torn apart
+                scope.seen.append(sig)
+                scope._post(sig)
+                return
         self.seen.append(sig)
-        if self._post is not None:
-            self._post(sig)
-        elif self.armed:
+        if self.armed:
             self.armed = False
             raise SignalException(f"process {os.getpid()} got {sig.name}", sig)
 

@@ -289,8 +289,8 @@ class PContext(abc.ABC):
             from phalanx.agent.workers.debugger import attaching
 
             env |= attaching()
-        if self.error_files.get(rank):
-            env[ERROR_FILE] = self.error_files[rank]
+        if path := self.error_files.get(rank):
+            env[ERROR_FILE] = "" if path == os.devnull else path
         job = self._job(rank, env)
         boards = self.options.boards
         if boards is not None:

@@ -210,9 +210,13 @@ def is_waiting(trace: RankTrace) -> bool:
     )
 
 
-def notes(traces: Mapping[int, RankTrace]) -> list[str]:
-    """What the records leave open, and what torch's health check says: a line each."""
-    lines = []
+def notes(traces: Mapping[int, RankTrace], silent: Collection[int] = ()) -> list[str]:
+    """What the records leave open, and what torch's health check says: a line each.
+
+    `silent`: ranks that serve torch's handlers, none of which has answered."""
+    lines = (
+        [f"collectives: not recorded on {ranks_text(silent)} (no flight recorder answered)"] if silent else []
+    )
     for library in sorted({name for trace in traces.values() for name in trace.unrecorded}):
         ranks = [rank for rank, trace in traces.items() if library in trace.unrecorded]
         lines.append(

@@ -7,12 +7,12 @@ although they share no code with it: they wait for events, and this class asks a
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from abc import ABC, abstractmethod
 
+from phalanx.agent.logs.console import Console
+from phalanx.agent.workers.signals import SignalScope
 from phalanx.agent.workers.worker_group import PContext, check_ranks
-from phalanx.elastic.multiprocessing.tail_log import TailLog
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class PolledContext(ABC):
         duplicate_stdout_filters: list[str] | None = None,
         duplicate_stderr_filters: list[str] | None = None,
     ) -> None:
-        """Files and console as `logs_specs` says; the filters are for groups of `start_processes` only."""
         nprocs = len(args)
         check_ranks("args", args, nprocs)
         check_ranks("envs", envs, nprocs)
@@ -45,10 +44,9 @@ class PolledContext(ABC):
         logs = logs_specs.reify(envs)
         self.stdouts, self.stderrs, self.error_files = logs.stdouts, logs.stderrs, logs.error_files
         self.filtered_stdout, self.filtered_stderr = logs.filtered_stdout, logs.filtered_stderr
-        self._tails = [
-            TailLog(name, logs.tee_stdouts, sys.stdout, log_line_prefixes),
-            TailLog(name, logs.tee_stderrs, sys.stderr, log_line_prefixes),
-        ]
+        filters = duplicate_stdout_filters, duplicate_stderr_filters
+        self._console = Console(name, logs, log_line_prefixes, filters)
+        self._signals = SignalScope()
 
     @abstractmethod
     def _start(self) -> None:
@@ -67,13 +65,16 @@ class PolledContext(ABC):
         """Process ids, by local rank."""
 
     def start(self) -> None:
-        """Start the workers, and show their output where that is asked for."""
+        """Start the workers, and show their output where that is asked for.
+
+        Until `close`, a signal raises SignalException."""
+        self._signals.__enter__()
         self._start()
-        for tail in self._tails:
-            tail.start()
+        self._console.start()
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """The result; None if there is none within `timeout` seconds (0: ask once, negative: for ever)."""
+        self._signals.armed = True
         end = time.monotonic() + timeout
         while True:
             result = self._poll()
@@ -84,9 +85,13 @@ class PolledContext(ABC):
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """Stop the workers with a signal, SIGTERM by default; after `timeout` seconds with SIGKILL."""
-        self._close(death_sig or signal.SIGTERM, timeout)
-        for tail in self._tails:
-            tail.stop()
+        try:
+            self._close(death_sig or signal.SIGTERM, timeout)
+            while not self._console.finish(1.0):
+                pass
+        finally:
+            self._console.stop()
+            self._signals.__exit__(None, None, None)
 
 
 PolledContext.register(PContext)  # type: ignore[type-abstract]  # only isinstance looks at it

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import sys
 
-from phalanx.errors import StoreConnectionError, StoreError
+from phalanx.errors import StoreConnectionError, StoreError, StoreTimeoutError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
+
+
+def dist_store_error() -> type[Exception]:
+    """What torch calls DistStoreError, where torch is loaded; else our own error of a wait that ends."""
+    found: type[Exception] = getattr(
+        sys.modules.get("torch.distributed"), "DistStoreError", StoreTimeoutError
+    )
+    return found
+
 
 _made: dict[tuple[type, type], type] = {}
 
