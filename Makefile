@@ -83,7 +83,8 @@ versions: etcd
 NEWEST_TORCH ?= 2.15.0
 NEWEST := $(VENV)-torch
 NEWEST_TESTS := tests/unit/test_parity.py tests/unit/test_parity_behaviour.py tests/unit/test_torch_paths.py \
-  tests/unit/test_config.py tests/system/test_torch_jobs.py tests/system/test_collective_hangs.py
+  tests/unit/test_config.py tests/system/test_torch_jobs.py tests/system/test_collective_hangs.py \
+  tests/system/test_reentry.py::test_groups_of_other_backends_are_aborted
 $(NEWEST)/.torch-$(NEWEST_TORCH): $(READY) $(VENV)/.torch
 	@$(BIN)/python -m venv --clear $(NEWEST)
 	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \

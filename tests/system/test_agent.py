@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -491,6 +492,7 @@ def test_metadata_has_torchs_names(recorded: Callable[[], list[dict[str, Any]]],
     }  # fmt: skip
     for event in recorded():
         assert event["metadata"].keys() >= torchs, event
+        assert event["metadata"]["hostname"] == socket.getfqdn(socket.gethostname())
         packed = json.loads(event["metadata"]["metadata"])
         assert packed["entry_point"] == os.path.basename(PYTHON)
         if event["source"] == "WORKER":
@@ -530,7 +532,7 @@ def test_metrics_of_a_run(
     code: str, allowed: int, totals: dict[str, int], collected: Collect, tmp_path: Path
 ) -> None:
     spec = spec_of(PYTHON, "-c", code, local_world_size=2, max_restarts=allowed, role="trainer")
-    agent_of(spec, tmp_path).run()
+    result = agent_of(spec, tmp_path).run()
     last = {name: values[-1] for name, values in collected.values.items()}
     assert {name: last.get(f"workers.trainer.{name}") for name in totals} == totals
     others = {f"workers.trainer.run_{how}_{retries}" for how in ("success", "failed")
@@ -539,6 +541,22 @@ def test_metrics_of_a_run(
     starts = len(collected.values["LocalElasticAgent._start_workers.duration.ms"])
     assert len(collected.values["SimpleElasticAgent._rendezvous.duration.ms"]) == starts
     assert last["SimpleElasticAgent.run.success"] == 1
+    steps = {
+        "SimpleElasticAgent._initialize_workers": starts,
+        "SimpleElasticAgent._restart_workers": starts - 1,
+        "LocalElasticAgent._stop_workers": starts - (result.state is S),
+    }
+    for name, count in steps.items():
+        assert len(collected.values.get(f"{name}.duration.ms", ())) == count, name
+        assert len(collected.values.get(f"{name}.success", ())) == count, name
+    assert len(collected.values["workers.trainer.healthy"]) == starts  # it is not polled
+
+
+def test_a_start_that_fails_is_in_the_metrics(collected: Collect, tmp_path: Path) -> None:
+    with pytest.raises(StartError):
+        agent_of(spec_of(str(tmp_path / "missing"), max_restarts=1), tmp_path).run()
+    assert collected.values["SimpleElasticAgent._initialize_workers.failure"] == [1]
+    assert "SimpleElasticAgent._restart_workers.failure" not in collected.values
 
 
 def test_nothing_is_made_for_null(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -16,18 +15,10 @@ import pytest
 
 from tests.conftest import HUNG
 from tests.support.hang_scenarios import Plan, expected, program
+from tests.support.jobs import torch_is
 from tests.support.netns import Job
 from tests.support.run_helpers import Ended, Running, plain_environment
 from tests.support.trials import TRIALS
-
-
-def torch_is(*version: int) -> bool:
-    """Whether the installed torch is this version or a later one."""
-    if importlib.util.find_spec("torch") is None:
-        return False
-    found = importlib.metadata.version("torch").split(".")
-    return tuple(map(int, found[:2])) >= version
-
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 

@@ -249,6 +249,7 @@ def test_events_have_torchs_names(torchrun: dict[str, list[dict[str, Any]]], tmp
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
         assert mine["metadata"].keys() >= other["metadata"].keys()
+        assert mine["metadata"]["hostname"] == other["metadata"]["hostname"]
         packed, torchs = (json.loads(event["metadata"]["metadata"]) for event in (mine, other))
         assert packed.keys() == torchs.keys()
 

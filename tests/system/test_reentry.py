@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import HUNG
 from tests.support import jobs
-from tests.support.jobs import python_with
+from tests.support.jobs import python_with, torch_is
 from tests.support.netns import Job, Network, Node, free_port, possible
 from tests.support.run_helpers import Ended, ended, plain_environment, run, script
 
@@ -403,6 +403,72 @@ def test_gloo_works_again_in_the_same_processes(tmp_path: Path, lazy: str, sig: 
         for rank in kept(done, number):
             before, now = found[number - 1][rank], found[number][rank]
             assert (now[1], now[3:]) == (before[1], before[3:]), "addresses, descriptors and threads"
+
+
+ABORTED = (
+    BEGIN
+    + """
+import datetime
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import Backend, _create_work_from_future
+
+class Hooked(Backend):
+    # As a device's: the main thread waits in C++ for what another thread completes, and only `abort` ends it.
+    def __init__(self, store, rank, size):
+        super().__init__(rank, size)
+        self.store, self.own, self.calls = store, rank, 0
+
+    def getBackendName(self):
+        return "hooked"
+
+    def allreduce(self, tensors, options):
+        self.calls += 1
+        self.done = torch.futures.Future()
+        threading.Thread(target=self.meet, args=(self.calls, self.done, tensors), daemon=True).start()
+        return _create_work_from_future(self.done)
+
+    def meet(self, call, done, tensors):
+        try:
+            self.store.set(f"{call}/{self.own}", "here")
+            ranks = [f"{call}/{rank}" for rank in range(self.size())]
+            self.store.wait(ranks, datetime.timedelta(hours=1))
+        except RuntimeError:
+            return  # the round's store is gone
+        done.set_result(tensors)
+
+    def abort(self):
+        print("aborted", flush=True)
+        if not self.done.done():
+            self.done.set_exception(RuntimeError("aborted"))
+
+def make(store, rank, size, timeout): return Hooked(store, rank, size)
+dist.Backend.register_backend("hooked", make, devices=["cpu"])
+
+@worker.reenter
+def train(round):
+    dist.init_process_group("cpu:hooked")
+    tell(round)
+    for step in range(3):
+        dist.all_reduce(torch.ones(1))
+        worker.heartbeat(step)
+    if round.number == 1 and round.rank == 1:
+        die()
+    if round.number == 1:
+        dist.all_reduce(torch.ones(1))
+
+train()
+os._exit(0)
+"""
+)
+
+
+@pytest.mark.skipif(not torch_is(2, 15), reason="backends in Python")
+def test_groups_of_other_backends_are_aborted(tmp_path: Path) -> None:
+    words = ("--nproc-per-node", "3", "--max-restarts", "1", "--backoff", "0", script(tmp_path, ABORTED))
+    with jobs.Job(tmp_path / "job", *words) as job:
+        done = Ended(0, job.succeeds(), job.err)
+    assert kept(done, 2) == {0, 2}, done
+    assert done.out.count("aborted") == 2, done
 
 
 JOINED = (

@@ -153,6 +153,33 @@ def test_a_script_that_binds_the_port_itself(python: str, tmp_path: Path) -> Non
     assert job(tmp_path / "init", "--nproc-per-node", "2", path, python=python, **switch) == "sum 2\n" * 2
 
 
+NAMES = """
+import os, socket, sys
+import torch, torch.distributed as dist
+
+rank, world, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_PORT"]
+env = next(dist.rendezvous("env://"))[0]
+for host in ("localhost", "127.0.0.1", "127.0.0.2", "[::1]", socket.gethostname(), socket.getfqdn()):
+    store = next(dist.rendezvous(f"tcp://{host}:{port}", rank, world))[0]
+    store.set(f"{host}/{rank}", "")
+    env.wait([f"{host}/{other}" for other in range(world)])
+dist.init_process_group("gloo", init_method=f"tcp://[::1]:{port}", rank=rank, world_size=world)
+value = torch.ones(1)
+dist.all_reduce(value)
+print(os.environ["MASTER_ADDR"], "sum", int(value.item()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.3"])
+def test_every_name_of_the_host_leads_to_the_agents_store(python: str, tmp_path: Path, address: str) -> None:
+    where = ("--master-addr", address, "--master-port", str(free_port())) if address != "localhost" else ()
+    words = (*where, "--nproc-per-node", "2", script(tmp_path, NAMES))
+    with Job(tmp_path / "job", *words, python=python) as running:
+        assert running.succeeds() == f"{address} sum 2\n" * 2
+        assert "failed to bind" not in running.err
+
+
 def test_two_nodes_with_static_ranks(python: str, tmp_path: Path) -> None:
     port = str(free_port())
     address = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1")

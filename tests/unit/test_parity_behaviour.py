@@ -378,6 +378,70 @@ def own_processes(lib: Library) -> Any:
     return [in_python(lib, code.replace("LOGS", logs).replace("FILTER", only)) for logs, only in kinds]
 
 
+MEASURED = """
+import collections, json, os, sys, tempfile
+from ROOT.elastic import metrics
+from ROOT.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from ROOT.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from ROOT.elastic.multiprocessing import DefaultLogsSpecs
+from ROOT.elastic.rendezvous import RendezvousParameters
+from ROOT.elastic.rendezvous.registry import get_rendezvous_handler
+
+told = []
+counts = collections.Counter()
+
+class Handler(metrics.MetricHandler):
+    def emit(self, metric_data):
+        counts[metric_data.name] += 1
+
+class Polled(LocalElasticAgent):
+    def _monitor_workers(self, group):
+        return super()._monitor_workers(group)
+
+    def _construct_event(self, state, *args, **named):
+        event = super()._construct_event(state, *args, **named)
+        if state == "FAILED":
+            more = json.loads(event.metadata["metadata"])
+            told.append([event.metadata["hostname"], event.metadata["rdzv_backend"], more["exit_code"]])
+            told.append(more["worker_pid"] == [int(event.metadata["worker_id"])])
+        return event
+
+class Unknown(LocalElasticAgent):
+    def _monitor_workers(self, group):
+        return RunResult(WorkerState.UNKNOWN)
+
+    def _shutdown(self, *args, **named):
+        told.append(self.get_worker_group().state.name)
+        super()._shutdown(*args, **named)
+
+metrics.configure(Handler())
+for kind in (LocalElasticAgent, Polled, Unknown):
+    counts.clear()
+    with tempfile.TemporaryDirectory() as folder:
+        code = "import os, sys, time; time.sleep(float(os.environ['PAUSE'])); sys.exit(3)"
+        handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "job", 1, 1))
+        spec = WorkerSpec(
+            "r", 1, handler, entrypoint=sys.executable, args=("-c", code), max_restarts=1,
+            monitor_interval=0.01,
+        )
+        try:
+            kind(spec, DefaultLogsSpecs(folder)).run()
+        except Exception as error:
+            told.append(["UNKNOWN" in str(error), counts["workers.r.unknown"]])
+            continue  # what is left of a run without a result is more here
+    often = {name for name in counts if any(part in name for part in ("monitor", "healthy", "remaining"))}
+    looks = sorted(name for name in often if kind is Polled or "monitor" not in name)
+    told.append([kind.__name__, looks, sorted((name, counts[name]) for name in counts.keys() - often)])
+print(json.dumps(told))
+"""
+
+
+def measured_agents(lib: Library) -> Any:
+    """What the agents of three classes leave in metrics, and in the event of a worker that failed."""
+    with variables(PAUSE="0.5"):
+        return json.loads(in_python(lib, MEASURED))
+
+
 def own_context(lib: Library) -> Any:
     """A class of a third party that starts the workers itself."""
     api, told = lib("elastic.multiprocessing.api"), []
@@ -576,6 +640,11 @@ BEHAVIOUR = [
         "agents",
         "a subclass's `_shutdown` at every stop; a `master_addr` that this host does not have",
         own_agent,
+    ),
+    Behaviour(
+        "events",
+        "metrics of agents and of subclasses; exit code, host and back end in events; `UNKNOWN` workers",
+        measured_agents,
     ),
     Behaviour("processes", "a third party's subclass of `PContext`", own_context),
     Behaviour("processes", "the same with workers, error files, filters and signals", own_processes),

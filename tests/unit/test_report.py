@@ -225,6 +225,11 @@ def output_not_read(make: Make) -> dict[int, ProcessFailure]:
     return {r: make(r, 1, 0.02 + r / 100, "BrokenPipeError: [Errno 32] Broken pipe", stack) for r in (0, 1)}
 
 
+def port_taken(make: Make) -> dict[int, ProcessFailure]:
+    error = "OSError: [Errno 98] Address already in use (while attempting to bind on address ('', 35027))"
+    return {0: make(0, 1, 0.02, error, STACK.replace("RANK", "0"))}
+
+
 SITUATIONS: dict[str, tuple[Situation, int]] = {
     "nccl": (nccl, 100),
     "lost_device": (lost_device, 100),
@@ -244,6 +249,7 @@ SITUATIONS: dict[str, tuple[Situation, int]] = {
     "syntax_error_on_stderr": (syntax_error_on_stderr, 100),
     "nothing_known": (nothing_known, 100),
     "output_not_read": (output_not_read, 100),
+    "port_taken": (port_taken, 100),
 }
 
 

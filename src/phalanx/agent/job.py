@@ -154,7 +154,7 @@ def make_helpers(job: JobSpec) -> HelperPool | None:
 def make_handler(job: JobSpec) -> RendezvousHandler:
     """The node's way into the rendezvous."""
     cluster = job.cluster
-    if cluster.max_nodes == 1 and cluster.rdzv_backend in ("phalanx", "static"):
+    if cluster.max_nodes == 1 and cluster.rdzv_backend in ("phalanx", "c10d", "static"):
         from phalanx.cluster.solo import SoloRendezvous
 
         return SoloRendezvous(cluster.run_id, cluster.rdzv_backend, job.node_name)

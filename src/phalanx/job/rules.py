@@ -391,7 +391,6 @@ def _rendezvous(v: Sources, least: int, most: int) -> dict[str, Any]:
         host = f"[{addr}]" if addr.count(":") > 1 and not addr.startswith("[") else addr
         endpoint = endpoint or f"{host}:{STATIC_PORT if port is None else port}"
     elif backend in ("phalanx", "c10d"):
-        backend = "phalanx"
         if not endpoint and most > 1:
             where = v.name("rdzv_endpoint")
             v.warnings.append(f"no {where}: using localhost, so only nodes on this machine can meet")

@@ -12,6 +12,7 @@ error and then switched off.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -33,6 +34,24 @@ Sink: TypeAlias = Callable[[str], None]
 
 RENDEZVOUS = "dynamic_rendezvous"
 """The destination of rendezvous events, under torch's name; silent until a sink is registered for it."""
+
+
+_PATIENCE = 1.0  # seconds for the full name of this host
+
+
+@functools.cache
+def host_name() -> str:
+    """The full name of this host, as torch's events have it.
+
+    Where DNS is poor it can take a minute to find: then it is the short name, for the whole process."""
+    import socket
+    import threading
+
+    found: list[str] = []
+    look = threading.Thread(target=lambda: found.append(socket.getfqdn(socket.gethostname())), daemon=True)
+    look.start()
+    look.join(_PATIENCE)
+    return found[0] if found else os.uname().nodename
 
 
 class EventSource(str, Enum):  # not a TextEnum: str() gives "EventSource.AGENT", as in torch
@@ -274,7 +293,7 @@ def construct_and_record_rdzv_event(
             name=name,
             run_id=run_id,
             message=message,
-            hostname=hostname or os.uname().nodename,
+            hostname=hostname or host_name(),
             pid=os.getpid() if pid is None else pid,
             node_state=node_state,
             master_endpoint=master_endpoint,

@@ -120,7 +120,7 @@ def prof(fn: Callable[..., Any] | None = None, group: str = DEFAULT_GROUP) -> An
     """Decorator: every call sends `<name>.success` or `<name>.failure`, and `<name>.duration.ms`."""
     if fn is None:
         return functools.partial(prof, group=group)
-    return _measured(fn, group, _metric_name(fn))
+    return measured(fn, group, _metric_name(fn))
 
 
 def _metric_name(fn: Callable[..., Any]) -> str:
@@ -129,7 +129,9 @@ def _metric_name(fn: Callable[..., Any]) -> str:
     return name if "." in name else f"{fn.__module__}.{name}"
 
 
-def _measured(fn: Callable[P, R], group: str, name: str) -> Callable[P, R]:
+def measured(fn: Callable[P, R], group: str, name: str) -> Callable[P, R]:
+    """`fn`, whose calls send these metrics under `name`."""
+
     @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         start = time.monotonic()
@@ -156,7 +158,7 @@ def profile(group: str | None = None) -> Callable[[Callable[P, R]], Callable[P, 
     _deprecated("profile()", "@prof(group=...)")
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        return _measured(fn, DEFAULT_GROUP if group is None else group, fn.__name__)
+        return measured(fn, DEFAULT_GROUP if group is None else group, fn.__name__)
 
     return decorate
 

@@ -24,6 +24,7 @@ from phalanx.core.diagnosis.failures import (
     root_of,
     tells_of_lost_device,
 )
+from phalanx.job.environment import OWN_WORKER_STORE
 from phalanx.observe.duration import duration
 
 TYPE_CHECKING = False  # a restart waits for `summary`: nothing is imported or compiled that it does not need
@@ -294,6 +295,11 @@ def hint(found: Diagnosis, failure: ProcessFailure) -> str:
         return "check the arguments after the script's name on the command line"
     if failure.message.startswith("BrokenPipeError"):
         return f"check the pipe's reader (`... | head`?): it exited before {place or 'the worker did'}"
+    if re.search("EADDRINUSE|address already in use", failure.message, re.IGNORECASE):
+        return (
+            "if the port is MASTER_PORT, the agent serves torch's store there: connect to it at MASTER_ADDR, "
+            f"or set {OWN_WORKER_STORE}=1 to bind the port" + (f"; otherwise {place}" if place else "")
+        )
     step = next_step(failure.exitcode)
     if place:
         return f"{place}; {step}" if root.code < 0 and step else place

@@ -8,7 +8,7 @@ record with what its recovery cost.
 
 from __future__ import annotations
 
-import os
+import json
 import time
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 AGENT_METRICS = "torchelastic"
 
+RENDEZVOUS = "SimpleElasticAgent._rendezvous"
+INITIALIZE = "SimpleElasticAgent._initialize_workers"
+RESTART = "SimpleElasticAgent._restart_workers"
+STOP = "LocalElasticAgent._stop_workers"
+"""Steps of torch whose durations come from the moves of the core, also where no step is called."""
+
 
 class RunLog:
     """Turns the steps of one agent into records."""
@@ -43,7 +49,7 @@ class RunLog:
         self._group = group
         self._policy = policy
         self._begin = time.monotonic()
-        self._joining: float | None = None
+        self._since: dict[str, float] = {}  # when the steps that are under way began
 
     def take(self, happened: Happened) -> None:
         match happened:
@@ -58,7 +64,22 @@ class RunLog:
 
     def _step(self, step: StepTaken) -> None:
         now, state = time.monotonic(), step.state
+        for command in step.commands:
+            match command:
+                case group_events.Join():
+                    self._since.setdefault(RENDEZVOUS, now)
+                    self._since.setdefault(INITIALIZE, now)
+                case group_events.StopWorkers() | group_events.RecallWorkers():
+                    self._since.setdefault(STOP, now)
+                    if state.ending is None:
+                        self._since.setdefault(RESTART, now)
         match step.event:
+            case group_events.Started():
+                self._over(INITIALIZE, now)
+                self._over(RESTART, now)
+                self._states("healthy", state)
+            case group_events.Stopped():
+                self._over(STOP, now, ok=not step.event.unkillable)
             case group_events.RoundReady():
                 self._joined(state, now)
             case group_events.AllSucceeded():
@@ -69,13 +90,10 @@ class RunLog:
                 self._states("unhealthy", state)
             case _:
                 pass
-        if any(isinstance(command, group_events.Join) for command in step.commands):
-            self._joining = now
 
     def _joined(self, state: GroupState, now: float) -> None:
-        took = 1000 * (now - (self._joining if self._joining is not None else now))
-        self._joining = None
-        self._duration("SimpleElasticAgent._rendezvous", took)
+        took = 1000 * (now - self._since.setdefault(RENDEZVOUS, now))
+        self._over(RENDEZVOUS, now)
         self._record("RENDEZVOUS", restarts=state.attempt, duration_ms=took)
 
     def _started(self, start: WorkersRunning) -> None:
@@ -90,7 +108,10 @@ class RunLog:
     def _end(self, end: RunEnded) -> None:
         """The states of all workers, the agent's own, and the totals."""
         finish, result, restarts, done = end.finish, end.result, end.attempt, end.workers_recorded
-        took = 1000 * (time.monotonic() - self._begin)
+        now = time.monotonic()
+        for name in tuple(self._since):
+            self._over(name, now, ok=False)
+        took = 1000 * (now - self._begin)
         outcome = finish.outcome if finish is not None else Outcome.FAILED
         clean = outcome in (Outcome.SUCCEEDED, Outcome.CLOSED, Outcome.LEFT)
         for worker in self._group.workers:
@@ -123,7 +144,11 @@ class RunLog:
         def build() -> events.Event:
             source = events.EventSource.AGENT if worker is None else events.EventSource.WORKER
             ran = int(time.monotonic() - self._begin)
-            metadata = metadata_of(self._group, state, worker, failure, ran)
+            code = failure.exitcode if failure is not None else None
+            pid = worker.id if worker is not None and isinstance(worker.id, int) else None
+            metadata = metadata_of(self._group, state, worker, ran, exit_code=code, worker_pid=pid)
+            if failure is not None:
+                metadata["raw_error"] = json.dumps(failure.error_file_data, default=str)
             if error is not None:
                 metadata["raw_error"] = error
             metadata["agent_restarts"] = restarts
@@ -134,6 +159,12 @@ class RunLog:
         events.record(build, self._destination)
 
     # -- metrics ------------------------------------------------------------------------------------
+
+    def _over(self, name: str, now: float, ok: bool = True) -> None:
+        """A step has ended, if it was under way."""
+        began = self._since.pop(name, None)
+        if began is not None:
+            self._duration(name, 1000 * (now - began), ok)
 
     def _duration(self, name: str, milliseconds: float, ok: bool = True) -> None:
         metrics.put_metric(f"{name}.{'success' if ok else 'failure'}", 1, AGENT_METRICS)
@@ -158,11 +189,15 @@ class RunLog:
 
 
 def metadata_of(
-    group: WorkerGroup, state: str, worker: Worker | None, failure: ProcessFailure | None, run_time: int
+    group: WorkerGroup,
+    state: str,
+    worker: Worker | None,
+    run_time: int,
+    *,
+    exit_code: int | None,
+    worker_pid: int | None,
 ) -> dict[str, EventMetadataValue]:
     """What a status event tells of an agent or, with one, of a worker."""
-    import json
-
     spec = group.spec
     own: dict[str, EventMetadataValue] = {}
     packed: dict[str, object] = {
@@ -174,8 +209,8 @@ def metadata_of(
             "local_rank": worker.local_rank,
             "role_rank": worker.role_rank,
             "role_world_size": worker.role_world_size,
-            "exit_code": failure.exitcode if failure is not None else None,
-            "worker_pid": worker.id if isinstance(worker.id, int) else None,
+            "exit_code": exit_code,
+            "worker_pid": worker_pid,
         }
         packed.update({name: [value] for name, value in own.items()})
     return {
@@ -184,11 +219,11 @@ def metadata_of(
         "group_rank": group.group_rank,
         "worker_id": None if worker is None else str(worker.id),
         "role": spec.role,
-        "hostname": os.uname().nodename,
+        "hostname": events.host_name(),
         "state": state,
         "total_run_time": run_time,
         "rdzv_backend": spec.rdzv_handler.get_backend(),
-        "raw_error": None if failure is None else json.dumps(failure.error_file_data, default=str),
+        "raw_error": None,
         "metadata": json.dumps(packed),
         **own,
     }

@@ -144,12 +144,12 @@ def _attach_debugger() -> None:
 
 
 def _hook_imports(places: dict[str, int]) -> None:
-    """Make JAX find its job, let torch's collectives be read, and record what the program imports."""
-    if os.environ.get("PHALANX_COLLECTIVES") and (
-        "torch" in sys.modules or any(os.path.isdir(p + "/torch/distributed") for p in sys.path)
-    ):
+    """Make JAX find its job, and torch the store; let torch be read; record what the program imports."""
+    torch = "torch" in sys.modules or any(os.path.isdir(p + "/torch/distributed") for p in sys.path)
+    store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    if torch and (os.environ.get("PHALANX_COLLECTIVES") or store == "True"):
         _load("worker.torch_collectives")["offer"]()
-    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ and any(os.path.isdir(p + "/jax/_src") for p in sys.path):
+    if store is not None and any(os.path.isdir(p + "/jax/_src") for p in sys.path):
         _load("worker.jax")["offer"]()  # JAX finds its job through a class, not through the environment
     if "learn" in places:
         sys.meta_path.insert(0, _load("helpers.preload.import_recorder")["ImportRecorder"](places["learn"]))

@@ -1,4 +1,5 @@
-"""Lets the agent read which collectives a torch worker has entered, without the worker's help.
+"""Lets the agent read which collectives a torch worker has entered, without the worker's help, and lets the
+worker name the agent's store as it likes.
 
 torch has a small HTTP server in C++ (`_WorkerServer`) whose threads need no interpreter lock: it answers
 while the program is inside a collective, holds the lock or has deadlocked in Python. The agent asks it for
@@ -10,6 +11,10 @@ program that forks before it communicates (Python warns of a fork with threads),
 moment is seen by a dict: torch keeps the members of its groups in one, and the worker replaces it by one that
 also writes them to a file, because the flight recorder does not know them for every library. Nothing of this
 is in a traceback. A child that the worker forks opens and writes nothing.
+
+The agent serves the store at MASTER_ADDR only, and torch 2.15 takes another name of that host for another
+store, whose port rank 0 then tries to bind. In `init_method="tcp://localhost:$MASTER_PORT"`, the name is
+replaced where torch parses it.
 
 This file uses only the standard library and imports little: a worker loads it by its path, like bootstrap.py.
 """
@@ -29,10 +34,11 @@ GROUPS_SUFFIX = ".groups"
 """Beside the socket: a line of JSON for every process group of the rank."""
 _MODULE = "torch.distributed.distributed_c10d"
 _MEMBERS = "_pg_group_ranks"  # process group -> {global rank: rank in the group}
+_RENDEZVOUS = "torch.distributed.rendezvous"  # the module above imports it
 
 
 def offer() -> None:
-    """Prepare to open the server, now if torch is loaded (in the zygote), else when it is imported."""
+    """Make both changes to torch, now if it is loaded (in the zygote), else when it is imported."""
     loaded = sys.modules.get(_MODULE)
     if loaded is not None:
         arrange(loaded)
@@ -41,7 +47,7 @@ def offer() -> None:
 
 
 class TorchFinder:
-    """Arranges the opening when torch's module is imported, then removes itself from sys.meta_path."""
+    """Changes torch's module when it is imported, then removes itself from sys.meta_path."""
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -69,10 +75,46 @@ def _arrange_after(loader: "Any") -> None:
 
 
 def arrange(module: "Any") -> None:
-    """Make torch's dict of the members of process groups one that notices new ones."""
+    """Make torch's dict of the members of process groups one that notices new ones; name the store."""
+    rendezvous: Any = sys.modules.get(_RENDEZVOUS)
+    parse = getattr(rendezvous, "urlparse", None)
+    if parse is not None:
+        rendezvous.urlparse = lambda url, *more: name_store(parse(url, *more))
     known = getattr(module, _MEMBERS, None)
     if type(known) is dict:  # else another version of torch: the stacks have to do
         setattr(module, _MEMBERS, GroupMembers(known))
+
+
+def name_store(url: "Any") -> "Any":
+    """A parsed `init_method`; one that leads to the agent's store has the host name that the agent gave."""
+    try:
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        served = os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+        if not served or url.scheme != "tcp" or str(url.port) != port or url.hostname in (None, host):
+            return url
+        if not _same_host(url.hostname, host):
+            return url
+        return url._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    except (KeyError, ValueError, OSError):  # no worker, no such port, or a name without an address
+        return url
+
+
+def _same_host(one: str, other: str) -> bool:
+    import socket
+
+    def addresses(name: str) -> "set[Any]":
+        return {found[4][0] for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+
+    def is_here(address: str) -> bool:
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+                probe.bind((address, 0))  # only an address of this machine can be bound
+        except OSError:
+            return False
+        return True
+
+    ones, others = addresses(one), addresses(other)
+    return bool(ones & others) or (any(map(is_here, ones)) and any(map(is_here, others)))
 
 
 class GroupMembers(dict):  # type: ignore[type-arg]  # generic at run time costs an import

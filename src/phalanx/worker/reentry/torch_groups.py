@@ -1,8 +1,8 @@
 """torch's process groups at a re-entry: aborted, so that the main thread returns, then destroyed.
 
-NCCL has an abort of its own. gloo has none: an operation ends with an error when a connection of its group
-does. So its connections are shut down, and nothing else: gloo's listener must stay, because without it gloo
-ends the process; sockets of the program and of the store are not gloo's.
+NCCL and other backends have an abort of their own. gloo has none: an operation ends with an error when a
+connection of its group does. So its connections are shut down, and nothing else: gloo's listener must stay,
+because without it gloo ends the process; sockets of the program and of the store are not gloo's.
 
 Which ones are gloo's is known from its own threads: each waits in `epoll_wait` (its name is gloo_tcp_loop);
 the kernel tells for which epoll descriptor, and what is in it. Rejected: ports from the keys in the store,
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 _THREAD = "gloo_tcp_loop"
 _MAPS = (
     "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config",
-    "pg_to_tag", "tags_to_pg", "pg_coalesce_state",
+    "pg_to_tag", "tags_to_pg", "pg_coalesce_state", "pg_flight_recorder_hooks",
 )  # fmt: skip
+"""What torch keeps about groups; the last one from 2.15 on."""
 _TRIES = 20  # a thread that is not in a system call is looked at again
 _restore: Callable[[], None] | None = None  # the messages of torch's libraries
 
@@ -35,16 +36,20 @@ _restore: Callable[[], None] | None = None  # the messages of torch's libraries
 def abort() -> None:
     """Free whatever waits in a collective; called in a thread of its own, again and again until it has."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is not None and _uses_nccl(c10d):
-        _mute()
-        c10d._abort_process_group()
-    shut_gloo()
+    try:
+        if c10d is not None and _has_others_than_gloo(c10d):
+            _mute()
+            c10d._abort_process_group()
+    finally:
+        shut_gloo()
 
 
-def _uses_nccl(c10d: Any) -> bool:
-    if getattr(c10d.GroupMember, "WORLD", None) is None or not c10d.is_nccl_available():
+def _has_others_than_gloo(c10d: Any) -> bool:
+    """By the configurations of the groups (`cpu:gloo,cuda:nccl`): NCCL alone has several names."""
+    if getattr(c10d.GroupMember, "WORLD", None) is None:
         return False
-    return any("nccl" in str(config) for config in list(c10d._world.pg_backend_config.values()))
+    configs = ",".join(map(str, list(c10d._world.pg_backend_config.values())))
+    return any(part.rpartition(":")[2] != "gloo" for part in configs.split(",") if part)
 
 
 def _mute() -> None:
@@ -74,7 +79,7 @@ def _destroy(c10d: Any) -> None:
     # process, and wait for the others under it.
     world = c10d._world
     for name in _MAPS:
-        getattr(world, name).clear()
+        getattr(world, name, {}).clear()
     world.group_count = 0
     c10d._unregister_all_process_groups()
 

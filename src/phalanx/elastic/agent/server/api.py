@@ -292,13 +292,16 @@ class SimpleElasticAgent(TorchEvents, Agent, ElasticAgent):
     def _take_result(self, result: RunResult) -> None:
         """Tell the core what `_monitor_workers` found."""
         loop, spec = self._loop, self._worker_group.spec
+        self._worker_group.state = result.state  # also where the agent ends because of it
+        event = worker_event(result, self.supervision.progress_of)
+        if event is None:
+            self._observed(result.state)
         if result.state is WorkerState.HEALTHY:
             waiting = loop.nodes.count_waiting()
             if waiting > 0:
                 loop.step(MembershipChanged(waiting=waiting))
             return
         loop.workers.result = result
-        event = worker_event(result, self.supervision.progress_of)
         if event is None:
             states = "HEALTHY, SUCCEEDED, FAILED or UNHEALTHY"
             raise RuntimeError(

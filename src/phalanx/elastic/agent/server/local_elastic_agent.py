@@ -9,6 +9,7 @@ from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
 from phalanx.agent.workers.local_workers import LocalWorkers
 from phalanx.core.group.events import WorkerState
 from phalanx.elastic.agent.server.api import SimpleElasticAgent, count_as_own
+from phalanx.elastic.agent.server.torch_events import configured_metrics
 from phalanx.elastic.lazy_modules import found_in
 from phalanx.job import environment
 from phalanx.job.environment import UNINTERRUPTIBLE_TIMEOUT as TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT
@@ -162,6 +163,14 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self._workers.take_stop()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        metrics = configured_metrics()
+        if metrics is None:
+            return self._look(worker_group)
+        name = "LocalElasticAgent._monitor_workers"
+        found: RunResult = metrics.measured(self._look, metrics.DEFAULT_GROUP, name)(worker_group)
+        return found
+
+    def _look(self, worker_group: WorkerGroup) -> RunResult:
         if self._own_context is not None:
             return self._observe(self._own_context, worker_group)
         return RunResult(WorkerState.UNHEALTHY) if self._workers.stuck else self._workers.observe()

@@ -8,12 +8,14 @@ be called by itself.
 
 from __future__ import annotations
 
+import sys
 import time
 
 from phalanx.core.group.events import WorkerState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from types import ModuleType
     from typing import Any
 
     from phalanx.agent.spec import RunResult, Worker, WorkerGroup
@@ -96,14 +98,15 @@ class TorchEvents:
         from phalanx.observe.events import Event
         from phalanx.observe.run_log import metadata_of
 
-        about = metadata_of(self._worker_group, state, worker, None, self._total_execution_time)
+        ran = self._total_execution_time
+        about = metadata_of(
+            self._worker_group, state, worker, ran, exit_code=exit_code, worker_pid=worker_pid
+        )
         about |= {
             "raw_error": raw_error,
             "agent_restarts": self._worker_group.spec.max_restarts - self._remaining_restarts,
             "duration_ms": duration_ms,
         }
-        if worker is not None:
-            about |= {"exit_code": exit_code, "worker_pid": worker_pid}
         return Event(f"torchelastic.worker.status.{state}", source, int(time.time()), about)
 
     def _record_metrics(self, group_results: RunResult) -> None:
@@ -123,11 +126,20 @@ class TorchEvents:
         used = allowed - self._remaining_restarts
         self._put("flakiness", 100 if is_failed else 100 * used // (allowed + 1))
 
-    def _put(self, name: str, value: int) -> None:
-        from phalanx.observe.metrics import put_metric
-        from phalanx.observe.run_log import AGENT_METRICS
+    def _observed(self, state: WorkerState) -> None:
+        """What torch puts after each look at the workers."""
+        self._put("remaining_restarts", self._remaining_restarts)
+        self._put(state.name.lower(), 1)
 
-        put_metric(f"workers.{self._worker_group.spec.role}.{name}", value, AGENT_METRICS)
+    def _put(self, name: str, value: int) -> None:
+        metrics = configured_metrics()
+        if metrics is not None:
+            metrics.put_metric(f"workers.{self._worker_group.spec.role}.{name}", value)
+
+
+def configured_metrics() -> ModuleType | None:
+    """The module of metrics; None where nobody has imported it to configure a handler."""
+    return sys.modules.get("phalanx.observe.metrics")
 
 
 class _Duration:
