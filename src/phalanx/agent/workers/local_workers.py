@@ -11,8 +11,8 @@ import os
 import signal
 import time
 
-from phalanx.agent.spec import RunResult, WorkerSpec
 from phalanx.agent.workers.environment import line_prefix, standby_environment, substitute, worker_environment
+from phalanx.agent.workers.result import RunResult
 from phalanx.core.group.events import (
     AllSucceeded,
     Hang,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.protocols import Nodes, WorkersOwner
     from phalanx.agent.run_record import RunRecord
-    from phalanx.agent.spec import AgentOptions, WorkerGroup
+    from phalanx.agent.spec import AgentOptions, WorkerGroup, WorkerSpec
     from phalanx.agent.state.holder import RoundNodes, StateHolder
     from phalanx.agent.supervision.supervision import Supervision
     from phalanx.agent.warm.helper_pool import HelperPool

@@ -16,7 +16,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx.agent.spec import RunResult, Worker, WorkerGroup
+    from phalanx.agent.spec import Worker, WorkerGroup
+    from phalanx.agent.workers.result import RunResult
     from phalanx.observe.events import Event, EventSource
 
 METHODS = (
