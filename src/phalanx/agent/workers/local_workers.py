@@ -418,7 +418,10 @@ class LocalWorkers:
             self._stop_now(now)
         if phase == "RUNNING" and self._quiet_at is not None and now >= self._quiet_at:
             self._quiet_at = None
-            _prepare_for_a_failure()
+            # What is needed between a worker's death and the next start, while there is time for it.
+            import phalanx.agent.workers.failure
+            import phalanx.observe.report  # noqa: F401
+
             self._owner.settled()
         if self.stepped:
             return None
@@ -771,9 +774,3 @@ def _in_words(error: Exception) -> str:
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-
-
-def _prepare_for_a_failure() -> None:
-    """Import what is needed between a worker's death and the next start, while there is time for it."""
-    import phalanx.agent.workers.failure
-    import phalanx.observe.report  # noqa: F401

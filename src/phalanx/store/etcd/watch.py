@@ -82,7 +82,10 @@ class WatchStream(threading.Thread):
             if notice is not None:
                 self._deliver(notice)
             elif requests.compacted_to(message):
-                self._start_over()
+                self._connection.close()  # a stream's connection cannot be reused
+                keys = requests.key_range(self.watch.key, self.watch.prefix)
+                answer: dict[str, Any] = self._connection.call("/v3/kv/range", keys, self._timeout)
+                self._deliver(requests.snapshot(self.watch.watch, answer))
                 return
             elif message.get("canceled"):
                 return
@@ -92,12 +95,6 @@ class WatchStream(threading.Thread):
             return response.readline()
         except (AttributeError, ValueError):
             return b""  # raised by http.client when another thread cuts the stream
-
-    def _start_over(self) -> None:
-        self._connection.close()  # a stream's connection cannot be reused
-        keys = requests.key_range(self.watch.key, self.watch.prefix)
-        answer: dict[str, Any] = self._connection.call("/v3/kv/range", keys, self._timeout)
-        self._deliver(requests.snapshot(self.watch.watch, answer))
 
     def _deliver(self, notice: Notice) -> None:
         self._next = notice.revision + 1
