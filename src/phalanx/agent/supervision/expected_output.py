@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+from collections.abc import Callable
 
 from phalanx.job.environment import without_secrets
 from phalanx.kernel import anonymous_file
 from phalanx.python_command import python_command
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
 
 PAGE = struct.Struct("=dQQ")  # when a line last matched, blocks that were searched, questions answered
 TASK = 4096  # from here on: what to search for, as JSON
@@ -56,8 +53,6 @@ class ExpectedOutput:
         self._start()
 
     def _start(self) -> None:
-        import subprocess
-
         self._asked, self._asked_at, self._news = 0, 0.0, b""
         try:
             process = subprocess.Popen(

@@ -8,9 +8,10 @@ last delivered change; if etcd has compacted that away, all current entries are 
 
 from __future__ import annotations
 
+import http.client
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -18,9 +19,6 @@ from phalanx.core.rounds.store_commands import Notice, Watch
 from phalanx.errors import StoreAuthError
 from phalanx.store.etcd import requests
 from phalanx.store.etcd.http import CONNECTION_ERRORS, EtcdConnection, EtcdError, Members
-
-if TYPE_CHECKING:
-    import http.client
 
 _MAX_PAUSE = 1.0
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError)  # raised by JSON of a shape etcd never sends
