@@ -131,11 +131,15 @@ def resolve_nproc(value: str, environ: Mapping[str, str], root: str = "/", one_e
 
 def nvidia_gpus(root: str = "/") -> list[Gpu]:
     """NVIDIA devices that this process can open, in PCI order, whatever the variables say."""
-    nodes = _nvidia_nodes(root)
+    nodes = {
+        int(n[6:]) for n in list_dir(os.path.join(root, "dev")) if n.startswith("nvidia") and n[6:].isdigit()
+    }
     listed: list[Gpu] = []
     base = os.path.join(root, "proc/driver/nvidia/gpus")
     for pci in sorted(list_dir(base), key=_pci_key):
-        fields = _information(os.path.join(base, pci, "information"))
+        path = os.path.join(base, pci, "information")
+        pairs = (line.partition(":") for line in read_text(path).splitlines())
+        fields = {key.strip(): value.strip() for key, _, value in pairs}
         minor = fields.get("Device Minor", "")
         uuid = fields.get("GPU UUID", "")
         # A container's /proc shows every GPU of the host; only those with a node in /dev can be opened.
@@ -262,17 +266,6 @@ def _intel_gpus(root: str) -> int:
             driver = os.path.basename(os.path.realpath(os.path.join(device, "driver")))
             found += driver in ("i915", "xe")
     return found
-
-
-def _nvidia_nodes(root: str) -> set[int]:
-    return {
-        int(n[6:]) for n in list_dir(os.path.join(root, "dev")) if n.startswith("nvidia") and n[6:].isdigit()
-    }
-
-
-def _information(path: str) -> dict[str, str]:
-    pairs = (line.partition(":") for line in read_text(path).splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _pci_key(address: str) -> tuple[int, ...]:

@@ -89,11 +89,6 @@ def become_subreaper() -> bool:
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_subreaper() -> bool:
-    """Leave them to the next subreaper above."""
-    return _prctl(_PR_SET_CHILD_SUBREAPER, 0)
-
-
 def set_name(name: str) -> bool:
     """Set the short name that `ps -o comm` and `top` show (15 bytes)."""
     return _prctl(_PR_SET_NAME, name.encode()[:15])

@@ -41,7 +41,7 @@ from typing import Any
 from phalanx.core.group import events as group_events
 from phalanx.core.group.events import PeerFailed, RoundFailed, RoundOver
 from phalanx.core.group.group import GroupPolicy, GroupState, IllegalMove, Phase, step
-from phalanx.core.group.ranks import NodeSlots, assign_to
+from phalanx.core.group.ranks import offsets
 from phalanx.core.group.restarts import RestartPolicy
 from phalanx.core.rounds.causes import HOSTS
 from phalanx.core.rounds.leader_view import Options
@@ -416,10 +416,8 @@ class Simulation:
             raise Broken(f"{agent.id} starts {start.round}, which the store never held")
         if members[place.rank][:2] != (agent.id, place.incarnation):
             raise Broken(f"{agent.id} starts as rank {place.rank} of {members}")
-        if len(members) < 20:
-            slots = [NodeSlots(rank, m.role, m.slots) for rank, m in enumerate(members)]
-            if place.offsets.workers(agent.participant.info.slots) != assign_to(slots, place.rank):
-                raise Broken(f"{agent.id} starts at {place}, which does not fit {members}")
+        if len(members) < 20 and place.offsets != offsets((m.role, m.slots) for m in members)[place.rank]:
+            raise Broken(f"{agent.id} starts at {place}, which does not fit {members}")
         if self.options.fixed and place.rank != agent.participant.info.rank:
             raise Broken(
                 f"{agent.id} was given rank {agent.participant.info.rank} and starts as {place.rank}"

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from phalanx.agent.logs.specs import DefaultLogsSpecs
-from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.spec import AgentOptions, Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.workers.result import RunResult
 from phalanx.cluster.handler import RendezvousHandler, RendezvousInfo
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group.events import WorkerState

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from phalanx.agent.logs.specs import DefaultLogsSpecs
-from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
+from phalanx.agent.spec import AgentOptions, WorkerGroup, WorkerSpec
+from phalanx.agent.workers.result import RunResult
 from phalanx.cluster.handler import RendezvousParameters
 from phalanx.cluster.registry import get_rendezvous_handler
 from phalanx.cluster.solo import SoloRendezvous

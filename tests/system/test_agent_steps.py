@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from phalanx.agent.logs.specs import DefaultLogsSpecs
-from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.spec import Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.workers.result import RunResult
 from phalanx.cluster.handler import RendezvousInfo
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group.events import WorkerState

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx.agent.spec import RunResult
 from phalanx.agent.warm.helper_pool import HelperPool
 from phalanx.agent.warm.spawner import (
     Event,
@@ -24,6 +23,7 @@ from phalanx.agent.warm.spawner import (
     Spawner,
     StartRefused,
 )
+from phalanx.agent.workers.result import RunResult
 from phalanx.cluster.clock import clock
 from phalanx.core.group.events import RoundOver, Signal, WorkerState
 from phalanx.core.group.restarts import RestartPolicy

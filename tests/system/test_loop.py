@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from phalanx.agent.logs.specs import DefaultLogsSpecs
-from phalanx.agent.spec import AgentOptions, RunResult, WorkerSpec
+from phalanx.agent.spec import AgentOptions, WorkerSpec
 from phalanx.agent.warm.helper_pool import HelperPool
+from phalanx.agent.workers.result import RunResult
 from phalanx.cluster.handler import RendezvousInfo
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group.events import MembershipChanged, Signal, WorkerState

@@ -47,8 +47,8 @@ SLOW = {
 }  # fmt: skip
 # The rooms and root modules that the agent of one node needs before its workers run.
 AGENT = {
-    "__main__", "agent", "cli", "cluster", "core", "devices", "elastic", "errors", "helpers", "job", "kernel",
-    "log", "observe", "python_command", "rawsignal", "trusted_files", "worker",
+    "__main__", "agent", "cli", "cluster", "core", "devices", "errors", "helpers", "job", "kernel", "log",
+    "observe", "python_command", "rawsignal", "trusted_files", "worker",
 }  # fmt: skip
 COMMAND = {"phalanx.cli", "phalanx.cli.terminal", COMMANDS["run"][0]}
 HELPER = {"core", "helpers", "kernel", "python_command", "rawsignal"}

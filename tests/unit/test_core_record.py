@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.agent.logs.specs import LogsDest
-from phalanx.agent.spec import RunResult, WorkerSpec
+from phalanx.agent.spec import WorkerSpec
 from phalanx.agent.workers.failure import ProcessFailure
-from phalanx.agent.workers.result import RunProcsResult
+from phalanx.agent.workers.result import RunProcsResult, RunResult
 from phalanx.cluster.solo import SoloRendezvous
 from phalanx.core.group.events import WorkerState
 from phalanx.core.record import Record
@@ -223,7 +223,7 @@ def test_a_subclass_of_a_failure_reads_the_file_as_well() -> None:
 @pytest.mark.untraced
 def test_nothing_is_imported_for_it() -> None:
     code = (
-        "import sys; from phalanx.agent.spec import RunResult;"
+        "import sys; from phalanx.agent.workers.result import RunResult;"
         "from phalanx.agent.workers.failure import ProcessFailure;"
         "ProcessFailure(0, 1, -9, '').ending(); assert 'dataclasses' not in sys.modules"
     )

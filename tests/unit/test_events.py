@@ -168,7 +168,7 @@ def test_an_unknown_destination_names_the_known_ones() -> None:
     for call in (lambda: record(Event("a", EventSource.AGENT), "nope"), lambda: get_logging_handler("nope")):
         with pytest.raises(KeyError, match=r"'nope'; use one of null, console, file"):
             call()
-    assert {"null", "console", "file"} <= set(events.destinations())
+    assert {"null", "console", "file"} <= set(events._sinks)
 
 
 def test_rendezvous_events_are_silent_until_registered(lines: list[str]) -> None:

@@ -49,6 +49,7 @@ from phalanx.core.group.events import (
 )
 from phalanx.core.group.group import GroupPolicy, GroupState, IllegalMove, Phase, WorkerState, step
 from phalanx.core.group.restarts import RestartPolicy
+from tests.support.state_diagram import of_the_group
 
 TRACES = pathlib.Path(__file__).parent / "traces"
 
@@ -165,7 +166,7 @@ def test_every_phase_leads_to_done_by_a_signal_and_a_stop() -> None:
 
 
 def test_every_phase_is_reachable_and_drawn() -> None:
-    text = group.diagram()
+    text = of_the_group()
     reached = {Phase.NEW}
     for row in group.MOVES.values():
         reached.update(target for _, targets in row.values() for target in targets)

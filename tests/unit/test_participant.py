@@ -19,7 +19,7 @@ from phalanx.core.group.group import IllegalMove
 from phalanx.core.rounds import participant_events
 from phalanx.core.rounds.leader_view import Options
 from phalanx.core.rounds.node_failure import NodeFailure
-from phalanx.core.rounds.participant import DUTIES, LATE, LEASE, MOVES, Participant, diagram
+from phalanx.core.rounds.participant import DUTIES, LATE, LEASE, MOVES, Participant
 from phalanx.core.rounds.participant_events import (
     Answer,
     Begin,
@@ -39,6 +39,7 @@ from phalanx.core.rounds.participant_state import MEANINGS, NodePhase
 from phalanx.core.rounds.records import NodeInfo, Place, Round, encode
 from phalanx.core.rounds.requests import CONTROL, PLACE
 from phalanx.core.rounds.store_commands import Change, Entry, Grant, Notice, Reply, Txn
+from tests.support.state_diagram import of_the_participant
 
 TRACES = pathlib.Path(__file__).parent / "traces" / "participant"
 OPTIONS = Options(min_nodes=1, max_nodes=2, ttl=6.0, linger=1.0, join_timeout=30.0, store_grace=60.0)
@@ -196,9 +197,9 @@ def test_every_phase_is_reachable_leads_to_the_end_and_is_drawn() -> None:
         ends |= {phase for phase, targets in after.items() if targets & ends}
     assert ends == set(NodePhase)
     for phase, targets in after.items():
-        assert f"| {phase.value} | {MEANINGS[phase]} |" in diagram()
+        assert f"| {phase.value} | {MEANINGS[phase]} |" in of_the_participant()
         for target in targets:
-            assert f"{phase.value} --> {target.value} : " in diagram()
+            assert f"{phase.value} --> {target.value} : " in of_the_participant()
 
 
 def test_no_event_is_both_a_move_and_late_and_each_is_one_of_them_after_the_start() -> None:

@@ -20,11 +20,12 @@ from phalanx.agent.loop import OwnerLoop, signal_exception
 from phalanx.agent.placement import place_group
 from phalanx.agent.run_record import RunRecord
 from phalanx.agent.service_desk import ServiceDesk
-from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
+from phalanx.agent.spec import AgentOptions, WorkerGroup, WorkerSpec
 from phalanx.agent.state.holder import StateHolder
 from phalanx.agent.supervision.supervision import Supervision
 from phalanx.agent.warm.helper_pool import HelperPool
 from phalanx.agent.workers.local_workers import LocalWorkers
+from phalanx.agent.workers.result import RunResult
 from phalanx.agent.workers.signals import SignalScope, signals_to_handle
 from phalanx.cluster.handler import adapted
 from phalanx.cluster.handler_nodes import HandlerNodes

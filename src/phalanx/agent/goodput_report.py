@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import time
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx.agent.job_history import JobHistory
-    from phalanx.agent.protocols import Nodes
-    from phalanx.cluster.job_goodput import NodeGoodput
-    from phalanx.core.group.group import Phase
+from phalanx.agent.job_history import JobHistory
+from phalanx.agent.protocols import Nodes
+from phalanx.cluster.job_goodput import NodeGoodput
+from phalanx.core.group.group import Phase
 
 _SETTLED = 2.5  # seconds after a start: what a start costs is known by then
 

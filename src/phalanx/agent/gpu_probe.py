@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 import select
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx.core.group.group import Phase
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable, Sequence
-    from typing import Any
-
-    from phalanx.core.group.group import Phase
-
     Figures = dict[int, list[dict[str, Any]]]
 
 DEVICE = "/dev/nvidiactl"
@@ -50,7 +49,6 @@ class GpuProbe:
             then({})
 
     def _begin(self, now: float) -> bool:
-        import subprocess
         import sys
 
         from phalanx.observe import __path__ as place

@@ -16,8 +16,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from phalanx.agent.spec import RunResult
     from phalanx.agent.supervision.supervision import Supervision
+    from phalanx.agent.workers.result import RunResult
     from phalanx.core.group.events import Event
     from phalanx.core.group.group import GroupState
     from phalanx.core.ledger.goodput import GoodputLedger, GoodputTotals, RankProgress

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from msgspec import Raw
 
     from phalanx.agent.loop import Posted
-    from phalanx.agent.spec import RunResult
+    from phalanx.agent.workers.result import RunResult
     from phalanx.agent.workers.worker_group import PContext
     from phalanx.agent.workers.worker_store import WorkerStore
     from phalanx.cluster.handler import RendezvousInfo

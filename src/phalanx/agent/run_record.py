@@ -22,8 +22,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup
+    from phalanx.agent.spec import AgentOptions, WorkerGroup
     from phalanx.agent.supervision.supervision import Supervision
+    from phalanx.agent.workers.result import RunResult
     from phalanx.core.group.events import Command, Event, Finish, ReportFailure
     from phalanx.core.group.group import GroupState
     from phalanx.core.group.restarts import RestartPolicy

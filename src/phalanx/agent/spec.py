@@ -1,4 +1,4 @@
-"""What an agent runs: the specification, the workers, the group, the result. torch's names and fields."""
+"""What an agent runs: the specification, the workers, the group. torch's names and fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from phalanx.agent.state.holder import StateHolder
     from phalanx.agent.supervision.supervision import Supervision
     from phalanx.agent.warm.helper_pool import HelperPool
-    from phalanx.agent.workers.failure import ProcessFailure
     from phalanx.cluster.handler import RendezvousHandler
     from phalanx.core.group.restarts import RestartPolicy
     from phalanx.job.numa import NumaOptions
@@ -176,26 +175,6 @@ class WorkerGroup:
         self.master_addr: str | None = None
         self.master_port: int | None = None
         self.state = WorkerState.INIT
-
-
-class RunResult(Record, frozen=False):
-    """How the run ended on this node, by global rank."""
-
-    def __init__(
-        self,
-        state: WorkerState,
-        return_values: dict[int, Any] | None = None,
-        failures: dict[int, ProcessFailure] | None = None,
-        stopped: dict[int, ProcessFailure] | None = None,
-    ) -> None:
-        self.state = state
-        self.return_values = return_values if return_values is not None else {}
-        self.failures = failures if failures is not None else {}
-        self.stopped = stopped if stopped is not None else {}  # ended because of the failures
-
-    def is_failed(self) -> bool:
-        """Whether the job failed."""
-        return self.state == WorkerState.FAILED
 
 
 class AgentOptions(Record):

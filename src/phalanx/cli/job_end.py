@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.agent.agent import Agent
-    from phalanx.agent.spec import RunResult
+    from phalanx.agent.workers.result import RunResult
     from phalanx.cli.run import Launched
     from phalanx.core.job_outcome import JobOutcome
     from phalanx.job.options import JobSpec

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from phalanx.agent.agent import Agent
     from phalanx.agent.logs.specs import LogsSpecs
-    from phalanx.agent.spec import RunResult
     from phalanx.agent.warm.helper_pool import HelperPool
+    from phalanx.agent.workers.result import RunResult
     from phalanx.job.options import JobSpec
     from phalanx.observe.notifier import Notifier
     from phalanx.observe.progress_line import Progress

@@ -277,7 +277,10 @@ class ZygoteWatch:
                 self._kill_at = time.monotonic()
             now = time.monotonic()
             if self._importing and now >= self._late_at:
-                self._end_import(now)
+                # The module takes too long: end the zygote; another one imports nothing.
+                self._late_at = now + _IMPORT_LIMIT
+                self._wishes.log.write("late")
+                os.kill(self._net.zygote, signal.SIGKILL)
             ended = {pid for pid, _ in reap()}
             gone = self._net.zygote in ended or not has_children()
             if gone and self._importing and self._kill_at is None:
@@ -312,12 +315,6 @@ class ZygoteWatch:
         if not text:
             self._poll.unregister(self._reports)
 
-    def _end_import(self, now: float) -> None:
-        """A module takes too long: end the zygote; another one imports nothing."""
-        self._late_at = now + _IMPORT_LIMIT
-        self._wishes.log.write("late")
-        os.kill(self._net.zygote, signal.SIGKILL)
-
     def _hear_zygote(self) -> None:
         agent, self._agent = self._agent, None
         if agent is not None:
@@ -325,17 +322,14 @@ class ZygoteWatch:
         reports, gone = self._launch.read()
         for report, fds in reports:
             if isinstance(report, LeaseChanged):
-                self._watch_lease(fds)
+                if self._lease is None:
+                    from phalanx.helpers.lease_timer import LeaseWitness
+
+                    self._lease = LeaseWitness(self._poll)
+                self._lease.take(fds)
             elif isinstance(report, ZygoteKept) and self._sock_fd >= 0:
                 os.close(self._sock_fd)
                 self._sock_fd = -1
         if gone:
             self._poll.unregister(self._launch.fileno())
         self._watch_agent()
-
-    def _watch_lease(self, fds: list[int]) -> None:
-        if self._lease is None:
-            from phalanx.helpers.lease_timer import LeaseWitness
-
-            self._lease = LeaseWitness(self._poll)
-        self._lease.take(fds)

@@ -47,7 +47,12 @@ class LaunchWatch:
 
                 self._release()
                 self.agent, self._tether = fds
-                _arm(self._tether)
+                import fcntl
+
+                # The zygote is in the keeper's group, no worker is.
+                fcntl.fcntl(self._tether, fcntl.F_SETOWN, -os.getpgrp())
+                fcntl.fcntl(self._tether, fcntl.F_SETSIG, signal.SIGCONT)
+                fcntl.fcntl(self._tether, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
                 take_hold(message.nice)
             reports.append((message, fds if isinstance(message, LeaseChanged) else []))
         return reports, gone
@@ -63,11 +68,3 @@ class LaunchWatch:
     def close(self) -> None:
         self._channel.close()
         self._release()
-
-
-def _arm(tether: int) -> None:
-    import fcntl
-
-    fcntl.fcntl(tether, fcntl.F_SETOWN, -os.getpgrp())  # the zygote is in the keeper's group, no worker is
-    fcntl.fcntl(tether, fcntl.F_SETSIG, signal.SIGCONT)
-    fcntl.fcntl(tether, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)

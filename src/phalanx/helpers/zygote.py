@@ -107,7 +107,9 @@ class Zygote:
                 kernel.drain(self._wake_read)
             self._reap()
             self._hear_workers(ready)
-            self._look_at_standbys(ready)
+            self.standbys.hear(ready)
+            self.standbys.check(time.monotonic())
+            self._tell_of_standbys()
             if self._keeper.fileno() in ready:
                 break
             if self._lease in ready:
@@ -287,11 +289,6 @@ class Zygote:
         links = [worker.channel for worker in self.workers.values() if worker.channel is not None]
         channels = (self.channel, self._keeper, *self.standbys.channels(), *links)
         return ours | {channel.detach() for channel in channels}
-
-    def _look_at_standbys(self, ready: set[int]) -> None:
-        self.standbys.hear(ready)
-        self.standbys.check(time.monotonic())
-        self._tell_of_standbys()
 
     def _tell_of_standbys(self, always: bool = False) -> None:
         """What has changed: the agent shows how many there are."""

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from phalanx.errors import UsageError
 
 PLACES = (("phalanx.toml", ("run",)), ("pyproject.toml", ("tool", "phalanx", "run")))
 _NOT_IN_A_FILE = ("help", "help_all", "print_completion", "version")
@@ -77,7 +76,12 @@ def _values(path: str, table: Mapping[str, Any]) -> dict[str, str]:
     for key, value in table.items():
         option = BY_DEST.get(key.replace("-", "_"))
         if option is None or option.dest in _NOT_IN_A_FILE:
-            raise _unknown(path, key)
+            import difflib
+
+            names = [option.name[2:] for option in BY_DEST.values()]
+            near = difflib.get_close_matches(key.replace("_", "-"), names, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise usage_error(f"{path}: {key}: no such option{hint}")
         found[option.dest] = _text(path, option, value)
     return found
 
@@ -95,12 +99,3 @@ def _text(path: str, option: Option, value: Any) -> str:
             str(one).replace(",", ",,") if isinstance(value, list) else str(one) for one in several
         )
     return ",".join(map(str, several))
-
-
-def _unknown(path: str, key: str) -> UsageError:
-    import difflib
-
-    near = difflib.get_close_matches(
-        key.replace("_", "-"), [option.name[2:] for option in BY_DEST.values()], 1
-    )
-    return usage_error(f"{path}: {key}: no such option{f'; did you mean {near[0]}?' if near else ''}")

@@ -220,11 +220,6 @@ def _passing_on(handler: logging.Handler) -> Sink:
     return emit
 
 
-def destinations() -> tuple[str, ...]:
-    """The names that `record` accepts."""
-    return tuple(_sinks)
-
-
 def _sink(destination: str) -> Sink | None:
     try:
         return _sinks[destination]

@@ -120,13 +120,8 @@ def prof(fn: Callable[..., Any] | None = None, group: str = DEFAULT_GROUP) -> An
     """Decorator: every call sends `<name>.success` or `<name>.failure`, and `<name>.duration.ms`."""
     if fn is None:
         return functools.partial(prof, group=group)
-    return measured(fn, group, _metric_name(fn))
-
-
-def _metric_name(fn: Callable[..., Any]) -> str:
-    """The qualified name of a method, `module.function` for a function."""
     name: str = getattr(fn, "__qualname__", type(fn).__name__)
-    return name if "." in name else f"{fn.__module__}.{name}"
+    return measured(fn, group, name if "." in name else f"{fn.__module__}.{name}")
 
 
 def measured(fn: Callable[P, R], group: str, name: str) -> Callable[P, R]:

@@ -8,17 +8,14 @@ was not delivered in one line. Where a message goes may be a secret: it is never
 from __future__ import annotations
 
 import abc
+import subprocess
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from phalanx.job.environment import without_secrets
 from phalanx.log import warn
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Sequence
 
 _ATTEMPTS = 3
 _PAUSES = (1.0, 4.0)  # seconds before the second and the third attempt
@@ -117,8 +114,6 @@ class Outbox(abc.ABC):
 
     def run(self, command: Sequence[str], body: bytes, limit: float = _RUN) -> int:
         """Run a command with the message on its stdin, for `limit` seconds at most; its exit code."""
-        import subprocess
-
         try:
             process = subprocess.Popen(
                 command,

@@ -5,16 +5,13 @@ The agent may be another user's: no character of its answer reaches the terminal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phalanx.core.group.group import WORDS, Phase
 from phalanx.log import printable
 from phalanx.observe.duration import duration
+from phalanx.observe.snapshot import JobSnapshot, QuarantineSnapshot, WorkerSnapshot
 from phalanx.observe.worker_states import ENDED, READY, RUNNING
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.observe.snapshot import JobSnapshot, QuarantineSnapshot, WorkerSnapshot
 
 PHASES = {phase.value: words.status for phase, words in WORDS.items()}
 _INCIDENTS = 5

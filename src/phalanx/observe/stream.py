@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Protocol, TypeAlias
 
-    from phalanx.agent.spec import RunResult
+    from phalanx.agent.workers.result import RunResult
     from phalanx.core.group.events import Command, Event, Finish
     from phalanx.core.group.group import GroupState
     from phalanx.core.ledger.incidents import Incident

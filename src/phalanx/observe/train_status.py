@@ -15,17 +15,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from phalanx.core.record import Record
+from phalanx.job.environment import StatusTarget
 from phalanx.log import warn
 from phalanx.observe.json_lines import timestamp
 from phalanx.observe.outbox import Undelivered
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx.job.environment import StatusTarget
 
 _FIRST, _EVERY = 5.0, 30.0  # seconds
 _ANSWER = 5.0  # for the owner's thread, which may be busy

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.core.record import Record
+from collections.abc import Mapping
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from phalanx.core.record import Record
 
 STARTING = "starting"
 RUNNING = "running"  # no heartbeat so far

@@ -13,13 +13,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from phalanx.core.rounds.store_commands import Command, Entry, Get, Notice, Put, Reply, Unwatch, Watch
 from phalanx.errors import StoreConnectionError, StoreError, StoreTimeoutError
-
-if TYPE_CHECKING:
-    from phalanx.store.net.wire import Welcome
+from phalanx.store.net.wire import Welcome
 
 Own = TypeVar("Own", bound="StoreClient")
 

@@ -28,11 +28,8 @@ LOOPBACK = "127.0.0.1"
 _CLIENT_TIMEOUT = 2.0  # for each piece of a request
 _CLIENT_TOTAL = 10.0  # for everything
 _MAX_CLIENTS = 32
-_STALLED = 10.0
-"""The loop counts as stalled if it has not responded for this many seconds; a loaded machine needs one."""
-"""The same while workers start, which waits for helpers, imports and other nodes."""
-_PROBE_WAIT = 0.05
-"""Seconds that a probe waits for the loop's response before it looks at the oldest unanswered one."""
+_STALLED = 10.0  # seconds without a response of the loop; a loaded machine needs one
+_PROBE_WAIT = 0.05  # seconds that a probe waits for the loop, before it looks at the oldest unanswered one
 
 
 class HealthServer:

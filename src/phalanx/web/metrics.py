@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from phalanx.core.ledger.goodput import LOST, PRODUCTIVE, RUNNING
 from phalanx.core.record import Record
+from phalanx.observe.incident_counters import DurationCounts
 from phalanx.observe.worker_states import MARKS
 from phalanx.plugins import MISSING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from phalanx.observe.incident_counters import DurationCounts
 
 _FRESH = 0.5  # seconds for which a sample serves every client: many of them must not keep the agent busy
 _ANSWER = 5.0  # seconds for the agent's loop

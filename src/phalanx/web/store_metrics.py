@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
+from phalanx.store.embedded.server import Server, ServerSample
 from phalanx.web.health import HealthServer, LoopProbe
 from phalanx.web.metrics import MetricsPage
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phalanx.store.embedded.server import Server, ServerSample
 
 _MOST_JOBS = 1000  # series; the largest ones
 

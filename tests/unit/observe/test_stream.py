@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.agent.spec import RunResult
+from phalanx.agent.workers.result import RunResult
 from phalanx.core.group.events import WorkerState
 from phalanx.core.ledger.incidents import Incident
 from phalanx.observe.event_file import EventFile

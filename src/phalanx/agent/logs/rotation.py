@@ -30,16 +30,14 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Callable, Iterable
 from select import POLLIN, poll
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.agent.logs.inotify import Watcher
 from phalanx.core.record import Record
 from phalanx.log import warn
 from phalanx.observe.log_layout import part_path
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 _PAUSE = 0.2  # seconds between two looks at a log that grows
 _SEARCH = 64 * 1024  # bytes at the end of a part in which a line end is looked for

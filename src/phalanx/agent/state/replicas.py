@@ -353,12 +353,19 @@ class Replicas:
                     file.pin(named, Pins(ballot.stays(file.pins(named).common, moments), pending))
                 found += ballot.candidate in moments
         if ballot.common is not None:
-            self._forget_others(ranks)
+            # There is a common save of this round: copies of other ranks are of the past.
+            with self._lock:
+                past = [self.copies.pop(rank) for rank in self.copies.keys() - ranks]
+            for copy in past:
+                copy.close()  # frees memory, which may take long
         if ballot.phase == CONFIRM and found < len(ranks):
             ballot = ballot.replace(candidate=None)
         with self._lock:
             self._ballots.append((number, ballot))
-        self._ring()
+        try:
+            os.write(self.bell, b"!")
+        except OSError:
+            pass  # full: it is going to look
 
     def _take_ballots(self, number: int) -> list[Ballot]:
         """Those of a round; those of earlier ones are forgotten."""
@@ -369,24 +376,11 @@ class Replicas:
             self._ballots = [(of, ballot) for of, ballot in self._ballots if of > number]
         return found
 
-    def _ring(self) -> None:
-        try:
-            os.write(self.bell, b"!")
-        except OSError:
-            pass  # full: it is going to look
-
     def _copy_of(self, rank: int) -> MemoryFile:
         with self._lock:
             if rank not in self.copies:
                 self.copies[rank] = MemoryFile.create()
             return self.copies[rank]
-
-    def _forget_others(self, ranks: set[int]) -> None:
-        """There is a common save of this round: copies of other ranks are of the past."""
-        with self._lock:
-            forgotten = [self.copies.pop(rank) for rank in self.copies.keys() - ranks]
-        for file in forgotten:
-            file.close()  # frees memory, which may take long
 
     def _take_save(
         self,

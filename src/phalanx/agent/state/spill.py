@@ -11,15 +11,12 @@ writable by no one else (trusted_files.py), because workers unpickle what is in 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from zlib import crc32
 
 from phalanx.agent.state import save_record
 from phalanx.trusted_files import check_directory, make_directory, open_trusted
 from phalanx.worker.state.memory_file import SLOTS, MemoryFile, region_at
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _CHUNK = 4 << 20
 _CHECKSUM = 4  # bytes

@@ -9,17 +9,13 @@ from __future__ import annotations
 import _thread
 import os
 import time
+from collections.abc import Callable
+from typing import Any
 
+from phalanx.agent.supervision.trace_sockets import TraceSockets
+from phalanx.agent.workers.worker_group import PContext
 from phalanx.core.diagnosis.collective_progress import CollectiveProgress, RankPulse, observe
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
-    from phalanx.agent.supervision.trace_sockets import TraceSockets
-    from phalanx.agent.workers.worker_group import PContext
-    from phalanx.core.diagnosis.collectives import RankTrace
+from phalanx.core.diagnosis.collectives import RankTrace
 
 _SHARE = 0.25  # of the timeout
 _SHORTEST, _LONGEST = 0.1, 15.0

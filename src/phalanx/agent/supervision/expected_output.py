@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+from collections.abc import Callable
 
 from phalanx.job.environment import without_secrets
 from phalanx.kernel import anonymous_file
 from phalanx.python_command import python_command
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
 
 PAGE = struct.Struct("=dQQ")  # when a line last matched, blocks that were searched, questions answered
 TASK = 4096  # from here on: what to search for, as JSON
@@ -56,8 +53,6 @@ class ExpectedOutput:
         self._start()
 
     def _start(self) -> None:
-        import subprocess
-
         self._asked, self._asked_at, self._news = 0, 0.0, b""
         try:
             process = subprocess.Popen(
@@ -158,19 +153,16 @@ class ExpectedOutput:
             return False
         self._news = (self._news + data)[-_LONGEST_NEWS:]
         while b"\n" in self._news:
-            line, _, self._news = self._news.partition(b"\n")
-            self._hear(line.decode("utf-8", "replace"))
+            report, _, self._news = self._news.partition(b"\n")
+            kind, _, rest = report.decode("utf-8", "replace").partition(" ")
+            if kind == "value":
+                rank, _, line = rest.partition(" ")
+                if int(rank) not in self._told:
+                    self._told.add(int(rank))
+                    self._bad = self._bad or (int(rank), line)
+            elif kind == "slow":
+                self._give_up(f"the pattern takes too long on a line of rank {rest}; use a simpler one")
         return True
-
-    def _hear(self, news: str) -> None:
-        kind, _, rest = news.partition(" ")
-        if kind == "value":
-            rank, _, line = rest.partition(" ")
-            if int(rank) not in self._told:
-                self._told.add(int(rank))
-                self._bad = self._bad or (int(rank), line)
-        elif kind == "slow":
-            self._give_up(f"the pattern takes too long on a line of rank {rest}; use a simpler one")
 
     def take_bad(self) -> tuple[int, str] | None:
         """A value that is not finite, once: its rank and line."""

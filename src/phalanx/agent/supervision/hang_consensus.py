@@ -174,8 +174,10 @@ class HangConsensus:
             return "drop"  # the verdict is known
         if case.name and not case.reported:
             case.reported = True
-            self._report(case, findings)
+            self._broadcast.put(f"{case.name}/{self.node}", make_report(findings, self._host))
             if case.publisher == self.node:
+                for rank, where in findings.where.items():
+                    findings.where[rank] = f"{where} on {self._host}"
                 self._fetch_reports(case, findings, now)
         if case.name and case.publisher != self.node:
             return "wait" if now < case.since + _VERDICT_TIMEOUT else "drop"
@@ -190,12 +192,6 @@ class HangConsensus:
             if node != self.node and (report is None or not merge_report(findings, report)):
                 findings.silent.append(f"node {node}")
         return "conclude"
-
-    def _report(self, case: HangCase, findings: Findings) -> None:
-        self._broadcast.put(f"{case.name}/{self.node}", make_report(findings, self._host))
-        if case.publisher == self.node:
-            for rank, where in findings.where.items():
-                findings.where[rank] = f"{where} on {self._host}"
 
     def _fetch_reports(self, case: HangCase, findings: Findings, now: float, limit: float = NODE) -> None:
         """Fetch the reports that are missing; those that are late only while they may still come."""

@@ -12,13 +12,10 @@ from __future__ import annotations
 import _thread
 import os
 import time
+from collections.abc import Iterable
 
 from phalanx import kernel
 from phalanx.job import environment
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Without any of them there is no GPU, hence no NCCL."""

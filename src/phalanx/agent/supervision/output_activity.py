@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 import time
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from phalanx.agent.workers.worker_group import PContext
+from phalanx.agent.workers.worker_group import PContext
 
 
 class OutputActivity:

@@ -24,14 +24,11 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 from phalanx.errors import PhalanxError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 _STORE_ERRORS = (PhalanxError, OSError, RuntimeError, ValueError)  # torch's stores raise RuntimeError
 _CLOSE_TIMEOUT = 0.3

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 
 from phalanx.core.diagnosis.patience import RANK, SilentRank, is_rank_awaited
 from phalanx.kernel import read_text, stat_fields
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
 
 _INTERVAL = 0.1
 """Seconds between two looks: a rank may have hundreds of threads."""

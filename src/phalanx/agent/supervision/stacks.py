@@ -12,12 +12,9 @@ Invariants
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from phalanx.core.diagnosis.progress import Beat, Blame, Evidence, View, alike, ranks_text
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # Libraries in which a rank waits for the other ranks.
 _COLLECTIVES = ("/torch/distributed/", "/mpi4py/", "/horovod/", "/deepspeed/comm/")

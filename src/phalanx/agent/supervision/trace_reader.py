@@ -10,10 +10,7 @@ import errno
 import select
 import socket
 import time
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping
 
 MAX_ANSWER = 32 << 20
 """Bytes; the recorder's default of 2,000 entries makes about 2 MB."""

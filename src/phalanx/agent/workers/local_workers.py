@@ -11,8 +11,8 @@ import os
 import signal
 import time
 
-from phalanx.agent.spec import RunResult, WorkerSpec
 from phalanx.agent.workers.environment import line_prefix, standby_environment, substitute, worker_environment
+from phalanx.agent.workers.result import RunResult
 from phalanx.core.group.events import (
     AllSucceeded,
     Hang,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from phalanx.agent.logs.specs import LogsSpecs
     from phalanx.agent.protocols import Nodes, WorkersOwner
     from phalanx.agent.run_record import RunRecord
-    from phalanx.agent.spec import AgentOptions, WorkerGroup
+    from phalanx.agent.spec import AgentOptions, WorkerGroup, WorkerSpec
     from phalanx.agent.state.holder import RoundNodes, StateHolder
     from phalanx.agent.supervision.supervision import Supervision
     from phalanx.agent.warm.helper_pool import HelperPool
@@ -418,7 +418,10 @@ class LocalWorkers:
             self._stop_now(now)
         if phase == "RUNNING" and self._quiet_at is not None and now >= self._quiet_at:
             self._quiet_at = None
-            _prepare_for_a_failure()
+            # What is needed between a worker's death and the next start, while there is time for it.
+            import phalanx.agent.workers.failure
+            import phalanx.observe.report  # noqa: F401
+
             self._owner.settled()
         if self.stepped:
             return None
@@ -771,9 +774,3 @@ def _in_words(error: Exception) -> str:
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-
-
-def _prepare_for_a_failure() -> None:
-    """Import what is needed between a worker's death and the next start, while there is time for it."""
-    import phalanx.agent.workers.failure
-    import phalanx.observe.report  # noqa: F401

@@ -1,7 +1,8 @@
-"""How a group of workers ended."""
+"""How a group of workers ended, and how the run ended on this node."""
 
 from __future__ import annotations
 
+from phalanx.core.group.events import WorkerState
 from phalanx.core.record import Record
 
 TYPE_CHECKING = False
@@ -35,6 +36,26 @@ class RunProcsResult(Record, frozen=False):
     def is_failed(self) -> bool:
         """Whether any worker failed."""
         return len(self.failures) > 0
+
+
+class RunResult(Record, frozen=False):
+    """How the run ended on this node, by global rank."""
+
+    def __init__(
+        self,
+        state: WorkerState,
+        return_values: dict[int, Any] | None = None,
+        failures: dict[int, ProcessFailure] | None = None,
+        stopped: dict[int, ProcessFailure] | None = None,
+    ) -> None:
+        self.state = state
+        self.return_values = return_values if return_values is not None else {}
+        self.failures = failures if failures is not None else {}
+        self.stopped = stopped if stopped is not None else {}  # ended because of the failures
+
+    def is_failed(self) -> bool:
+        """Whether the job failed."""
+        return self.state == WorkerState.FAILED
 
 
 def tail_of(path: str) -> str:

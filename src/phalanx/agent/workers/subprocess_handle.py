@@ -104,7 +104,11 @@ class SubprocessHandler:
         path = program_for(entrypoint, {**os.environ, **env})
         for log in (stdout, stderr):
             if log:
-                _start_anew(log)
+                # Empty a log file that is there already, as torch does; a group's own never are.
+                try:
+                    os.close(os.open(log, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC))
+                except OSError:
+                    pass  # missing; or not writable, which the start reports
         argv = [entrypoint, *(str(arg) for arg in args)]
         job = WorkerLaunch(0, argv=argv, path=path)
         job.env, job.stdout, job.stderr = env, stdout or "", stderr or ""
@@ -117,14 +121,6 @@ class SubprocessHandler:
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """`death_sig` (SIGTERM) to the program and what it started; SIGKILL to what is left of it."""
         self.proc.close(death_sig or signal.SIGTERM, grace=30.0)
-
-
-def _start_anew(log: str) -> None:
-    """Empty a log file that is there already, as torch does; a group's own never are."""
-    try:
-        os.close(os.open(log, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC))
-    except OSError:
-        pass  # missing; or not writable, which the start reports
 
 
 class WorkerProcess:

@@ -38,7 +38,7 @@ from phalanx.core.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 _UNEVEN = ("all_to_all", "alltoall", "scatter", "gather", "send", "recv", "barrier", "coalesced")
 """Operations whose members may have different sizes; all_gather is decided by its library."""
@@ -148,7 +148,8 @@ class _Blocked:
         self.lacking = tuple(sorted(lacks))
         self.left = tuple(sorted(set(traces) - set(self.waiting) - set(self.lacking)))
         self.silent = tuple(sorted(set(members) - set(traces)))
-        self.name = _most_common(one.name for one in self.at.values())
+        names = [one.name for one in self.at.values()]
+        self.name = max(sorted(set(names)), key=names.count, default="a collective")
 
     @property
     def what(self) -> str:
@@ -303,13 +304,6 @@ def _first(blocked: list[_Blocked], look: Callable[[_Blocked], Explanation | Non
         if found is not None:
             return found
     return None
-
-
-def _most_common(names: Iterable[str]) -> str:
-    counted: dict[str, int] = {}
-    for name in names:
-        counted[name] = counted.get(name, 0) + 1
-    return max(sorted(counted), key=lambda name: counted[name], default="a collective")
 
 
 # ---- mismatch ----------------------------------------------------------------------------------------

@@ -115,7 +115,9 @@ def judge_pairs(
     name: Callable[[int], str] = str,
 ) -> tuple[PairVerdict, ...]:
     """The verdict on every node; results are rates (more is better). `show` and `name`: for the reasons."""
-    usual = _usual([rate for results in rounds for rate in results.values()])
+    # The upper quartile: a bad node of five is in half of all pairs.
+    rates = sorted(rate for results in rounds for rate in results.values() if rate is not None)
+    usual = rates[3 * len(rates) // 4] if rates else 0.0
     met: dict[int, list[tuple[str, bool]]] = {}  # node -> its measurements in words, and whether slow
     for results in rounds:
         for group, rate in results.items():
@@ -137,9 +139,3 @@ def _judge_node(node: int, met: list[tuple[str, bool]], others: str) -> PairVerd
         return PairVerdict(node, "unknown", f"slow, but measured only once: {rates}{others}")
     every = "both" if len(met) == 2 else "all"
     return PairVerdict(node, "unfit", f"slow with {every} partners: {rates}{others}")
-
-
-def _usual(rates: Sequence[float | None]) -> float:
-    """The upper quartile: a bad node of five is in half of all pairs."""
-    known = sorted(rate for rate in rates if rate is not None)
-    return known[3 * len(known) // 4] if known else 0.0

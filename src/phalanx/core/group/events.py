@@ -312,8 +312,6 @@ class EnterBarrier(Record):
 class Leave(Record):
     """Take this node out of the rendezvous; the others may go on."""
 
-    graceful: bool = True
-
 
 class CloseRendezvous(Record):
     """The job is over, for all nodes."""

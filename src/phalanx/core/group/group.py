@@ -569,7 +569,7 @@ def _finish(state: GroupState, ending: Ending, *tell: Command) -> Step:
     if ending.outcome in (Outcome.SUCCEEDED, Outcome.FAILED):
         farewell = (CloseRendezvous(ending.message, ending.outcome is Outcome.FAILED),)
     elif ending.outcome is not Outcome.CLOSED:
-        farewell = (Leave(graceful=True),)
+        farewell = (Leave(),)
     final = state.worker_state
     if ending.outcome is Outcome.FAILED:
         final = WorkerState.FAILED
@@ -764,13 +764,3 @@ def step(state: GroupState, event: Event, now: float, policy: GroupPolicy) -> St
         raise IllegalMove(complaint(state, event, what))
     line = f"{now:.3f} {phase.value} --{kind.__name__}--> {after.phase.value}: {made.reason}"
     return made.replace(state=after.replace(recent=(*after.recent, line)[-_HISTORY:]))
-
-
-def diagram() -> str:
-    """The table as Markdown."""
-    from phalanx.core.state_diagram import drawn
-
-    rows = {
-        phase: {kind.__name__: targets for kind, (_, targets) in row.items()} for phase, row in MOVES.items()
-    }
-    return drawn(rows, {phase: words.meaning for phase, words in WORDS.items()})

@@ -11,14 +11,6 @@ from collections.abc import Iterable
 from phalanx.core.record import Record
 
 
-class NodeSlots(Record):
-    """What a node contributes to a round."""
-
-    rank: int
-    role: str
-    local_world_size: int
-
-
 class WorkerRanks(Record):
     """Every rank of one worker."""
 
@@ -61,22 +53,6 @@ def offsets(nodes: Iterable[tuple[str, int]]) -> list[Offsets]:
     return result
 
 
-def assign(nodes: Iterable[NodeSlots]) -> list[list[WorkerRanks]]:
-    """The ranks of all workers, one list per node, by node rank."""
-    ordered = _checked(nodes)
-    found = offsets((node.role, node.local_world_size) for node in ordered)
-    return [place.workers(node.local_world_size) for place, node in zip(found, ordered, strict=True)]
-
-
-def assign_to(nodes: Iterable[NodeSlots], rank: int) -> list[WorkerRanks]:
-    """The ranks of the workers of one node."""
-    ordered = _checked(nodes)
-    if not 0 <= rank < len(ordered):
-        raise ValueError(f"node rank {rank}: this round has the ranks 0 to {len(ordered) - 1}")
-    found = offsets((node.role, node.local_world_size) for node in ordered)
-    return found[rank].workers(ordered[rank].local_world_size)
-
-
 def assign_identical(rank: int, nodes: int, local_world_size: int) -> list[WorkerRanks]:
     """The ranks of one node's workers when all nodes are alike: no exchange is needed."""
     if not 0 <= rank < nodes:
@@ -85,20 +61,6 @@ def assign_identical(rank: int, nodes: int, local_world_size: int) -> list[Worke
         raise ValueError(f"local_world_size={local_world_size}: a node needs at least 1 worker")
     first, world = rank * local_world_size, nodes * local_world_size
     return Offsets(first, world, first, world).workers(local_world_size)
-
-
-def _checked(nodes: Iterable[NodeSlots]) -> list[NodeSlots]:
-    """The nodes by rank, or ValueError naming what is wrong with them."""
-    ordered = sorted(nodes, key=lambda node: node.rank)
-    if [node.rank for node in ordered] != list(range(len(ordered))):
-        found = [node.rank for node in ordered]
-        raise ValueError(f"node ranks {found}: every rank from 0 to {len(ordered) - 1} must occur once")
-    for node in ordered:
-        if node.local_world_size < 1:
-            raise ValueError(
-                f"node {node.rank} ({node.role!r}) brings {node.local_world_size} workers: it needs 1 or more"
-            )
-    return ordered
 
 
 def natural_key(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:

@@ -48,7 +48,6 @@ from phalanx.core.rounds.participant_state import (
     FINISHED,
     JOINING,
     LEAVING,
-    MEANINGS,
     NEW,
     RUNNING,
     STOPPING,
@@ -843,16 +842,3 @@ DUTIES = (
     Duty(Participant._kill_in_time, {ENDING: (ENDED,)}),
 )
 """In the order in which they are carried out."""
-
-
-def diagram() -> str:
-    """The tables as Markdown."""
-    rows: dict[NodePhase, dict[str, tuple[NodePhase, ...]]] = {}
-    for phase, row in MOVES.items():
-        rows[phase] = {kind.__name__: targets for kind, (_, targets) in row.items() if targets}
-        for duty in (LEASE, *DUTIES):
-            if targets := duty.phases.get(phase, ()):
-                rows[phase][duty.name] = targets
-    from phalanx.core.state_diagram import drawn
-
-    return drawn(rows, MEANINGS)

@@ -264,9 +264,6 @@ def _quarantine(
     if held is not None and held.until is None:
         return state, ""  # by a person, which outlasts any cool-down
     entry = QuarantineEntry(node, reason, now, now + policy.cooldown)
-    return _with(state, entry), f"{node} is quarantined for {policy.cooldown:.0f} s: {reason}"
-
-
-def _with(state: Quarantine, entry: QuarantineEntry) -> Quarantine:
     others = tuple(one for one in state.entries if one.node != entry.node)
-    return state.replace(entries=(*others, entry)[-_MOST_NODES:])
+    state = state.replace(entries=(*others, entry)[-_MOST_NODES:])
+    return state, f"{node} is quarantined for {policy.cooldown:.0f} s: {reason}"

@@ -16,7 +16,7 @@ from typing import Any
 from phalanx.agent.agent import Agent
 from phalanx.agent.job import export_environment, make_agent
 from phalanx.agent.logs.specs import DefaultLogsSpecs, LogsSpecs
-from phalanx.agent.spec import RunResult
+from phalanx.agent.workers.result import RunResult
 from phalanx.elastic.internals import entrypoint_name
 from phalanx.elastic.lazy_modules import seen_in
 from phalanx.errors import ChildFailedError, PhalanxError

@@ -20,10 +20,11 @@ Invariant: callbacks come one at a time, and the reply to a watch before its cha
 from __future__ import annotations
 
 import queue
+import ssl
 import threading
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.core.rounds.store_commands import (
     Add,
@@ -46,9 +47,6 @@ from phalanx.store.etcd.http import CONNECTION_ERRORS, Address, EtcdConnection, 
 from phalanx.store.etcd.watch import WatchStream
 from phalanx.store.net import wire
 from phalanx.store.queued_client import QueuedClient
-
-if TYPE_CHECKING:
-    import ssl
 
 _MAX_REQUEST_TIMEOUT = 10.0  # a request's timeout grows up to this
 _FULL_PAUSE = 0.2  # between two tries of a write, while etcd is out of space

@@ -9,16 +9,14 @@ from __future__ import annotations
 import http.client
 import io
 import socket
+import ssl
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from phalanx.errors import StoreAuthError, StoreError
-
-if TYPE_CHECKING:
-    import ssl
 
 UNAUTHENTICATED, DENIED, NOT_FOUND, PRECONDITION, OUT_OF_RANGE = 16, 7, 5, 9, 11
 _TEMPORARY = (1, 4, 10, 13, 14)  # cancelled, deadline exceeded, aborted, internal, unavailable

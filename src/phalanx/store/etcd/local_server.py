@@ -21,16 +21,13 @@ import subprocess
 import tempfile
 import threading
 import time
+from typing import TextIO
 
 from phalanx.errors import StoreError
 from phalanx.job.environment import variables
 from phalanx.kernel import die_with_parent
 from phalanx.store.etcd.client import EtcdClient
 from phalanx.store.etcd.http import CONNECTION_ERRORS, Address, EtcdConnection, EtcdError, Members
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import TextIO
 
 BINARY = "TORCHELASTIC_ETCD_BINARY_PATH"
 _HOST, _ADDRESS = "localhost", "127.0.0.1"

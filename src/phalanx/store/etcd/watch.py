@@ -8,9 +8,10 @@ last delivered change; if etcd has compacted that away, all current entries are 
 
 from __future__ import annotations
 
+import http.client
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -18,9 +19,6 @@ from phalanx.core.rounds.store_commands import Notice, Watch
 from phalanx.errors import StoreAuthError
 from phalanx.store.etcd import requests
 from phalanx.store.etcd.http import CONNECTION_ERRORS, EtcdConnection, EtcdError, Members
-
-if TYPE_CHECKING:
-    import http.client
 
 _MAX_PAUSE = 1.0
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError)  # raised by JSON of a shape etcd never sends
@@ -82,7 +80,10 @@ class WatchStream(threading.Thread):
             if notice is not None:
                 self._deliver(notice)
             elif requests.compacted_to(message):
-                self._start_over()
+                self._connection.close()  # a stream's connection cannot be reused
+                keys = requests.key_range(self.watch.key, self.watch.prefix)
+                answer: dict[str, Any] = self._connection.call("/v3/kv/range", keys, self._timeout)
+                self._deliver(requests.snapshot(self.watch.watch, answer))
                 return
             elif message.get("canceled"):
                 return
@@ -92,12 +93,6 @@ class WatchStream(threading.Thread):
             return response.readline()
         except (AttributeError, ValueError):
             return b""  # raised by http.client when another thread cuts the stream
-
-    def _start_over(self) -> None:
-        self._connection.close()  # a stream's connection cannot be reused
-        keys = requests.key_range(self.watch.key, self.watch.prefix)
-        answer: dict[str, Any] = self._connection.call("/v3/kv/range", keys, self._timeout)
-        self._deliver(requests.snapshot(self.watch.watch, answer))
 
     def _deliver(self, notice: Notice) -> None:
         self._next = notice.revision + 1

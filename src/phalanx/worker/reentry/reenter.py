@@ -168,7 +168,10 @@ def _end_round(seat: Seat, hooks: ReentryHooks) -> None:
     seat.watch.settle()
     why = ""
     try:
-        _destroy_torch()
+        if "torch.distributed" in sys.modules:
+            from phalanx.worker.reentry import torch_groups
+
+            torch_groups.destroy()
     except Exception as error:  # noqa: BLE001 - of a library; a new process has none of it
         why = f"process group: {type(error).__name__}: {' '.join(str(error).split())}"[:300]
     why = why or hooks.unfit()
@@ -228,13 +231,6 @@ def _abort_torch() -> None:
         from phalanx.worker.reentry import torch_groups
 
         torch_groups.abort()
-
-
-def _destroy_torch() -> None:
-    if "torch.distributed" in sys.modules:
-        from phalanx.worker.reentry import torch_groups
-
-        torch_groups.destroy()
 
 
 def _show_rank(before: int, now: str) -> None:

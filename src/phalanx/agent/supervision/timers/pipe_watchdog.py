@@ -9,16 +9,13 @@ Invariants
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from math import inf
 from signal import SIGKILL
-from typing import TYPE_CHECKING
 
 from phalanx.agent.supervision.timers.timer_pipe import FileTimerRequest, NamedPipe
 from phalanx.agent.supervision.timers.watchdog import Watchdog, log
 from phalanx.kernel import read_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _HOOKED = ("phalanx.elastic.timer.debug_info_logging", "phalanx.elastic.timer.file_based_local_timer")
 """Where programs put a function of their own in place of `log_debug_info_for_expired_timers`."""

@@ -1,6 +1,7 @@
 """torch.distributed.elastic.agent.server's names."""
 
-from phalanx.agent.spec import RunResult, Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.spec import Worker, WorkerGroup, WorkerSpec
+from phalanx.agent.workers.result import RunResult
 from phalanx.core.group.events import WorkerState
 from phalanx.elastic.agent.server.api import ElasticAgent, SimpleElasticAgent
 from phalanx.elastic.agent.server.local_elastic_agent import (

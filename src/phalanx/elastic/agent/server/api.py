@@ -28,8 +28,9 @@ from abc import ABC, abstractmethod
 from phalanx.agent.agent import Agent
 from phalanx.agent.loop import signal_exception
 from phalanx.agent.placement import assign_ranks
-from phalanx.agent.spec import AgentOptions, RunResult, Worker, WorkerGroup, WorkerSpec, complete
+from phalanx.agent.spec import AgentOptions, Worker, WorkerGroup, WorkerSpec, complete
 from phalanx.agent.workers.local_workers import START_ERRORS, worker_event
+from phalanx.agent.workers.result import RunResult
 from phalanx.core.group import restarts
 from phalanx.core.group.events import (
     AllSucceeded,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 
 from phalanx.agent.agent import Agent
-from phalanx.agent.spec import AgentOptions, RunResult, WorkerGroup, WorkerSpec
+from phalanx.agent.spec import AgentOptions, WorkerGroup, WorkerSpec
 from phalanx.agent.workers.local_workers import LocalWorkers
+from phalanx.agent.workers.result import RunResult
 from phalanx.core.group.events import WorkerState
 from phalanx.elastic.agent.server.api import SimpleElasticAgent, count_as_own
 from phalanx.elastic.agent.server.torch_events import configured_metrics

@@ -11,7 +11,7 @@ import signal
 import time
 
 from phalanx.agent.loop import OwnerLoop, signal_exception
-from phalanx.agent.spec import RunResult
+from phalanx.agent.workers.result import RunResult
 from phalanx.core.group import events
 
 TYPE_CHECKING = False

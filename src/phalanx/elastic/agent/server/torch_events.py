@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-    from phalanx.agent.spec import RunResult, Worker, WorkerGroup
+    from phalanx.agent.spec import Worker, WorkerGroup
+    from phalanx.agent.workers.result import RunResult
     from phalanx.observe.events import Event, EventSource
 
 METHODS = (

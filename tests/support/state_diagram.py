@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+from phalanx.core.group import group
+from phalanx.core.rounds import participant
+from phalanx.core.rounds.participant_state import MEANINGS, NodePhase
 from phalanx.core.text_enum import TextEnum
 
 P = TypeVar("P", bound=TextEnum)
@@ -33,3 +36,23 @@ def drawn(rows: Mapping[P, Mapping[str, tuple[P, ...]]], meanings: Mapping[P, st
         if not row:
             lines.append(f"| {label} | {meaning} | | |")
     return "\n".join(lines) + "\n"
+
+
+def of_the_group() -> str:
+    """The table of `core/group/group.py`."""
+    rows = {
+        phase: {kind.__name__: targets for kind, (_, targets) in row.items()}
+        for phase, row in group.MOVES.items()
+    }
+    return drawn(rows, {phase: words.meaning for phase, words in group.WORDS.items()})
+
+
+def of_the_participant() -> str:
+    """The tables of `core/rounds/participant.py`."""
+    rows: dict[NodePhase, dict[str, tuple[NodePhase, ...]]] = {}
+    for phase, row in participant.MOVES.items():
+        rows[phase] = {kind.__name__: targets for kind, (_, targets) in row.items() if targets}
+        for duty in (participant.LEASE, *participant.DUTIES):
+            if targets := duty.phases.get(phase, ()):
+                rows[phase][duty.name] = targets
+    return drawn(rows, MEANINGS)
